@@ -1,0 +1,80 @@
+"""What every `python -m` main shares: one-line errors, exit codes (0 clean, 2 bad setting, 3 could not start), READY."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+from collections.abc import Callable
+
+import click
+
+from bus.errors import BusError, ConfigError, StartError
+from bus.logs import LEVELS
+
+EXIT_CONFIG = 2
+EXIT_START = 3
+
+
+def run(command: click.Command, program: str) -> None:
+    """Run `command` and leave; whatever a user can cause is one line on stderr and a non-zero exit."""
+    try:
+        command.main(prog_name=program, standalone_mode=False)
+    except click.exceptions.Exit as done:
+        sys.exit(done.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except click.ClickException as error:
+        _fail(program, f"{error.format_message()} (see {program} --help)", EXIT_CONFIG)
+    except ConfigError as error:
+        _fail(program, str(error), EXIT_CONFIG)
+    except StartError as error:
+        _fail(program, str(error), EXIT_START)
+    except BusError as error:
+        _fail(program, str(error), 1)
+    sys.exit(0)
+
+
+def _fail(program: str, message: str, code: int) -> None:
+    print(f"{program}: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+def ready(**facts: object) -> None:
+    """The one line a launcher waits for: `READY key=value ...` on stdout."""
+    print("READY", *(f"{key}={value}" for key, value in facts.items()), flush=True)
+
+
+def leave_with_parent(leave: Callable[[], None]) -> None:
+    """When stdin is a pipe whose other end closes, the parent has gone: call `leave` (from a helper thread)."""
+    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
+        return
+
+    def watch() -> None:
+        descriptor = sys.stdin.fileno()
+        try:
+            while True:
+                select.select([descriptor], [], [])
+                if not os.read(descriptor, 4096):
+                    leave()
+                    return
+        except OSError:
+            leave()
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+log_level_option = click.option(
+    "--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="What to log, on stderr."
+)
+metrics_port_option = click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    show_default=True,
+    help="Serve Prometheus metrics on this port of 127.0.0.1 (0: don't).",
+)
+watch_parent_option = click.option(
+    "--watch-parent", is_flag=True, help="Leave when stdin closes (set by launchers, so that no orphan stays)."
+)

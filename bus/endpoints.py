@@ -1,0 +1,130 @@
+"""Addresses. A user names one base address a part; the sockets' endpoints are derived from it here.
+
+`ipc:///dir/bus` gives `ipc:///dir/bus.pub`, ...; `tcp://host:5550` gives that port and the ones after it. Owns the
+rules for directories and loopback; must not open sockets.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from bus.errors import ConfigError
+
+_IPC_PATH_MAX = 107  # sizeof(sockaddr_un.sun_path) - 1 on Linux
+_LONGEST_SUFFIX = len(".bootstrap")
+
+
+def runtime_dir() -> Path:
+    """The default directory of ipc sockets: `$PDBUS_DIR`, else one under the user's runtime or temp directory."""
+    if chosen := os.environ.get("PDBUS_DIR"):
+        return Path(chosen)
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "pdbus" if base else Path(tempfile.gettempdir()) / f"pdbus-{os.getuid()}"
+
+
+def private_dir(path: Path) -> Path:
+    """Make `path` with mode 0700; ConfigError when it is somebody else's or open to others."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = path.stat()
+    except OSError as error:
+        raise ConfigError(f"cannot use {path} for sockets: {error.strerror}") from None
+    if info.st_uid != os.getuid():
+        raise ConfigError(f"{path} belongs to another user; choose another directory with PDBUS_DIR")
+    if stat.S_IMODE(info.st_mode) & 0o077:
+        raise ConfigError(f"{path} is open to other users; run: chmod 700 {path}")
+    return path
+
+
+def check_base(base: str) -> str:
+    """`base` as it came, or ConfigError with what is wrong with it."""
+    scheme, _, rest = base.partition("://")
+    if scheme == "ipc":
+        if not rest.startswith("/"):
+            raise ConfigError(f"{base!r}: an ipc address needs an absolute path, like ipc:///tmp/pdbus/bus")
+        if len(rest.encode()) + _LONGEST_SUFFIX > _IPC_PATH_MAX:
+            raise ConfigError(f"{base!r}: the path is too long for a socket (at most {_IPC_PATH_MAX} bytes)")
+    elif scheme == "tcp":
+        host, _, port = rest.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) <= 65530:
+            raise ConfigError(f"{base!r}: a tcp address needs a host and a port, like tcp://127.0.0.1:5550")
+    else:
+        raise ConfigError(f"{base!r}: an address starts with ipc:// or tcp://")
+    return base
+
+
+def is_exposed(endpoint: str) -> bool:
+    """Whether `endpoint` can be reached from another machine."""
+    scheme, _, rest = endpoint.partition("://")
+    if scheme != "tcp":
+        return False
+    host = rest.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return False
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return True
+
+
+def _derive(base: str, suffix: str, step: int) -> str:
+    if base.startswith("ipc://"):
+        return f"{base}.{suffix}"
+    host, _, port = base.rpartition(":")
+    return f"{host}:{int(port) + step}"
+
+
+@dataclass(frozen=True)
+class BusAddress:
+    """The broker's three sockets (tcp: three ports from the base on)."""
+
+    base: str
+
+    def __post_init__(self) -> None:
+        check_base(self.base)
+
+    @property
+    def publish(self) -> str:
+        """XSUB: publishers connect here."""
+        return _derive(self.base, "pub", 0)
+
+    @property
+    def subscribe(self) -> str:
+        """XPUB: subscribers connect here."""
+        return _derive(self.base, "sub", 1)
+
+    @property
+    def bootstrap(self) -> str:
+        """ROUTER: queries and watches."""
+        return _derive(self.base, "bootstrap", 2)
+
+
+@dataclass(frozen=True)
+class ControllerAddress:
+    """A controller's two ROUTER sockets (tcp: two ports from the base on)."""
+
+    base: str
+
+    def __post_init__(self) -> None:
+        check_base(self.base)
+
+    @property
+    def clients(self) -> str:
+        return _derive(self.base, "clients", 0)
+
+    @property
+    def nodes(self) -> str:
+        return _derive(self.base, "nodes", 1)
+
+
+def default_bus() -> str:
+    return f"ipc://{runtime_dir()}/bus"
+
+
+def default_controller() -> str:
+    return f"ipc://{runtime_dir()}/controller"

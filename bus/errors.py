@@ -1,0 +1,58 @@
+"""The errors pdbus raises. Owns the hierarchy and the failure codes; holds no logic.
+
+`assert` is for our own bugs. Anything a peer or a user can cause is one of these.
+"""
+
+from __future__ import annotations
+
+
+class BusError(Exception):
+    """The root of everything pdbus raises on purpose."""
+
+
+class ConfigError(BusError):
+    """A bad setting; the message is one line that says what to change. A process exits 2 on it."""
+
+
+class StartError(BusError):
+    """A part could not start (a taken port, a bus that is not there). A process exits 3 on it."""
+
+
+class ProtocolError(BusError):
+    """A message that breaks `docs/protocol.md`; `reason` is a short word fit for a metric label."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer sent it: counted, logged once per peer, dropped."""
+
+
+class LocalProtocolError(ProtocolError):
+    """We were about to send it: a bug or a bad argument on our side."""
+
+
+class PeerLost(BusError):
+    """The process at the other end is gone or has been silent past its lease."""
+
+
+class RequestFailed(BusError):
+    """A request ended without its answer.
+
+    `code` is one of the codes of `docs/protocol.md` (see `bus.messages.Code`); `retryable` says whether the
+    same request may succeed later, and `retry_after_s` when to try.
+    """
+
+    def __init__(self, code: str, message: str, *, retryable: bool = False, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.retryable = retryable
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        hint = f" (retry in {self.retry_after_s:g} s)" if self.retry_after_s > 0 else ""
+        return f"{self.code}: {self.message}{hint}"

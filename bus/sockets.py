@@ -1,0 +1,156 @@
+"""Sockets, and the only place that sets their options.
+
+Every queue is bounded (HWM), nothing lingers, no frame may exceed `MAXMSGSIZE`, dead TCP peers are found by ZMTP
+heartbeats. A part has one `Sockets` object (one Context) and closes it in the same `with`; the thread that made a
+socket owns it. Must not send, receive or decide.
+"""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from types import TracebackType
+
+import structlog
+import zmq
+
+from bus.endpoints import is_exposed, private_dir
+from bus.errors import StartError
+
+HEADER_MAX = 1 << 20  # frames on control sockets that carry no payload
+PAYLOAD_MAX = 16 << 20  # prompts
+KV_MAX = 256 << 20  # KV blocks
+HWM = 10_000
+HANDSHAKE_MS = 5_000
+HEARTBEAT_MS = 1_000
+HEARTBEAT_TIMEOUT_MS = 3_000
+
+log = structlog.get_logger("bus")
+Socket = zmq.Socket[bytes]
+
+
+class Sockets:
+    """Makes, binds, connects and closes the sockets of one part."""
+
+    def __init__(self, *, io_threads: int = 1, max_sockets: int = 4096) -> None:
+        self.context: zmq.Context[Socket] = zmq.Context(io_threads=io_threads)
+        self.context.set(zmq.MAX_SOCKETS, max_sockets)
+        self._open: list[Socket] = []
+
+    def __enter__(self) -> Sockets:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for socket in self._open:
+            socket.close(linger=0)
+        self._open.clear()
+        self.context.term()
+
+    def close_socket(self, socket: Socket, *, linger_ms: int = 0) -> None:
+        self._open.remove(socket)
+        socket.close(linger=linger_ms)
+
+    # --- kinds ------------------------------------------------------------------------------------------------
+
+    def pub(self, connect: str) -> Socket:
+        return self._connect(self._new(zmq.PUB, HEADER_MAX), connect)
+
+    def sub(self, connect: str, topics: tuple[bytes, ...]) -> Socket:
+        socket = self._new(zmq.SUB, HEADER_MAX)
+        for topic in topics:
+            socket.setsockopt(zmq.SUBSCRIBE, topic)
+        return self._connect(socket, connect)
+
+    def xsub(self, *bind: str) -> Socket:
+        return self._bind_all(self._new(zmq.XSUB, HEADER_MAX), bind)
+
+    def xpub(self, *bind: str) -> Socket:
+        return self._bind_all(self._new(zmq.XPUB, HEADER_MAX), bind)
+
+    def dealer(self, connect: str, *, maximum: int = HEADER_MAX, hwm: int = HWM) -> Socket:
+        return self._connect(self._new(zmq.DEALER, maximum, hwm), connect)
+
+    def router(self, *bind: str, maximum: int = HEADER_MAX, hwm: int = HWM) -> Socket:
+        """`ROUTER_MANDATORY`: sending to a peer that is gone raises EHOSTUNREACH, to a full one EAGAIN."""
+        socket = self._new(zmq.ROUTER, maximum, hwm)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        return self._bind_all(socket, bind)
+
+    def ephemeral_router(self, host: str, *, maximum: int = KV_MAX, hwm: int = HWM) -> tuple[Socket, str]:
+        """A ROUTER on a fresh endpoint: `host` is `ipc:///path` (used as it is) or `tcp://address` (any port)."""
+        bind = host if host.startswith("ipc://") else f"{host}:*"
+        socket = self.router(bind, maximum=maximum, hwm=hwm)
+        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def pair(self, name: str, *, bind: bool) -> Socket:
+        """Wakes a loop from another thread of this process."""
+        socket = self._new(zmq.PAIR, -1)
+        endpoint = f"inproc://{name}"
+        if bind:
+            socket.bind(endpoint)
+        else:
+            socket.connect(endpoint)
+        return socket
+
+    # --- options ----------------------------------------------------------------------------------------------
+
+    def _new(self, kind: int, maximum: int, hwm: int = HWM) -> Socket:
+        socket = self.context.socket(kind)
+        self._open.append(socket)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, hwm)
+        socket.setsockopt(zmq.RCVHWM, hwm)
+        socket.setsockopt(zmq.MAXMSGSIZE, maximum)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        return socket
+
+    def _connect(self, socket: Socket, endpoint: str) -> Socket:
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            raise StartError(f"cannot connect to {endpoint}: {error.strerror}") from None
+        return socket
+
+    def _bind_all(self, socket: Socket, endpoints: tuple[str, ...]) -> Socket:
+        for endpoint in endpoints:
+            if endpoint.startswith("ipc://"):
+                path = Path(endpoint.removeprefix("ipc://"))
+                private_dir(path.parent)
+                _refuse_taken(endpoint, path)
+            if is_exposed(endpoint):
+                log.warning(
+                    "endpoint.exposed",
+                    endpoint=endpoint,
+                    risk="any host that reaches this port can use it: it is neither encrypted nor authenticated",
+                )
+            try:
+                socket.bind(endpoint)
+            except zmq.ZMQError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise StartError(f"{endpoint} is taken: stop what runs there or choose another address") from None
+                raise StartError(f"cannot bind {endpoint}: {error.strerror}") from None
+        return socket
+
+
+def _refuse_taken(endpoint: str, path: Path) -> None:
+    """ZeroMQ would silently steal an ipc path from a live process: look whether somebody answers there first."""
+    import socket as unix
+
+    if not path.exists():
+        return
+    with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return  # a dead process left it behind; bind replaces it
+    raise StartError(f"{endpoint} is taken: stop what runs there or choose another address")

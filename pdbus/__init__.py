@@ -1,0 +1,1 @@
+"""The front door: the client library and the names that embedders import."""
