@@ -1,4 +1,4 @@
-"""What every `python -m` main shares: one-line errors, exit codes (0 clean, 2 bad setting, 3 could not start), READY."""
+"""What every `python -m` main shares: one-line errors, exit codes (0 clean, 2 bad setting, 3 no start), READY."""
 
 from __future__ import annotations
 
