@@ -1,0 +1,178 @@
+"""The sim engine: its token rule, its KV blocks and its timing, against a hand-written reference."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable
+
+import pytest
+
+from bus.errors import ConfigError
+from bus.messages import Params
+from nodes.engines.base import Row, StepPlan, StepResult
+from nodes.engines.faults import Faults
+from nodes.engines.sim import SimEngine, sim_generate
+from nodes.engines.timing import TIMINGS, SimTiming, timing_named
+
+GREEDY = Params()
+
+
+class VirtualTimer:
+    def __init__(self, due: float, function: Callable[[], None]) -> None:
+        self.due, self.function, self.active = due, function, True
+
+    def cancel(self) -> None:
+        self.active = False
+
+
+class VirtualLoop:
+    """Just enough of a loop: `run` fires the timers in order, in virtual time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.timers: list[VirtualTimer] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    def call_later(self, delay_s: float, function: Callable[[], None]) -> VirtualTimer:
+        self.timers.append(VirtualTimer(self.now + delay_s, function))
+        return self.timers[-1]
+
+    def run(self) -> None:
+        while self.timers:
+            timer = min(self.timers, key=lambda timer: timer.due)
+            self.timers.remove(timer)
+            if timer.active:
+                self.now = timer.due
+                timer.function()
+
+
+def engine_on(loop: VirtualLoop, **options: object) -> SimEngine:
+    return SimEngine(loop, **{"blocks": 64, "block_tokens": 4, **options})  # type: ignore[arg-type]
+
+
+def step(loop: VirtualLoop, engine: SimEngine, *rows: Row) -> StepResult:
+    results: list[StepResult] = []
+    engine.submit(StepPlan(1, rows), results.append)
+    assert not results, "done must not be called from inside submit"
+    loop.run()
+    assert len(results) == 1
+    return results[0]
+
+
+def generate(
+    loop: VirtualLoop, engine: SimEngine, prompt: list[int], n: int, table: list[int], chunk: int
+) -> list[int]:
+    for start in range(0, len(prompt), chunk):
+        tokens = prompt[start : start + chunk]
+        last = start + chunk >= len(prompt)
+        result = step(loop, engine, Row(1, tokens, start, table, GREEDY if last else None))
+    output = [result.tokens[0][1]]
+    while len(output) < n:
+        result = step(loop, engine, Row(1, output[-1:], len(prompt) + len(output) - 1, table, GREEDY, len(output)))
+        output.append(result.tokens[0][1])
+    return output
+
+
+def test_reference_follows_the_written_rule():
+    state = 0
+    for token in [5, 70_000]:
+        state = zlib.crc32(struct.pack("<i", token), state)
+    first = 3 + state % 509
+    second = 3 + zlib.crc32(struct.pack("<i", first), state) % 509
+    assert sim_generate([5, 70_000], 2, 512) == [first, second]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 5, 100])
+def test_any_chunking_gives_the_reference(chunk: int):
+    loop = VirtualLoop()
+    prompt = list(range(10, 33))
+    output = generate(loop, engine_on(loop), prompt, 9, list(range(20, 30)), chunk)
+    assert output == sim_generate(prompt, 9)
+    assert min(output) >= 3
+    assert max(output) < 512
+
+
+def test_blocks_move_between_engines_and_damage_shows():
+    loop = VirtualLoop()
+    prompt, expected = list(range(100, 110)), sim_generate(list(range(100, 110)), 6)
+    prefill = engine_on(loop, kv_bytes_per_token=64)
+    generate(loop, prefill, prompt, 1, [7, 3, 5], 4)
+    blocks = [bytes(prefill.export_block(block)) for block in (7, 3, 5)]
+    assert all(len(block) == prefill.spec.block_bytes == 4 * 64 for block in blocks)
+
+    def continued(blocks: list[bytes]) -> list[int]:
+        decode = engine_on(loop, kv_bytes_per_token=64)
+        table = [11, 12, 13, 14]
+        for block, data in zip(table, blocks, strict=False):
+            decode.import_block(block, data)
+        output = expected[:1]
+        while len(output) < 6:
+            row = Row(9, output[-1:], len(prompt) + len(output) - 1, table, GREEDY, len(output))
+            output.append(step(loop, decode, row).tokens[0][1])
+        return output
+
+    assert continued(blocks) == expected
+    assert continued(blocks[:2]) != expected
+    assert continued([blocks[0], blocks[1], bytes(256)]) != expected
+
+
+def test_rows_of_one_step_do_not_mix_and_only_params_rows_answer():
+    loop = VirtualLoop()
+    engine = engine_on(loop)
+    prompts = {1: [5, 6, 7], 2: [9] * 6, 3: [4]}
+    rows = [Row(s, p, 0, [10 * s, 10 * s + 1], None if s == 2 else GREEDY) for s, p in prompts.items()]
+    assert step(loop, engine, *rows).tokens == tuple((s, sim_generate(prompts[s], 1)[0]) for s in (1, 3))
+
+
+def test_answers_after_the_modelled_time():
+    loop = VirtualLoop()
+    engine = engine_on(loop, timing=SimTiming(1.0, 0.1, 0.01, 0.001))
+    rows = (Row(1, [5] * 8, 4, [0, 1, 2], None), Row(2, [5], 8, [3, 4, 5], GREEDY))
+    result = step(loop, engine, *rows)
+    assert result.duration_s == pytest.approx(1.0 + 0.8 + 0.01 + 0.012)
+    assert loop.now == pytest.approx(result.duration_s)
+
+
+def test_timing_presets_hold_what_they_promise():
+    default = timing_named("h100-8b")
+    assert 2000 / default.step_s(2000, 0, 0) == pytest.approx(10_000, rel=0.1)
+    assert default.step_s(0, 32, 64_000) == pytest.approx(0.0105, rel=0.05)
+    assert timing_named("zero").step_s(10_000, 64, 10_000) == 0.0
+    assert default.rows_s([]) == 0.0
+    assert default.scaled(0.5).step_s(10, 2, 3) == pytest.approx(default.step_s(10, 2, 3) / 2)
+    with pytest.raises(ConfigError, match="choose one of h100-8b, zero"):
+        timing_named("warp")
+    with pytest.raises(ConfigError, match="base_s"):
+        SimTiming(base_s=-1.0)
+    assert set(TIMINGS) == {"h100-8b", "zero"}
+
+
+def test_refuses_blocks_of_a_wrong_size_or_number():
+    engine = engine_on(VirtualLoop())
+    with pytest.raises(ValueError, match="16 bytes, not 15"):
+        engine.import_block(0, bytes(15))
+    with pytest.raises(IndexError):
+        engine.export_block(64)
+
+
+def test_close_forgets_the_running_step():
+    loop = VirtualLoop()
+    engine = engine_on(loop)
+    engine.submit(StepPlan(1, (Row(1, [5], 0, [0], GREEDY),)), lambda result: pytest.fail("answered after close"))
+    engine.close()
+    engine.close()
+    loop.run()
+
+
+def test_injected_faults():
+    loop = VirtualLoop()
+    engine = engine_on(loop, faults=Faults(fail_token=0, hang_token=1))
+    result = step(loop, engine, Row(1, [5, 0], 0, [0], GREEDY), Row(2, [5], 0, [1], GREEDY))
+    assert result.tokens == ()
+    assert "injected" in result.error
+    assert step(loop, engine, Row(2, [5], 0, [1], GREEDY)).error == ""
+    engine.submit(StepPlan(2, (Row(1, [1], 0, [0], GREEDY),)), lambda result: pytest.fail("a hung step answered"))
+    loop.run()
