@@ -16,6 +16,7 @@ import zmq
 
 from bus.endpoints import is_exposed, private_dir
 from bus.errors import StartError
+from bus.security import Domain, Gatekeeper, Keys
 
 HEADER_MAX = 1 << 20  # frames on control sockets that carry no payload
 PAYLOAD_MAX = 16 << 20  # prompts
@@ -32,10 +33,13 @@ Socket = zmq.Socket[bytes]
 class Sockets:
     """Makes, binds, connects and closes the sockets of one part."""
 
-    def __init__(self, *, io_threads: int = 1, max_sockets: int = 4096) -> None:
+    def __init__(self, *, keys: Keys | None = None, io_threads: int = 1, max_sockets: int = 4096) -> None:
+        """With `keys`, every tcp connection is CURVE-encrypted and every tcp port takes listed keys alone."""
         self.context: zmq.Context[Socket] = zmq.Context(io_threads=io_threads)
         self.context.set(zmq.MAX_SOCKETS, max_sockets)
         self._open: list[Socket] = []
+        self._keys = keys
+        self.gatekeeper = Gatekeeper(self.context, keys) if keys and keys.server_secret else None
 
     def __enter__(self) -> Sockets:
         return self
@@ -49,6 +53,8 @@ class Sockets:
         for socket in self._open:
             socket.close(linger=0)
         self._open.clear()
+        if self.gatekeeper is not None:
+            self.gatekeeper.close()
         self.context.term()
 
     def close_socket(self, socket: Socket, *, linger_ms: int = 0) -> None:
@@ -67,24 +73,27 @@ class Sockets:
         return self._connect(socket, connect)
 
     def xsub(self, *bind: str) -> Socket:
-        return self._bind_all(self._new(zmq.XSUB, HEADER_MAX), bind)
+        return self._bind_all(self._new(zmq.XSUB, HEADER_MAX), bind, "nodes")
 
     def xpub(self, *bind: str) -> Socket:
-        return self._bind_all(self._new(zmq.XPUB, HEADER_MAX), bind)
+        return self._bind_all(self._new(zmq.XPUB, HEADER_MAX), bind, "nodes")
 
     def dealer(self, connect: str, *, maximum: int = HEADER_MAX, hwm: int = HWM) -> Socket:
         return self._connect(self._new(zmq.DEALER, maximum, hwm), connect)
 
-    def router(self, *bind: str, maximum: int = HEADER_MAX, hwm: int = HWM) -> Socket:
-        """`ROUTER_MANDATORY`: sending to a peer that is gone raises EHOSTUNREACH, to a full one EAGAIN."""
+    def router(self, *bind: str, maximum: int = HEADER_MAX, hwm: int = HWM, domain: Domain = "nodes") -> Socket:
+        """`ROUTER_MANDATORY`: sending to a peer that is gone raises EHOSTUNREACH, to a full one EAGAIN.
+
+        `domain` says whose keys may connect over tcp when there are keys.
+        """
         socket = self._new(zmq.ROUTER, maximum, hwm)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        return self._bind_all(socket, bind)
+        return self._bind_all(socket, bind, domain)
 
     def ephemeral_router(self, host: str, *, maximum: int = KV_MAX, hwm: int = HWM) -> tuple[Socket, str]:
         """A ROUTER on a fresh endpoint: `host` is `ipc:///path` (used as it is) or `tcp://address` (any port)."""
         bind = host if host.startswith("ipc://") else f"{host}:*"
-        socket = self.router(bind, maximum=maximum, hwm=hwm)
+        socket = self.router(bind, maximum=maximum, hwm=hwm, domain="clients")
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def pair(self, name: str, *, bind: bool) -> Socket:
@@ -114,23 +123,35 @@ class Sockets:
         return socket
 
     def _connect(self, socket: Socket, endpoint: str) -> Socket:
+        if self._keys is not None and endpoint.startswith("tcp://"):
+            socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server_public)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client_public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.client_secret)
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
             raise StartError(f"cannot connect to {endpoint}: {error.strerror}") from None
         return socket
 
-    def _bind_all(self, socket: Socket, endpoints: tuple[str, ...]) -> Socket:
+    def _bind_all(self, socket: Socket, endpoints: tuple[str, ...], domain: Domain) -> Socket:
+        encrypted = self._keys is not None and any(endpoint.startswith("tcp://") for endpoint in endpoints)
+        if encrypted:
+            assert self._keys is not None
+            if self._keys.server_secret is None:
+                raise StartError("these keys have no server.secret: only a part with it can open a port")
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.server_secret)
+            socket.setsockopt(zmq.ZAP_DOMAIN, domain.encode())
         for endpoint in endpoints:
             if endpoint.startswith("ipc://"):
                 path = Path(endpoint.removeprefix("ipc://"))
                 private_dir(path.parent)
                 _refuse_taken(endpoint, path)
-            if is_exposed(endpoint):
+            if is_exposed(endpoint) and not encrypted:
                 log.warning(
                     "endpoint.exposed",
                     endpoint=endpoint,
-                    risk="any host that reaches this port can use it: it is neither encrypted nor authenticated",
+                    risk="whoever reaches this port can use it, unencrypted; give --keys DIR (pdbus keys new DIR)",
                 )
             try:
                 socket.bind(endpoint)
