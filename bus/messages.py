@@ -58,7 +58,7 @@ RETRYABLE: frozenset[str] = frozenset(
      "decode_failed", "draining", "shutting_down"}
 )  # fmt: skip
 
-Name: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+Name: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]  # not `$`: it takes a last newline
 Rid: TypeAlias = Annotated[str, Meta(min_length=1, max_length=128)]
 Room: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
 Epoch: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_ROOM)]
@@ -68,7 +68,12 @@ DpSize: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_DP_SIZE)]
 Attempt: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
-Endpoint: TypeAlias = Annotated[str, Meta(max_length=256)]
+AgeSeconds: TypeAlias = Annotated[float, Meta(ge=-1, le=1e9)]  # -1: never
+# Printable ASCII, and short enough that an Answer of MAX_ROOMS_PER_MESSAGE locations always fits in a frame.
+Endpoint: TypeAlias = Annotated[str, Meta(pattern=r"^[!-~]{0,150}\Z")]
+InstanceOrEmpty: TypeAlias = Annotated[str, Meta(max_length=64)]  # empty: any, or the only one
+Model: TypeAlias = Annotated[str, Meta(max_length=128)]
+Priority: TypeAlias = Annotated[int, Meta(ge=-1000, le=1000)]
 Sentence: TypeAlias = Annotated[str, Meta(max_length=1024)]
 MemberKey: TypeAlias = tuple[str, int]  # (instance, dp_rank)
 
@@ -163,7 +168,7 @@ class Member(Message, frozen=True, tag="member"):
     seq: Count
     load: Load | None
     role: Role
-    model: Annotated[str, Meta(max_length=128)]
+    model: Model
     dp_size: DpSize
     state: NodeState
     endpoint: Endpoint
@@ -256,7 +261,7 @@ class Unwatch(Message, frozen=True, tag="unwatch"):
 
 class TopologyQuery(Message, frozen=True, tag="topology"):
     id: Count
-    instance: Annotated[str, Meta(max_length=64)] = ""  # empty: all
+    instance: InstanceOrEmpty = ""  # empty: all
 
 
 class MemberInfo(Message, frozen=True):
@@ -270,7 +275,7 @@ class MemberInfo(Message, frozen=True):
 class InstanceInfo(Message, frozen=True):
     instance: Name
     role: Role
-    model: str
+    model: Model
     dp_size: DpSize
     ready: bool  # every dp_rank in 0..dp_size-1 is present and ready
     follow_bootstrap_room: bool  # every rank says so
@@ -312,7 +317,7 @@ class Hello(Message, frozen=True, tag="hello"):
     dp_rank: Rank
     epoch: Epoch
     role: Role
-    model: Annotated[str, Meta(max_length=128)]
+    model: Model
     dp_size: DpSize
     state: NodeState
     endpoint: Endpoint
@@ -360,10 +365,10 @@ class Dispatch(Message, frozen=True, tag="dispatch"):
     offset: Count = 0  # output tokens the client already has; streaming starts at this index
     bootstrap_room: Room | None = None
     prefill: Location | None = None  # told: where the prefill leg runs
-    prefill_instance: str = ""  # for `room % dp_size` when not told
+    prefill_instance: InstanceOrEmpty = ""  # for `room % dp_size` when not told
     disagg_prefill_dp_rank: Rank | None = None  # told by the caller, location to be looked up
     deadline_s: Seconds = 0.0  # left when sent; 0: none
-    priority: int = 0
+    priority: Priority = 0
 
 
 class CancelLeg(Message, frozen=True, tag="cancel_leg"):
@@ -424,13 +429,13 @@ class Submit(Message, frozen=True, tag="submit"):
     bootstrap_room: int | None = None
     routed_dp_rank: int | None = None
     disagg_prefill_dp_rank: int | None = None
-    instance: Annotated[str, Meta(max_length=64)] = ""
-    prefill_instance: Annotated[str, Meta(max_length=64)] = ""
-    model: Annotated[str, Meta(max_length=128)] = ""
+    instance: InstanceOrEmpty = ""
+    prefill_instance: InstanceOrEmpty = ""
+    model: Model = ""
     attempt: Attempt = 1
     offset: Count = 0
     deadline_s: Seconds = 0.0  # 0: none
-    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    priority: Priority = 0
     block_tokens: Count = 0
     block_hashes: Annotated[bytes, Meta(max_length=1 << 19)] = b""  # 8 bytes little-endian a full prompt block
 
@@ -485,12 +490,12 @@ class RankStatus(Message, frozen=True):
     instance: Name
     dp_rank: Rank
     role: Role
-    model: str
+    model: Model
     state: RankState
     epoch: Epoch
     endpoint: Endpoint
     max_context: Count
-    report_age_s: float  # -1: none yet
+    report_age_s: AgeSeconds  # -1: none yet
     load: Load | None
     in_flight_requests: Count  # sent and not acknowledged
     in_flight_tokens: Count
