@@ -244,6 +244,7 @@ class Lost(Message, frozen=True):
 
     room: Room
     code: Code
+    attempt: Count = 0  # the attempt that ended so; 0: not known
 
 
 class Answer(Message, frozen=True, tag="answer"):
@@ -574,6 +575,7 @@ class KvMeta(Message, frozen=True, tag="kv_meta"):
     blocks: Count
     block_tokens: Count
     layout: Annotated[str, Meta(max_length=128)]  # must equal the receiver's own
+    ready: bool = True  # false: a sign of life while the prompt is still being computed; the rest says nothing yet
 
 
 class KvBlock(Message, frozen=True, tag="kv_block"):

@@ -1,0 +1,59 @@
+"""Hashes of prompt blocks, so that clients, controllers and nodes name the same prefix alike.
+
+A block's hash covers its own tokens and, through its parent's hash, every token before it: equal hashes mean equal
+prefixes. 64-bit BLAKE2b, unsigned. Owns the rule; must not cache anything.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+ROOT = 0  # the parent of a first block
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """`tokens` as int32 little-endian, the form of a prompt frame. OverflowError outside int32."""
+    packed = tokens if isinstance(tokens, array) and tokens.typecode == "i" else array("i", tokens)
+    if sys.byteorder == "big":
+        packed = packed[:]
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def tokens_of(frame: bytes) -> array[int]:
+    """The inverse of `token_bytes`. ValueError when the size is not a multiple of 4."""
+    tokens = array("i")
+    tokens.frombytes(frame)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens
+
+
+def hash_block(parent: int, block: bytes) -> int:
+    """The hash of one full block (int32 little-endian token ids) that follows the prefix named `parent`."""
+    return int.from_bytes(blake2b(parent.to_bytes(8, "little") + block, digest_size=8).digest(), "little")
+
+
+def block_hashes(tokens: Sequence[int], block_tokens: int) -> list[int]:
+    """The hash chain of the full blocks of `tokens`; a last partial block has none."""
+    packed = token_bytes(tokens)
+    size = block_tokens * 4
+    hashes: list[int] = []
+    parent = ROOT
+    for start in range(0, len(packed) // size * size, size):
+        parent = hash_block(parent, packed[start : start + size])
+        hashes.append(parent)
+    return hashes
+
+
+def pack_hashes(hashes: Sequence[int]) -> bytes:
+    """As `Submit.block_hashes` carries them: 8 bytes little-endian each."""
+    return b"".join(value.to_bytes(8, "little") for value in hashes)
+
+
+def unpack_hashes(packed: bytes) -> list[int]:
+    """The inverse of `pack_hashes`; trailing bytes that make no whole hash are ignored."""
+    return [int.from_bytes(packed[at : at + 8], "little") for at in range(0, len(packed) // 8 * 8, 8)]

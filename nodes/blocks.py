@@ -1,0 +1,156 @@
+"""Paged KV memory: which block belongs to whom. Owns reference counts and the prefix cache; touches no KV bytes.
+
+A block is free, held (by one sequence, or several that share a prefix), or cached: full, named by its hash, held by
+nobody, and reclaimed in least-recently-used order when memory is needed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """A full block can now be found by `block_hash`; `parent` is 0 for a first block."""
+
+    block_hash: int
+    parent: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    block_hash: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksCleared:
+    """Nothing is cached any more."""
+
+
+KvEvent = BlockStored | BlockRemoved | BlocksCleared
+
+
+class BlockPool:
+    """`blocks` blocks of `block_tokens` tokens. Not thread-safe; every method is O(blocks it names).
+
+    With `record_events` the owner must take the events regularly (`take_events`).
+    """
+
+    def __init__(self, blocks: int, block_tokens: int, *, record_events: bool = False) -> None:
+        self.blocks = blocks
+        self.block_tokens = block_tokens
+        self._free = list(range(blocks - 1, -1, -1))
+        self._references = [0] * blocks
+        self._hash_of: dict[int, int] = {}  # block -> hash, of blocks that the cache names
+        self._block_of: dict[int, int] = {}  # hash -> block
+        self._reclaimable: OrderedDict[int, None] = OrderedDict()  # cached and held by nobody, oldest first
+        self._record_events = record_events
+        self._events: list[KvEvent] = []
+
+    @property
+    def available(self) -> int:
+        """Blocks that `take` can hand out: free ones and reclaimable ones."""
+        return len(self._free) + len(self._reclaimable)
+
+    @property
+    def held(self) -> int:
+        return self.blocks - self.available
+
+    @property
+    def cached(self) -> int:
+        """Blocks that a prompt could reuse, held or not."""
+        return len(self._block_of)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
+
+    def match_prefix(self, hashes: Sequence[int]) -> list[int]:
+        """The blocks of the longest cached prefix of `hashes`; takes nothing."""
+        found: list[int] = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def take(self, count: int, hashes: Sequence[int] = ()) -> tuple[list[int], int] | None:
+        """`count` blocks for a new sequence, beginning with the cached prefix of `hashes`.
+
+        Returns (table, how many of it came from the cache), or None, with nothing taken, when memory is short.
+        """
+        shared = self.match_prefix(hashes[:count])
+        revived = sum(1 for block in shared if not self._references[block])
+        if count - len(shared) > self.available - revived:
+            return None
+        for block in shared:
+            if not self._references[block]:
+                del self._reclaimable[block]
+            self._references[block] += 1
+        table = shared + [self._fresh() for _ in range(count - len(shared))]
+        return table, len(shared)
+
+    def commit(self, block: int, block_hash: int, parent: int, tokens: Sequence[int] = ()) -> None:
+        """`block`, held and now full, holds the prefix `block_hash`. A second copy of a known prefix stays unnamed."""
+        assert self._references[block] > 0, f"commit of block {block}, which nobody holds"
+        if block_hash in self._block_of or block in self._hash_of:
+            return
+        self._hash_of[block] = block_hash
+        self._block_of[block_hash] = block
+        if self._record_events:
+            self._events.append(BlockStored(block_hash, parent, tuple(tokens)))
+
+    def release(self, table: Sequence[int]) -> None:
+        """Give back one hold on each block. The end of a prefix is reclaimed before its beginning."""
+        for block in reversed(table):
+            assert self._references[block] > 0, f"release of block {block}, which nobody holds"
+            self._references[block] -= 1
+            if self._references[block]:
+                continue
+            if block in self._hash_of:
+                self._reclaimable[block] = None
+            else:
+                self._free.append(block)
+
+    def clear_cache(self) -> None:
+        """Forget every cached prefix; held blocks stay with their holders."""
+        self._free.extend(self._reclaimable)
+        self._reclaimable.clear()
+        self._hash_of.clear()
+        self._block_of.clear()
+        if self._record_events:
+            self._events = [BlocksCleared()]
+
+    def take_events(self) -> list[KvEvent]:
+        """What changed in the cache since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def _fresh(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._reclaimable.popitem(last=False)
+            block_hash = self._hash_of.pop(block)
+            del self._block_of[block_hash]
+            if self._record_events:
+                self._events.append(BlockRemoved(block_hash))
+        self._references[block] = 1
+        return block
+
+    def validate(self) -> None:
+        """AssertionError when the pool contradicts itself (for tests)."""
+        free = set(self._free)
+        assert len(free) == len(self._free), "a block is free twice"
+        for block in range(self.blocks):
+            holders = self._references[block]
+            assert holders >= 0
+            places = (block in free) + (block in self._reclaimable) + (holders > 0)
+            assert places == 1, f"block {block} is in {places} places"
+            if block in self._reclaimable:
+                assert block in self._hash_of
+        assert self._hash_of == {block: value for value, block in self._block_of.items()}
+        assert not free & self._hash_of.keys(), "a free block still has a name"
