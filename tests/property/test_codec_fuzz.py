@@ -34,21 +34,21 @@ def check(frame: bytes, table: dict[str, type[Message]]) -> Message | None:
 @wire.cheap_fuzz
 @given(st.binary(max_size=200), st.sampled_from(sorted(wire.TABLES)))
 def test_random_bytes(noise: bytes, table: str) -> None:
-    """M8."""
+    """M10."""
     check(noise, wire.TABLES[table])
 
 
 @wire.cheap_fuzz
 @given(st.binary(max_size=200))
 def test_random_bytes_behind_a_good_version(noise: bytes) -> None:
-    """M8."""
+    """M10."""
     check(b"\x01" + noise, wire.ALL)
 
 
 @wire.cheap_fuzz
 @given(st.sampled_from(sorted(wire.ALL)), st.binary(max_size=120), st.integers(0, 40))
 def test_random_fields_behind_a_good_tag(tag: str, noise: bytes, count: int) -> None:
-    """M8."""
+    """M10."""
     head = msgpack.packb([tag, *[None] * count])
     check(b"\x01" + head[: len(head) - count] + noise, wire.ALL)
 
@@ -75,7 +75,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 @wire.fuzz
 @given(damaged())
 def test_damaged_frames(frame: bytes) -> None:
-    """M8."""
+    """M10."""
     check(frame, wire.ALL)
 
 
@@ -99,7 +99,7 @@ _trees = st.recursive(
 @wire.fuzz
 @given(wire.any_message(), st.data())
 def test_one_field_replaced_by_anything(message: Message, data: st.DataObject) -> None:
-    """M4 M8: wrong types are refused, never coerced; what passes has exactly the declared type."""
+    """M6 M10 M11: wrong types are refused, never coerced; what passes has exactly the declared type."""
     array = msgpack.unpackb(codec.encode(message)[1:])
     if len(array) == 1:
         return

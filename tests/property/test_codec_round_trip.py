@@ -21,7 +21,7 @@ def _tag(message: Message) -> str:
 @settings(max_examples=max(10, wire.EXAMPLES // 30), deadline=None)
 @given(st.data())
 def test_every_kind_survives_the_wire(tag: str, data: st.DataObject) -> None:
-    """M1 M2 M3: one version byte, one MessagePack array that starts with the tag, fields in order."""
+    """M2 M3: one version byte, one MessagePack array that starts with the tag, fields in order."""
     message = data.draw(wire.of(wire.ALL[tag]))
     frame = codec.encode(message)
     assert codec.decode(frame, wire.ALL) == message
@@ -34,7 +34,7 @@ def test_every_kind_survives_the_wire(tag: str, data: st.DataObject) -> None:
 @wire.fuzz
 @given(wire.any_message(), st.lists(st.none() | st.integers(0, 9) | st.text(max_size=3) | st.just([1]), max_size=3))
 def test_unknown_trailing_fields_are_ignored(message: Message, extra: list[object]) -> None:
-    """M6: a newer peer's appended fields don't disturb an older one."""
+    """M8: a newer peer's appended fields don't disturb an older one."""
     array = msgpack.unpackb(codec.encode(message)[1:])
     assert codec.decode(b"\x01" + msgpack.packb(array + extra), wire.ALL) == message
 
@@ -42,7 +42,7 @@ def test_unknown_trailing_fields_are_ignored(message: Message, extra: list[objec
 @wire.fuzz
 @given(wire.any_message())
 def test_absent_trailing_defaults_are_filled_in(message: Message) -> None:
-    """M7: an older peer leaves out the fields it doesn't know; each takes its default. A required one may not lack."""
+    """M9: an older peer leaves out the fields it doesn't know; each takes its default. A required one may not lack."""
     kind = type(message)
     array = msgpack.unpackb(codec.encode(message)[1:])
     defaults = kind.__struct_defaults__
@@ -62,7 +62,7 @@ def test_absent_trailing_defaults_are_filled_in(message: Message) -> None:
 @wire.fuzz
 @given(wire.any_message(), st.sampled_from(sorted(wire.TABLES)))
 def test_a_socket_takes_only_its_own_kinds(message: Message, table: str) -> None:
-    """M5: each socket has a table of tags; all others are refused there, however well formed."""
+    """M7: each socket has a table of tags; all others are refused there, however well formed."""
     frame = codec.encode(message)
     if _tag(message) in wire.TABLES[table]:
         assert codec.decode(frame, wire.TABLES[table]) == message

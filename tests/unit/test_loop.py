@@ -1,0 +1,228 @@
+"""The poll loop: order, fairness, timers on a clock we turn, wake-ups, signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from bus.epochs import new_epoch
+from bus.loop import Loop
+from bus.sockets import Sockets
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def loop(clock: Clock) -> Iterator[Loop]:
+    loop = Loop(clock)
+    loop.call_threadsafe(lambda: None)  # so that the first turn does not wait
+    yield loop
+    loop.close()
+
+
+def turn(loop: Loop) -> None:
+    """One turn that does not wait for events."""
+    loop.call_threadsafe(lambda: None)
+    loop.turn()
+
+
+def test_timers_run_when_due_and_in_order(loop: Loop, clock: Clock) -> None:
+    ran: list[str] = []
+    loop.call_later(2.0, lambda: ran.append("second"))
+    loop.call_later(1.0, lambda: ran.append("first"))
+    loop.call_later(1.0, lambda: ran.append("first, added later"))
+    turn(loop)
+    assert ran == []
+    clock.now += 0.999
+    turn(loop)
+    assert ran == []
+    clock.now += 1.5
+    turn(loop)
+    assert ran == ["first", "first, added later", "second"]
+    clock.now += 10
+    turn(loop)
+    assert len(ran) == 3
+
+
+def test_a_cancelled_timer_does_not_run(loop: Loop, clock: Clock) -> None:
+    ran: list[int] = []
+    timer = loop.call_later(1.0, lambda: ran.append(1))
+    other = loop.call_later(1.0, lambda: ran.append(2))
+    loop.call_later(0.5, other.cancel)
+    timer.cancel()
+    clock.now += 5
+    turn(loop)
+    assert ran == []
+
+
+def test_a_late_turn_causes_no_burst(loop: Loop, clock: Clock) -> None:
+    ran: list[float] = []
+    loop.call_every(1.0, lambda: ran.append(clock.now))
+    for _ in range(3):
+        clock.now += 1.0
+        turn(loop)
+    assert len(ran) == 3
+    clock.now += 60.0
+    turn(loop)
+    turn(loop)
+    assert len(ran) == 4
+    clock.now += 1.0
+    turn(loop)
+    assert len(ran) == 5
+
+
+def test_a_repeating_timer_can_end_itself(loop: Loop, clock: Clock) -> None:
+    ran: list[int] = []
+
+    def once() -> None:
+        ran.append(1)
+        timer.cancel()
+
+    timer = loop.call_every(1.0, once)
+    for _ in range(3):
+        clock.now += 1.0
+        turn(loop)
+    assert ran == [1]
+
+
+def test_each_socket_gets_its_budget_and_timers_their_turn(loop: Loop, clock: Clock) -> None:
+    with Sockets() as sockets:
+        heard: list[bytes] = []
+        senders = []
+        for name in ("flood", "quiet"):
+            receiver = sockets.pair(name, bind=True)
+            loop.add(receiver, lambda frames: heard.append(frames[0]), budget=10)
+            senders.append(sockets.pair(name, bind=False))
+        for _ in range(100):
+            senders[0].send(b"flood")
+        senders[1].send(b"quiet")
+        loop.call_later(0.0, lambda: heard.append(b"timer"))
+        after: list[int] = []
+        loop.after_turn(lambda: after.append(len(heard)))
+        loop.turn()
+        assert heard.count(b"flood") == 10
+        assert heard.count(b"quiet") == 1
+        assert heard[-1] == b"timer"
+        assert after == [12], "the hook runs once, after everything else of the turn"
+        for _ in range(9):
+            loop.turn()
+        assert heard.count(b"flood") == 100
+
+
+def test_a_removed_socket_is_not_read_again(loop: Loop) -> None:
+    with Sockets() as sockets:
+        receiver, sender = sockets.pair("x", bind=True), sockets.pair("x", bind=False)
+        heard: list[bytes] = []
+
+        def handler(frames: list[bytes]) -> None:
+            heard.append(frames[0])
+            loop.remove(receiver)
+
+        loop.add(receiver, handler)
+        sender.send(b"1")
+        sender.send(b"2")
+        turn(loop)
+        turn(loop)
+        assert heard == [b"1"]
+
+
+def test_frames_can_be_had_without_a_copy(loop: Loop) -> None:
+    with Sockets() as sockets:
+        receiver, sender = sockets.pair("x", bind=True), sockets.pair("x", bind=False)
+        heard: list[zmq.Frame] = []
+        loop.add(receiver, heard.extend, copy=False)
+        sender.send_multipart([b"a", b"b"])
+        loop.turn()
+        assert [bytes(frame.buffer) for frame in heard] == [b"a", b"b"]
+
+
+def test_other_threads_wake_it() -> None:
+    loop = Loop()
+    ran: list[int] = []
+    threads: list[int] = []
+
+    def call() -> None:
+        ran.append(1)
+        threads.append(threading.get_ident())
+        if len(ran) == 1000:
+            loop.stop()
+
+    def push() -> None:
+        for _ in range(250):
+            loop.call_threadsafe(call)
+
+    pushers = [threading.Thread(target=push) for _ in range(4)]
+    started = time.monotonic()
+    for pusher in pushers:
+        pusher.start()
+    loop.run()
+    for pusher in pushers:
+        pusher.join()
+    loop.close()
+    assert len(ran) == 1000
+    assert set(threads) == {threading.get_ident()}
+    assert time.monotonic() - started < 30
+
+
+def test_stop_from_another_thread_ends_an_idle_loop() -> None:
+    loop = Loop()
+    runner = threading.Thread(target=loop.run)
+    runner.start()
+    loop.stop()
+    runner.join(10)
+    assert not runner.is_alive()
+    loop.close()
+    loop.stop()  # late, and harmless
+
+
+def test_an_exception_in_a_handler_reaches_the_caller(loop: Loop) -> None:
+    loop.call_threadsafe(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loop.run()
+
+
+def test_signals_are_handled_by_the_loop_in_order() -> None:
+    loop = Loop()
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    seen: list[int] = []
+
+    def on_signal(number: int) -> None:
+        seen.append(number)
+        if len(seen) == 2:
+            loop.stop()
+
+    try:
+        loop.on_signals(on_signal, signal.SIGUSR1, signal.SIGUSR2)
+        loop.call_later(0.0, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+        loop.call_later(0.01, lambda: os.kill(os.getpid(), signal.SIGUSR2))
+        loop.run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        loop.close()
+    assert seen == [signal.SIGUSR1, signal.SIGUSR2]
+    assert signal.set_wakeup_fd(-1) == -1, "the loop gave the wake-up descriptor back"
+
+
+def test_epochs_are_fresh_and_in_bounds() -> None:
+    """M1."""
+    epochs = {new_epoch() for _ in range(1000)}
+    assert len(epochs) == 1000
+    assert all(1 <= epoch < 2**63 for epoch in epochs)

@@ -1,0 +1,80 @@
+"""What the distribution owns, and what importing its parts costs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("bus", "nodes", "controller", "pdbus")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_name_is_ours_alone(package: str) -> None:
+    """Another distribution with a top-level `bus` would shadow ours without a word."""
+    owners = importlib.metadata.packages_distributions().get(package, [])
+    assert set(owners) <= {"pdbus"}, f"{package} also belongs to {owners}"
+    # An editable install lists no files, so look at what is imported as well.
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    assert Path(spec.origin).resolve() == ROOT / package / "__init__.py"
+
+
+def test_the_distribution_is_installed_with_its_command() -> None:
+    distribution = importlib.metadata.distribution("pdbus")
+    entry_points = {entry.name: entry.value for entry in distribution.entry_points}
+    assert entry_points["pdbus"]
+    assert {entry.group for entry in distribution.entry_points} == {"console_scripts", "pytest11"}
+
+
+@pytest.mark.parametrize("package", ["bus", "controller"])
+def test_control_plane_imports_no_torch(package: str) -> None:
+    code = (
+        f"import sys, pkgutil, importlib, {package} as top\n"
+        "for each in pkgutil.walk_packages(top.__path__, top.__name__ + '.'):\n"
+        "    each.name.endswith('__main__') or importlib.import_module(each.name)\n"
+        "heavy = {'torch', 'numpy', 'nodes', 'tokenizers', 'gguf', 'aiohttp'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+MAY_IMPORT = {
+    "bus": {"bus"},
+    "controller": {"bus", "controller"},
+    "nodes": {"bus", "nodes"},
+    "pdbus": set(PACKAGES),
+}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_only_what_the_architecture_allows(package: str) -> None:
+    wrong = []
+    for path in sorted((ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            tops = {name.split(".")[0] for name in names} & set(PACKAGES)
+            wrong += [f"{path.relative_to(ROOT)}:{node.lineno} imports {top}" for top in tops - MAY_IMPORT[package]]
+    assert not wrong
+
+
+@pytest.mark.parametrize(("module", "only_in"), [("msgpack", "bus/codec.py"), ("pickle", None), ("marshal", None)])
+def test_one_codec_and_no_pickle(module: str, only_in: str | None) -> None:
+    importers = []
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+                if module in {name.split(".")[0] for name in names}:
+                    importers.append(str(path.relative_to(ROOT)))
+    assert importers == ([only_in] if only_in else [])

@@ -1,0 +1,159 @@
+"""Sockets: endpoints that are taken, limits that hold, warnings that are heard, nothing left open."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import socket as unix
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+import zmq
+from structlog.testing import capture_logs
+
+from bus.errors import ConfigError, StartError
+from bus.sockets import HEADER_MAX, Socket, Sockets
+
+WAIT_MS = 10_000
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="pd"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def sockets() -> Iterator[Sockets]:
+    with Sockets() as made:
+        yield made
+
+
+def receive(socket: Socket) -> list[bytes]:
+    assert socket.poll(WAIT_MS), "nothing came"
+    return socket.recv_multipart()
+
+
+def test_a_taken_ipc_endpoint_is_refused_and_left_alone(directory: Path, sockets: Sockets) -> None:
+    endpoint = f"ipc://{directory}/taken"
+    router = sockets.router(endpoint)
+    with Sockets() as others, pytest.raises(StartError, match="is taken") as caught:
+        others.router(endpoint)
+    assert endpoint in str(caught.value)
+    sockets.dealer(endpoint).send(b"still there")
+    assert receive(router)[1:] == [b"still there"]
+
+
+def test_an_ipc_path_left_by_a_dead_process_is_taken_over(directory: Path, sockets: Sockets) -> None:
+    path = directory / "stale"
+    with unix.socket(unix.AF_UNIX) as dead:
+        dead.bind(str(path))  # never listens: what a killed process leaves behind
+    assert path.exists()
+    router = sockets.router(f"ipc://{path}")
+    sockets.dealer(f"ipc://{path}").send(b"hello")
+    assert receive(router)[1:] == [b"hello"]
+
+
+def test_a_taken_tcp_port_is_refused(sockets: Sockets) -> None:
+    _, endpoint = sockets.ephemeral_router("tcp://127.0.0.1")
+    with pytest.raises(StartError, match=r"is taken: .* another address"):
+        sockets.router(endpoint)
+
+
+def test_an_address_that_is_not_here_is_refused(sockets: Sockets) -> None:
+    with pytest.raises(StartError, match="cannot bind"):
+        sockets.router("tcp://192.0.2.1:5550")
+
+
+def test_an_ipc_directory_open_to_others_is_refused(directory: Path, sockets: Sockets) -> None:
+    directory.chmod(0o755)
+    with pytest.raises(ConfigError, match="chmod 700"):
+        sockets.router(f"ipc://{directory}/x")
+
+
+def test_the_directory_is_made_private(directory: Path, sockets: Sockets) -> None:
+    sockets.router(f"ipc://{directory}/made/x")
+    assert (directory / "made").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(("host", "warns"), [("tcp://127.0.0.1", False), ("tcp://0.0.0.0", True)])
+def test_an_exposed_endpoint_warns_loudly(
+    sockets: Sockets, host: str, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bus.sockets.log", structlog.get_logger())  # one that no configuration has cached
+    with capture_logs() as logs:
+        sockets.ephemeral_router(host)
+    warnings = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert [entry["event"] for entry in warnings] == (["endpoint.exposed"] if warns else [])
+
+
+def test_an_ephemeral_router_says_where_it_is(directory: Path, sockets: Sockets) -> None:
+    for host in ("tcp://127.0.0.1", f"ipc://{directory}/data"):
+        router, endpoint = sockets.ephemeral_router(host)
+        assert endpoint.startswith(host)
+        sockets.dealer(endpoint).send(b"x")
+        assert receive(router)[1:] == [b"x"]
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_a_frame_above_the_limit_never_arrives(directory: Path, sockets: Sockets, transport: str) -> None:
+    """M4: the peer that sends it loses its connection, others don't notice."""
+    base = f"ipc://{directory}/small" if transport == "ipc" else "tcp://127.0.0.1:*"
+    router = sockets.router(base)
+    endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
+    big, small = sockets.dealer(endpoint), sockets.dealer(endpoint)
+    big.send(b"x" * (HEADER_MAX + 1))
+    small.send(b"fine")
+    assert receive(router)[1:] == [b"fine"]
+    big.send(b"x" * HEADER_MAX)  # after ZeroMQ has reconnected by itself
+    assert [len(frame) for frame in receive(router)[1:]] == [HEADER_MAX]
+    assert not router.poll(0)
+
+
+def test_a_router_says_when_its_peer_has_gone(directory: Path, sockets: Sockets) -> None:
+    router = sockets.router(f"ipc://{directory}/r")
+    with pytest.raises(zmq.ZMQError) as caught:
+        router.send_multipart([b"nobody", b"x"])
+    assert caught.value.errno == errno.EHOSTUNREACH
+
+
+def test_a_full_queue_is_an_error_not_a_wait(directory: Path, sockets: Sockets) -> None:
+    dealer = sockets.dealer(f"ipc://{directory}/absent", hwm=3)
+    for _ in range(3):
+        dealer.send(b"x", zmq.NOBLOCK)
+    with pytest.raises(zmq.Again):
+        dealer.send(b"x", zmq.NOBLOCK)
+
+
+def test_every_socket_is_bounded_and_lingers_not(directory: Path, sockets: Sockets) -> None:
+    made = [
+        sockets.pub(f"ipc://{directory}/in"),
+        sockets.sub(f"ipc://{directory}/out", (b"load/",)),
+        sockets.xsub(f"ipc://{directory}/xin"),
+        sockets.xpub(f"ipc://{directory}/xout"),
+        sockets.dealer(f"ipc://{directory}/r"),
+        sockets.router(f"ipc://{directory}/r"),
+    ]
+    for socket in made:
+        assert socket.getsockopt(zmq.LINGER) == 0
+        assert socket.getsockopt(zmq.SNDHWM) > 0
+        assert socket.getsockopt(zmq.RCVHWM) > 0
+        assert 0 < socket.getsockopt(zmq.MAXMSGSIZE) <= HEADER_MAX
+        assert socket.getsockopt(zmq.HANDSHAKE_IVL) > 0
+        assert socket.getsockopt(zmq.HEARTBEAT_IVL) > 0
+
+
+def test_closing_closes_all_even_with_messages_unsent(directory: Path) -> None:
+    with Sockets() as sockets:
+        dealer = sockets.dealer(f"ipc://{directory}/absent")
+        for _ in range(100):
+            dealer.send(b"x" * 1000)
+        closed = sockets.dealer(f"ipc://{directory}/other")
+        sockets.close_socket(closed)
+        assert closed.closed
+    assert dealer.closed
+    assert sockets.context.closed
