@@ -1,0 +1,85 @@
+"""The floors: what the same job costs in bare pyzmq. Each is a process of a benchmark; none uses a part of ours.
+
+Written as well as we can: sockets are drained per turn, small frames are copied and large ones are not, whichever
+is cheaper in pyzmq.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import zmq
+
+from pdbus.bench.child import STDIN, Parent
+
+NO_COPY_FROM = 64 * 1024  # bytes of payload; below, a copy is cheaper than a Frame object
+BUDGET = 128
+
+
+def broker(parent: Parent, clients: str, nodes: str, node_count: int, payload_bytes: int) -> None:
+    """client DEALER -> ROUTER, ROUTER -> node DEALER in turn, and the nodes' answers back the same way."""
+    copy = payload_bytes < NO_COPY_FROM
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as front, context.socket(zmq.ROUTER) as back:
+        for socket, endpoint in ((front, clients), (back, nodes)):
+            socket.linger = 0
+            socket.bind(endpoint)
+        parent.ready()
+        next_node = itertools.cycle([back.recv_multipart()[0] for _ in range(node_count)]).__next__
+        poller = zmq.Poller()
+        for source in (front, back, STDIN):
+            poller.register(source, zmq.POLLIN)
+        while not parent.gone:
+            for source, _ in poller.poll():
+                if source is front:
+                    for _ in range(BUDGET):
+                        try:
+                            frames = front.recv_multipart(zmq.NOBLOCK, copy=copy)
+                        except zmq.Again:
+                            break
+                        back.send_multipart([next_node(), *frames], copy=copy)
+                elif source is back:
+                    for _ in range(BUDGET):
+                        try:
+                            frames = back.recv_multipart(zmq.NOBLOCK)
+                        except zmq.Again:
+                            break
+                        front.send_multipart(frames[1:])
+                else:
+                    parent.commands()
+
+
+def echo(parent: Parent, endpoint: str) -> None:
+    """A ROUTER that sends every message back."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        router.bind(endpoint)
+        parent.ready()
+        poller = zmq.Poller()
+        poller.register(router, zmq.POLLIN)
+        poller.register(STDIN, zmq.POLLIN)
+        while not parent.gone:
+            for source, _ in poller.poll():
+                if source is router:
+                    router.send_multipart(router.recv_multipart())
+                else:
+                    parent.commands()
+
+
+def asker(parent: Parent, endpoint: str) -> None:
+    """Round trips of a REQ client against `echo`; answers with their times in seconds."""
+    with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+        socket.linger = 0
+        socket.connect(endpoint)
+
+        def round_trips(count: int, request_bytes: int) -> list[float]:
+            request = b"x" * request_bytes
+            times: list[float] = []
+            for _ in range(count):
+                began = time.perf_counter()
+                socket.send(request)
+                socket.recv()
+                times.append(time.perf_counter() - began)
+            return times
+
+        parent.serve(round_trips)

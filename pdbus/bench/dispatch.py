@@ -1,0 +1,56 @@
+"""`dispatch`: client process → controller → 8 node processes under full load, beside a bare broker of the same frames."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdbus.bench import parts
+from pdbus.bench.harness import Aim, Row, Scope, Workspace, row
+
+NODES = 8
+WINDOW = 64
+CASES = ((128, 1.5), (2_048, 1.2), (32_768, 1.1))  # tokens of the prompt, aim for CPU over the bare broker's
+SECONDS_OF_WARM_UP = 1_000  # requests
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    cpu_s: float  # of the process in the middle, a request
+    per_s: float
+
+
+def run(scope: Scope) -> list[Row]:
+    rows: list[Row] = []
+    for tokens, limit in CASES:
+        rows += _case(scope, tokens, limit)
+    return rows
+
+
+def _case(scope: Scope, tokens: int, limit: float) -> list[Row]:
+    name = size_name(tokens * 4)
+    count = scope.size(12_000 if tokens < 10_000 else 3_000, 1_000)
+    ours: list[Measured] = []
+    bare: list[Measured] = []
+    with Workspace() as space:
+        scope.say(f"{name}: starting {2 * NODES} nodes")
+        sides = (parts.our_path(space, NODES, tokens), parts.bare_path(space, NODES, tokens))
+        for side in sides:
+            side.client.ask(do="burst", count=min(1_000, count), window=WINDOW)
+        for number in range(scope.runs):
+            scope.say(f"{name}: run {number + 1} of {scope.runs}")
+            for side, results in zip(sides, (ours, bare), strict=True):
+                results.append(_burst(side, count))
+    return [
+        row(name, "cpu per request", "µs", [m.cpu_s * 1e6 for m in ours], [m.cpu_s * 1e6 for m in bare], Aim(limit)),
+        row(name, "requests per second", "1/s", [m.per_s for m in ours], [m.per_s for m in bare]),
+    ]
+
+
+def _burst(side: parts.Path, count: int) -> Measured:
+    before = side.middle.cpu_s()
+    elapsed_s = side.client.ask(do="burst", count=count, window=WINDOW)["elapsed_s"]
+    return Measured((side.middle.cpu_s() - before) / count, count / elapsed_s)
+
+
+def size_name(payload_bytes: int) -> str:
+    return f"{payload_bytes} B" if payload_bytes < 1024 else f"{payload_bytes // 1024} KiB"
