@@ -1,1 +1,75 @@
-"""The bus: messages, sockets, publications and the bootstrap broker. Knows neither nodes nor controller."""
+"""The bus: messages, sockets, publications and the bootstrap broker. Knows neither nodes nor controller.
+
+What an engine embeds stands here; the cores under it are in `bus.publications` and `bus.resolution`, the wire in
+`bus.messages` and `docs/protocol.md`. Names are loaded when they are first used, so importing the package is cheap.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bus.broker import Broker, BrokerConfig
+    from bus.endpoints import BusAddress, ControllerAddress, default_bus, default_controller
+    from bus.errors import BusError, ConfigError, PeerLost, ProtocolError, RequestFailed, StartError
+    from bus.messages import Ack, Conflict, Load, Location
+    from bus.publications import PublisherCore
+    from bus.publisher import Publisher
+    from bus.resolution import Resolved, ResolverCore
+    from bus.resolver import Resolver
+
+_HOMES = {
+    "Broker": "broker",
+    "BrokerConfig": "broker",
+    "BusAddress": "endpoints",
+    "ControllerAddress": "endpoints",
+    "default_bus": "endpoints",
+    "default_controller": "endpoints",
+    "BusError": "errors",
+    "ConfigError": "errors",
+    "PeerLost": "errors",
+    "ProtocolError": "errors",
+    "RequestFailed": "errors",
+    "StartError": "errors",
+    "Ack": "messages",
+    "Conflict": "messages",
+    "Load": "messages",
+    "Location": "messages",
+    "PublisherCore": "publications",
+    "Publisher": "publisher",
+    "Resolved": "resolution",
+    "ResolverCore": "resolution",
+    "Resolver": "resolver",
+}
+
+__all__ = [
+    "Ack",
+    "Broker",
+    "BrokerConfig",
+    "BusAddress",
+    "BusError",
+    "ConfigError",
+    "Conflict",
+    "ControllerAddress",
+    "Load",
+    "Location",
+    "PeerLost",
+    "ProtocolError",
+    "Publisher",
+    "PublisherCore",
+    "RequestFailed",
+    "Resolved",
+    "Resolver",
+    "ResolverCore",
+    "StartError",
+    "default_bus",
+    "default_controller",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'bus' has no attribute {name!r}")
+    return getattr(import_module(f"bus.{home}"), name)

@@ -61,6 +61,11 @@ class Sockets:
         self._open.remove(socket)
         socket.close(linger=linger_ms)
 
+    def release(self, socket: Socket) -> Socket:
+        """Hand `socket` to another thread, which closes it when it meets ContextTerminated; `close` waits for that."""
+        self._open.remove(socket)
+        return socket
+
     # --- kinds ------------------------------------------------------------------------------------------------
 
     def pub(self, connect: str) -> Socket:

@@ -1,0 +1,53 @@
+"""`python -m bus`: the broker as a process. Owns its options and signals."""
+
+from __future__ import annotations
+
+import click
+
+from bus import cli, logs
+from bus.broker import Broker, BrokerConfig
+from bus.endpoints import default_bus
+
+
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.option(
+    "--bus",
+    "address",
+    default=default_bus,
+    metavar="BASE",
+    help="Where to serve: ipc:///dir/bus or tcp://host:port (three ports).",
+)
+@click.option("--room-ttl-s", type=float, default=120.0, help="How long a room lives unless it is registered again.")
+@click.option("--beacon-s", type=float, default=0.25, help="How often to say that the broker lives.")
+@click.option("--max-rooms", type=click.IntRange(1), default=2_000_000, help="Rooms kept at most; more are refused.")
+@cli.metrics_port_option
+@cli.log_level_option
+@cli.watch_parent_option
+def main(
+    address: str,
+    room_ttl_s: float,
+    beacon_s: float,
+    max_rooms: int,
+    metrics_port: int,
+    log_level: str,
+    watch_parent: bool,
+) -> None:
+    """Carry the bus (publications) and the bootstrap state: which prefill rank holds which room."""
+    logs.configure(log_level, part="broker")
+    config = BrokerConfig(
+        address, room_ttl_s=room_ttl_s, beacon_s=beacon_s, max_rooms=max_rooms, metrics_port=metrics_port
+    )
+    broker = Broker(config)
+    broker.open()
+    try:
+        broker.loop.on_signals(lambda number: broker.loop.stop())
+        if watch_parent:
+            cli.leave_with_parent(broker.loop.stop)
+        cli.ready(part="broker", bus=address, epoch=broker.epoch)
+        broker.loop.run()
+    finally:
+        broker.close()
+
+
+if __name__ == "__main__":
+    cli.run(main, "python -m bus")

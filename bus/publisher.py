@@ -1,0 +1,238 @@
+"""A rank's publications from an engine's process: a thread of its own, nothing that blocks or raises in the engine's.
+
+`Publisher` hands what the scheduler says over a bounded queue to a thread that owns the sockets; what to publish is
+decided by `PublisherCore` (`bus.publications`, usable alone on a loop one already has).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from types import TracebackType
+from typing import Literal, TypeAlias
+
+import structlog
+from msgspec import ValidationError, convert, to_builtins
+
+from bus import codec, topics
+from bus.actions import Publish
+from bus.endpoints import BusAddress
+from bus.epochs import new_epoch
+from bus.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from bus.loop import Loop
+from bus.messages import PUBLICATIONS, Code, Conflict, Load, Member, NodeState, Role
+from bus.publications import PublisherCore
+from bus.security import load_keys
+from bus.sockets import Sockets
+
+__all__ = ["Publisher", "PublisherCore"]
+
+TICK_S = 0.02
+QUEUE_MAX = 65_536
+_Command: TypeAlias = (
+    tuple[Literal["register"], int, int]
+    | tuple[Literal["drop"], int, int, Code]
+    | tuple[Literal["state"], NodeState]
+    | tuple[Literal["follow"], bool]
+)
+
+log = structlog.get_logger("publisher")
+
+
+class Publisher:
+    """`with Publisher(bus, instance="prefill-0", dp_rank=0, role="prefill") as publisher: publisher.register(room)`.
+
+    ConfigError on a bad argument. What it could not take is counted in `overflows`, what made no sense in `invalid`.
+    """
+
+    def __init__(
+        self,
+        bus: str | BusAddress,
+        *,
+        instance: str,
+        dp_rank: int,
+        role: Role,
+        model: str = "",
+        dp_size: int = 1,
+        endpoint: str = "",
+        interval_s: float = 0.5,
+        room_ttl_s: float = 120.0,
+        follow_bootstrap_room: bool = False,
+        state: NodeState = "ready",
+        epoch: int = 0,
+        keys: str = "",
+        queue_max: int = QUEUE_MAX,
+    ) -> None:
+        self.address = BusAddress(bus) if isinstance(bus, str) else bus
+        self.epoch = epoch or new_epoch()
+        self.overflows = 0
+        self.invalid = 0
+        self.rejected: Counter[str] = Counter()
+        self._core = PublisherCore(
+            instance=instance, dp_rank=dp_rank, epoch=self.epoch, role=role, model=model, dp_size=dp_size,
+            endpoint=endpoint, interval_s=interval_s, room_ttl_s=room_ttl_s, state=state,
+            follow_bootstrap_room=follow_bootstrap_room,
+        )  # fmt: skip
+        _check(self._core)
+        self._keys = load_keys(keys, server=False) if keys else None
+        self._queue: deque[_Command] = deque()
+        self._queue_max = queue_max
+        self._newest: Load | None = None
+        self._woken = False
+        self._heard = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Publisher:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> Publisher:
+        core = self._core
+        self._loop = Loop()
+        self._sockets = Sockets(keys=self._keys)
+        self._pub = self._sockets.pub(self.address.publish)
+        mine = topics.for_rank(topics.TO, core.instance, core.dp_rank)
+        self._loop.add(self._sockets.sub(self.address.subscribe, (topics.BEACON, mine)), self._on_frames)
+        self._loop.call_every(TICK_S, self._tick)
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread.start()
+        self._loop.call_threadsafe(self._drain)  # what was said before the start
+        return self
+
+    def stop(self) -> None:
+        """Say goodbye and leave; idempotent."""
+        if self._thread is None:
+            return
+        self._loop.call_threadsafe(self._leave)
+        self._thread.join()
+        self._thread = None
+        self._sockets.close_socket(self._pub, linger_ms=500)  # time for the goodbye, where the broker is there
+        self._sockets.close()
+        self._loop.close()
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until the broker has been heard. For start-up, not for a scheduler's loop."""
+        return self._heard.wait(timeout_s)
+
+    # --- for the scheduler's loop: nothing here blocks or raises -----------------------------------------------------
+
+    def register(self, room: int, attempt: int = 1) -> None:
+        """`room` is (or will be) prefilled here."""
+        self._hand_over(("register", room, attempt))
+
+    def drop(self, room: int, attempt: int = 1, code: Code = "ok") -> None:
+        """Done with `room`; a `code` other than ok tells whoever waits for it that no KV cache will come."""
+        self._hand_over(("drop", room, attempt, code))
+
+    def report(self, load: Load) -> None:
+        """The scheduler's load now (`seq` is stamped on the way). A gauge: only the newest is published."""
+        self._newest = load
+        self._wake()
+
+    def set_state(self, state: NodeState) -> None:
+        self._hand_over(("state", state))
+
+    def set_follow(self, flag: bool) -> None:
+        self._hand_over(("follow", flag))
+
+    def take_conflicts(self) -> list[Conflict]:
+        """Rooms that another rank claims too, since the last call."""
+        taken: list[Conflict] = []
+        while self._core.conflicts:
+            taken.append(self._core.conflicts.popleft())
+        return taken
+
+    def _hand_over(self, command: _Command) -> None:
+        if len(self._queue) >= self._queue_max:
+            self.overflows += 1
+            return
+        self._queue.append(command)
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._woken and self._thread is not None:
+            self._woken = True
+            self._loop.call_threadsafe(self._drain)
+
+    # --- its own thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._loop.run()
+        except Exception:
+            log.exception("publisher.failed")
+
+    def _drain(self) -> None:
+        self._woken = False
+        now = self._loop.clock()
+        load, self._newest = self._newest, None
+        if load is not None:
+            try:
+                self._core.report(convert(to_builtins(load), Load), now)
+            except (ValidationError, TypeError) as error:
+                self._refuse(f"load: {error}")
+        for _ in range(len(self._queue)):
+            command = self._queue.popleft()
+            try:
+                self._publish(self._carry_out(command, now))
+            except (ValidationError, TypeError, LocalProtocolError) as error:
+                self._refuse(f"{command}: {error}")
+        self._publish(self._core.flush(now))
+
+    def _carry_out(self, command: _Command, now: float) -> list[Publish]:
+        if command[0] == "register":
+            return self._core.register(command[1], command[2], now)
+        if command[0] == "drop":
+            return self._core.drop(command[1], command[2], convert(command[3], Code), now)
+        if command[0] == "state":
+            return self._core.set_state(convert(command[1], NodeState), now)
+        return self._core.set_follow(bool(command[1]), now)
+
+    def _refuse(self, why: str) -> None:
+        self.invalid += 1
+        if self.invalid == 1:
+            log.warning("publication.refused", why=why[:200])
+
+    def _tick(self) -> None:
+        self._publish(self._core.tick(self._loop.clock()))
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        try:
+            message = codec.decode(frames[-1], PUBLICATIONS)
+        except RemoteProtocolError as error:
+            if not self.rejected:
+                log.warning("message.rejected", reason=error.reason)
+            self.rejected[error.reason] += 1
+            return
+        self._publish(self._core.on_message(message, self._loop.clock()))
+        if self._core.broker_epoch:
+            self._heard.set()
+
+    def _publish(self, publications: list[Publish]) -> None:
+        for publication in publications:
+            self._pub.send_multipart((topics.of(publication.message), codec.encode(publication.message)))
+
+    def _leave(self) -> None:
+        self._drain()
+        self._publish(self._core.goodbye(self._loop.clock()))
+        self._loop.stop()
+
+
+def _check(core: PublisherCore) -> None:
+    """What it will publish about itself has to be right, or nobody listens."""
+    member = Member(
+        core.instance, core.dp_rank, core.epoch, 1, None, core.role, core.model, core.dp_size, core.state,
+        core.endpoint, core.follow_bootstrap_room, 0, core.interval_s,
+    )  # fmt: skip
+    try:
+        codec.decode(codec.encode(member), PUBLICATIONS)
+    except (RemoteProtocolError, TypeError) as error:
+        raise ConfigError(f"publisher of {core.instance!r}/{core.dp_rank!r}: {error}") from None
+    if core.dp_rank >= core.dp_size:
+        raise ConfigError(f"dp_rank {core.dp_rank} is not below dp_size {core.dp_size}")

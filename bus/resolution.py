@@ -1,0 +1,284 @@
+"""Which prefill rank holds a room: told, computed or asked, in that order. Pure; must not touch sockets.
+
+`ResolverCore`'s methods return actions: `Send("broker", message)` for the bootstrap DEALER, and `Resolved`, exactly
+one for every room wanted. Rooms wanted in one turn leave in one query at `flush`. What was asked is asked again when
+the broker does not react or restarts; each want's deadline is kept here too, so a dead broker delays nothing for ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from bus.actions import Send
+from bus.messages import (
+    MAX_ROOM,
+    MAX_ROOMS_PER_MESSAGE,
+    Answer,
+    Beacon,
+    Code,
+    Found,
+    FoundBy,
+    InstanceInfo,
+    Location,
+    MemberInfo,
+    Message,
+    Query,
+    Topology,
+    TopologyQuery,
+    Unwatch,
+)
+
+BROKER = "broker"  # the peer of every Send
+ASK_AGAIN_S = 1.0  # a query that got no reaction is sent again
+WATCH_AGAIN_S = 5.0  # a watch that the broker confirmed is asked for again, should it be lost after all
+STALE_AGAIN_S = 0.05  # the broker knows an older attempt only
+TOPOLOGY_AGAIN_S = 0.25  # while what is needed is not there
+TOPOLOGY_OLD_S = 2.0  # older than this, it is used and fetched anew
+MAX_WATCH_S = 3600.0
+QUERY_ID = 1  # always the same, so that asking again moves a watch and never doubles it
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The end of one want: `found`, or None and the `code` that says why."""
+
+    room: int
+    found: Found | None
+    code: Code
+    found_by: FoundBy
+
+
+Action: TypeAlias = Send | Resolved
+
+
+class _Want:
+    __slots__ = ("ask_at", "asked", "attempt", "deadline", "dp_rank", "instance", "room")
+
+    def __init__(self, room: int, attempt: int, instance: str, dp_rank: int | None, deadline: float, now: float):
+        self.room = room
+        self.attempt = attempt
+        self.instance = instance
+        self.dp_rank = dp_rank
+        self.deadline = deadline
+        self.ask_at = now
+        self.asked = False  # the broker may watch it
+
+
+class _Known:
+    """One instance's topology as last fetched."""
+
+    __slots__ = ("at", "info", "ranks")
+
+    def __init__(self, info: InstanceInfo, at: float) -> None:
+        self.info = info
+        self.at = at
+        self.ranks: dict[int, MemberInfo] = {rank.dp_rank: rank for rank in info.ranks}
+
+
+class ResolverCore:
+    def __init__(self, *, max_wants: int = 65_536) -> None:
+        self.broker_epoch = 0  # 0: no beacon heard yet
+        self.broker_heard_at: float | None = None
+        self.counts = dict.fromkeys(("told", "computed", "asked", "lost", "queries", "topology_queries", "stale"), 0)
+        self._max_wants = max_wants
+        self._wants: dict[int, _Want] = {}
+        self._new: list[_Want] = []  # to be asked at the next flush
+        self._unwatch: list[int] = []
+        self._known: dict[str, _Known] = {}
+        self._missing: set[str] = set()  # instances whose topology is wanted; "" is all of them
+        self._fetching: dict[str, tuple[int, float]] = {}  # -> id and time of the latest query
+        self._next_id = QUERY_ID + 1
+
+    @property
+    def pending(self) -> int:
+        return len(self._wants)
+
+    # --- what the scheduler says --------------------------------------------------------------------------------
+
+    def want(
+        self,
+        room: int,
+        now: float,
+        *,
+        deadline_s: float,
+        attempt: int = 0,
+        prefill_instance: str = "",
+        dp_rank: int | None = None,
+    ) -> list[Action]:
+        """Find `room`, as `attempt` or newer, within `deadline_s`. A room wanted again replaces the earlier want.
+
+        `dp_rank`: the caller told which rank of `prefill_instance` it is (of the only one, if that is empty).
+        """
+        if not isinstance(room, int) or not 0 <= room <= MAX_ROOM:
+            return [self._lost(room, "bad_room")]
+        old = self._wants.get(room)
+        if old is None and len(self._wants) >= self._max_wants:
+            return [self._lost(room, "too_many")]
+        want = _Want(room, attempt, prefill_instance, dp_rank, now + deadline_s, now)
+        want.asked = old is not None and old.asked
+        self._wants[room] = want
+        if resolved := self._locate(want, now):
+            return [self._settle(want, resolved)]
+        if dp_rank is None:
+            self._new.append(want)
+        return []
+
+    def cancel(self, room: int) -> None:
+        """`room` is no longer wanted; nothing more is said of it."""
+        want = self._wants.pop(room, None)
+        if want is not None and want.asked:
+            self._unwatch.append(room)
+
+    def forget(self, instance: str) -> None:
+        """What was cached of `instance` proved wrong (a restarted rank): fetch it anew before it is used again."""
+        self._known.pop(instance, None)
+
+    # --- what the broker says -----------------------------------------------------------------------------------
+
+    def on_message(self, message: Message, now: float) -> list[Action]:
+        if isinstance(message, Answer):
+            return self._on_answer(message, now)
+        if isinstance(message, Topology):
+            return self._on_topology(message, now)
+        if isinstance(message, Beacon):
+            self.broker_heard_at = now
+            if message.epoch != self.broker_epoch:
+                self.broker_epoch = message.epoch
+                self._fetching.clear()
+                for want in self._wants.values():
+                    if want.asked:
+                        want.ask_at = now
+        return []
+
+    def _on_answer(self, answer: Answer, now: float) -> list[Action]:
+        out: list[Action] = []
+        for room in answer.pending:
+            if want := self._wants.get(room):
+                want.ask_at = now + WATCH_AGAIN_S
+        for found in answer.found:
+            want = self._wants.get(found.room)
+            if want is None or want.dp_rank is not None:
+                continue
+            if found.attempt < want.attempt:
+                self.counts["stale"] += 1
+                want.ask_at = now + STALE_AGAIN_S
+                continue
+            want.asked = False  # an answer ends the watch
+            out.append(self._settle(want, Resolved(found.room, found, "ok", "asked")))
+        for lost in answer.lost:
+            want = self._wants.get(lost.room)
+            if want is None or want.dp_rank is not None:
+                continue
+            early = lost.code == "unknown_room" and now < want.deadline
+            if early or 0 < lost.attempt < want.attempt:
+                want.ask_at = now + STALE_AGAIN_S
+                continue
+            want.asked = False
+            out.append(self._settle(want, Resolved(lost.room, None, lost.code, "")))
+        return out
+
+    def _on_topology(self, topology: Topology, now: float) -> list[Action]:
+        name = next((name for name, (number, _) in self._fetching.items() if number == topology.id), None)
+        if name is None:
+            return []
+        self._missing.discard(name)
+        if name:
+            self._known.pop(name, None)
+        else:
+            self._known.clear()
+        for info in topology.instances:
+            self._known[info.instance] = _Known(info, now)
+        located = ((want, self._locate(want, now)) for want in list(self._wants.values()))
+        return [self._settle(want, resolved) for want, resolved in located if resolved]
+
+    # --- time -----------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Action]:
+        """End what is past its deadline, ask again what is due, and `flush`. Wanted every few tens of milliseconds."""
+        out: list[Action] = []
+        for want in list(self._wants.values()):
+            if now >= want.deadline:
+                out.append(self._settle(want, Resolved(want.room, None, "unknown_room", "")))
+            elif now >= want.ask_at:
+                if resolved := self._locate(want, now):
+                    out.append(self._settle(want, resolved))
+                elif want.dp_rank is None:
+                    self._new.append(want)
+        return out + self.flush(now)
+
+    def flush(self, now: float) -> list[Action]:
+        """Send what this turn collected: topology wanted, rooms no longer watched, one query of all rooms wanted."""
+        out: list[Action] = []
+        for name in sorted(self._missing):
+            _, fetched_at = self._fetching.get(name, (0, float("-inf")))
+            if now - fetched_at >= TOPOLOGY_AGAIN_S:
+                self._fetching[name] = (self._next_id, now)
+                out.append(Send(BROKER, TopologyQuery(self._next_id, name), cause="want"))
+                self._next_id += 1
+                self.counts["topology_queries"] += 1
+        unwatch, self._unwatch = self._unwatch, []
+        for some in _chunks(unwatch):
+            out.append(Send(BROKER, Unwatch(tuple(some)), cause="settled"))
+        new, self._new = self._new, []
+        asking = {want.room: want for want in new if self._wants.get(want.room) is want}
+        for some in _chunks(list(asking)):
+            wants = [asking[room] for room in some]
+            watch_s = max(0.001, min(MAX_WATCH_S, max(want.deadline for want in wants) - now))
+            for want in wants:
+                want.asked = True
+                want.ask_at = now + ASK_AGAIN_S
+            out.append(Send(BROKER, Query(QUERY_ID, tuple(some), watch_s), cause="want"))
+            self.counts["queries"] += 1
+        return out
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _locate(self, want: _Want, now: float) -> Resolved | None:
+        """From the topology alone: the rank told, or `room % dp_size`. None: not known (yet), or to be asked for."""
+        known = self._instance(want)
+        if known is None:
+            several = not want.instance and want.dp_rank is not None and len(self._prefill_names()) > 1
+            if several:
+                return Resolved(want.room, None, "bad_request", "")
+            self._missing.add(want.instance)
+            return None
+        info = known.info
+        if now - known.at >= TOPOLOGY_OLD_S:
+            self._missing.add(info.instance)
+        if want.dp_rank is None and not info.follow_bootstrap_room:
+            return None
+        dp_rank = want.room % info.dp_size if want.dp_rank is None else want.dp_rank
+        if not 0 <= dp_rank < info.dp_size:
+            return Resolved(want.room, None, "bad_rank", "")
+        rank = known.ranks.get(dp_rank)
+        if rank is None or rank.state == "gone" or not rank.endpoint:
+            self._missing.add(info.instance)
+            return None
+        at = Location(info.instance, dp_rank, rank.epoch, rank.endpoint)
+        by: FoundBy = "computed" if want.dp_rank is None else "told"
+        return Resolved(want.room, Found(want.room, max(1, want.attempt), at), "ok", by)
+
+    def _instance(self, want: _Want) -> _Known | None:
+        if want.instance:
+            return self._known.get(want.instance)
+        names = self._prefill_names()
+        return self._known[names[0]] if len(names) == 1 else None
+
+    def _prefill_names(self) -> list[str]:
+        return [name for name, known in self._known.items() if known.info.role == "prefill"]
+
+    def _settle(self, want: _Want, resolved: Resolved) -> Resolved:
+        del self._wants[want.room]
+        if want.asked:
+            self._unwatch.append(want.room)
+        self.counts[resolved.found_by or "lost"] += 1
+        return resolved
+
+    def _lost(self, room: int, code: Code) -> Resolved:
+        self.counts["lost"] += 1
+        return Resolved(room, None, code, "")
+
+
+def _chunks(rooms: list[int]) -> list[list[int]]:
+    return [rooms[at : at + MAX_ROOMS_PER_MESSAGE] for at in range(0, len(rooms), MAX_ROOMS_PER_MESSAGE)]

@@ -1,0 +1,191 @@
+"""Finding rooms from a decode engine's process: a thread of its own, nothing that blocks or raises in the engine's.
+
+`Resolver` hands wants over a bounded queue to a thread that owns the sockets and collects the results for `poll`;
+how a room is found is decided by `ResolverCore` (`bus.resolution`, usable alone on a loop one already has).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from types import TracebackType
+
+import structlog
+import zmq
+
+from bus import codec, topics
+from bus.actions import Send
+from bus.endpoints import BusAddress
+from bus.errors import LocalProtocolError, RemoteProtocolError
+from bus.loop import Loop
+from bus.messages import FROM_BROKER, PUBLICATIONS, Code, Location, Message
+from bus.resolution import Action, Resolved, ResolverCore
+from bus.security import load_keys
+from bus.sockets import Sockets
+
+__all__ = ["Resolved", "Resolver", "ResolverCore"]
+
+TICK_S = 0.02
+WANTS_MAX = 65_536
+
+log = structlog.get_logger("resolver")
+
+
+class Resolver:
+    """`with Resolver(bus) as resolver: resolver.want(room); ...; for room, at in resolver.poll().items(): ...`.
+
+    Every room wanted shows up once, in `poll` or in `lost`.
+    """
+
+    def __init__(self, bus: str | BusAddress, *, keys: str = "", wants_max: int = WANTS_MAX) -> None:
+        self.address = BusAddress(bus) if isinstance(bus, str) else bus
+        self.overflows = 0  # wants dropped because results are not collected
+        self.rejected: Counter[str] = Counter()
+        self._core = ResolverCore(max_wants=wants_max)
+        self._keys = load_keys(keys, server=False) if keys else None
+        self._queue: deque[tuple[int, int, str, int | None, float]] = deque()
+        self._wants_max = wants_max
+        self._found: dict[int, Location] = {}
+        self._lost: dict[int, Code] = {}
+        self._lock = threading.Lock()  # of the two dicts above; held for moments only
+        self._settled = threading.Event()
+        self._heard = threading.Event()
+        self._woken = False
+        self._thread: threading.Thread | None = None
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Resolver:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> Resolver:
+        self._loop = Loop()
+        self._sockets = Sockets(keys=self._keys)
+        self._dealer = self._sockets.dealer(self.address.bootstrap)
+        self._loop.add(self._dealer, lambda frames: self._on_frames(frames, FROM_BROKER))
+        sub = self._sockets.sub(self.address.subscribe, (topics.BEACON,))
+        self._loop.add(sub, lambda frames: self._on_frames(frames, PUBLICATIONS))
+        self._loop.call_every(TICK_S, lambda: self._do(self._core.tick(self._loop.clock())))
+        self._thread = threading.Thread(target=self._run, name="resolver", daemon=True)
+        self._thread.start()
+        self._loop.call_threadsafe(self._drain)  # what was wanted before the start
+        return self
+
+    def stop(self) -> None:
+        """Leave; what is still wanted is not answered any more. Idempotent."""
+        if self._thread is None:
+            return
+        self._loop.stop()
+        self._thread.join()
+        self._thread = None
+        self._sockets.close()
+        self._loop.close()
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until the broker has been heard. For start-up, not for a scheduler's loop."""
+        return self._heard.wait(timeout_s)
+
+    # --- for the scheduler's loop: nothing here blocks or raises -----------------------------------------------------
+
+    def want(
+        self,
+        *rooms: int,
+        deadline_s: float = 30.0,
+        attempt: int = 0,
+        prefill_instance: str = "",
+        dp_rank: int | None = None,
+    ) -> None:
+        """Find `rooms`. With `dp_rank` the caller was told the rank, so that only its address is sought."""
+        for room in rooms:
+            if len(self._found) + len(self._lost) >= 2 * self._wants_max:
+                self.overflows += 1  # nobody polls
+            elif len(self._queue) >= self._wants_max:
+                with self._lock:
+                    self._lost[room] = "too_many"
+            else:
+                self._queue.append((room, attempt, prefill_instance, dp_rank, deadline_s))
+        if not self._woken and self._thread is not None:
+            self._woken = True
+            self._loop.call_threadsafe(self._drain)
+
+    def poll(self) -> dict[int, Location]:
+        """Where the rooms found since the last call are."""
+        if not self._found:
+            return {}
+        with self._lock:
+            found, self._found = self._found, {}
+        return found
+
+    def lost(self) -> dict[int, Code]:
+        """The rooms given up since the last call, and why (`unknown_room`: nobody registered it in time)."""
+        if not self._lost:
+            return {}
+        with self._lock:
+            lost, self._lost = self._lost, {}
+        return lost
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until something was found or lost; for tests and programs that have nothing else to do."""
+        if self._settled.wait(timeout_s):
+            self._settled.clear()
+        return bool(self._found or self._lost)
+
+    # --- its own thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._loop.run()
+        except Exception:
+            log.exception("resolver.failed")
+
+    def _drain(self) -> None:
+        self._woken = False
+        now = self._loop.clock()
+        for _ in range(len(self._queue)):
+            room, attempt, instance, dp_rank, deadline_s = self._queue.popleft()
+            try:
+                self._do(
+                    self._core.want(
+                        room, now, deadline_s=deadline_s, attempt=attempt, prefill_instance=instance, dp_rank=dp_rank
+                    )
+                )
+            except TypeError:
+                self._do([Resolved(room, None, "bad_request", "")])
+        self._do(self._core.flush(now))
+
+    def _on_frames(self, frames: list[bytes], table: dict[str, type[Message]]) -> None:
+        try:
+            message = codec.decode(frames[-1], table)
+        except RemoteProtocolError as error:
+            if not self.rejected:
+                log.warning("message.rejected", reason=error.reason)
+            self.rejected[error.reason] += 1
+            return
+        self._do(self._core.on_message(message, self._loop.clock()))
+        if self._core.broker_epoch:
+            self._heard.set()
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self._send(action.message)
+            else:
+                with self._lock:
+                    if action.found is not None:
+                        self._found[action.room] = action.found.at
+                    else:
+                        self._lost[action.room] = action.code
+                self._settled.set()
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._dealer.send_multipart((b"", codec.encode(message)), zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # the broker is away and the queue full: asked again later
+        except LocalProtocolError as error:
+            log.warning("query.refused", why=str(error))
