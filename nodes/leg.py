@@ -70,6 +70,7 @@ class Leg:
     cached_tokens: int = 0
     found_by: FoundBy = ""
     location: Location | None = None  # decode: of the prefill leg
+    told: bool = False  # decode: its controller dispatched the prefill leg too
     kv_attempt: int = 0  # decode: the attempt under which the room was registered
     kv_open: bool = False  # decode: the prefill rank has been asked and not been told that we are done
     asked_at: float = 0.0

@@ -29,7 +29,6 @@ class Locate:
     """Find the rank that prefills `room`, and call `located`."""
 
     room: int
-    attempt: int
     prefill_instance: str
     dp_rank: int | None
     deadline: float

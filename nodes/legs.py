@@ -8,7 +8,7 @@ to be fetched, so prefill and decode ranks cannot wait for each other's memory i
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -71,7 +71,8 @@ class Legs:
         self.offers = Offers(spec, epoch, hold_s=self.limits.hold_s)
         self.draining = False
         self.counts: dict[str, int] = {}  # ended legs by code, damaged blocks, gaps
-        self.first_token_s: list[float] = []  # since the owner last took them (for a histogram)
+        self.first_token_s: deque[float] = deque(maxlen=4096)  # of legs that began, until the owner takes them
+        self.fetch_s: deque[float] = deque(maxlen=4096)  # of KV caches fetched, likewise
         self._legs: dict[str, Leg] = {}
         self._by_seq: dict[int, Leg] = {}
         self._by_room: dict[int, Leg] = {}
@@ -162,8 +163,10 @@ class Legs:
     def kv_message(self, message: KvMeta | KvBlock | KvFail, data: bytes | memoryview, now: float) -> list[Action]:
         """From a prefill rank that was asked."""
         leg = self._by_room.get(message.room)
-        if leg is None or not leg.kv_open or leg.kv_attempt != message.attempt:
+        if leg is None or not leg.kv_open:
             return []
+        if leg.kv_attempt != message.attempt:
+            return self._other_attempt(leg, message, now)
         leg.heard_at = now
         if isinstance(message, KvFail):
             code = _end_code(message.code) if leg.fetch is None else "kv_failed"
@@ -194,6 +197,7 @@ class Legs:
             leg = self._by_seq[sequence.id]
             assert leg.location is not None
             leg.move(LegState.FETCHING, "admitted")
+            leg.asked_at = now
             blocks = self.scheduler.pool.blocks_for(leg.prompt_tokens)
             leg.fetch = Fetch(
                 leg.room, leg.kv_attempt, leg.location.epoch, blocks, window=window_for(self.spec.block_bytes)
@@ -321,10 +325,10 @@ class Legs:
             self.offers.open(leg.room, leg.attempt, leg.prompt_tokens, now)
             return [Register(leg.room, leg.attempt)]
         if dispatch.prefill is not None:
-            leg.found_by = "told"
+            leg.found_by, leg.told = "told", True
             return self._ask(leg, dispatch.prefill, leg.attempt, now)
         until = now + LOCATE_S if leg.deadline is None else min(now + LOCATE_S, leg.deadline)
-        return [Locate(leg.room, leg.attempt, leg.prefill_instance, dispatch.disagg_prefill_dp_rank, until)]
+        return [Locate(leg.room, leg.prefill_instance, dispatch.disagg_prefill_dp_rank, until)]
 
     def _reject(self, owner: int, dispatch: Dispatch, refusal: Rejected) -> list[Action]:
         end = Ended(dispatch.rid, dispatch.attempt, self.role, refusal.code, refusal.sentence)
@@ -340,6 +344,19 @@ class Legs:
         leg.location, leg.kv_attempt, leg.kv_open = location, attempt, True
         leg.heard_at = now
         return self._poke(leg, now)
+
+    def _other_attempt(self, leg: Leg, message: KvMeta | KvBlock | KvFail, now: float) -> list[Action]:
+        """The prefill rank has the room under another attempt. Where one controller dispatched both legs they must
+        agree; where each has its own, they count attempts apart, and the one at the prefill rank is right."""
+        if not isinstance(message, KvMeta) or leg.state is not LegState.LOCATED:
+            return []
+        if not leg.told:
+            leg.kv_attempt = message.attempt
+            return self._poke(leg, now)
+        if message.attempt > leg.kv_attempt:
+            return self._end(leg, "prefill_failed", "a newer attempt prefills the room", now, "kv_meta")
+        leg.heard_at = now  # its dispatch is on the way there
+        return []
 
     def _poke(self, leg: Leg, now: float) -> list[Action]:
         """Ask for no block: the meta when it is ready, and a sign of life until then."""
@@ -395,6 +412,7 @@ class Legs:
         if not leg.fetch.complete:
             return []
         leg.move(LegState.SCHEDULED, "fetched")
+        self.fetch_s.append(now - leg.asked_at)
         leg.kv_open = False
         self.scheduler.start(leg.seq, leg.first_token)
         return self._to_prefill(leg, [KvDone(leg.room, leg.kv_attempt)])

@@ -105,15 +105,15 @@ class Offers:
             ended = self._ended.get(pull.room)
             if ended is not None and ended[0] >= pull.attempt:
                 return [Send(peer, KvFail(pull.room, pull.attempt, ended[1], "the prefill leg has ended"))]
-            return self._park(peer, pull, now)
-        if offer.attempt > pull.attempt:
-            return [Send(peer, KvFail(pull.room, pull.attempt, "fenced", "a newer attempt prefills this room"))]
+            return self._park(peer, pull, offer, now)
+        if offer.attempt > pull.attempt:  # `kv_meta` tells which one: who located the room itself adopts it
+            return [Send(peer, self._not_ready(pull.room, offer.attempt))]
         offer.heard_at = now
         if peer not in offer.pullers and len(offer.pullers) >= MAX_PULLERS:
             offer.pullers.pop(next(iter(offer.pullers)))
         offer.pullers[peer] = None
         if not offer.ready:
-            return [Send(peer, self._not_ready(pull))]
+            return [Send(peer, self._not_ready(pull.room, pull.attempt))]
         answers: list[Send | SendBlock] = [Send(peer, self._meta(offer))] if pull.first == 0 else []
         size = self.spec.block_tokens
         for index in range(pull.first, min(pull.first + pull.count, self._blocks(offer))):
@@ -151,7 +151,7 @@ class Offers:
             answers += [Send(peer, fail) for peer in parked.pullers]
         return lost, answers
 
-    def _park(self, peer: bytes, pull: KvPull, now: float) -> list[Send | SendBlock]:
+    def _park(self, peer: bytes, pull: KvPull, offer: _Offer | None, now: float) -> list[Send | SendBlock]:
         parked = self._parked.get(pull.room)
         if parked is None or parked.attempt != pull.attempt:
             self._parked.pop(pull.room, None)
@@ -160,7 +160,7 @@ class Offers:
             parked = self._parked[pull.room] = _Parked(pull.attempt, now)
         if len(parked.pullers) < MAX_PULLERS:
             parked.pullers[peer] = None
-        return [Send(peer, self._not_ready(pull))]
+        return [Send(peer, self._not_ready(pull.room, offer.attempt if offer else pull.attempt))]
 
     def _blocks(self, offer: _Offer) -> int:
         return -(-offer.prompt_tokens // self.spec.block_tokens)
@@ -176,5 +176,5 @@ class Offers:
             self.spec.layout,
         )
 
-    def _not_ready(self, pull: KvPull) -> KvMeta:
-        return KvMeta(pull.room, pull.attempt, 0, 0, 0, self.spec.block_tokens, self.spec.layout, ready=False)
+    def _not_ready(self, room: int, attempt: int) -> KvMeta:
+        return KvMeta(room, attempt, 0, 0, 0, self.spec.block_tokens, self.spec.layout, ready=False)

@@ -196,8 +196,10 @@ class Streams:
         stream.sent = max(stream.offset, min(request.have, stream.end))
         stream.finish_sent = False
         stream.blocked_until = 0.0
-        stream.last_send = now - KEEPALIVE_S  # the reader learns at once that it is attached
+        stream.last_send = now
         self._dirty[stream.rid] = None
+        if not stream.owes:  # the reader learns at once that it is attached
+            self._answer(peer, Tokens(stream.rid, stream.attempt, stream.sent, ()))
 
     def _next(self, stream: _Stream, now: float) -> Send:
         start = stream.sent

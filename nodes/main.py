@@ -1,0 +1,182 @@
+"""`python -m nodes.prefill|decode|unified`: options, engine, node, exit code. Owns the command line alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import click
+import structlog
+
+from bus import cli, logs
+from bus.endpoints import default_bus, default_controller, runtime_dir
+from bus.loop import Loop
+from bus.messages import Role
+from nodes.config import NodeConfig, parse_ranks
+from nodes.engines.base import Engine
+from nodes.engines.factory import ENGINES, EngineConfig, build_engine
+from nodes.engines.faults import Faults
+from nodes.engines.sim import SIM_VOCAB_SIZE
+from nodes.engines.timing import TIMINGS, SimTiming, timing_named
+from nodes.legs import Limits
+from nodes.shell import Node
+
+_WORK = {
+    "prefill": "Compute prompts; decode ranks fetch the KV cache.",
+    "decode": "Fetch prompts' KV caches from prefill ranks, decode, and stream tokens to clients.",
+    "unified": "Compute prompts and decode on the same rank (no PD split).",
+}
+_DEFAULTS = {"torch": (16, 256), "sim": (256, 2048)}  # --max-running, --chunk-tokens
+
+log = structlog.get_logger("node")
+
+
+def command(role: Role) -> click.Command:
+    """The click command of one role."""
+
+    def option(*names: str, **settings: Any) -> Callable[[Any], Any]:
+        return click.option(*names, show_default=True, **settings)
+
+    optional_s = click.FloatRange(min=0)
+
+    @click.command(help=_WORK[role], context_settings={"help_option_names": ["-h", "--help"]})
+    @option("--bus", default=default_bus, metavar="BASE", help="The broker: ipc:///dir/bus or tcp://host:port.")
+    @option("--controller", multiple=True, metavar="BASE", help="A controller; repeat it for several.")
+    @option("--instance", default=f"{role}-0", help="The group of ranks that this one belongs to.")
+    @option("--dp-size", type=int, default=1, help="Ranks of the instance.")
+    @option("--dp-rank", multiple=True, default=("0",), help="The ranks of this process: 3, or 0-7; repeatable.")
+    @option("--engine", type=click.Choice(ENGINES), default="torch", help="What computes; sim only takes the time.")
+    @option("--model", default="smollm2", help="smollm2 or tiny; with --engine sim any name.")
+    @option("--data", default=lambda: f"ipc://{runtime_dir()}", metavar="WHERE",
+            help="Where peers and clients reach this node: ipc:///directory or tcp://host.")  # fmt: skip
+    @option("--kv-tokens", type=int, default=0, help="KV capacity in tokens (0: the engine's default).")
+    @option("--block-tokens", type=int, default=16, help="Tokens in a KV block; equal on all nodes of a model.")
+    @option("--max-context", type=int, default=0, help="Prompt and output together (0: the model's).")
+    @option("--max-running", type=int, default=None, help="Requests computed at once  [default: sim 256, torch 16]")
+    @option("--chunk-tokens", type=int, default=None, help="Tokens a step at most  [default: sim 2048, torch 256]")
+    @option("--max-waiting", type=click.IntRange(1), default=1024, help="More waiting requests are refused.")
+    @option("--report-interval-s", type=float, default=0.25, help="A load report at least this often.")
+    @option("--room-ttl-s", type=float, default=120.0, help="The broker's: rooms are refreshed in time.")
+    @option("--hold-s", type=click.FloatRange(0.1), default=60.0, help="A KV cache nobody pulls is kept this long.")
+    @option("--wait-s", type=float, default=60.0, help="Give up when bus and controllers are not there by then.")
+    @option("--drain-s", type=float, default=60.0, help="When leaving, finish what runs for at most this long.")
+    @option("--keys", default="", metavar="DIR", help="CURVE keys for tcp (pdbus keys new DIR).")
+    @option("--sim-timing", type=click.Choice(list(TIMINGS)), default="h100-8b", help="How long a sim step takes.")
+    @option("--sim-base-s", type=optional_s, default=None, help="Each sim step.")
+    @option("--sim-prefill-s-per-token", type=optional_s, default=None, help="Each prompt token of a sim step.")
+    @option("--sim-decode-s", type=optional_s, default=None, help="Each decoding request of a sim step.")
+    @option("--sim-context-s-per-token", type=optional_s, default=None, help="Each KV token a sim step attends to.")
+    @option("--sim-vocab-size", type=int, default=SIM_VOCAB_SIZE, help="Vocabulary of the sim model.")
+    @option("--sim-kv-bytes-per-token", type=int, default=0, help="Size of the sim KV cache (0: 4 bytes).")
+    @option("--fault-fail-token", type=int, default=None, help="For tests: a step fed this token fails.")
+    @option("--fault-hang-token", type=int, default=None, help="For tests: a step fed this token never ends.")
+    @option("--fault-crash-token", type=int, default=None, help="For tests: a step fed this token kills the process.")
+    @cli.metrics_port_option
+    @cli.log_level_option
+    @cli.watch_parent_option
+    def main(**options: Any) -> None:
+        logs.configure(options["log_level"], part="node", instance=options["instance"])
+        serve(config_from(role, options), watch_parent=options["watch_parent"])
+
+    return main
+
+
+def config_from(role: Role, options: dict[str, Any]) -> NodeConfig:
+    """Parsed options to a checked config; ConfigError with one line otherwise."""
+    max_running, chunk_tokens = _DEFAULTS[options["engine"]]
+    timing = timing_named(options["sim_timing"])
+    changes = {
+        field: options[name]
+        for field, name in (
+            ("base_s", "sim_base_s"),
+            ("per_prefill_token_s", "sim_prefill_s_per_token"),
+            ("per_decode_row_s", "sim_decode_s"),
+            ("per_context_token_s", "sim_context_s_per_token"),
+        )
+        if options[name] is not None
+    }
+    timing = SimTiming(**{**dataclasses.asdict(timing), **changes})
+    faults = Faults(options["fault_fail_token"], options["fault_hang_token"], options["fault_crash_token"])
+    engine = EngineConfig(
+        engine=options["engine"],
+        model=options["model"],
+        kv_tokens=options["kv_tokens"],
+        block_tokens=options["block_tokens"],
+        max_context=options["max_context"],
+        timing=timing,
+        vocab_size=options["sim_vocab_size"],
+        kv_bytes_per_token=options["sim_kv_bytes_per_token"],
+        faults=faults,
+    )
+    return NodeConfig(
+        role=role,
+        instance=options["instance"],
+        dp_size=options["dp_size"],
+        dp_ranks=parse_ranks(options["dp_rank"]),
+        bus=options["bus"],
+        controllers=options["controller"] or (default_controller(),),
+        data=options["data"],
+        engine=engine,
+        max_running=max_running if options["max_running"] is None else options["max_running"],
+        chunk_tokens=chunk_tokens if options["chunk_tokens"] is None else options["chunk_tokens"],
+        report_interval_s=options["report_interval_s"],
+        room_ttl_s=options["room_ttl_s"],
+        wait_s=options["wait_s"],
+        drain_s=options["drain_s"],
+        limits=Limits(max_waiting=options["max_waiting"], hold_s=options["hold_s"]),
+        metrics_port=options["metrics_port"],
+        keys=options["keys"],
+    )
+
+
+def serve(config: NodeConfig, *, watch_parent: bool = False) -> None:
+    """Load, connect, run until drained. ConfigError or StartError when that can't begin."""
+    loop = Loop()
+    engines: list[Engine] = []
+    try:
+        _load(config, loop, engines)
+        with Node(config, loop, engines) as node:
+            loop.on_signals(node.on_signal)
+            if watch_parent:
+                cli.leave_with_parent(node.leave)
+            node.run(_say_ready)
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def _load(config: NodeConfig, loop: Loop, engines: list[Engine]) -> None:
+    """One engine for each rank, with a sign of progress each second; a signal meanwhile leaves at once."""
+    began = said = time.monotonic()
+
+    def progress(what: str, fraction: float) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if now - said >= 1.0:
+            said = now
+            log.info("model.loading", doing=what, percent=round(100 * fraction), seconds=round(now - began, 1))
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(0)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, leave)
+    for _ in config.dp_ranks:
+        engines.append(build_engine(config.engine, loop, progress))
+
+
+def _say_ready(node: Node) -> None:
+    config = node.config
+    cli.ready(
+        part="node",
+        role=config.role,
+        instance=config.instance,
+        dp_ranks=",".join(map(str, config.dp_ranks)),
+        endpoint=node.endpoint,
+        epochs=",".join(str(rank.epoch) for rank in node.ranks.values()),
+    )

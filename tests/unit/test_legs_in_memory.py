@@ -1,0 +1,588 @@
+"""Prefill, decode and unified cores with sim engines, joined in memory (no socket, virtual time)."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bus.actions import Note, Send
+from bus.codec import encode
+from bus.hashing import token_bytes
+from bus.messages import (
+    Attach,
+    CancelLeg,
+    Dispatch,
+    Ended,
+    KvBlock,
+    KvDone,
+    KvFail,
+    KvMeta,
+    KvPull,
+    Location,
+    Params,
+    Role,
+    Tokens,
+)
+from nodes.blocks import BlockPool
+from nodes.engines.base import StepResult
+from nodes.engines.sim import SimEngine, sim_generate
+from nodes.fetch import block_crc32
+from nodes.leg_actions import Action, ImportBlock, Locate, Register, Unlocate, Unregister
+from nodes.legs import Legs, Limits
+from nodes.offers import SendBlock
+from nodes.scheduler import Scheduler
+from nodes.streams import Streams
+
+VOCAB = 512
+
+
+class World:
+    """Virtual time, and delivery that a test can tamper with (`tamper(message, data) -> data | None` to lose it)."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self.ranks: dict[str, Rank] = {}
+        self.rooms: dict[int, tuple[Location, int]] = {}
+        self.tamper: Callable[[Any, bytes], bytes | None] = lambda message, data: data
+
+    def clock(self) -> float:
+        return self.now
+
+    def call_later(self, delay_s: float, function: Callable[[], None], /) -> Any:
+        heapq.heappush(self._events, (self.now + delay_s, next(self._order), function))
+        return _Timer()
+
+    def run(self, seconds: float, tick_s: float = 0.1) -> None:
+        end = self.now + seconds
+        next_tick = self.now
+        while True:
+            due = min(next_tick, self._events[0][0] if self._events else end)
+            if due >= end:
+                self.now = end
+                return
+            self.now = max(self.now, due)
+            if self._events and self._events[0][0] <= self.now:
+                heapq.heappop(self._events)[2]()
+            else:
+                next_tick += tick_s
+                for rank in self.ranks.values():
+                    if not rank.dead:
+                        rank.do(rank.legs.tick(self.now))
+                        rank.streams.tick(self.now)
+
+
+class _Timer:
+    def cancel(self) -> None:
+        pass
+
+
+class Rank:
+    """One rank's shell, in memory."""
+
+    def __init__(self, world: World, role: Role, name: str, blocks: int = 64, limits: Limits | None = None) -> None:
+        self.world = world
+        self.name = name
+        self.epoch = 1000 + len(world.ranks)
+        self.engine = SimEngine(world, blocks=blocks, block_tokens=4, vocab_size=VOCAB)
+        self.pool = BlockPool(blocks, 4)
+        self.scheduler = Scheduler(self.pool, max_running=4, chunk_tokens=8)
+        self.streams = Streams()
+        self.legs = Legs(role, 0, self.epoch, self.engine.spec, self.scheduler, self.streams, limits)
+        self.tokens: dict[str, list[int]] = {}
+        self.finishes: dict[str, Tokens] = {}
+        self.ended: dict[tuple[str, int], list[Ended]] = {}
+        self.started: list[tuple[str, int]] = []
+        self.dropped: list[Unregister] = []
+        self.dead = False
+        self.sent: Counter[str] = Counter()
+        world.ranks[name] = self
+
+    @property
+    def location(self) -> Location:
+        return Location(self.name, 0, self.epoch, self.name)
+
+    def dispatch(self, rid: str, prompt: list[int], **changes: Any) -> None:
+        self.number = getattr(self, "number", 0) + 1
+        fields: dict[str, Any] = {
+            "rid": rid, "attempt": 1, "leg": self.legs.role, "dp_rank": 0, "controller_epoch": 7,
+            "number": self.number, "charge": len(prompt), "prompt_tokens": len(prompt), "max_tokens": 6,
+            "bootstrap_room": 5,
+        } | changes  # fmt: skip
+        frames = [encode(Params())] if self.legs.role == "decode" else [token_bytes(prompt), encode(Params())]
+        self.do(self.legs.ingest(0, Dispatch(**fields), frames, self.world.now))
+
+    def read(self, rid: str, attempt: int = 1, have: int = 0) -> None:
+        self.tokens.setdefault(rid, [])
+        self.streams.attach(b"client", Attach(rid, attempt, have), self.world.now)
+
+    def do(self, actions: list[Action]) -> None:
+        for action in actions:
+            self._do(action)
+        self._turn()
+
+    def _do(self, action: Action) -> None:
+        world = self.world
+        match action:
+            case Send(peer=peer, message=message) if isinstance(message, KvPull | KvDone):
+                self.sent[type(message).__name__] += 1
+                self._deliver(peer, message, b"")
+            case Send(peer=peer, message=message):
+                self._deliver(peer.decode(), message, b"")
+            case SendBlock():
+                data = bytes(self.engine.export_block(action.block))
+                crc = block_crc32(action.room, action.attempt, action.index, data)
+                header = KvBlock(action.room, action.attempt, action.index, action.tokens, crc)
+                self._deliver(action.peer.decode(), header, data)
+            case ImportBlock(block=block, data=data):
+                self.engine.import_block(block, data)
+            case Register(room=room, attempt=attempt):
+                world.rooms[room] = (self.location, attempt)
+            case Unregister():
+                self.dropped.append(action)
+                world.rooms.pop(action.room, None)
+            case Locate(room=room):
+                found = world.rooms.get(room)
+                if found is not None:
+                    answer = (found[0], found[1], "ok", "asked")
+                    world.call_later(0.001, lambda: self.do(self.legs.located(room, *answer, world.now)))  # type: ignore[arg-type]
+            case Unlocate() | Note():
+                pass
+
+    def _deliver(self, to: str, message: Any, data: bytes) -> None:
+        changed = self.world.tamper(message, data)
+        if changed is None:
+            return
+        target = self.world.ranks[to]
+
+        def arrive() -> None:
+            if target.dead:
+                return
+            if isinstance(message, KvPull | KvDone):
+                target.do(target.legs.pulled(self.name.encode(), message, self.world.now))
+            else:
+                target.do(target.legs.kv_message(message, changed, self.world.now))
+
+        self.world.call_later(0.0005, arrive)
+
+    def _turn(self) -> None:
+        plan = self.legs.plan()
+        if plan is not None:
+            self.engine.submit(plan, self._stepped)
+        for action in self.legs.advance(self.world.now):
+            self._do(action)
+        for started, ended in self.legs.take_progress().values():
+            self.started += started
+            for end in ended:
+                self.ended.setdefault((end.rid, end.attempt), []).append(end)
+        for send in self.streams.flush(self.world.now):
+            message = send.message
+            assert isinstance(message, Tokens)
+            mine = self.tokens.setdefault(message.rid, [])
+            assert message.start <= len(mine)
+            mine[message.start :] = message.ids
+            if message.finish:
+                self.finishes[message.rid] = message
+        self.scheduler.validate()
+        self.streams.validate()
+
+    def _stepped(self, result: StepResult) -> None:
+        if not self.dead:
+            self.do(self.legs.stepped(result, self.world.now))
+
+    def idle(self) -> bool:
+        return not len(self.legs) and not len(self.scheduler) and self.pool.held == 0 and not len(self.legs.offers)
+
+    def code(self, rid: str, attempt: int = 1) -> str:
+        ends = set(self.ended[rid, attempt])  # a late cancel or a repeated dispatch is told the same end again
+        assert len(ends) == 1, ends
+        return ends.pop().code
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def pair(world: World) -> tuple[Rank, Rank]:
+    return Rank(world, "prefill", "p"), Rank(world, "decode", "d")
+
+
+PROMPT = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17]
+
+
+def start(pair: tuple[Rank, Rank], rid: str = "r", prompt: list[int] = PROMPT, **changes: Any) -> None:
+    prefill, decode = pair
+    decode.read(rid, changes.get("attempt", 1))
+    decode.dispatch(rid, prompt, prefill=prefill.location, **changes)
+    prefill.dispatch(rid, prompt, **changes)
+
+
+def test_a_pair_gives_the_tokens_of_the_reference(world: World, pair: tuple[Rank, Rank]) -> None:
+    start(pair)
+    world.run(1.0)
+    prefill, decode = pair
+    assert decode.tokens["r"] == sim_generate(PROMPT, 6, VOCAB)
+    assert decode.finishes["r"].finish == "length"
+    assert (prefill.code("r"), decode.code("r")) == ("ok", "ok")
+    assert decode.ended["r", 1][0].found_by == "told"
+    assert prefill.idle()
+    assert decode.idle()
+    assert prefill.dropped == [Unregister(5, 1, "ok")]
+
+
+def test_a_batch_of_mixed_lengths_through_the_pair_equals_the_unified_rank(
+    world: World, pair: tuple[Rank, Rank]
+) -> None:
+    unified = Rank(world, "unified", "u")
+    prompts = {f"r{n}": [3 + (n * 31 + i * 7) % 500 for i in range(n * 3 + 1)] for n in range(14)}
+    for number, (rid, prompt) in enumerate(prompts.items()):
+        start(pair, rid, prompt, bootstrap_room=number, max_tokens=number + 1)
+        unified.read(rid)
+        unified.dispatch(rid, prompt, max_tokens=number + 1)
+    world.run(5.0)
+    for number, (rid, prompt) in enumerate(prompts.items()):
+        assert pair[1].tokens[rid] == sim_generate(prompt, number + 1, VOCAB)
+        assert unified.tokens[rid] == pair[1].tokens[rid]
+    assert all(rank.idle() for rank in world.ranks.values())
+
+
+def test_decode_finds_the_room_through_the_bus(world: World, pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    prefill.dispatch("p-side", PROMPT)
+    decode.read("d-side")
+    decode.dispatch("d-side", PROMPT, attempt=3)  # its controller counts attempts on its own
+    decode.streams.attach(b"client", Attach("d-side", 3), world.now)
+    world.run(1.0)
+    assert decode.tokens["d-side"] == sim_generate(PROMPT, 6, VOCAB)
+    assert decode.ended["d-side", 3][0].found_by == "asked"
+    assert prefill.code("p-side") == "ok"
+
+
+def test_one_token_needs_no_kv(world: World, pair: tuple[Rank, Rank]) -> None:
+    start(pair, max_tokens=1)
+    world.run(1.0)
+    prefill, decode = pair
+    assert decode.tokens["r"] == sim_generate(PROMPT, 1, VOCAB)
+    assert prefill.code("r") == decode.code("r") == "ok"
+    assert decode.sent["KvPull"] == 1
+    assert prefill.idle()
+
+
+def test_a_damaged_block_is_fetched_again(world: World, pair: tuple[Rank, Rank]) -> None:
+    damaged = []
+
+    def damage(message: Any, data: bytes) -> bytes:
+        if isinstance(message, KvBlock) and message.index == 1 and not damaged:
+            damaged.append(message)
+            return b"\xff" + data[1:]
+        return data
+
+    world.tamper = damage
+    start(pair)
+    world.run(1.0)
+    assert damaged
+    assert pair[1].tokens["r"] == sim_generate(PROMPT, 6, VOCAB)
+    assert pair[1].legs.counts["kv_block_damaged"] == 1
+
+
+def test_blocks_swapped_on_the_way_are_noticed(world: World, pair: tuple[Rank, Rank]) -> None:
+    held: dict[int, bytes] = {}
+    swapped = []
+
+    def swap(message: Any, data: bytes) -> bytes:
+        if isinstance(message, KvBlock) and not swapped:
+            held[message.index] = data
+            if message.index == 1:
+                swapped.append(True)
+                return held[0]
+        return data
+
+    world.tamper = swap
+    start(pair)
+    world.run(1.0)
+    assert pair[1].legs.counts["kv_block_damaged"] == 1
+    assert pair[1].tokens["r"] == sim_generate(PROMPT, 6, VOCAB)
+
+
+def test_a_lost_block_is_asked_for_again_after_a_stall(world: World, pair: tuple[Rank, Rank]) -> None:
+    lost = []
+
+    def lose(message: Any, data: bytes) -> bytes | None:
+        if isinstance(message, KvBlock) and message.index == 2 and not lost:
+            lost.append(message)
+            return None
+        return data
+
+    world.tamper = lose
+    start(pair)
+    world.run(4.0)
+    assert lost
+    assert pair[1].tokens["r"] == sim_generate(PROMPT, 6, VOCAB)
+
+
+def test_kv_that_never_arrives_intact_fails_both_legs(world: World, pair: tuple[Rank, Rank]) -> None:
+    world.tamper = lambda message, data: data[:-1] if isinstance(message, KvBlock) else data
+    start(pair)
+    world.run(2.0)
+    prefill, decode = pair
+    assert decode.code("r") == "kv_failed"
+    assert decode.finishes["r"].code == "kv_failed"
+    assert prefill.code("r") == "decode_failed"
+    assert prefill.idle()
+    assert decode.idle()
+
+
+def test_blocks_that_never_arrive_fail_after_bounded_stalls(world: World, pair: tuple[Rank, Rank]) -> None:
+    world.tamper = lambda message, data: None if isinstance(message, KvBlock) else data
+    start(pair)
+    world.run(15.0)
+    assert pair[1].code("r") == "kv_failed"
+    assert pair[1].idle()
+    assert pair[0].idle()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.001, 0.01, 0.02, 0.03, 0.05])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_cancel_at_any_moment_ends_both_legs_and_frees_everything(
+    world: World, pair: tuple[Rank, Rank], after_s: float, side: int
+) -> None:
+    start(pair, max_tokens=50)
+    world.run(after_s)
+    rank = pair[side]
+    rank.do(rank.legs.cancel(0, CancelLeg("r", 1), world.now))
+    world.run(20.0)
+    assert rank.code("r") in ("cancelled", "ok")
+    assert pair[1 - side].code("r")
+    assert pair[0].idle()
+    assert pair[1].idle()
+    wanted = sim_generate(PROMPT, 50, VOCAB)
+    assert pair[1].tokens["r"] == wanted[: len(pair[1].tokens["r"])]
+
+
+def test_a_higher_attempt_ends_the_lower_and_a_late_lower_one_is_fenced(
+    world: World, pair: tuple[Rank, Rank]
+) -> None:
+    start(pair, max_tokens=40)
+    world.run(0.1)
+    start(pair, max_tokens=40, attempt=2)
+    start(pair, max_tokens=40)
+    world.run(3.0)
+    prefill, decode = pair
+    assert [end.code for end in decode.ended["r", 1]] == ["fenced", "fenced"]
+    assert decode.code("r", 2) == prefill.code("r", 2) == "ok"
+    assert decode.tokens["r"] == sim_generate(PROMPT, 40, VOCAB)
+    assert decode.legs.acks[0].dispatches == 3
+    assert decode.legs.acks[0].tokens == 3 * len(PROMPT)
+
+
+def test_a_repeated_attempt_is_acknowledged_and_told_again_but_not_run_again(
+    world: World, pair: tuple[Rank, Rank]
+) -> None:
+    start(pair)
+    world.run(1.0)
+    start(pair)
+    world.run(1.0)
+    prefill, decode = pair
+    assert decode.ended["r", 1][0] == decode.ended["r", 1][1]
+    assert len(decode.ended["r", 1]) == 2
+    assert decode.legs.acks[0].dispatches == 2
+    assert decode.idle()
+    assert prefill.idle()
+
+
+def test_a_message_delivered_twice_counts_once(world: World, pair: tuple[Rank, Rank]) -> None:
+    decode = pair[1]
+    decode.dispatch("r", PROMPT)
+    decode.dispatch("r", PROMPT, number=1)
+    assert decode.legs.acks[0].dispatches == 1
+
+
+def test_prefill_that_dies_is_noticed(world: World, pair: tuple[Rank, Rank]) -> None:
+    start(pair)
+    pair[0].dead = True
+    world.run(8.0)
+    assert pair[1].code("r") == "prefill_failed"
+    assert pair[1].idle()
+
+
+def test_prefill_waiting_in_a_queue_is_not_taken_for_dead(world: World, pair: tuple[Rank, Rank]) -> None:
+    for number in range(5):  # each a second of computing
+        start(pair, f"r{number}", [5 + number] * 240, bootstrap_room=number, max_tokens=2)
+    world.run(30.0)
+    assert [pair[1].code(f"r{number}") for number in range(5)] == ["ok"] * 5
+
+
+def test_decode_that_dies_frees_the_prefill_ranks_kv(world: World, pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    world.tamper = lambda message, data: None if isinstance(message, KvBlock) else data
+    start(pair)
+    world.run(0.1)
+    decode.dead = True
+    assert prefill.pool.held > 0
+    world.run(12.0)
+    assert prefill.code("r") == "decode_failed"
+    assert prefill.idle()
+
+
+def test_a_restarted_prefill_rank_is_another_one(world: World, pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    decode.dispatch("r", PROMPT, prefill=prefill.location)
+    world.run(0.5)
+    decode.do(decode.legs.kv_message(KvFail(5, 1, "prefill_failed"), b"", world.now))
+    assert decode.code("r") == "prefill_failed"
+
+
+def test_a_room_nobody_prefills_ends_with_unknown_room(world: World, pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    decode.dispatch("r", PROMPT, prefill=prefill.location)
+    world.run(12.0)
+    assert decode.code("r") == "unknown_room"
+
+
+def test_deadlines_end_legs_on_both_sides(world: World, pair: tuple[Rank, Rank]) -> None:
+    start(pair, max_tokens=200, deadline_s=0.5)
+    world.run(2.0)
+    assert pair[1].code("r") == "deadline"
+    assert pair[1].finishes["r"].finish == "failed"
+    assert all(rank.idle() for rank in pair)
+
+
+def test_a_full_decode_rank_does_not_deadlock_with_a_full_prefill_rank(world: World) -> None:
+    pair = (Rank(world, "prefill", "p", blocks=8), Rank(world, "decode", "d", blocks=8))
+    for number in range(12):
+        start(pair, f"r{number}", [9 + number] * 16, bootstrap_room=number, max_tokens=5)
+    world.run(10.0)
+    assert [pair[1].code(f"r{number}") for number in range(12)] == ["ok"] * 12
+    assert all(rank.idle() for rank in pair)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"max_tokens": 300}, "too_long"),  # KV capacity is 256
+        ({"max_tokens": 1 << 40}, "too_long"),
+        ({"bootstrap_room": None}, "bad_room"),
+        ({"prompt_tokens": 0}, "empty_prompt"),
+        ({"max_tokens": 0}, "bad_request"),
+        ({"leg": "unified"}, "bad_request"),
+        ({"dp_rank": 1}, "bad_rank"),
+    ],
+)
+def test_what_a_rank_turns_down(world: World, pair: tuple[Rank, Rank], changes: dict[str, Any], code: str) -> None:
+    pair[1].dispatch("r", PROMPT, **changes)
+    assert pair[1].code("r") == code
+    assert pair[1].legs.acks[0].dispatches == 1
+    assert pair[1].idle()
+
+
+@pytest.mark.parametrize(
+    ("frames", "why"),
+    [
+        ([], "frames"),
+        ([b"\0" * 4, encode(Params())], "prompt bytes"),
+        ([token_bytes([1, 2, VOCAB]), encode(Params())], "token id"),
+        ([token_bytes([1, 2, -1]), encode(Params())], "token id"),
+        ([token_bytes([1, 2, 3]), b"\x01junk"], "sampling"),
+        ([token_bytes([1, 2, 3]), encode(Params()), b""], "frames"),
+    ],
+)
+def test_a_bad_payload_is_rejected_and_acknowledged(world: World, frames: list[bytes], why: str) -> None:
+    rank = Rank(world, "prefill", "p")
+    rank.do(rank.legs.ingest(0, Dispatch("r", 1, "prefill", 0, 7, 1, 3, 3, 6, bootstrap_room=1), frames, world.now))
+    assert rank.code("r") == "bad_message"
+    assert why in rank.ended["r", 1][0].message
+    assert rank.legs.acks[0].tokens == 3
+
+
+def test_overload_and_drain_are_refused_early(world: World) -> None:
+    rank = Rank(world, "unified", "u", limits=Limits(max_waiting=2))
+    for number in range(9):
+        rank.dispatch(f"r{number}", PROMPT)
+    assert rank.ended.keys() == {("r7", 1), ("r8", 1)} or len(rank.ended) >= 1
+    assert {end[0].code for end in rank.ended.values()} == {"overloaded"}
+    rank.legs.drain()
+    rank.dispatch("late", PROMPT)
+    assert rank.code("late") == "draining"
+    world.run(3.0)
+    assert rank.idle()
+    assert rank.legs.acks[0].dispatches == 10
+
+
+def test_a_room_that_two_requests_claim_is_refused(world: World, pair: tuple[Rank, Rank]) -> None:
+    pair[0].dispatch("a", PROMPT)
+    pair[0].dispatch("b", PROMPT)
+    assert pair[0].code("b") == "duplicate_room"
+    assert ("a", 1) not in pair[0].ended
+
+
+def test_resumed_output_starts_at_its_offset(world: World) -> None:
+    rank = Rank(world, "unified", "u")
+    whole = sim_generate(PROMPT, 10, VOCAB)
+    rank.tokens["r"] = whole[:4]
+    rank.dispatch("r", PROMPT + whole[:4], max_tokens=6, offset=4, attempt=2)
+    rank.streams.attach(b"client", Attach("r", 2, 4), world.now)
+    world.run(1.0)
+    assert rank.tokens["r"] == whole
+
+
+def test_a_cached_prefix_is_reused_and_reported(world: World) -> None:
+    rank = Rank(world, "unified", "u")
+    rank.dispatch("a", PROMPT)
+    world.run(1.0)
+    rank.read("b")
+    rank.dispatch("b", PROMPT)
+    world.run(1.0)
+    assert rank.tokens["b"] == sim_generate(PROMPT, 6, VOCAB)
+    assert rank.ended["b", 1][0].cached_tokens == 8  # two full blocks of 4; the last token is always computed
+    assert rank.legs.load().cached_tokens_total == 8
+
+
+def test_the_next_turn_of_a_conversation_reuses_the_answers_blocks(world: World) -> None:
+    rank = Rank(world, "unified", "u")
+    rank.dispatch("a", PROMPT, max_tokens=9)
+    world.run(1.0)
+    longer = PROMPT + sim_generate(PROMPT, 9, VOCAB) + [99, 98]
+    rank.read("b")
+    rank.dispatch("b", longer)
+    world.run(1.0)
+    assert rank.tokens["b"] == sim_generate(longer, 6, VOCAB)
+    assert rank.ended["b", 1][0].cached_tokens == 16
+
+
+def test_load_counts_each_prompt_token_once_from_ingest_to_kv(world: World, pair: tuple[Rank, Rank]) -> None:
+    prefill = pair[0]
+    prefill.dispatch("r", PROMPT)
+    load = prefill.legs.load()
+    assert load.waiting_tokens + load.kv_tokens == len(PROMPT)
+    assert load.acks[0].dispatches == 1
+    world.run(0.5)
+    load = prefill.legs.load()
+    assert (load.waiting_tokens, load.kv_tokens, load.running, load.waiting) == (0, len(PROMPT), 0, 0)
+
+
+def test_meta_of_another_layout_is_refused(world: World, pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    decode.dispatch("r", PROMPT, prefill=prefill.location)
+    meta = KvMeta(5, 1, len(PROMPT), 3, 3, 4, "another/layout")
+    decode.do(decode.legs.kv_message(meta, b"", world.now))
+    assert decode.code("r") == "kv_failed"
+
+
+def test_a_returning_controller_hears_again_what_it_may_have_missed(world: World, pair: tuple[Rank, Rank]) -> None:
+    decode = pair[1]
+    start(pair, "done")
+    world.run(1.0)
+    start(pair, "running", bootstrap_room=6, max_tokens=100)
+    world.run(0.3)
+    decode.legs.restate(0)
+    decode.do([])
+    assert decode.started.count(("running", 1)) == 2
+    assert len(decode.ended["done", 1]) == 2
