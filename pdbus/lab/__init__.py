@@ -1,0 +1,23 @@
+"""The policy lab: what would each balancing method do on this trace? `pdbus replay`, and the pieces for notebooks.
+
+Virtual time: a discrete-event loop over the cores that run live (load table, policies, batching, blocks, timing
+model), so that an hour of trace takes seconds. See `docs/policies.md`.
+"""
+
+from pdbus.lab.config import LabConfig
+from pdbus.lab.generator import generate
+from pdbus.lab.metrics import Summary, summarise
+from pdbus.lab.simulate import Outcome, simulate
+from pdbus.lab.traces import Trace, TraceRequest, read_trace
+
+__all__ = [
+    "LabConfig",
+    "Outcome",
+    "Summary",
+    "Trace",
+    "TraceRequest",
+    "generate",
+    "read_trace",
+    "simulate",
+    "summarise",
+]

@@ -1,0 +1,232 @@
+"""How a controller chooses among the ranks of one role: the live policies over the live load table, and baselines.
+
+A chooser belongs to one controller and sees only what reaches it: its own dispatches, reports, other controllers'
+counters, KV events. The oracles look at the ranks themselves. Must not move time or requests.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from bus.errors import ConfigError
+from bus.hashing import unpack_hashes
+from bus.messages import Hello, Load, MemberKey, Role, Sent, Submit
+from controller.loads import LoadTable
+from controller.policies import POLICIES, Policy
+from controller.policies.cache_aware import CacheAware
+from nodes.blocks import BlocksCleared, BlockStored, KvEvent
+from pdbus.lab.config import LabConfig
+
+EPOCH = 1  # of every virtual rank: none restarts
+
+
+class Truth(Protocol):
+    """What only an oracle may look at, by rank: tokens queued there or on their way, requests likewise, cached tokens."""
+
+    def queued_tokens(self, dp_rank: int) -> int: ...
+    def requests(self, dp_rank: int) -> int: ...
+    def cached_tokens(self, dp_rank: int, hashes: Sequence[int]) -> int: ...
+
+
+class Chooser(Protocol):
+    """All of it is called in virtual time `now`, for ranks 0 .. n-1 of one instance."""
+
+    def pick(self, request: Submit, now: float) -> int:
+        """The dp_rank for `request`, charged at once."""
+
+    def ended(self, dp_rank: int, tokens: int) -> None:
+        """A request charged there is over."""
+
+    def report(self, dp_rank: int, load: Load, now: float) -> None:
+        """A load report arrived."""
+
+    def sent(self) -> Sent | None:
+        """My counters for the other controllers, if I share any."""
+
+    def heard(self, sent: Sent, now: float) -> None:
+        """Another controller's counters arrived."""
+
+    def kv_events(self, dp_rank: int, events: Sequence[KvEvent]) -> None:
+        """A rank's cache changed."""
+
+
+class Deaf:
+    """The answers of a chooser that uses none of it."""
+
+    def ended(self, dp_rank: int, tokens: int) -> None:
+        pass
+
+    def report(self, dp_rank: int, load: Load, now: float) -> None:
+        pass
+
+    def sent(self) -> Sent | None:
+        return None
+
+    def heard(self, sent: Sent, now: float) -> None:
+        pass
+
+    def kv_events(self, dp_rank: int, events: Sequence[KvEvent]) -> None:
+        pass
+
+
+class TableChooser(Deaf):
+    """A live policy over the live load table."""
+
+    def __init__(self, policy: Policy, role: Role, ranks: int, controller: int, config: LabConfig, block_tokens: int):
+        self.policy = policy
+        self._instance = role
+        self._epoch = controller + 1
+        self._seq = 0
+        self.table = LoadTable(self._epoch, stale_s=config.stale_s)
+        self._keys: list[MemberKey] = [(role, dp_rank) for dp_rank in range(ranks)]
+        for dp_rank in range(ranks):
+            hello = Hello(role, dp_rank, EPOCH, role, "sim", ranks, "ready", "", 0, 0, 0, block_tokens)
+            self.table.set_ready(self.table.open(hello), True)
+        self._group = self.table.group(role)
+
+    def pick(self, request: Submit, now: float) -> int:
+        self.table.age(now)
+        if isinstance(self.policy, CacheAware):
+            self.policy.index.advance(now)
+        rank = self.policy.pick(self._group, request, request.prompt_tokens)
+        assert rank is not None, "ranks without stated limits are always candidates"
+        self.table.charge(rank, request.prompt_tokens)
+        if isinstance(self.policy, CacheAware):
+            self.policy.dispatched(rank, request)
+        return rank.key[1]
+
+    def ended(self, dp_rank: int, tokens: int) -> None:
+        self.table.end(self.table.ranks[self._keys[dp_rank]], tokens)
+
+    def report(self, dp_rank: int, load: Load, now: float) -> None:
+        self.table.apply(self._keys[dp_rank], EPOCH, load, now)
+
+    def sent(self) -> Sent | None:
+        self._seq += 1
+        return Sent(f"controller-{self._epoch - 1}", self._epoch, self._seq, self.table.counters())
+
+    def heard(self, sent: Sent, now: float) -> None:
+        self.table.apply_sent(sent, now)
+
+    def kv_events(self, dp_rank: int, events: Sequence[KvEvent]) -> None:
+        if not isinstance(self.policy, CacheAware):
+            return
+        index, key = self.policy.index, self._keys[dp_rank]
+        for event in events:
+            if isinstance(event, BlockStored):
+                index.stored(key, (event.block_hash,))
+            elif isinstance(event, BlocksCleared):
+                index.forget(key)
+            else:
+                index.removed(key, (event.block_hash,))
+
+
+class TwoChoices(TableChooser):
+    """The better of two ranks drawn at random, by the same estimates (Mitzenmacher 2001)."""
+
+    def __init__(self, rng: random.Random, role: Role, ranks: int, controller: int, config: LabConfig, block_tokens: int):
+        super().__init__(POLICIES["total_tokens"](), role, ranks, controller, config, block_tokens)
+        self._rng = rng
+
+    def pick(self, request: Submit, now: float) -> int:
+        self.table.age(now)
+        drawn = self._rng.sample(self._keys, min(2, len(self._keys)))
+        rank = min((self.table.ranks[key] for key in drawn), key=lambda r: (r.tokens, r.requests, r.picked))
+        self.table.charge(rank, request.prompt_tokens)
+        return rank.key[1]
+
+
+class Overwrite(Deaf):
+    """Reports without acknowledgement: each one overwrites what was believed, dispatches in between are added."""
+
+    def __init__(self, ranks: int, of_report: Callable[[Load], int], of_dispatch: Callable[[int], int]) -> None:
+        self._believed = [0] * ranks
+        self._picked = [0] * ranks
+        self._turn = 0
+        self._of_report = of_report
+        self._of_dispatch = of_dispatch
+
+    def pick(self, request: Submit, now: float) -> int:
+        chosen = min(range(len(self._believed)), key=lambda rank: (self._believed[rank], self._picked[rank]))
+        self._believed[chosen] += self._of_dispatch(request.prompt_tokens)
+        self._turn += 1
+        self._picked[chosen] = self._turn
+        return chosen
+
+    def report(self, dp_rank: int, load: Load, now: float) -> None:
+        self._believed[dp_rank] = self._of_report(load)
+
+
+class Oracle(Deaf):
+    """Sees every rank as it is at this moment, requests on their way included; `cache`: and what each has cached."""
+
+    def __init__(self, truth: Truth, ranks: int, *, cache: bool) -> None:
+        self._truth = truth
+        self._cache = cache
+        self._picked = [0] * ranks
+        self._turn = 0
+
+    def pick(self, request: Submit, now: float) -> int:
+        truth = self._truth
+        hashes = unpack_hashes(request.block_hashes) if self._cache else []
+
+        def cost(rank: int) -> tuple[int, int, int]:
+            saved = truth.cached_tokens(rank, hashes) if hashes else 0
+            return truth.queued_tokens(rank) - saved, truth.requests(rank), self._picked[rank]
+
+        chosen = min(range(len(self._picked)), key=cost)
+        self._turn += 1
+        self._picked[chosen] = self._turn
+        return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A row of the lab's table: what it is, and the reports it lives on."""
+
+    about: str
+    report_interval_s: float | None = None  # None: the lab's setting, and a report after each step
+    before_ingest: bool = False
+    kv_events: bool = False
+
+
+METHODS: dict[str, Method] = {
+    "round_robin": Method("each rank in turn"),
+    "follow_bootstrap_room": Method("bootstrap_room % ranks"),
+    "total_requests": Method("fewest requests, acknowledged reports"),
+    "total_tokens": Method("fewest prompt tokens queued, acknowledged reports"),
+    "cache_aware": Method("fewest tokens queued + to be computed, acknowledged reports", kv_events=True),
+    "overwrite": Method("fewest tokens, plain reports each 20 ms, no acknowledgement", 0.02, before_ingest=True),
+    "vllm_counts": Method("4 x waiting + running, plain reports each 100 ms, as vLLM", 0.1, before_ingest=True),
+    "power_of_two": Method("better of two random ranks by tokens, acknowledged reports"),
+    "oracle": Method("fewest tokens queued, perfect instant knowledge"),
+    "oracle_cache": Method("fewest tokens queued + to be computed, perfect instant knowledge"),
+}
+BASELINES = tuple(name for name in METHODS if name not in POLICIES)
+
+
+def check_method(name: str) -> str:
+    """`name`, or ConfigError with the names there are."""
+    if name not in METHODS:
+        raise ConfigError(f"unknown method {name!r} for replay: choose from {', '.join(METHODS)}")
+    return name
+
+
+def build_chooser(
+    name: str, role: Role, ranks: int, controller: int, config: LabConfig, truth: Truth, block_tokens: int
+) -> Chooser:
+    """The chooser of one controller for one role."""
+    if name == "power_of_two":
+        rng = random.Random(f"{config.seed}/{controller}")
+        return TwoChoices(rng, role, ranks, controller, config, block_tokens)
+    if name in ("oracle", "oracle_cache"):
+        return Oracle(truth, ranks, cache=name == "oracle_cache")
+    if name == "overwrite":
+        return Overwrite(ranks, lambda load: load.waiting_tokens, lambda tokens: tokens)
+    if name == "vllm_counts":
+        return Overwrite(ranks, lambda load: 4 * load.waiting + load.running, lambda tokens: 4)
+    policy: Policy = CacheAware(weight=config.cache_weight) if name == "cache_aware" else POLICIES[name]()
+    return TableChooser(policy, role, ranks, controller, config, block_tokens)

@@ -1,0 +1,81 @@
+"""Figures of a run. Owns their definitions; draws and prints nothing.
+
+TTFT: from a request's arrival to its first token at the client. TPOT: seconds a token after the first. SLO attainment:
+the share of requests whose TTFT and TPOT both keep the limits. Imbalance: the most loaded rank's queued tokens over the
+mean, averaged over the samples in which anything is queued (1 is even, the number of ranks is worst). Regret: tokens to
+be computed before the request's first token at the rank chosen, beyond those at the rank that would have been best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdbus.lab.config import LabConfig
+from pdbus.lab.simulate import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    tpot_mean_s: float
+    tpot_p50_s: float
+    tpot_p99_s: float
+    slo_attainment: float
+    imbalance: float
+    cache_hit_rate: float
+    regret_mean_tokens: float
+    prefill_busy: float
+    decode_busy: float
+    duration_s: float
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The least value that at least `share` of the sorted `values` do not exceed; NaN of none."""
+    if not values:
+        return math.nan
+    return values[min(len(values) - 1, max(0, math.ceil(share * len(values)) - 1))]
+
+
+def ttfts(outcome: Outcome) -> list[float]:
+    """Sorted, in seconds."""
+    return sorted(course.first_token_s - course.request.arrival_s for course in outcome.courses)
+
+
+def summarise(outcome: Outcome, config: LabConfig) -> Summary:
+    first = ttfts(outcome)
+    per_token: list[float] = []
+    kept = 0
+    for course in outcome.courses:
+        output = course.request.output_tokens
+        tpot_s = 0.0
+        if output > 1 and course.decode_rank >= 0:
+            tpot_s = (course.finished_s - course.first_token_s) / (output - 1)
+            per_token.append(tpot_s)
+        ttft_s = course.first_token_s - course.request.arrival_s
+        kept += ttft_s <= config.slo_ttft_s and tpot_s <= config.slo_tpot_s
+    per_token.sort()
+    prompt = sum(course.request.prompt_tokens for course in outcome.courses)
+    uneven = [max(row) * len(row) / sum(row) for row in outcome.load if sum(row)]
+    return Summary(
+        ttft_mean_s=_mean(first),
+        ttft_p50_s=quantile(first, 0.5),
+        ttft_p99_s=quantile(first, 0.99),
+        tpot_mean_s=_mean(per_token),
+        tpot_p50_s=quantile(per_token, 0.5),
+        tpot_p99_s=quantile(per_token, 0.99),
+        slo_attainment=kept / len(first),
+        imbalance=_mean(uneven),
+        cache_hit_rate=sum(course.cached_tokens for course in outcome.courses) / prompt,
+        regret_mean_tokens=_mean([float(course.regret_tokens) for course in outcome.courses]),
+        prefill_busy=outcome.prefill_busy,
+        decode_busy=outcome.decode_busy,
+        duration_s=outcome.ended_s,
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

@@ -1,0 +1,79 @@
+"""The nodes' scheduler with one shortcut: runs of pure decode steps at once. Owns the shortcut, nothing else.
+
+While only decoding sequences run and none finishes, steps differ in nothing but their context, so `skip` does any
+number of them exactly as `plan` and `complete` would one by one (a test holds the two equal, to the token).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from nodes.engines.timing import SimTiming
+from nodes.scheduler import Phase, Scheduler, Sequence
+
+NO_TOKEN = 0  # the lab's outputs are counted, not read
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRun:
+    """`steps` steps of the same `rows` decoding sequences, the last of which ends at least one of them.
+
+    `first_s` is how long the first step takes, and each takes `growth_s` longer than the one before.
+    """
+
+    began_s: float
+    rows: int
+    steps: int
+    first_s: float
+    growth_s: float
+
+    def ends_s(self, steps: int) -> float:
+        """When `steps` of them are done."""
+        return self.began_s + steps * self.first_s + self.growth_s * steps * (steps - 1) / 2
+
+    def done(self, now: float) -> int:
+        """How many are done at `now`; never the last, which the scheduler itself completes."""
+        low, high = 0, self.steps - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.ends_s(middle) <= now:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+class LabScheduler(Scheduler):
+    def decode_run(self, timing: SimTiming, now: float) -> DecodeRun | None:
+        """The run of decode steps that can begin now, if all that can run is decoding."""
+        rows = context = 0
+        steps = 1 << 60
+        for sequence in self._running.values():
+            if sequence.phase is Phase.DECODING:
+                rows += 1
+                context += sequence.computed
+                steps = min(steps, sequence.max_tokens - len(sequence.output))
+            elif sequence.phase is Phase.PROMPT:
+                return None
+        if not rows or steps < 2:
+            return None
+        first_s = timing.step_s(0, rows, context)
+        return DecodeRun(now, rows, steps, first_s, timing.per_context_token_s * rows)
+
+    def skip(self, run: DecodeRun, steps: int) -> None:
+        """Do `steps` of `run` (fewer than all, so that none ends)."""
+        if not steps:
+            return
+        assert 0 < steps < run.steps and not self._in_step
+        self.step += steps
+        self.busy_us_total += round((run.ends_s(steps) - run.began_s) * 1e6)
+        for sequence in self._running.values():
+            if sequence.phase is Phase.DECODING:
+                self._hold(sequence, steps)
+                sequence.output.extend([NO_TOKEN] * steps)
+
+    @staticmethod
+    def _tokens(sequence: Sequence, start: int, count: int) -> Seq[int]:  # type: ignore[override]
+        """Prompts are ranges here; what a block holds is in its hash."""
+        return ()

@@ -1,0 +1,311 @@
+"""One method on one trace, in virtual time. Owns the course of requests and messages between controllers and ranks.
+
+A request arrives at one of the controllers, which picks a prefill and a decode rank; both legs travel there; the
+prefill rank computes; its first token goes through the decode rank to the client; the decode rank gets memory, fetches
+the KV cache and decodes. Reports travel back with the delay and loss asked for. Same arguments, same outcome.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from bus.errors import ConfigError
+from bus.hashing import pack_hashes
+from bus.messages import Load, Submit
+from nodes.blocks import KvEvent
+from nodes.scheduler import Sequence
+from pdbus.lab.capacity import stretch
+from pdbus.lab.choosers import METHODS, Chooser, build_chooser, check_method
+from pdbus.lab.clock import VirtualLoop
+from pdbus.lab.config import LabConfig
+from pdbus.lab.rank import VirtualRank
+from pdbus.lab.traces import Trace, TraceRequest
+
+
+@dataclass(slots=True)
+class Course:
+    """What became of one request; times in seconds of the run, NaN until they are known."""
+
+    request: TraceRequest
+    prefill_rank: int = -1
+    decode_rank: int = -1
+    first_token_s: float = float("nan")  # at the client
+    finished_s: float = float("nan")
+    cached_tokens: int = 0
+    regret_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """All courses, and the true load of each prefill rank sampled over time (`load[sample][rank]`, tokens queued)."""
+
+    method: str
+    courses: list[Course]
+    sample_s: float
+    load: list[array[int]] = field(default_factory=list)
+    decode_load: list[array[int]] = field(default_factory=list)
+    ended_s: float = 0.0
+    prefill_busy: float = 0.0  # share of the time that prefill ranks computed
+    decode_busy: float = 0.0
+
+
+def simulate(trace: Trace, method: str, config: LabConfig) -> Outcome:
+    """Replay `trace` under `method`. ConfigError when a prompt exceeds what a rank can hold."""
+    check_method(method)
+    check_method(config.decode_method)
+    longest = max(request.prompt_tokens for request in trace.requests)
+    if longest > config.cache_blocks * trace.block_tokens:
+        raise ConfigError(
+            f"--cache-blocks {config.cache_blocks} of {trace.block_tokens} tokens cannot hold a prompt of {longest} tokens"
+        )
+    if config.decode_ranks and max(r.prompt_tokens + r.output_tokens for r in trace.requests) > config.decode_kv_tokens:
+        raise ConfigError(f"--decode-kv-tokens {config.decode_kv_tokens} cannot hold the trace's longest request")
+    return _Run(stretch(trace, config), method, config).run()
+
+
+class _Truth:
+    """The ranks of one role as they are, with what is on its way to them."""
+
+    def __init__(self, ranks: list[VirtualRank]) -> None:
+        self.ranks = ranks
+        self.travelling = [0] * len(ranks)
+        self.travelling_tokens = [0] * len(ranks)
+
+    def queued_tokens(self, dp_rank: int) -> int:
+        return self.ranks[dp_rank].scheduler.waiting_tokens + self.travelling_tokens[dp_rank]
+
+    def requests(self, dp_rank: int) -> int:
+        scheduler = self.ranks[dp_rank].scheduler
+        return scheduler.running + scheduler.waiting + self.travelling[dp_rank]
+
+    def cached_tokens(self, dp_rank: int, hashes: Seq[int]) -> int:
+        pool = self.ranks[dp_rank].pool
+        return len(pool.match_prefix(hashes)) * pool.block_tokens
+
+    def depart(self, dp_rank: int, tokens: int) -> None:
+        self.travelling[dp_rank] += 1
+        self.travelling_tokens[dp_rank] += tokens
+
+    def arrive(self, dp_rank: int, tokens: int) -> None:
+        self.travelling[dp_rank] -= 1
+        self.travelling_tokens[dp_rank] -= tokens
+
+
+class _Run:
+    def __init__(self, trace: Trace, method: str, config: LabConfig) -> None:
+        self.trace, self.method, self.config = trace, method, config
+        self.kind = METHODS[method]
+        self.loop = VirtualLoop()
+        self.rng = random.Random(config.seed)
+        self.courses = [Course(request) for request in trace.requests]
+        self.left = len(self.courses)
+        self.owner = [self.rng.randrange(config.controllers) for _ in self.courses]
+        self.rooms = [self.rng.getrandbits(62) for _ in self.courses]
+        size = trace.block_tokens
+        self.prefill = _Truth(
+            [self._rank("prefill", n, config.cache_blocks, config.prefill_running) for n in range(config.ranks)]
+        )
+        self.decode = _Truth(
+            [
+                self._rank("decode", n, config.decode_kv_tokens // size, config.decode_running)
+                for n in range(config.decode_ranks)
+            ]
+        )
+        self.choosers = [
+            build_chooser(method, "prefill", config.ranks, n, config, self.prefill, size)
+            for n in range(config.controllers)
+        ]
+        self.decode_choosers = [
+            build_chooser(config.decode_method, "decode", config.decode_ranks, n, config, self.decode, size)
+            for n in range(config.controllers if config.decode_ranks else 0)
+        ]
+        self.outcome = Outcome(method, self.courses, config.sample_s)
+
+    def run(self) -> Outcome:
+        for number, course in enumerate(self.courses):
+            self.loop.call_at(course.request.arrival_s + self.config.hop_s, self._submit, number)
+        self._start_reports(self.prefill.ranks, self.choosers, self.method)
+        self._start_reports(self.decode.ranks, self.decode_choosers, self.config.decode_method)
+        if self.config.controllers > 1 and self.config.shared_counters:
+            for choosers in (self.choosers, self.decode_choosers):
+                for number in range(len(choosers)):
+                    self.loop.call_later(self.rng.random() * self.config.sent_interval_s, self._share, choosers, number)
+        self._sample()
+        self.loop.run(lambda: not self.left)
+        assert not self.left, f"{self.left} requests never ended"
+        outcome = self.outcome
+        outcome.ended_s = self.loop.now
+        outcome.prefill_busy = _busy(self.prefill.ranks, self.loop.now)
+        outcome.decode_busy = _busy(self.decode.ranks, self.loop.now)
+        return outcome
+
+    # --- a request's course -----------------------------------------------------------------------------------
+
+    def _submit(self, number: int) -> None:
+        course, now = self.courses[number], self.loop.now
+        request = course.request
+        submit = Submit(
+            rid=str(number),
+            leg="pair",
+            prompt_tokens=request.prompt_tokens,
+            max_tokens=max(1, request.output_tokens),
+            bootstrap_room=self.rooms[number],
+            block_tokens=self.trace.block_tokens if request.hashes else 0,
+            block_hashes=pack_hashes(request.hashes),
+        )
+        rank = course.prefill_rank = self.choosers[self.owner[number]].pick(submit, now)
+        course.regret_tokens = self._regret(rank, request)
+        self.prefill.depart(rank, request.prompt_tokens)
+        if self.decode_choosers:
+            course.decode_rank = self.decode_choosers[self.owner[number]].pick(submit, now)
+            self.decode.depart(course.decode_rank, request.prompt_tokens)
+        self.loop.call_later(self.config.hop_s, self._arrive, number)
+
+    def _arrive(self, number: int) -> None:
+        course = self.courses[number]
+        request, epoch = course.request, self.owner[number] + 1
+        tokens = request.prompt_tokens
+        if course.decode_rank >= 0:
+            self.decode.arrive(course.decode_rank, tokens)
+            leg = Sequence(number, range(tokens), max(1, request.output_tokens), imported=True, hashes=[])
+            self.decode.ranks[course.decode_rank].ingest(leg, epoch, tokens)
+        self.prefill.arrive(course.prefill_rank, tokens)
+        leg = Sequence(number, range(tokens), 1, hold=True, hashes=list(request.hashes))
+        self.prefill.ranks[course.prefill_rank].ingest(leg, epoch, tokens)
+
+    def _prefilled(self, number: int) -> None:
+        course, hop_s = self.courses[number], self.config.hop_s
+        rank = self.prefill.ranks[course.prefill_rank]
+        course.cached_tokens = rank.scheduler.sequence(number).cached_tokens
+        course.first_token_s = self.loop.now + (2 * hop_s if course.decode_rank >= 0 else hop_s)
+        self.loop.call_later(hop_s, self._prefill_ended, number)
+        if course.decode_rank < 0:
+            self.loop.call_later(hop_s, self._released, number)
+            self._finish(number, course.first_token_s)
+        elif course.request.output_tokens <= 1:
+            self.loop.call_later(hop_s, self._never_decoded, number)
+        else:
+            self.loop.call_later(hop_s, self.decode.ranks[course.decode_rank].kv_ready, number)
+
+    def _admitted(self, sequence: Sequence) -> None:
+        fetch_s = 2 * self.config.hop_s + self.config.kv_fetch_token_s * len(sequence.prompt)
+        self.loop.call_later(fetch_s, self._fetched, sequence.id)
+
+    def _fetched(self, number: int) -> None:
+        self.decode.ranks[self.courses[number].decode_rank].fetched(number)
+        self.loop.call_later(self.config.hop_s, self._released, number)
+
+    def _never_decoded(self, number: int) -> None:
+        self.decode.ranks[self.courses[number].decode_rank].release(number)
+        self.loop.call_later(self.config.hop_s, self._released, number)
+        self._decoded(number)
+
+    def _decoded(self, number: int) -> None:
+        course = self.courses[number]
+        self.loop.call_later(self.config.hop_s, self._decode_ended, number)
+        self._finish(number, self.loop.now + self.config.hop_s)
+
+    def _released(self, number: int) -> None:
+        self.prefill.ranks[self.courses[number].prefill_rank].release(number)
+
+    def _prefill_ended(self, number: int) -> None:
+        course = self.courses[number]
+        self.choosers[self.owner[number]].ended(course.prefill_rank, course.request.prompt_tokens)
+
+    def _decode_ended(self, number: int) -> None:
+        course = self.courses[number]
+        self.decode_choosers[self.owner[number]].ended(course.decode_rank, course.request.prompt_tokens)
+
+    def _finish(self, number: int, at_s: float) -> None:
+        self.courses[number].finished_s = at_s
+        self.left -= 1
+
+    def _regret(self, chosen: int, request: TraceRequest) -> int:
+        """Tokens that the chosen rank must compute before this request's first token, beyond the best rank's."""
+        hashes = request.hashes[: (request.prompt_tokens - 1) // self.trace.block_tokens]
+        costs = [
+            self.prefill.queued_tokens(rank) - self.prefill.cached_tokens(rank, hashes)
+            for rank in range(self.config.ranks)
+        ]
+        return costs[chosen] - min(costs)
+
+    # --- reports ----------------------------------------------------------------------------------------------
+
+    def _start_reports(self, ranks: list[VirtualRank], choosers: Seq[Chooser], method: str) -> None:
+        kind = METHODS[method]
+        if not choosers or method.startswith("oracle"):
+            return
+        interval_s = kind.report_interval_s or self.config.report_interval_s
+        for dp_rank, rank in enumerate(ranks):
+            self.loop.call_later(
+                self.rng.random() * interval_s, self._report_each, dp_rank, rank, choosers, interval_s, kind.before_ingest
+            )
+            if kind.report_interval_s is None:
+                rank.steps_taken.append(_bound(self._report, dp_rank, rank, choosers, False))
+            if kind.kv_events:
+                rank.steps_taken.append(_bound(self._kv_events, dp_rank, rank, choosers))
+
+    def _report_each(
+        self, dp_rank: int, rank: VirtualRank, choosers: Seq[Chooser], interval_s: float, before_ingest: bool
+    ) -> None:
+        self._report(dp_rank, rank, choosers, before_ingest)
+        self.loop.call_later(interval_s, self._report_each, dp_rank, rank, choosers, interval_s, before_ingest)
+
+    def _report(self, dp_rank: int, rank: VirtualRank, choosers: Seq[Chooser], before_ingest: bool) -> None:
+        load = rank.load(before_ingest=before_ingest)
+        delay_s = self.config.hop_s + self.config.report_delay_s
+        for chooser in choosers:
+            if self.rng.random() >= self.config.report_loss:
+                self.loop.call_later(delay_s, self._deliver, chooser, dp_rank, load)
+
+    def _deliver(self, chooser: Chooser, dp_rank: int, load: Load) -> None:
+        chooser.report(dp_rank, load, self.loop.now)
+
+    def _kv_events(self, dp_rank: int, rank: VirtualRank, choosers: Seq[Chooser]) -> None:
+        """Events lost on the way are asked for again (sequence numbers), so they are late but never missing."""
+        events: list[KvEvent] = rank.take_kv_events()
+        if events:
+            for chooser in choosers:
+                delay_s = self.config.hop_s + self.config.report_delay_s
+                self.loop.call_later(delay_s, chooser.kv_events, dp_rank, events)
+
+    def _share(self, choosers: Seq[Chooser], number: int) -> None:
+        sent = choosers[number].sent()
+        if sent is not None:
+            for other in range(len(choosers)):
+                if other != number and self.rng.random() >= self.config.report_loss:
+                    self.loop.call_later(self.config.hop_s, self._hear, choosers[other], sent)
+            self.loop.call_later(self.config.sent_interval_s, self._share, choosers, number)
+
+    def _hear(self, chooser: Chooser, sent: object) -> None:
+        chooser.heard(sent, self.loop.now)  # type: ignore[arg-type]
+
+    def _sample(self) -> None:
+        self.outcome.load.append(array("q", (self.prefill.queued_tokens(n) for n in range(self.config.ranks))))
+        self.outcome.decode_load.append(array("q", (self.decode.requests(n) for n in range(self.config.decode_ranks))))
+        self.loop.call_later(self.config.sample_s, self._sample)
+
+    def _rank(self, role: str, dp_rank: int, blocks: int, max_running: int) -> VirtualRank:
+        return VirtualRank(
+            self.loop,
+            (role, dp_rank),
+            blocks=blocks,
+            block_tokens=self.trace.block_tokens,
+            max_running=max_running,
+            chunk_tokens=self.config.chunk_tokens,
+            timing=self.config.timing,
+            on_output=self._prefilled if role == "prefill" else self._decoded,
+            on_admitted=self._admitted,
+            kv_events=role == "prefill" and self.kind.kv_events,
+        )
+
+
+def _bound(function, *arguments):  # type: ignore[no-untyped-def]
+    return lambda: function(*arguments)
+
+
+def _busy(ranks: list[VirtualRank], elapsed_s: float) -> float:
+    return sum(rank.scheduler.busy_us_total for rank in ranks) / 1e6 / (len(ranks) * elapsed_s) if ranks else 0.0

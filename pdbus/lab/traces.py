@@ -1,0 +1,152 @@
+"""Request traces: reading, spreading coarse timestamps, slicing. Owns the formats; must not simulate anything.
+
+Two published formats are read:
+- Mooncake (FAST '25): JSON lines of `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one per
+  512-token block of the input; equal ids mean equal prefixes. The id of a last partial block is not used.
+- Azure LLM inference traces (Splitwise, ISCA '24): CSV of `TIMESTAMP,ContextTokens,GeneratedTokens`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from bus.errors import ConfigError
+
+BLOCK_TOKENS = 512
+MAX_TOKENS = 10_000_000
+AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request: seconds since the trace began, tokens in and out, the hashes of its full prompt blocks."""
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    hashes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in order of arrival. Without any hashes (`has_prefixes` False) no prompt shares a prefix."""
+
+    name: str
+    requests: tuple[TraceRequest, ...]
+    block_tokens: int = BLOCK_TOKENS
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def duration_s(self) -> float:
+        return self.requests[-1].arrival_s - self.requests[0].arrival_s
+
+    @property
+    def has_prefixes(self) -> bool:
+        return any(request.hashes for request in self.requests)
+
+    def first(self, duration_s: float) -> Trace:
+        """What arrives in the first `duration_s` seconds. ConfigError when that is fewer than two requests."""
+        start = self.requests[0].arrival_s
+        return _checked(self.name, (r for r in self.requests if r.arrival_s - start <= duration_s), self.block_tokens)
+
+    def spread(self, seed: int) -> Trace:
+        """Timestamps that come in coarse buckets (several requests on each) spread evenly over their buckets."""
+        times = sorted({request.arrival_s for request in self.requests})
+        if len(times) < 2 or len(times) > len(self.requests) / 2:
+            return self
+        bucket_s = min(later - sooner for sooner, later in zip(times, times[1:], strict=False))
+        rng = random.Random(seed)
+        moved = (replace(r, arrival_s=r.arrival_s + rng.random() * bucket_s) for r in self.requests)
+        return Trace(self.name, tuple(sorted(moved, key=lambda r: r.arrival_s)), self.block_tokens)
+
+    def scaled(self, factor: float) -> Trace:
+        """The same requests, with the time between them `factor` times as long, from 0 on."""
+        start = self.requests[0].arrival_s
+        moved = (replace(r, arrival_s=(r.arrival_s - start) * factor) for r in self.requests)
+        return Trace(self.name, tuple(moved), self.block_tokens)
+
+
+def read_trace(path: Path) -> Trace:
+    """The trace in `path`, its format told by its first line. ConfigError names the file, the line and what is wrong."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as lines:
+            first = lines.readline()
+            lines.seek(0)
+            if first.lstrip().startswith("{"):
+                return _checked(path.stem, _mooncake(path, lines), BLOCK_TOKENS)
+            if [cell.strip() for cell in first.split(",")] == AZURE_HEADER:
+                return _checked(path.stem, _azure(path, lines), BLOCK_TOKENS)
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not a text file") from None
+    raise ConfigError(
+        f"{path} is no trace that the lab knows: it reads Mooncake JSON lines (timestamp, input_length, output_length, "
+        f"hash_ids) and Azure CSV ({','.join(AZURE_HEADER)})"
+    )
+
+
+def _mooncake(path: Path, lines: Iterable[str]) -> Iterator[TraceRequest]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            prompt_tokens = _count(row["input_length"], "input_length", 1)
+            ids = [_count(value, "hash_ids") for value in row.get("hash_ids", [])]
+            yield TraceRequest(
+                _seconds(row["timestamp"]) / 1000,
+                prompt_tokens,
+                _count(row["output_length"], "output_length"),
+                tuple(value + 1 for value in ids[: prompt_tokens // BLOCK_TOKENS]),  # 0 stands for "no parent"
+            )
+        except KeyError as error:
+            raise ConfigError(f"{path}:{number}: {error.args[0]} is missing") from None
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"{path}:{number}: {error}") from None
+
+
+def _azure(path: Path, lines: Iterable[str]) -> Iterator[TraceRequest]:
+    rows = csv.reader(lines)
+    next(rows)
+    start: datetime | None = None
+    for row in rows:
+        if not row:
+            continue
+        try:
+            if len(row) != len(AZURE_HEADER):
+                raise ValueError(f"{len(row)} columns, not {len(AZURE_HEADER)}")
+            at = datetime.fromisoformat(row[0][:26])  # the seventh decimal is beyond what datetime takes
+            start = start or at
+            prompt_tokens = _count(int(row[1]), "ContextTokens", 1)
+            yield TraceRequest((at - start).total_seconds(), prompt_tokens, _count(int(row[2]), "GeneratedTokens"))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{path}:{rows.line_num}: {error}") from None
+
+
+def _checked(name: str, requests: Iterable[TraceRequest], block_tokens: int) -> Trace:
+    found = tuple(sorted(requests, key=lambda r: r.arrival_s))
+    if len(found) < 2 or found[0].arrival_s == found[-1].arrival_s:
+        raise ConfigError(f"the trace {name} has {len(found)} requests at one time: too little to replay")
+    return Trace(name, found, block_tokens)
+
+
+def _count(value: Any, name: str, least: int = 0) -> int:
+    if type(value) is not int or not least <= value <= (MAX_TOKENS if name != "hash_ids" else 2**62):
+        raise ValueError(f"{name} is {value!r}, which is no count of at least {least}")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < 1e15:
+        raise ValueError(f"timestamp is {value!r}, which is no time")
+    return float(value)
