@@ -1,4 +1,4 @@
-"""Files that are made once in the user's cache and shared by all processes. Owns where, the lock and the atomic rename."""
+"""Files made once in the user's cache and shared by all processes. Owns the place, the lock and the atomic rename."""
 
 from __future__ import annotations
 

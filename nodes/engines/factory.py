@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bus.errors import ConfigError
 from bus.loop import Loop
 from nodes.engines.base import Engine
+from nodes.engines.cache import Progress, no_progress
 from nodes.engines.faults import NO_FAULTS, Faults
+from nodes.engines.needs import needed_by
 from nodes.engines.sim import SIM_KV_TOKENS, SIM_MAX_CONTEXT, SIM_VOCAB_SIZE, SimEngine
 from nodes.engines.timing import SimTiming
 
 ENGINES = ("torch", "sim")
 MAX_BLOCK_TOKENS = 4096
-
-Progress = Callable[[str, float], None]  # (what is being done, fraction done)
+TORCH_KV_TOKENS = 8192  # for smollm2 377 MB, taken as it is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class EngineConfig:
         return (self.kv_tokens or default_kv_tokens) // self.block_tokens
 
 
-def build_engine(config: EngineConfig, loop: Loop, progress: Progress | None = None) -> Engine:
+def build_engine(config: EngineConfig, loop: Loop, progress: Progress = no_progress) -> Engine:
     """The engine that `config` asks for, loaded and ready. `progress` is called while a model loads.
 
     Raises ConfigError in one line when the model is unknown, a size does not fit it, or a package is missing.
@@ -66,4 +66,19 @@ def build_engine(config: EngineConfig, loop: Loop, progress: Progress | None = N
             kv_bytes_per_token=config.kv_bytes_per_token,
             faults=config.faults,
         )
-    raise ConfigError("the torch engine is not there")
+    with needed_by("the torch engine"):
+        import torch
+
+        from nodes.engines.torch_engine import TorchEngine
+        from nodes.engines.weights import load_model
+
+    torch.set_num_threads(1)
+    model = load_model(config.model, progress)
+    return TorchEngine(
+        loop,
+        model,
+        blocks=config.blocks(TORCH_KV_TOKENS),
+        block_tokens=config.block_tokens,
+        max_context=config.max_context,
+        faults=config.faults,
+    )

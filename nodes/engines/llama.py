@@ -90,9 +90,9 @@ class Llama:
         """`pool` [blocks, 2, block_tokens, kv_heads, head_dim] of this layer -> [tokens, width]."""
         c = self.config
         heads = qkv.view(len(qkv), c.heads + 2 * c.kv_heads, c.head_dim)
-        rotated = heads[:, : c.heads + c.kv_heads].unflatten(-1, (-1, 2))
-        rotated = torch.view_as_real(torch.view_as_complex(rotated) * rotations).flatten(-2)
-        queries = rotated[:, : c.heads].unflatten(1, (c.kv_heads, -1))  # [tokens, kv_heads, group, head_dim]
+        pairs = heads[:, : c.heads + c.kv_heads].reshape(len(qkv), -1, c.head_dim // 2, 2)
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * rotations).flatten(-2)
+        queries = rotated[:, : c.heads].reshape(len(qkv), c.kv_heads, -1, c.head_dim)  # query heads by their KV head
         keys, values = pool[:, 0], pool[:, 1]
         keys[batch.blocks, batch.slots] = rotated[:, c.heads :]
         values[batch.blocks, batch.slots] = heads[:, c.heads + c.kv_heads :]
@@ -147,7 +147,9 @@ class Llama:
             blocks=torch.tensor(blocks),
             slots=where % block_tokens,
             groups=groups,
-            last=torch.tensor([last[index] for index, row in enumerate(rows) if row.params is not None], dtype=torch.long),
+            last=torch.tensor(
+                [last[index] for index, row in enumerate(rows) if row.params is not None], dtype=torch.long
+            ),
             fresh=torch.tensor(fresh, dtype=torch.long),
         )
 

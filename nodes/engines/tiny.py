@@ -24,7 +24,7 @@ TINY = LlamaConfig(
     eos_ids=(2,),
 )
 STANDARD_DEVIATION = 0.08
-SEED = 20_240_607
+SEED = 1
 
 
 def load_tiny(config: LlamaConfig = TINY, seed: int = SEED) -> Llama:

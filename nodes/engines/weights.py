@@ -35,7 +35,9 @@ _lock = threading.Lock()
 def load_model(name: str, progress: Progress = no_progress) -> Llama:
     """The model `name`, ready to run. ConfigError when there is none, or its package is missing."""
     if name not in LOADERS:
-        raise ConfigError(f"the torch engine has no model {name!r}; choose one of {', '.join(LOADERS)} (or --engine sim)")
+        raise ConfigError(
+            f"the torch engine has no model {name!r}; choose one of {', '.join(LOADERS)} (or --engine sim)"
+        )
     with _lock:
         if name not in _loaded:
             _loaded[name] = LOADERS[name](progress)

@@ -1,0 +1,74 @@
+"""Sampling: distribution, cuts, and draws that depend on nothing but seed and output index."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+
+from bus.messages import Params
+from nodes.engines.sampling import draw, sample
+
+PROBABILITIES = [0.4, 0.05, 0.3, 0.15, 0.1]
+LOGITS = torch.tensor([PROBABILITIES]).log() + 7.0
+DRAWS = 4000
+
+
+def frequencies(params: Params) -> dict[int, float]:
+    logits = LOGITS.expand(DRAWS, -1)
+    counts = Counter(sample(logits, [(params, index) for index in range(DRAWS)]))
+    return {token: count / DRAWS for token, count in counts.items()}
+
+
+def test_greedy_takes_the_largest_whatever_the_seed():
+    assert sample(LOGITS, [(Params(seed=9), 3)]) == [0]
+    assert sample(torch.empty(0, 5), []) == []
+
+
+@pytest.mark.parametrize(
+    ("params", "wanted"),
+    [
+        (Params(temperature=1.0, seed=1), {0: 0.4, 1: 0.05, 2: 0.3, 3: 0.15, 4: 0.1}),
+        (Params(temperature=1.0, seed=2, top_k=2), {0: 4 / 7, 2: 3 / 7}),
+        (Params(temperature=1.0, seed=3, top_k=99), {0: 0.4, 1: 0.05, 2: 0.3, 3: 0.15, 4: 0.1}),
+        (Params(temperature=1.0, seed=4, top_p=0.75), {0: 0.4 / 0.85, 2: 0.3 / 0.85, 3: 0.15 / 0.85}),
+        (Params(temperature=1.0, seed=5, top_p=0.01), {0: 1.0}),
+        (Params(temperature=1.0, seed=6, top_k=2, top_p=0.5), {0: 1.0}),
+        (Params(temperature=1.0, seed=7, top_k=1), {0: 1.0}),
+        (Params(temperature=1e-3, seed=8), {0: 1.0}),
+    ],
+)
+def test_frequencies_follow_the_distribution(params: Params, wanted: dict[int, float]):
+    seen = frequencies(params)
+    assert set(seen) == set(wanted)
+    for token, probability in wanted.items():
+        assert abs(seen[token] - probability) < 4 * math.sqrt(0.25 / DRAWS)
+
+
+def test_temperature_flattens():
+    flat = frequencies(Params(temperature=2.0, seed=1))
+    weights = [math.sqrt(probability) for probability in PROBABILITIES]
+    for token, weight in enumerate(weights):
+        assert abs(flat[token] - weight / sum(weights)) < 4 * math.sqrt(0.25 / DRAWS)
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    logits = torch.randn(6, 100, generator=torch.Generator().manual_seed(1))
+    params = [Params(temperature=1.0, seed=seed) for seed in range(6)]
+    together = sample(logits, [(p, 4) for p in params])
+    assert together == [sample(logits[i : i + 1], [(p, 4)])[0] for i, p in enumerate(params)]
+
+
+def test_draws_are_equal_in_another_process_and_spread():
+    code = "from nodes.engines.sampling import draw; print([draw(11, i) for i in range(20)])"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    draws = [draw(11, index) for index in range(20)]
+    assert other.strip() == str(draws)
+    assert len(set(draws)) == 20
+    assert all(0 <= u < 1 for u in draws)
+    assert draw(12, 0) != draw(11, 0)
+    draw(2**63 - 1, 2**31)
