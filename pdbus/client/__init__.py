@@ -1,0 +1,8 @@
+"""The client library: submit prompts, stream what comes, whatever happens to the ranks in between."""
+
+from pdbus.client.aio import AsyncClient, AsyncStream
+from pdbus.client.outcome import Piece, Result
+from pdbus.client.settings import Options
+from pdbus.client.sync import Client, Stream
+
+__all__ = ["AsyncClient", "AsyncStream", "Client", "Options", "Piece", "Result", "Stream"]

@@ -1,0 +1,247 @@
+"""The client's shell: one background thread with the sockets, the clock and the pure core. Decides nothing.
+
+Callers on any thread (or in any asyncio loop) talk to it through `begin`, `cancel` and `ask`; what comes back is handed
+to their callbacks on this thread, so a callback must only pass it on.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import zmq
+
+from bus import codec
+from bus.actions import Send
+from bus.errors import PeerLost, RemoteProtocolError, RequestFailed
+from bus.loop import Loop
+from bus.messages import CONTROLLER_TO_CLIENT, FROM_NODE_DATA, Failed, Message, Refused, Status
+from bus.security import load_keys
+from bus.sockets import PAYLOAD_MAX, Socket, Sockets
+from pdbus.client.core import Begin, CancelAsked, ClientCore, Event, Received, Tick
+from pdbus.client.outcome import Result, failure
+from pdbus.client.plan import RequestPlan
+from pdbus.client.request import Deliver, Patience
+
+TICK_S = 0.05
+IDLE_S = 30.0  # connections to nodes that nobody uses are closed after so long
+ASK_AGAIN_S = 1.0
+
+log = structlog.get_logger("client")
+Update = tuple[int, ...] | Result
+FROM_STREAMS = {tag: FROM_NODE_DATA[tag] for tag in ("tokens", "refused")}
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    socket: Socket
+    used_at: float
+    rejected: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """An inquiry at a controller, repeated until answered or too late."""
+
+    peer: str
+    message: Message
+    answer: Future[Message]
+    next_at: float
+    until: float
+
+
+class Channel:
+    """`controllers` are client endpoints; connections to nodes are made as needed."""
+
+    def __init__(
+        self, controllers: Sequence[str], patience: Patience, *, keys: str | Path = "", seed: int | None = None
+    ) -> None:
+        self._patience = patience
+        self._keys = load_keys(keys, server=False) if keys else None
+        self.rng = random.Random(seed)  # also draws rids and rooms; `seed` is for tests
+        self.rejected: Counter[str] = Counter()
+        self._controllers = frozenset(controllers)
+        self._core = ClientCore(patience, self.rng)
+        self._peers: dict[str, _Peer] = {}
+        self._sinks: dict[str, Callable[[Update], None]] = {}
+        self._questions: dict[int, _Question] = {}
+        self._next_question = 0
+        self._lock = threading.Lock()
+        self._closed = False
+        self._sockets = Sockets(keys=self._keys)
+        self._loop = Loop()
+        for endpoint in self._controllers:
+            self._connect(endpoint)
+        self._loop.call_every(TICK_S, self._tick)
+        self._thread = threading.Thread(target=self._run, name="pdbus-client", daemon=True)
+        self._thread.start()
+
+    # --- any thread ---------------------------------------------------------------------------------------------
+
+    def new_rid(self) -> str:
+        with self._lock:
+            return f"{self.rng.getrandbits(64):016x}"
+
+    def new_room(self) -> int:
+        with self._lock:
+            return self.rng.getrandbits(63)
+
+    def begin(self, rid: str, plan: RequestPlan, sink: Callable[[Update], None]) -> None:
+        """Start a request; `sink` gets its new token ids as they come and, once and last, its Result."""
+
+        def start() -> None:
+            if rid in self._sinks:
+                sink(failure(rid, "duplicate_rid", f"this client has a live request with the rid {rid!r}"))
+                return
+            self._sinks[rid] = sink
+            self._handle(Begin(rid, plan))
+
+        self._call(start)
+
+    def cancel(self, rid: str) -> None:
+        """End the request if it is still live; its Result comes as ever."""
+        if not self._closed:
+            self._call(lambda: self._handle(CancelAsked(rid)))
+
+    def ask(self, controller: str, make: Callable[[int], Message], timeout_s: float | None = None) -> Future[Message]:
+        """Send `make(id)` until an answer with that id comes. The future fails with PeerLost after `timeout_s`
+        (default: `connect_timeout_s`), or with RequestFailed when the controller refuses."""
+        answer: Future[Message] = Future()
+        wait_s = self._patience.connect_timeout_s if timeout_s is None else timeout_s
+
+        def start() -> None:
+            self._next_question += 1
+            now = self._loop.clock()
+            question = _Question(controller, make(self._next_question), answer, now, now + wait_s)
+            self._questions[self._next_question] = question
+            self._ask_again(now)
+
+        self._call(start)
+        return answer
+
+    def close(self) -> None:
+        """Cancel what is live, and leave; idempotent. Every sink has got its Result when this returns."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.call_threadsafe(self._shut_down)
+        self._thread.join()
+
+    def _call(self, function: Callable[[], None]) -> None:
+        if self._closed:
+            raise RuntimeError("this client is closed")
+        self._loop.call_threadsafe(function)
+
+    # --- the channel's thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._loop.run()
+        except Exception:  # a bug of ours; nobody may wait for ever because of it
+            log.exception("client.broke")
+            self._closed = True
+            for rid, sink in self._sinks.items():
+                sink(failure(rid, "shutting_down", "the client broke; its log says why"))
+            for question in self._questions.values():
+                question.answer.cancel()
+        finally:
+            self._sockets.close()
+            self._loop.close()
+
+    def _shut_down(self) -> None:
+        for rid in list(self._sinks):
+            self._handle(CancelAsked(rid))
+        for question in self._questions.values():
+            question.answer.cancel()
+        for peer in self._peers.values():  # what was just said (cancel, detach) still goes out
+            self._loop.remove(peer.socket)
+            self._sockets.close_socket(peer.socket, linger_ms=200)
+        self._peers.clear()
+        self._questions.clear()
+        self._loop.stop()
+
+    def _handle(self, event: Event) -> None:
+        for action in self._core.handle(event, self._loop.clock()):
+            if isinstance(action, Send):
+                self._send(action)
+            elif isinstance(action, Deliver):
+                self._sinks[action.rid](action.ids)
+            else:
+                self._sinks.pop(action.rid)(action.result)
+
+    def _send(self, action: Send) -> None:
+        socket = self._connect(action.peer)
+        try:
+            socket.send_multipart([codec.encode(action.message), *action.frames], zmq.NOBLOCK)
+        except zmq.Again:
+            log.debug("message.unsent", peer=action.peer, cause=action.cause)  # the core repeats what matters
+
+    def _connect(self, endpoint: str) -> Socket:
+        peer = self._peers.get(endpoint)
+        if peer is None:
+            peer = _Peer(self._sockets.dealer(endpoint, maximum=PAYLOAD_MAX), self._loop.clock())
+            self._peers[endpoint] = peer
+            self._loop.add(peer.socket, lambda frames: self._received(endpoint, frames))
+        peer.used_at = self._loop.clock()
+        return peer.socket
+
+    def _received(self, endpoint: str, frames: list[bytes]) -> None:
+        table = CONTROLLER_TO_CLIENT if endpoint in self._controllers else FROM_STREAMS
+        try:
+            if len(frames) != 1:
+                raise RemoteProtocolError("frames", f"{len(frames)} frames, not 1")
+            message = codec.decode(frames[0], table)
+        except RemoteProtocolError as error:
+            self.rejected[error.reason] += 1
+            if not self._peers[endpoint].rejected:
+                self._peers[endpoint].rejected = True
+                log.warning("message.rejected", peer=endpoint, reason=error.reason, detail=error.detail[:200])
+            return
+        if isinstance(message, Status | Refused):
+            self._answered(message)
+        elif isinstance(message, Failed) and not message.rid:
+            log.warning("client.refused", peer=endpoint, code=message.code, message=message.message)
+        else:
+            self._handle(Received(endpoint, message))
+
+    def _answered(self, message: Status | Refused) -> None:
+        question = self._questions.pop(message.id, None)
+        if question is None or question.answer.done():
+            return
+        if isinstance(message, Refused) and message.code != "ok":
+            question.answer.set_exception(RequestFailed(message.code, message.message))
+        else:
+            question.answer.set_result(message)
+
+    def _ask_again(self, now: float) -> None:
+        for number, question in list(self._questions.items()):
+            if question.answer.done():
+                del self._questions[number]
+            elif now >= question.until:
+                del self._questions[number]
+                question.answer.set_exception(PeerLost(f"no controller answers at {question.peer}"))
+            elif now >= question.next_at:
+                question.next_at = now + ASK_AGAIN_S
+                self._send(Send(question.peer, question.message, cause="ask"))
+
+    def _tick(self) -> None:
+        now = self._loop.clock()
+        if len(self._core):
+            self._handle(Tick())
+        self._ask_again(now)
+        idle = [e for e, p in self._peers.items() if now - p.used_at > IDLE_S and e not in self._controllers]
+        if idle:
+            attached = self._core.endpoints
+            for endpoint in idle:
+                if endpoint in attached:
+                    self._peers[endpoint].used_at = now
+                else:
+                    peer = self._peers.pop(endpoint)
+                    self._loop.remove(peer.socket)
+                    self._sockets.close_socket(peer.socket)

@@ -1,0 +1,51 @@
+"""What a caller gets: pieces of output as they come, and how the request went. Owns these shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bus.errors import RequestFailed
+from bus.messages import Code, FinishReason, FoundBy, Location
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some output: token `ids`, and the text they complete (empty where no tokenizer is at work)."""
+
+    ids: tuple[int, ...]
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a request ended. `ids` are all output tokens; times in seconds from the submit, at the client."""
+
+    rid: str
+    finish: FinishReason  # stop, length, cancelled or failed
+    ids: tuple[int, ...]
+    attempts: int  # the number of the last attempt: 1 when nothing went wrong
+    bootstrap_room: int | None
+    prefill: Location | None
+    decode: Location | None  # of the rank that streamed (unified included)
+    found_by: FoundBy
+    ttft_s: float  # 0 without any token
+    total_s: float
+    code: Code = "ok"
+    message: str = ""
+    retry_after_s: float = 0.0
+    retryable: bool = False
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds per output token after the first; 0 with fewer than two."""
+        return (self.total_s - self.ttft_s) / (len(self.ids) - 1) if len(self.ids) > 1 else 0.0
+
+    def raise_if_failed(self) -> None:
+        """RequestFailed when `finish` is `failed`."""
+        if self.finish == "failed":
+            raise RequestFailed(self.code, self.message, retryable=self.retryable, retry_after_s=self.retry_after_s)
+
+
+def failure(rid: str, code: Code, message: str) -> Result:
+    """Of a request that never began."""
+    return Result(rid, "failed", (), 1, None, None, None, "", 0.0, 0.0, code, message)

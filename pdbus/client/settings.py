@@ -1,0 +1,148 @@
+"""How a client is set up and how a request's options become a plan; shared by the sync and the async client.
+
+Owns names, defaults and their meaning; talks to nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from bus.endpoints import ControllerAddress, default_controller
+from bus.errors import ConfigError
+from bus.messages import Leg, Status
+from pdbus.client.channel import Channel
+from pdbus.client.plan import RequestPlan, check_plan, hash_prompt, make_legs, make_params, prompt_bytes
+from pdbus.client.request import Patience
+
+DEFAULT_MAX_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """The controllers: one for everything, or one for each leg of a pair (both get the same room)."""
+
+    decode: str
+    prefill: str | None
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
+
+
+def where(controller: str | None, prefill_controller: str | None, decode_controller: str | None) -> Where:
+    """ConfigError unless one is named, or both, or none (the default address)."""
+    if (prefill_controller is None) != (decode_controller is None):
+        raise ConfigError("prefill_controller and decode_controller go together")
+    if prefill_controller is None or decode_controller is None:
+        return Where(ControllerAddress(controller or default_controller()).clients, None)
+    if controller is not None:
+        raise ConfigError("give either controller, or prefill_controller and decode_controller")
+    return Where(ControllerAddress(decode_controller).clients, ControllerAddress(prefill_controller).clients)
+
+
+class Options(TypedDict, total=False):
+    """What `generate` takes beside the prompt.
+
+    Sampling: `max_tokens`, `temperature` (0: greedy), `top_k` (0: off), `top_p`, `seed` (default: drawn),
+    `stop_token_ids`, `ignore_eos`. Placement: `leg` (default: a pair, or unified where no rank splits), `instance` and
+    `routed_dp_rank` of the leg that decodes (or of the only leg), `prefill_instance` and `disagg_prefill_dp_rank` of
+    prefill, `bootstrap_room` (default: drawn). Others: `deadline_s`, `priority`, `rid` (default: drawn), `model`,
+    `block_tokens` (send hashes of prompt blocks of this size, for `cache_aware`).
+    """
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    leg: Leg
+    instance: str
+    prefill_instance: str
+    routed_dp_rank: int | None
+    disagg_prefill_dp_rank: int | None
+    bootstrap_room: int | None
+    deadline_s: float
+    priority: int
+    rid: str
+    model: str
+    block_tokens: int
+
+
+def make_plan(
+    ids: Sequence[int], options: Options, at: Where, default_leg: Leg, eos_ids: Sequence[int], channel: Channel
+) -> tuple[str, RequestPlan]:
+    """The rid and plan of a request; ConfigError when the options cannot be meant."""
+    max_tokens = options.get("max_tokens", DEFAULT_MAX_TOKENS)
+    if max_tokens < 1:
+        raise ConfigError(f"max_tokens must be at least 1, not {max_tokens}")
+    deadline_s = options.get("deadline_s", 0.0)
+    if deadline_s < 0:
+        raise ConfigError(f"deadline_s must be above 0 (0: none), not {deadline_s:g}")
+    leg = options.get("leg")
+    if at.prefill is not None and leg not in (None, "pair"):
+        raise ConfigError("with a controller for each leg, a request is a pair")
+    legs = make_legs(
+        leg or default_leg if at.prefill is None else None,
+        at.decode,
+        at.prefill or "",
+        instance=options.get("instance", ""),
+        prefill_instance=options.get("prefill_instance", ""),
+        routed_dp_rank=options.get("routed_dp_rank"),
+        disagg_prefill_dp_rank=options.get("disagg_prefill_dp_rank"),
+    )
+    room = options.get("bootstrap_room")
+    if room is None and (at.prefill is not None or legs[0].leg == "pair"):
+        room = channel.new_room()
+    params = make_params(
+        options.get("temperature", 0.0),
+        options.get("top_k", 0),
+        options.get("top_p", 1.0),
+        options["seed"] if "seed" in options else channel.new_room() >> 31,
+        options.get("stop_token_ids", ()),
+        options.get("ignore_eos", False),
+    )
+    block_tokens = options.get("block_tokens", 0)
+    plan = RequestPlan(
+        prompt=prompt_bytes(ids),
+        max_tokens=max_tokens,
+        params=params,
+        legs=legs,
+        bootstrap_room=room,
+        model=options.get("model", ""),
+        deadline_s=deadline_s,
+        priority=options.get("priority", 0),
+        block_tokens=block_tokens,
+        block_hashes=hash_prompt(ids, block_tokens),
+        stop_ids=frozenset(() if params.ignore_eos else eos_ids) | frozenset(params.stop_token_ids),
+    )
+    rid = options.get("rid") or channel.new_rid()
+    check_plan(plan, rid)
+    return rid, plan
+
+
+def leg_for(status: Status) -> Leg | None:
+    """`unified` where all ranks are, else `pair`; None while there are no ranks to tell from."""
+    roles = {rank.role for rank in status.ranks if rank.state != "gone"}
+    if not roles:
+        return None
+    return "unified" if roles == {"unified"} else "pair"
+
+
+def model_of(status: Status) -> str:
+    """The one model served; ConfigError when there is none yet, or several."""
+    models = sorted({rank.model for rank in status.ranks if rank.state != "gone"})
+    if not models:
+        raise ConfigError("no rank has joined this controller yet, so the model is unknown; start nodes, or try again")
+    if len(models) > 1:
+        raise ConfigError(f"several models are served ({', '.join(models)}); say which one: model=...")
+    return models[0]
+
+
+def patience(retries: int, connect_timeout_s: float) -> Patience:
+    if retries < 0 or connect_timeout_s <= 0:
+        raise ConfigError("retries must be at least 0 and connect_timeout_s above 0")
+    return Patience(retries, connect_timeout_s)
