@@ -243,8 +243,8 @@ class Node:
             self._resolve(self.resolver.on_message(message, self.now))
             for rank in self.ranks.values():
                 rank.from_bus(message)
-        elif (rank := self.ranks.get(message.dp_rank)) is not None:
-            rank.from_bus(message)
+        elif (addressed := self.ranks.get(message.dp_rank)) is not None:
+            addressed.from_bus(message)
 
     def _answer_received(self, frames: list[bytes]) -> None:
         try:
