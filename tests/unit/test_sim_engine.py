@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 
@@ -11,7 +13,7 @@ import pytest
 from bus.errors import ConfigError
 from bus.messages import Params
 from nodes.engines.base import Row, StepPlan, StepResult
-from nodes.engines.faults import Faults
+from nodes.engines.faults import CRASH_EXIT_CODE, Faults
 from nodes.engines.sim import SimEngine, sim_generate
 from nodes.engines.timing import TIMINGS, SimTiming, timing_named
 
@@ -176,3 +178,15 @@ def test_injected_faults():
     assert step(loop, engine, Row(2, [5], 0, [1], GREEDY)).error == ""
     engine.submit(StepPlan(2, (Row(1, [1], 0, [0], GREEDY),)), lambda result: pytest.fail("a hung step answered"))
     loop.run()
+
+
+def test_injected_crash_kills_the_process():
+    code = (
+        "from nodes.engines.base import Row; from nodes.engines.faults import Faults\n"
+        "faults = Faults(crash_token=2)\n"
+        "print(repr(faults.fed([Row(1, [5, 3], 0, [0], None)])), flush=True)\n"
+        "faults.fed([Row(1, [5, 2], 0, [0], None)])\n"
+        "print('alive')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (CRASH_EXIT_CODE, "''\n")
