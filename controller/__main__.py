@@ -1,0 +1,104 @@
+"""`python -m controller`: the controller as a process. Owns its options and signals."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+
+from bus import cli, logs
+from bus.endpoints import default_bus, default_controller
+from bus.errors import StartError
+from controller.config import ControllerConfig
+from controller.policies import POLICIES
+from controller.shell import Controller, log
+
+WAIT_LOG_S = 2.0
+METHODS = ", ".join(["auto", *POLICIES])
+GUIDANCE = (
+    "Prefill is best by total_tokens; decode by total_requests while KV memory is plenty and by total_tokens when it "
+    "is scarce."
+)
+
+
+@click.command(
+    context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
+    epilog=f"Methods: {METHODS}. {GUIDANCE}",
+)
+@click.option("--name", default="controller-0", help="This controller's name.")
+@click.option("--bus", default=default_bus, metavar="BASE", help="Where the broker is.")
+@click.option(
+    "--controller",
+    default=default_controller,
+    metavar="BASE",
+    help="Where to serve: ipc:///dir/controller or tcp://host:port (two ports).",
+)
+@click.option("--with-broker", is_flag=True, help="Run the broker in this process too.")
+@click.option("--keys", default="", metavar="DIR", help="CURVE keys and allowlist for tcp (none: plaintext).")
+@click.option("--prefill-method", default="auto", metavar="METHOD", help="load_balance_method of prefill ranks.")
+@click.option("--decode-method", default="auto", metavar="METHOD", help="load_balance_method of decode ranks.")
+@click.option("--unified-method", default="auto", metavar="METHOD", help="load_balance_method of unified ranks.")
+@click.option("--instance", "instances", multiple=True, metavar="NAME", help="Serve only these instances (repeatable).")
+@click.option("--lease-s", type=float, default=3.0, help="A rank silent for so long is lost.")
+@click.option("--hang-s", type=float, default=10.0, help="A busy rank whose steps stand still for so long is hung.")
+@click.option(
+    "--stale-s", type=float, default=1.0, help="Believe a load report for so long (2 report intervals or more)."
+)
+@click.option(
+    "--request-overcommit", type=float, default=2.0, help="Requests at a rank, as a multiple of its run slots."
+)
+@click.option(
+    "--kv-overcommit", type=float, default=1.0, help="Tokens at a decode rank, as a multiple of its KV capacity."
+)
+@click.option("--attempts", type=int, default=3, help="Dispatches of one submit at most.")
+@click.option(
+    "--queue-requests", type=int, default=1024, help="Requests that wait centrally at most; more are refused."
+)
+@click.option("--wait-s", type=float, default=60.0, help="How long to wait for the bus at the start.")
+@cli.metrics_port_option
+@cli.log_level_option
+@cli.watch_parent_option
+def main(wait_s: float, log_level: str, watch_parent: bool, **settings: Any) -> None:
+    """Pick ranks by load and dispatch requests to them."""
+    logs.configure(log_level, part="controller")
+    controller = Controller(ControllerConfig(**settings))
+    controller.trace = log_level == "debug"
+    controller.open()
+    try:
+        controller.loop.on_signals(lambda number: controller.loop.stop())
+        if watch_parent:
+            cli.leave_with_parent(controller.loop.stop)
+        _await_bus(controller, wait_s)
+        controller.loop.run()
+    finally:
+        controller.close()
+    if controller.failure is not None:
+        raise controller.failure
+
+
+def _await_bus(controller: Controller, wait_s: float) -> None:
+    """Print READY with the first beacon; until then say what is missing; after `wait_s` leave with a StartError."""
+    began = last = time.monotonic()
+
+    def check() -> None:
+        nonlocal last
+        now = time.monotonic()
+        if controller.bus_seen.is_set():
+            timer.cancel()
+            cli.ready(part="controller", name=controller.config.name, controller=controller.config.controller,
+                      bus=controller.config.bus, epoch=controller.epoch)  # fmt: skip
+        elif now - began > wait_s:
+            controller.failure = StartError(
+                f"no broker at {controller.config.bus} after {wait_s:g} s: start python -m bus, or use --with-broker"
+            )
+            controller.loop.stop()
+        elif now - last > WAIT_LOG_S:
+            last = now
+            log.info("bus.awaited", bus=controller.config.bus, waited_s=round(now - began), wait_s=wait_s)
+
+    timer = controller.loop.call_every(0.02, check)
+
+
+if __name__ == "__main__":
+    cli.run(main, "python -m controller")

@@ -1,0 +1,72 @@
+"""The controller's settings: frozen, checked once. A bad value is one clear line (ConfigError, exit 2)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from bus.endpoints import BusAddress, ControllerAddress, default_bus, default_controller
+from bus.errors import ConfigError
+from bus.messages import Role
+from controller.policies import resolve
+
+_NAME = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
+
+
+@dataclass(frozen=True)
+class ControllerConfig:
+    """Durations in seconds, sizes in bytes, the rest counts.
+
+    `lease_s`: a rank that says nothing for so long is lost. `hang_s`: one that is busy while its step counter stands
+    still for so long is hung. `stale_s`: a load report is believed for so long; at least twice the nodes' report
+    interval. `settle_s`: after its own start the controller dispatches nothing for so long (and until every rank it
+    knows has reported, at most a lease), so that it never decides on an empty picture.
+    """
+
+    name: str = "controller-0"
+    bus: str = field(default_factory=default_bus)
+    controller: str = field(default_factory=default_controller)
+    with_broker: bool = False
+    keys: str = ""  # directory of CURVE keys; empty: none
+    metrics_port: int = 0
+    prefill_method: str = "auto"
+    decode_method: str = "auto"
+    unified_method: str = "auto"
+    instances: tuple[str, ...] = ()  # only these; empty: all
+    lease_s: float = 3.0
+    hang_s: float = 10.0
+    stale_s: float = 1.0
+    settle_s: float = 0.5
+    sent_interval_s: float = 0.25
+    request_overcommit: float = 2.0  # outstanding requests of a rank, as a multiple of its run slots
+    kv_overcommit: float = 1.0  # decode, unified: tokens of a rank, as a multiple of its KV capacity
+    prefill_overcommit: float = 4.0  # prefill: tokens queued at a rank, as a multiple of its KV capacity
+    attempts: int = 3  # for each submit
+    queue_requests: int = 1024  # central queue
+    queue_bytes: int = 64 << 20
+    payload_bytes: int = 256 << 20  # kept in all, until the legs that need them have started
+    max_requests: int = 65_536  # alive at once
+    client_requests: int = 4_096  # alive at once of one client
+    max_ranks: int = 4_096
+    forget_s: float = 600.0  # a rank gone for so long is no longer listed
+
+    def __post_init__(self) -> None:
+        for name in (self.name, *self.instances):
+            if not _NAME.match(name):
+                raise ConfigError(f"{name!r} is no name: use 1 to 64 of A-Z a-z 0-9 . _ -")
+        BusAddress(self.bus)
+        ControllerAddress(self.controller)
+        for label in ("lease_s", "hang_s", "stale_s", "sent_interval_s", "request_overcommit", "kv_overcommit",
+                      "prefill_overcommit", "attempts", "queue_requests", "queue_bytes", "payload_bytes",
+                      "max_requests", "client_requests", "max_ranks", "forget_s"):  # fmt: skip
+            if getattr(self, label) <= 0:
+                raise ConfigError(f"{label} must be greater than 0, not {getattr(self, label)}")
+        if self.settle_s < 0:
+            raise ConfigError(f"settle_s must not be negative, not {self.settle_s}")
+        for role in ("prefill", "decode", "unified"):  # old names become the new ones here, once
+            object.__setattr__(self, f"{role}_method", resolve(getattr(self, f"{role}_method"), role))
+
+    @property
+    def methods(self) -> dict[Role, str]:
+        """The method in force for each role."""
+        return {"prefill": self.prefill_method, "decode": self.decode_method, "unified": self.unified_method}

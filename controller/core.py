@@ -1,0 +1,261 @@
+"""The controller's pure core: `handle(event, now) -> actions`. Joins the parts; the decisions are theirs.
+
+`controller.loads` counts, `controller.health` judges, `controller.members` knows the connections, `controller.life`
+the requests. No sockets, clocks, threads or randomness: the same core runs live, in the replay lab in virtual time,
+and in property tests.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bus.actions import Publish
+from bus.messages import (
+    Beacon,
+    Bye,
+    Cancel,
+    Dispatch,
+    Drain,
+    DrainRank,
+    Hello,
+    Load,
+    LoadReport,
+    Member,
+    Message,
+    Ping,
+    Pong,
+    Progress,
+    Refused,
+    Role,
+    Rooms,
+    Sent,
+    Status,
+    StatusQuery,
+    Submit,
+    Who,
+)
+from controller.config import ControllerConfig
+from controller.events import (
+    Action,
+    Event,
+    FromClient,
+    FromNode,
+    Published,
+    Tick,
+    ToClient,
+    ToNode,
+    Undelivered,
+    Unreachable,
+)
+from controller.health import Health
+from controller.life import Life
+from controller.loads import LoadTable
+from controller.members import Loss, Members
+from controller.placement import Placement
+from controller.policies import Policy
+from controller.status import rank_status
+
+MEASURE_S = 0.5
+SENT_AT_LEAST_S = 1.0
+
+
+class ControllerCore:
+    """One controller, from `now` (seconds, monotonic) on. `policies` replaces methods by objects (the lab's own)."""
+
+    def __init__(
+        self, config: ControllerConfig, epoch: int, now: float, policies: Mapping[Role, Policy] | None = None
+    ) -> None:
+        self.config = config
+        self.epoch = epoch
+        self.counts: Counter[str] = Counter()
+        self.table = LoadTable(
+            epoch,
+            stale_s=config.stale_s,
+            request_overcommit=config.request_overcommit,
+            kv_overcommit=config.kv_overcommit,
+            prefill_overcommit=config.prefill_overcommit,
+        )
+        self.health = Health(lease_s=config.lease_s, hang_s=config.hang_s, settle_s=config.settle_s, now=now)
+        self.members = Members(config, epoch, self.table, self.health, self.counts)
+        placement = Placement(self.table, {**config.methods, **(policies or {})})
+        self.life = Life(config, epoch, self.table, placement, self.counts, now)
+        self._started_at = now
+        self._pings = 0
+        self._ping_at = now
+        self._sweep_at = now
+        self._measure_at = now + MEASURE_S
+        self._sent_at = now
+        self._sent_seq = 0
+        self._sent_turn = -1
+        self._handlers: dict[type[Message], Callable[[Any, Any, float, list[Action]], None]] = {
+            Cancel: lambda peer, message, now, out: self.life.cancel(peer, message.rid, out),
+            StatusQuery: self._on_status_query,
+            DrainRank: self._on_drain_rank,
+        }
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """What to do about `event`, in order."""
+        out: list[Action] = []
+        if type(event) is FromClient:
+            message = event.message
+            if type(message) is Submit:
+                self._settle(now)
+                self.life.submit(event.peer, message, event.frames, now, out)
+                return out
+            self._handlers[type(message)](event.peer, message, now, out)
+        elif type(event) is Published:
+            self._on_published(event.message, now, out)
+        elif type(event) is FromNode:
+            self._on_node(event.peer, event.message, now, out)
+        elif type(event) is Tick:
+            self._on_tick(now, out)
+        elif type(event) is Undelivered:
+            rank = self.members.peers.get(event.peer)
+            if rank is not None and isinstance(event.message, Dispatch):
+                self.life.undelivered(rank, event.message, now, out)
+        elif type(event) is Unreachable:
+            self._lose(self.members.unreachable(event.peer, now, out), now, out)
+        if self.life.queue.requests:
+            self._settle(now)
+            self.life.drain(now, out)
+        return out
+
+    def shutdown(self, now: float) -> list[Action]:
+        """This controller leaves: every live request ends, for its client to send it elsewhere."""
+        out: list[Action] = []
+        self.life.shutdown(out)
+        return out
+
+    def status(self, id: int, now: float) -> Status:
+        """Everything an operator may want to see."""
+        ranks = tuple(
+            rank_status(rank, self.members.state(rank), now)
+            for _, rank in sorted(self.table.ranks.items(), key=lambda item: item[0])
+        )
+        methods = {str(role): method for role, method in self.config.methods.items()}
+        return Status(id, self.config.name, self.epoch, max(0.0, now - self._started_at), methods, self.tally(), ranks)
+
+    def tally(self) -> dict[str, int]:
+        """Counts by name: what happened so far, and what is alive (`requests`, `queue_*`, `payload_bytes`)."""
+        life = self.life
+        return {
+            **self.counts,
+            **self.table.counts,
+            "requests": len(life.requests),
+            "queue_requests": life.queue.requests,
+            "queue_bytes": life.queue.bytes,
+            "payload_bytes": life.payload_bytes,
+            "adoptable": len(life.adoption),
+        }
+
+    def validate(self) -> None:
+        """Assert that all parts agree (tests call this after every event)."""
+        self.table.validate()
+        self.life.validate()
+        assert set(self.health.pulses) == set(self.table.ranks)
+        for key, rank in self.table.ranks.items():
+            assert rank.ready == (self.health.pulses[key].state == "ready"), rank
+        for peer, rank in self.members.peers.items():
+            assert rank.peer == peer and self.table.ranks[rank.key] is rank, rank  # noqa: PT018
+
+    # --- from clients -----------------------------------------------------------------------------------------
+
+    def _on_status_query(self, peer: Any, query: StatusQuery, now: float, out: list[Action]) -> None:
+        out.append(ToClient(peer, self.status(query.id, now), "status"))
+
+    def _on_drain_rank(self, peer: Any, order: DrainRank, now: float, out: list[Action]) -> None:
+        rank = self.table.ranks.get((order.instance, order.dp_rank))
+        if rank is None:
+            refused = Refused("bad_rank", f"no rank {order.instance}/{order.dp_rank} is known here", order.id)
+            out.append(ToClient(peer, refused, "drain"))
+            return
+        self.health.drain(rank.key)
+        self._lose(self.members.assess(rank, now, out, "drain"), now, out)
+        out.append(ToNode(rank.peer, Drain(order.dp_rank), cause="drain"))
+        out.append(ToClient(peer, self.status(order.id, now), "drain"))
+
+    # --- from nodes -------------------------------------------------------------------------------------------
+
+    def _on_node(self, peer: Any, message: Message, now: float, out: list[Action]) -> None:
+        if isinstance(message, Hello):
+            self._lose(self.members.hello(peer, message, now, out), now, out)
+            rank = self.members.peers.get(peer)
+            if rank is not None:
+                self.life.adoption.offer(rank, now)
+            return
+        rank = self.members.peers.get(peer)
+        if rank is None:
+            out.append(ToNode(peer, Who(), cause="stranger"))
+            return
+        self.health.heard(rank.key, now)
+        if isinstance(message, Progress):
+            if (message.instance, message.dp_rank, message.epoch) != (*rank.key, rank.epoch):
+                self.counts["rejected_bad_identity"] += 1
+                return
+            self.life.progress(rank, message, now, out)
+        elif isinstance(message, Pong):
+            self.members.pong(rank, message, now)
+        elif isinstance(message, Bye):
+            self._lose(self.members.bye(rank, message, now, out), now, out)
+        if not rank.ready:
+            self._lose(self.members.assess(rank, now, out, "heard"), now, out)
+
+    def _lose(self, losses: list[Loss], now: float, out: list[Action]) -> None:
+        for loss in losses:
+            self.life.adoption.forget(loss.rank)
+            self.life.lost(loss, now, out)
+
+    # --- from the bus -----------------------------------------------------------------------------------------
+
+    def _on_published(self, message: Message, now: float, out: list[Action]) -> None:
+        if isinstance(message, LoadReport):
+            self._on_load(message, message.load, now, out)
+        elif isinstance(message, Rooms | Member):
+            if message.load is not None:
+                self._on_load(message, message.load, now, out)
+        elif isinstance(message, Sent):
+            self.table.apply_sent(message, now)
+        elif isinstance(message, Beacon):
+            pass  # that it came is all it says to us
+        self.health.bus_heard(now)
+
+    def _on_load(self, message: LoadReport | Rooms | Member, load: Load, now: float, out: list[Action]) -> None:
+        rank = self.table.apply((message.instance, message.dp_rank), message.epoch, load, now)
+        if rank is not None:
+            self.health.report(rank.key, load, now)
+            if not rank.ready:
+                self._lose(self.members.assess(rank, now, out, "report"), now, out)
+
+    # --- time -------------------------------------------------------------------------------------------------
+
+    def _settle(self, now: float) -> None:
+        if not self.life.settled:
+            self.life.settled = self.health.settled(now)
+
+    def _on_tick(self, now: float, out: list[Action]) -> None:
+        self._settle(now)
+        self.table.age(now)
+        self.life.expire(now, out)
+        if now >= self._sweep_at:
+            self._sweep_at = now + self.config.lease_s / 12
+            self._lose(self.members.sweep(now, out), now, out)
+            self.life.adoption.expire(now)
+        if now >= self._ping_at:
+            self._ping_at = now + self.config.lease_s / 3
+            self._pings += 1
+            out.extend(ToNode(peer, Ping(self._pings), cause="ping") for peer in list(self.members.peers))
+        if now >= self._measure_at:
+            self.life.measure(now - self._measure_at + MEASURE_S)
+            self._measure_at = now + MEASURE_S
+        self._publish_sent(now, out)
+
+    def _publish_sent(self, now: float, out: list[Action]) -> None:
+        turn = self.table.turn
+        due_s = self.config.sent_interval_s if turn != self._sent_turn else SENT_AT_LEAST_S
+        if now - self._sent_at < due_s or not self.table.ranks:
+            return
+        self._sent_at, self._sent_turn = now, turn
+        self._sent_seq += 1
+        out.append(Publish(Sent(self.config.name, self.epoch, self._sent_seq, self.table.counters()), "time"))

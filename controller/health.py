@@ -1,0 +1,175 @@
+"""Which ranks may be dispatched to, and why not. Pure: `now` comes in, verdicts come out.
+
+What is told apart, from three independent signs (the direct connection, the bus, the step counter):
+
+| state | sign |
+| --- | --- |
+| starting | the node says so; or it runs something and has not reported yet, so its load is not known |
+| ready | connected, heard within its lease, reporting, moving |
+| draining | the node says so, or an operator asked |
+| silent | connected, but the bus carried nothing of it for a lease while it carried other things |
+| lost | nothing over its connection for a lease, or the connection is gone |
+| hung | connected and busy, but its step counter stood still for `hang_s` |
+| gone | it said goodbye |
+
+When the whole bus is quiet (the broker died), no rank is blamed for it. Owns these verdicts; sends nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bus.messages import Load, MemberKey, NodeState, RankState
+
+DEAD: frozenset[RankState] = frozenset({"lost", "hung", "gone"})  # what runs there is given up
+
+
+@dataclass(slots=True)
+class Pulse:
+    """The signs of life of one rank's epoch. Times are seconds of the caller's clock."""
+
+    key: MemberKey
+    epoch: int
+    declared: NodeState
+    known: bool  # its load is known: it reported, or it said hello with nothing running
+    said_hello_at: float
+    heard_at: float
+    reported_at: float
+    step: int = -1
+    step_at: float = 0.0
+    busy: bool = False
+    drain: bool = False  # an operator asked
+    unreachable: bool = False
+    returning: bool = False  # it was dead since it was last ready
+    state: RankState = "starting"  # the last verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    key: MemberKey
+    old: RankState
+    new: RankState
+
+
+class Health:
+    """Signs in (`hello`, `heard`, `moved`, `report`, ...), verdicts out (`assess`, `sweep`)."""
+
+    def __init__(self, *, lease_s: float, hang_s: float, settle_s: float, now: float) -> None:
+        self._lease_s = lease_s
+        self._hang_s = hang_s
+        self._settle_s = settle_s
+        self._started_at = now
+        self._settled = False
+        self._bus_at = now  # the bus last carried anything
+        self._bus_since = now  # without a pause of a third of a lease
+        self.pulses: dict[MemberKey, Pulse] = {}
+
+    # --- signs ------------------------------------------------------------------------------------------------
+
+    def hello(self, key: MemberKey, epoch: int, declared: NodeState, *, idle: bool, now: float) -> Pulse:
+        """A node introduced itself, or restated itself."""
+        pulse = self.pulses.get(key)
+        if pulse is None or pulse.epoch != epoch:
+            pulse = self.pulses[key] = Pulse(key, epoch, declared, idle, now, now, now, step_at=now)
+        pulse.declared = declared
+        pulse.heard_at = now
+        pulse.unreachable = False
+        return pulse
+
+    def heard(self, key: MemberKey, now: float) -> None:
+        """Anything at all came over its connection."""
+        pulse = self.pulses.get(key)
+        if pulse is not None:
+            pulse.heard_at = now
+
+    def moved(self, key: MemberKey, step: int, busy: bool, now: float) -> None:
+        """Its step counter, from a pong or a report; these overtake each other, so only a rise counts as movement."""
+        pulse = self.pulses.get(key)
+        if pulse is None:
+            return
+        if step > pulse.step or not busy or not pulse.busy:
+            pulse.step_at = now
+        pulse.step = max(step, pulse.step)
+        pulse.busy = busy
+
+    def report(self, key: MemberKey, load: Load, now: float) -> None:
+        """A load report of its epoch came over the bus."""
+        pulse = self.pulses.get(key)
+        if pulse is not None:
+            pulse.reported_at = now
+            pulse.known = True
+            self.moved(key, load.step, load.running > 0, now)
+
+    def bus_heard(self, now: float) -> None:
+        """The bus carried something, of anybody."""
+        if now - self._bus_at > self._lease_s / 3:
+            self._bus_since = now  # it was away: what the ranks said meanwhile is lost, and not their fault
+        self._bus_at = now
+
+    def unreachable(self, key: MemberKey) -> None:
+        """Its connection is gone."""
+        pulse = self.pulses.get(key)
+        if pulse is not None:
+            pulse.unreachable = True
+
+    def drain(self, key: MemberKey) -> None:
+        """An operator wants it to take nothing new."""
+        pulse = self.pulses.get(key)
+        if pulse is not None:
+            pulse.drain = True
+
+    def bye(self, key: MemberKey) -> None:
+        """It said goodbye."""
+        pulse = self.pulses.get(key)
+        if pulse is not None:
+            pulse.declared = "gone"
+
+    def forget(self, key: MemberKey) -> None:
+        self.pulses.pop(key, None)
+
+    # --- verdicts ---------------------------------------------------------------------------------------------
+
+    def state(self, pulse: Pulse, now: float) -> RankState:
+        """The verdict on one rank; the worst sign decides."""
+        if pulse.declared == "gone":
+            return "gone"
+        if pulse.unreachable or now - pulse.heard_at > self._lease_s:
+            return "lost"
+        if pulse.busy and now - pulse.step_at > self._hang_s:
+            return "hung"
+        if pulse.declared == "draining" or pulse.drain:
+            return "draining"
+        if self._bus_at - max(pulse.reported_at, self._bus_since) > self._lease_s:
+            return "silent"
+        if pulse.declared == "starting" or not (pulse.known or now - pulse.said_hello_at > self._lease_s):
+            return "starting"
+        return "ready"
+
+    def assess(self, key: MemberKey, now: float) -> Change | None:
+        """The change of one rank's state since the last verdict, if any."""
+        pulse = self.pulses.get(key)
+        if pulse is None:
+            return None
+        state = self.state(pulse, now)
+        if state == pulse.state:
+            return None
+        change = Change(key, pulse.state, state)
+        pulse.state = state
+        return change
+
+    def sweep(self, now: float) -> list[Change]:
+        """Changes of all ranks."""
+        return [change for key in list(self.pulses) if (change := self.assess(key, now))]
+
+    def settled(self, now: float) -> bool:
+        """Whether the picture is whole enough to decide on: `settle_s` after the start (time for nodes to reconnect),
+        once no rank is still expected to report; after a lease in any case. Once settled, always."""
+        if not self._settled:
+            age_s = now - self._started_at
+            waiting = any(not pulse.known for pulse in self.pulses.values())
+            self._settled = age_s >= self._lease_s or (age_s >= self._settle_s and not waiting)
+        return self._settled
+
+    def quiet_s(self, key: MemberKey, now: float) -> float:
+        """How long its connection has carried nothing."""
+        return now - self.pulses[key].heard_at

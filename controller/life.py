@@ -1,0 +1,504 @@
+"""The life of requests: accepted, placed, dispatched, retried, ended exactly once.
+
+Owns live requests, their rooms, payloads, deadlines and the central queue. Ranks are chosen by `controller.placement`,
+counted by `controller.loads`. Pure: what must be sent is appended to `out`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal
+
+from bus.actions import Note
+from bus.messages import (
+    RETRYABLE,
+    Accepted,
+    Attempt,
+    CancelLeg,
+    Code,
+    Dispatch,
+    Done,
+    Ended,
+    Failed,
+    Location,
+    Progress,
+    Rid,
+    Role,
+    Submit,
+)
+from controller.adoption import Adoption
+from controller.config import ControllerConfig
+from controller.events import Action, ToClient, ToNode
+from controller.loads import LoadTable
+from controller.members import Loss
+from controller.placement import Placement
+from controller.queue import CentralQueue, Deadlines
+from controller.rank import RankLoad
+from controller.requests import MENDABLE, ROLES, LegRun, Refusal, Request, State, check, dispatch_of, same_request
+
+MAX_ATTEMPT = 1_000_000
+_LEG_FAILED: dict[Role, Literal["prefill_failed", "decode_failed"]] = {
+    "prefill": "prefill_failed",
+    "decode": "decode_failed",
+    "unified": "decode_failed",
+}
+
+
+class Life:
+    """Live requests by rid. `settled` False holds everything back in the queue (the picture is still empty)."""
+
+    def __init__(
+        self,
+        config: ControllerConfig,
+        epoch: int,
+        table: LoadTable,
+        placement: Placement,
+        counts: Counter[str],
+        now: float,
+    ) -> None:
+        self._config = config
+        self._epoch = epoch
+        self._table = table
+        self._placement = placement
+        self._counts = counts
+        self._deadlines = Deadlines(now)
+        self._rooms: dict[tuple[int, Role], Rid] = {}
+        self._of_peer: Counter[Any] = Counter()
+        self._ends_s = 0.0  # recent ends a second
+        self._ends = 0
+        self.adoption = Adoption()
+        self.requests: dict[Rid, Request] = {}
+        self.queue = CentralQueue(max_requests=config.queue_requests, max_bytes=config.queue_bytes)
+        self.payload_bytes = 0
+        self.settled = False
+        self.trace = False  # a log line for each request
+
+    # --- from clients -----------------------------------------------------------------------------------------
+
+    def submit(self, peer: Any, submit: Submit, frames: Sequence[Any], now: float, out: list[Action]) -> None:
+        """Answered by Accepted (now, or when it leaves the queue) or by Failed."""
+        self._counts["submitted"] += 1
+        live = self.requests.get(submit.rid)
+        try:
+            if live is not None and submit.attempt <= live.attempt:
+                self._reattach(live, peer, submit, out)
+                return
+            check(submit, frames)
+            self._check_limits(peer, submit, frames, live)
+        except Refusal as refusal:
+            self._refuse(peer, submit, refusal, out)
+            return
+        if live is not None:
+            self._supersede(live, peer, out)
+        request = Request(peer, submit, frames, now)
+        self._register(request)
+        try:
+            if not self._place(request, now, out, "submit"):
+                self._enqueue(request)
+        except Refusal as refusal:
+            self._fail(request, refusal.code, refusal.sentence, out, "submit")
+
+    def cancel(self, peer: Any, rid: Rid, out: list[Action]) -> None:
+        """End a request for its client at once; whoever knows the rid may. Unknown ones are over already."""
+        request = self.requests.get(rid)
+        if request is not None:
+            self._move(request, peer)
+            self._fail(request, "cancelled", "cancelled by the client", out, "cancel")
+            return
+        for rank, attempt in self.adoption.take(rid).values():
+            out.append(ToNode(rank.peer, CancelLeg(rid, attempt), cause="cancel"))
+
+    # --- from nodes -------------------------------------------------------------------------------------------
+
+    def progress(self, rank: RankLoad, progress: Progress, now: float, out: list[Action]) -> None:
+        """Legs that started or ended; what an older attempt says is fenced off here."""
+        for rid, attempt in progress.started:
+            leg = self._leg(rank, rid, attempt)
+            if leg is not None:
+                leg.started = True
+                request = self.requests[rid]
+                if leg.role != "prefill" or len(request.legs) == 1:
+                    self._streaming(request)
+        for ended in progress.ended:
+            leg = self._leg(rank, ended.rid, ended.attempt)
+            if leg is not None and leg.role == ended.leg:
+                self._ended(self.requests[ended.rid], leg, ended, now, out)
+
+    def lost(self, loss: Loss, now: float, out: list[Action]) -> None:
+        """A rank is gone, hung or restarted: what ran there is dispatched again, or failed."""
+        for rid, request in list(loss.rank.work.items()):
+            if (rid, request.attempt) in loss.kept:
+                continue
+            leg = self._leg(loss.rank, rid, request.attempt)
+            assert leg is not None, (rid, loss)
+            self._counts["legs_lost"] += 1
+            if loss.tell:
+                out.append(ToNode(loss.rank.peer, CancelLeg(rid, request.attempt, "fenced"), cause="rank.lost"))
+            self._over(leg, request)
+            request.losses += 1
+            self._leg_failed(request, leg, "peer_lost", loss.why, now, out, "rank.lost")
+
+    def undelivered(self, rank: RankLoad, dispatch: Dispatch, now: float, out: list[Action]) -> None:
+        """A dispatch could not be queued for its node: it never happened."""
+        leg = self._leg(rank, dispatch.rid, dispatch.attempt)
+        if leg is not None:
+            request = self.requests[dispatch.rid]
+            self._counts["undelivered"] += 1
+            self._table.undo(rank, leg.charge)
+            leg.over = True
+            del rank.work[request.rid]
+            sentence = f"rank {rank.key[0]}/{rank.key[1]} takes no more messages"
+            self._leg_failed(request, leg, "overloaded", sentence, now, out, "undelivered")
+
+    # --- time and credit --------------------------------------------------------------------------------------
+
+    def expire(self, now: float, out: list[Action]) -> None:
+        """Fail what is past its deadline."""
+        for rid in self._deadlines.due(now):
+            request = self.requests[rid]
+            request.deadline_at = None  # the wheel has let go of it
+            sentence = "its deadline passed" + (" while it waited for a rank" if request.lane is not None else "")
+            self._fail(request, "deadline", sentence, out, "deadline")
+
+    def drain(self, now: float, out: list[Action]) -> None:
+        """Dispatch from the queue what there is credit for."""
+        for lane in self.queue.lanes():
+            while (request := self.queue.head(lane)) is not None:
+                try:
+                    if not self._place(request, now, out, "credit"):
+                        break
+                except Refusal as refusal:
+                    self._fail(request, refusal.code, refusal.sentence, out, "credit")
+
+    def shutdown(self, out: list[Action]) -> None:
+        """End everything that lives."""
+        for request in list(self.requests.values()):
+            self._fail(request, "shutting_down", "the controller leaves", out, "shutdown")
+
+    def measure(self, interval_s: float) -> None:
+        """Each `interval_s`: how fast requests end, for retry hints."""
+        self._ends_s += 0.3 * (self._ends / interval_s - self._ends_s)
+        self._ends = 0
+
+    def retry_after_s(self, code: Code) -> float:
+        """When it may be worth trying again; 0: no hint."""
+        if code == "overloaded":
+            return round(min(5.0, max(0.05, (len(self.queue) + 1) / max(self._ends_s, 0.2))), 3)
+        return 0.5 if code in ("no_rank", "rank_unavailable", "peer_lost") else 0.0
+
+    def validate(self) -> None:
+        """Every sum and map is what its definition says (tests call this after each event)."""
+        self.queue.validate()
+        live = self.requests.values()
+        assert {request.rid for request in self.queue} == {r.rid for r in live if r.state is State.QUEUED}
+        assert self.payload_bytes == sum(request.frames_bytes for request in live)
+        assert self._of_peer == Counter(request.peer for request in live)
+        assert len(self._deadlines) == sum(request.deadline_at is not None for request in live)
+        rooms = {(r.submit.bootstrap_room, role): r.rid for r in live for role in _rooms(r.submit)}
+        assert self._rooms == rooms
+        running = [(leg, r) for r in live if r.state is State.RUNNING for leg in r.legs if not leg.over]
+        assert all(leg.rank.work.get(request.rid) is request for leg, request in running)
+        for rank in self._table.ranks.values():
+            mine = [leg for leg, _ in running if leg.rank is rank]
+            assert rank.outstanding == len(mine) == len(rank.work), rank
+            assert rank.outstanding_tokens == sum(leg.charge for leg in mine), rank
+        for request in live:
+            assert request.state is not State.ENDED
+            assert request.state is State.QUEUED or not all(leg.over for leg in request.legs), request.rid
+
+    # --- inside: begin ----------------------------------------------------------------------------------------
+
+    def _check_limits(self, peer: Any, submit: Submit, frames: Sequence[Any], live: Request | None) -> None:
+        for role in _rooms(submit):
+            assert submit.bootstrap_room is not None
+            holder = self._rooms.get((submit.bootstrap_room, role))
+            if holder is not None and holder != submit.rid:
+                raise Refusal("duplicate_room", f"bootstrap_room {submit.bootstrap_room} belongs to a live request")
+        if live is not None:
+            return
+        config = self._config
+        if self._of_peer[peer] >= config.client_requests:
+            raise Refusal("too_many", f"this client has {config.client_requests} requests outstanding")
+        if len(self.requests) >= config.max_requests:
+            raise Refusal("overloaded", f"{config.max_requests} requests are alive here")
+        if self.payload_bytes + sum(map(len, frames)) > config.payload_bytes:
+            raise Refusal("overloaded", "the prompts that wait here take all the memory there is for them")
+
+    def _reattach(self, live: Request, peer: Any, submit: Submit, out: list[Action]) -> None:
+        if not same_request(live.submit, submit):
+            raise Refusal("duplicate_rid", "the rid belongs to another live request")
+        self._counts["reattached"] += 1
+        self._move(live, peer)
+        if live.state is State.RUNNING:
+            self._accept(live, out, "submit")
+
+    def _supersede(self, live: Request, peer: Any, out: list[Action]) -> None:
+        self._counts["superseded"] += 1
+        self._withdraw(live, "fenced", out, "submit")
+        if live.peer != peer:
+            failed = Failed(live.rid, live.attempt, "fenced", "a newer attempt was submitted", retryable=False)
+            out.append(ToClient(live.peer, failed, cause="submit"))
+        self._forget(live)
+
+    def _register(self, request: Request) -> None:
+        submit = request.submit
+        self.requests[submit.rid] = request
+        for role in _rooms(submit):
+            assert submit.bootstrap_room is not None
+            self._rooms[(submit.bootstrap_room, role)] = submit.rid
+        self._of_peer[request.peer] += 1
+        self.payload_bytes += request.frames_bytes
+        if request.deadline_at is not None:
+            self._deadlines.add(submit.rid, request.deadline_at)
+
+    def _enqueue(self, request: Request) -> None:
+        if not self.queue.has_room(request.frames_bytes):
+            raise Refusal("overloaded", f"all ranks are busy and {len(self.queue)} requests wait already")
+        self.queue.add(_lane(request.submit), request)
+        self._counts["queued"] += 1
+
+    # --- inside: place and dispatch ---------------------------------------------------------------------------
+
+    def _place(self, request: Request, now: float, out: list[Action], cause: str) -> bool:
+        """Dispatch `request` if its legs have ranks; False: it waits. Raises Refusal where waiting does not help."""
+        if not self.settled:
+            return False
+        if self.queue.requests and request.lane is None and self.queue.waits(_lane(request.submit)):
+            return False
+        submit = request.submit
+        if not request.tries:
+            if self._adopt(request, now, out):
+                return True
+            for role in ROLES[submit.leg]:
+                self._placement.check(role, submit, *_target(submit, role))
+        chosen: list[tuple[Role, RankLoad]] = []
+        for role in ROLES[submit.leg]:
+            rank = self._placement.place(role, submit, *_target(submit, role), request.avoid)
+            if rank is None:
+                return False
+            chosen.append((role, rank))
+        self._dispatch(request, chosen, now, out, cause)
+        return True
+
+    def _dispatch(
+        self, request: Request, chosen: list[tuple[Role, RankLoad]], now: float, out: list[Action], cause: str
+    ) -> None:
+        submit = request.submit
+        if request.lane is not None:
+            self.queue.remove(request)
+        request.to(State.RUNNING)
+        request.tries += 1
+        # Prefill computes the prompt and decode holds it; what decode may produce nobody knows, so it is not charged.
+        request.legs = tuple(LegRun(role, rank, submit.prompt_tokens) for role, rank in chosen)
+        prefill: Location | None = None
+        for leg in request.legs:
+            rank = leg.rank
+            rank.work[submit.rid] = request
+            number = self._table.charge(rank, leg.charge)
+            frames = request.frames
+            if leg.role == "prefill":
+                prefill = rank.location
+                dispatch = dispatch_of(request, leg, number, self._epoch, now)
+            elif leg.role == "decode":
+                frames = frames[1:]
+                told = prefill if submit.leg == "pair" else self._told(submit)
+                dispatch = dispatch_of(request, leg, number, self._epoch, now, told)
+            else:
+                dispatch = dispatch_of(request, leg, number, self._epoch, now)
+            if _target(submit, leg.role)[1] is not None:
+                rank.routed_total += 1
+            out.append(ToNode(rank.peer, dispatch, frames, cause))
+        self._counts["dispatched" if request.tries == 1 else "redispatched"] += 1
+        self._accept(request, out, cause)
+        if self.trace:
+            ranks = {leg.role: f"{leg.rank.key[0]}/{leg.rank.key[1]}" for leg in request.legs}
+            out.append(
+                Note("request.dispatched", "debug", cause, {"rid": request.rid, "attempt": request.attempt} | ranks)
+            )
+
+    def _told(self, submit: Submit) -> Location | None:
+        """Where the caller says a lone decode leg's prefill ran, if this controller knows that rank."""
+        if submit.disagg_prefill_dp_rank is None:
+            return None
+        group = self._table.group("prefill", submit.model, submit.prefill_instance)
+        names = group.names()
+        if len(names) != 1:
+            return None
+        rank = next(iter(group.instances())).get(submit.disagg_prefill_dp_rank)
+        return rank.location if rank is not None and rank.ready else None
+
+    def _adopt(self, request: Request, now: float, out: list[Action]) -> bool:
+        """After my restart: a request that nodes still run goes on there, rather than being run twice."""
+        held = self.adoption.take(request.rid)
+        if not held:
+            return False
+        attempt = max(attempt for _, attempt in held.values())
+        roles = ROLES[request.submit.leg]
+        legs = [(role, held[role][0]) for role in roles if role in held and held[role][1] == attempt]
+        if legs and legs[-1][0] == roles[-1] and attempt >= request.attempt and all(rank.ready for _, rank in legs):
+            self._counts["adopted"] += 1
+            request.attempt = attempt
+            self._dispatch(request, legs, now, out, "adopted")
+            return True
+        for rank, old in held.values():
+            out.append(ToNode(rank.peer, CancelLeg(request.rid, old, "fenced"), cause="adopted"))
+        request.attempt = max(request.attempt, min(attempt + 1, MAX_ATTEMPT))
+        return False
+
+    def _accept(self, request: Request, out: list[Action], cause: str) -> None:
+        where = {leg.role: leg.rank.location for leg in request.legs}
+        accepted = Accepted(
+            request.rid,
+            request.attempt,
+            request.submit.bootstrap_room,
+            where.get("prefill"),
+            where.get("decode") or where.get("unified"),
+        )
+        out.append(ToClient(request.peer, accepted, cause))
+
+    # --- inside: end ------------------------------------------------------------------------------------------
+
+    def _leg(self, rank: RankLoad, rid: Rid, attempt: Attempt) -> LegRun | None:
+        """The live leg of this attempt at `rank`."""
+        request: Request | None = rank.work.get(rid)
+        if request is None or request.attempt != attempt:
+            return None
+        return next(leg for leg in request.legs if leg.rank is rank)
+
+    def _over(self, leg: LegRun, request: Request) -> None:
+        leg.over = True
+        del leg.rank.work[request.rid]
+        self._table.end(leg.rank, leg.charge)
+
+    def _streaming(self, request: Request) -> None:
+        request.streaming = True
+        if request.frames:
+            self.payload_bytes -= request.frames_bytes
+            request.frames, request.frames_bytes = (), 0
+
+    def _ended(self, request: Request, leg: LegRun, ended: Ended, now: float, out: list[Action]) -> None:
+        self._over(leg, request)
+        leg.ended = ended
+        leg.rank.ended_total += 1
+        if ended.code == "ok":
+            if leg.role != "prefill":
+                self._streaming(request)
+        else:
+            leg.rank.failed_total += 1
+            if not (leg.role == "prefill" and len(request.legs) == 2 and request.streaming):
+                sentence = ended.message or f"the {leg.role} leg ended with {ended.code}"
+                self._leg_failed(request, leg, ended.code, sentence, now, out, "progress")
+                return
+        self._finish(request, out)
+
+    def _finish(self, request: Request, out: list[Action]) -> None:
+        """Done, once every leg is over."""
+        if not all(leg.over for leg in request.legs):
+            return
+        legs = tuple(leg.ended for leg in request.legs if leg.ended is not None and leg.ended.code == "ok")
+        self._counts["done"] += 1
+        self._ends += 1
+        out.append(ToClient(request.peer, Done(request.rid, request.attempt, legs), cause="progress"))
+        self._forget(request)
+
+    def _leg_failed(
+        self, request: Request, leg: LegRun, code: Code, sentence: str, now: float, out: list[Action], cause: str
+    ) -> None:
+        """One leg of `request` is over and not well: try again elsewhere, or fail both."""
+        if leg.role == "prefill" and len(request.legs) == 2 and request.streaming:
+            self._finish(request, out)  # decode has its first token: only its own end decides now
+            return
+        retry = code in MENDABLE and not request.streaming and request.attempt < MAX_ATTEMPT
+        if retry and request.tries < self._config.attempts:
+            self._withdraw(request, "fenced", out, cause)
+            request.avoid += (leg.rank,)
+            request.attempt += 1
+            request.to(State.QUEUED)
+            try:
+                if not self._place(request, now, out, cause):
+                    self._enqueue(request)
+            except Refusal as refusal:
+                self._fail(request, code, f"{sentence}; then: {refusal.sentence}", out, cause)
+            return
+        if retry and request.losses >= request.tries > 1:
+            code, sentence = "poison", f"{request.losses} ranks were lost with it; the last: {sentence}"
+        self._fail(request, code, sentence, out, cause, withdraw=_LEG_FAILED[leg.role])
+
+    def _withdraw(self, request: Request, code: Code, out: list[Action], cause: str) -> None:
+        """Cancel the legs that still run, and count them no more."""
+        for leg in request.legs:
+            if not leg.over:
+                out.append(ToNode(leg.rank.peer, CancelLeg(request.rid, request.attempt, code), cause=cause))
+                self._over(leg, request)
+
+    def _fail(
+        self,
+        request: Request,
+        code: Code,
+        sentence: str,
+        out: list[Action],
+        cause: str,
+        *,
+        withdraw: Code | None = None,
+    ) -> None:
+        self._withdraw(request, withdraw or code, out, cause)
+        self._answer_failed(request.peer, request.rid, request.attempt, code, sentence, out, cause)
+        self._ends += 1
+        self._forget(request)
+
+    def _refuse(self, peer: Any, submit: Submit, refusal: Refusal, out: list[Action]) -> None:
+        self._answer_failed(peer, submit.rid, submit.attempt, refusal.code, refusal.sentence, out, "submit")
+
+    def _answer_failed(
+        self, peer: Any, rid: Rid, attempt: int, code: Code, sentence: str, out: list[Action], cause: str
+    ) -> None:
+        self._counts["failed"] += 1
+        self._counts[f"failed_{code}"] += 1
+        failed = Failed(rid, attempt, code, sentence[:1024], code in RETRYABLE, self.retry_after_s(code))
+        out.append(ToClient(peer, failed, cause))
+        if self.trace:
+            out.append(Note("request.failed", "debug", cause, {"rid": rid, "attempt": attempt, "code": code}))
+
+    def _forget(self, request: Request) -> None:
+        submit = request.submit
+        if request.lane is not None:
+            self.queue.remove(request)
+        request.to(State.ENDED)
+        del self.requests[submit.rid]
+        for role in _rooms(submit):
+            assert submit.bootstrap_room is not None
+            del self._rooms[(submit.bootstrap_room, role)]
+        self._leave(request)
+        self.payload_bytes -= request.frames_bytes
+        if request.deadline_at is not None:
+            self._deadlines.remove(submit.rid, request.deadline_at)
+
+    def _move(self, request: Request, peer: Any) -> None:
+        """The client speaks over another connection now."""
+        self._leave(request)
+        request.peer = peer
+        self._of_peer[peer] += 1
+
+    def _leave(self, request: Request) -> None:
+        self._of_peer[request.peer] -= 1
+        if not self._of_peer[request.peer]:
+            del self._of_peer[request.peer]
+
+
+def _rooms(submit: Submit) -> tuple[Role, ...]:
+    """For which roles `submit` claims its room: a prefill and a decode leg of one room are one pair."""
+    return () if submit.bootstrap_room is None or submit.leg == "unified" else ROLES[submit.leg]
+
+
+def _target(submit: Submit, role: Role) -> tuple[str, int | None]:
+    """The instance and rank that the caller chose for a leg."""
+    if submit.leg == "pair" and role == "prefill":
+        return submit.prefill_instance, submit.disagg_prefill_dp_rank
+    return submit.instance, submit.routed_dp_rank
+
+
+def _lane(submit: Submit) -> Hashable:
+    """Requests of one lane wait for the same ranks. Those with a fixed rank wait apart: they hold up nobody."""
+    fixed = (submit.routed_dp_rank, submit.disagg_prefill_dp_rank if submit.leg == "pair" else None)
+    return submit.leg, submit.model, submit.instance, submit.prefill_instance, fixed

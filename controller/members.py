@@ -1,0 +1,162 @@
+"""Nodes come, speak and go: which connection is which rank, and what its state means for what runs there.
+
+Owns the connections and turns the verdicts of `controller.health` into readiness in the load table and into `Loss`es
+for the requests' side. Pure. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Any, NamedTuple
+
+from bus.actions import Note
+from bus.messages import Attempt, Bye, Code, Hello, MemberKey, Pong, RankState, Refused, Rid, Welcome
+from controller.config import ControllerConfig
+from controller.events import Action, ToNode
+from controller.health import DEAD, Change, Health
+from controller.loads import LoadTable, info_key
+from controller.rank import RankLoad
+
+FENCED_EPOCHS = 8
+
+
+class Loss(NamedTuple):
+    """What ran at `rank` is lost, but for the `(rid, attempt)`s in `kept`. With `tell`, it may still run there."""
+
+    rank: RankLoad
+    why: str
+    kept: frozenset[tuple[Rid, Attempt]] = frozenset()
+    tell: bool = False
+
+
+class Members:
+    """`peers` maps a connection to the rank that said hello over it: one connection speaks for one rank."""
+
+    def __init__(
+        self, config: ControllerConfig, epoch: int, table: LoadTable, health: Health, counts: Counter[str]
+    ) -> None:
+        self._config = config
+        self._epoch = epoch
+        self._table = table
+        self._health = health
+        self._counts = counts
+        self._fenced: dict[MemberKey, deque[int]] = {}  # epochs that a later start replaced
+        self.peers: dict[Any, RankLoad] = {}
+
+    def hello(self, peer: Any, hello: Hello, now: float, out: list[Action]) -> list[Loss]:
+        """A node introduces or restates itself. What it no longer has is lost."""
+        key = info_key(hello)
+        refusal = self._refusal(peer, key, hello)
+        if refusal is not None:
+            self._counts[f"hello_{refusal.code}"] += 1
+            out.append(ToNode(peer, refusal, cause="hello"))
+            return []
+        losses: list[Loss] = []
+        rank = self._table.ranks.get(key)
+        if rank is None or rank.epoch != hello.epoch:
+            if rank is not None:
+                losses.append(Loss(rank, f"rank {key[0]}/{key[1]} was restarted"))
+                self._fenced.setdefault(key, deque(maxlen=FENCED_EPOCHS)).append(rank.epoch)
+                self.peers.pop(rank.peer, None)
+            rank = self._table.open(hello)
+            out.append(Note("node.registered", cause="hello", fields=_name(rank) | {"epoch": rank.epoch}))
+        else:
+            if rank.peer != peer:
+                losses.append(Loss(rank, f"rank {key[0]}/{key[1]} lost its connection", frozenset(hello.running)))
+                self._table.reconnected(rank)
+                self.peers.pop(rank.peer, None)
+            self._table.revise(rank, hello)
+        rank.peer = peer
+        self.peers[peer] = rank
+        self._health.hello(key, hello.epoch, hello.state, idle=not hello.running, now=now)
+        follow = self._config.methods[hello.role] == "follow_bootstrap_room"
+        welcome = Welcome(self._config.name, self._epoch, follow, self._config.lease_s, hello.dp_rank)
+        out.append(ToNode(peer, welcome, cause="hello"))
+        return losses + self.assess(rank, now, out, "hello")
+
+    def bye(self, rank: RankLoad, bye: Bye, now: float, out: list[Action]) -> list[Loss]:
+        if (bye.instance, bye.dp_rank, bye.epoch) != (*rank.key, rank.epoch):
+            self._counts["rejected_bad_identity"] += 1
+            return []
+        self._health.bye(rank.key)
+        return self.assess(rank, now, out, "bye")
+
+    def pong(self, rank: RankLoad, pong: Pong, now: float) -> None:
+        self._health.moved(rank.key, pong.step, pong.busy, now)
+
+    def unreachable(self, peer: Any, now: float, out: list[Action]) -> list[Loss]:
+        """A send said that the connection is gone."""
+        rank = self.peers.pop(peer, None)
+        if rank is None or rank.peer != peer:
+            return []
+        self._health.unreachable(rank.key)
+        return self.assess(rank, now, out, "unreachable")
+
+    def assess(self, rank: RankLoad, now: float, out: list[Action], cause: str) -> list[Loss]:
+        """Act on one rank's state if it changed."""
+        change = self._health.assess(rank.key, now)
+        return [loss for loss in (self._act(change, out, cause),) if loss] if change else []
+
+    def sweep(self, now: float, out: list[Action]) -> list[Loss]:
+        """Act on all ranks whose state time has changed; forget those gone for long."""
+        losses = [loss for change in self._health.sweep(now) if (loss := self._act(change, out, "time"))]
+        for rank in list(self._table.ranks.values()):
+            if self.state(rank) in DEAD and self._health.quiet_s(rank.key, now) > self._config.forget_s:
+                self.peers.pop(rank.peer, None)
+                self._table.close(rank)
+                self._health.forget(rank.key)
+                self._fenced.pop(rank.key, None)
+        return losses
+
+    def state(self, rank: RankLoad) -> RankState:
+        """The verdict in force."""
+        return self._health.pulses[rank.key].state
+
+    # --- inside -----------------------------------------------------------------------------------------------
+
+    def _act(self, change: Change, out: list[Action], cause: str) -> Loss | None:
+        rank = self._table.ranks[change.key]
+        pulse = self._health.pulses[change.key]
+        self._table.set_ready(rank, change.new == "ready", slow=pulse.returning)
+        level = "warning" if change.new in ("lost", "hung", "silent") else "info"
+        states = {"old": change.old, "new": change.new}
+        out.append(Note("rank.state_changed", level, cause, _name(rank) | states))
+        if change.new == "ready":
+            pulse.returning = False
+        if change.new not in DEAD or change.old in DEAD:
+            return None
+        self._counts[f"ranks_{change.new}"] += 1
+        pulse.returning = True
+        may_run = change.new != "gone" and not pulse.unreachable
+        return Loss(rank, f"rank {rank.key[0]}/{rank.key[1]} is {change.new}", tell=may_run)
+
+    def _refusal(self, peer: Any, key: MemberKey, hello: Hello) -> Refused | None:
+        def refuse(code: Code, sentence: str) -> Refused:
+            return Refused(code, sentence)
+
+        claimed = self.peers.get(peer)
+        if claimed is not None and claimed.key != key:
+            return refuse("bad_identity", f"this connection speaks for {claimed.key[0]}/{claimed.key[1]}")
+        if self._config.instances and hello.instance not in self._config.instances:
+            return refuse("bad_identity", f"this controller serves {', '.join(self._config.instances)} only")
+        if hello.dp_rank >= hello.dp_size:
+            return refuse("bad_identity", f"dp_rank {hello.dp_rank} is outside 0..{hello.dp_size - 1}")
+        if hello.epoch in self._fenced.get(key, ()):
+            return refuse("fenced", f"a later start of {key[0]}/{key[1]} has taken its place")
+        if key not in self._table.ranks and len(self._table.ranks) >= self._config.max_ranks:
+            return refuse("too_many", f"{self._config.max_ranks} ranks have joined")
+        mine = (hello.role, hello.model, hello.dp_size)
+        for rank in self._table.ranks.values():
+            info = rank.info
+            if info.instance != hello.instance or rank.key == key or self.state(rank) in DEAD:
+                continue
+            if (info.role, info.model, info.dp_size) != mine:
+                return refuse(
+                    "bad_identity",
+                    f"instance {info.instance} is {info.role} of {info.model} with dp_size {info.dp_size} here",
+                )
+        return None
+
+
+def _name(rank: RankLoad) -> dict[str, Any]:
+    return {"instance": rank.key[0], "dp_rank": rank.key[1], "role": rank.info.role}

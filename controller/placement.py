@@ -1,0 +1,118 @@
+"""Which rank runs a leg: the caller's choice, else the method's. Pure; charges nothing.
+
+`place` returns a rank, or None when the leg should wait for credit, or raises Refusal. Credit is a rank's alone, not a
+request's: one request may overshoot it, and the node queues what does not fit yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from bus.messages import Role, Submit
+from controller.groups import Group, Subset
+from controller.loads import LoadTable
+from controller.policies import POLICIES, Policy
+from controller.rank import RankLoad
+from controller.requests import Refusal
+
+
+class Placement:
+    """Chooses by `methods` (role -> a name of `POLICIES`, or a Policy object) among the ranks of `table`."""
+
+    def __init__(self, table: LoadTable, methods: Mapping[Role, str | Policy]) -> None:
+        self._table = table
+        self._policies: dict[Role, Policy] = {
+            role: POLICIES[method]() if isinstance(method, str) else method for role, method in methods.items()
+        }
+
+    def check(self, role: Role, submit: Submit, instance: str, dp_rank: int | None) -> None:
+        """Raise Refusal when this leg can run nowhere, whoever is alive and however long it waits."""
+        group = self._table.group(role, submit.model, instance)
+        if not group.models:
+            self._nobody(role, submit, instance)
+        if len(group.models) > 1 and not submit.model:
+            raise Refusal("bad_request", f"name the model: {', '.join(sorted(group.models))} are served")
+        if dp_rank is not None:
+            self._check_length(role, submit, self._pinned(group, role, dp_rank).largest)
+        else:
+            self._check_length(role, submit, group.largest)
+
+    def place(
+        self, role: Role, submit: Submit, instance: str, dp_rank: int | None, avoid: tuple[RankLoad, ...] = ()
+    ) -> RankLoad | None:
+        """The rank for a leg, or None to wait. `avoid` names ranks to shun while there are others."""
+        group = self._table.group(role, submit.model, instance)
+        if dp_rank is not None:
+            rank = self._pinned(group, role, dp_rank)
+            if not rank.ready:
+                raise Refusal("rank_unavailable", f"rank {rank.key[0]}/{dp_rank} is not ready: it takes nothing now")
+            return _bounded(rank)
+        policy = self._policies[role]
+        if not group.ready:
+            raise Refusal("no_rank", f"no live {role} rank can take this now")
+        if policy.fixed:
+            rank_or_none = policy.pick(group, submit, submit.prompt_tokens)
+            if rank_or_none is None:
+                raise Refusal("no_rank", f"the {role} rank of bootstrap_room {submit.bootstrap_room} is not there now")
+            self._check_length(role, submit, rank_or_none.largest)
+            return _bounded(rank_or_none)
+        if not avoid:
+            chosen = policy.pick(group, submit, submit.prompt_tokens)
+            if chosen is None or holds(chosen, role, submit):
+                return chosen
+        large = [rank for rank in group.members if rank is not None and rank.ready and holds(rank, role, submit)]
+        if large:
+            others = [rank for rank in large if rank not in avoid]
+            return policy.pick(Subset(others or large), submit, submit.prompt_tokens)
+        raise Refusal("no_rank", f"no live {role} rank is large enough for {submit.prompt_tokens} prompt tokens")
+
+    # --- the caller's rank ------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _pinned(group: Group, role: Role, dp_rank: int) -> RankLoad:
+        names = group.names()
+        if len(names) != 1:
+            raise Refusal("bad_rank", f"dp_rank {dp_rank} of which {role} instance? name one of {', '.join(names)}")
+        ranks = next(iter(group.instances()))
+        dp_size = next(iter(ranks.values())).info.dp_size
+        if not 0 <= dp_rank < dp_size:
+            raise Refusal("bad_rank", f"dp_rank {dp_rank} is outside 0..{dp_size - 1} of {names[0]}")
+        if dp_rank not in ranks:
+            raise Refusal("rank_unavailable", f"rank {names[0]}/{dp_rank} has not joined")
+        return ranks[dp_rank]
+
+    @staticmethod
+    def _check_length(role: Role, submit: Submit, largest: int) -> None:
+        context = context_of(role, submit)
+        if context > largest:
+            raise Refusal("too_long", f"{context} tokens exceed the {largest} that context and KV capacity allow")
+
+    def _nobody(self, role: Role, submit: Submit, instance: str) -> None:
+        """Nobody serves this: say which part of the wish is to blame."""
+        if instance:
+            for rank in self._table.ranks.values():
+                if rank.info.instance == instance:
+                    raise Refusal(
+                        "bad_rank", f"instance {instance} is {rank.info.role} of {rank.info.model}, not {role}"
+                    )
+            raise Refusal("bad_rank", f"no instance {instance} is known here")
+        if submit.model and (models := self._table.group(role).models):
+            raise Refusal("bad_request", f"model {submit.model} is not served; {', '.join(sorted(models))} is")
+        raise Refusal("no_rank", f"no {role} rank has joined")
+
+
+def context_of(role: Role, submit: Submit) -> int:
+    """Tokens of context a leg takes: a prefill leg adds one token to the prompt, the others all they may produce."""
+    return submit.prompt_tokens + (1 if role == "prefill" else submit.max_tokens)
+
+
+def holds(rank: RankLoad, role: Role, submit: Submit) -> bool:
+    """Whether the request fits in the rank's context and KV memory at all."""
+    return context_of(role, submit) <= rank.largest
+
+
+def _bounded(rank: RankLoad) -> RankLoad:
+    """Waiting would free no other rank, so such a request joins its rank's queue, up to a bound."""
+    if rank.full:
+        raise Refusal("overloaded", f"rank {rank.key[0]}/{rank.key[1]} has {rank.requests} requests")
+    return rank

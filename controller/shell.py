@@ -1,0 +1,257 @@
+"""The controller's shell: sockets, clock, thread. Carries out what the core asks for and decides nothing.
+
+`Controller` runs on a thread of its own (`with Controller(config) as controller:`) or, for `python -m controller`, on
+the caller's (`open`, `loop.run`, `close`). Payload frames go through as they came: `zmq.Frame`s, neither decoded nor
+copied.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import structlog
+import zmq
+
+from bus import codec, metrics, topics
+from bus.actions import Note, Publish
+from bus.broker import Broker, BrokerConfig
+from bus.endpoints import BusAddress, ControllerAddress
+from bus.epochs import new_epoch
+from bus.errors import BusError, LocalProtocolError, RemoteProtocolError
+from bus.loop import Loop
+from bus.messages import (
+    CLIENT_TO_CONTROLLER,
+    NODE_TO_CONTROLLER,
+    PUBLICATIONS,
+    Beacon,
+    Code,
+    Message,
+    Refused,
+    Submit,
+)
+from bus.security import load_keys
+from bus.sockets import PAYLOAD_MAX, Socket, Sockets
+from controller.config import ControllerConfig
+from controller.core import ControllerCore
+from controller.events import Event, FromClient, FromNode, Published, Tick, ToNode, Undelivered, Unreachable
+from controller.metrics import collect
+
+TICK_S = 0.05
+METRICS_S = 1.0
+FAREWELL_MS = 250  # for last answers to leave
+PEERS_REMEMBERED = 4096
+LOCAL = "local"  # the peer that is this process; routing ids are bytes
+SUBSCRIPTIONS = (topics.LOAD, topics.ROOMS, topics.MEMBER, topics.SENT, topics.BEACON)
+
+log = structlog.get_logger("controller")
+
+
+class Controller:
+    """Embedded: `with Controller(config) as controller:`; StartError on entry if an endpoint is taken.
+
+    `on_local` gets (on the loop's thread) what the core answers to requests submitted with `submit_local`.
+    `bus_seen` is set with the first beacon of a broker. `rejected` counts dropped messages by reason. `trace` (before
+    `open`) logs each request at debug level. `failure` is for whoever runs `loop`: why it was stopped.
+    """
+
+    def __init__(self, config: ControllerConfig, *, on_local: Callable[[Message], None] | None = None) -> None:
+        self.config = config
+        self.epoch = new_epoch()
+        self.bus_seen = threading.Event()
+        self.rejected: Counter[str] = Counter()
+        self.trace = False
+        self.failure: BusError | None = None
+        self._on_local = on_local
+        self._rejecters: set[bytes] = set()
+        self._metrics: Sequence[metrics.Metric] = ()
+        self._stop_metrics: Callable[[], None] = _nothing
+        self._broker: Broker | None = None
+        self._thread: threading.Thread | None = None
+        self._opened = False
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Controller:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> Controller:
+        """Bind, and serve from a thread of its own."""
+        self.open()
+        self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """End live requests with `shutting_down` and leave; idempotent. Nothing is left when it returns."""
+        if self._thread is not None:
+            self.loop.stop()
+            self._thread.join()
+            self._thread = None
+        self.close()
+
+    def open(self) -> None:
+        """Bind everything, for a caller that runs `loop` itself."""
+        config = self.config
+        keys = load_keys(config.keys, server=True) if config.keys else None
+        bus, address = BusAddress(config.bus), ControllerAddress(config.controller)
+        self.loop = Loop()
+        self._sockets = Sockets(keys=keys)
+        self._opened = True
+        try:
+            if config.with_broker:
+                self._broker = Broker(BrokerConfig(config.bus, keys=config.keys)).start()
+            self._clients = self._sockets.router(address.clients, maximum=PAYLOAD_MAX, domain="clients")
+            self._nodes = self._sockets.router(address.nodes)
+            self._sub = self._sockets.sub(bus.subscribe, SUBSCRIPTIONS)
+            self._pub = self._sockets.pub(bus.publish)
+            if config.metrics_port:
+                self._stop_metrics = metrics.serve(config.metrics_port, lambda: self._metrics)
+        except BaseException:
+            self.close()
+            raise
+        self.core = ControllerCore(config, self.epoch, self.loop.clock())
+        self.core.life.trace = self.trace
+        self.loop.add(self._clients, self._on_client, copy=False)
+        self.loop.add(self._nodes, self._on_node)
+        self.loop.add(self._sub, self._on_publication, budget=512)
+        self.loop.call_every(TICK_S, lambda: self.handle(Tick()))
+        if config.metrics_port:
+            self._gather()
+            self.loop.call_every(METRICS_S, self._gather)
+        log.info("controller.started", name=config.name, address=config.controller, epoch=self.epoch, **config.methods)
+
+    def close(self) -> None:
+        """What `open` opened; idempotent. Only when `loop` no longer runs."""
+        if not self._opened:
+            return
+        self._opened = False
+        if hasattr(self, "core"):
+            self._carry_out(self.core.shutdown(self.loop.clock()))
+            for socket in (self._clients, self._nodes):
+                self._sockets.close_socket(socket, linger_ms=FAREWELL_MS)
+        self._stop_metrics()
+        self._sockets.close()
+        if self._broker is not None:
+            self._broker.stop()
+        self.loop.close()
+
+    def _run(self) -> None:
+        try:
+            self.loop.run()
+        except Exception:
+            log.exception("controller.failed")
+            raise
+
+    # --- in -----------------------------------------------------------------------------------------------------------
+
+    def submit_local(self, message: Message, frames: Sequence[Any] = ()) -> None:
+        """A message of this process itself, from any thread: handled soon on the loop's."""
+        self.loop.call_threadsafe(lambda: self.handle(FromClient(LOCAL, message, frames)))
+
+    def handle(self, event: Event) -> None:
+        """Let the core decide, and do what it says (on the loop's thread only)."""
+        self._carry_out(self.core.handle(event, self.loop.clock()))
+
+    def _on_client(self, frames: list[zmq.Frame]) -> None:
+        peer = frames[0].bytes
+        try:
+            if len(frames) < 2:
+                raise RemoteProtocolError("frames", "no header")
+            message = codec.decode(frames[1].bytes, CLIENT_TO_CONTROLLER)
+            if len(frames) > 2 and type(message) is not Submit:
+                raise RemoteProtocolError("frames", f"{len(frames)} frames")
+        except RemoteProtocolError as error:
+            self._reject(peer, error)
+            code: Code = "bad_version" if error.reason == "version" else "bad_message"
+            self._send(self._clients, peer, Refused(code, str(error)[:1024]))
+            return
+        self.handle(FromClient(peer, message, frames[2:]))
+
+    def _on_node(self, frames: list[bytes]) -> None:
+        peer = frames[0]
+        try:
+            if len(frames) != 2:
+                raise RemoteProtocolError("frames", f"{len(frames)} frames")
+            message = codec.decode(frames[1], NODE_TO_CONTROLLER)
+        except RemoteProtocolError as error:
+            self._reject(peer, error)
+            code: Code = "bad_version" if error.reason == "version" else "bad_message"
+            self._send(self._nodes, peer, Refused(code, str(error)[:1024]))
+            return
+        self.handle(FromNode(peer, message))
+
+    def _on_publication(self, frames: list[bytes]) -> None:
+        try:
+            if len(frames) != 2:
+                raise RemoteProtocolError("frames", f"{len(frames)} frames")
+            message = codec.decode(frames[1], PUBLICATIONS)
+            if topics.of(message) != frames[0]:
+                raise RemoteProtocolError("topic", repr(frames[0][:80]))
+        except RemoteProtocolError as error:
+            self._reject(frames[0], error)
+            return
+        if type(message) is Beacon and not self.bus_seen.is_set():
+            self.bus_seen.set()
+        self.handle(Published(message))
+
+    def _reject(self, peer: bytes, error: RemoteProtocolError) -> None:
+        self.rejected[error.reason] += 1
+        self.core.counts[f"rejected_{error.reason}"] += 1
+        if peer not in self._rejecters and len(self._rejecters) < PEERS_REMEMBERED:
+            self._rejecters.add(peer)
+            log.warning("message.rejected", peer=repr(peer[:100]), reason=error.reason, detail=error.detail[:200])
+
+    # --- out ----------------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, actions: list[Any]) -> None:
+        for action in actions:  # what a failed send leads to joins the end of the list
+            if type(action) is ToNode:
+                failure = self._send(self._nodes, action.peer, action.message, action.frames)
+                if failure == errno.EHOSTUNREACH:
+                    actions.extend(self.core.handle(Unreachable(action.peer), self.loop.clock()))
+                elif failure == errno.EAGAIN:
+                    actions.extend(self.core.handle(Undelivered(action.peer, action.message), self.loop.clock()))
+            elif type(action) is Publish:
+                self._pub.send_multipart((topics.of(action.message), codec.encode(action.message)))
+            elif type(action) is Note:
+                getattr(log, action.level)(action.event, cause=action.cause, **action.fields)
+            elif action.peer == LOCAL:
+                if self._on_local is not None:
+                    self._on_local(action.message)
+            elif self._send(self._clients, action.peer, action.message):
+                self.core.counts["clients_unreachable"] += 1  # it may come back and ask again
+
+    def _send(self, router: Socket, peer: bytes, message: Message, frames: Sequence[Any] = ()) -> int:
+        """0, or the errno that says why the message did not leave."""
+        try:
+            header = codec.encode(message)
+        except LocalProtocolError as error:
+            log.error("message.too_large", detail=str(error))
+            header = codec.encode(Refused("too_many", "the answer does not fit in a message"))
+        try:
+            if frames:
+                router.send_multipart((peer, header, *frames), zmq.NOBLOCK, copy=False)
+            else:
+                router.send_multipart((peer, header), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
+                raise
+            return error.errno
+        return 0
+
+    def _gather(self) -> None:
+        self._metrics = collect(self.core, self.loop.clock())
+
+
+def _nothing() -> None:
+    pass
