@@ -65,7 +65,7 @@ class Traffic:
                 self._submit(time.monotonic_ns().to_bytes(8, "little") + self._filler)
                 sent += 1
                 continue
-            if error := self._receive(max(1, int(due_s * 1000)) if sent < count else SILENT_MS, idle_is_error=sent == count):
+            if error := self._receive(SILENT_MS if sent == count else max(1, int(due_s * 1000)), sent == count):
                 return {"error": error}
         return {"elapsed_s": time.perf_counter() - began}
 

@@ -1,4 +1,4 @@
-"""`dispatch`: client process → controller → 8 node processes under full load, beside a bare broker of the same frames."""
+"""`dispatch`: client → controller → 8 node processes under full load, beside a bare broker of the same frames."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdbus.bench.harness import Aim, Row, Scope, Workspace, row
 NODES = 8
 WINDOW = 64
 CASES = ((128, 1.5), (2_048, 1.2), (32_768, 1.1))  # tokens of the prompt, aim for CPU over the bare broker's
-SECONDS_OF_WARM_UP = 1_000  # requests
+WARM_UP = 1_000  # requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def _case(scope: Scope, tokens: int, limit: float) -> list[Row]:
         scope.say(f"{name}: starting {2 * NODES} nodes")
         sides = (parts.our_path(space, NODES, tokens), parts.bare_path(space, NODES, tokens))
         for side in sides:
-            side.client.ask(do="burst", count=min(1_000, count), window=WINDOW)
+            side.client.ask(do="burst", count=min(WARM_UP, count), window=WINDOW)
         for number in range(scope.runs):
             scope.say(f"{name}: run {number + 1} of {scope.runs}")
             for side, results in zip(sides, (ours, bare), strict=True):

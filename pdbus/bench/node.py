@@ -7,8 +7,11 @@ long each dispatch was on its way, when its prompt starts with the time of its s
 
 from __future__ import annotations
 
+import select
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import zmq
@@ -98,7 +101,11 @@ def ours(
     with Sockets() as sockets:
         pub = sockets.pub(BusAddress(bus).publish)
         address = ControllerAddress(controller).nodes
-        nodes = [_Rank(loop, sockets.dealer(address, maximum=PAYLOAD_MAX), pub, instance, n, dp_size, role, journeys) for n in ranks]
+        nodes = [
+            _Rank(loop, sockets.dealer(address, maximum=PAYLOAD_MAX), pub, instance, dp_rank, dp_size, role, journeys)
+            for dp_rank in ranks
+        ]
+        waiting = set(nodes)
 
         def commands() -> None:
             for _ in parent.commands():
@@ -106,18 +113,24 @@ def ours(
             if parent.gone:
                 loop.stop()
 
-        waiting = set(nodes)
-
         def announce() -> None:
             for node in nodes:
                 node.member()
-            if waiting and not waiting.difference_update([node for node in waiting if node.welcomed]) and not waiting:
+            welcomed = {node for node in waiting if node.welcomed}
+            waiting.difference_update(welcomed)
+            if welcomed and not waiting:
                 parent.ready()
+
+        def progress() -> None:
+            for node in nodes:
+                if node.taken:
+                    node.progress()
 
         loop.call_every(MEMBER_S, announce)
         for index, node in enumerate(nodes):  # spread over the interval, as independent schedulers would be
-            loop.call_later(index / len(nodes) / report_hz, lambda node=node: loop.call_every(1 / report_hz, node.report))
-        loop.after_turn(lambda: [node.progress() for node in nodes if node.taken])
+            start = partial(loop.call_every, 1 / report_hz, node.report)
+            loop.call_later(index / len(nodes) / report_hz, start)
+        loop.after_turn(progress)
         watch_stdin(loop, commands)
         loop.run()
         loop.close()
@@ -125,8 +138,6 @@ def ours(
 
 def watch_stdin(loop: Loop, function: Callable[[], None]) -> None:
     """Call `function` on the loop's thread whenever STDIN can be read."""
-    import threading
-
     turn = threading.Semaphore(1)
 
     def ready() -> None:
@@ -134,8 +145,6 @@ def watch_stdin(loop: Loop, function: Callable[[], None]) -> None:
         turn.release()
 
     def watch() -> None:
-        import select
-
         while True:
             turn.acquire()
             select.select([STDIN], [], [])
@@ -213,9 +222,11 @@ class _Rank:
 
     def member(self) -> None:
         self.member_seq += 1
-        self.publish(
-            Member(*self.who, self.member_seq, self.load(), self.role, "bench", self.dp_size, "ready", self.endpoint, False, 0, MEMBER_S)
-        )
+        member = Member(
+            *self.who, self.member_seq, self.load(), self.role, "bench", self.dp_size, "ready", self.endpoint,
+            follow_bootstrap_room=False, rooms_seq=0, interval_s=MEMBER_S,
+        )  # fmt: skip
+        self.publish(member)
 
     def publish(self, message: LoadReport | Member) -> None:
         self.pub.send_multipart((topics.of(message), codec.encode(message)))

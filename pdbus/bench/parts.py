@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bus.messages import Leg
+from bus.messages import Leg, Role
 from pdbus.bench.harness import Process, Workspace
 
 
@@ -15,6 +15,11 @@ class Path:
     client: Process
     middle: Process
     nodes: tuple[Process, ...]
+
+    def journeys(self, count: int, rate: float) -> list[float]:
+        """Send `count` requests at `rate`; the microseconds from submit to arrival of each."""
+        self.client.ask(do="paced", count=count, rate=rate)
+        return [ns / 1e3 for node in self.nodes for ns in node.ask(do="take")]
 
 
 def broker(space: Workspace, *options: str) -> Process:
@@ -32,8 +37,30 @@ def controller(space: Workspace, *options: str) -> Process:
     return started
 
 
+def sim_nodes(space: Workspace, role: Role, *, processes: int, ranks: int) -> list[Process]:
+    """`ranks` ranks of one instance of the real node program, sim engine, steps of no time."""
+    nodes = [
+        space.program(
+            f"nodes.{role}", "--bus", space.endpoint("bus"), "--controller", space.endpoint("ctl"),
+            "--instance", f"{role}-0", "--dp-size", str(ranks), "--data", f"ipc://{space.folder}",
+            "--engine", "sim", "--sim-timing", "zero", "--watch-parent", "--log-level", "warning", "--drain-s", "0",
+            *(argument for rank in range(number, ranks, processes) for argument in ("--dp-rank", str(rank))),
+        )
+        for number in range(processes)
+    ]  # fmt: skip
+    for node in nodes:
+        node.wait_ready()
+    return nodes
+
+
 def our_path(
-    space: Workspace, ranks: int, prompt_tokens: int, *, processes: int | None = None, method: str = "total_tokens"
+    space: Workspace,
+    ranks: int,
+    prompt_tokens: int,
+    *,
+    processes: int | None = None,
+    method: str = "total_tokens",
+    report_hz: float = 20.0,
 ) -> Path:
     """Broker, controller, `ranks` unified ranks in as many `processes`, a client."""
     broker(space)
@@ -46,6 +73,7 @@ def our_path(
             controller=space.endpoint("ctl"),
             ranks=list(range(ranks))[number::count],
             dp_size=ranks,
+            report_hz=report_hz,
         )
         for number in range(count)
     )

@@ -115,14 +115,13 @@ def _expiry(scope: Scope) -> list[Row]:
         busy: list[float] = []
         while watcher.ask(do="count", name="rooms_held"):
             busy += watcher.ask(do="probe", seconds=1.0, gap_s=PROBE_GAP_S)
-    rows = [
+    return [
         row(f"{rooms:,} rooms expire", name, "ms", [figure(busy) * 1e3], [figure(quiet) * 1e3], aim)
         for name, figure, aim in (
             ("longest pause", max, AIM_PAUSE_MS),
             ("p99.9 round trip", lambda times: percentile(times, 0.999), None),
         )
     ]
-    return rows
 
 
 def _pair(space: Workspace) -> tuple[Process, Process]:
@@ -131,6 +130,3 @@ def _pair(space: Workspace) -> tuple[Process, Process]:
     publisher.wait_ready()
     watcher.wait_ready()
     return publisher, watcher
-
-
-

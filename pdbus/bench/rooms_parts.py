@@ -7,6 +7,7 @@ timed; registrations in bulk are encoded beforehand, so that the broker is what 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -45,7 +46,7 @@ def publisher(parent: Parent, bus: str) -> None:
     address = BusAddress(bus)
     with Sockets() as sockets:
         one = _Publisher(sockets.pub(address.publish), sockets.dealer(address.bootstrap))
-        doings = {"bulk": one.bulk, "paced": one.paced}
+        doings: dict[str, Callable[..., Any]] = {"bulk": one.bulk, "paced": one.paced}
         parent.serve(lambda do, **settings: doings[do](**settings))
 
 
@@ -66,9 +67,7 @@ class _Publisher:
             rank = number % RANKS
             self._seqs[rank] += 1
             claims = tuple(Registration(room_number(index)) for index in range(at, min(at + batch, first + count)))
-            message = Rooms(
-                INSTANCE, rank, self._epochs[rank], self._seqs[rank], None, _endpoint(rank), claims
-            )
+            message = Rooms(INSTANCE, rank, self._epochs[rank], self._seqs[rank], None, _endpoint(rank), claims)
             frames.append((topics.of(message), codec.encode(message)))
         if not first:
             self._announce()
@@ -84,7 +83,7 @@ class _Publisher:
 
     def paced(self, first: int, count: int, rate: float) -> list[int]:
         """Register `count` rooms, one each 1/`rate` s; when, in nanoseconds."""
-        stamps = []
+        stamps: list[int] = []
         began = time.perf_counter()
         for index in range(first, first + count):
             time.sleep(max(0.0, began + len(stamps) / rate - time.perf_counter()))
@@ -101,8 +100,9 @@ class _Publisher:
             seq += 1
             for rank, epoch in enumerate(self._epochs):
                 member = Member(
-                    INSTANCE, rank, epoch, seq, None, "prefill", "bench", RANKS, "ready", _endpoint(rank), False, 0, 3600.0
-                )
+                    INSTANCE, rank, epoch, seq, None, "prefill", "bench", RANKS, "ready", _endpoint(rank),
+                    follow_bootstrap_room=False, rooms_seq=0, interval_s=3600.0,
+                )  # fmt: skip
                 self._pub.send_multipart((topics.of(member), codec.encode(member)))
             time.sleep(0.02)
 
@@ -117,7 +117,13 @@ def _endpoint(rank: int) -> str:
 def watcher(parent: Parent, bus: str) -> None:
     with Sockets() as sockets:
         one = _Watcher(sockets.dealer(BusAddress(bus).bootstrap))
-        doings = {"watch": one.watch, "collect": one.collect, "ask_batches": one.ask_batches, "probe": one.probe, "count": one.count}
+        doings: dict[str, Callable[..., Any]] = {
+            "watch": one.watch,
+            "collect": one.collect,
+            "ask_batches": one.ask_batches,
+            "probe": one.probe,
+            "count": one.count,
+        }
         parent.serve(lambda do, **settings: doings[do](**settings))
 
 
@@ -187,7 +193,7 @@ def send(dealer: Socket, message: Message) -> None:
 
 
 def receive(dealer: Socket) -> Message:
-    if not dealer.poll(WAIT_S * 1000, zmq.POLLIN):
+    if not dealer.poll(int(WAIT_S * 1000), zmq.POLLIN):
         raise TimeoutError("the broker does not answer")
     return codec.decode(dealer.recv_multipart()[-1], FROM_BROKER)
 

@@ -1,0 +1,24 @@
+"""Benchmarks: what the bus and the control plane cost, beside the floor measured in the same run.
+
+`BENCHMARKS` names them; `pdbus bench` runs them. One module each; `harness` owns processes and medians, `bare` and
+`http_floor` the floors. Nothing here is imported by the parts it measures.
+"""
+
+from __future__ import annotations
+
+from pdbus.bench import dispatch, e2e, idle, latency, pick, report, rooms, scale
+from pdbus.bench.harness import Benchmark
+
+BENCHMARKS: dict[str, Benchmark] = {
+    each.name: each
+    for each in (
+        Benchmark("dispatch", "client → controller → 8 nodes under full load, beside a bare broker", dispatch.run),
+        Benchmark("latency", "submit to arrival at the node at a steady rate, beside a bare broker", latency.run),
+        Benchmark("pick", "one pick with its raise, beside an argmin over a list", pick.run),
+        Benchmark("report", "decode, validate and apply a load report, beside MessagePack alone", report.run),
+        Benchmark("rooms", "finding the rank that prefilled a room, beside a bare round trip and HTTP", rooms.run),
+        Benchmark("idle", "CPU with nothing to do", idle.run),
+        Benchmark("scale", "the controller with ever more ranks, beside itself at 8", scale.run),
+        Benchmark("e2e", "first and last token through sim nodes of no step time, beside the bare hops", e2e.run),
+    )
+}

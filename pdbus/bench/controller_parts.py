@@ -1,0 +1,33 @@
+"""Our controller's core with many ranks, in this process: what `report` measures and the operation counts guard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bus import codec, topics
+from bus.messages import PUBLICATIONS, Hello
+from controller.config import ControllerConfig
+from controller.core import ControllerCore
+from controller.events import FromNode, Published
+from pdbus.bench.pick import INSTANCE
+
+
+def core_of(ranks: int, method: str = "total_tokens") -> ControllerCore:
+    """A controller that knows `ranks` idle unified ranks, at time 0."""
+    core = ControllerCore(ControllerConfig(unified_method=method), 1, 0.0)
+    for dp_rank in range(ranks):
+        hello = Hello(INSTANCE, dp_rank, 1, "unified", "m", ranks, "ready", "ipc:///nowhere", 1 << 20, 0, 0, 16)
+        core.handle(FromNode(dp_rank, hello), 0.0)
+    return core
+
+
+def publication_handler(ranks: int) -> Callable[[tuple[bytes, bytes]], None]:
+    """What the controller does with one publication: check its topic, decode, validate, apply."""
+    core = core_of(ranks)
+
+    def handle(frames: tuple[bytes, bytes]) -> None:
+        message = codec.decode(frames[1], PUBLICATIONS)
+        assert topics.of(message) == frames[0]
+        core.handle(Published(message), 0.0)
+
+    return handle

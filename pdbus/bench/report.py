@@ -1,0 +1,57 @@
+"""`report`: decode, validate and apply one load report of 1,000 ranks, beside MessagePack decoding alone."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from bus import codec, topics
+from bus.messages import Ack, Load, LoadReport
+from pdbus.bench.harness import Aim, Row, Scope, in_child, row
+from pdbus.bench.pick import INSTANCE
+
+RANKS = 1_000
+HZ = 20.0
+ROUNDS = 7
+AIM_US = Aim(5.0, of_ratio=False)
+
+
+def run(scope: Scope) -> list[Row]:
+    scope.say(f"{RANKS:,} ranks, {scope.size(20, 4)} reports each")
+    taken = in_child("report:measure", reports=scope.size(20, 4))
+    share = [us * RANKS * HZ / 1e4 for us in taken["ours"]]
+    case = f"{RANKS:,} ranks"
+    return [
+        row(case, "decode, validate, apply", "µs", taken["ours"], taken["unpack"], AIM_US),
+        row(case, f"share of a core at {HZ:g} Hz", "%", share),
+    ]
+
+
+def frames_of(ranks: int, first_seq: int, reports: int) -> list[tuple[bytes, bytes]]:
+    """(topic, frame) of `reports` rounds of reports that change, as PUB sends them."""
+    frames = []
+    for seq in range(first_seq, first_seq + reports):
+        for dp_rank in range(ranks):
+            load = Load(seq, seq, seq % 7, seq % 3, 100 * seq, 1_000 + dp_rank, 1 << 20, 256, (Ack(1, 0, 0),))
+            message = LoadReport(INSTANCE, dp_rank, 1, seq, load)
+            frames.append((topics.of(message), codec.encode(message)))
+    return frames
+
+
+def measure(reports: int) -> dict[str, Any]:
+    """Microseconds a report, all the way and for unpacking alone, `ROUNDS` values each after one for warmth."""
+    from pdbus.bench.controller_parts import publication_handler
+
+    handle = publication_handler(RANKS)
+    ours, unpack = [], []
+    for number in range(1 + ROUNDS):
+        frames = frames_of(RANKS, 2 + number * reports, reports)
+        began = time.perf_counter()
+        for message in frames:
+            handle(message)
+        ours.append((time.perf_counter() - began) / len(frames) * 1e6)
+        began = time.perf_counter()
+        for _, frame in frames:
+            codec._unpackb(frame[1:])
+        unpack.append((time.perf_counter() - began) / len(frames) * 1e6)
+    return {"ours": ours[1:], "unpack": unpack[1:]}

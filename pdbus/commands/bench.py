@@ -1,0 +1,71 @@
+"""`pdbus bench`: run the benchmarks, show them, and leave a table and a plot in a folder. Measures nothing itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from bus.errors import ConfigError
+
+NEEDED = ("aiohttp", "matplotlib", "psutil", "requests")
+NAMES = ("dispatch", "latency", "pick", "report", "rooms", "idle", "scale", "e2e")
+
+
+@click.command("bench")
+@click.argument("names", metavar="[NAME]...", nargs=-1, type=click.Choice(NAMES))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write bench.md, bench.json and bench.png to this folder.",
+)
+@click.option("--runs", type=click.IntRange(1, 100), default=5, show_default=True, help="A figure is their median.")
+@click.option("--quick", is_flag=True, help="Fewer and shorter runs: to see that it works, not how fast.")
+def bench(names: Sequence[str], as_json: bool, out: Path | None, runs: int, quick: bool) -> None:
+    """Measure beside bare ZeroMQ, in the same run: all benchmarks, or the NAMEd ones.
+
+    \b
+    dispatch  controller CPU a request and requests/s   latency  submit to arrival at the node
+    pick      one pick with its raise                   report   one load report
+    rooms     finding a room: latency, batches, expiry  idle     CPU without requests
+    scale     8 to 512 ranks                            e2e      submit to first and last token
+    """
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"benchmarks need {', '.join(missing)}: pip install 'pdbus[bench]'")
+    from pdbus.bench import BENCHMARKS, plot, table
+    from pdbus.bench.harness import Row, Scope
+
+    screen = Console(stderr=True)
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot write to {out}: {error.strerror}") from None
+    results: list[tuple[str, str, list[Row]]] = []
+    for benchmark in (BENCHMARKS[name] for name in names or NAMES):
+        began = time.monotonic()
+        with screen.status(benchmark.name) as status:
+
+            def say(text: str, name: str = benchmark.name) -> None:
+                status.update(f"{name}: {text}")
+                if not screen.is_terminal:
+                    screen.print(f"{name}: {text}", markup=False, highlight=False)
+
+            rows = benchmark.run(Scope(1 if quick else runs, quick, say))
+        results.append((benchmark.name, benchmark.title, rows))
+        screen.print(f"{benchmark.name}: {len(rows)} figures in {time.monotonic() - began:.0f} s", highlight=False)
+        if not as_json:
+            table.show(Console(), f"{benchmark.name}: {benchmark.title}", rows)
+    if as_json:
+        click.echo(table.as_json(results))
+    if out is not None:
+        (out / "bench.md").write_text(table.markdown(results))
+        (out / "bench.json").write_text(table.as_json(results) + "\n")
+        drawn = plot.save(results, out / "bench.png")
+        screen.print(f"wrote bench.md, bench.json{', bench.png' if drawn else ''} to {out}", highlight=False)
