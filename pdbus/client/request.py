@@ -142,7 +142,11 @@ class Request:
         if message.attempt < leg.attempt:
             return []
         news = message.attempt > leg.attempt or not leg.answered
-        leg.attempt, leg.answered, leg.over = message.attempt, True, False
+        leg.attempt, leg.over = message.attempt, False
+        if message.prefill is None and message.decode is None:  # known there, and waits for a rank
+            leg.answered, leg.asked_at = False, now
+            return []
+        leg.answered = True
         self._prefill = message.prefill or self._prefill
         if leg is not self.legs[0] or not (news or self.state is State.SUBMITTED):
             return []

@@ -1,0 +1,117 @@
+"""One child process of ours: started, watched for its READY line, signalled, reaped. Owns the process and its log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from bus.errors import StartError
+from pdbus.launcher.spec import PartSpec
+
+LOG_MAX_BYTES = 16 << 20
+_TAIL_BYTES = 16 << 10
+
+
+class Child:
+    """Its stdin is a pipe held open here, so it leaves when this process goes away; stderr goes to a log file."""
+
+    def __init__(self, spec: PartSpec, log: Path, env: dict[str, str]) -> None:
+        self.spec = spec
+        self.log = log
+        self.facts: dict[str, str] = {}  # of its READY line
+        self.killed = False  # by us, without a chance to tidy up
+        with log.open("ab") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", spec.module, *spec.args],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env={**os.environ, **env},
+                start_new_session=True,  # Ctrl-C reaches us alone; we take the parts down in order
+            )
+        assert self.process.stdout is not None
+        os.set_blocking(self.process.stdout.fileno(), False)
+        self._stdout = b""
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def fileno(self) -> int:
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.facts)
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code once it is reaped (negative: of a signal); None while it lives."""
+        return self.process.poll()
+
+    def read(self) -> bool:
+        """Take in stdout, without waiting; whether more may come. Sets `facts` at the READY line."""
+        try:
+            data = os.read(self.fileno, 65536)
+        except BlockingIOError:
+            return True
+        self._stdout = (self._stdout + data)[-65536:]
+        for line in self._stdout.decode("utf-8", "replace").splitlines():
+            if line.startswith("READY ") and not self.facts:
+                self.facts = dict(word.split("=", 1) for word in line.split()[1:] if "=" in word)
+        return bool(data)
+
+    def send(self, number: int) -> None:
+        """Signal it if it lives."""
+        if self.returncode is None:
+            self.killed |= number == signal.SIGKILL
+            self.process.send_signal(number)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has exited within `timeout_s`."""
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Kill what still lives, reap it, close the pipes; idempotent."""
+        if self.returncode is None:
+            self.send(signal.SIGKILL)
+            self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None and not pipe.closed:
+                pipe.close()
+
+    def failure(self) -> StartError:
+        """Why it exited, in one line: its own error line where there is one."""
+        lines = [line for line in self.tail().splitlines() if line.strip()]
+        told = [line.partition(": error: ")[2] for line in lines if ": error: " in line]
+        code = self.returncode
+        how = f"ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        why = told[-1] if told else f"{how}; last words: {lines[-1].strip()[:300] if lines else 'none'}"
+        return StartError(f"{self.name}: {why}")
+
+    def tail(self, size: int = _TAIL_BYTES) -> str:
+        """The end of its log."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, self.log.stat().st_size - size))
+                return file.read().decode("utf-8", "replace")
+        except FileNotFoundError:
+            return ""
+
+    def trim_log(self) -> None:
+        """Empty a log that has grown past its bound (it is opened for appending)."""
+        if self.log.stat().st_size > LOG_MAX_BYTES:
+            os.truncate(self.log, 0)

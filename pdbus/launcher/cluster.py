@@ -1,0 +1,279 @@
+"""A running cluster: starts the parts, waits for READY, takes all down without a trace. Owns children and their files.
+
+Nodes go first (they drain), then controllers, then the broker; what does not leave in time is killed. Nothing survives:
+children notice when this process dies.
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import shutil
+import signal
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bus.errors import ConfigError, StartError
+from bus.messages import Status
+from pdbus.client import Client
+from pdbus.launcher.addresses import choose
+from pdbus.launcher.child import Child
+from pdbus.launcher.spec import Addresses, ClusterSpec, PartSpec
+
+PROGRESS_S = 0.25
+_PORT_TRIES = 5
+
+
+class Cluster:
+    """`with Cluster(ClusterSpec(prefill=2, decode=2)) as cluster:`; StartError on entry when a part does not start.
+
+    `progress` is called a few times a second, while parts start, with a line that says what is waited for.
+    """
+
+    def __init__(self, spec: ClusterSpec, progress: Callable[[str], None] | None = None) -> None:
+        self.spec = spec
+        self.children: dict[str, Child] = {}
+        self.leftovers: tuple[str, ...] = ()  # socket files that a clean exit left behind (a bug of ours)
+        self.logs: dict[str, str] = {}  # the end of each part's log, once stopped
+        self._progress = progress or (lambda line: None)
+        self._stack = ExitStack()
+        self._clients: list[Client] = []
+        self._directory: Path | None = None
+        self._addresses: Addresses | None = None
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Cluster:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> Cluster:
+        """All parts, READY. On failure what had started is taken down again."""
+        self._directory = Path(tempfile.mkdtemp(prefix="pd"))
+        try:
+            fresh_ports = self.spec.transport == "tcp" and not (self.spec.bus and self.spec.controller)
+            for attempt in range(_PORT_TRIES if fresh_ports else 1):
+                try:
+                    self._start_parts(in_order=fresh_ports)
+                    break
+                except StartError as error:
+                    if " is taken" not in str(error) or attempt == _PORT_TRIES - 1 or not fresh_ports:
+                        raise
+                    self._stop_parts()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """Take everything down; idempotent."""
+        if self._directory is None:
+            return
+        try:
+            self._stop_parts()
+        finally:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    # --- what it is ---------------------------------------------------------------------------------------------
+
+    @property
+    def bus(self) -> str:
+        """The broker's base address."""
+        return self._at.bus
+
+    @property
+    def controller(self) -> str:
+        """The base address of the controller, or of the first one."""
+        return next(iter(self._at.controllers.values()))
+
+    @property
+    def controllers(self) -> dict[str, str]:
+        """Base addresses by controller name (`controller-0`, or `controller-prefill-0`, ...)."""
+        return dict(self._at.controllers)
+
+    @property
+    def directory(self) -> Path:
+        """A private directory that goes when the cluster does."""
+        assert self._directory is not None, "the cluster is not running"
+        return self._directory
+
+    def client(self, **options: Any) -> Client:
+        """A client of this cluster (closed with it at the latest); `options` as for `Client`."""
+        options.setdefault("keys", self.spec.keys)
+        if self.spec.controllers == "per_instance" and not self.spec.unified:
+            options.setdefault("prefill_controller", self._at.controllers["controller-prefill-0"])
+            options.setdefault("decode_controller", self._at.controllers["controller-decode-0"])
+        elif not {"controller", "prefill_controller"} & options.keys():
+            options["controller"] = self.controller
+        client = Client(**options)
+        self._clients.append(client)
+        return client
+
+    def status(self, controller: str = "") -> Status:
+        """What a controller says (by name or base address; default: the first)."""
+        address = self._at.controllers.get(controller, controller) or self.controller
+        with Client(address, keys=self.spec.keys) as client:
+            return client.status()
+
+    def log(self, part: str) -> str:
+        """The end of a part's log."""
+        return self._child(part).tail()
+
+    # --- faults -------------------------------------------------------------------------------------------------
+
+    def kill(self, part: str, number: int = signal.SIGKILL, *, wait_s: float = 10.0) -> None:
+        """Send a signal to a part (`broker`, `controller-0`, `prefill-0/1`, ...) and, if it must end of it, reap it."""
+        child = self._child(part)
+        child.send(number)
+        if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT) and not child.wait(wait_s):
+            raise StartError(f"{part} did not leave within {wait_s:g} s of {signal.Signals(number).name}")
+
+    def restart(self, part: str) -> None:
+        """Start a part that has ended (or end it now) again, and wait for its READY."""
+        old = self._child(part)
+        if old.returncode is None:
+            self.kill(part)
+        old.close()
+        self._wait_ready([self._spawn(old.spec)])
+
+    def poll(self) -> list[str]:
+        """The parts that have exited since the start without being asked to; also keeps logs within their bound."""
+        for child in self.children.values():
+            child.trim_log()
+        return [name for name, child in self.children.items() if child.returncode is not None]
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    @property
+    def _at(self) -> Addresses:
+        assert self._addresses is not None, "the cluster is not running"
+        return self._addresses
+
+    def _child(self, part: str) -> Child:
+        if part not in self.children:
+            raise ConfigError(f"no part {part!r}; there are {', '.join(self.children)}")
+        return self.children[part]
+
+    def _start_parts(self, *, in_order: bool) -> None:
+        self._addresses = choose(self.spec, self.directory)
+        if self.spec.embedded:
+            self._embed()
+        parts = self.spec.parts(self._addresses)
+        centre = [part for part in parts if part.kind != "node"]
+        if in_order:  # so that a port taken meanwhile is noticed before the nodes load
+            self._wait_ready([self._spawn(part) for part in centre])
+            parts = [part for part in parts if part.kind == "node"]
+        self._wait_ready([self._spawn(part) for part in parts])
+
+    def _embed(self) -> None:
+        from bus.broker import Broker, BrokerConfig
+        from controller.config import ControllerConfig
+        from controller.shell import Controller
+
+        spec, at = self.spec, self._at
+        self._stack.enter_context(Broker(BrokerConfig(at.bus, keys=spec.keys)))
+        config = ControllerConfig(
+            bus=at.bus,
+            controller=self.controller,
+            keys=spec.keys,
+            prefill_method=spec.prefill_method,
+            decode_method=spec.decode_method,
+            unified_method=spec.unified_method,
+        )
+        self._stack.enter_context(Controller(config))
+
+    def _spawn(self, part: PartSpec) -> Child:
+        log = self.directory / f"{part.name.replace('/', '.')}.log"
+        child = self.children[part.name] = Child(part, log, self.spec.env)
+        return child
+
+    def _wait_ready(self, children: Iterable[Child]) -> None:
+        """Until each child is READY; StartError when one exits first or the time is up."""
+        began = time.monotonic()
+        until = began + self.spec.start_timeout_s
+        waiting = {child.fileno: child for child in children}
+        with selectors.DefaultSelector() as selector:
+            for fileno in waiting:
+                selector.register(fileno, selectors.EVENT_READ)
+            while waiting:
+                for key, _ in selector.select(PROGRESS_S):
+                    child = waiting.get(key.fd)
+                    if child is None:
+                        continue
+                    more = child.read()
+                    if child.ready:
+                        selector.unregister(key.fd)
+                        del waiting[key.fd]
+                    elif not more:
+                        child.wait(10.0)
+                        raise child.failure()
+                now = time.monotonic()
+                names = [child.name for child in waiting.values()]
+                if waiting and now >= until:
+                    last = next(iter(waiting.values())).tail().strip().rpartition("\n")[2][:300]
+                    raise StartError(
+                        f"{', '.join(names)} not ready after {self.spec.start_timeout_s:g} s; last words: {last or '-'}"
+                    )
+                if waiting:
+                    self._progress(_waiting_line(list(waiting.values()), now - began))
+
+    def _stop_parts(self) -> None:
+        for client in self._clients:
+            client.close()
+        self._clients.clear()
+        for kind in ("node", "controller", "broker"):
+            self._take_down([child for child in self.children.values() if child.spec.kind == kind])
+        self._stack.close()
+        self.logs = {name: child.tail() for name, child in self.children.items()}
+        if not any(child.killed for child in self.children.values()):
+            self.leftovers = tuple(str(path) for path in sorted(self.directory.iterdir()) if _is_socket(path))
+        self.children.clear()
+
+    def _take_down(self, children: list[Child]) -> None:
+        """SIGTERM; after the grace again, which means at once; then SIGKILL."""
+        grace_s = self.spec.stop_grace_s
+        try:
+            for wait_s in (grace_s, min(2.0, grace_s)):
+                living = [child for child in children if child.returncode is None]
+                for child in living:
+                    child.send(signal.SIGCONT)
+                    child.send(signal.SIGTERM)
+                until = time.monotonic() + wait_s
+                for child in living:
+                    child.wait(max(0.0, until - time.monotonic()))
+        finally:
+            for child in children:
+                child.close()
+
+
+def _waiting_line(children: list[Child], waited_s: float) -> str:
+    """What is waited for, and what the first of them says that it does."""
+    names = ", ".join(child.name for child in children[:4]) + (" ..." if len(children) > 4 else "")
+    doing = ""
+    for line in reversed(children[0].tail(2048).splitlines()):
+        try:
+            said = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(said, dict) and said.get("event") == "model.loading":
+            doing = f": {said.get('doing')} {said.get('percent')} %"
+        break
+    return f"starting {names}{doing} ({waited_s:.0f} s)"
+
+
+def _is_socket(path: Path) -> bool:
+    try:
+        return stat.S_ISSOCK(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False
