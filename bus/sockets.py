@@ -38,6 +38,7 @@ class Sockets:
         self.context: zmq.Context[Socket] = zmq.Context(io_threads=io_threads)
         self.context.set(zmq.MAX_SOCKETS, max_sockets)
         self._open: list[Socket] = []
+        self._bound: list[tuple[Path, int]] = []  # ipc sockets of ours: path and inode
         self._keys = keys
         self.gatekeeper = Gatekeeper(self.context, keys) if keys and keys.server_secret else None
 
@@ -50,6 +51,10 @@ class Sockets:
         self.close()
 
     def close(self) -> None:
+        for path, inode in self._bound:  # ZeroMQ leaves them behind
+            if path.exists() and path.stat().st_ino == inode:
+                path.unlink()
+        self._bound.clear()
         for socket in self._open:
             socket.close(linger=0)
         self._open.clear()
@@ -164,6 +169,8 @@ class Sockets:
                 if error.errno == errno.EADDRINUSE:
                     raise StartError(f"{endpoint} is taken: stop what runs there or choose another address") from None
                 raise StartError(f"cannot bind {endpoint}: {error.strerror}") from None
+            if endpoint.startswith("ipc://"):
+                self._bound.append((path, path.stat().st_ino))
         return socket
 
 

@@ -232,6 +232,9 @@ class Life:
         self._move(live, peer)
         if live.state is State.RUNNING:
             self._accept(live, out, "submit")
+        else:  # it waits: say that it is known, so that its client does not take us for dead
+            waits = Accepted(live.rid, live.attempt, live.submit.bootstrap_room, None, None)
+            out.append(ToClient(live.peer, waits, "submit"))
 
     def _supersede(self, live: Request, peer: Any, out: list[Action]) -> None:
         self._counts["superseded"] += 1
