@@ -126,10 +126,12 @@ def ours(
                 if node.taken:
                     node.progress()
 
+        def report_at(node: _Rank) -> None:
+            loop.call_every(1 / report_hz, node.report)
+
         loop.call_every(MEMBER_S, announce)
         for index, node in enumerate(nodes):  # spread over the interval, as independent schedulers would be
-            start = partial(loop.call_every, 1 / report_hz, node.report)
-            loop.call_later(index / len(nodes) / report_hz, start)
+            loop.call_later(index / len(nodes) / report_hz, partial(report_at, node))
         loop.after_turn(progress)
         watch_stdin(loop, commands)
         loop.run()
