@@ -24,7 +24,7 @@ EPOCH = 1  # of every virtual rank: none restarts
 
 
 class Truth(Protocol):
-    """What only an oracle may look at, by rank: tokens queued there or on their way, requests likewise, cached tokens."""
+    """What only an oracle may look at, by rank: tokens and requests queued there or on their way, tokens cached."""
 
     def queued_tokens(self, dp_rank: int) -> int: ...
     def requests(self, dp_rank: int) -> int: ...
@@ -127,8 +127,8 @@ class TableChooser(Deaf):
 class TwoChoices(TableChooser):
     """The better of two ranks drawn at random, by the same estimates (Mitzenmacher 2001)."""
 
-    def __init__(self, rng: random.Random, role: Role, ranks: int, controller: int, config: LabConfig, block_tokens: int):
-        super().__init__(POLICIES["total_tokens"](), role, ranks, controller, config, block_tokens)
+    def __init__(self, rng: random.Random, role: Role, ranks: int, controller: int, config: LabConfig) -> None:
+        super().__init__(POLICIES["total_tokens"](), role, ranks, controller, config, 0)
         self._rng = rng
 
     def pick(self, request: Submit, now: float) -> int:
@@ -221,7 +221,7 @@ def build_chooser(
     """The chooser of one controller for one role."""
     if name == "power_of_two":
         rng = random.Random(f"{config.seed}/{controller}")
-        return TwoChoices(rng, role, ranks, controller, config, block_tokens)
+        return TwoChoices(rng, role, ranks, controller, config)
     if name in ("oracle", "oracle_cache"):
         return Oracle(truth, ranks, cache=name == "oracle_cache")
     if name == "overwrite":

@@ -34,7 +34,7 @@ class LabConfig:
     stale_s: float = 5.0
     controllers: int = 1
     shared_counters: bool = True
-    sent_interval_s: float = 0.02
+    sent_interval_s: float = 0.01  # counters are shared when something was sent, at most this often
     cache_weight: float = 1.0
     slo_ttft_s: float = 2.0
     slo_tpot_s: float = 0.05

@@ -1,9 +1,9 @@
 """Figures of a run. Owns their definitions; draws and prints nothing.
 
 TTFT: from a request's arrival to its first token at the client. TPOT: seconds a token after the first. SLO attainment:
-the share of requests whose TTFT and TPOT both keep the limits. Imbalance: the most loaded rank's queued tokens over the
-mean, averaged over the samples in which anything is queued (1 is even, the number of ranks is worst). Regret: tokens to
-be computed before the request's first token at the rank chosen, beyond those at the rank that would have been best.
+the share of requests whose TTFT and TPOT both keep the limits. Imbalance: tokens queued at the fullest rank over those
+at the mean rank, each summed over all samples (1 is even, the number of ranks is worst). Regret: tokens to be computed
+before the request's first token at the rank chosen, beyond those at the rank that would have been best.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def summarise(outcome: Outcome, config: LabConfig) -> Summary:
         kept += ttft_s <= config.slo_ttft_s and tpot_s <= config.slo_tpot_s
     per_token.sort()
     prompt = sum(course.request.prompt_tokens for course in outcome.courses)
-    uneven = [max(row) * len(row) / sum(row) for row in outcome.load if sum(row)]
+    queued = sum(map(sum, outcome.load))
+    fullest = sum(map(max, outcome.load)) * config.ranks
     return Summary(
         ttft_mean_s=_mean(first),
         ttft_p50_s=quantile(first, 0.5),
@@ -68,7 +69,7 @@ def summarise(outcome: Outcome, config: LabConfig) -> Summary:
         tpot_p50_s=quantile(per_token, 0.5),
         tpot_p99_s=quantile(per_token, 0.99),
         slo_attainment=kept / len(first),
-        imbalance=_mean(uneven),
+        imbalance=fullest / queued if queued else 1.0,
         cache_hit_rate=sum(course.cached_tokens for course in outcome.courses) / prompt,
         regret_mean_tokens=_mean([float(course.regret_tokens) for course in outcome.courses]),
         prefill_busy=outcome.prefill_busy,

@@ -134,7 +134,7 @@ class VirtualRank:
             self._loop.call_at(began_s + duration_s, self._complete, StepResult(plan.number, asked, duration_s))
 
     def _interrupt(self) -> None:
-        """Something is about to change during a run of decode steps: do those that are over, begin the one under way."""
+        """Something will change during a run of decode steps: do those that are over, begin the one under way."""
         run, self._run = self._run, None
         if run is None:
             return

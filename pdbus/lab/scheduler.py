@@ -6,7 +6,6 @@ number of them exactly as `plan` and `complete` would one by one (a test holds t
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from nodes.engines.timing import SimTiming
@@ -65,7 +64,8 @@ class LabScheduler(Scheduler):
         """Do `steps` of `run` (fewer than all, so that none ends)."""
         if not steps:
             return
-        assert 0 < steps < run.steps and not self._in_step
+        assert 0 < steps < run.steps
+        assert not self._in_step
         self.step += steps
         self.busy_us_total += round((run.ends_s(steps) - run.began_s) * 1e6)
         for sequence in self._running.values():
@@ -74,6 +74,6 @@ class LabScheduler(Scheduler):
                 sequence.output.extend([NO_TOKEN] * steps)
 
     @staticmethod
-    def _tokens(sequence: Sequence, start: int, count: int) -> Seq[int]:  # type: ignore[override]
+    def _tokens(sequence: Sequence, start: int, count: int) -> list[int]:
         """Prompts are ranges here; what a block holds is in its hash."""
-        return ()
+        return []

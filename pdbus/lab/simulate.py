@@ -11,10 +11,11 @@ import random
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 
 from bus.errors import ConfigError
 from bus.hashing import pack_hashes
-from bus.messages import Load, Submit
+from bus.messages import Load, Sent, Submit
 from nodes.blocks import KvEvent
 from nodes.scheduler import Sequence
 from pdbus.lab.capacity import stretch
@@ -23,6 +24,8 @@ from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.config import LabConfig
 from pdbus.lab.rank import VirtualRank
 from pdbus.lab.traces import Trace, TraceRequest
+
+RESTATE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -58,9 +61,8 @@ def simulate(trace: Trace, method: str, config: LabConfig) -> Outcome:
     check_method(config.decode_method)
     longest = max(request.prompt_tokens for request in trace.requests)
     if longest > config.cache_blocks * trace.block_tokens:
-        raise ConfigError(
-            f"--cache-blocks {config.cache_blocks} of {trace.block_tokens} tokens cannot hold a prompt of {longest} tokens"
-        )
+        blocks = f"--cache-blocks {config.cache_blocks} of {trace.block_tokens} tokens"
+        raise ConfigError(f"{blocks} cannot hold a prompt of {longest} tokens")
     if config.decode_ranks and max(r.prompt_tokens + r.output_tokens for r in trace.requests) > config.decode_kv_tokens:
         raise ConfigError(f"--decode-kv-tokens {config.decode_kv_tokens} cannot hold the trace's longest request")
     return _Run(stretch(trace, config), method, config).run()
@@ -122,6 +124,8 @@ class _Run:
             build_chooser(config.decode_method, "decode", config.decode_ranks, n, config, self.decode, size)
             for n in range(config.controllers if config.decode_ranks else 0)
         ]
+        self.sharing = config.controllers > 1 and config.shared_counters
+        self.share_due: dict[tuple[int, int], float] = {}
         self.outcome = Outcome(method, self.courses, config.sample_s)
 
     def run(self) -> Outcome:
@@ -129,10 +133,10 @@ class _Run:
             self.loop.call_at(course.request.arrival_s + self.config.hop_s, self._submit, number)
         self._start_reports(self.prefill.ranks, self.choosers, self.method)
         self._start_reports(self.decode.ranks, self.decode_choosers, self.config.decode_method)
-        if self.config.controllers > 1 and self.config.shared_counters:
+        if self.sharing:
             for choosers in (self.choosers, self.decode_choosers):
                 for number in range(len(choosers)):
-                    self.loop.call_later(self.rng.random() * self.config.sent_interval_s, self._share, choosers, number)
+                    self.loop.call_later(self.rng.random() * RESTATE_S, self._restate, choosers, number)
         self._sample()
         self.loop.run(lambda: not self.left)
         assert not self.left, f"{self.left} requests never ended"
@@ -162,6 +166,10 @@ class _Run:
         if self.decode_choosers:
             course.decode_rank = self.decode_choosers[self.owner[number]].pick(submit, now)
             self.decode.depart(course.decode_rank, request.prompt_tokens)
+        if self.sharing:
+            for choosers in (self.choosers, self.decode_choosers):
+                if choosers:
+                    self._share_soon(choosers, self.owner[number])
         self.loop.call_later(self.config.hop_s, self._arrive, number)
 
     def _arrive(self, number: int) -> None:
@@ -204,7 +212,6 @@ class _Run:
         self._decoded(number)
 
     def _decoded(self, number: int) -> None:
-        course = self.courses[number]
         self.loop.call_later(self.config.hop_s, self._decode_ended, number)
         self._finish(number, self.loop.now + self.config.hop_s)
 
@@ -240,13 +247,13 @@ class _Run:
             return
         interval_s = kind.report_interval_s or self.config.report_interval_s
         for dp_rank, rank in enumerate(ranks):
-            self.loop.call_later(
-                self.rng.random() * interval_s, self._report_each, dp_rank, rank, choosers, interval_s, kind.before_ingest
-            )
+            first_s = self.rng.random() * interval_s
+            arguments = (dp_rank, rank, choosers, interval_s, kind.before_ingest)
+            self.loop.call_later(first_s, self._report_each, *arguments)
             if kind.report_interval_s is None:
-                rank.steps_taken.append(_bound(self._report, dp_rank, rank, choosers, False))
+                rank.steps_taken.append(partial(self._report, dp_rank, rank, choosers, False))
             if kind.kv_events:
-                rank.steps_taken.append(_bound(self._kv_events, dp_rank, rank, choosers))
+                rank.steps_taken.append(partial(self._kv_events, dp_rank, rank, choosers))
 
     def _report_each(
         self, dp_rank: int, rank: VirtualRank, choosers: Seq[Chooser], interval_s: float, before_ingest: bool
@@ -273,15 +280,29 @@ class _Run:
                 self.loop.call_later(delay_s, chooser.kv_events, dp_rank, events)
 
     def _share(self, choosers: Seq[Chooser], number: int) -> None:
+        """Controller `number` publishes its counters: when it has sent something, and each RESTATE_S in any case."""
         sent = choosers[number].sent()
         if sent is not None:
             for other in range(len(choosers)):
                 if other != number and self.rng.random() >= self.config.report_loss:
                     self.loop.call_later(self.config.hop_s, self._hear, choosers[other], sent)
-            self.loop.call_later(self.config.sent_interval_s, self._share, choosers, number)
 
-    def _hear(self, chooser: Chooser, sent: object) -> None:
-        chooser.heard(sent, self.loop.now)  # type: ignore[arg-type]
+    def _restate(self, choosers: Seq[Chooser], number: int) -> None:
+        self._share(choosers, number)
+        self.loop.call_later(RESTATE_S, self._restate, choosers, number)
+
+    def _share_soon(self, choosers: Seq[Chooser], number: int) -> None:
+        """At once, or `sent_interval_s` after the last time."""
+        now, due = self.loop.now, self.share_due.get((id(choosers), number), 0.0)
+        if due <= now:
+            self.share_due[(id(choosers), number)] = now + self.config.sent_interval_s
+            self.loop.call_later(0.0, self._share, choosers, number)
+        elif due - now <= self.config.sent_interval_s:
+            self.share_due[(id(choosers), number)] = due + self.config.sent_interval_s
+            self.loop.call_at(due, self._share, choosers, number)
+
+    def _hear(self, chooser: Chooser, sent: Sent) -> None:
+        chooser.heard(sent, self.loop.now)
 
     def _sample(self) -> None:
         self.outcome.load.append(array("q", (self.prefill.queued_tokens(n) for n in range(self.config.ranks))))
@@ -301,10 +322,6 @@ class _Run:
             on_admitted=self._admitted,
             kv_events=role == "prefill" and self.kind.kv_events,
         )
-
-
-def _bound(function, *arguments):  # type: ignore[no-untyped-def]
-    return lambda: function(*arguments)
 
 
 def _busy(ranks: list[VirtualRank], elapsed_s: float) -> float:

@@ -14,6 +14,7 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class Trace:
         times = sorted({request.arrival_s for request in self.requests})
         if len(times) < 2 or len(times) > len(self.requests) / 2:
             return self
-        bucket_s = min(later - sooner for sooner, later in zip(times, times[1:], strict=False))
+        bucket_s = min(later - sooner for sooner, later in pairwise(times))
         rng = random.Random(seed)
         moved = (replace(r, arrival_s=r.arrival_s + rng.random() * bucket_s) for r in self.requests)
         return Trace(self.name, tuple(sorted(moved, key=lambda r: r.arrival_s)), self.block_tokens)
@@ -76,7 +77,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in `path`, its format told by its first line. ConfigError names the file, the line and what is wrong."""
+    """The trace in `path`, its format told by its first line. ConfigError names file, line and what is wrong."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             first = lines.readline()

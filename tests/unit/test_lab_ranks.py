@@ -1,0 +1,102 @@
+"""Virtual ranks: runs of decode steps done at once equal the same steps done one by one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bus.messages import Load
+from nodes.engines.timing import SimTiming
+from nodes.scheduler import Sequence
+from pdbus.lab.clock import VirtualLoop
+from pdbus.lab.rank import VirtualRank
+from pdbus.lab.scheduler import DecodeRun
+
+TIMING = SimTiming()
+
+
+class Trial:
+    """One rank fed at random times; `stepwise` takes the shortcut away."""
+
+    def __init__(self, seed: int, *, stepwise: bool, mixed: bool) -> None:
+        self.loop = VirtualLoop()
+        self.ended: dict[int, float] = {}
+        self.loads: list[Load] = []
+        self.rank = VirtualRank(
+            self.loop,
+            ("decode", 0),
+            blocks=120,
+            block_tokens=16,
+            max_running=6,
+            chunk_tokens=64,
+            timing=TIMING,
+            on_output=lambda seq: self.ended.__setitem__(seq, self.loop.now),
+            on_admitted=lambda sequence: self.loop.call_later(0.0123, self.rank.fetched, sequence.id) and None,
+        )
+        if stepwise:
+            self.rank.scheduler.decode_run = lambda timing, now: None  # type: ignore[method-assign]
+        rng = random.Random(seed)
+        at = 0.0
+        for number in range(60):
+            at += rng.expovariate(8.0)
+            imported = not mixed or rng.random() < 0.5
+            hashes: list[int] = []
+            leg = Sequence(number, range(rng.randint(1, 300)), rng.randint(2, 120), imported=imported, hashes=hashes)
+            self.loop.call_at(at, self.rank.ingest, leg, 1, len(leg.prompt))
+            if imported:
+                self.loop.call_at(at + rng.random() / 5, self.rank.kv_ready, number)
+            self.loop.call_at(at + 0.037, self._look)
+        self.loop.run(lambda: len(self.ended) == 60)
+        self.rank.scheduler.validate()
+
+    def _look(self) -> None:
+        self.loads.append(self.rank.load())
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["decode", "unified"])
+@pytest.mark.parametrize("seed", range(8))
+def test_runs_equal_single_steps(seed: int, mixed: bool) -> None:
+    fast, slow = Trial(seed, stepwise=False, mixed=mixed), Trial(seed, stepwise=True, mixed=mixed)
+    assert list(fast.ended) == list(slow.ended)
+    for number, at_s in slow.ended.items():
+        assert fast.ended[number] == pytest.approx(at_s, abs=1e-7)
+    assert fast.rank.scheduler.step == slow.rank.scheduler.step
+    assert fast.rank.scheduler.busy_us_total == pytest.approx(slow.rank.scheduler.busy_us_total, rel=1e-4)
+    for mine, theirs in zip(fast.loads, slow.loads, strict=True):
+        assert (mine.running, mine.waiting, mine.waiting_tokens) == (
+            theirs.running,
+            theirs.waiting,
+            theirs.waiting_tokens,
+        )
+        assert mine.kv_tokens == theirs.kv_tokens
+        assert mine.acks == theirs.acks
+
+
+def test_steps_of_a_run() -> None:
+    run = DecodeRun(began_s=10.0, rows=2, steps=5, first_s=1.0, growth_s=0.5)
+    ends, at = [], 10.0
+    for step in range(5):
+        at += 1.0 + 0.5 * step
+        ends.append(at)
+    assert [run.ends_s(n + 1) for n in range(5)] == pytest.approx(ends)
+    assert [run.done(now) for now in (10.0, 10.99, 11.0, 12.49, 12.5, 99.0)] == [0, 0, 1, 1, 2, 4]
+
+
+def test_reports_before_ingest_are_blind_to_what_arrived_during_the_step() -> None:
+    loop = VirtualLoop()
+    rank = VirtualRank(
+        loop, ("prefill", 0), blocks=100, block_tokens=16, max_running=4, chunk_tokens=64, timing=TIMING,
+        on_output=lambda seq: None, on_admitted=lambda sequence: None,
+    )  # fmt: skip
+    seen: list[tuple[int, int]] = []
+
+    def look() -> None:
+        seen.append((rank.load(before_ingest=True).waiting_tokens, rank.load().waiting_tokens))
+
+    loop.call_at(0.0, rank.ingest, Sequence(1, range(200), 1, hold=True, hashes=[]), 1, 200)
+    loop.call_at(0.001, rank.ingest, Sequence(2, range(50), 1, hold=True, hashes=[]), 1, 50)
+    loop.call_at(0.002, look)  # during the first step
+    loop.call_at(TIMING.step_s(64, 0, 0) + 0.001, look)  # during the second
+    loop.run(lambda: len(seen) == 2)
+    assert seen == [(200, 250), (186, 186)]

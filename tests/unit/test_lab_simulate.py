@@ -1,0 +1,98 @@
+"""The lab's verdicts at small size: which method beats which, and what late, lost or unshared knowledge costs."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bus.errors import ConfigError
+from pdbus.lab.choosers import BASELINES, METHODS
+from pdbus.lab.config import LabConfig
+from pdbus.lab.generator import generate
+from pdbus.lab.metrics import Summary, summarise
+from pdbus.lab.simulate import simulate
+from pdbus.lab.traces import Trace, TraceRequest
+
+PREFILL_ONLY = LabConfig(decode_ranks=0)
+
+
+@functools.cache
+def trace() -> Trace:
+    return generate(400, seed=1)
+
+
+@functools.cache
+def run(method: str, **settings: Any) -> Summary:
+    config = replace(PREFILL_ONLY, **settings)
+    return summarise(simulate(trace(), method, config), config)
+
+
+def test_the_same_call_gives_the_same_outcome() -> None:
+    small, config = trace().first(60), LabConfig(report_loss=0.2, controllers=2)
+    assert simulate(small, "cache_aware", config) == simulate(small, "cache_aware", config)
+    assert simulate(small, "cache_aware", config) != simulate(small, "cache_aware", replace(config, seed=2))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_ends_every_request_once(method: str) -> None:
+    small, config = trace().first(60), LabConfig(report_delay_s=0.05, report_loss=0.1, controllers=2)
+    outcome = simulate(small, method, config)
+    assert len(outcome.courses) == len(small)
+    for course in outcome.courses:
+        assert 0 <= course.prefill_rank < config.ranks
+        assert 0 <= course.decode_rank < config.decode_ranks
+        assert course.request.arrival_s < course.first_token_s <= course.finished_s
+        assert 0 <= course.cached_tokens < course.request.prompt_tokens
+        assert course.regret_tokens >= 0
+
+
+def test_the_order_of_methods() -> None:
+    mean = {name: run(name).ttft_mean_s for name in METHODS}
+    assert mean["follow_bootstrap_room"] > mean["round_robin"] > mean["total_requests"] > mean["total_tokens"]
+    assert mean["power_of_two"] > mean["total_tokens"]
+    assert mean["vllm_counts"] > mean["total_tokens"]
+    assert run("overwrite").regret_mean_tokens > 1.5 * run("total_tokens").regret_mean_tokens
+    assert mean["total_tokens"] > 1.4 * mean["cache_aware"]
+    assert mean["follow_bootstrap_room"] > 3 * mean["cache_aware"]
+    assert set(BASELINES) < set(METHODS)
+
+
+def test_knowledge_that_is_late_or_lost_costs_little() -> None:
+    oracle = run("oracle")
+    late = run("total_tokens", report_delay_s=0.1, report_loss=0.05)
+    later = run("total_tokens", report_delay_s=1.0, report_loss=0.05)
+    assert late.ttft_mean_s < 1.1 * oracle.ttft_mean_s
+    assert later.ttft_mean_s < 1.15 * oracle.ttft_mean_s
+    assert late.ttft_p99_s < 1.1 * oracle.ttft_p99_s
+
+
+def test_shared_counters_make_several_controllers_decide_as_one() -> None:
+    one = run("total_tokens", report_delay_s=0.25)
+    four = run("total_tokens", report_delay_s=0.25, controllers=4)
+    apart = run("total_tokens", report_delay_s=0.25, controllers=4, shared_counters=False)
+    assert four.ttft_mean_s < 1.1 * one.ttft_mean_s
+    assert four.regret_mean_tokens < apart.regret_mean_tokens
+
+
+def test_cache_aware_finds_prefixes_and_computes_less() -> None:
+    aware, blind = run("cache_aware"), run("total_tokens")
+    assert aware.cache_hit_rate > 1.5 * blind.cache_hit_rate
+    assert aware.prefill_busy < blind.prefill_busy
+
+
+def test_without_prefixes_cache_aware_is_total_tokens() -> None:
+    bare = Trace("bare", tuple(TraceRequest(r.arrival_s, r.prompt_tokens, 1) for r in trace().requests[:300]))
+    first, second = (simulate(bare, method, PREFILL_ONLY).courses for method in ("cache_aware", "total_tokens"))
+    assert [course.prefill_rank for course in first] == [course.prefill_rank for course in second]
+
+
+def test_what_cannot_be_held_is_said() -> None:
+    with pytest.raises(ConfigError, match="--cache-blocks 2 of 512 tokens cannot hold"):
+        simulate(trace(), "round_robin", LabConfig(cache_blocks=2))
+    with pytest.raises(ConfigError, match="--decode-kv-tokens 100 cannot hold"):
+        simulate(trace(), "round_robin", LabConfig(decode_kv_tokens=100))
+    with pytest.raises(ConfigError, match="unknown method 'best' for replay: choose from round_robin, "):
+        simulate(trace(), "best", LabConfig())
