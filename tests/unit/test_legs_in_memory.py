@@ -1,208 +1,18 @@
-"""Prefill, decode and unified cores with sim engines, joined in memory (no socket, virtual time)."""
+"""Prefill, decode and unified cores with sim engines, joined in memory: what each leg gives and how it ends."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from legs_world import PROMPT, VOCAB, Rank, World, start
 
-from bus.actions import Note, Send
 from bus.codec import encode
 from bus.hashing import token_bytes
-from bus.messages import (
-    Attach,
-    CancelLeg,
-    Dispatch,
-    Ended,
-    KvBlock,
-    KvDone,
-    KvFail,
-    KvMeta,
-    KvPull,
-    Location,
-    Params,
-    Role,
-    Tokens,
-)
-from nodes.blocks import BlockPool
-from nodes.engines.base import StepResult
-from nodes.engines.sim import SimEngine, sim_generate
-from nodes.fetch import block_crc32
-from nodes.leg_actions import Action, ImportBlock, Locate, Register, Unlocate, Unregister
-from nodes.legs import Legs, Limits
-from nodes.offers import SendBlock
-from nodes.scheduler import Scheduler
-from nodes.streams import Streams
-
-VOCAB = 512
-
-
-class World:
-    """Virtual time, and delivery that a test can tamper with (`tamper(message, data) -> data | None` to lose it)."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
-        self.ranks: dict[str, Rank] = {}
-        self.rooms: dict[int, tuple[Location, int]] = {}
-        self.tamper: Callable[[Any, bytes], bytes | None] = lambda message, data: data
-
-    def clock(self) -> float:
-        return self.now
-
-    def call_later(self, delay_s: float, function: Callable[[], None], /) -> Any:
-        heapq.heappush(self._events, (self.now + delay_s, next(self._order), function))
-        return _Timer()
-
-    def run(self, seconds: float, tick_s: float = 0.1) -> None:
-        end = self.now + seconds
-        next_tick = self.now
-        while True:
-            due = min(next_tick, self._events[0][0] if self._events else end)
-            if due >= end:
-                self.now = end
-                return
-            self.now = max(self.now, due)
-            if self._events and self._events[0][0] <= self.now:
-                heapq.heappop(self._events)[2]()
-            else:
-                next_tick += tick_s
-                for rank in self.ranks.values():
-                    if not rank.dead:
-                        rank.do(rank.legs.tick(self.now))
-                        rank.streams.tick(self.now)
-
-
-class _Timer:
-    def cancel(self) -> None:
-        pass
-
-
-class Rank:
-    """One rank's shell, in memory."""
-
-    def __init__(self, world: World, role: Role, name: str, blocks: int = 64, limits: Limits | None = None) -> None:
-        self.world = world
-        self.name = name
-        self.epoch = 1000 + len(world.ranks)
-        self.engine = SimEngine(world, blocks=blocks, block_tokens=4, vocab_size=VOCAB)
-        self.pool = BlockPool(blocks, 4)
-        self.scheduler = Scheduler(self.pool, max_running=4, chunk_tokens=8)
-        self.streams = Streams()
-        self.legs = Legs(role, 0, self.epoch, self.engine.spec, self.scheduler, self.streams, limits)
-        self.tokens: dict[str, list[int]] = {}
-        self.finishes: dict[str, Tokens] = {}
-        self.ended: dict[tuple[str, int], list[Ended]] = {}
-        self.started: list[tuple[str, int]] = []
-        self.dropped: list[Unregister] = []
-        self.dead = False
-        self.sent: Counter[str] = Counter()
-        world.ranks[name] = self
-
-    @property
-    def location(self) -> Location:
-        return Location(self.name, 0, self.epoch, self.name)
-
-    def dispatch(self, rid: str, prompt: list[int], **changes: Any) -> None:
-        self.number = getattr(self, "number", 0) + 1
-        fields: dict[str, Any] = {
-            "rid": rid, "attempt": 1, "leg": self.legs.role, "dp_rank": 0, "controller_epoch": 7,
-            "number": self.number, "charge": len(prompt), "prompt_tokens": len(prompt), "max_tokens": 6,
-            "bootstrap_room": 5,
-        } | changes  # fmt: skip
-        frames = [encode(Params())] if self.legs.role == "decode" else [token_bytes(prompt), encode(Params())]
-        self.do(self.legs.ingest(0, Dispatch(**fields), frames, self.world.now))
-
-    def read(self, rid: str, attempt: int = 1, have: int = 0) -> None:
-        self.tokens.setdefault(rid, [])
-        self.streams.attach(b"client", Attach(rid, attempt, have), self.world.now)
-
-    def do(self, actions: list[Action]) -> None:
-        for action in actions:
-            self._do(action)
-        self._turn()
-
-    def _do(self, action: Action) -> None:
-        world = self.world
-        match action:
-            case Send(peer=peer, message=message) if isinstance(message, KvPull | KvDone):
-                self.sent[type(message).__name__] += 1
-                self._deliver(peer, message, b"")
-            case Send(peer=peer, message=message):
-                self._deliver(peer.decode(), message, b"")
-            case SendBlock():
-                data = bytes(self.engine.export_block(action.block))
-                crc = block_crc32(action.room, action.attempt, action.index, data)
-                header = KvBlock(action.room, action.attempt, action.index, action.tokens, crc)
-                self._deliver(action.peer.decode(), header, data)
-            case ImportBlock(block=block, data=data):
-                self.engine.import_block(block, data)
-            case Register(room=room, attempt=attempt):
-                world.rooms[room] = (self.location, attempt)
-            case Unregister():
-                self.dropped.append(action)
-                world.rooms.pop(action.room, None)
-            case Locate(room=room):
-                found = world.rooms.get(room)
-                if found is not None:
-                    answer = (found[0], found[1], "ok", "asked")
-                    world.call_later(0.001, lambda: self.do(self.legs.located(room, *answer, world.now)))  # type: ignore[arg-type]
-            case Unlocate() | Note():
-                pass
-
-    def _deliver(self, to: str, message: Any, data: bytes) -> None:
-        changed = self.world.tamper(message, data)
-        if changed is None:
-            return
-        target = self.world.ranks[to]
-
-        def arrive() -> None:
-            if target.dead:
-                return
-            if isinstance(message, KvPull | KvDone):
-                target.do(target.legs.pulled(self.name.encode(), message, self.world.now))
-            else:
-                target.do(target.legs.kv_message(message, changed, self.world.now))
-
-        self.world.call_later(0.0005, arrive)
-
-    def _turn(self) -> None:
-        plan = self.legs.plan()
-        if plan is not None:
-            self.engine.submit(plan, self._stepped)
-        for action in self.legs.advance(self.world.now):
-            self._do(action)
-        for started, ended in self.legs.take_progress().values():
-            self.started += started
-            for end in ended:
-                self.ended.setdefault((end.rid, end.attempt), []).append(end)
-        for send in self.streams.flush(self.world.now):
-            message = send.message
-            assert isinstance(message, Tokens)
-            mine = self.tokens.setdefault(message.rid, [])
-            assert message.start <= len(mine)
-            mine[message.start :] = message.ids
-            if message.finish:
-                self.finishes[message.rid] = message
-        self.scheduler.validate()
-        self.streams.validate()
-
-    def _stepped(self, result: StepResult) -> None:
-        if not self.dead:
-            self.do(self.legs.stepped(result, self.world.now))
-
-    def idle(self) -> bool:
-        return not len(self.legs) and not len(self.scheduler) and self.pool.held == 0 and not len(self.legs.offers)
-
-    def code(self, rid: str, attempt: int = 1) -> str:
-        ends = set(self.ended[rid, attempt])  # a late cancel or a repeated dispatch is told the same end again
-        assert len(ends) == 1, ends
-        return ends.pop().code
+from bus.messages import Attach, CancelLeg, Dispatch, KvBlock, KvFail, KvMeta, Params
+from nodes.engines.sim import sim_generate
+from nodes.leg_actions import Unregister
+from nodes.legs import Limits
 
 
 @pytest.fixture
@@ -213,16 +23,6 @@ def world() -> World:
 @pytest.fixture
 def pair(world: World) -> tuple[Rank, Rank]:
     return Rank(world, "prefill", "p"), Rank(world, "decode", "d")
-
-
-PROMPT = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17]
-
-
-def start(pair: tuple[Rank, Rank], rid: str = "r", prompt: list[int] = PROMPT, **changes: Any) -> None:
-    prefill, decode = pair
-    decode.read(rid, changes.get("attempt", 1))
-    decode.dispatch(rid, prompt, prefill=prefill.location, **changes)
-    prefill.dispatch(rid, prompt, **changes)
 
 
 def test_a_pair_gives_the_tokens_of_the_reference(world: World, pair: tuple[Rank, Rank]) -> None:
@@ -367,9 +167,7 @@ def test_a_cancel_at_any_moment_ends_both_legs_and_frees_everything(
     assert pair[1].tokens["r"] == wanted[: len(pair[1].tokens["r"])]
 
 
-def test_a_higher_attempt_ends_the_lower_and_a_late_lower_one_is_fenced(
-    world: World, pair: tuple[Rank, Rank]
-) -> None:
+def test_a_higher_attempt_ends_the_lower_and_a_late_lower_one_is_fenced(world: World, pair: tuple[Rank, Rank]) -> None:
     start(pair, max_tokens=40)
     world.run(0.1)
     start(pair, max_tokens=40, attempt=2)
