@@ -1,0 +1,315 @@
+"""BrokerCore: queries, watches, conflicts, resync, beacons; driven by events alone, no sockets."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from bus import topics
+from bus.actions import Note, Publish, Send
+from bus.broker_core import (
+    RESTATE_AGAIN_S,
+    RESTATE_FIRST_S,
+    Action,
+    Asked,
+    BrokerCore,
+    BrokerLimits,
+    Published,
+    Tick,
+    Unreachable,
+)
+from bus.messages import (
+    Answer,
+    Beacon,
+    BrokerStatus,
+    BrokerStatusQuery,
+    Conflict,
+    Drop,
+    Load,
+    LoadReport,
+    Location,
+    Lost,
+    Member,
+    Message,
+    Query,
+    Refused,
+    Registration,
+    Resync,
+    Rooms,
+    Topology,
+    TopologyQuery,
+    Unwatch,
+)
+
+EPOCH = 77
+
+
+class Rank:
+    """A publisher as the broker sees it."""
+
+    def __init__(self, dp_rank: int = 0, epoch: int = 1) -> None:
+        self.dp_rank = dp_rank
+        self.epoch = epoch
+        self.rooms_seq = 0
+
+    @property
+    def location(self) -> Location:
+        return Location("prefill-0", self.dp_rank, self.epoch, f"tcp://10.0.0.7:{7000 + self.dp_rank}")
+
+    def member(self, **fields: Any) -> Published:
+        given: dict[str, Any] = {
+            "instance": "prefill-0", "dp_rank": self.dp_rank, "epoch": self.epoch, "seq": 1, "load": None,
+            "role": "prefill", "model": "tiny", "dp_size": 2, "state": "ready", "endpoint": self.location.endpoint,
+            "follow_bootstrap_room": False, "rooms_seq": self.rooms_seq, "interval_s": 1.0,
+        }  # fmt: skip
+        return published(Member(**(given | fields)))
+
+    def rooms(self, *register: int, attempt: int = 1, drop: tuple[Drop, ...] = (), snapshot: bool = False) -> Published:
+        self.rooms_seq += 1
+        claims = tuple(Registration(room, attempt) for room in register)
+        where = self.location.endpoint
+        return published(
+            Rooms("prefill-0", self.dp_rank, self.epoch, self.rooms_seq, None, where, claims, drop, snapshot)
+        )
+
+
+def published(message: Message) -> Published:
+    return Published(topics.of(message), message)
+
+
+def broker(**limits: Any) -> BrokerCore:
+    core = BrokerCore(BrokerLimits(**limits), EPOCH, 0.0)
+    core.handle(Tick(), 0.0)
+    return core
+
+
+def ask(core: BrokerCore, peer: bytes, rooms: tuple[int, ...], now: float, watch_s: float = 0.0, id: int = 1) -> Answer:
+    (send,) = core.handle(Asked(peer, Query(id, rooms, watch_s)), now)
+    assert isinstance(send, Send)
+    assert isinstance(send.message, Answer)
+    return send.message
+
+
+def sent(actions: list[Action]) -> list[tuple[Any, Message]]:
+    return [(action.peer, action.message) for action in actions if isinstance(action, Send)]
+
+
+def publications(actions: list[Action], kind: type[Message]) -> list[Message]:
+    return [each.message for each in actions if isinstance(each, Publish) and isinstance(each.message, kind)]
+
+
+def test_a_query_is_answered_at_once_with_what_is_known() -> None:
+    core, rank = broker(), Rank()
+    core.handle(rank.member(), 0.0)
+    core.handle(rank.rooms(7, 8), 0.0)
+    answer = ask(core, b"d", (7, 9, 8, 7), 1.0)
+    assert [(found.room, found.attempt, found.at) for found in answer.found] == [
+        (7, 1, rank.location),
+        (8, 1, rank.location),
+    ]
+    assert (answer.pending, answer.lost) == ((), ())
+    assert core.watches.size == 0
+
+
+def test_a_watch_is_answered_by_the_registration_in_one_message_per_query() -> None:
+    core, rank = broker(), Rank()
+    core.handle(rank.member(), 0.0)
+    assert ask(core, b"d", (7, 8, 9), 0.0, watch_s=5.0, id=3).pending == (7, 8, 9)
+    assert ask(core, b"e", (8,), 0.0, watch_s=5.0).pending == (8,)
+    replies = sent(core.handle(rank.rooms(7, 8), 1.0))
+    assert [(peer, message.id, [found.room for found in message.found]) for peer, message in replies] == [  # type: ignore[attr-defined]
+        (b"d", 3, [7, 8]),
+        (b"e", 1, [8]),
+    ]
+    assert sent(core.handle(rank.rooms(7, 8), 1.1)) == [], "answered once"
+    assert sent(core.handle(Tick(), 5.1)) == [(b"d", Answer(3, lost=(Lost(9, "unknown_room"),)))]
+    assert core.watches.size == 0
+
+
+def test_a_failed_prefill_answers_watches_and_later_queries() -> None:
+    core, rank = broker(), Rank()
+    core.handle(rank.member(), 0.0)
+    core.handle(rank.rooms(7), 0.0)
+    ask(core, b"d", (8,), 0.0, watch_s=5.0)
+    drops = (Drop(7, 1, "engine_failed"), Drop(8, 1, "prefill_failed"))
+    assert sent(core.handle(rank.rooms(drop=drops), 1.0)) == [(b"d", Answer(1, lost=(Lost(8, "prefill_failed", 1),)))]
+    assert ask(core, b"d", (7, 8), 1.0).lost == (Lost(7, "engine_failed", 1), Lost(8, "prefill_failed", 1))
+
+
+def test_an_ok_drop_makes_a_room_unknown() -> None:
+    core, rank = broker(), Rank()
+    core.handle(rank.rooms(7), 0.0)
+    core.handle(rank.rooms(drop=(Drop(7),)), 1.0)
+    assert ask(core, b"d", (7,), 1.0) == Answer(1)
+
+
+def test_unwatch_and_a_lost_peer_end_watches() -> None:
+    core, rank = broker(), Rank()
+    ask(core, b"d", (7, 8), 0.0, watch_s=5.0)
+    ask(core, b"e", (7, 8), 0.0, watch_s=5.0)
+    core.handle(Asked(b"d", Unwatch((7,))), 0.1)
+    core.handle(Unreachable(b"e"), 0.1)
+    assert [peer for peer, _ in sent(core.handle(rank.rooms(7, 8), 1.0))] == [b"d"]
+
+
+def test_too_many_watches_are_refused_whole() -> None:
+    core = broker(max_watches_per_peer=2)
+    (send,) = core.handle(Asked(b"d", Query(5, (1, 2, 3), 5.0)), 0.0)
+    assert isinstance(send, Send)
+    assert isinstance(send.message, Refused)
+    assert (send.message.code, send.message.id, core.watches.size) == ("too_many", 5, 0)
+    assert ask(core, b"d", (1, 2), 0.0, watch_s=5.0).pending == (1, 2)
+
+
+def test_two_live_ranks_that_claim_one_room_are_both_told() -> None:
+    core, first, second = broker(), Rank(0), Rank(1)
+    core.handle(first.rooms(7), 0.0)
+    told = publications(core.handle(second.rooms(7), 1.0), Conflict)
+    assert told == [
+        Conflict("prefill-0", 1, 1, 7, 1, first.location, False),
+        Conflict("prefill-0", 0, 1, 7, 1, second.location, True),
+    ]
+    assert ask(core, b"d", (7,), 1.0).found[0].at == first.location
+    assert core.counts()["rooms_conflicts"] == 1
+
+
+def test_a_restarted_ranks_rooms_vanish_and_may_be_claimed_again() -> None:
+    core, old, other = broker(), Rank(0, epoch=1), Rank(1)
+    core.handle(old.rooms(7, 8), 0.0)
+    core.handle(Rank(0, epoch=2).member(), 1.0)
+    assert ask(core, b"d", (7, 8), 1.0) == Answer(1)
+    assert publications(core.handle(other.rooms(7), 1.1), Conflict) == []
+    assert core.handle(old.rooms(9), 1.2) == [], "the old start is heard no more"
+    assert ask(core, b"d", (7, 9), 1.2).found[0].at == other.location
+
+
+def test_a_rank_silent_past_its_lease_gives_way_and_one_that_left_owns_nothing() -> None:
+    core, silent, other = broker(), Rank(0), Rank(1)
+    core.handle(silent.member(), 0.0)
+    core.handle(silent.rooms(7), 0.0)
+    core.handle(Tick(), 3.5)
+    assert ask(core, b"d", (7,), 3.5).found, "until somebody else claims it"
+    core.handle(other.rooms(7), 3.6)
+    assert ask(core, b"d", (7,), 3.6).found[0].at == other.location
+    core.handle(other.member(state="gone"), 3.7)
+    assert ask(core, b"d", (7,), 3.7) == Answer(1)
+
+
+def test_a_gap_asks_for_a_restatement_ever_more_rarely_until_it_comes() -> None:
+    core, rank = broker(), Rank()
+    core.handle(rank.member(), 0.0)
+    core.handle(rank.rooms(7), 0.0)
+    rank.rooms(8)  # lost
+    core.handle(rank.rooms(9), 0.0)
+    asked_at = []
+    for step in range(2000):
+        now = step / 1000
+        if publications(core.handle(Tick(), now), Resync):
+            asked_at.append(now)
+    assert asked_at[0] == pytest.approx(RESTATE_FIRST_S, abs=0.002)
+    gaps = [later - earlier for earlier, later in pairwise(asked_at)]
+    assert gaps == pytest.approx([RESTATE_AGAIN_S * factor for factor in (1, 2, 4, 8)], abs=0.002)
+    core.handle(rank.rooms(7, 8, 9, snapshot=True), 2.0)
+    assert len(ask(core, b"d", (7, 8, 9), 2.0).found) == 3
+    assert not any(publications(core.handle(Tick(), 2.0 + step), Resync) for step in range(3))
+
+
+def test_a_lost_last_message_shows_in_the_membership() -> None:
+    core, rank = broker(), Rank()
+    core.handle(rank.member(), 0.0)
+    rank.rooms(7)  # lost
+    core.handle(rank.member(), 0.1)
+    assert publications(core.handle(Tick(), 0.2), Resync) == [Resync("prefill-0", 0, 1)]
+
+
+def test_an_unknown_publisher_is_believed_and_asked_to_introduce_itself() -> None:
+    core, rank = broker(), Rank()
+    core.handle(rank.rooms(7), 0.0)
+    assert ask(core, b"d", (7,), 0.0).found
+    assert publications(core.handle(Tick(), 0.1), Resync) == [Resync("prefill-0", 0, 1)]
+
+
+def test_a_broker_that_starts_late_needs_no_second_restatement() -> None:
+    core, rank = broker(), Rank()
+    rank.rooms_seq = 41
+    core.handle(rank.member(), 0.0)
+    core.handle(rank.rooms(7, 8, snapshot=True), 0.001)
+    assert publications(core.handle(Tick(), 0.1), Resync) == []
+    assert len(ask(core, b"d", (7, 8), 0.1).found) == 2
+
+
+def test_a_hole_in_a_chunked_restatement_is_noticed() -> None:
+    core, rank = broker(), Rank()
+    rank.rooms_seq = 41
+    core.handle(rank.member(), 0.0)
+    core.handle(rank.rooms(7, snapshot=True), 0.001)
+    rank.rooms(8, snapshot=True)  # lost
+    core.handle(rank.rooms(9, snapshot=True), 0.001)
+    assert publications(core.handle(Tick(), 0.1), Resync) == [Resync("prefill-0", 0, 1)]
+
+
+def test_a_repeated_message_changes_nothing() -> None:
+    core, rank = broker(), Rank()
+    first = rank.rooms(7)
+    core.handle(first, 0.0)
+    core.handle(rank.rooms(drop=(Drop(7),)), 0.1)
+    core.handle(first, 0.2)
+    assert ask(core, b"d", (7,), 0.2) == Answer(1)
+
+
+def test_a_publisher_speaks_for_the_rank_of_its_topic_alone() -> None:
+    core, rank = broker(), Rank(0)
+    forged = rank.rooms(7)
+    notes = core.handle(Published(b"rooms/prefill-0/1/", forged.message), 0.0)
+    assert [note.event for note in notes if isinstance(note, Note)] == ["publication.rejected"]
+    assert core.handle(Published(b"rooms/prefill-0/1/", forged.message), 0.1) == [], "said once"
+    assert ask(core, b"d", (7,), 0.0) == Answer(1)
+    assert core.counts()["topic_mismatches"] == 2
+
+
+def test_loads_are_none_of_its_business() -> None:
+    core = broker()
+    load = Load(1, 0, 0, 0, 0, 0, 0, 0)
+    assert core.handle(published(LoadReport("prefill-0", 0, 1, 1, load)), 0.0) == []
+    assert core.counts()["ranks"] == 0
+
+
+def test_contradicting_members_are_refused_once_in_the_log() -> None:
+    core = broker()
+    core.handle(Rank(0).member(), 0.0)
+    events = [core.handle(Rank(1).member(dp_size=8), 0.1) for _ in range(2)]
+    assert [len(each) for each in events] == [1, 0]
+    assert core.counts()["members_dp_size_mismatch"] == 2
+
+
+def test_topology_and_status_answer_with_the_id_of_the_question() -> None:
+    core, rank = broker(), Rank()
+    core.handle(rank.member(dp_size=1), 0.0)
+    (send,) = core.handle(Asked(b"d", TopologyQuery(9, "prefill-0")), 0.5)
+    assert isinstance(send, Send)
+    assert isinstance(send.message, Topology)
+    assert (send.message.id, send.message.broker_epoch) == (9, EPOCH)
+    assert send.message.instances[0].ready
+    assert send.message.instances[0].ranks[0].age_s == pytest.approx(0.5)
+    (send,) = core.handle(Asked(b"d", BrokerStatusQuery(4)), 2.0)
+    assert isinstance(send, Send)
+    assert isinstance(send.message, BrokerStatus)
+    assert (send.message.id, send.message.uptime_s, send.message.counts["ranks"]) == (4, 2.0, 1)
+
+
+def test_beacons_come_at_their_interval() -> None:
+    core = BrokerCore(BrokerLimits(beacon_s=0.25), EPOCH, 0.0)
+    beacons = [
+        (step / 40, message) for step in range(81) for message in publications(core.handle(Tick(), step / 40), Beacon)
+    ]
+    assert [at for at, _ in beacons] == pytest.approx([step * 0.25 for step in range(9)], abs=0.026)
+    assert [message.seq for _, message in beacons] == list(range(1, 10))  # type: ignore[attr-defined]
+
+
+def test_rooms_over_the_publishers_limit_are_refused_and_counted() -> None:
+    core, rank = broker(max_rooms_per_publisher=2), Rank()
+    core.handle(rank.rooms(1, 2, 3), 0.0)
+    assert [found.room for found in ask(core, b"d", (1, 2, 3), 0.0).found] == [1, 2]
+    assert core.counts()["rooms_refused"] == 1

@@ -1,0 +1,266 @@
+"""ResolverCore: told, computed, asked; every want ends exactly once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bus.actions import Send
+from bus.messages import (
+    Answer,
+    Beacon,
+    Found,
+    InstanceInfo,
+    Location,
+    Lost,
+    MemberInfo,
+    Message,
+    Query,
+    Topology,
+    TopologyQuery,
+    Unwatch,
+)
+from bus.resolution import ASK_AGAIN_S, QUERY_ID, TOPOLOGY_OLD_S, Action, Resolved, ResolverCore
+
+
+def where(dp_rank: int, epoch: int = 1, instance: str = "prefill-0") -> Location:
+    return Location(instance, dp_rank, epoch, f"tcp://10.0.0.7:{7000 + dp_rank}")
+
+
+def instance(
+    name: str = "prefill-0", *, follow: bool = False, size: int = 4, epoch: int = 1, **fields: Any
+) -> InstanceInfo:
+    ranks = tuple(MemberInfo(rank, epoch, "ready", where(rank).endpoint, 0.1) for rank in range(size))
+    given: dict[str, Any] = {
+        "instance": name, "role": "prefill", "model": "tiny", "dp_size": size, "ready": True,
+        "follow_bootstrap_room": follow, "ranks": ranks,
+    }  # fmt: skip
+    return InstanceInfo(**(given | fields))
+
+
+def sent(actions: list[Action], kind: type[Message]) -> list[Any]:
+    return [each.message for each in actions if isinstance(each, Send) and isinstance(each.message, kind)]
+
+
+def resolved(actions: list[Action]) -> list[Resolved]:
+    return [each for each in actions if isinstance(each, Resolved)]
+
+
+def teach(core: ResolverCore, now: float, *infos: InstanceInfo) -> list[Action]:
+    """Answer the topology queries that are out, whichever they are."""
+    out: list[Action] = []
+    for query in sent(core.flush(now), TopologyQuery):
+        named = tuple(info for info in infos if query.instance in ("", info.instance))
+        out += core.on_message(Topology(query.id, 5, named), now)
+    return out
+
+
+def knowing(*infos: InstanceInfo) -> ResolverCore:
+    core = ResolverCore()
+    core.want(10**9, 0.0, deadline_s=0.001)
+    teach(core, 0.0, *infos)
+    core.tick(0.001)
+    return core
+
+
+def found(room: int, attempt: int = 1, dp_rank: int = 0) -> Found:
+    return Found(room, attempt, where(dp_rank))
+
+
+def test_all_rooms_of_a_turn_leave_in_one_query() -> None:
+    core = ResolverCore()
+    for room in (7, 8, 9):
+        assert core.want(room, 0.0, deadline_s=5.0) == []
+    (query,) = sent(core.flush(0.0), Query)
+    assert query == Query(QUERY_ID, (7, 8, 9), 5.0)
+    assert core.flush(0.001) == []
+    out = core.on_message(Answer(QUERY_ID, (found(7),), (8, 9)), 0.1)
+    assert out == [Resolved(7, found(7), "ok", "asked")]
+    assert core.on_message(Answer(QUERY_ID, (found(9), found(7))), 0.2) == [Resolved(9, found(9), "ok", "asked")]
+    assert core.pending == 1
+
+
+def test_told_needs_no_query_when_the_topology_is_known() -> None:
+    core = knowing(instance())
+    out = core.want(7, 0.1, deadline_s=5.0, prefill_instance="prefill-0", dp_rank=2, attempt=3)
+    assert out == [Resolved(7, Found(7, 3, where(2)), "ok", "told")]
+    assert core.flush(0.1) == []
+
+
+def test_told_waits_for_the_topology_and_asks_for_no_room() -> None:
+    core = ResolverCore()
+    assert core.want(7, 0.0, deadline_s=5.0, prefill_instance="prefill-0", dp_rank=2) == []
+    assert core.want(8, 0.0, deadline_s=5.0, prefill_instance="prefill-0", dp_rank=3) == []
+    out = core.flush(0.0)
+    assert [message.instance for message in sent(out, TopologyQuery)] == ["prefill-0"]
+    assert sent(out, Query) == []
+    assert sent(core.tick(0.1), TopologyQuery) == [], "one at a time"
+    (again,) = sent(core.tick(0.3), TopologyQuery)
+    out = core.on_message(Topology(again.id, 5, (instance(),)), 0.31)
+    assert [(each.room, each.found_by) for each in resolved(out)] == [(7, "told"), (8, "told")]
+
+
+def test_told_a_rank_that_does_not_exist() -> None:
+    core = knowing(instance(size=4))
+    (out,) = core.want(7, 0.1, deadline_s=5.0, dp_rank=4)
+    assert isinstance(out, Resolved)
+    assert (out.found, out.code) == (None, "bad_rank")
+
+
+def test_told_a_rank_without_saying_of_which_of_two_instances() -> None:
+    core = knowing(instance("prefill-0"), instance("prefill-1"))
+    (out,) = core.want(7, 0.1, deadline_s=5.0, dp_rank=0)
+    assert isinstance(out, Resolved)
+    assert out.code == "bad_request"
+
+
+def test_computed_where_the_instance_follows_the_room() -> None:
+    core = knowing(instance(follow=True, size=4), instance("decode-0", role="decode"))
+    assert core.want(10, 0.1, deadline_s=5.0) == [Resolved(10, Found(10, 1, where(2)), "ok", "computed")]
+
+
+def test_the_topology_overtakes_a_watch_and_the_broker_is_told() -> None:
+    core = ResolverCore()
+    core.want(10, 0.0, deadline_s=5.0)
+    out = core.flush(0.0)
+    (query,) = sent(out, TopologyQuery)
+    assert sent(out, Query)
+    core.on_message(Answer(QUERY_ID, (), (10,)), 0.1)
+    out = core.on_message(Topology(query.id, 5, (instance(follow=True),)), 0.2)
+    assert [each.found_by for each in resolved(out)] == ["computed"]
+    assert sent(core.flush(0.2), Unwatch) == [Unwatch((10,))]
+
+
+def test_a_missing_rank_is_looked_up_again_until_it_is_there() -> None:
+    core = knowing(instance(size=4, ranks=instance(size=1).ranks, ready=False))
+    assert core.want(7, 0.1, deadline_s=5.0, prefill_instance="prefill-0", dp_rank=3) == []
+    asked = [query for step in range(10) for query in sent(core.tick(0.1 + step / 10), TopologyQuery)]
+    assert 2 <= len(asked) <= 4
+    (out,) = resolved(core.on_message(Topology(asked[-1].id, 5, (instance(),)), 1.1))
+    assert out == Resolved(7, Found(7, 1, where(3)), "ok", "told")
+
+
+def test_an_old_topology_is_used_and_fetched_anew() -> None:
+    core = knowing(instance(epoch=1))
+    now = TOPOLOGY_OLD_S + 1.0
+    (out,) = core.want(7, now, deadline_s=5.0, dp_rank=0)
+    assert isinstance(out, Resolved)
+    assert out.found is not None
+    assert out.found.at.epoch == 1
+    teach(core, now, instance(epoch=2))
+    (out,) = core.want(8, now + 0.1, deadline_s=5.0, dp_rank=0)
+    assert isinstance(out, Resolved)
+    assert out.found is not None
+    assert out.found.at.epoch == 2
+
+
+def test_a_topology_that_proved_wrong_is_not_used_again() -> None:
+    core = knowing(instance(epoch=1))
+    core.forget("prefill-0")
+    assert core.want(7, 1.0, deadline_s=5.0, prefill_instance="prefill-0", dp_rank=0) == []
+    (out,) = resolved(teach(core, 1.0, instance(epoch=2)))
+    assert out.found is not None
+    assert out.found.at.epoch == 2
+
+
+def test_a_stale_attempt_is_not_taken_and_asked_for_again_after_a_pause() -> None:
+    core = ResolverCore()
+    core.want(7, 0.0, deadline_s=5.0, attempt=2)
+    core.flush(0.0)
+    assert core.on_message(Answer(QUERY_ID, (found(7, attempt=1),)), 0.1) == []
+    assert sent(core.tick(0.11), Query) == []
+    assert sent(core.tick(0.2), Query)
+    assert core.on_message(Answer(QUERY_ID, (), (), (Lost(7, "prefill_failed", 1),)), 0.21) == []
+    assert core.on_message(Answer(QUERY_ID, (found(7, attempt=2),)), 0.3) == [
+        Resolved(7, found(7, attempt=2), "ok", "asked")
+    ]
+
+
+def test_a_failed_prefill_ends_the_want_with_its_code() -> None:
+    core = ResolverCore()
+    core.want(7, 0.0, deadline_s=5.0, attempt=1)
+    core.flush(0.0)
+    out = core.on_message(Answer(QUERY_ID, (), (), (Lost(7, "prefill_failed", 1),)), 0.1)
+    assert out == [Resolved(7, None, "prefill_failed", "")]
+
+
+def test_the_deadline_holds_without_a_broker_and_once() -> None:
+    core = ResolverCore()
+    core.want(7, 0.0, deadline_s=1.0)
+    ended = [(step / 10, each) for step in range(30) for each in resolved(core.tick(step / 10))]
+    assert ended == [(1.0, Resolved(7, None, "unknown_room", ""))]
+    assert core.on_message(Answer(QUERY_ID, (), (), (Lost(7, "unknown_room"),)), 3.0) == []
+
+
+def test_the_brokers_deadline_does_not_come_before_ours() -> None:
+    core = ResolverCore()
+    core.want(7, 0.0, deadline_s=2.0)
+    core.flush(0.0)
+    assert core.on_message(Answer(QUERY_ID, (), (), (Lost(7, "unknown_room"),)), 1.9) == []
+    assert sent(core.tick(1.96), Query)
+
+
+def test_a_query_without_reaction_is_sent_again() -> None:
+    core = ResolverCore()
+    core.want(7, 0.0, deadline_s=30.0)
+    core.flush(0.0)
+    assert sent(core.tick(ASK_AGAIN_S - 0.01), Query) == []
+    assert sent(core.tick(ASK_AGAIN_S), Query)
+
+
+def test_a_new_broker_is_asked_for_everything_pending() -> None:
+    core = ResolverCore()
+    core.on_message(Beacon(1, 1, 0.25), 0.0)
+    core.want(7, 0.0, deadline_s=30.0)
+    core.want(8, 0.0, deadline_s=30.0)
+    core.flush(0.0)
+    core.on_message(Answer(QUERY_ID, (), (7, 8)), 0.1)
+    core.on_message(Beacon(1, 2, 0.25), 0.25)
+    assert sent(core.tick(0.3), Query) == []
+    core.on_message(Beacon(2, 1, 0.25), 0.5)
+    (query,) = sent(core.tick(0.5), Query)
+    assert query.rooms == (7, 8)
+
+
+def test_a_room_wanted_again_replaces_the_earlier_want() -> None:
+    core = ResolverCore()
+    core.want(7, 0.0, deadline_s=30.0, attempt=1)
+    core.want(7, 0.0, deadline_s=30.0, attempt=2)
+    (query,) = sent(core.flush(0.0), Query)
+    assert query.rooms == (7,)
+    assert core.on_message(Answer(QUERY_ID, (found(7, attempt=1),)), 0.1) == []
+    assert len(core.on_message(Answer(QUERY_ID, (found(7, attempt=2),)), 0.2)) == 1
+    assert core.pending == 0
+
+
+def test_cancelled_is_never_heard_of_again() -> None:
+    core = ResolverCore()
+    core.want(7, 0.0, deadline_s=30.0)
+    core.want(8, 0.0, deadline_s=30.0)
+    core.cancel(8)
+    (query,) = sent(core.flush(0.0), Query)
+    assert query.rooms == (7,)
+    core.cancel(7)
+    assert sent(core.flush(0.1), Unwatch) == [Unwatch((7,))]
+    assert core.on_message(Answer(QUERY_ID, (found(7), found(8))), 0.2) == []
+    assert resolved(core.tick(100.0)) == []
+
+
+def test_bad_and_too_many_rooms_end_at_once() -> None:
+    core = ResolverCore(max_wants=1)
+    assert [each.code for each in resolved(core.want(-1, 0.0, deadline_s=1.0))] == ["bad_room"]
+    assert core.want(1, 0.0, deadline_s=1.0) == []
+    assert [each.code for each in resolved(core.want(2, 0.0, deadline_s=1.0))] == ["too_many"]
+
+
+def test_very_many_rooms_are_asked_for_in_messages_of_legal_size() -> None:
+    core = ResolverCore()
+    for room in range(10_000):
+        core.want(room, 0.0, deadline_s=5.0)
+    queries = sent(core.flush(0.0), Query)
+    assert [len(query.rooms) for query in queries] == [4096, 4096, 1808]
+
+
+def test_answers_that_nobody_asked_for_are_ignored() -> None:
+    core = ResolverCore()
+    assert core.on_message(Answer(99, (found(7),), (8,), (Lost(9, "unknown_room"),)), 0.0) == []
+    assert core.on_message(Topology(99, 5, (instance(),)), 0.0) == []
