@@ -1,0 +1,201 @@
+"""The main job, shown: real prompts through two prefill and two decode ranks of a real model.
+
+Broker and controller run embedded in this process, the ranks as processes of their own. Every answer is then computed
+again in this process alone, and must be equal, token for token. Owns the showing; the parts are the ordinary ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from bus.errors import RequestFailed
+from bus.messages import Params, RankStatus
+from pdbus.client import AsyncClient, Result
+from pdbus.launcher import Cluster, ClusterSpec
+
+PROMPTS = (
+    "What is the capital of France, and what is it known for?",
+    "Write a haiku about the sea.",
+    "Explain in one sentence why the sky is blue.",
+    "Name three fruits that are red, and say which one you would put into a pie.",
+    "Give me one tip for learning a new language, as if I were a very busy person with ten minutes a day.",
+    "What does a load balancer do? Answer for a child of seven who likes trains and long queues at the ice cream van.",
+)
+
+
+@dataclass(slots=True)
+class Answer:
+    """One prompt's way through the cluster."""
+
+    prompt: str
+    prompt_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    result: Result | None = None
+    error: str = ""
+    equal: bool | None = None
+
+
+def run(console: Console, *, model: str, max_tokens: int, verify: bool) -> bool:
+    """The whole demo; whether every request completed (and, with `verify`, equals the single-process answer)."""
+    spec = ClusterSpec(
+        prefill=2,
+        decode=2,
+        model=model,
+        engine="torch",
+        prefill_method="total_tokens",
+        decode_method="total_requests",
+        embedded=True,
+    )
+    answers = [Answer(prompt) for prompt in PROMPTS]
+    began = time.monotonic()
+    with console.status("") as status, Cluster(spec, progress=status.update) as cluster:
+        status.stop()
+        console.print(
+            f"[bold]{model}[/] on 2 prefill ranks (total_tokens) + 2 decode ranks (total_requests), "
+            f"ready in {time.monotonic() - began:.1f} s; {len(answers)} prompts at once\n"
+        )
+        ranks = asyncio.run(_answer_all(console, cluster.controller, answers, max_tokens))
+    if verify:
+        _verify(console, model, answers, max_tokens)
+    console.print(_requests_table(answers, verify))
+    console.print(_ranks_table(ranks))
+    good = all(not answer.error and answer.equal is not False for answer in answers)
+    if verify and good:
+        console.print(
+            f"[green]All {len(answers)} answers equal the single-process run of the same model, token for token.[/]"
+        )
+    for answer in answers:
+        if answer.error:
+            console.print(f"[red]failed:[/] {answer.prompt!r}: {answer.error}")
+        elif answer.equal is False:
+            console.print(f"[red]differs from the single-process run:[/] {answer.prompt!r}")
+    return good
+
+
+async def _answer_all(
+    console: Console, controller: str, answers: list[Answer], max_tokens: int
+) -> tuple[RankStatus, ...]:
+    """All prompts at once, streamed; then each rank's state when all is done."""
+    async with AsyncClient(controller=controller) as client:
+        if console.is_terminal:
+            with Live(_view(answers), console=console, refresh_per_second=12) as live:
+                await asyncio.gather(
+                    *(_answer(client, answer, max_tokens, lambda _: live.update(_view(answers))) for answer in answers)
+                )
+        else:
+            lines = _LinePrinter(console, answers)
+            await asyncio.gather(*(_answer(client, answer, max_tokens, lines.show) for answer in answers))
+        return (await client.status()).ranks
+
+
+async def _answer(client: AsyncClient, answer: Answer, max_tokens: int, changed: Callable[[Answer], None]) -> None:
+    try:
+        stream = await client.generate(answer.prompt, max_tokens=max_tokens)
+        answer.prompt_ids = list(stream.prompt_ids)
+        async for piece in stream:
+            answer.ids.extend(piece.ids)
+            answer.text += piece.text
+            changed(answer)
+        answer.result = stream.result
+    except RequestFailed as error:
+        answer.error = str(error)
+    changed(answer)
+
+
+class _LinePrinter:
+    """Where the output is no terminal, a line of an answer is shown each few words, as it arrives."""
+
+    def __init__(self, console: Console, answers: list[Answer]) -> None:
+        self._console = console
+        self._number = {id(answer): number for number, answer in enumerate(answers, 1)}
+        self._shown = {id(answer): 0 for answer in answers}
+
+    def show(self, answer: Answer) -> None:
+        pending = answer.text[self._shown[id(answer)] :]
+        ended = answer.result is not None or bool(answer.error)
+        if pending.strip() and (len(pending) >= 40 or ended):
+            self._shown[id(answer)] = len(answer.text)
+            self._console.print(f"  [{self._number[id(answer)]}] {' '.join(pending.split())}", markup=False)
+
+
+def _view(answers: list[Answer]) -> Group:
+    return Group(
+        *(
+            Panel(Text(answer.text or "…"), title=Text(answer.prompt), title_align="left", border_style="dim")
+            for answer in answers
+        )
+    )
+
+
+def _verify(console: Console, model: str, answers: list[Answer], max_tokens: int) -> None:
+    from nodes.engines.reference import generate_alone
+
+    with console.status("computing every answer again in one process ...") as status:
+        for number, answer in enumerate(answers, 1):
+            status.update(f"computing every answer again in one process, to compare ({number} of {len(answers)}) ...")
+            if not answer.error:
+                answer.equal = generate_alone(model, answer.prompt_ids, max_tokens, Params()) == answer.ids
+
+
+def _requests_table(answers: list[Answer], verify: bool) -> Table:
+    table = Table(title="Who ran where", title_justify="left")
+    for name in ("", "prompt", "prefill rank", "decode rank", "found by"):
+        table.add_column(name)
+    for name in ("prompt tokens", "output tokens", "first token", "per token"):
+        table.add_column(name, justify="right")
+    if verify:
+        table.add_column("equal", justify="center")
+    for number, answer in enumerate(answers, 1):
+        row = [str(number), _short(answer.prompt)]
+        if answer.result is None:
+            row += ["", "", "", str(len(answer.prompt_ids)), str(len(answer.ids)), "failed", ""]
+        else:
+            result = answer.result
+            row += [
+                f"{result.prefill.instance}/{result.prefill.dp_rank}" if result.prefill else "-",
+                f"{result.decode.instance}/{result.decode.dp_rank}" if result.decode else "-",
+                result.found_by,
+                str(len(answer.prompt_ids)),
+                str(len(answer.ids)),
+                f"{result.ttft_s:.2f} s",
+                f"{result.tpot_s * 1000:.0f} ms",
+            ]
+        if verify:
+            row.append({True: "yes", False: "NO", None: "-"}[answer.equal])
+        table.add_row(*row)
+    return table
+
+
+def _ranks_table(ranks: tuple[RankStatus, ...]) -> Table:
+    table = Table(title="The load each rank ended with", title_justify="left")
+    for name in ("rank", "role", "state"):
+        table.add_column(name)
+    for name in ("dispatched", "ended", "running", "waiting", "KV tokens", "estimate", "in flight"):
+        table.add_column(name, justify="right")
+    for rank in ranks:
+        load = rank.load
+        table.add_row(
+            f"{rank.instance}/{rank.dp_rank}",
+            rank.role,
+            rank.state,
+            str(rank.dispatched_total),
+            str(rank.ended_total),
+            *([str(load.running), str(load.waiting), f"{load.kv_tokens}/{load.kv_capacity}"] if load else ["-"] * 3),
+            f"{rank.estimate_requests} req, {rank.estimate_tokens} tok",
+            str(rank.in_flight_requests),
+        )
+    return table
+
+
+def _short(text: str, width: int = 44) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
