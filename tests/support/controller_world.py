@@ -1,0 +1,164 @@
+"""A controller core joined to simulated clients and nodes in memory, validated after every event."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from bus.actions import Publish
+from bus.messages import (
+    Ack,
+    CancelLeg,
+    Code,
+    Dispatch,
+    Ended,
+    Hello,
+    Load,
+    LoadReport,
+    Message,
+    NodeState,
+    Progress,
+    Role,
+    Submit,
+)
+from controller.config import ControllerConfig
+from controller.core import ControllerCore
+from controller.events import Event, FromClient, FromNode, Published, Tick, ToClient, ToNode
+
+M = TypeVar("M", bound=Message)
+EPOCH = 77
+PARAMS = b"params"
+
+
+def hello(
+    instance: str,
+    dp_rank: int = 0,
+    *,
+    role: Role = "unified",
+    dp_size: int = 2,
+    epoch: int = 1,
+    state: NodeState = "ready",
+    max_context: int = 1000,
+    kv_capacity: int = 1000,
+    max_running: int = 4,
+    model: str = "m",
+    running: tuple[tuple[str, int], ...] = (),
+) -> Hello:
+    return Hello(
+        instance, dp_rank, epoch, role, model, dp_size, state, f"ipc:///{instance}.{dp_rank}", max_context, kv_capacity,
+        max_running, 16, running,
+    )  # fmt: skip
+
+
+def load(seq: int, *, running: int = 0, waiting: int = 0, waiting_tokens: int = 0, kv_tokens: int = 0, step: int = 0,
+         acks: Iterable[tuple[int, int, int]] = ()) -> Load:  # fmt: skip
+    return Load(seq, step, running, waiting, waiting_tokens, kv_tokens, 1000, 4, tuple(Ack(*ack) for ack in acks))
+
+
+def submit(rid: str = "r", leg: str = "unified", prompt_tokens: int = 10, max_tokens: int = 5, **rest: Any) -> Submit:
+    if leg != "unified" and "bootstrap_room" not in rest:
+        rest["bootstrap_room"] = sum(rid.encode())
+    return Submit(rid, leg, prompt_tokens, max_tokens, **rest)  # type: ignore[arg-type]
+
+
+def prompt(tokens: int) -> bytes:
+    return b"\0\0\0\0" * max(0, tokens)
+
+
+class World:
+    """Feeds events, keeps every action by receiver."""
+
+    def __init__(self, **settings: Any) -> None:
+        settings.setdefault("settle_s", 0.0)
+        self.core = ControllerCore(
+            ControllerConfig(bus="ipc:///x/bus", controller="ipc:///x/c", **settings), EPOCH, 0.0
+        )
+        self.now = 0.0
+        self.to_clients: list[ToClient] = []
+        self.to_nodes: list[ToNode] = []
+        self.published: list[Message] = []
+        self.seqs: dict[tuple[str, int, int], int] = {}
+
+    # --- events -------------------------------------------------------------------------------------------------
+
+    def feed(self, event: Event) -> None:
+        for action in self.core.handle(event, self.now):
+            if isinstance(action, ToClient):
+                self.to_clients.append(action)
+            elif isinstance(action, ToNode):
+                self.to_nodes.append(action)
+            elif isinstance(action, Publish):
+                self.published.append(action.message)
+        self.core.validate()
+
+    def pass_time(self, seconds: float, *, alive: Iterable[Hello] = ()) -> None:
+        """Tick by tick; the nodes of `alive` stay heard over their connections."""
+        from bus.messages import Pong
+
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(until, self.now + 0.05)
+            for node in alive:
+                self.feed(FromNode(peer_of(node), Pong(0, 0, False)))
+            self.feed(Tick())
+
+    def join(self, node: Hello, *, peer: str = "") -> None:
+        self.feed(FromNode(peer or peer_of(node), node))
+
+    def submit(self, request: Submit, *, peer: str = "client", frames: tuple[bytes, ...] | None = None) -> None:
+        payload = (prompt(request.prompt_tokens), PARAMS) if frames is None else frames
+        self.feed(FromClient(peer, request, payload))
+
+    def progress(self, node: Hello, *, started: Iterable[Dispatch] = (), ended: Iterable[Dispatch] = (),
+                 code: Code = "ok", peer: str = "") -> None:  # fmt: skip
+        message = Progress(
+            node.instance,
+            node.dp_rank,
+            node.epoch,
+            tuple((d.rid, d.attempt) for d in started),
+            tuple(Ended(d.rid, d.attempt, d.leg, code) for d in ended),
+        )
+        self.feed(FromNode(peer or peer_of(node), message))
+
+    def report(self, node: Hello, **fields: Any) -> None:
+        key = (node.instance, node.dp_rank, node.epoch)
+        self.seqs[key] = self.seqs.get(key, 0) + 1
+        seq = self.seqs[key]
+        self.feed(Published(LoadReport(node.instance, node.dp_rank, node.epoch, seq, load(seq, **fields))))
+
+    # --- what came of it ----------------------------------------------------------------------------------------
+
+    def answers(self, kind: type[M], peer: str | None = None) -> list[M]:
+        return [a.message for a in self.to_clients if isinstance(a.message, kind) and peer in (None, a.peer)]
+
+    def sent(self, kind: type[M], node: Hello | None = None) -> list[M]:
+        return [
+            a.message
+            for a in self.to_nodes
+            if isinstance(a.message, kind) and (node is None or a.peer == peer_of(node))
+        ]
+
+    def dispatches(self, node: Hello | None = None) -> list[Dispatch]:
+        return self.sent(Dispatch, node)
+
+    def cancels(self, node: Hello | None = None) -> list[CancelLeg]:
+        return self.sent(CancelLeg, node)
+
+    def rank(self, node: Hello) -> Any:
+        return self.core.table.ranks[(node.instance, node.dp_rank)]
+
+    def assert_empty(self) -> None:
+        """Nothing lives, nothing is outstanding, nothing is kept."""
+        life = self.core.life
+        assert not life.requests
+        assert (life.queue.requests, life.queue.bytes, life.payload_bytes) == (0, 0, 0)
+        assert not life._rooms
+        assert not life._of_peer
+        assert not len(life._deadlines)
+        assert all(
+            not r.work and not r.outstanding and not r.outstanding_tokens for r in self.core.table.ranks.values()
+        )
+
+
+def peer_of(node: Hello) -> str:
+    return f"{node.instance}/{node.dp_rank}@{node.epoch}"

@@ -1,0 +1,672 @@
+"""The controller's core: what a submit gets, how requests live and end, and what becomes of them when ranks go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from controller_world import EPOCH, PARAMS, World, hello, peer_of, prompt, submit
+
+from bus.messages import (
+    Accepted,
+    Beacon,
+    Bye,
+    Cancel,
+    Done,
+    Drain,
+    DrainRank,
+    Failed,
+    Location,
+    Ping,
+    Refused,
+    Sent,
+    Status,
+    StatusQuery,
+    Welcome,
+    Who,
+)
+from controller.events import FromClient, FromNode, Published, Undelivered, Unreachable
+
+P = [hello("p", n, role="prefill") for n in range(2)]
+D = [hello("d", n, role="decode") for n in range(2)]
+U = [hello("u", n) for n in range(2)]
+
+
+def pd(**settings: Any) -> World:
+    settings = {"prefill_method": "total_tokens", "decode_method": "total_requests", **settings}
+    world = World(**settings)
+    for node in (*P, *D):
+        world.join(node)
+    return world
+
+
+def unified(*nodes: Any, **settings: Any) -> World:
+    world = World(**settings)
+    for node in nodes or U:
+        world.join(node)
+    return world
+
+
+def failure(world: World) -> Failed:
+    failures = world.answers(Failed)
+    assert len(failures) == 1, failures
+    return failures[0]
+
+
+class TestPair:
+    def test_both_legs_are_dispatched_and_decode_is_told_where_prefill_runs(self) -> None:
+        """M45, M51, M52"""
+        world = pd()
+        world.submit(submit("r", "pair", bootstrap_room=7, priority=3, offset=2))
+        (prefill,), (decode,) = world.dispatches(P[0]), world.dispatches(D[0])
+        assert (prefill.leg, prefill.number, prefill.charge, prefill.bootstrap_room) == ("prefill", 1, 10, 7)
+        assert prefill.prefill is None
+        assert (decode.leg, decode.charge, decode.priority, decode.offset) == ("decode", 10, 3, 2)
+        assert decode.prefill == Location("p", 0, 1, "ipc:///p.0")
+        assert decode.controller_epoch == EPOCH
+        frames = {a.message.leg: tuple(a.frames) for a in world.to_nodes if a.message in (prefill, decode)}  # type: ignore[attr-defined]
+        assert frames == {"prefill": (prompt(10), PARAMS), "decode": (PARAMS,)}
+        (accepted,) = world.answers(Accepted)
+        assert accepted == Accepted("r", 1, 7, decode.prefill, Location("d", 0, 1, "ipc:///d.0"))
+
+    def test_it_is_done_when_both_legs_have_ended(self) -> None:
+        """M53"""
+        world = pd()
+        world.submit(submit("r", "pair"))
+        (prefill,), (decode,) = world.dispatches(P[0]), world.dispatches(D[0])
+        assert world.core.life.payload_bytes == 46
+        world.progress(P[0], started=[prefill])
+        assert world.core.life.payload_bytes == 46
+        world.progress(D[0], started=[decode])
+        assert world.core.life.payload_bytes == 0
+        world.progress(D[0], ended=[decode])
+        assert not world.answers(Done)
+        world.progress(P[0], ended=[prefill])
+        (done,) = world.answers(Done)
+        assert [leg.leg for leg in done.legs] == ["prefill", "decode"]
+        world.assert_empty()
+        world.progress(P[0], ended=[prefill])  # said twice
+        assert len(world.answers(Done)) == 1
+
+    def test_numbers_count_up_for_each_rank(self) -> None:
+        """M45"""
+        world = pd()
+        for n in range(6):
+            world.submit(submit(f"r{n}", "pair", bootstrap_room=n))
+        for node in (*P, *D):
+            assert [d.number for d in world.dispatches(node)] == [1, 2, 3]
+
+    def test_the_caller_may_fix_both_ranks(self) -> None:
+        """M55"""
+        world = pd()
+        world.submit(submit("r", "pair", routed_dp_rank=1, disagg_prefill_dp_rank=1))
+        assert len(world.dispatches(P[1])) == len(world.dispatches(D[1])) == 1
+        assert world.rank(D[1]).routed_total == 1
+        assert world.rank(D[1]).requests == 1  # charged like any other
+
+    def test_follow_bootstrap_room_is_kept_even_when_its_rank_is_gone(self) -> None:
+        world = pd(prefill_method="follow_bootstrap_room")
+        world.submit(submit("a", "pair", bootstrap_room=5))
+        assert len(world.dispatches(P[1])) == 1
+        world.feed(Unreachable(peer_of(P[1])))
+        world.submit(submit("b", "pair", bootstrap_room=9))
+        assert [f.code for f in world.answers(Failed)] == ["peer_lost", "no_rank"]
+        world.submit(submit("c", "pair", bootstrap_room=10))
+        assert len(world.dispatches(P[0])) == 1
+
+    def test_decode_ended_before_prefill_is_lost_is_done(self) -> None:
+        world = pd()
+        world.submit(submit("r", "pair"))
+        (decode,) = world.dispatches(D[0])
+        world.progress(D[0], ended=[decode])
+        world.feed(Unreachable(peer_of(P[0])))
+        (done,) = world.answers(Done)
+        assert [leg.leg for leg in done.legs] == ["decode"]
+        world.assert_empty()
+
+    def test_losing_prefill_after_decode_has_begun_fails_nothing(self) -> None:
+        world = pd()
+        world.submit(submit("r", "pair"))
+        (decode,) = world.dispatches(D[0])
+        world.progress(D[0], started=[decode])
+        world.feed(Unreachable(peer_of(P[0])))
+        assert not world.answers(Failed)
+        world.progress(D[0], ended=[decode])
+        assert len(world.answers(Done)) == 1
+        world.assert_empty()
+
+
+class TestLoneLegs:
+    def test_prefill(self) -> None:
+        world = pd()
+        world.submit(submit("r", "prefill", bootstrap_room=4))
+        (dispatch,) = world.dispatches()
+        assert world.answers(Accepted) == [Accepted("r", 1, 4, Location("p", 0, 1, "ipc:///p.0"), None)]
+        world.progress(P[0], started=[dispatch])
+        world.progress(P[0], ended=[dispatch])
+        assert len(world.answers(Done)) == 1
+        world.assert_empty()
+
+    def test_decode_is_told_what_the_caller_says(self) -> None:
+        world = pd()
+        world.submit(submit("r", "decode", disagg_prefill_dp_rank=1))
+        (dispatch,) = world.dispatches()
+        assert dispatch.prefill == Location("p", 1, 1, "ipc:///p.1")
+
+    def test_decode_whose_prefill_is_elsewhere_looks_it_up_itself(self) -> None:
+        world = World()
+        world.join(D[0])
+        world.submit(submit("a", "decode", disagg_prefill_dp_rank=6, prefill_instance="far"))
+        world.submit(submit("b", "decode", prefill_instance="far"))
+        a, b = world.dispatches()
+        assert (a.prefill, a.disagg_prefill_dp_rank, a.prefill_instance) == (None, 6, "far")
+        assert (b.prefill, b.disagg_prefill_dp_rank, b.prefill_instance) == (None, None, "far")
+
+    def test_the_two_legs_of_one_room_may_come_apart(self) -> None:
+        world = pd()
+        world.submit(submit("a", "prefill", bootstrap_room=4))
+        world.submit(submit("b", "decode", bootstrap_room=4))
+        assert len(world.answers(Accepted)) == 2
+        world.submit(submit("c", "decode", bootstrap_room=4))
+        assert failure(world).code == "duplicate_room"
+
+    def test_unified_needs_no_room(self) -> None:
+        world = unified()
+        world.submit(submit("r"))
+        (dispatch,) = world.dispatches()
+        assert dispatch.bootstrap_room is None
+        assert world.answers(Accepted)[0].decode == Location("u", 0, 1, "ipc:///u.0")
+
+
+@pytest.mark.parametrize(
+    ("wish", "code", "word"),
+    [
+        ({"bootstrap_room": None}, "bad_room", "needs a bootstrap_room"),
+        ({"bootstrap_room": -1}, "bad_room", "-1"),
+        ({"bootstrap_room": 2**63}, "bad_room", "outside"),
+        ({"prompt_tokens": 0}, "empty_prompt", "at least 1"),
+        ({"prompt_tokens": -4}, "empty_prompt", "-4"),
+        ({"max_tokens": 0}, "bad_request", "max_tokens"),
+        ({"prompt_tokens": 1001}, "too_long", "1002"),
+        ({"prompt_tokens": 996}, "too_long", "1001"),
+        ({"routed_dp_rank": 2}, "bad_rank", "0..1"),
+        ({"routed_dp_rank": -1}, "bad_rank", "0..1"),
+        ({"disagg_prefill_dp_rank": 99}, "bad_rank", "99"),
+        ({"instance": "p"}, "bad_rank", "prefill"),
+        ({"prefill_instance": "zzz"}, "bad_rank", "zzz"),
+        ({"model": "other"}, "bad_request", "other"),
+    ],
+)
+def test_a_bad_pair_fails_with_its_code_and_goes_nowhere(wish: dict[str, Any], code: str, word: str) -> None:
+    """M56"""
+    world = pd()
+    world.submit(submit("r", "pair", **wish))
+    failed = failure(world)
+    assert (failed.code, failed.rid) == (code, "r")
+    assert word in failed.message
+    assert "\n" not in failed.message
+    assert not world.dispatches()
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("frames", [(), (prompt(10),), (prompt(9), PARAMS), (prompt(10), PARAMS, b"")])
+def test_a_payload_that_does_not_match_its_header_is_refused(frames: tuple[bytes, ...]) -> None:
+    world = unified()
+    world.submit(submit("r"), frames=frames)
+    assert failure(world).code == "bad_request"
+
+
+def test_a_context_limit_counts_prompt_and_output() -> None:
+    world = unified()
+    world.submit(submit("a", prompt_tokens=995, max_tokens=5))
+    assert len(world.dispatches()) == 1
+    world.submit(submit("b", prompt_tokens=996, max_tokens=5))
+    assert failure(world).code == "too_long"
+
+
+def test_nobody_there_is_no_rank_and_may_be_tried_again() -> None:
+    world = World()
+    world.pass_time(0.1)
+    world.submit(submit("r"))
+    failed = failure(world)
+    assert (failed.code, failed.retryable) == ("no_rank", True)
+    assert failed.retry_after_s > 0
+
+
+class TestIdentity:
+    def test_a_room_of_a_live_request_is_refused_and_free_again_after_it(self) -> None:
+        world = pd()
+        world.submit(submit("a", "pair", bootstrap_room=7))
+        world.submit(submit("b", "pair", bootstrap_room=7))
+        assert failure(world).code == "duplicate_room"
+        world.feed(FromClient("client", Cancel("a"), ()))
+        world.submit(submit("b", "pair", bootstrap_room=7))
+        assert len(world.answers(Accepted)) == 2
+
+    def test_the_same_submit_from_a_client_that_reconnected_is_answered_not_run_again(self) -> None:
+        world = unified()
+        world.submit(submit("r"), peer="before")
+        world.submit(submit("r"), peer="after")
+        assert len(world.dispatches()) == 1
+        assert len(world.answers(Accepted, "after")) == 1
+        world.progress(U[0], ended=world.dispatches(U[0]))
+        assert len(world.answers(Done, "after")) == 1
+        assert not world.answers(Done, "before")
+        world.assert_empty()
+
+    def test_another_request_under_a_live_rid_is_refused(self) -> None:
+        world = unified()
+        world.submit(submit("r"))
+        world.submit(submit("r", prompt_tokens=11), peer="thief")
+        (failed,) = world.answers(Failed, "thief")
+        assert failed.code == "duplicate_rid"
+        assert len(world.core.life.requests) == 1
+
+    def test_a_higher_attempt_supersedes_and_fences_the_old_one(self) -> None:
+        world = unified()
+        world.submit(submit("r"), peer="old")
+        (first,) = world.dispatches(U[0])
+        world.submit(submit("r", prompt_tokens=12, max_tokens=3, attempt=4, offset=2), peer="new")
+        (cancel,) = world.cancels(U[0])
+        assert (cancel.attempt, cancel.code) == (1, "fenced")
+        assert world.answers(Failed, "old")[0].code == "fenced"
+        (second,) = world.dispatches(U[1])
+        assert (second.attempt, second.offset) == (4, 2)
+        world.progress(U[0], ended=[first])  # the old attempt wakes up late
+        assert not world.answers(Done)
+        world.progress(U[1], ended=[second])
+        assert len(world.answers(Done, "new")) == 1
+        world.assert_empty()
+
+    def test_one_client_may_not_fill_the_house(self) -> None:
+        world = unified(client_requests=2)
+        for n in range(3):
+            world.submit(submit(f"r{n}"))
+        assert failure(world).code == "too_many"
+        world.submit(submit("other"), peer="another")
+        assert len(world.answers(Accepted)) == 3
+
+
+class TestRetries:
+    def test_a_mendable_failure_before_any_output_goes_elsewhere_under_the_next_attempt(self) -> None:
+        """M54"""
+        world = pd()
+        world.submit(submit("r", "pair"))
+        (decode,) = world.dispatches(D[0])
+        world.progress(D[0], ended=[decode], code="kv_failed")
+        (cancel,) = world.cancels(P[0])
+        assert (cancel.rid, cancel.attempt, cancel.code) == ("r", 1, "fenced")
+        (again,) = world.dispatches(D[1])
+        assert again.attempt == 2
+        assert [a.attempt for a in world.answers(Accepted)] == [1, 2]
+        assert world.core.counts["redispatched"] == 1
+
+    def test_a_failure_that_is_the_requests_own_is_final(self) -> None:
+        world = pd()
+        world.submit(submit("r", "pair"))
+        (prefill,) = world.dispatches(P[0])
+        world.progress(P[0], ended=[prefill], code="bad_request")
+        assert failure(world).code == "bad_request"
+        assert [c.code for c in world.cancels(D[0])] == ["prefill_failed"]
+        world.assert_empty()
+
+    def test_after_output_it_is_the_clients_to_resume(self) -> None:
+        world = unified()
+        world.submit(submit("r"))
+        (dispatch,) = world.dispatches(U[0])
+        world.progress(U[0], started=[dispatch])
+        world.feed(Unreachable(peer_of(U[0])))
+        failed = failure(world)
+        assert (failed.code, failed.retryable) == ("peer_lost", True)
+        assert len(world.dispatches()) == 1
+        world.assert_empty()
+
+    def test_attempts_are_bounded(self) -> None:
+        world = unified(attempts=2)
+        world.submit(submit("r"))
+        for node in U:
+            world.progress(node, ended=world.dispatches(node)[-1:], code="engine_failed")
+        assert failure(world).code == "engine_failed"
+        assert len(world.dispatches()) == 2
+        world.assert_empty()
+
+    def test_a_request_that_takes_down_every_rank_is_poison(self) -> None:
+        nodes = [hello("u", n, dp_size=4) for n in range(4)]
+        world = unified(*nodes)
+        world.submit(submit("r"))
+        for node in nodes[:3]:
+            world.feed(Unreachable(peer_of(node)))
+        failed = failure(world)
+        assert (failed.code, failed.retryable) == ("poison", False)
+        assert not world.dispatches(nodes[3])
+        world.assert_empty()
+
+    def test_with_nowhere_to_go_it_fails_with_what_happened(self) -> None:
+        world = unified(U[0])
+        world.submit(submit("r"))
+        world.feed(Unreachable(peer_of(U[0])))
+        failed = failure(world)
+        assert (failed.code, failed.retryable) == ("peer_lost", True)
+        assert "no live unified rank" in failed.message
+
+    def test_a_message_that_could_not_be_queued_never_happened(self) -> None:
+        world = unified()
+        world.submit(submit("r"))
+        (dispatch,) = world.dispatches(U[0])
+        world.feed(Undelivered(peer_of(U[0]), dispatch))
+        assert world.rank(U[0]).sent == 0
+        assert [d.attempt for d in world.dispatches(U[1])] == [2]
+
+
+class TestEnds:
+    def test_cancel_ends_both_legs_and_answers_at_once(self) -> None:
+        world = pd()
+        world.submit(submit("r", "pair"))
+        world.feed(FromClient("client", Cancel("r"), ()))
+        assert failure(world).code == "cancelled"
+        assert len(world.cancels(P[0])) == len(world.cancels(D[0])) == 1
+        world.assert_empty()
+        world.feed(FromClient("client", Cancel("r"), ()))  # over already
+        world.progress(D[0], ended=world.dispatches(D[0]), code="cancelled")
+        assert len(world.answers(Failed)) == 1
+
+    def test_a_deadline_ends_it_and_is_told_to_the_nodes(self) -> None:
+        world = unified()
+        world.submit(submit("r", deadline_s=1.0))
+        assert 0.9 < world.dispatches()[0].deadline_s <= 1.0
+        world.pass_time(0.95, alive=U)
+        assert not world.answers(Failed)
+        world.pass_time(0.2, alive=U)
+        assert failure(world).code == "deadline"
+        assert [c.code for c in world.cancels()] == ["deadline"]
+        world.assert_empty()
+
+    def test_shutdown_ends_everything(self) -> None:
+        world = pd()
+        for n in range(3):
+            world.submit(submit(f"r{n}", "pair", bootstrap_room=n))
+        actions = world.core.shutdown(world.now)
+        failed = [a.message for a in actions if isinstance(a.message, Failed)]  # type: ignore[union-attr]
+        assert [(f.code, f.retryable) for f in failed] == [("shutting_down", True)] * 3
+        world.core.validate()
+        world.assert_empty()
+
+
+class TestQueue:
+    def test_waits_for_credit_and_goes_to_whoever_frees_up_first(self) -> None:
+        world = unified(request_overcommit=1.0)
+        for n in range(10):
+            world.submit(submit(f"r{n}"))
+        assert len(world.dispatches()) == 8
+        assert len(world.core.life.queue) == 2
+        world.report(U[1], running=3, acks=[(EPOCH, 4, 40)])
+        assert [d.rid for d in world.dispatches(U[1])][-1] == "r8"
+        world.report(U[1], running=4, acks=[(EPOCH, 5, 50)])
+        assert len(world.core.life.queue) == 1
+
+    def test_priority_overtakes_and_arrival_decides_among_equals(self) -> None:
+        world = unified(hello("u", 0, dp_size=1, max_running=1), request_overcommit=1.0)
+        for rid, priority in (("run", 0), ("low", -1), ("a", 5), ("b", 5)):
+            world.submit(submit(rid, priority=priority))
+        order = []
+        for seq in range(1, 4):
+            world.report(hello("u", 0), acks=[(EPOCH, seq, seq * 10)])
+            order.append(world.dispatches()[-1].rid)
+        assert order == ["a", "b", "low"]
+
+    def test_a_full_queue_refuses_early_with_a_hint(self) -> None:
+        world = unified(hello("u", 0, dp_size=1, max_running=1), request_overcommit=1.0, queue_requests=2)
+        for n in range(4):
+            world.submit(submit(f"r{n}"))
+        failed = failure(world)
+        assert (failed.rid, failed.code, failed.retryable) == ("r3", "overloaded", True)
+        assert failed.retry_after_s > 0
+
+    def test_bytes_are_bounded_too(self) -> None:
+        world = unified(hello("u", 0, dp_size=1, max_running=1), request_overcommit=1.0, payload_bytes=100)
+        for n in range(3):
+            world.submit(submit(f"r{n}"))
+        assert failure(world).code == "overloaded"
+        assert world.core.life.payload_bytes <= 100
+
+    def test_a_deadline_passes_in_the_queue(self) -> None:
+        world = unified(hello("u", 0, dp_size=1, max_running=1), request_overcommit=1.0)
+        world.submit(submit("a"))
+        world.submit(submit("b", deadline_s=0.5))
+        world.pass_time(0.7, alive=[hello("u", 0)])
+        failed = failure(world)
+        assert (failed.rid, failed.code) == ("b", "deadline")
+        assert "waited" in failed.message
+        assert len(world.dispatches()) == 1
+
+    def test_nobody_overtakes_whoever_waits_for_the_same_ranks(self) -> None:
+        world = unified(hello("u", 0, dp_size=1, max_running=2, kv_capacity=100), request_overcommit=1.0)
+        for rid in ("a", "b", "c"):
+            world.submit(submit(rid))
+        world.report(hello("u", 0), running=1, acks=[(EPOCH, 2, 20)])
+        world.submit(submit("d"))
+        assert [d.rid for d in world.dispatches()] == ["a", "b", "c"]
+
+    def test_who_waits_is_told_when_the_last_rank_goes(self) -> None:
+        world = unified(hello("u", 0, dp_size=1, max_running=1), request_overcommit=1.0)
+        world.submit(submit("a"))
+        world.submit(submit("b"))
+        world.feed(FromNode("u/0@1", Bye("u", 0, 1)))
+        assert {f.rid: f.code for f in world.answers(Failed)} == {"a": "no_rank", "b": "no_rank"}
+        world.assert_empty()
+
+
+class TestRanks:
+    def test_a_hello_is_welcomed_with_what_the_node_must_know(self) -> None:
+        world = pd(prefill_method="auto", decode_method="auto", name="c9")
+        (p, *_), (d, *_) = world.sent(Welcome, P[0]), world.sent(Welcome, D[0])
+        assert (p.controller, p.epoch, p.follow_bootstrap_room, p.dp_rank) == ("c9", EPOCH, True, 0)
+        assert not d.follow_bootstrap_room
+
+    def test_a_stranger_is_asked_who_it_is(self) -> None:
+        """M44"""
+        world = World()
+        world.feed(FromNode("x", Bye("u", 0, 1)))
+        assert [a.peer for a in world.to_nodes if isinstance(a.message, Who)] == ["x"]
+
+    @pytest.mark.parametrize(
+        ("claim", "code"),
+        [
+            (hello("u", 5, dp_size=2), "bad_identity"),
+            (hello("u", 1, dp_size=3), "bad_identity"),
+            (hello("u", 1, role="decode"), "bad_identity"),
+            (hello("u", 1, model="other"), "bad_identity"),
+        ],
+    )
+    def test_a_claim_that_contradicts_its_instance_is_refused(self, claim: Any, code: str) -> None:
+        world = unified(U[0])
+        world.join(claim, peer="new")
+        assert [r.code for r in world.sent(Refused)] == [code]
+        assert len(world.core.table.ranks) == 1
+
+    def test_one_connection_speaks_for_one_rank(self) -> None:
+        world = unified(U[0])
+        world.join(U[1], peer=peer_of(U[0]))
+        assert [r.code for r in world.sent(Refused)] == ["bad_identity"]
+        world.submit(submit("r"))
+        world.progress(U[1], ended=world.dispatches(U[0]), peer=peer_of(U[0]))
+        assert world.core.counts["rejected_bad_identity"] == 1
+        assert len(world.core.life.requests) == 1
+
+    def test_only_named_instances_are_served(self) -> None:
+        world = World(instances=("mine",))
+        world.join(hello("mine"))
+        world.join(hello("other"))
+        assert set(world.core.table.ranks) == {("mine", 0)}
+
+    def test_a_restarted_node_takes_over_and_the_old_start_is_fenced(self) -> None:
+        world = unified()
+        world.submit(submit("r"))
+        world.join(hello("u", 0, epoch=2))
+        assert [d.attempt for d in world.dispatches(U[1])] == [2]
+        world.join(U[0], peer="zombie")
+        assert [r.code for r in world.sent(Refused)] == ["fenced"]
+        assert world.rank(U[0]).epoch == 2
+        assert world.rank(U[0]).in_flight == 0
+
+    def test_a_reconnection_keeps_what_runs_and_redoes_what_the_old_one_swallowed(self) -> None:
+        world = unified(U[0])
+        world.submit(submit("kept"))
+        world.submit(submit("swallowed"))
+        world.join(hello("u", 0, running=(("kept", 1),)), peer="again")
+        last = [a for a in world.to_nodes if a.peer == "again" and getattr(a.message, "rid", "") == "swallowed"]
+        assert [a.message.attempt for a in last] == [2]  # type: ignore[attr-defined]
+        assert not world.cancels()
+        world.progress(U[0], ended=world.dispatches(U[0])[:1], peer="again")
+        assert [d.rid for d in world.answers(Done)] == ["kept"]
+
+    def test_a_node_silent_past_its_lease_is_lost_and_its_work_goes_elsewhere(self) -> None:
+        world = unified()
+        world.submit(submit("r"))
+        world.pass_time(3.5, alive=[U[1]])
+        assert world.core.members.state(world.rank(U[0])) == "lost"
+        assert [d.attempt for d in world.dispatches(U[1])] == [2]
+        assert [c.attempt for c in world.cancels(U[0])] == [1]  # in case it wakes up
+
+    def test_who_comes_back_starts_slowly(self) -> None:
+        world = unified()
+        world.pass_time(3.5, alive=[U[1]])
+        world.progress(U[0])
+        for n in range(6):
+            world.submit(submit(f"r{n}"))
+        assert len(world.dispatches(U[0])) == 1
+        world.report(U[0], acks=[(EPOCH, 1, 10)])
+        for n in range(6, 10):
+            world.submit(submit(f"r{n}"))
+        assert len(world.dispatches(U[0])) > 2
+
+    def test_ranks_are_pinged_three_times_a_lease(self) -> None:
+        world = unified()
+        world.pass_time(6.0, alive=U)
+        assert 5 <= len(world.sent(Ping, U[0])) <= 7
+
+    def test_a_hung_rank_loses_its_work(self) -> None:
+        world = unified()
+        world.submit(submit("r"))
+        for n in range(1, 15):
+            world.report(U[0], running=1, step=3, acks=[(EPOCH, 1, 10)])
+            world.report(U[1], step=n, running=1)
+            world.pass_time(1.0, alive=U[1:])
+            world.feed(FromNode(peer_of(U[0]), Bye("nobody", 0, 1)))  # its connection lives
+        assert world.core.members.state(world.rank(U[0])) == "hung"
+        assert [d.attempt for d in world.dispatches(U[1])] == [2]
+
+    def test_drain_takes_a_rank_out_and_lets_it_finish(self) -> None:
+        world = unified()
+        world.submit(submit("r"))
+        world.feed(FromClient("op", DrainRank(5, "u", 0), ()))
+        assert len(world.sent(Drain, U[0])) == 1
+        (status,) = world.answers(Status, "op")
+        assert (status.id, [r.state for r in status.ranks]) == (5, ["draining", "ready"])
+        for n in range(4):
+            world.submit(submit(f"s{n}"))
+        assert len(world.dispatches(U[0])) == 1
+        world.progress(U[0], ended=world.dispatches(U[0]))
+        assert len(world.answers(Done)) == 1
+        world.feed(FromNode(peer_of(U[0]), Bye("u", 0, 1)))
+        assert not world.answers(Failed)
+        world.feed(FromClient("op", DrainRank(6, "nope", 0), ()))
+        assert world.answers(Refused, "op")[0].code == "bad_rank"
+
+    def test_a_rank_gone_for_long_is_forgotten(self) -> None:
+        world = unified(forget_s=5.0)
+        world.feed(FromNode(peer_of(U[0]), Bye("u", 0, 1)))
+        world.pass_time(6.0, alive=[U[1]])
+        assert set(world.core.table.ranks) == {("u", 1)}
+
+
+class TestStart:
+    def test_nothing_is_dispatched_on_an_empty_picture(self) -> None:
+        world = World(settle_s=0.5)
+        world.submit(submit("r"))
+        world.pass_time(0.3)
+        world.join(U[0])
+        world.join(hello("u", 1, running=(("x", 1),)))
+        assert not world.dispatches()
+        world.pass_time(0.4, alive=U)
+        assert not world.dispatches()  # u/1 runs something and has not said how much
+        world.report(U[1], running=1)
+        assert len(world.dispatches()) == 1
+
+    def test_a_node_that_never_reports_holds_up_at_most_a_lease(self) -> None:
+        world = World(settle_s=0.5)
+        world.submit(submit("r"))
+        world.join(U[0])
+        world.join(hello("u", 1, running=(("x", 1),)))
+        world.pass_time(3.2, alive=U)
+        assert len(world.dispatches(U[0])) == 1
+
+    def test_what_nodes_still_run_is_taken_over_not_run_twice(self) -> None:
+        world = World(prefill_method="total_tokens")
+        world.join(P[0])
+        world.join(hello("d", 1, role="decode", running=(("r", 2),)))
+        world.report(D[1], running=1)
+        world.submit(submit("r", "pair", attempt=1))
+        (dispatch,) = world.dispatches()
+        assert (dispatch.leg, dispatch.attempt, dispatch.dp_rank) == ("decode", 2, 1)
+        assert world.answers(Accepted)[0].attempt == 2
+        world.progress(D[1], started=[dispatch], ended=[dispatch])
+        assert len(world.answers(Done)) == 1
+        world.assert_empty()
+
+    def test_half_of_a_pair_is_started_anew_under_a_higher_attempt(self) -> None:
+        world = World(prefill_method="total_tokens")
+        world.join(hello("p", 0, role="prefill", running=(("r", 2),)))
+        world.join(D[0])
+        world.report(P[0], running=1)
+        world.submit(submit("r", "pair"))
+        assert {d.attempt for d in world.dispatches()} == {3}
+        assert [(c.attempt, c.code) for c in world.cancels(P[0])] == [(2, "fenced")]
+
+    def test_adoption_is_forgotten_with_its_rank_and_with_time(self) -> None:
+        world = World()
+        world.join(hello("u", 0, running=(("a", 1), ("b", 1))))
+        world.join(hello("u", 1, running=(("b", 1),)))
+        assert len(world.core.life.adoption) == 2
+        world.feed(Unreachable(peer_of(U[0])))
+        assert len(world.core.life.adoption) == 1
+        world.pass_time(61.0, alive=U[1:])
+        assert len(world.core.life.adoption) == 0
+
+
+def test_counters_are_published_when_they_change_and_at_least_each_second() -> None:
+    world = unified()
+    world.pass_time(3.0, alive=U)
+    quiet = [m for m in world.published if isinstance(m, Sent)]
+    assert 2 <= len(quiet) <= 4
+    for n in range(20):
+        world.submit(submit(f"r{n}"))
+        world.pass_time(0.1, alive=U)
+    busy = [m for m in world.published if isinstance(m, Sent)][len(quiet) :]
+    assert 6 <= len(busy) <= 10
+    assert [m.seq for m in quiet + busy] == list(range(1, len(quiet + busy) + 1))
+    assert sum(c.dispatches for c in busy[-1].counters) == sum(world.rank(u).sent for u in U)
+
+
+def test_status_shows_each_rank_as_it_is() -> None:
+    world = unified()
+    world.report(U[0], running=2, kv_tokens=30)
+    world.submit(submit("r"))
+    world.now = 0.5
+    world.feed(FromClient("op", StatusQuery(9), ()))
+    (status,) = world.answers(Status, "op")
+    first, second = status.ranks
+    assert (status.id, status.epoch, status.methods["unified"]) == (9, EPOCH, "round_robin")
+    assert (first.state, first.report_age_s, first.estimate_requests, first.in_flight_requests) == ("ready", 0.5, 3, 1)
+    assert (first.estimate_tokens, first.outstanding, first.dispatched_total) == (40, 1, 1)
+    assert (second.report_age_s, second.load) == (-1.0, None)
+
+
+def test_a_broker_alone_on_the_bus_makes_no_rank_silent_at_once() -> None:
+    world = unified()
+    for n in range(20):
+        world.pass_time(0.25, alive=U)
+        world.feed(Published(Beacon(1, n, 0.25)))
+    assert {world.core.members.state(r) for r in world.core.table.ranks.values()} == {"silent"}
+    world.report(U[0])
+    assert world.core.members.state(world.rank(U[0])) == "ready"

@@ -1,0 +1,244 @@
+"""The load table: estimates, acknowledgements, ages, ties, credit (docs/protocol.md M24-M27)."""
+
+from __future__ import annotations
+
+import pytest
+from controller_world import hello, load
+
+from bus.messages import Role, Sent, SentTo
+from controller.groups import Metric
+from controller.loads import LoadTable
+from controller.rank import RankLoad
+
+ME, OTHER = 77, 88
+
+
+def table_with(count: int, role: Role = "unified", **settings: float) -> tuple[LoadTable, list[RankLoad]]:
+    table = LoadTable(ME, **settings)
+    ranks = [table.open(hello("i", n, role=role, dp_size=count)) for n in range(count)]
+    for rank in ranks:
+        table.set_ready(rank, True)
+    return table, ranks
+
+
+def sent(epoch: int, seq: int, dispatches: int, tokens: int, node_epoch: int = 1) -> Sent:
+    return Sent("other", epoch, seq, (SentTo("i", 0, node_epoch, dispatches, tokens),))
+
+
+def test_a_charge_raises_the_estimate_at_once_and_a_report_without_it_does_not_erase_it() -> None:
+    """M24"""
+    table, (rank,) = table_with(1)
+    table.apply(rank.key, 1, load(1), 0.0)
+    assert table.charge(rank, 10) == 1
+    assert (rank.requests, rank.tokens) == (1, 10)
+    table.apply(rank.key, 1, load(2, acks=[(ME, 0, 0)]), 0.1)
+    assert (rank.requests, rank.tokens) == (1, 10)
+    table.apply(rank.key, 1, load(3, waiting=1, waiting_tokens=10, acks=[(ME, 1, 10)]), 0.2)
+    assert (rank.requests, rank.tokens) == (1, 10)
+    table.apply(rank.key, 1, load(4, acks=[(ME, 1, 10)]), 0.3)
+    assert (rank.requests, rank.tokens) == (0, 0)
+    table.validate()
+
+
+def test_an_old_report_is_dropped_and_counted() -> None:
+    """M25"""
+    table, (rank,) = table_with(1)
+    table.apply(rank.key, 1, load(5, running=3), 0.0)
+    assert table.apply(rank.key, 1, load(5, running=1), 0.0) is None
+    assert table.apply(rank.key, 1, load(4, running=1), 0.0) is None
+    assert table.apply(rank.key, 9, load(6, running=1), 0.0) is None
+    assert rank.requests == 3
+    assert table.counts == {"report_old": 2, "report_unknown": 1}
+
+
+def test_a_new_epoch_voids_what_the_old_one_had_not_acknowledged() -> None:
+    """M27"""
+    table, (rank,) = table_with(1)
+    table.apply(rank.key, 1, load(9), 0.0)
+    table.charge(rank, 10)
+    new = table.open(hello("i", 0, dp_size=1, epoch=2))
+    table.set_ready(new, True)
+    assert (new.requests, new.tokens, new.dispatched_total) == (0, 0, 1)
+    table.apply(new.key, 2, load(1, running=2), 0.1)
+    assert new.requests == 2
+    assert table.apply(new.key, 1, load(10, running=7), 0.2) is None
+    assert table.charge(new, 1) == 1
+    table.validate()
+
+
+def test_acks_of_other_controllers_are_not_mine() -> None:
+    """M26"""
+    table, (rank,) = table_with(1)
+    table.charge(rank, 10)
+    table.apply(rank.key, 1, load(1, acks=[(OTHER, 5, 50)]), 0.0)
+    assert (rank.requests, rank.tokens) == (1, 10)
+
+
+def test_what_another_controller_sent_counts_until_the_rank_acknowledges_it() -> None:
+    table, (rank, _) = table_with(2)
+    table.apply(rank.key, 1, load(1, acks=[(OTHER, 2, 20)]), 0.0)
+    assert table.apply_sent(sent(OTHER, 1, 5, 50), 0.0)
+    assert (rank.requests, rank.tokens) == (3, 30)
+    assert not table.apply_sent(sent(OTHER, 1, 6, 60), 0.0)  # repeated
+    assert not table.apply_sent(sent(ME, 9, 6, 60), 0.0)  # my own
+    table.apply_sent(sent(OTHER, 2, 9, 90, node_epoch=4), 0.0)  # to another start of the rank
+    assert (rank.requests, rank.tokens) == (3, 30)
+    table.apply(rank.key, 1, load(2, acks=[(OTHER, 7, 70)]), 0.1)  # its counters are late
+    assert (rank.requests, rank.tokens) == (0, 0)
+    table.validate()
+
+
+def test_a_controller_that_falls_silent_is_forgotten() -> None:
+    table, (rank,) = table_with(1)
+    table.apply(rank.key, 1, load(1), 0.0)
+    table.apply_sent(sent(OTHER, 1, 5, 50), 0.0)
+    assert rank.requests == 5
+    table.apply(rank.key, 1, load(2), 6.0)
+    table.age(6.0)
+    assert rank.requests == 0
+    table.validate()
+
+
+def test_a_stale_report_gives_way_to_my_own_count() -> None:
+    table, (rank,) = table_with(1, stale_s=1.0)
+    table.apply(rank.key, 1, load(1, running=50, kv_tokens=500), 0.0)
+    table.charge(rank, 7)
+    assert table.age(0.9) == []
+    assert rank.requests == 51
+    assert table.age(1.1) == [rank]
+    assert (rank.requests, rank.tokens) == (1, 7)
+    table.end(rank, 7)
+    assert (rank.requests, rank.tokens) == (0, 0)
+    table.apply(rank.key, 1, load(2, running=4, acks=[(ME, 1, 7)]), 1.2)
+    assert rank.requests == 4
+    table.validate()
+
+
+def test_more_acknowledged_than_sent_is_counted_and_never_negative() -> None:
+    table, (rank,) = table_with(1)
+    table.charge(rank, 5)
+    table.apply(rank.key, 1, load(1, acks=[(ME, 900, 2**62)]), 0.0)
+    assert (rank.requests, rank.tokens) == (0, 0)
+    assert table.counts["ack_ahead"] == 1
+    table.charge(rank, 5)  # counting goes on from there
+    assert (rank.requests, rank.tokens) == (1, 5)
+    table.apply(rank.key, 1, load(2, acks=[(ME, 901, 2**62 + 5)]), 0.1)
+    assert (rank.requests, rank.tokens) == (0, 0)
+    table.apply(rank.key, 1, load(3, acks=[(ME, 0, 0)]), 0.1)
+    table.validate()
+
+
+def test_what_a_lost_connection_swallowed_is_in_flight_no_more() -> None:
+    table, (rank,) = table_with(1)
+    for _ in range(3):
+        table.charge(rank, 10)
+    table.apply(rank.key, 1, load(1, running=1, acks=[(ME, 1, 10)]), 0.0)
+    table.reconnected(rank)
+    assert rank.requests == 3
+    table.apply(rank.key, 1, load(2, running=1, acks=[(ME, 1, 10)]), 0.1)
+    assert (rank.requests, rank.in_flight, rank.in_flight_tokens) == (1, 0, 0)
+    table.charge(rank, 4)
+    assert rank.in_flight == 1
+    table.apply(rank.key, 1, load(3, running=2, acks=[(ME, 2, 14)]), 0.2)
+    assert (rank.requests, rank.in_flight_tokens) == (2, 0)
+    table.validate()
+
+
+def test_tokens_of_work_depend_on_the_role() -> None:
+    for role, tokens in (("prefill", 30), ("decode", 130), ("unified", 130)):
+        table = LoadTable(ME)
+        rank = table.open(hello("i", role=role))
+        table.apply(rank.key, 1, load(1, waiting_tokens=30, kv_tokens=100), 0.0)
+        assert rank.tokens == tokens, role
+
+
+@pytest.mark.parametrize("metric", list(Metric))
+def test_ties_rotate(metric: Metric) -> None:
+    table, _ = table_with(5)
+    group = table.group("unified")
+    picked = []
+    for n in range(15):
+        rank = group.least(metric)
+        assert rank is not None
+        picked.append(rank.key[1])
+        table.charge(rank, 10)
+        table.apply(rank.key, 1, load(n + 1, acks=[(ME, rank.sent, rank.sent_tokens)]), 0.0)
+    assert picked == [0, 1, 2, 3, 4] * 3
+
+
+def test_the_least_wins_whatever_the_order_of_updates() -> None:
+    table, ranks = table_with(9, role="prefill")
+    requests, tokens = table.group("prefill").least, table.group("prefill").least
+    for n, rank in enumerate(ranks):
+        table.apply(rank.key, 1, load(1, waiting=abs(n - 6), waiting_tokens=abs(n - 2)), 0.0)
+    assert requests(Metric.REQUESTS) is ranks[6]
+    assert tokens(Metric.TOKENS) is ranks[2]
+    table.set_ready(ranks[2], False)
+    assert tokens(Metric.TOKENS) in (ranks[1], ranks[3])
+    table.close(ranks[6])
+    assert requests(Metric.REQUESTS) in (ranks[5], ranks[7])
+    table.validate()
+
+
+def test_credit_closes_a_rank_and_a_report_opens_it_again() -> None:
+    table, (rank,) = table_with(1, request_overcommit=1.0)  # four run slots
+    group = table.group("unified")
+    for _ in range(4):
+        assert group.least(Metric.TURN) is rank
+        table.charge(rank, 1)
+    assert group.least(Metric.TURN) is None
+    assert group.ready == 1
+    assert not rank.full
+    table.apply(rank.key, 1, load(1, running=3, acks=[(ME, 4, 4)]), 0.0)
+    assert group.least(Metric.TURN) is rank
+    table.apply(rank.key, 1, load(2, running=1, kv_tokens=1000, acks=[(ME, 4, 4)]), 0.0)
+    assert group.least(Metric.TURN) is None
+    table.validate()
+
+
+def test_a_slow_starter_gets_one_at_a_time_until_it_reports() -> None:
+    table, (rank,) = table_with(1)
+    table.set_ready(rank, True, slow=True)
+    group = table.group("unified")
+    table.charge(rank, 1)
+    assert group.least(Metric.TURN) is None
+    table.end(rank, 1)
+    assert group.least(Metric.TURN) is rank
+    table.charge(rank, 1)
+    table.apply(rank.key, 1, load(1, acks=[(ME, 2, 2)]), 0.0)
+    assert group.least(Metric.TURN) is rank
+
+
+def test_groups_follow_model_and_instance_and_keep_only_what_is_used() -> None:
+    table = LoadTable(ME)
+    a, b = table.open(hello("a", model="x")), table.open(hello("b", model="y"))
+    for rank in (a, b):
+        table.set_ready(rank, True)
+    assert table.group("unified").models == {"x", "y"}
+    assert list(table.group("unified", "x")) == [a]
+    assert list(table.group("unified", "", "b")) == [b]
+    for n in range(1000):
+        table.group("unified", f"made-up-{n}")
+    assert len(table._groups) < 100
+    table.open(hello("a", 1, model="x"))
+    table.validate()
+
+
+def test_an_undone_charge_leaves_no_trace_but_its_number() -> None:
+    table, (rank,) = table_with(1)
+    table.charge(rank, 3)
+    table.charge(rank, 4)
+    table.undo(rank, 4)
+    assert (rank.sent, rank.sent_tokens, rank.outstanding, rank.requests) == (1, 3, 1, 1)
+    assert table.charge(rank, 4) == 3
+    table.validate()
+
+
+def test_absurd_numbers_do_not_break_the_index() -> None:
+    table, (a, _) = table_with(2)
+    huge = 2**63 - 1
+    table.apply(a.key, 1, load(1, running=huge, waiting=huge, waiting_tokens=huge, kv_tokens=huge), 0.0)
+    table.apply_sent(Sent("o", OTHER, 1, (SentTo("i", 1, 1, huge, huge),)), 0.0)
+    table.validate()
+    table.age(100.0)
+    assert table.group("unified").least(Metric.TOKENS) is not None
