@@ -74,6 +74,7 @@ class Rank:
             on_conflict=self._conflict,
         )
         self.links: list[Link] = []
+        self._reported_at = float("-inf")
         self.drained_at: float | None = None
 
     def add_link(self, sockets: Sockets, key: int, endpoint: str) -> None:
@@ -155,6 +156,8 @@ class Rank:
     def tick(self) -> None:
         now = self.node.now
         self.do(self.legs.tick(now), dirty=False)
+        if now - self._reported_at >= self.node.config.report_interval_s:
+            self._report(now)  # an idle rank's report is as fresh as a busy one's
         self.node.publish(self.publisher.tick(now))
         for link in self.links:
             link.tick()
@@ -167,7 +170,7 @@ class Rank:
         if plan is not None:
             self.engine.submit(plan, self._stepped)
         self.do(self.legs.advance(now), dirty=False)
-        self.publisher.report(self.legs.load(), now)
+        self._report(now)
         self.node.publish(self.publisher.flush(now))
         for owner, (started, ended) in self.legs.take_progress().items():
             self.links[owner].progress(started, ended)
@@ -175,6 +178,10 @@ class Rank:
             self._set_state("gone")
             self.drained_at = now
             self.log.info("rank.drained")
+
+    def _report(self, now: float) -> None:
+        self._reported_at = now
+        self.publisher.report(self.legs.load(), now)
 
     def _stepped(self, result: StepResult) -> None:
         if result.error:
