@@ -106,7 +106,8 @@ class ResolverCore:
         prefill_instance: str = "",
         dp_rank: int | None = None,
     ) -> list[Action]:
-        """Find `room`, as `attempt` or newer, within `deadline_s`. A room wanted again replaces the earlier want.
+        """Find `room`, as `attempt` or newer, within `deadline_s` (an hour at most). A room wanted
+        again replaces the earlier want.
 
         `dp_rank`: the caller told which rank of `prefill_instance` it is (of the only one, if that is empty).
         """
@@ -115,7 +116,8 @@ class ResolverCore:
         old = self._wants.get(room)
         if old is None and len(self._wants) >= self._max_wants:
             return [self._lost(room, "too_many")]
-        want = _Want(room, attempt, prefill_instance, dp_rank, now + deadline_s, now)
+        deadline = now + min(MAX_WATCH_S, max(0.0, deadline_s))  # in this order, not-a-number is 0
+        want = _Want(room, attempt, prefill_instance, dp_rank, deadline, now)
         want.asked = old is not None and old.asked
         self._wants[room] = want
         if resolved := self._locate(want, now):

@@ -39,6 +39,7 @@ class Resolver:
 
     def __init__(self, bus: str | BusAddress, *, keys: str = "", wants_max: int = WANTS_MAX) -> None:
         self.address = BusAddress(bus) if isinstance(bus, str) else bus
+        self.invalid = 0  # rooms that are no numbers
         self.overflows = 0  # wants dropped because results are not collected
         self.rejected: Counter[str] = Counter()
         self._core = ResolverCore(max_wants=wants_max)
@@ -148,14 +149,15 @@ class Resolver:
         now = self._loop.clock()
         for _ in range(len(self._queue)):
             room, attempt, instance, dp_rank, deadline_s = self._queue.popleft()
-            try:
-                self._do(
-                    self._core.want(
-                        room, now, deadline_s=deadline_s, attempt=attempt, prefill_instance=instance, dp_rank=dp_rank
-                    )
-                )
-            except TypeError:
+            if type(room) is not int:
+                self.invalid += 1  # there is nothing to report it under
+            elif not _makes_sense(attempt, instance, dp_rank, deadline_s):
                 self._do([Resolved(room, None, "bad_request", "")])
+            else:
+                wanted = self._core.want(
+                    room, now, deadline_s=deadline_s, attempt=attempt, prefill_instance=instance, dp_rank=dp_rank
+                )
+                self._do(wanted)
         self._do(self._core.flush(now))
 
     def _on_frames(self, frames: list[bytes], table: dict[str, type[Message]]) -> None:
@@ -189,3 +191,12 @@ class Resolver:
             pass  # the broker is away and the queue full: asked again later
         except LocalProtocolError as error:
             log.warning("query.refused", why=str(error))
+
+
+def _makes_sense(attempt: object, instance: object, dp_rank: object, deadline_s: object) -> bool:
+    return (
+        isinstance(attempt, int)
+        and isinstance(instance, str)
+        and (dp_rank is None or isinstance(dp_rank, int))
+        and isinstance(deadline_s, int | float)
+    )
