@@ -1,20 +1,19 @@
 """All legs of one rank: what it takes in, what it turns down, how each leg ends. Pure; the shell does the actions.
 
-Every leg ends exactly once and is reported once to the controller that owns it (`take_progress`). Everything that was
-dispatched is acknowledged, in order, taken or not (`acks`), which is what the controller's load invariant rests on.
+Every leg ends exactly once and is reported once to the controller that owns it (`ledger`). Everything that was
+dispatched is acknowledged, in order, taken or not, which is what the controller's load invariant rests on.
 A decode leg learns its prefill rank before it holds any memory, and asks for memory only when the KV cache is ready
 to be fetched, so prefill and decode ranks cannot wait for each other's memory in a circle.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from bus.actions import Note, Send
 from bus.messages import (
-    Ack,
     CancelLeg,
     Code,
     Dispatch,
@@ -33,6 +32,7 @@ from bus.messages import (
 from nodes.engines.base import EngineSpec, StepPlan, StepResult
 from nodes.fetch import Fetch, block_crc32, window_for
 from nodes.ingest import Rejected, check
+from nodes.ledger import Ledger
 from nodes.leg import Leg, LegState
 from nodes.leg_actions import Action, ImportBlock, Locate, Register, Unlocate, Unregister
 from nodes.offers import Offers
@@ -42,8 +42,6 @@ from nodes.streams import Streams
 LOCATE_S = 30.0  # for the broker to learn where a room is prefilled
 ASK_S = 1.0  # a waiting decode leg shows its prefill rank that it lives
 PREFILL_SILENT_S = 5.0
-MAX_ACKS = 64
-MAX_REMEMBERED = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +67,7 @@ class Legs:
         self.streams = streams
         self.limits = limits or Limits()
         self.offers = Offers(spec, epoch, hold_s=self.limits.hold_s)
+        self.ledger = Ledger()
         self.draining = False
         self.counts: dict[str, int] = {}  # ended legs by code, damaged blocks, gaps
         self.first_token_s: deque[float] = deque(maxlen=4096)  # of legs that began, until the owner takes them
@@ -76,9 +75,6 @@ class Legs:
         self._legs: dict[str, Leg] = {}
         self._by_seq: dict[int, Leg] = {}
         self._by_room: dict[int, Leg] = {}
-        self._remembered: OrderedDict[str, tuple[Ended, int]] = OrderedDict()  # by rid: its last end, and the owner
-        self._acks: OrderedDict[int, tuple[int, Ack]] = OrderedDict()  # controller epoch -> (last number, ack)
-        self._progress: dict[int, tuple[list[tuple[str, int]], list[Ended]]] = {}
         self._prompt_bytes = 0
         self._next_seq = 0
         self._load_seq = 0
@@ -91,19 +87,23 @@ class Legs:
     def ingest(self, owner: int, dispatch: Dispatch, frames: Seq[bytes], now: float) -> list[Action]:
         """Take in one dispatch, or turn it down; either way it is acknowledged."""
         actions: list[Action] = []
-        if not self._acknowledge(dispatch, actions):
+        counted = self.ledger.acknowledge(dispatch)
+        if counted != "counted":
+            self._count(f"dispatch_{counted}")
+            actions.append(Note(f"dispatch.{counted}", "warning", fields={"number": dispatch.number}))
+        if counted == "repeated":
             return actions
         current = self._legs.get(dispatch.rid)
-        known = self._remembered.get(dispatch.rid)
+        known = self.ledger.last_end(dispatch.rid)
         if current is not None and current.attempt == dispatch.attempt:
             current.owner = owner  # a controller that came back takes its request over
             if current.started:
-                self._progress_of(owner)[0].append((current.rid, current.attempt))
+                self.ledger.started(current)
             return actions
-        if known is not None and known[0].attempt == dispatch.attempt:
-            self._report(owner, known[0])
+        if known is not None and known.attempt == dispatch.attempt:
+            self.ledger.ended(owner, known)
             return actions
-        if max(current.attempt if current else 0, known[0].attempt if known else 0) > dispatch.attempt:
+        if max(current.attempt if current else 0, known.attempt if known else 0) > dispatch.attempt:
             return actions + self._reject(owner, dispatch, Rejected("fenced", "a newer attempt was here"))
         if current is not None:
             actions += self._end(current, "fenced", "a newer attempt came", now, "dispatch")
@@ -126,11 +126,11 @@ class Legs:
         leg = self._legs.get(cancel.rid)
         if leg is not None:
             return self._end(leg, cancel.code, "", now, "cancel_leg") if leg.attempt <= cancel.attempt else []
-        known = self._remembered.get(cancel.rid)
-        if known is not None and known[0].attempt >= cancel.attempt:
-            self._report(owner, known[0])
+        known = self.ledger.last_end(cancel.rid)
+        if known is not None and known.attempt >= cancel.attempt:
+            self.ledger.ended(owner, known)
         else:
-            self._remember(owner, Ended(cancel.rid, cancel.attempt, self.role, cancel.code))
+            self.ledger.remember(owner, Ended(cancel.rid, cancel.attempt, self.role, cancel.code))
         return []
 
     def drain(self) -> None:
@@ -139,11 +139,7 @@ class Legs:
 
     def restate(self, owner: int) -> None:
         """`owner`'s controller may have missed reports: repeat what began and how the remembered ones ended."""
-        started, ended = self._progress_of(owner)
-        started.extend((leg.rid, leg.attempt) for leg in self._legs.values() if leg.owner == owner and leg.started)
-        for end, of in list(self._remembered.values())[-1024:]:
-            if of == owner and end not in ended:
-                ended.append(end)
+        self.ledger.restate(owner, self._legs.values())
 
     # --- decode: location and KV cache --------------------------------------------------------------------------
 
@@ -250,10 +246,6 @@ class Legs:
     def live(self) -> tuple[tuple[str, int], ...]:
         return tuple((leg.rid, leg.attempt) for leg in self._legs.values())
 
-    @property
-    def acks(self) -> tuple[Ack, ...]:
-        return tuple(ack for _, ack in self._acks.values())
-
     def load(self) -> Load:
         """Read it after the inbox was ingested: load and acknowledgements are then of one moment."""
         self._load_seq += 1
@@ -267,33 +259,13 @@ class Legs:
             kv_tokens=s.kv_tokens,
             kv_capacity=self.spec.kv_capacity,
             max_running=s.max_running,
-            acks=self.acks,
+            acks=self.ledger.acks,
             prompt_tokens_total=s.prompt_tokens_total,
             cached_tokens_total=s.cached_tokens_total,
             busy_us_total=s.busy_us_total,
         )
 
-    def take_progress(self) -> dict[int, tuple[list[tuple[str, int]], list[Ended]]]:
-        """By owner: the legs that produced their first output and those that ended, since the last call."""
-        progress, self._progress = self._progress, {}
-        return progress
-
     # --- inside: a leg's beginning ------------------------------------------------------------------------------
-
-    def _acknowledge(self, dispatch: Dispatch, actions: list[Action]) -> bool:
-        last, ack = self._acks.get(dispatch.controller_epoch, (0, Ack(dispatch.controller_epoch, 0, 0)))
-        if dispatch.number <= last:
-            self._count("dispatch_repeated")
-            return False
-        if dispatch.number > last + 1 and last:
-            self._count("dispatch_gap")
-            actions.append(Note("dispatch.gap", "warning", fields={"last": last, "number": dispatch.number}))
-        ack = Ack(dispatch.controller_epoch, ack.dispatches + 1, ack.tokens + dispatch.charge)
-        self._acks[dispatch.controller_epoch] = (dispatch.number, ack)
-        self._acks.move_to_end(dispatch.controller_epoch)
-        if len(self._acks) > MAX_ACKS:
-            self._acks.popitem(last=False)
-        return True
 
     def _begin(self, leg: Leg, dispatch: Dispatch, now: float) -> list[Action]:
         self._next_seq += 1
@@ -332,7 +304,7 @@ class Legs:
 
     def _reject(self, owner: int, dispatch: Dispatch, refusal: Rejected) -> list[Action]:
         end = Ended(dispatch.rid, dispatch.attempt, self.role, refusal.code, refusal.sentence)
-        self._report(owner, end)
+        self.ledger.ended(owner, end)
         self._count(refusal.code)
         fields = {"rid": dispatch.rid, "attempt": dispatch.attempt, "code": refusal.code, "why": refusal.sentence}
         return [Note("leg.rejected", "info", "dispatch", fields)]
@@ -436,7 +408,7 @@ class Legs:
         leg.first_token_s = max(0.0, now - leg.began)
         leg.cached_tokens = self.scheduler.sequence(leg.seq).cached_tokens if leg.seq in self.scheduler else 0
         self.first_token_s.append(leg.first_token_s)
-        self._progress_of(leg.owner)[0].append((leg.rid, leg.attempt))
+        self.ledger.started(leg)
 
     def _end(self, leg: Leg, code: Code, message: str, now: float, cause: str) -> list[Action]:
         """The only way out. With `ok`, `message` is the finish reason."""
@@ -462,25 +434,12 @@ class Legs:
             else:
                 reason: FinishReason = "cancelled" if code == "cancelled" else "failed"
                 self.streams.finish(leg.rid, leg.attempt, reason, now, code, message)
-        self._remember(leg.owner, leg.ended(code, "" if code == "ok" else message))
+        self.ledger.remember(leg.owner, leg.ended(code, "" if code == "ok" else message))
         self._count(code)
         if code != "ok":
             fields = {"rid": leg.rid, "attempt": leg.attempt, "code": code, "why": message, "state": before.value}
             actions.append(Note("leg.ended", "info", cause, fields))
         return actions
-
-    def _remember(self, owner: int, end: Ended) -> None:
-        self._report(owner, end)
-        self._remembered[end.rid] = (end, owner)
-        self._remembered.move_to_end(end.rid)
-        if len(self._remembered) > MAX_REMEMBERED:
-            self._remembered.popitem(last=False)
-
-    def _report(self, owner: int, end: Ended) -> None:
-        self._progress_of(owner)[1].append(end)
-
-    def _progress_of(self, owner: int) -> tuple[list[tuple[str, int]], list[Ended]]:
-        return self._progress.setdefault(owner, ([], []))
 
     def _count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1

@@ -172,8 +172,8 @@ class Rank:
         self.do(self.legs.advance(now), dirty=False)
         self._report(now)
         self.node.publish(self.publisher.flush(now))
-        for owner, (started, ended) in self.legs.take_progress().items():
-            self.links[owner].progress(started, ended)
+        for owner, report in self.legs.ledger.take().items():
+            self.links[owner].progress(report.started, report.ended)
         if self.state == "draining" and not len(self.legs) and not len(self.scheduler):
             self._set_state("gone")
             self.drained_at = now

@@ -196,9 +196,9 @@ class Rank:
             self.engine.submit(plan, self._stepped)
         for action in self.legs.advance(self.world.now):
             self._do(action)
-        for started, ended in self.legs.take_progress().values():
-            self.started += started
-            for end in ended:
+        for report in self.legs.ledger.take().values():
+            self.started += report.started
+            for end in report.ended:
                 self.ended.setdefault((end.rid, end.attempt), []).append(end)
         for send in self.streams.flush(self.world.now):
             message = send.message

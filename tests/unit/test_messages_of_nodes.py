@@ -102,7 +102,7 @@ class Node:
         self.collect()
 
     def collect(self) -> None:
-        for started, ended in self.legs.take_progress().values():
+        for started, ended in ((report.started, report.ended) for report in self.legs.ledger.take().values()):
             self.started += started
             self.ended += ended
 
