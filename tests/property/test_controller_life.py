@@ -1,0 +1,227 @@
+"""Requests under random failures: every accepted one ends exactly once, and nothing of it stays.
+
+Nodes start, end, fail, vanish, restart, reconnect, fall silent and drain; clients cancel, resubmit and reconnect; time
+passes. The core's own books are checked after every event (`World.feed`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from controller_world import World, hello, peer_of, submit
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from bus.messages import Accepted, Bye, Cancel, Code, Dispatch, Done, DrainRank, Failed, Hello, Role, StatusQuery
+from controller.events import FromClient, FromNode, ToClient, ToNode, Undelivered, Unreachable
+
+ROLES: dict[str, Role] = {"p": "prefill", "d": "decode", "u": "unified"}
+KEYS = [(name, n) for name in ROLES for n in range(2)]
+CODES: list[Code] = ["kv_failed", "unknown_room", "engine_failed", "too_long", "cancelled", "draining", "fenced"]
+keys = st.sampled_from(KEYS)
+
+
+class Life(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(
+            prefill_method="total_tokens", decode_method="total_requests", unified_method="total_tokens",
+            queue_requests=4, client_requests=12, request_overcommit=1.0,
+        )  # fmt: skip
+        self.nodes: dict[tuple[str, int], Hello] = {}
+        self.peers: dict[tuple[str, int], str] = {}
+        self.legs: dict[tuple[str, int], list[Dispatch]] = {key: [] for key in KEYS}  # what each node has
+        self.expected: Counter[str] = Counter()  # ends due, by rid
+        self.attempts: Counter[str] = Counter()
+        self.submitted: dict[str, Any] = {}
+        self.seen_clients = self.seen_nodes = 0
+        self.ends: Counter[str] = Counter()
+        self.dispatched: set[tuple[str, int, str]] = set()
+        self.serial = 0
+        for key in KEYS:
+            self.join(key, epoch=1)
+
+    def join(self, key: tuple[str, int], epoch: int, running: tuple[tuple[str, int], ...] = ()) -> None:
+        self.serial += 1
+        self.peers[key] = f"peer{self.serial}"
+        node = hello(key[0], key[1], role=ROLES[key[0]], epoch=epoch, max_running=2, running=running)
+        self.nodes[key] = node
+        self.world.join(node, peer=self.peers[key])
+        self.read()
+
+    def read(self) -> None:
+        """Take in what the core asked for."""
+        world = self.world
+        for action in world.to_nodes[self.seen_nodes :]:
+            self.node_got(action)
+        self.seen_nodes = len(world.to_nodes)
+        for answer in world.to_clients[self.seen_clients :]:
+            self.client_got(answer)
+        self.seen_clients = len(world.to_clients)
+
+    def node_got(self, action: ToNode) -> None:
+        message = action.message
+        if not isinstance(message, Dispatch):
+            return
+        (key,) = (key for key, peer in self.peers.items() if peer == action.peer)
+        rank = self.world.core.table.ranks[key]
+        assert rank.ready, f"dispatched to {key}, which is {self.world.core.members.state(rank)}"
+        name = (message.rid, message.attempt, message.leg)
+        assert name not in self.dispatched, f"{name} was dispatched twice"
+        self.dispatched.add(name)
+        assert len(action.frames) == (1 if message.leg == "decode" else 2)
+        self.legs[key].append(message)
+
+    def client_got(self, action: ToClient) -> None:
+        message = action.message
+        if isinstance(message, Done | Failed):
+            self.ends[message.rid] += 1
+        elif isinstance(message, Accepted):
+            assert message.attempt >= self.attempts[message.rid]
+            self.attempts[message.rid] = message.attempt
+
+    # --- clients ----------------------------------------------------------------------------------------------
+
+    @rule(leg=st.sampled_from(["pair", "pair", "unified", "prefill", "decode"]), room=st.integers(0, 9),
+          priority=st.integers(-1, 1), deadline_s=st.sampled_from([0.0, 0.0, 1.5]),
+          pinned=st.sampled_from([None, None, None, 0, 1, 5]))  # fmt: skip
+    def submit(self, leg: str, room: int, priority: int, deadline_s: float, pinned: int | None) -> None:
+        self.serial += 1
+        rid = f"r{self.serial}"
+        request = submit(rid, leg, bootstrap_room=room, priority=priority, deadline_s=deadline_s, routed_dp_rank=pinned)
+        self.submitted[rid] = request
+        self.expected[rid] += 1
+        self.world.submit(request)
+        self.read()
+
+    @precondition(lambda self: self.submitted)
+    @rule(data=st.data(), peer=st.sampled_from(["client", "client again"]))
+    def say_again(self, data: st.DataObject, peer: str) -> None:
+        """The client reconnected and repeats itself, or, if it was answered, resumes under the next attempt."""
+        rid = data.draw(st.sampled_from(sorted(self.submitted)))
+        live = self.world.core.life.requests.get(rid)
+        request = self.submitted[rid]
+        if live is None:
+            self.expected[rid] += 1
+            request = submit(
+                rid, request.leg, bootstrap_room=request.bootstrap_room, attempt=max(1, self.attempts[rid]) + 3
+            )
+            self.submitted[rid] = request
+        self.world.submit(request, peer=peer)
+        self.read()
+
+    @precondition(lambda self: self.world.core.life.requests)
+    @rule(data=st.data())
+    def supersede(self, data: st.DataObject) -> None:
+        rid = data.draw(st.sampled_from(sorted(self.world.core.life.requests)))
+        live = self.world.core.life.requests[rid]
+        old = self.submitted[rid]
+        request = submit(rid, old.leg, bootstrap_room=old.bootstrap_room, attempt=live.attempt + 1)
+        self.submitted[rid] = request
+        self.world.submit(request, peer=live.peer)
+        self.read()
+
+    @precondition(lambda self: self.submitted)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        rid = data.draw(st.sampled_from(sorted(self.submitted)))
+        self.world.feed(FromClient("client", Cancel(rid), ()))
+        self.read()
+
+    @rule(key=keys)
+    def drain(self, key: tuple[str, int]) -> None:
+        self.world.feed(FromClient("operator", DrainRank(1, *key), ()))
+        self.world.feed(FromClient("operator", StatusQuery(2), ()))
+        self.read()
+
+    # --- nodes ------------------------------------------------------------------------------------------------
+
+    @rule(key=keys, which=st.integers(0, 99), how=st.sampled_from(["start", "ok", "ok", "fail"]),
+          code=st.sampled_from(CODES))  # fmt: skip
+    def step(self, key: tuple[str, int], which: int, how: str, code: Code) -> None:
+        """A leg the node was given begins, ends, or ends badly, whether the controller still wants it or not."""
+        if not self.legs[key]:
+            return
+        leg = self.legs[key][which % len(self.legs[key])]
+        node, peer = self.nodes[key], self.peers[key]
+        if how == "start":
+            self.world.progress(node, started=[leg], peer=peer)
+        else:
+            self.legs[key].remove(leg)
+            self.world.progress(node, ended=[leg], code="ok" if how == "ok" else code, peer=peer)
+        self.read()
+
+    @rule(key=keys)
+    def report(self, key: tuple[str, int]) -> None:
+        legs = self.legs[key]
+        self.world.report(self.nodes[key], running=len(legs), kv_tokens=sum(leg.charge for leg in legs))
+        self.read()
+
+    @rule(key=keys, keep=st.integers(0, 3))
+    def reconnect(self, key: tuple[str, int], keep: int) -> None:
+        self.legs[key] = self.legs[key][:keep]
+        running = tuple((leg.rid, leg.attempt) for leg in self.legs[key])
+        self.join(key, self.nodes[key].epoch, running)
+
+    @rule(key=keys)
+    def restart(self, key: tuple[str, int]) -> None:
+        self.legs[key] = []
+        self.join(key, self.nodes[key].epoch + 1)
+
+    @rule(key=keys, how=st.sampled_from(["unreachable", "bye"]))
+    def leave(self, key: tuple[str, int], how: str) -> None:
+        node = self.nodes[key]
+        event: Any = Unreachable(self.peers[key])
+        if how == "bye":
+            event = FromNode(self.peers[key], Bye(*key, node.epoch))
+        self.world.feed(event)
+        self.read()
+
+    @rule(key=keys)
+    def refuse_last(self, key: tuple[str, int]) -> None:
+        """The node's queue was full: its last dispatch never left."""
+        if self.legs[key]:
+            self.world.feed(Undelivered(self.peers[key], self.legs[key].pop()))
+            self.read()
+
+    @rule(seconds=st.sampled_from([0.1, 0.6, 3.5]), silent=st.sets(keys, max_size=2))
+    def pass_time(self, seconds: float, silent: set[tuple[str, int]]) -> None:
+        step = 0.5
+        while seconds > 0:
+            for key in KEYS:
+                if key not in silent:
+                    self.world.progress(self.nodes[key], peer=self.peers[key])
+            self.world.pass_time(min(step, seconds))
+            self.read()
+            seconds -= step
+
+    # --- what must hold ---------------------------------------------------------------------------------------
+
+    @invariant()
+    def no_more_ends_than_requests(self) -> None:
+        live = self.world.core.life.requests
+        for rid, expected in self.expected.items():
+            assert self.ends[rid] == expected - (rid in live), rid
+
+    @invariant()
+    def what_waits_is_bounded(self) -> None:
+        life = self.world.core.life
+        assert len(life.queue) <= 4
+        assert len(life.requests) <= 36
+
+    def teardown(self) -> None:
+        """All clients give up: nothing is left."""
+        for rid in list(self.world.core.life.requests):
+            self.world.feed(FromClient("client", Cancel(rid), ()))
+        self.read()
+        self.world.assert_empty()
+        assert self.ends == self.expected
+        for key in KEYS:
+            assert peer_of(self.nodes[key])
+            assert self.world.core.table.ranks[key].outstanding == 0
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
