@@ -17,8 +17,8 @@ from controller.shell import Controller, log
 WAIT_LOG_S = 2.0
 METHODS = ", ".join(["auto", *POLICIES])
 GUIDANCE = (
-    "Prefill is best by total_tokens; decode by total_requests while KV memory is plenty and by total_tokens when it "
-    "is scarce."
+    "Prefill is best by cache_aware where prompts share prefixes, else by total_tokens; decode by total_requests while "
+    "KV memory is plenty and by total_tokens when it is scarce."
 )
 
 
@@ -50,6 +50,9 @@ GUIDANCE = (
 )
 @click.option(
     "--kv-overcommit", type=float, default=1.0, help="Tokens at a decode rank, as a multiple of its KV capacity."
+)
+@click.option(
+    "--cache-weight", type=float, default=1.0, help="cache_aware: worth of a token to compute, in tokens queued."
 )
 @click.option("--attempts", type=int, default=3, help="Dispatches of one submit at most.")
 @click.option(

@@ -41,6 +41,7 @@ class ControllerConfig:
     request_overcommit: float = 2.0  # outstanding requests of a rank, as a multiple of its run slots
     kv_overcommit: float = 1.0  # decode, unified: tokens of a rank, as a multiple of its KV capacity
     prefill_overcommit: float = 4.0  # prefill: tokens queued at a rank, as a multiple of its KV capacity
+    cache_weight: float = 1.0  # cache_aware: worth of a token to compute, in tokens queued
     attempts: int = 3  # for each submit
     queue_requests: int = 1024  # central queue
     queue_bytes: int = 64 << 20
@@ -61,6 +62,8 @@ class ControllerConfig:
                       "max_requests", "client_requests", "max_ranks", "forget_s"):  # fmt: skip
             if getattr(self, label) <= 0:
                 raise ConfigError(f"{label} must be greater than 0, not {getattr(self, label)}")
+        if not 0 <= self.cache_weight < 1e6:
+            raise ConfigError(f"cache_weight must lie in 0..1e6, not {self.cache_weight}")
         if self.settle_s < 0:
             raise ConfigError(f"settle_s must not be negative, not {self.settle_s}")
         for role in ("prefill", "decode", "unified"):  # old names become the new ones here, once

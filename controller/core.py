@@ -49,12 +49,14 @@ from controller.events import (
     Undelivered,
     Unreachable,
 )
-from controller.health import Health
+from controller.health import DEAD, Health
 from controller.life import Life
 from controller.loads import LoadTable
 from controller.members import Loss, Members
 from controller.placement import Placement
 from controller.policies import Policy
+from controller.policies.cache_aware import CacheAware
+from controller.prefix_index import PrefixIndex
 from controller.status import rank_status
 
 MEASURE_S = 0.5
@@ -79,7 +81,14 @@ class ControllerCore:
         )
         self.health = Health(lease_s=config.lease_s, hang_s=config.hang_s, settle_s=config.settle_s, now=now)
         self.members = Members(config, epoch, self.table, self.health, self.counts)
-        placement = Placement(self.table, {**config.methods, **(policies or {})})
+        self.prefixes = PrefixIndex()
+        aware = {
+            role: CacheAware(self.prefixes, weight=config.cache_weight)
+            for role, method in config.methods.items()
+            if method == "cache_aware"
+        }
+        self.cache_aware = bool(aware)
+        placement = Placement(self.table, {**config.methods, **aware, **(policies or {})})
         self.life = Life(config, epoch, self.table, placement, self.counts, now)
         self._started_at = now
         self._pings = 0
@@ -148,6 +157,7 @@ class ControllerCore:
             "queue_bytes": life.queue.bytes,
             "payload_bytes": life.payload_bytes,
             "adoptable": len(life.adoption),
+            "prefix_blocks": len(self.prefixes),
         }
 
     def validate(self) -> None:
@@ -204,6 +214,8 @@ class ControllerCore:
 
     def _lose(self, losses: list[Loss], now: float, out: list[Action]) -> None:
         for loss in losses:
+            if self.table.ranks.get(loss.rank.key) is not loss.rank or self.members.state(loss.rank) in DEAD:
+                self.prefixes.forget(loss.rank.key)  # its cache is gone with it, or will be when it is back
             self.life.adoption.forget(loss.rank)
             self.life.lost(loss, now, out)
 
@@ -237,6 +249,7 @@ class ControllerCore:
     def _on_tick(self, now: float, out: list[Action]) -> None:
         self._settle(now)
         self.table.age(now)
+        self.prefixes.advance(now)
         self.life.expire(now, out)
         if now >= self._sweep_at:
             self._sweep_at = now + self.config.lease_s / 12

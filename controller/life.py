@@ -299,6 +299,7 @@ class Life:
             rank = leg.rank
             rank.work[submit.rid] = request
             number = self._table.charge(rank, leg.charge)
+            self._placement.dispatched(leg.role, rank, submit)
             frames = request.frames
             if leg.role == "prefill":
                 prefill = rank.location

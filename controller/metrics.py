@@ -8,7 +8,7 @@ from bus.metrics import Metric, Sample, gauge, labelled
 from controller.core import ControllerCore
 from controller.rank import RankLoad
 
-ALIVE = ("requests", "queue_requests", "queue_bytes", "payload_bytes", "adoptable")
+ALIVE = ("requests", "queue_requests", "queue_bytes", "payload_bytes", "adoptable", "prefix_blocks")
 
 
 def collect(core: ControllerCore, now: float) -> Sequence[Metric]:

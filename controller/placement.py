@@ -12,6 +12,7 @@ from bus.messages import Role, Submit
 from controller.groups import Group, Subset
 from controller.loads import LoadTable
 from controller.policies import POLICIES, Policy
+from controller.policies.cache_aware import CacheAware
 from controller.rank import RankLoad
 from controller.requests import Refusal
 
@@ -24,6 +25,12 @@ class Placement:
         self._policies: dict[Role, Policy] = {
             role: POLICIES[method]() if isinstance(method, str) else method for role, method in methods.items()
         }
+
+    def dispatched(self, role: Role, rank: RankLoad, submit: Submit) -> None:
+        """A leg went to `rank`, whoever chose it: a policy that learns from that does."""
+        policy = self._policies[role]
+        if type(policy) is CacheAware:
+            policy.dispatched(rank, submit)
 
     def check(self, role: Role, submit: Submit, instance: str, dp_rank: int | None) -> None:
         """Raise Refusal when this leg can run nowhere, whoever is alive and however long it waits."""

@@ -2,13 +2,15 @@
 
 A hash names a block and everything before it (`bus.hashing`), so a rank's hit is the length of the leading run of a
 request's hashes that it holds. Entries come from the rank's KV events (kept until an event removes them) and from
-dispatches (`expected`: the rank will hold the prompt once it has computed it; kept until confirmed or `expected_s` have
-passed). Memory is bounded by `max_blocks` a rank: past it the oldest entries go. Hashes are opaque integers.
+dispatches (`expected`: the rank will hold the prompt once it has computed it). An expectation lasts until it is
+confirmed or its time is over: `confirm_s` where the rank publishes events, `expect_s` where nothing else is known of
+it. Memory is bounded by `max_blocks` a rank: past it the oldest entries go. Hashes are opaque integers.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import heapq
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 from bus.messages import MemberKey
@@ -17,25 +19,29 @@ CONFIRMED = float("inf")
 
 
 class _Rank:
-    __slots__ = ("bit", "blocks", "key")
+    __slots__ = ("bit", "blocks", "key", "speaks")
 
     def __init__(self, key: MemberKey, bit: int) -> None:
         self.key = key
         self.bit = bit
         self.blocks: OrderedDict[int, float] = OrderedDict()  # hash -> when it expires, oldest first
+        self.speaks = False  # it has published events
 
 
 class PrefixIndex:
     """O(blocks named) for every call; `match` is also O(ranks that hold the first block)."""
 
-    def __init__(self, *, max_blocks: int = 65_536, expected_s: float = 30.0) -> None:
+    def __init__(self, *, max_blocks: int = 65_536, confirm_s: float = 30.0, expect_s: float = 300.0) -> None:
         self._max_blocks = max_blocks
-        self._expected_s = expected_s
+        self._confirm_s = confirm_s
+        self._expect_s = expect_s
         self._now = 0.0
         self._holders: dict[int, int] = {}  # hash -> the bits of the ranks that hold it
         self._ranks: dict[MemberKey, _Rank] = {}
         self._by_bit: list[_Rank | None] = []
-        self._expiries: deque[tuple[float, _Rank, int]] = deque()  # in order of time, since every stay is as long
+        self._expiries: list[tuple[float, int, _Rank, tuple[int, ...]]] = []  # a heap, an entry for each `expected`
+        self._expiring = 0  # hashes in it
+        self._order = 0
 
     def __len__(self) -> int:
         """Entries of all ranks together."""
@@ -45,15 +51,14 @@ class PrefixIndex:
         """Time goes on: what was expected and never confirmed is given up."""
         self._now = max(self._now, now)
         while self._expiries and self._expiries[0][0] <= self._now:
-            expires, rank, block_hash = self._expiries.popleft()
-            if rank.blocks.get(block_hash) == expires:
-                self._drop(rank, block_hash)
+            self._expire()
 
     # --- what ranks hold --------------------------------------------------------------------------------------
 
     def stored(self, key: MemberKey, hashes: Iterable[int]) -> None:
         """The rank says that it caches these blocks."""
         rank = self._rank(key)
+        rank.speaks = True
         for block_hash in hashes:
             self._put(rank, block_hash, CONFIRMED)
 
@@ -78,13 +83,17 @@ class PrefixIndex:
     def expected(self, key: MemberKey, hashes: Iterable[int]) -> None:
         """A request with these blocks was dispatched to the rank: it will hold them soon, if it does not already."""
         rank = self._rank(key)
-        expires = self._now + self._expected_s
-        for block_hash in hashes:
-            if rank.blocks.get(block_hash) != CONFIRMED:
-                self._put(rank, block_hash, expires)
-                self._expiries.append((expires, rank, block_hash))
-        if len(self._expiries) > 2 * self._max_blocks * max(1, len(self._ranks)):
-            self._expiries = deque(entry for entry in self._expiries if entry[1].blocks.get(entry[2]) == entry[0])
+        expires = self._now + (self._confirm_s if rank.speaks else self._expect_s)
+        fresh = tuple(block_hash for block_hash in hashes if rank.blocks.get(block_hash) not in (CONFIRMED, expires))
+        if not fresh:
+            return
+        for block_hash in fresh:
+            self._put(rank, block_hash, expires)
+        self._order += 1
+        self._expiring += len(fresh)
+        heapq.heappush(self._expiries, (expires, self._order, rank, fresh))
+        while self._expiring > 4 * self._max_blocks * len(self._ranks):
+            self._expire()
 
     # --- what a request finds ---------------------------------------------------------------------------------
 
@@ -113,8 +122,17 @@ class PrefixIndex:
                 assert expires > self._now, "an expired entry"
                 holders[block_hash] = holders.get(block_hash, 0) | rank.bit
         assert holders == self._holders
+        assert self._expiring == sum(len(entry[3]) for entry in self._expiries)
 
     # --- inside -----------------------------------------------------------------------------------------------
+
+    def _expire(self) -> None:
+        """Give up the expectation that ends first."""
+        expires, _, rank, hashes = heapq.heappop(self._expiries)
+        self._expiring -= len(hashes)
+        for block_hash in hashes:
+            if rank.blocks.get(block_hash) == expires:
+                self._drop(rank, block_hash)
 
     def _note(self, found: dict[MemberKey, int], bits: int, depth: int) -> None:
         while bits:

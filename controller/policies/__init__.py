@@ -9,6 +9,7 @@ import structlog
 from bus.errors import ConfigError
 from bus.messages import Role
 from controller.policies.base import Policy
+from controller.policies.cache_aware import CacheAware
 from controller.policies.follow_bootstrap_room import FollowBootstrapRoom
 from controller.policies.round_robin import RoundRobin
 from controller.policies.total_requests import TotalRequests
@@ -19,6 +20,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "follow_bootstrap_room": FollowBootstrapRoom,
     "total_requests": TotalRequests,
     "total_tokens": TotalTokens,
+    "cache_aware": CacheAware,
 }
 AUTO: dict[Role, str] = {
     "prefill": "follow_bootstrap_room",

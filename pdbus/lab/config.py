@@ -23,7 +23,7 @@ class LabConfig:
     decode_kv_tokens: int = 400_000
     decode_method: str = "total_requests"
     chunk_tokens: int = 2_048
-    prefill_running: int = 4
+    prefill_running: int = 256
     decode_running: int = 256
     timing: SimTiming = field(default_factory=SimTiming)
     kv_fetch_token_s: float = 2.6e-6  # 128 KiB a token at 50 GB/s

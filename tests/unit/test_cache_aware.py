@@ -1,0 +1,135 @@
+"""The cache_aware policy: on its own over a load table, and in the controller's core."""
+
+from __future__ import annotations
+
+import pytest
+from controller_world import EPOCH, World, hello, submit
+
+from bus.errors import ConfigError
+from bus.hashing import block_hashes, pack_hashes
+from bus.messages import Hello, Load, Submit
+from controller.config import ControllerConfig
+from controller.loads import LoadTable
+from controller.policies.cache_aware import CacheAware
+
+SIZE = 16
+PROMPT = list(range(3, 3 + 20 * SIZE))
+HASHES = block_hashes(PROMPT, SIZE)
+
+
+def request(tokens: int = len(PROMPT), hashes: list[int] | None = None, size: int = SIZE) -> Submit:
+    found = HASHES if hashes is None else hashes
+    return Submit("r", "prefill", tokens, 1, bootstrap_room=1, block_tokens=size, block_hashes=pack_hashes(found))
+
+
+class Table:
+    def __init__(self, *queued: int, weight: float = 1.0) -> None:
+        self.table = LoadTable(EPOCH)
+        self.policy = CacheAware(weight=weight)
+        for dp_rank, tokens in enumerate(queued):
+            rank = self.table.open(
+                Hello("p", dp_rank, 1, "prefill", "m", len(queued), "ready", "", 0, 0, 0, SIZE)
+            )  # fmt: skip
+            self.table.set_ready(rank, True)
+            self.table.apply(rank.key, 1, Load(1, 0, 0, 0, tokens, 0, 0, 0), 0.0)
+
+    def pick(self, wanted: Submit) -> int:
+        rank = self.policy.pick(self.table.group("prefill"), wanted, wanted.prompt_tokens)
+        assert rank is not None
+        return rank.key[1]
+
+
+def test_a_cached_prefix_wins_while_it_saves_more_than_the_queue_costs() -> None:
+    for queued, chosen in ((159, 1), (161, 0)):
+        table = Table(0, queued)
+        table.policy.index.stored(("p", 1), HASHES[:10])  # 160 tokens
+        assert table.pick(request()) == chosen
+
+
+def test_the_weight_moves_the_balance() -> None:
+    for weight, chosen in ((0.5, 0), (1.0, 0), (2.0, 1)):
+        table = Table(0, 200, weight=weight)
+        table.policy.index.stored(("p", 1), HASHES[:10])
+        assert table.pick(request()) == chosen
+
+
+def test_of_two_hits_the_sum_decides() -> None:
+    table = Table(500, 100, 0)
+    table.policy.index.stored(("p", 0), HASHES)
+    table.policy.index.stored(("p", 1), HASHES[:15])
+    assert table.pick(request()) == 1
+
+
+def test_without_hashes_or_with_another_block_size_it_is_total_tokens() -> None:
+    table = Table(20, 10, 30)
+    table.policy.index.stored(("p", 2), HASHES)
+    assert table.pick(request(hashes=[])) == 1
+    assert table.pick(request(size=SIZE * 2)) == 1
+
+
+def test_ties_rotate() -> None:
+    table = Table(0, 0, 0)
+    for dp_rank in range(3):
+        table.policy.index.stored(("p", dp_rank), HASHES)
+    seen = []
+    for _ in range(6):
+        dp_rank = table.pick(request())
+        table.table.charge(table.table.ranks[("p", dp_rank)], 0)
+        seen.append(dp_rank)
+        for rank in table.table.ranks.values():  # all idle again
+            now_load = Load(rank.load.seq + 1 if rank.load else 1, 0, 0, 0, 0, 0, 0, 0)
+            table.table.reconnected(rank)
+            table.table.apply(rank.key, 1, now_load, 0.0)
+    assert sorted(seen[:3]) == [0, 1, 2] == sorted(seen[3:])
+
+
+def test_a_rank_that_cannot_be_dispatched_to_is_no_candidate_however_much_it_caches() -> None:
+    table = Table(1000, 0)
+    table.policy.index.stored(("p", 1), HASHES)
+    table.table.set_ready(table.table.ranks[("p", 1)], False)
+    assert table.pick(request()) == 0
+
+
+# --- in the controller ------------------------------------------------------------------------------------------
+
+BIG = {"kv_capacity": 100_000, "max_context": 100_000, "max_running": 100}
+
+
+def aware_submit(rid: str) -> Submit:
+    return submit(rid, prompt_tokens=len(PROMPT), block_tokens=SIZE, block_hashes=pack_hashes(HASHES))
+
+
+def test_the_controller_learns_from_its_own_dispatches_and_forgets_a_restarted_rank() -> None:
+    world = World(unified_method="cache_aware")
+    nodes = [hello("u", dp_rank, **BIG) for dp_rank in range(2)]  # type: ignore[arg-type]
+    for node in nodes:
+        world.join(node)
+        world.report(node)
+    world.submit(aware_submit("a"))
+    first = world.dispatches()[0].dp_rank
+    world.progress(nodes[first], started=world.dispatches(), ended=world.dispatches())
+    world.report(nodes[first], acks=[(EPOCH, 1, len(PROMPT))])  # ingested, done, idle again
+    world.submit(aware_submit("b"))
+    assert world.dispatches()[1].dp_rank == first  # total_tokens would have rotated
+    assert world.core.prefixes.match(HASHES) == {("u", first): len(HASHES)}
+    world.join(hello("u", first, epoch=2, **BIG))  # type: ignore[arg-type]
+    world.core.prefixes.validate()
+    assert ("u", first) not in world.core.prefixes.match(HASHES)
+    assert world.core.tally()["prefix_blocks"] == len(HASHES)  # the second went to the other rank
+
+
+def test_the_callers_rank_is_learned_too() -> None:
+    world = World(unified_method="cache_aware")
+    for dp_rank in range(2):
+        node = hello("u", dp_rank, **BIG)  # type: ignore[arg-type]
+        world.join(node)
+        world.report(node)
+    request = submit("a", prompt_tokens=len(PROMPT), block_tokens=SIZE, block_hashes=pack_hashes(HASHES),
+                     routed_dp_rank=1)  # fmt: skip
+    world.submit(request)
+    assert world.core.prefixes.match(HASHES) == {("u", 1): len(HASHES)}
+
+
+def test_bad_weight() -> None:
+    with pytest.raises(ConfigError, match="cache_weight"):
+        ControllerConfig(bus="ipc:///x/bus", controller="ipc:///x/c", cache_weight=-1)
