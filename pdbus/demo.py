@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
@@ -30,6 +31,7 @@ PROMPTS = (
     "Give me one tip for learning a new language, as if I were a very busy person with ten minutes a day.",
     "What does a load balancer do? Answer for a child of seven who likes trains and long queues at the ice cream van.",
 )
+SETTLE_S = 5.0
 
 
 @dataclass(slots=True)
@@ -95,7 +97,17 @@ async def _answer_all(
         else:
             lines = _LinePrinter(console, answers)
             await asyncio.gather(*(_answer(client, answer, max_tokens, lines.show) for answer in answers))
-        return (await client.status()).ranks
+        return await _settled(client)
+
+
+async def _settled(client: AsyncClient) -> tuple[RankStatus, ...]:
+    """Each rank, once its reports say that it is idle (or after SETTLE_S, whatever they say)."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        ranks = (await client.status()).ranks
+        if time.monotonic() > deadline or not any(rank.estimate_requests or rank.estimate_tokens for rank in ranks):
+            return ranks
+        await asyncio.sleep(0.1)
 
 
 async def _answer(client: AsyncClient, answer: Answer, max_tokens: int, changed: Callable[[Answer], None]) -> None:
@@ -148,15 +160,17 @@ def _verify(console: Console, model: str, answers: list[Answer], max_tokens: int
 
 
 def _requests_table(answers: list[Answer], verify: bool) -> Table:
-    table = Table(title="Who ran where", title_justify="left")
-    for name in ("", "prompt", "prefill rank", "decode rank", "found by"):
-        table.add_column(name)
-    for name in ("prompt tokens", "output tokens", "first token", "per token"):
-        table.add_column(name, justify="right")
+    table = Table(title="Who ran where", title_justify="left", box=box.SIMPLE_HEAD, expand=True)
+    table.add_column("")
+    table.add_column("prompt", no_wrap=True, ratio=1)
+    for name in ("prefilled on", "decoded on", "found by"):
+        table.add_column(name, no_wrap=True)
+    for name in ("in", "out", "first token", "per token"):
+        table.add_column(name, justify="right", no_wrap=True)
     if verify:
         table.add_column("equal", justify="center")
     for number, answer in enumerate(answers, 1):
-        row = [str(number), _short(answer.prompt)]
+        row = [str(number), answer.prompt]
         if answer.result is None:
             row += ["", "", "", str(len(answer.prompt_ids)), str(len(answer.ids)), "failed", ""]
         else:
@@ -177,7 +191,7 @@ def _requests_table(answers: list[Answer], verify: bool) -> Table:
 
 
 def _ranks_table(ranks: tuple[RankStatus, ...]) -> Table:
-    table = Table(title="The load each rank ended with", title_justify="left")
+    table = Table(title="The load each rank ended with", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("rank", "role", "state"):
         table.add_column(name)
     for name in ("dispatched", "ended", "running", "waiting", "KV tokens", "estimate", "in flight"):
@@ -195,7 +209,3 @@ def _ranks_table(ranks: tuple[RankStatus, ...]) -> Table:
             str(rank.in_flight_requests),
         )
     return table
-
-
-def _short(text: str, width: int = 44) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"

@@ -19,7 +19,7 @@ def demo(model: str, max_tokens: int, verify: bool) -> None:
     from pdbus.demo import run
 
     logs.configure("warning")
-    width = None if sys.stdout.isatty() else 132
+    width = None if sys.stdout.isatty() else 110
     console = Console(highlight=False, width=width)
     if not run(console, model=model, max_tokens=max_tokens, verify=verify):
         sys.exit(1)
