@@ -192,15 +192,14 @@ def _requests_table(answers: list[Answer], verify: bool) -> Table:
 
 def _ranks_table(ranks: tuple[RankStatus, ...]) -> Table:
     table = Table(title="The load each rank ended with", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("rank", "role", "state"):
-        table.add_column(name)
+    for name in ("rank", "state"):
+        table.add_column(name, no_wrap=True)
     for name in ("dispatched", "ended", "running", "waiting", "KV tokens", "estimate", "in flight"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for rank in ranks:
         load = rank.load
         table.add_row(
             f"{rank.instance}/{rank.dp_rank}",
-            rank.role,
             rank.state,
             str(rank.dispatched_total),
             str(rank.ended_total),
