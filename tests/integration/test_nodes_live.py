@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -417,6 +419,40 @@ def test_a_node_says_what_it_waits_for_and_gives_up(cluster: Cluster, what: str)
     lines = stderr.strip().splitlines()
     assert f"the {what} at {nowhere} did not answer (waited 2.6 s)" in lines[-1]
     assert any("node.waiting" in line and nowhere in line for line in lines)
+
+
+def test_metrics_show_what_went_on(cluster: Cluster) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    cluster.node("prefill")
+    cluster.node("decode", "--metrics-port", str(port))
+    cluster.ready(P, D)
+    pair(cluster, "r", PROMPT, 5)
+    reader = cluster.reader(D)
+    reader.socket.send(b"garbage")
+    reader.read("r")
+    blocks = -(-len(PROMPT) // 4)
+    wanted = {
+        "pdbus_node_kv_received_bytes_total": float(blocks * 4 * 4),
+        'pdbus_node_legs_ended_total{code="ok"}': 1.0,
+        "pdbus_node_first_token_seconds_count": 1.0,
+        "pdbus_node_kv_fetch_seconds_count": 1.0,
+        'pdbus_node_rejected_messages_total{reason="version",socket="data"}': 1.0,
+        'pdbus_node_running{dp_rank="0"}': 0.0,
+    }
+
+    def scraped() -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        try:
+            connection.request("GET", "/metrics")
+            text = connection.getresponse().read().decode()
+        finally:
+            connection.close()
+        found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        return all(float(found.get(name, "nan")) == value for name, value in wanted.items())
+
+    cluster.controller.until(scraped, "metrics")
 
 
 @pytest.mark.slow
