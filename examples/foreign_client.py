@@ -41,6 +41,11 @@ def decode(frame: bytes) -> list[Any]:
     return fields
 
 
+def padded(fields: list[Any], required: int, *defaults: Any) -> list[Any]:
+    """`required` fields and then those with a default, which a peer may leave out; newer ones are cut off."""
+    return fields[: required + len(defaults)] + list(defaults[len(fields) - required :])
+
+
 def dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 500)
@@ -94,7 +99,7 @@ def generate(endpoint: str, prompt: list[int], max_tokens: int, *, leg: str, tim
                 tag, *fields = decode(rank.recv_multipart()[0])
                 if tag != "tokens" or fields[1] != attempt:
                     continue
-                _, _, start, ids, finish, code, message = fields[:7]
+                _, _, start, ids, finish, code, message = padded(fields, 4, "", "ok", "")
                 if start > have:  # some were lost with a connection: ask again from where we are
                     rank.send(encode("attach", rid, attempt, have))
                     continue

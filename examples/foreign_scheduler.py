@@ -45,6 +45,11 @@ def decode(frame: bytes) -> list[Any]:
         return [""]
 
 
+def padded(fields: list[Any], required: int, *defaults: Any) -> list[Any]:
+    """`required` fields and then those with a default, which a peer may leave out; newer ones are cut off."""
+    return fields[: required + len(defaults)] + list(defaults[len(fields) - required :])
+
+
 @dataclass
 class Leg:
     """One dispatched leg; `ids` are its output, from index `offset` on."""
@@ -187,12 +192,14 @@ class Rank:
         elif tag == "cancel_leg":
             leg = self.legs.get(fields[0])
             if leg is not None and leg.alive and leg.attempt <= fields[1]:
-                self.end(leg, fields[2] if len(fields) > 2 else "cancelled")
+                self.end(leg, padded(fields, 2, "cancelled")[2])
         elif tag == "drain":
             self.drain()
 
     def on_dispatch(self, controller: Sock, fields: list[Any], payload: list[bytes]) -> None:
-        rid, attempt, role, _, epoch, number, charge, prompt_tokens, max_tokens, offset, room = fields[:11]
+        rid, attempt, role, _, epoch, number, charge, prompt_tokens, max_tokens, offset, room = padded(
+            fields, 9, 0, None
+        )
         counts = self.acks.setdefault(epoch, [0, 0, 0])
         if number <= counts[0]:
             return  # a repeat
@@ -243,7 +250,8 @@ class Rank:
     def on_data(self, frames: list[bytes]) -> None:
         peer, (tag, *fields) = frames[0], decode(frames[-1])
         if tag == "attach":
-            self.on_attach(peer, fields[1], fields[2] if len(fields) > 2 else 0, fields[0])
+            rid, attempt, have = padded(fields, 2, 0)
+            self.on_attach(peer, attempt, have, rid)
         elif tag == "detach" and fields[0] in self.legs and not self.legs[fields[0]].alive:
             self.legs[fields[0]].sent = -1  # its reader has everything
         elif tag == "kv_pull":
@@ -251,7 +259,7 @@ class Rank:
         elif tag == "kv_done":
             leg = self.in_room(fields[0])
             if leg is not None and leg.alive and leg.attempt == fields[1] and leg.reader == peer:
-                code = fields[2] if len(fields) > 2 else "ok"
+                code = padded(fields, 2, "ok")[2]
                 self.end(leg, code if code in ("ok", "cancelled") else "decode_failed", "length")
 
     # --- tokens -----------------------------------------------------------------------------------------------------

@@ -86,9 +86,12 @@ class Stage:
 
     def published(self, tag: str, test: Callable[[list[Any]], object] = lambda fields: True) -> list[Any]:
         end = time.monotonic() + WAIT_S
+        passed: list[Any] = []
         while True:
-            topic, frame = receive(self.seen, end - time.monotonic())
+            assert time.monotonic() < end, f"no such {tag} among {passed[-20:]}, {len(passed)} in all"
+            topic, frame = receive(self.seen)
             found, *fields = decode(frame)
+            passed += [(found, *fields[3:])] if found == tag else []
             if found == tag and fields[0] == "n-0" and test(fields):
                 assert topic == b"%s/n-0/0/" % tag.encode()
                 return fields
