@@ -1,1 +1,66 @@
-"""The front door: the client library and the names that embedders import."""
+"""The front door: the client library, clusters, and the names that embedders import; each loaded when it is used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bus.broker import Broker, BrokerConfig
+    from bus.errors import BusError, ConfigError, PeerLost, RequestFailed, StartError
+    from bus.publisher import Publisher
+    from bus.resolver import Resolver
+    from controller.config import ControllerConfig
+    from controller.dispatcher import Dispatcher
+    from controller.shell import Controller
+    from pdbus.client import AsyncClient, Client, Piece, Result
+    from pdbus.launcher import Cluster, ClusterSpec
+
+_HOMES = {
+    "AsyncClient": "pdbus.client",
+    "Broker": "bus.broker",
+    "BrokerConfig": "bus.broker",
+    "BusError": "bus.errors",
+    "Client": "pdbus.client",
+    "Cluster": "pdbus.launcher",
+    "ClusterSpec": "pdbus.launcher",
+    "ConfigError": "bus.errors",
+    "Controller": "controller.shell",
+    "ControllerConfig": "controller.config",
+    "Dispatcher": "controller.dispatcher",
+    "PeerLost": "bus.errors",
+    "Piece": "pdbus.client",
+    "Publisher": "bus.publisher",
+    "RequestFailed": "bus.errors",
+    "Resolver": "bus.resolver",
+    "Result": "pdbus.client",
+    "StartError": "bus.errors",
+}
+
+__all__ = [
+    "AsyncClient",
+    "Broker",
+    "BrokerConfig",
+    "BusError",
+    "Client",
+    "Cluster",
+    "ClusterSpec",
+    "ConfigError",
+    "Controller",
+    "ControllerConfig",
+    "Dispatcher",
+    "PeerLost",
+    "Piece",
+    "Publisher",
+    "RequestFailed",
+    "Resolver",
+    "Result",
+    "StartError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'pdbus' has no attribute {name!r}")
+    return getattr(import_module(home), name)

@@ -39,6 +39,7 @@ class Cluster:
     def __init__(self, spec: ClusterSpec, progress: Callable[[str], None] | None = None) -> None:
         self.spec = spec
         self.children: dict[str, Child] = {}
+        self.started: list[Child] = []  # every one there ever was
         self.leftovers: tuple[str, ...] = ()  # socket files that a clean exit left behind (a bug of ours)
         self.logs: dict[str, str] = {}  # the end of each part's log, once stopped
         self._progress = progress or (lambda line: None)
@@ -196,6 +197,7 @@ class Cluster:
     def _spawn(self, part: PartSpec) -> Child:
         log = self.directory / f"{part.name.replace('/', '.')}.log"
         child = self.children[part.name] = Child(part, log, self.spec.env)
+        self.started.append(child)
         return child
 
     def _wait_ready(self, children: Iterable[Child]) -> None:
@@ -236,7 +238,7 @@ class Cluster:
             self._take_down([child for child in self.children.values() if child.spec.kind == kind])
         self._stack.close()
         self.logs = {name: child.tail() for name, child in self.children.items()}
-        if not any(child.killed for child in self.children.values()):
+        if not any(child.killed for child in self.started):
             self.leftovers = tuple(str(path) for path in sorted(self.directory.iterdir()) if _is_socket(path))
         self.children.clear()
 

@@ -1,0 +1,50 @@
+"""The `pdbus` command: which subcommands there are. Each lives in a file of its own and is loaded when it is used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import click
+
+from bus import cli
+
+# name -> (module, attribute, what it does)
+COMMANDS = {
+    "up": ("pdbus.commands.up", "up", "Start a broker, a controller and nodes with one command."),
+    "generate": ("pdbus.commands.generate", "generate", "Send a prompt and stream the answer."),
+    "status": ("pdbus.commands.status", "status", "Show every rank: state, load, work in flight."),
+    "drain": ("pdbus.commands.drain", "drain", "Let a rank finish what it has and leave."),
+    "demo": ("pdbus.commands.demo", "demo", "Real prompts through two prefill and two decode ranks."),
+    "bench": ("pdbus.commands.bench", "bench", "Measure against bare ZeroMQ and HTTP."),
+    "replay": ("pdbus.commands.replay", "replay", "Replay traces in virtual time and compare methods."),
+    "soak": ("pdbus.commands.soak", "soak", "Keep killing processes under load, and count what is lost."),
+    "keys": ("pdbus.commands.keys", "keys", "Make the keys that encrypt tcp connections."),
+}
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module, attribute, _ = COMMANDS[name]
+        command = getattr(import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, what) for name, (_, _, what) in COMMANDS.items()])
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="pdbus", prog_name="pdbus")
+def pdbus() -> None:
+    """Prefill/decode-split LLM serving over ZeroMQ: run a cluster, send it prompts, look at its ranks."""
+
+
+def main() -> None:
+    """The console script."""
+    cli.run(pdbus, "pdbus")

@@ -1,0 +1,1 @@
+"""The subcommands of `pdbus`, one file each; `pdbus.cli` lists them."""

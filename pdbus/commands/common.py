@@ -1,0 +1,73 @@
+"""What several subcommands share: options, signs of progress, and waiting for a controller."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from rich.console import Console
+
+from bus.endpoints import default_controller
+from bus.errors import PeerLost
+from bus.messages import Status
+from pdbus.client import Client
+
+SAY_S = 2.0
+
+controller_option = click.option(
+    "--controller", default=default_controller, metavar="BASE", help="The controller: ipc:///dir/controller or tcp://host:port."
+)  # fmt: skip
+wait_option = click.option(
+    "--wait-s", type=click.FloatRange(0.1), default=10.0, show_default=True, help="How long to wait for a controller."
+)
+keys_option = click.option("--keys", default="", metavar="DIR", help="Directory of CURVE keys, for tcp.")
+
+
+class Teller:
+    """Shows one changing line on stderr: live on a terminal, else a line now and then."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True, highlight=False)
+        self._status: Any = None
+        self._said_at = time.monotonic()
+
+    def say(self, line: str) -> None:
+        if self._status is not None:
+            self._status.update(line)
+        elif time.monotonic() - self._said_at >= SAY_S:
+            self._said_at = time.monotonic()
+            print(line, file=sys.stderr, flush=True)
+
+    @contextmanager
+    def telling(self) -> Iterator[Teller]:
+        """While this lasts, `say` shows."""
+        if not self.console.is_terminal:
+            yield self
+            return
+        with self.console.status("") as self._status:
+            try:
+                yield self
+            finally:
+                self._status = None
+
+
+def wait_for_controller(client: Client, address: str, wait_s: float) -> Status:
+    """Its status, once it answers; says what is waited for. PeerLost when it does not within `wait_s`."""
+    began = time.monotonic()
+    with Teller().telling() as teller:
+        while True:
+            left_s = began + wait_s - time.monotonic()
+            try:
+                return client.status(timeout_s=min(1.0, max(0.05, left_s)))
+            except PeerLost:
+                if left_s <= 1.0:
+                    raise PeerLost(
+                        f"no controller answers at {address} (waited {wait_s:g} s); is it running there? "
+                        "start a cluster with: pdbus up"
+                    ) from None
+            waited_s = time.monotonic() - began
+            teller.say(f"waiting for a controller at {address} ({waited_s:.0f} s of {wait_s:g} s)")

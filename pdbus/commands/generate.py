@@ -1,0 +1,119 @@
+"""`pdbus generate`: one prompt, its answer streamed to stdout, a line of facts on stderr."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import click
+
+from bus.errors import ConfigError
+from bus.messages import Location
+from pdbus.client import Client, Options, Result, Stream
+from pdbus.client.settings import where
+from pdbus.commands.common import Teller, controller_option, keys_option, wait_for_controller, wait_option
+
+_PLACEMENT = ("leg", "instance", "prefill_instance", "routed_dp_rank", "disagg_prefill_dp_rank", "bootstrap_room")
+
+
+@click.command()
+@click.argument("text")
+@click.option("--max-tokens", type=int, default=128, show_default=True)
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=int, default=0, help="0: off.")
+@click.option("--top-p", type=float, default=1.0, help="1: off.")
+@click.option("--seed", type=int, default=None, help="The same seed gives the same sample  [default: drawn]")
+@click.option("--system", default=None, help="What the model is told to be.")
+@click.option("--raw", is_flag=True, help="Continue TEXT as it is, without the chat template.")
+@click.option("--tokens", is_flag=True, help="TEXT is a list of token ids, and so is the output.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
+@click.option("--deadline-s", type=click.FloatRange(0), default=0.0, help="Give up after so long (0: never).")
+@click.option("--leg", type=click.Choice(["pair", "prefill", "decode", "unified"]), default=None)
+@click.option("--instance", default="", help="Where to decode, when there are several instances.")
+@click.option("--prefill-instance", default="", help="Where to prefill, likewise.")
+@click.option("--routed-dp-rank", type=int, default=None, help="The rank that decodes.")
+@click.option("--disagg-prefill-dp-rank", type=int, default=None, help="The rank that prefills.")
+@click.option("--bootstrap-room", type=int, default=None, help="[default: drawn]")
+@click.option("--retries", type=click.IntRange(0), default=6, show_default=True, help="Without a new token in between.")
+@click.option("--prefill-controller", default=None, metavar="BASE", help="With --decode-controller: one for each leg.")
+@click.option("--decode-controller", default=None, metavar="BASE")
+@controller_option
+@keys_option
+@wait_option
+def generate(text: str, controller: str, wait_s: float, **options: Any) -> None:
+    """Send TEXT and stream the answer."""
+    split = options["decode_controller"]
+    at = where(None if split else controller, options["prefill_controller"], split)  # ConfigError before any socket
+    del at
+    with Client(
+        None if split else controller,
+        prefill_controller=options["prefill_controller"],
+        decode_controller=split,
+        retries=options["retries"],
+        connect_timeout_s=wait_s,
+        keys=options["keys"],
+    ) as client:
+        wait_for_controller(client, split or controller, wait_s)
+        stream = _begin(client, text, options)
+        shown = ""
+        for piece in stream:
+            words = " ".join(map(str, piece.ids)) + " " if options["tokens"] else piece.text
+            shown += words
+            if not options["as_json"]:
+                sys.stdout.write(words)
+                sys.stdout.flush()
+        if options["as_json"]:
+            print(json.dumps(_as_dict(stream, shown)))
+        else:
+            print(flush=True)
+            print(_facts(stream.result, len(stream.prompt_ids)), file=sys.stderr)
+
+
+def _begin(client: Client, text: str, options: dict[str, Any]) -> Stream:
+    chosen: Options = {name: options[name] for name in _PLACEMENT if options[name] not in (None, "")}  # type: ignore[assignment]
+    chosen["max_tokens"] = options["max_tokens"]
+    chosen["temperature"] = options["temperature"]
+    chosen["top_k"] = options["top_k"]
+    chosen["top_p"] = options["top_p"]
+    chosen["deadline_s"] = options["deadline_s"]
+    if options["seed"] is not None:
+        chosen["seed"] = options["seed"]
+    if options["tokens"]:
+        return client.generate_tokens(_ids(text), **chosen)
+    with Teller().telling() as teller:
+        teller.say("loading the tokenizer ...")
+        return client.generate(text, chat=not options["raw"], system=options["system"], **chosen)
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        raise ConfigError("with --tokens, TEXT is a list of token ids, like '5 6 7'") from None
+
+
+def _name(at: Location | None) -> str:
+    return f"{at.instance}/{at.dp_rank}" if at is not None else "-"
+
+
+def _facts(result: Result, prompt_tokens: int) -> str:
+    where = f"{_name(result.prefill)} -> {_name(result.decode)}" if result.prefill else _name(result.decode)
+    return (
+        f"[{where}, found by {result.found_by or '-'}; {prompt_tokens} prompt tokens, {len(result.ids)} output tokens; "
+        f"first token after {result.ttft_s:.3f} s, then {1000 * result.tpot_s:.1f} ms each; "
+        f"ended by {result.finish}, attempt {result.attempts}]"
+    )
+
+
+def _as_dict(stream: Stream, text: str) -> dict[str, Any]:
+    result = stream.result
+    return {
+        **{field.name: getattr(result, field.name) for field in dataclasses.fields(result)},
+        "prefill": _name(result.prefill),
+        "decode": _name(result.decode),
+        "tpot_s": result.tpot_s,
+        "prompt_tokens": len(stream.prompt_ids),
+        "text": text,
+    }
