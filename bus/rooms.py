@@ -3,8 +3,9 @@
 Owns claims, their precedence and their expiry. Must not know watches, members or sockets; `now` comes in.
 
 A claim counts until `registered + ttl_s` and not a moment longer, because every look-up compares. Memory is given
-back by a sweep that goes round the shards once per `ttl_s / SWEEPS_PER_TTL`, so each claim is visited a fixed number
-of times in its life (amortised O(1)), refreshing is one dict store, and a turn's work is bounded by its budget.
+back by a sweep that goes round the shards once per `ttl_s / SWEEPS_PER_TTL` (less often if its budget is too small for
+that), so each claim is visited at most SWEEPS_PER_TTL times in its life (amortised O(1)), refreshing is one dict
+store, and a turn's work is bounded.
 Shards also keep dict resizing short. Claims made by one message share one object, and neither they nor the shards
 are tracked by the garbage collector, so a million rooms cost neither a collector pause nor much beyond the dict.
 """
@@ -17,10 +18,10 @@ from msgspec import Struct
 
 from bus.messages import Code, Location, Room
 
-SHARDS = 1021  # prime, so that rooms made as k * dp_size + rank spread too
+SHARDS = 2039  # prime, so that rooms made as k * dp_size + rank spread too
 SWEEPS_PER_TTL = 16
-EXPIRE_BUDGET = 4096  # per call of `expire`, in claims looked at: well under a millisecond
-REMOVAL_COST = 4  # removing a claim takes about as long as looking at so many
+EXPIRE_BUDGET = 2048  # per call of `expire`, in claims looked at: under a millisecond, even out of cold memory
+REMOVAL_COST = 8  # removing a claim takes about as long as looking at so many
 
 Outcome = Literal["new", "refreshed", "replaced", "stale", "conflict", "full"]
 TAKEN: frozenset[str] = frozenset({"new", "refreshed", "replaced"})
@@ -156,16 +157,18 @@ class RoomTable:
         spent = removed = 0
         while self._owed >= 1.0 and spent < budget:
             self._owed -= 1.0
-            shard = self._shards[self._cursor]
+            at, self._cursor = self._cursor, (self._cursor + 1) % SHARDS
+            shard = self._shards[at]
             spent += len(shard) + 1
+            if not shard:
+                continue
             ended = [item for item in shard.items() if item[1].expires_at <= now or not item[1].owner.live]
             for room, claim in ended:
                 self._remove(shard, room, claim)
             removed += len(ended)
             spent += len(ended) * REMOVAL_COST
-            if ended and not shard:
-                self._shards[self._cursor] = {}  # an emptied dict keeps its size
-            self._cursor = (self._cursor + 1) % SHARDS
+            if not shard:
+                self._shards[at] = {}  # an emptied dict keeps its size
         self.counts["expired"] += removed
         return removed
 

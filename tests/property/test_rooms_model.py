@@ -189,5 +189,5 @@ class RoomsMachine(RuleBasedStateMachine):
         assert self.core.rooms.size == self.core.rooms.alive == 0
 
 
-RoomsMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+RoomsMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestRooms = RoomsMachine.TestCase
