@@ -205,7 +205,6 @@ METHODS: dict[str, Method] = {
     "oracle": Method("fewest tokens queued, perfect instant knowledge"),
     "oracle_cache": Method("fewest tokens queued + to be computed, perfect instant knowledge"),
 }
-BASELINES = tuple(name for name in METHODS if name not in POLICIES)
 
 
 def check_method(name: str) -> str:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from bus.errors import ConfigError
-from pdbus.lab.choosers import BASELINES, METHODS
+from pdbus.lab.choosers import METHODS
 from pdbus.lab.config import LabConfig
 from pdbus.lab.generator import generate
 from pdbus.lab.metrics import Summary, summarise
 from pdbus.lab.simulate import simulate
-from pdbus.lab.traces import Trace, TraceRequest
+from pdbus.lab.traces import Trace
 
 PREFILL_ONLY = LabConfig(decode_ranks=0)
 
@@ -25,9 +26,15 @@ def trace() -> Trace:
 
 
 @functools.cache
-def run(method: str, **settings: Any) -> Summary:
-    config = replace(PREFILL_ONLY, **settings)
-    return summarise(simulate(trace(), method, config), config)
+def bare() -> Trace:
+    """The same without prefixes: no luck with caches blurs what knowledge is worth."""
+    return Trace("bare", tuple(replace(request, hashes=()) for request in trace().requests))
+
+
+@functools.cache
+def run(method: str, *, of: Callable[[], Trace] = trace, **settings: Any) -> Summary:
+    config = replace(PREFILL_ONLY, load=0.9 if of is trace else 0.7, **settings)
+    return summarise(simulate(of(), method, config), config)
 
 
 def test_the_same_call_gives_the_same_outcome() -> None:
@@ -51,30 +58,34 @@ def test_every_method_ends_every_request_once(method: str) -> None:
 
 def test_the_order_of_methods() -> None:
     mean = {name: run(name).ttft_mean_s for name in METHODS}
-    assert mean["follow_bootstrap_room"] > mean["round_robin"] > mean["total_requests"] > mean["total_tokens"]
+    assert mean["follow_bootstrap_room"] > mean["round_robin"] > 1.2 * mean["total_tokens"]
     assert mean["power_of_two"] > mean["total_tokens"]
-    assert mean["vllm_counts"] > mean["total_tokens"]
-    assert run("overwrite").regret_mean_tokens > 1.5 * run("total_tokens").regret_mean_tokens
     assert mean["total_tokens"] > 1.4 * mean["cache_aware"]
     assert mean["follow_bootstrap_room"] > 3 * mean["cache_aware"]
-    assert set(BASELINES) < set(METHODS)
+    blind = {name: run(name, of=bare).ttft_mean_s for name in ("total_requests", "vllm_counts", "power_of_two")}
+    assert min(blind.values()) > 1.05 * run("total_tokens", of=bare).ttft_mean_s
 
 
 def test_knowledge_that_is_late_or_lost_costs_little() -> None:
-    oracle = run("oracle")
-    late = run("total_tokens", report_delay_s=0.1, report_loss=0.05)
-    later = run("total_tokens", report_delay_s=1.0, report_loss=0.05)
-    assert late.ttft_mean_s < 1.1 * oracle.ttft_mean_s
-    assert later.ttft_mean_s < 1.15 * oracle.ttft_mean_s
-    assert late.ttft_p99_s < 1.1 * oracle.ttft_p99_s
+    oracle = run("oracle", of=bare)
+    late = run("total_tokens", of=bare, report_delay_s=0.1, report_loss=0.05)
+    later = run("total_tokens", of=bare, report_delay_s=1.0, report_loss=0.05)
+    for found, most in ((late, 1.03), (later, 1.06)):
+        assert found.ttft_mean_s < most * oracle.ttft_mean_s
+        assert found.ttft_p99_s < most * oracle.ttft_p99_s
+
+
+def test_reports_without_acknowledgement_lose_work_in_flight() -> None:
+    assert run("overwrite", of=bare).ttft_mean_s > 1.03 * run("total_tokens", of=bare).ttft_mean_s
+    assert run("overwrite", of=bare).regret_mean_tokens > 1.5 * run("total_tokens", of=bare).regret_mean_tokens
 
 
 def test_shared_counters_make_several_controllers_decide_as_one() -> None:
-    one = run("total_tokens", report_delay_s=0.25)
-    four = run("total_tokens", report_delay_s=0.25, controllers=4)
-    apart = run("total_tokens", report_delay_s=0.25, controllers=4, shared_counters=False)
+    one = run("total_tokens", of=bare, report_delay_s=0.25)
+    four = run("total_tokens", of=bare, report_delay_s=0.25, controllers=4)
+    apart = run("total_tokens", of=bare, report_delay_s=0.25, controllers=4, shared_counters=False)
     assert four.ttft_mean_s < 1.1 * one.ttft_mean_s
-    assert four.regret_mean_tokens < apart.regret_mean_tokens
+    assert apart.ttft_mean_s > 1.05 * four.ttft_mean_s
 
 
 def test_cache_aware_finds_prefixes_and_computes_less() -> None:
@@ -84,8 +95,7 @@ def test_cache_aware_finds_prefixes_and_computes_less() -> None:
 
 
 def test_without_prefixes_cache_aware_is_total_tokens() -> None:
-    bare = Trace("bare", tuple(TraceRequest(r.arrival_s, r.prompt_tokens, 1) for r in trace().requests[:300]))
-    first, second = (simulate(bare, method, PREFILL_ONLY).courses for method in ("cache_aware", "total_tokens"))
+    first, second = (simulate(bare(), method, PREFILL_ONLY).courses for method in ("cache_aware", "total_tokens"))
     assert [course.prefill_rank for course in first] == [course.prefill_rank for course in second]
 
 
