@@ -22,6 +22,7 @@ from bus.endpoints import default_bus
 @click.option("--room-ttl-s", type=float, default=120.0, help="How long a room lives unless it is registered again.")
 @click.option("--beacon-s", type=float, default=0.25, help="How often to say that the broker lives.")
 @click.option("--max-rooms", type=click.IntRange(1), default=2_000_000, help="Rooms kept at most; more are refused.")
+@click.option("--keys", default="", metavar="DIR", help="CURVE keys and allowlist for tcp (none: plaintext).")
 @cli.metrics_port_option
 @cli.log_level_option
 @cli.watch_parent_option
@@ -30,6 +31,7 @@ def main(
     room_ttl_s: float,
     beacon_s: float,
     max_rooms: int,
+    keys: str,
     metrics_port: int,
     log_level: str,
     watch_parent: bool,
@@ -37,7 +39,12 @@ def main(
     """Carry the bus (publications) and the bootstrap state: which prefill rank holds which room."""
     logs.configure(log_level, part="broker")
     config = BrokerConfig(
-        address, room_ttl_s=room_ttl_s, beacon_s=beacon_s, max_rooms=max_rooms, metrics_port=metrics_port
+        address,
+        room_ttl_s=room_ttl_s,
+        beacon_s=beacon_s,
+        max_rooms=max_rooms,
+        metrics_port=metrics_port,
+        keys=keys,
     )
     broker = Broker(config)
     broker.open()

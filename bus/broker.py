@@ -77,6 +77,7 @@ class Broker:
         self._thread: threading.Thread | None = None
         self._stop_metrics: Callable[[], None] = _nothing
         self._opened = False
+        self._dozing = False
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -130,12 +131,11 @@ class Broker:
             max_watches_per_peer=config.max_watches_per_peer,
         )
         self.core = BrokerCore(limits, self.epoch, self.loop.clock())
-        self._sockets.release(xsub)
-        self._sockets.release(xpub)
-        threading.Thread(target=_forward, args=(xsub, xpub), name="broker-proxy", daemon=True).start()
+        forwarded = (self._sockets.release(xsub), self._sockets.release(xpub))
+        threading.Thread(target=_forward, args=forwarded, name="broker-proxy", daemon=True).start()
         self.loop.add(self._sub, self._on_publication)
         self.loop.add(self._router, self._on_request)
-        self.loop.call_every(TICK_S, lambda: self._handle(Tick()))
+        self._tick()
         if config.metrics_port:
             self._gather()
             self.loop.call_every(METRICS_S, self._gather)
@@ -195,6 +195,16 @@ class Broker:
     def _handle(self, event: Event) -> None:
         for action in self.core.handle(event, self.loop.clock()):
             self._do(action)
+        if self._dozing and self.core.busy:
+            self._timer.cancel()
+            self._tick()
+
+    def _tick(self) -> None:
+        """Often while something may end, else for the beacons alone: an idle broker hardly wakes."""
+        self._dozing = False
+        self._handle(Tick())
+        self._dozing = not self.core.busy
+        self._timer = self.loop.call_later(self.config.beacon_s if self._dozing else TICK_S, self._tick)
 
     def _do(self, action: Action) -> None:
         if isinstance(action, Send):
@@ -224,11 +234,16 @@ class Broker:
 
     def _gather(self) -> None:
         counts = self.core.counts()
+        gatekeeper = self._sockets.gatekeeper
+        refused = dict(gatekeeper.refused) if gatekeeper else {}
         self._metrics = (
             *(metrics.gauge(f"pdbus_broker_{name}", f"{name} now", counts.pop(name)) for name in _GAUGES),
             *(metrics.counter(f"pdbus_broker_{name}_total", f"{name} so far", n) for name, n in counts.items()),
             metrics.labelled(
                 "counter", "pdbus_broker_rejected_total", "messages dropped, by reason", "reason", self.rejected.copy()
+            ),
+            metrics.labelled(
+                "counter", "pdbus_broker_peers_refused_total", "peers not on the allowlist", "domain", refused
             ),
             metrics.histogram("pdbus_broker_query_batch_rooms", "rooms in a query", self._batches.frozen()),
         )

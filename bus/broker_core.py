@@ -84,7 +84,7 @@ class Unreachable:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed. Wanted every few tens of milliseconds."""
+    """Time passed. Wanted every few tens of milliseconds while `busy`, else for each beacon."""
 
 
 Event: TypeAlias = Published | Asked | Unreachable | Tick
@@ -119,6 +119,11 @@ class BrokerCore:
             self.tally["watches_dropped"] += self.watches.forget(event.peer)
             return []
         return self._on_tick(now)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything that a tick may end; if not, a tick for each beacon is enough."""
+        return bool(self.rooms.size or self.watches.size or self._restating)
 
     def counts(self) -> dict[str, int]:
         """Plain numbers for status and metrics; gauges are `rooms_alive`, `rooms_held`, `watches`, `ranks`."""
@@ -294,7 +299,7 @@ class BrokerCore:
         for (peer, query), losses in overdue.items():
             self.tally["watches_overdue"] += len(losses)
             actions.append(Send(peer, Answer(query, lost=tuple(losses)), cause="deadline"))
-        for rank in [rank for rank in self._restating.values() if rank.restate_at is not None]:
+        for rank in list(self._restating.values()):
             actions += self._ask_to_restate(rank, now)
         if now >= self._beacon_at:
             self._beacon_at = max(self._beacon_at + self.limits.beacon_s, now)
@@ -304,8 +309,7 @@ class BrokerCore:
         return actions
 
     def _ask_to_restate(self, rank: Rank, now: float) -> list[Action]:
-        assert rank.restate_at is not None
-        if rank.is_silent(now):
+        if rank.restate_at is None or rank.is_silent(now):  # a new epoch starts without the old one's gaps
             self._want_restatement(rank, None)
             return []
         if now < rank.restate_at:

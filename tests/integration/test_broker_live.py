@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -30,6 +31,7 @@ from bus.messages import (
     Topology,
     TopologyQuery,
 )
+from bus.security import new_keys
 
 DEADLINE_S = 10.0
 
@@ -167,6 +169,25 @@ def test_told_and_computed_come_from_the_topology(ipc_base: str) -> None:
             fresh.want(4, 5, deadline_s=DEADLINE_S)
             found, _ = collect(fresh, 2)
             assert [found[room].dp_rank for room in (4, 5)] == [0, 1]
+
+
+def test_with_keys_listed_peers_work_and_others_get_nowhere(tmp_path: Path) -> None:
+    base, keys = free_tcp_base(), str(tmp_path / "keys")
+    new_keys(Path(keys))
+    with Broker(BrokerConfig(base, keys=keys)) as broker:
+        identity: dict[str, Any] = {"instance": "prefill-0", "role": "prefill", "endpoint": "tcp://10.0.0.7:7000"}
+        listed = Publisher(base, dp_rank=0, dp_size=2, keys=keys, **identity)
+        plain = Publisher(base, dp_rank=1, dp_size=2, **identity)
+        with listed, plain, Resolver(base, keys=keys) as resolver:
+            plain.register(8)
+            listed.register(7)
+            resolver.want(7, deadline_s=DEADLINE_S)
+            resolver.want(8, deadline_s=1.0)
+            found, lost = collect(resolver, 2)
+            assert list(found) == [7]
+            assert lost == {8: "unknown_room"}
+            assert not plain.wait_ready(0.0)
+        assert broker.core.counts()["ranks"] == 1
 
 
 def test_two_ranks_that_claim_one_room_hear_of_it(ipc_base: str) -> None:
