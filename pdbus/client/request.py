@@ -230,12 +230,14 @@ class Request:
         """Say again what was not answered; a controller that came back knows nothing of it, another ignores it."""
         actions: list[Action] = []
         for leg in self.legs:
-            if leg.answered or now < leg.resend_at:
+            if leg.answered:
                 continue
             if now - leg.asked_at >= self._patience.connect_timeout_s:
                 waited = f"{self._patience.connect_timeout_s:g} s"
                 why = f"no controller answers at {leg.plan.controller} (waited {waited})"
                 return self._end("failed", now, "peer_lost", why)
+            if now < leg.resend_at:
+                continue
             leg.resend_s = min(RESEND_MAX_S, 2 * leg.resend_s)
             leg.resend_at = now + leg.resend_s
             actions.append(self._submit_leg(leg, now))

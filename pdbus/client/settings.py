@@ -95,7 +95,7 @@ def make_plan(
         disagg_prefill_dp_rank=options.get("disagg_prefill_dp_rank"),
     )
     room = options.get("bootstrap_room")
-    if room is None and (at.prefill is not None or legs[0].leg == "pair"):
+    if room is None and (at.prefill is not None or legs[0].leg in ("pair", "unified")):
         room = channel.new_room()
     params = make_params(
         options.get("temperature", 0.0),

@@ -1,0 +1,35 @@
+"""What all tests share: Hypothesis' profile, and failing on what a test leaves open."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import zmq
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(autouse=True)
+def no_open_contexts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A ZeroMQ context that a test made and did not close fails it: it would hang or leak in a user's process."""
+    made: list[zmq.Context[zmq.Socket[bytes]]] = []
+    original = zmq.Context.__init__
+
+    def note(self: zmq.Context[zmq.Socket[bytes]], *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)
+        if not getattr(self, "_shadow", False):
+            made.append(self)
+
+    monkeypatch.setattr(zmq.Context, "__init__", note)
+    yield
+    left = [context for context in made if not context.closed]
+    for context in left:
+        context.destroy(linger=0)
+    made.clear()
+    assert not left, f"{len(left)} ZeroMQ contexts were left open"

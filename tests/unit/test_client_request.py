@@ -1,0 +1,295 @@
+"""One request at the client, event by event."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bus.actions import Send
+from bus.hashing import tokens_of
+from bus.messages import Accepted, Attach, Cancel, Code, Detach, Done, Failed, Location, Message, Params, Submit, Tokens
+from pdbus.client.core import Begin, CancelAsked, ClientCore, Received, Tick
+from pdbus.client.outcome import Result
+from pdbus.client.plan import LegPlan, RequestPlan, make_legs, prompt_bytes
+from pdbus.client.request import SILENCE_S, VERDICT_S, Deliver, Ended, Patience
+
+C = "ipc:///c.clients"
+P = "ipc:///p.clients"
+RANK_0 = Location("decode-0", 0, 1, "ipc:///d0")
+RANK_1 = Location("decode-0", 1, 1, "ipc:///d1")
+PREFILL = Location("prefill-0", 3, 1, "ipc:///p3")
+
+
+class Driver:
+    """Feeds a core and keeps what it did."""
+
+    def __init__(self, legs: tuple[LegPlan, ...] | None = None, *, retries: int = 3, **plan: object) -> None:
+        self.now = 100.0
+        self.core = ClientCore(Patience(retries, 10.0), random.Random(1))
+        self.sent: list[Send] = []
+        self.ids: list[int] = []
+        self.result: Result | None = None
+        fields: dict[str, object] = {"max_tokens": 4, "params": Params(), "bootstrap_room": 9} | plan
+        self.plan = RequestPlan(prompt=prompt_bytes([5, 6]), legs=legs or make_legs("pair", C, ""), **fields)  # type: ignore[arg-type]
+        self.take(self.core.handle(Begin("r", self.plan), self.now))
+
+    def take(self, actions: list[object]) -> list[Message]:
+        sends = [action for action in actions if isinstance(action, Send)]
+        self.sent += sends
+        for action in actions:
+            if isinstance(action, Deliver):
+                self.ids += action.ids
+            elif isinstance(action, Ended):
+                assert self.result is None, "ended twice"
+                self.result = action.result
+        return [send.message for send in sends]
+
+    def receive(self, message: Message, peer: str = C) -> list[Message]:
+        return self.take(self.core.handle(Received(peer, message), self.now))
+
+    def wait(self, seconds: float) -> list[Message]:
+        out: list[Message] = []
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 0.05
+            out += self.take(self.core.handle(Tick(), self.now))
+        return out
+
+    def accept(self, attempt: int = 1, rank: Location = RANK_0) -> list[Message]:
+        return self.receive(Accepted("r", attempt, 9, PREFILL, rank))
+
+    def tokens(self, start: int, *ids: int, finish: str = "", attempt: int = 1, peer: str = RANK_0.endpoint,
+               code: Code = "ok") -> list[Message]:  # fmt: skip
+        return self.receive(Tokens("r", attempt, start, ids, finish, code), peer)  # type: ignore[arg-type]
+
+
+def submit_in(messages: list[Message]) -> Submit:
+    (submit,) = [message for message in messages if isinstance(message, Submit)]
+    return submit
+
+
+def test_an_undisturbed_request() -> None:
+    d = Driver()
+    assert submit_in([send.message for send in d.sent]).bootstrap_room == 9
+    assert d.accept() == [Attach("r", 1, 0)]
+    d.tokens(0, 10, 11)
+    d.now += 1.0
+    assert d.tokens(2, 12, 13, finish="length") == [Detach("r", 1)]
+    assert d.result is not None
+    assert d.result.ids == (10, 11, 12, 13) == tuple(d.ids)
+    assert (d.result.prefill, d.result.decode, d.result.finish, d.result.attempts) == (PREFILL, RANK_0, "length", 1)
+    assert d.result.tpot_s == pytest.approx(1.0 / 3)
+    assert len(d.core) == 0
+
+
+def test_tokens_of_others_are_dropped() -> None:
+    """M62, and no rank but the one attached to is believed."""
+    d = Driver()
+    d.accept()
+    d.tokens(0, 99, attempt=2)
+    d.tokens(0, 99, peer=RANK_1.endpoint)
+    assert d.ids == []
+    d.tokens(0, 10)
+    d.tokens(0, 10, 11)
+    d.tokens(1, 11)
+    assert d.ids == [10, 11]
+
+
+def test_a_gap_is_asked_for_once_and_filled() -> None:
+    """M57, M61: what is missing is asked for by `attach` from there."""
+    d = Driver()
+    d.accept()
+    d.tokens(0, 10)
+    assert d.tokens(2, 12) == [Attach("r", 1, 1)]
+    assert d.tokens(3, 13, finish="length") == []
+    d.now += 0.3
+    assert d.tokens(2, 12) == [Attach("r", 1, 1)]
+    d.tokens(1, 11, 12, 13, finish="length")
+    assert d.ids == [10, 11, 12, 13]
+
+
+def test_no_more_than_was_asked_for() -> None:
+    d = Driver()
+    d.accept()
+    d.tokens(0, 10, 11, 12, 13, 14, 15)
+    assert d.result is not None
+    assert (d.ids, d.result.finish) == ([10, 11, 12, 13], "length")
+
+
+def test_silence_is_asked_about_once_then_resumed_elsewhere() -> None:
+    d = Driver()
+    d.accept()
+    d.tokens(0, 10)
+    assert d.wait(SILENCE_S + 0.1) == [Attach("r", 1, 1)]
+    out = d.wait(SILENCE_S + 0.5)
+    submit = submit_in(out)
+    assert (submit.rid, submit.attempt, submit.offset, submit.max_tokens, submit.prompt_tokens) == ("r", 2, 1, 3, 3)
+    assert submit.bootstrap_room == 9
+    assert list(tokens_of(d.sent[-1].frames[0])) == [5, 6, 10]
+    assert d.accept(2, RANK_1) == [Attach("r", 2, 1)]
+    d.tokens(1, 99, finish="stop")  # the old rank wakes up
+    assert d.result is None
+    d.tokens(1, 11, finish="stop", attempt=2, peer=RANK_1.endpoint)
+    assert d.result is not None
+    assert (d.result.ids, d.result.attempts, d.result.decode) == ((10, 11), 2, RANK_1)
+
+
+def test_signs_of_life_are_enough() -> None:
+    d = Driver()
+    d.accept()
+    for _ in range(20):
+        d.wait(1.0)
+        assert d.tokens(0) == []
+    assert d.result is None
+
+
+def test_a_failed_stream_leaves_the_controller_the_first_word() -> None:
+    d = Driver()
+    d.accept()
+    assert d.tokens(0, finish="failed", code="prefill_failed") == []
+    assert d.wait(VERDICT_S / 2) == []
+    assert d.accept(2, RANK_1) == [Detach("r", 1), Attach("r", 2, 0)]
+    # and if the controller says nothing, the client acts
+    d.tokens(0, finish="failed", code="fenced", attempt=2, peer=RANK_1.endpoint)
+    assert submit_in(d.wait(VERDICT_S + 0.5)).attempt == 3
+
+
+def test_a_waiting_request_is_not_mistaken_for_a_dead_controller() -> None:
+    d = Driver()
+    for _ in range(30):
+        repeats = d.wait(1.0)
+        assert all(isinstance(message, Submit) and message.attempt == 1 for message in repeats)
+        if repeats:
+            d.receive(Accepted("r", 1, 9, None, None))
+    assert d.result is None
+    assert d.accept() == [Attach("r", 1, 0)]
+
+
+def test_a_controller_that_never_answers() -> None:
+    d = Driver()
+    repeats = [message for message in d.wait(11.0) if isinstance(message, Submit)]
+    assert 2 <= len(repeats) <= 5
+    assert {message.attempt for message in repeats} == {1}
+    assert d.result is not None
+    assert (d.result.code, d.result.finish) == ("peer_lost", "failed")
+    assert "ipc:///c.clients" in d.result.message
+    assert "10 s" in d.result.message
+
+
+def test_overload_waits_as_long_as_told_and_ends_some_time() -> None:
+    d = Driver(retries=2)
+    d.receive(Failed("r", 0, "overloaded", "busy", True, 1.0))
+    assert d.wait(0.9) == []
+    assert submit_in(d.wait(0.3)).attempt == 2
+    d.receive(Failed("r", 0, "overloaded", "busy", True, 0.0))
+    d.wait(1.0)
+    d.receive(Failed("r", 0, "overloaded", "busy", True, 7.0))
+    assert d.result is not None
+    assert (d.result.code, d.result.retryable, d.result.retry_after_s) == ("overloaded", True, 7.0)
+
+
+def test_an_old_failure_does_not_touch_a_new_attempt() -> None:
+    d = Driver()
+    d.accept(2, RANK_1)
+    d.receive(Failed("r", 1, "peer_lost", "old", True))
+    assert d.tokens(0, 10, attempt=2, peer=RANK_1.endpoint) == []
+    assert d.ids == [10]
+
+
+@pytest.mark.parametrize("code", ["bad_rank", "too_long", "engine_failed", "duplicate_room", "deadline", "poison"])
+def test_final_codes_are_final(code: Code) -> None:
+    d = Driver()
+    d.receive(Failed("r", 0, code, "no", False))
+    assert d.result is not None
+    assert d.result.code == code
+
+
+def test_a_rank_the_caller_chose_is_not_replaced() -> None:
+    d = Driver(make_legs("pair", C, "", routed_dp_rank=1))
+    d.receive(Failed("r", 0, "rank_unavailable", "dead", True, 0.5))
+    assert d.result is not None
+    assert d.result.code == "rank_unavailable"
+
+
+def test_cancel_tells_controller_and_rank() -> None:
+    d = Driver()
+    d.accept()
+    d.tokens(0, 10)
+    assert d.take(d.core.handle(CancelAsked("r"), d.now)) == [Detach("r", 1), Cancel("r")]
+    assert d.result is not None
+    assert (d.result.finish, d.result.ids) == ("cancelled", (10,))
+    d.tokens(1, 11)
+    assert d.core.unknown_total == 1
+
+
+def test_the_deadline_is_kept_here_too() -> None:
+    d = Driver(deadline_s=2.0)
+    assert submit_in([send.message for send in d.sent]).deadline_s == pytest.approx(2.0)
+    d.accept()
+    assert Cancel("r") in d.wait(2.1)
+    assert d.result is not None
+    assert d.result.code == "deadline"
+
+
+def test_output_that_is_whole_needs_no_other_attempt() -> None:
+    d = Driver(stop_ids=frozenset({2}))
+    d.accept()
+    d.tokens(0, 10, 2)
+    d.receive(Failed("r", 1, "peer_lost", "gone", True))
+    assert d.result is not None
+    assert (d.result.finish, d.result.ids) == ("stop", (10, 2))
+
+
+def two_controllers() -> Driver:
+    return Driver(make_legs(None, C, P, prefill_instance="prefill-0", routed_dp_rank=1, disagg_prefill_dp_rank=3))
+
+
+def test_two_controllers_get_one_room_and_their_own_ranks() -> None:
+    d = two_controllers()
+    by_peer = {send.peer: send.message for send in d.sent}
+    decode, prefill = by_peer[C], by_peer[P]
+    assert isinstance(decode, Submit)
+    assert isinstance(prefill, Submit)
+    assert decode.bootstrap_room == prefill.bootstrap_room == 9
+    assert (decode.leg, decode.routed_dp_rank, decode.disagg_prefill_dp_rank) == ("decode", 1, 3)
+    assert (prefill.leg, prefill.routed_dp_rank, prefill.disagg_prefill_dp_rank) == ("prefill", 3, None)
+    assert (decode.prefill_instance, prefill.instance) == ("prefill-0", "prefill-0")
+    assert decode.rid != prefill.rid  # one controller may serve both
+
+
+def test_legs_share_their_fate() -> None:
+    d = two_controllers()
+    d.accept()
+    d.receive(Failed("r.prefill", 1, "engine_failed", "broken", False), P)
+    assert [send.message for send in d.sent if isinstance(send.message, Cancel)] == [Cancel("r")]
+    assert d.result is not None
+    assert d.result.code == "engine_failed"
+
+
+def test_legs_are_tried_again_together() -> None:
+    d = two_controllers()
+    d.accept()
+    assert d.receive(Failed("r", 1, "peer_lost", "gone", True)) == [Detach("r", 1), Cancel("r.prefill")]
+    again = [message for message in d.wait(0.5) if isinstance(message, Submit)]
+    assert {(message.leg, message.attempt) for message in again} == {("decode", 2), ("prefill", 2)}
+
+
+def test_the_graver_reason_wins() -> None:
+    d = two_controllers()
+    d.accept()
+    d.receive(Failed("r", 1, "prefill_failed", "the prefill leg ended", True))
+    d.receive(Failed("r.prefill", 1, "engine_failed", "broken", False), P)
+    assert d.result is not None
+    assert d.result.code == "engine_failed"
+
+
+def test_a_lone_prefill_leg_is_over_with_done() -> None:
+    d = Driver(make_legs("prefill", C, ""))
+    d.receive(Accepted("r", 1, 9, PREFILL, None))
+    again = d.wait(SILENCE_S + 0.1)  # a controller that restarted would know nothing of it
+    assert submit_in(again).attempt == 1
+    d.receive(Accepted("r", 1, 9, PREFILL, None))
+    d.receive(Done("r", 1, ()))
+    assert d.result is not None
+    assert (d.result.finish, d.result.prefill, d.result.ids) == ("stop", PREFILL, ())
