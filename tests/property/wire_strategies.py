@@ -18,7 +18,7 @@ TABLES: dict[str, dict[str, type[Message]]] = {
 }
 ALL: dict[str, type[Message]] = {tag: kind for table in TABLES.values() for tag, kind in table.items()}
 
-EXAMPLES = int(os.environ.get("PDBUS_FUZZ_EXAMPLES", "500"))
+EXAMPLES = int(os.environ.get("PDBUS_FUZZ_EXAMPLES", "300"))
 fuzz = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 cheap_fuzz = settings(fuzz, max_examples=5 * EXAMPLES)  # for inputs that cost little to make
 
