@@ -55,7 +55,7 @@ class Publisher:
         model: str = "",
         dp_size: int = 1,
         endpoint: str = "",
-        interval_s: float = 0.5,
+        interval_s: float = 1.0,
         room_ttl_s: float = 120.0,
         follow_bootstrap_room: bool = False,
         state: NodeState = "ready",
