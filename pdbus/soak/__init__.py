@@ -1,0 +1,10 @@
+"""The soak: a cluster under load whose processes keep dying, and a ledger of what became of every request.
+
+`run` does it all; `Ledger` judges outcomes, `Chaos` breaks processes and mends them. The fault suite uses both.
+"""
+
+from pdbus.soak.chaos import Chaos
+from pdbus.soak.ledger import Ledger
+from pdbus.soak.run import SoakConfig, run
+
+__all__ = ["Chaos", "Ledger", "SoakConfig", "run"]
