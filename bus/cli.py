@@ -43,7 +43,7 @@ def _fail(program: str, message: str, code: int) -> None:
 
 def ready(**facts: object) -> None:
     """The one line a launcher waits for: `READY key=value ...` on stdout."""
-    print("READY", *(f"{key}={value}" for key, value in facts.items()), flush=True)
+    print(" ".join(["READY", *(f"{key}={value}" for key, value in facts.items())]), flush=True)
 
 
 def leave_with_parent(leave: Callable[[], None]) -> None:

@@ -65,7 +65,8 @@ class Child:
         except BlockingIOError:
             return True
         self._stdout = (self._stdout + data)[-65536:]
-        for line in self._stdout.decode("utf-8", "replace").splitlines():
+        whole_lines = self._stdout[: self._stdout.rfind(b"\n") + 1]  # a read may end within a line
+        for line in whole_lines.decode("utf-8", "replace").splitlines():
             if line.startswith("READY ") and not self.facts:
                 self.facts = dict(word.split("=", 1) for word in line.split()[1:] if "=" in word)
         return bool(data)
