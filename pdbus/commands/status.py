@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 import msgspec
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -71,15 +72,18 @@ def _show(seen: Status, broker: BrokerStatus | None, bus: str) -> None:
     console = Console(highlight=False)
     methods = ", ".join(f"{role} {method}" for role, method in sorted(seen.methods.items()))
     console.print(f"{seen.controller}, up {seen.uptime_s:.0f} s; methods: {methods}")
-    table = Table()
-    for name in ("rank", "role", "model", "state", "epoch"):
-        table.add_column(name)
-    for name in ("report age", "running", "waiting", "KV tokens", "in flight", "estimate", "sent", "ended", "failed"):
-        table.add_column(name, justify="right")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("rank", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("age", "run", "wait", "KV tokens", "in flight", "estimate", "sent", "ended", "failed"):
+        table.add_column(name, justify="right", no_wrap=True)
     for rank in sorted(seen.ranks, key=lambda rank: (rank.role != "prefill", rank.instance, rank.dp_rank)):
         table.add_row(*_row(rank))
     console.print(table)
-    if not seen.ranks:
+    if seen.ranks:
+        models = ", ".join(sorted({rank.model for rank in seen.ranks}))
+        console.print(f"[dim]model: {models}; in flight and estimate: requests/tokens; epochs: --json[/]")
+    else:
         console.print("No rank has joined this controller.")
     if broker is None:
         console.print(f"No broker answers at {bus}.")
@@ -92,14 +96,11 @@ def _row(rank: RankStatus) -> list[str]:
     load = rank.load
     return [
         f"{rank.instance}/{rank.dp_rank}",
-        rank.role,
-        rank.model,
         rank.state,
-        f"{rank.epoch:016x}"[:8],
-        f"{rank.report_age_s:.2f} s" if rank.report_age_s >= 0 else "never",
+        f"{rank.report_age_s:.1f}s" if rank.report_age_s >= 0 else "never",
         *([str(load.running), str(load.waiting), f"{load.kv_tokens}/{load.kv_capacity}"] if load else ["-"] * 3),
-        f"{rank.in_flight_requests} req, {rank.in_flight_tokens} tok",
-        f"{rank.estimate_requests} req, {rank.estimate_tokens} tok",
+        f"{rank.in_flight_requests}/{rank.in_flight_tokens}",
+        f"{rank.estimate_requests}/{rank.estimate_tokens}",
         str(rank.dispatched_total),
         str(rank.ended_total),
         str(rank.failed_total),
