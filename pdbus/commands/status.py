@@ -72,10 +72,10 @@ def _show(seen: Status, broker: BrokerStatus | None, bus: str) -> None:
     console = Console(highlight=False)
     methods = ", ".join(f"{role} {method}" for role, method in sorted(seen.methods.items()))
     console.print(f"{seen.controller}, up {seen.uptime_s:.0f} s; methods: {methods}")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("rank", "state"):
         table.add_column(name, no_wrap=True)
-    for name in ("age", "run", "wait", "KV tokens", "in flight", "estimate", "sent", "ended", "failed"):
+    for name in ("age", "run+wait", "KV", "in flight", "estimate", "sent", "ended", "failed"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in sorted(seen.ranks, key=lambda rank: (rank.role != "prefill", rank.instance, rank.dp_rank)):
         table.add_row(*_row(rank))
@@ -98,7 +98,7 @@ def _row(rank: RankStatus) -> list[str]:
         f"{rank.instance}/{rank.dp_rank}",
         rank.state,
         f"{rank.report_age_s:.1f}s" if rank.report_age_s >= 0 else "never",
-        *([str(load.running), str(load.waiting), f"{load.kv_tokens}/{load.kv_capacity}"] if load else ["-"] * 3),
+        *([f"{load.running}+{load.waiting}", f"{load.kv_tokens / max(1, load.kv_capacity):.0%}"] if load else "--"),
         f"{rank.in_flight_requests}/{rank.in_flight_tokens}",
         f"{rank.estimate_requests}/{rank.estimate_tokens}",
         str(rank.dispatched_total),
