@@ -75,7 +75,7 @@ def _show(seen: Status, broker: BrokerStatus | None, bus: str) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("rank", "state"):
         table.add_column(name, no_wrap=True)
-    for name in ("age", "run+wait", "KV", "in flight", "estimate", "sent", "ended", "failed"):
+    for name in ("age", "run+wait", "KV", "in flight", "estimate", "sent", "done", "bad"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in sorted(seen.ranks, key=lambda rank: (rank.role != "prefill", rank.instance, rank.dp_rank)):
         table.add_row(*_row(rank))
