@@ -376,6 +376,7 @@ class CancelLeg(Message, frozen=True, tag="cancel_leg"):
     rid: Rid
     attempt: Attempt  # this and all older attempts
     code: Code = "cancelled"
+    if_unfetched: bool = False  # decode: only while its KV cache is still to be fetched (the prefill rank is lost)
 
 
 class Drain(Message, frozen=True, tag="drain"):

@@ -411,7 +411,12 @@ class Life:
     ) -> None:
         """One leg of `request` is over and not well: try again elsewhere, or fail both."""
         if leg.role == "prefill" and len(request.legs) == 2 and request.streaming:
-            self._finish(request, out)  # decode has its first token: only its own end decides now
+            # Decode has its first token: only its own end decides now; but it need not wait for a rank that is lost.
+            for other in request.legs:
+                if not other.over:
+                    lost = CancelLeg(request.rid, request.attempt, "prefill_failed", if_unfetched=True)
+                    out.append(ToNode(other.rank.peer, lost, cause=cause))
+            self._finish(request, out)
             return
         retry = code in MENDABLE and not request.streaming and request.attempt < MAX_ATTEMPT
         if retry and request.tries < self._config.attempts:

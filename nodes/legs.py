@@ -124,6 +124,8 @@ class Legs:
     def cancel(self, owner: int, cancel: CancelLeg, now: float) -> list[Action]:
         """End `attempt` and older ones; what is not here is remembered as cancelled, in case it comes late."""
         leg = self._legs.get(cancel.rid)
+        if cancel.if_unfetched and (leg is None or leg.kind != "decode" or leg.state is LegState.SCHEDULED):
+            return []
         if leg is not None:
             return self._end(leg, cancel.code, "", now, "cancel_leg") if leg.attempt <= cancel.attempt else []
         known = self.ledger.last_end(cancel.rid)

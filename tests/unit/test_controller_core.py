@@ -131,6 +131,8 @@ class TestPair:
         world.progress(D[0], started=[decode])
         world.feed(Unreachable(peer_of(P[0])))
         assert not world.answers(Failed)
+        (cancel,) = world.cancels(D[0])  # of use only if its KV cache was not fetched yet
+        assert (cancel.rid, cancel.code, cancel.if_unfetched) == ("r", "prefill_failed", True)
         world.progress(D[0], ended=[decode])
         assert len(world.answers(Done)) == 1
         world.assert_empty()

@@ -167,6 +167,31 @@ def test_a_cancel_at_any_moment_ends_both_legs_and_frees_everything(
     assert pair[1].tokens["r"] == wanted[: len(pair[1].tokens["r"])]
 
 
+def test_a_lost_prefill_rank_ends_the_decode_legs_that_still_fetch_and_no_others(
+    world: World, pair: tuple[Rank, Rank]
+) -> None:
+    prefill, decode = pair
+    lost = CancelLeg("r", 1, "prefill_failed", if_unfetched=True)
+    world.tamper = lambda message, data: None if isinstance(message, KvBlock) else data
+    start(pair, max_tokens=50)
+    world.run(0.1)
+    assert decode.tokens["r"] == sim_generate(PROMPT, 1, VOCAB)
+    prefill.dead = True
+    decode.do(decode.legs.cancel(0, lost, world.now))
+    assert decode.code("r") == "prefill_failed"
+    assert decode.idle()
+
+    prefill.dead, world.tamper = False, lambda message, data: data
+    start(pair, "s", max_tokens=10, bootstrap_room=6)
+    world.run(0.07)
+    assert 1 < len(decode.tokens["s"]) < 10
+    decode.do(decode.legs.cancel(0, CancelLeg("s", 1, "prefill_failed", if_unfetched=True), world.now))
+    decode.do(decode.legs.cancel(0, CancelLeg("unheard-of", 1, "prefill_failed", if_unfetched=True), world.now))
+    world.run(1.0)
+    assert decode.code("s") == "ok"
+    assert decode.tokens["s"] == sim_generate(PROMPT, 10, VOCAB)
+
+
 def test_a_higher_attempt_ends_the_lower_and_a_late_lower_one_is_fenced(world: World, pair: tuple[Rank, Rank]) -> None:
     start(pair, max_tokens=40)
     world.run(0.1)

@@ -1,0 +1,167 @@
+"""A live cluster, a client channel, and a ledger of everything it delivers: what the fault tests share."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from bus.errors import PeerLost
+from bus.messages import RankStatus, Role, Status, StatusQuery
+from nodes.engines.sim import sim_generate
+from pdbus.client.channel import Channel, Update
+from pdbus.client.outcome import Result
+from pdbus.client.settings import Options, make_plan, patience, where
+from pdbus.launcher import Cluster
+from pdbus.soak.ledger import Ledger
+
+WAIT_S = 30.0
+LEASE_S = 0.8
+# A prompt of 300 tokens takes 0.3 s, then a token 5 ms, and its KV cache 1.2 MB: every stage can be met.
+TIMING = ("--sim-base-s", "0.005", "--sim-prefill-s-per-token", "0.001", "--sim-decode-s", "0",
+          "--sim-context-s-per-token", "0", "--sim-kv-bytes-per-token", "4096", "--kv-tokens", "8192")  # fmt: skip
+CONTROLLER_ARGS = ("--lease-s", str(LEASE_S), "--hang-s", "1.0", "--stale-s", "0.6")
+
+
+class Rig:
+    """`with rig(cluster) as r:`. Every request must end well unless the test says otherwise (`check`)."""
+
+    def __init__(self, cluster: Cluster, *, retries: int = 10) -> None:
+        self.cluster = cluster
+        self.ledger = Ledger(f"t{time.monotonic_ns()}-")
+        self.results: dict[str, Result] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self._where = where(cluster.controller, None, None)
+        self._updates: queue.SimpleQueue[tuple[str, Update]] = queue.SimpleQueue()
+        self.channel = Channel(self._where.endpoints, patience(retries, 20.0), keys=cluster.spec.keys)
+        self._numbers = iter(range(1, 1_000_000))
+
+    def begin(self, prompt: list[int] | int = 300, max_tokens: int = 40, **options: Any) -> str:
+        """Submit; returns the rid. A number is the length of a prompt made up here."""
+        if isinstance(prompt, int):
+            first = next(self._numbers)
+            prompt = [3 + (first * 37 + at * 11) % 500 for at in range(prompt)]
+        rid = self.ledger.begin(sim_generate(prompt, max_tokens), time.monotonic())
+        self.tokens[rid] = []
+        options = {"leg": "pair"} | options | {"rid": rid, "max_tokens": max_tokens}
+        rid, plan = make_plan(prompt, Options(**options), self._where, "pair", (), self.channel)  # type: ignore[typeddict-item]
+        self.channel.begin(rid, plan, lambda update: self._updates.put((rid, update)))
+        return rid
+
+    # --- waiting ------------------------------------------------------------------------------------------------
+
+    def until(self, true: Callable[[], Any], what: str, wait_s: float = WAIT_S) -> Any:
+        """Take in what is delivered until `true()`; returns what that returned."""
+        end = time.monotonic() + wait_s
+        while not (found := true()):
+            assert time.monotonic() < end, f"waited {wait_s:g} s until {what}; {self.results}"
+            self.read(0.01)
+        return found
+
+    def read(self, timeout_s: float = 0.0) -> None:
+        try:
+            rid, update = self._updates.get(timeout=timeout_s)
+        except queue.Empty:
+            return
+        self.ledger.deliver(rid, update)
+        if isinstance(update, Result):
+            self.results[rid] = update
+        else:
+            self.tokens[rid].extend(update)
+
+    def got(self, rid: str, count: int) -> None:
+        """Until `count` tokens of it have come."""
+        self.until(lambda: len(self.tokens[rid]) >= count or rid in self.results, f"{rid} has {count} tokens")
+
+    def ended(self, *rids: str, wait_s: float = WAIT_S) -> Result:
+        self.until(lambda: all(rid in self.results for rid in rids), f"{rids} end", wait_s)
+        return self.results[rids[-1]]
+
+    # --- looking ------------------------------------------------------------------------------------------------
+
+    def status(self, timeout_s: float = WAIT_S) -> Status:
+        answer = self.channel.ask(self._where.decode, StatusQuery, timeout_s).result()
+        assert isinstance(answer, Status)
+        return answer
+
+    def answers(self, timeout_s: float) -> bool:
+        """Whether the controller answers in time."""
+        try:
+            self.status(timeout_s)
+        except PeerLost:
+            return False
+        return True
+
+    def rank(self, part: str) -> RankStatus | None:
+        instance, _, number = part.partition("/")
+        ranks = self.status().ranks
+        return next((rank for rank in ranks if (rank.instance, rank.dp_rank) == (instance, int(number))), None)
+
+    def holder(self, role: Role) -> str:
+        """The part whose rank of this role runs the only request there is, once it has reported that it does."""
+
+        def find() -> str:
+            for rank in self.status().ranks:
+                busy = rank.load is not None and (rank.load.running or rank.load.waiting or rank.load.kv_tokens)
+                if rank.role == role and rank.outstanding and busy:
+                    return f"{rank.instance}/{rank.dp_rank}"
+            return ""
+
+        return str(self.until(find, f"a {role} rank has the request"))
+
+    def idle(self) -> None:
+        """Until every part is there, ready, and holds nothing: no request, no run slot, no KV token."""
+
+        def nothing() -> bool:
+            status = self.status()
+            names = {f"{rank.instance}/{rank.dp_rank}" for rank in status.ranks if rank.state == "ready"}
+            wanted = {name for name, child in self.cluster.children.items() if child.spec.kind == "node"}
+            loads = [rank.load for rank in status.ranks if rank.state == "ready"]
+            return (
+                wanted <= names
+                and not status.counts["requests"]
+                and all(load and not (load.running or load.waiting or load.kv_tokens) for load in loads)
+            )
+
+        try:
+            self.until(nothing, "the cluster is whole and idle")
+        except AssertionError as error:
+            ranks = [
+                (r.instance, r.dp_rank, r.state, r.outstanding, r.load and (r.load.running, r.load.waiting, r.load.kv_tokens))
+                for r in self.status().ranks
+            ]  # fmt: skip
+            raise AssertionError(f"{error}; {self.status().counts['requests']} requests; {ranks}") from None
+
+    def check(self, *, failed: dict[str, int] | None = None) -> None:
+        """Every request ended once, rightly; those that failed did so with these codes."""
+        ledger = self.ledger
+        assert not ledger.live
+        assert (ledger.duplicated, ledger.wrong) == (0, 0), ledger.told
+        assert dict(ledger.failed) == (failed or {}), [r for r in self.results.values() if r.code != "ok"]
+
+    # --- faults -------------------------------------------------------------------------------------------------
+
+    def signal(self, part: str, number: int) -> None:
+        os.kill(self.cluster.children[part].pid, number)
+
+    @contextmanager
+    def stopped(self, part: str) -> Iterator[None]:
+        """While this lasts the part is stopped (SIGSTOP), as if its machine hung."""
+        self.signal(part, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.signal(part, signal.SIGCONT)
+
+
+@contextmanager
+def rig(cluster: Cluster, *, retries: int = 10) -> Iterator[Rig]:
+    made = Rig(cluster, retries=retries)
+    try:
+        yield made
+    finally:
+        made.channel.close()
