@@ -1,0 +1,98 @@
+"""The `pdbus` command without a cluster: help, bad settings, what importing costs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from bus.errors import ConfigError
+from bus.messages import BrokerStatus, Load, RankStatus, Status
+from pdbus.cli import COMMANDS, pdbus
+from pdbus.commands.status import as_dict
+
+
+def run(*arguments: str) -> click.testing.Result:
+    return CliRunner().invoke(pdbus, arguments)
+
+
+def test_help_names_every_command_and_loads_none() -> None:
+    code = (
+        "import sys\nfrom pdbus.cli import pdbus\n"
+        "try:\n    pdbus(['--help'])\nexcept SystemExit as done:\n    assert not done.code\n"
+        "heavy = {'torch', 'numpy', 'zmq', 'nodes', 'controller', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for name in COMMANDS:
+        assert f"\n  {name} " in done.stdout
+
+
+@pytest.mark.parametrize("name", ["up", "generate", "status", "drain", "keys"])
+def test_each_command_has_help(name: str) -> None:
+    result = run(name, "--help")
+    assert result.exit_code == 0
+    assert "Usage:" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["up", "--prefill", "2", "--decode", "0"], "needs prefill and decode ranks"),
+        (["up", "--decode-method", "fastest"], "unknown load_balance_method 'fastest' for decode"),
+        (["up", "--prefill-method", "prefill_round_robin_balance"], "use --prefill-method round_robin"),
+        (["generate", "x", "--controller", "here"], "starts with ipc:// or tcp://"),
+        (["generate", "x", "--prefill-controller", "ipc:///tmp/pdx/p"], "go together"),
+        (["status", "--bus", "tcp://host"], "needs a host and a port"),
+        (["drain", "decode-0"], "name a rank like decode-0/1"),
+    ],
+)
+def test_bad_settings_are_one_clear_line(arguments: list[str], words: str) -> None:
+    result = run(*arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert words in str(result.exception)
+    assert "\n" not in str(result.exception)
+
+
+def test_the_front_door_is_cheap_and_complete() -> None:
+    code = (
+        "import sys, pdbus\n"
+        "heavy = {'torch', 'numpy', 'zmq', 'msgspec', 'rich', 'nodes', 'controller'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    package = importlib.import_module("pdbus")
+    for name in package.__all__:
+        assert getattr(package, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        package.nothing  # noqa: B018
+
+
+def test_status_as_json_names_every_field() -> None:
+    load = Load(1, 2, 3, 4, 5, 6, 7, 8)
+    rank = RankStatus(
+        "decode-0", 1, "decode", "sim", "ready", 9, "ipc:///d", 100, 0.5, load, 1, 20, 8, 46, 1, 5, 4, 0
+    )  # fmt: skip
+    seen = Status(1, "controller-0", 2, 3.0, {"decode": "total_tokens"}, {"done": 4}, (rank,))
+    told = json.loads(json.dumps(as_dict(seen, BrokerStatus(1, 2, 3.0, {"rooms_alive": 0}))))
+    (first,) = told["controller"]["ranks"]
+    assert {
+        "role",
+        "state",
+        "epoch",
+        "report_age_s",
+        "load",
+        "in_flight_requests",
+        "estimate_tokens",
+        "ended_total",
+    } <= (first.keys())
+    assert first["load"]["kv_tokens"] == 6
+    assert told["broker"]["counts"] == {"rooms_alive": 0}
+    assert as_dict(seen, None)["broker"] is None

@@ -1,0 +1,120 @@
+"""One child process: READY, its failure in one line, its end, and its parent's end."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bus.errors import StartError
+from pdbus.launcher.child import LOG_MAX_BYTES, Child
+from pdbus.launcher.cluster import Cluster
+from pdbus.launcher.spec import ClusterSpec, PartSpec
+
+Start = Callable[[str], Child]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Runs a snippet as a part would be run (`python -P -m`)."""
+    children: list[Child] = []
+
+    def run(code: str) -> Child:
+        name = f"part_{len(children)}"
+        (tmp_path / f"{name}.py").write_text(code)
+        spec = PartSpec(name, "node", name, ())
+        children.append(Child(spec, tmp_path / f"{name}.log", {"PYTHONPATH": str(tmp_path)}))
+        return children[-1]
+
+    yield run
+    for child in children:
+        child.close()
+        assert child.returncode is not None
+
+
+def waited(child: Child, timeout_s: float = 10.0) -> None:
+    cluster = Cluster(ClusterSpec(unified=1, start_timeout_s=timeout_s))
+    cluster._wait_ready([child])
+
+
+def test_ready_line_and_its_facts(start: Start) -> None:
+    child = start(
+        "import sys\nprint('hello'); print('READY part=node endpoint=ipc:///x', flush=True)\nsys.stdin.read()"
+    )
+    waited(child)
+    assert child.facts == {"part": "node", "endpoint": "ipc:///x"}
+    child.send(signal.SIGTERM)
+    assert child.wait(10.0)
+
+
+def test_the_error_line_of_a_part_is_the_error(start: Start) -> None:
+    child = start("import sys\nprint('noise\\npython -m x: error: --this is wrong', file=sys.stderr)\nsys.exit(2)")
+    with pytest.raises(StartError, match=r"^part_0: --this is wrong$"):
+        waited(child)
+
+
+def test_a_part_that_dies_without_a_word(start: Start) -> None:
+    child = start("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(StartError, match=r"^part_0: ended by SIGKILL; last words: none$"):
+        waited(child)
+
+
+def test_a_part_that_never_gets_ready(start: Start) -> None:
+    child = start("import sys\nprint('still loading', file=sys.stderr, flush=True)\nsys.stdin.read()")
+    with pytest.raises(StartError, match=r"part_0 not ready after 1 s; last words: still loading"):
+        waited(child, 1.0)
+
+
+def test_a_part_that_ignores_sigterm_is_killed_and_one_that_is_stopped_too(start: Start) -> None:
+    stubborn = start(
+        "import signal, sys\nfor n in (15, 2): signal.signal(n, signal.SIG_IGN)\nprint('READY a=b', flush=True)\n"
+        "while True: signal.pause()"
+    )
+    stopped = start("import sys\nprint('READY a=b', flush=True)\nsys.stdin.read()")
+    waited(stubborn)
+    waited(stopped)
+    stopped.send(signal.SIGSTOP)
+    cluster = Cluster(ClusterSpec(unified=1, stop_grace_s=0.3))
+    cluster._take_down([stubborn, stopped])
+    assert stubborn.returncode == -signal.SIGKILL
+    assert stopped.returncode == -signal.SIGTERM
+
+
+def test_a_log_is_bounded(start: Start) -> None:
+    child = start("import sys\nprint('READY a=b', flush=True)\nsys.stdin.read()")
+    waited(child)
+    with child.log.open("ab") as log:
+        log.truncate(LOG_MAX_BYTES + 1)
+    child.trim_log()
+    assert child.log.stat().st_size == 0
+
+
+def test_children_leave_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import os, signal\n"
+        "from pdbus.launcher import Cluster, ClusterSpec\n"
+        "cluster = Cluster(ClusterSpec(unified=1, engine='sim', model='sim')).start()\n"
+        "print(*(child.pid for child in cluster.children.values()), cluster.directory, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    launcher = subprocess.run(
+        [sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True, check=False, timeout=60
+    )
+    assert launcher.returncode == -signal.SIGKILL
+    *pids, directory = launcher.stdout.split()
+    assert len(pids) == 3
+    for pid in map(int, pids):
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        with os.fdopen(descriptor) as process:
+            assert select.select([process], [], [], 15.0)[0], f"{pid} outlived its launcher"
+    shutil.rmtree(directory)

@@ -1,0 +1,88 @@
+"""Which processes a cluster is made of, and how they are told about each other."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from bus.errors import ConfigError
+from pdbus.launcher.addresses import choose, free_ports
+from pdbus.launcher.spec import ClusterSpec, PartSpec
+
+HERE = Path("/tmp/pdx")
+
+
+def parts(spec: ClusterSpec) -> dict[str, PartSpec]:
+    return {part.name: part for part in spec.parts(choose(spec, HERE))}
+
+
+def option(part: PartSpec, name: str) -> list[str]:
+    return [part.args[i + 1] for i, word in enumerate(part.args) if word == name]
+
+
+def test_one_controller() -> None:
+    made = parts(ClusterSpec(prefill=3, decode=2, ranks_per_process=2, decode_method="total_tokens"))
+    assert list(made) == ["broker", "controller-0", "prefill-0/0-1", "prefill-0/2", "decode-0/0-1"]
+    assert option(made["controller-0"], "--decode-method") == ["total_tokens"]
+    assert option(made["controller-0"], "--instance") == []
+    last = made["prefill-0/2"]
+    assert last.module == "nodes.prefill"
+    assert (option(last, "--dp-size"), option(last, "--dp-rank")) == (["3"], ["2"])
+    assert option(last, "--controller") == option(made["controller-0"], "--controller")
+    assert {tuple(option(part, "--bus")) for part in made.values()} == {("ipc:///tmp/pdx/bus",)}
+    assert all("--watch-parent" in part.args for part in made.values())
+
+
+def test_a_controller_for_each_instance_serves_it_alone() -> None:
+    made = parts(ClusterSpec(prefill=1, decode=1, decode_instances=2, controllers="per_instance"))
+    assert option(made["controller-decode-1"], "--instance") == ["decode-1"]
+    assert option(made["decode-1/0"], "--controller") == option(made["controller-decode-1"], "--controller")
+    assert len({tuple(option(part, "--controller")) for part in made.values() if part.kind == "controller"}) == 3
+
+
+def test_embedded_starts_nodes_alone_and_arguments_reach_their_part() -> None:
+    made = parts(ClusterSpec(unified=1, embedded=True, node_args=("--a", "1"), unified_args=("--b", "2")))
+    assert list(made) == ["unified-0/0"]
+    assert made["unified-0/0"].args[-4:] == ("--a", "1", "--b", "2")
+
+
+def test_fixed_addresses_are_kept() -> None:
+    made = parts(ClusterSpec(unified=1, transport="tcp", bus="tcp://127.0.0.1:7000", controller="tcp://127.0.0.1:7100"))
+    assert option(made["unified-0/0"], "--bus") == ["tcp://127.0.0.1:7000"]
+    assert option(made["unified-0/0"], "--controller") == ["tcp://127.0.0.1:7100"]
+    assert option(made["unified-0/0"], "--data") == ["tcp://127.0.0.1"]
+
+
+def test_tcp_ports_do_not_overlap() -> None:
+    at = choose(ClusterSpec(prefill=1, decode=1, transport="tcp", controllers="per_instance"), HERE)
+    base = int(at.bus.rpartition(":")[2])
+    ports = [int(address.rpartition(":")[2]) for address in at.controllers.values()]
+    assert ports == [base + 3, base + 5]
+
+
+def test_free_ports_are_free() -> None:
+    base = free_ports("127.0.0.1", 4)
+    for port in range(base, base + 4):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"prefill": 2},
+        {"decode": 2},
+        {"prefill": -1, "decode": 1},
+        {"unified": 1, "ranks_per_process": 0},
+        {"unified": 1, "transport": "udp"},
+        {"unified": 1, "embedded": True, "controllers": "per_instance"},
+        {"unified": 1, "embedded": True, "controller_args": ("--x",)},
+    ],
+)
+def test_what_is_no_cluster(fields: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ClusterSpec(**fields)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
