@@ -11,6 +11,7 @@ from bus import cli, logs
 from bus.endpoints import default_bus, default_controller
 from bus.errors import StartError
 from controller.config import ControllerConfig
+from controller.feeds import parse_engine
 from controller.policies import POLICIES
 from controller.shell import Controller, log
 
@@ -59,13 +60,20 @@ GUIDANCE = (
     "--queue-requests", type=int, default=1024, help="Requests that wait centrally at most; more are refused."
 )
 @click.option("--wait-s", type=float, default=60.0, help="How long to wait for the bus at the start.")
+@click.option(
+    "--engine",
+    "engines",
+    multiple=True,
+    metavar="KIND=ADDRESS,...",
+    help="Follow an engine's KV events: sglang=tcp://host:5557,dp_size=8[,instance=NAME][,replay=PORT][,load=PORT].",
+)
 @cli.metrics_port_option
 @cli.log_level_option
 @cli.watch_parent_option
-def main(wait_s: float, log_level: str, watch_parent: bool, **settings: Any) -> None:
+def main(wait_s: float, log_level: str, watch_parent: bool, engines: tuple[str, ...], **settings: Any) -> None:
     """Pick ranks by load and dispatch requests to them."""
     logs.configure(log_level, part="controller")
-    controller = Controller(ControllerConfig(**settings))
+    controller = Controller(ControllerConfig(engines=tuple(map(parse_engine, engines)), **settings))
     controller.trace = log_level == "debug"
     controller.open()
     try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from bus.endpoints import BusAddress, ControllerAddress, default_bus, default_controller
 from bus.errors import ConfigError
 from bus.messages import Role
+from controller.feeds.settings import EngineSettings
 from controller.policies import resolve
 
 _NAME = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
@@ -49,6 +50,7 @@ class ControllerConfig:
     max_requests: int = 65_536  # alive at once
     client_requests: int = 4_096  # alive at once of one client
     max_ranks: int = 4_096
+    engines: tuple[EngineSettings, ...] = ()  # other people's engines whose KV events and loads are followed
     forget_s: float = 600.0  # a rank gone for so long is no longer listed
 
     def __post_init__(self) -> None:

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from bus.actions import Publish
 from bus.messages import (
     Beacon,
@@ -39,6 +41,8 @@ from bus.messages import (
 from controller.config import ControllerConfig
 from controller.events import (
     Action,
+    CacheChanged,
+    EngineLoad,
     Event,
     FromClient,
     FromNode,
@@ -49,6 +53,7 @@ from controller.events import (
     Undelivered,
     Unreachable,
 )
+from controller.feeds.changes import Removed, Stored
 from controller.health import DEAD, Health
 from controller.life import Life
 from controller.loads import LoadTable
@@ -120,6 +125,10 @@ class ControllerCore:
             self._on_node(event.peer, event.message, now, out)
         elif type(event) is Tick:
             self._on_tick(now, out)
+        elif type(event) is CacheChanged:
+            self._on_cache(event)
+        elif type(event) is EngineLoad:
+            self._on_engine_load(event, now, out)
         elif type(event) is Undelivered:
             rank = self.members.peers.get(event.peer)
             if rank is not None and isinstance(event.message, Dispatch):
@@ -239,6 +248,33 @@ class ControllerCore:
             self.health.report(rank.key, load, now)
             if not rank.ready:
                 self._lose(self.members.assess(rank, now, out, "report"), now, out)
+
+    # --- from engines that are followed, and caches -----------------------------------------------------------
+
+    def _on_cache(self, event: CacheChanged) -> None:
+        if event.key not in self.table.ranks:
+            self.counts["cache_unknown"] += 1
+            return
+        for change in event.changes:
+            if isinstance(change, Stored):
+                self.prefixes.stored(event.key, change.hashes)
+            elif isinstance(change, Removed):
+                self.prefixes.removed(event.key, change.hashes)
+            else:
+                self.prefixes.forget(event.key)
+
+    def _on_engine_load(self, event: EngineLoad, now: float, out: list[Action]) -> None:
+        """Without an acknowledgement all that can be done is to overwrite: what was sent counts as ingested."""
+        rank = self.table.ranks.get(event.key)
+        if rank is None:
+            self.counts["report_unknown"] += 1
+            return
+        self.table.reconnected(rank)
+        load = replace(event.load, seq=rank.load.seq + 1 if rank.load is not None else 1)
+        self.table.apply(rank.key, rank.epoch, load, now)
+        self.health.report(rank.key, load, now)
+        if not rank.ready:
+            self._lose(self.members.assess(rank, now, out, "report"), now, out)
 
     # --- time -------------------------------------------------------------------------------------------------
 

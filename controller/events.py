@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 from msgspec import Struct
 
 from bus.actions import Note, Publish
-from bus.messages import Message
+from bus.messages import Load, MemberKey, Message
+from controller.feeds.changes import Changes
 
 
 class FromClient(NamedTuple):
@@ -49,11 +50,25 @@ class Undelivered(NamedTuple):
     message: Message
 
 
+class CacheChanged(NamedTuple):
+    """What rank `key` caches changed (KV events of our nodes or of an engine that is followed)."""
+
+    key: MemberKey
+    changes: Changes
+
+
+class EngineLoad(NamedTuple):
+    """Rank `key` said its load in a way that acknowledges nothing (SGLang's LoadStat)."""
+
+    key: MemberKey
+    load: Load
+
+
 class Tick(NamedTuple):
     """Time passed; several a second."""
 
 
-Event: TypeAlias = FromClient | FromNode | Published | Unreachable | Undelivered | Tick
+Event: TypeAlias = FromClient | FromNode | Published | Unreachable | Undelivered | CacheChanged | EngineLoad | Tick
 
 
 class ToClient(Struct, frozen=True):

@@ -30,6 +30,8 @@ from bus.messages import (
     PUBLICATIONS,
     Beacon,
     Code,
+    Load,
+    MemberKey,
     Message,
     Refused,
     Submit,
@@ -38,7 +40,21 @@ from bus.security import load_keys
 from bus.sockets import PAYLOAD_MAX, Socket, Sockets
 from controller.config import ControllerConfig
 from controller.core import ControllerCore
-from controller.events import Event, FromClient, FromNode, Published, Tick, ToNode, Undelivered, Unreachable
+from controller.events import (
+    CacheChanged,
+    EngineLoad,
+    Event,
+    FromClient,
+    FromNode,
+    Published,
+    Tick,
+    ToNode,
+    Undelivered,
+    Unreachable,
+)
+from controller.feeds.changes import Changes
+from controller.feeds.engine import EngineFeed
+from controller.feeds.nodes import NodeCaches
 from controller.metrics import collect
 
 TICK_S = 0.05
@@ -73,6 +89,8 @@ class Controller:
         self._broker: Broker | None = None
         self._thread: threading.Thread | None = None
         self._opened = False
+        self._foreign: Sockets | None = None
+        self._feeds: list[EngineFeed] = []
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -121,6 +139,7 @@ class Controller:
             raise
         self.core = ControllerCore(config, self.epoch, self.loop.clock())
         self.core.life.trace = self.trace
+        self._follow()
         self.loop.add(self._clients, self._on_client, copy=False)
         self.loop.add(self._nodes, self._on_node)
         self.loop.add(self._sub, self._on_publication, budget=512)
@@ -129,6 +148,19 @@ class Controller:
             self._gather()
             self.loop.call_every(METRICS_S, self._gather)
         log.info("controller.started", name=config.name, address=config.controller, epoch=self.epoch, **config.methods)
+
+    def _follow(self) -> None:
+        """The caches of our nodes, and the engines of other people (whose ports are plaintext)."""
+        self._caches = NodeCaches(self.core.table.ranks)
+        if self.core.cache_aware:
+            events = self._sockets.sub(BusAddress(self.config.bus).subscribe, (topics.KV,))
+            self.loop.add(events, self._on_kv_event, budget=512)
+        if self.config.engines:
+            self._foreign = Sockets()
+            self._feeds = [
+                EngineFeed(self.loop, self._foreign, engine, self._on_changes, self._on_engine_load)
+                for engine in self.config.engines
+            ]
 
     def close(self) -> None:
         """What `open` opened; idempotent. Only when `loop` no longer runs."""
@@ -140,6 +172,10 @@ class Controller:
             for socket in (self._clients, self._nodes):
                 self._sockets.close_socket(socket, linger_ms=FAREWELL_MS)
         self._stop_metrics()
+        for feed in self._feeds:
+            feed.close()
+        if self._foreign is not None:
+            self._foreign.close()
         self._sockets.close()
         if self._broker is not None:
             self._broker.stop()
@@ -203,6 +239,21 @@ class Controller:
         if type(message) is Beacon and not self.bus_seen.is_set():
             self.bus_seen.set()
         self.handle(Published(message))
+
+    def _on_kv_event(self, frames: list[bytes]) -> None:
+        try:
+            key, changes = self._caches.received(frames)
+        except RemoteProtocolError as error:
+            self._reject(frames[0], error)
+            return
+        if changes:
+            self._on_changes(key, changes)
+
+    def _on_changes(self, key: MemberKey, changes: Changes) -> None:
+        self.handle(CacheChanged(key, changes))
+
+    def _on_engine_load(self, key: MemberKey, load: Load) -> None:
+        self.handle(EngineLoad(key, load))
 
     def _reject(self, peer: bytes, error: RemoteProtocolError) -> None:
         self.rejected[error.reason] += 1

@@ -6,6 +6,7 @@ acknowledgements are read at that one point, after the inbox, and leave with wha
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import structlog
@@ -31,6 +32,7 @@ from bus.publications import PublisherCore
 from bus.sockets import Sockets
 from nodes.blocks import BlockPool
 from nodes.engines.base import Engine, StepResult
+from nodes.kv_events import KvEventLog
 from nodes.leg_actions import Action, ImportBlock, Locate, Register, Unlocate, Unregister
 from nodes.legs import Legs
 from nodes.link import Link
@@ -55,7 +57,7 @@ class Rank:
         self.dirty = True
         self.log = structlog.get_logger("node").bind(dp_rank=dp_rank)
         spec = engine.spec
-        pool = BlockPool(spec.blocks, spec.block_tokens)
+        pool = BlockPool(spec.blocks, spec.block_tokens, record_events=config.role != "decode")
         self.scheduler = Scheduler(pool, max_running=config.max_running, chunk_tokens=config.chunk_tokens)
         self.legs = Legs(
             config.role, dp_rank, self.epoch, spec, self.scheduler, node.streams, config.limits
@@ -73,6 +75,7 @@ class Rank:
             state="ready",
             on_conflict=self._conflict,
         )
+        self.kv_events = KvEventLog(config.instance, dp_rank, spec.block_tokens)
         self.links: list[Link] = []
         self._reported_at = float("-inf")
         self.drained_at: float | None = None
@@ -172,6 +175,8 @@ class Rank:
         self.do(self.legs.advance(now), dirty=False)
         self._report(now)
         self.node.publish(self.publisher.flush(now))
+        if events := self.scheduler.pool.take_events():
+            self.node.publish_kv_events(self.kv_events.messages(events, time.time()))
         for owner, report in self.legs.ledger.take().items():
             self.links[owner].progress(report.started, report.ended)
         if self.state == "draining" and not len(self.legs) and not len(self.scheduler):

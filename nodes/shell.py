@@ -41,6 +41,7 @@ from bus.sockets import Sockets
 from nodes.config import NodeConfig
 from nodes.engines.base import Engine
 from nodes.kv import ZmqKv, send_answer
+from nodes.kv_events import Frames
 from nodes.leg_actions import Locate
 from nodes.metrics import snapshot
 from nodes.rank import Rank
@@ -172,6 +173,13 @@ class Node:
                 self._pub.send_multipart(frames, zmq.NOBLOCK)
             except zmq.Again:
                 self.unsent_publications += 1
+
+    def publish_kv_events(self, messages: list[Frames]) -> None:
+        for frames in messages:
+            try:
+                self._pub.send_multipart(frames, zmq.NOBLOCK)
+            except zmq.Again:
+                self.unsent_publications += 1  # a hole in the numbers tells the followers
 
     def answer(self, send: Send) -> None:
         """To a peer of the data ROUTER; a peer that is gone asks again if it returns."""

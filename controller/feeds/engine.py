@@ -1,0 +1,132 @@
+"""The sockets of one engine's feeds: KV events, their replay, load. Owns sockets and time; decides nothing.
+
+One SUB a rank, so that sequence numbers are told apart; a DEALER for each replay, so that answers of an old one can't
+be taken for those of a new one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import structlog
+
+from bus.errors import RemoteProtocolError
+from bus.loop import Loop, Timer
+from bus.messages import Load, MemberKey
+from bus.sockets import Socket, Sockets
+from controller.feeds.changes import Changes
+from controller.feeds.follower import Follower, Progress
+from controller.feeds.load_stat import parse_load_stat
+from controller.feeds.settings import EngineSettings
+
+REPLAY_S = 2.0  # an answer that pauses for so long is over
+
+log = structlog.get_logger("controller")
+
+
+class EngineFeed:
+    """Calls `on_changes` and `on_load` on the loop's thread from `__init__` until `close`."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        sockets: Sockets,
+        settings: EngineSettings,
+        on_changes: Callable[[MemberKey, Changes], None],
+        on_load: Callable[[MemberKey, Load], None],
+    ) -> None:
+        self.settings = settings
+        self.rejected: Counter[str] = Counter()
+        self.followers = [Follower(rank, replay=bool(settings.replay)) for rank in range(settings.dp_size)]
+        self._loop = loop
+        self._sockets = sockets
+        self._on_changes = on_changes
+        self._on_load = on_load
+        self._replays: dict[int, tuple[Socket, Timer]] = {}
+        self._open: list[Socket] = []
+        for rank in range(settings.dp_size):
+            self._listen(settings.port, rank, (b"",), partial(self._event, rank))
+            if settings.load:
+                self._listen(settings.load, rank, (b"load",), partial(self._load, rank))
+        log.info("engine.followed", kind=settings.kind, host=settings.host, port=settings.port, ranks=settings.dp_size)
+
+    def close(self) -> None:
+        """Idempotent."""
+        for rank in list(self._replays):
+            self._end_replay(rank)
+        for socket in self._open:
+            self._loop.remove(socket)
+            self._sockets.close_socket(socket)
+        self._open.clear()
+
+    # --- inside -----------------------------------------------------------------------------------------------
+
+    def _listen(self, port: int, rank: int, topics: tuple[bytes, ...], handler: Callable[[list[Any]], None]) -> None:
+        socket = self._sockets.sub(self.settings.endpoint(port, rank), topics)
+        self._open.append(socket)
+        self._loop.add(socket, handler)
+
+    def _event(self, rank: int, frames: list[bytes]) -> None:
+        try:
+            progress = self.followers[rank].live(frames)
+        except RemoteProtocolError as error:
+            self._reject(rank, error)
+            return
+        self._do(rank, progress)
+
+    def _load(self, rank: int, frames: list[bytes]) -> None:
+        try:
+            _, reported, load = parse_load_stat(frames)
+            if reported != rank:
+                raise RemoteProtocolError("rank", f"load of rank {reported}")
+        except RemoteProtocolError as error:
+            self._reject(rank, error)
+            return
+        self._on_load((self.settings.instance, rank), load)
+
+    def _do(self, rank: int, progress: Progress) -> None:
+        if progress.changes:
+            self._on_changes((self.settings.instance, rank), progress.changes)
+        if progress.replay_from is not None:
+            self._ask(rank, progress.replay_from)
+        elif not self.followers[rank].sequence.replaying:
+            self._end_replay(rank)
+
+    def _ask(self, rank: int, start: int) -> None:
+        self._end_replay(rank)
+        socket = self._sockets.dealer(self.settings.endpoint(self.settings.replay, rank))
+        self._loop.add(socket, partial(self._replayed, rank, socket))
+        self._replays[rank] = (socket, self._loop.call_later(REPLAY_S, partial(self._silence, rank)))
+        socket.send_multipart([b"", start.to_bytes(8, "big")])
+
+    def _replayed(self, rank: int, socket: Socket, frames: list[bytes]) -> None:
+        current, timer = self._replays[rank]
+        assert current is socket
+        timer.cancel()
+        self._replays[rank] = (socket, self._loop.call_later(REPLAY_S, partial(self._silence, rank)))
+        try:
+            progress = self.followers[rank].replayed(frames)
+        except RemoteProtocolError as error:
+            self._reject(rank, error)
+            return
+        self._do(rank, progress)
+
+    def _silence(self, rank: int) -> None:
+        self._end_replay(rank)
+        self._do(rank, self.followers[rank].unanswered())
+
+    def _end_replay(self, rank: int) -> None:
+        replay = self._replays.pop(rank, None)
+        if replay is not None:
+            socket, timer = replay
+            timer.cancel()
+            self._loop.remove(socket)
+            self._sockets.close_socket(socket)
+
+    def _reject(self, rank: int, error: RemoteProtocolError) -> None:
+        if not self.rejected:
+            log.warning("message.rejected", engine=self.settings.host, dp_rank=rank, reason=error.reason)
+        self.rejected[error.reason] += 1

@@ -1,0 +1,98 @@
+"""Following one rank's KV events: sequence, parsing, translation together. Pure; the shells move the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bus.errors import RemoteProtocolError
+from controller.feeds.changes import Changes, Cleared, Removed, Stored
+from controller.feeds.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Hash,
+    KvEvent,
+    parse_batch,
+    split_frames,
+)
+from controller.feeds.sequence import Deliver, Replay, Sequencer, Step
+from controller.feeds.translate import Translator
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a message led to: changes for the prefix index, and from where to ask for a replay, if at all."""
+
+    changes: Changes
+    replay_from: int | None = None
+
+
+class Follower:
+    """`ours`: the publisher is a node of ours, whose hashes need no translation. A message that cannot be read voids
+    what is known, for nobody can tell what it said; `rejected` counts these by reason."""
+
+    def __init__(self, dp_rank: int, *, replay: bool, ours: bool = False) -> None:
+        self.rejected: dict[str, int] = {}
+        self.sequence = Sequencer(replay=replay)
+        self.translator = Translator()
+        self._dp_rank = dp_rank
+        self._ours = ours
+
+    def live(self, frames: Sequence[bytes]) -> Progress:
+        """A message of the stream. RemoteProtocolError when it has no sequence number."""
+        seq, payload = split_frames(frames)
+        if seq < 0:
+            raise RemoteProtocolError("frames", "an end of replay in the stream")
+        return self._progress(self.sequence.live(seq, payload))
+
+    def replayed(self, frames: Sequence[bytes]) -> Progress:
+        """An answer to a replay. RemoteProtocolError when it has no sequence number."""
+        return self._progress(self.sequence.replayed(*split_frames(frames)))
+
+    def unanswered(self) -> Progress:
+        """The replay under way has had its time."""
+        return self._progress(self.sequence.unanswered())
+
+    def _progress(self, steps: Sequence[Step]) -> Progress:
+        changes: list[Stored | Removed | Cleared] = []
+        replay_from = None
+        for step in steps:
+            if isinstance(step, Replay):
+                replay_from = step.start
+            elif isinstance(step, Deliver):
+                try:
+                    batch = parse_batch(step.payload)
+                    if batch.dp_rank not in (None, self._dp_rank):
+                        raise RemoteProtocolError("rank", f"events of rank {batch.dp_rank}")
+                    changes += self._changes(batch.events)
+                except RemoteProtocolError as error:
+                    self.rejected[error.reason] = self.rejected.get(error.reason, 0) + 1
+                    changes.append(self._void())
+            else:
+                changes.append(self._void())
+        return Progress(tuple(changes), replay_from)
+
+    def _void(self) -> Cleared:
+        self.translator.clear()
+        return Cleared()
+
+    def _changes(self, events: Sequence[KvEvent]) -> Changes:
+        if not self._ours:
+            return self.translator.changes(events)
+        found: list[Stored | Removed | Cleared] = []
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                found.append(Cleared())
+            elif isinstance(event, BlockStored):
+                found.append(Stored(_integers(event.hashes)))
+            else:
+                assert isinstance(event, BlockRemoved)
+                found.append(Removed(_integers(event.hashes)))
+        return tuple(found)
+
+
+def _integers(hashes: Sequence[Hash]) -> tuple[int, ...]:
+    if not all(type(each) is int for each in hashes):
+        raise RemoteProtocolError("schema", "our hashes are integers")
+    return tuple(each for each in hashes if isinstance(each, int))

@@ -1,0 +1,121 @@
+"""KV-cache events as vLLM and SGLang publish them, parsed strictly. Owns the format; keeps no state.
+
+Frames `[topic, seq, payload]`, `seq` 8 bytes big-endian; the payload is MessagePack `[ts, [event ...], dp_rank]` (the
+last may be missing). An event is a map with a `type`, or in older builds an array that begins with it. Block hashes are
+opaque: signed or unsigned 64-bit integers, or bytes. What is not known is skipped where the format allows it
+(further elements and keys, unknown event types) and refused otherwise: RemoteProtocolError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from bus import codec
+from bus.errors import RemoteProtocolError
+
+Hash: TypeAlias = int | bytes
+END_OF_REPLAY = -1
+MAX_HASH_BYTES = 64
+_STORED = (
+    "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "cache_salt",
+)  # fmt: skip
+_REMOVED = ("block_hashes", "medium")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """`hashes` name consecutive blocks of `block_tokens` tokens each, the first of which follows `parent`.
+
+    `plain` is False where more than the tokens made the hashes (an adapter, a salt): no request of ours can name them.
+    """
+
+    hashes: tuple[Hash, ...]
+    parent: Hash | None
+    tokens: tuple[int, ...]
+    block_tokens: int
+    plain: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    hashes: tuple[Hash, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    pass
+
+
+KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    events: tuple[KvEvent, ...]
+    dp_rank: int | None
+
+
+def split_frames(frames: Sequence[bytes]) -> tuple[int, bytes]:
+    """`(seq, payload)` of a live or replayed message: its last two frames, whatever comes before them.
+
+    The end of a replay has `seq` -1 and may have an empty payload.
+    """
+    if len(frames) < 2 or len(frames[-2]) != 8:
+        raise RemoteProtocolError("frames", f"{len(frames)} frames without a sequence number")
+    seq = int.from_bytes(frames[-2], "big", signed=True)
+    if seq < END_OF_REPLAY:
+        raise RemoteProtocolError("frames", f"sequence number {seq}")
+    return seq, frames[-1]
+
+
+def parse_batch(payload: bytes) -> Batch:
+    """The events of one message, in order."""
+    batch = codec.unpack(payload)
+    if type(batch) is not list or len(batch) < 2 or type(batch[1]) is not list:
+        raise RemoteProtocolError("schema", "not [ts, events, dp_rank]")
+    dp_rank = batch[2] if len(batch) > 2 else None
+    if dp_rank is not None and (type(dp_rank) is not int or not 0 <= dp_rank < 65_536):
+        raise RemoteProtocolError("schema", f"dp_rank {dp_rank!r}"[:100])
+    events = (_event(event) for event in batch[1])
+    return Batch(tuple(event for event in events if event is not None), dp_rank)
+
+
+def _event(event: Any) -> KvEvent | None:
+    if type(event) is dict:
+        kind, fields = event.get("type"), event
+    elif type(event) is list and event:
+        kind = event[0]
+        names = _STORED if kind == "BlockStored" else _REMOVED
+        fields = dict(zip(names, event[1:], strict=False))
+    else:
+        raise RemoteProtocolError("schema", "an event is neither a map nor an array")
+    if kind == "AllBlocksCleared":
+        return AllBlocksCleared()
+    if kind == "BlockRemoved":
+        return BlockRemoved(_hashes(fields.get("block_hashes")))
+    if kind != "BlockStored":
+        if type(kind) is not str:
+            raise RemoteProtocolError("schema", "an event without a type")
+        return None
+    size, tokens = fields.get("block_size"), fields.get("token_ids")
+    hashes = _hashes(fields.get("block_hashes"))
+    if type(size) is not int or not 1 <= size <= 65_536 or type(tokens) is not list:
+        raise RemoteProtocolError("schema", "BlockStored without block_size and token_ids")
+    parent = fields.get("parent_block_hash")
+    plain = all(fields.get(name) is None for name in ("lora_id", "lora_name", "cache_salt", "extra_keys"))
+    plain = plain and len(tokens) == size * len(hashes) and all(type(t) is int and 0 <= t < 2**31 for t in tokens)
+    return BlockStored(hashes, None if parent is None else _hash(parent), tuple(tokens) if plain else (), size, plain)
+
+
+def _hashes(values: Any) -> tuple[Hash, ...]:
+    if type(values) is not list:
+        raise RemoteProtocolError("schema", "block_hashes is no array")
+    return tuple(map(_hash, values))
+
+
+def _hash(value: Any) -> Hash:
+    if (type(value) is int and -(2**63) <= value < 2**64) or (type(value) is bytes and len(value) <= MAX_HASH_BYTES):
+        return value
+    raise RemoteProtocolError("schema", "a block hash is neither a 64-bit integer nor bytes")

@@ -1,0 +1,39 @@
+"""SGLang's LoadStat publications: frames `[b"load", seq, MessagePack ["LoadStat", running, waiting, ...]]`.
+
+Owns the format; keeps no state. They acknowledge no dispatches, so they can only overwrite what was believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bus import codec
+from bus.errors import RemoteProtocolError
+from bus.messages import MAX_ROOM, Load
+from controller.feeds.kv_events import split_frames
+
+FIELDS = 11  # with the tag; more may follow
+
+
+def parse_load_stat(frames: Sequence[bytes]) -> tuple[int, int, Load]:
+    """`(seq, dp_rank, load)`; `load.seq` is left 0 for the receiver to number."""
+    seq, payload = split_frames(frames)
+    stat = codec.unpack(payload)
+    if type(stat) is not list or len(stat) < FIELDS or stat[0] != "LoadStat":
+        raise RemoteProtocolError("schema", "not a LoadStat")
+    if any(type(value) is not int or not 0 <= value <= MAX_ROOM for value in stat[1:FIELDS]):
+        raise RemoteProtocolError("schema", "a LoadStat counts in integers")
+    running, waiting, kv_tokens, kv_capacity, rank, uncached, _, max_running, prefilled, busy_us = stat[1:FIELDS]
+    load = Load(
+        seq=0,
+        step=0,
+        running=running,
+        waiting=waiting,
+        waiting_tokens=uncached,
+        kv_tokens=kv_tokens,
+        kv_capacity=kv_capacity,
+        max_running=max_running,
+        prompt_tokens_total=prefilled,
+        busy_us_total=busy_us,
+    )
+    return seq, rank, load

@@ -1,0 +1,123 @@
+"""One publisher's sequence numbers: what is in order, what is missing, what restarted. Pure; moves no bytes.
+
+There is no epoch on this wire, so a live number that falls means that the publisher restarted and nothing known of it
+holds. Numbers that were skipped are asked for (`Replay`); the end of a replay does not prove that nothing is missing,
+so only contiguous numbers count, a hole is asked for again, and when the publisher no longer has it, everything known
+is void and begins anew after the hole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+MAX_HELD = 4096  # live messages kept while a hole is being filled
+ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Ask the publisher for everything from `start` on."""
+
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Void:
+    """Forget what is known of this publisher's cache."""
+
+
+Step: TypeAlias = Deliver | Replay | Void
+
+
+class Sequencer:
+    """`live` for each message of the stream, `replayed` for each answer; both return what to do, in order.
+
+    Without `replay` a hole voids at once. A stream joined late is asked for its beginning first.
+    """
+
+    def __init__(self, *, replay: bool) -> None:
+        self._replay = replay
+        self._next: int | None = None
+        self._last_live = -1
+        self._held: dict[int, bytes] = {}
+        self._asked_at: int | None = None  # what was missing when the replay under way was asked for
+        self._attempts = 0
+        self.gaps = 0
+        self.restarts = 0
+
+    @property
+    def replaying(self) -> bool:
+        return self._asked_at is not None
+
+    def live(self, seq: int, payload: bytes) -> list[Step]:
+        steps: list[Step] = []
+        if self._next is None:
+            self._next = 0 if self._replay else seq
+        elif seq <= self._last_live:
+            self.restarts += 1
+            self._held.clear()
+            self._asked_at, self._attempts = None, 0
+            self._next = 0 if self._replay else seq
+            steps.append(Void())
+        self._last_live = seq
+        if seq > self._next and not self._replay:
+            self.gaps += 1
+            self._next = seq
+            steps.append(Void())
+        self._held[seq] = payload
+        steps += self._contiguous()
+        if len(self._held) > MAX_HELD:
+            return steps + self._give_up()
+        if self._held and not self.replaying:
+            self.gaps += 1
+            steps.append(self._ask())
+        return steps
+
+    def replayed(self, seq: int, payload: bytes) -> list[Step]:
+        """One answer of a replay; `seq` -1 ends it."""
+        if not self.replaying:
+            return []
+        assert self._next is not None
+        if seq >= 0:
+            if self._next <= seq <= self._last_live and len(self._held) <= MAX_HELD:
+                self._held.setdefault(seq, payload)
+            return self._contiguous()
+        asked_at, self._asked_at = self._asked_at, None
+        if not self._held:
+            self._attempts = 0
+            return []
+        self._attempts = self._attempts + 1 if self._next == asked_at else 1
+        return [self._ask()] if self._attempts < ATTEMPTS else self._give_up()
+
+    def unanswered(self) -> list[Step]:
+        """The replay under way has had its time."""
+        return self.replayed(-1, b"") if self.replaying else []
+
+    def _ask(self) -> Replay:
+        assert self._next is not None
+        self._asked_at = self._next
+        return Replay(self._next)
+
+    def _contiguous(self) -> list[Step]:
+        assert self._next is not None
+        steps: list[Step] = []
+        while (payload := self._held.pop(self._next, None)) is not None:
+            steps.append(Deliver(payload))
+            self._next += 1
+        return steps
+
+    def _give_up(self) -> list[Step]:
+        """What is missing will not come: begin anew after the last hole."""
+        last = max(self._held)
+        first = last
+        while first - 1 in self._held:
+            first -= 1
+        self._next, self._asked_at, self._attempts = first, None, 0
+        self._held = {seq: payload for seq, payload in self._held.items() if seq >= first}
+        return [Void(), *self._contiguous()]

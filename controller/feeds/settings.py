@@ -1,0 +1,59 @@
+"""`--engine KIND=ENDPOINT,key=value,...`: whose events to follow. Owns the option's form and its checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bus.endpoints import check_base
+from bus.errors import ConfigError
+
+KINDS = ("sglang", "vllm")
+_FORM = "KIND=tcp://HOST:PORT[,dp_size=N][,instance=NAME][,replay=PORT][,load=PORT]"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """One engine: rank r publishes KV events on `port` + r, answers replays on `replay` + r, its load on `load` + r (0:
+    not). Its ranks are known to the controller as those of `instance`."""
+
+    kind: str
+    host: str
+    port: int
+    instance: str
+    dp_size: int = 1
+    replay: int = 0
+    load: int = 0
+
+    def endpoint(self, port: int, dp_rank: int) -> str:
+        return f"tcp://{self.host}:{port + dp_rank}"
+
+
+def parse_engine(text: str) -> EngineSettings:
+    """ConfigError with the form expected when `text` is not of it."""
+    first, *rest = text.split(",")
+    kind, _, address = first.partition("=")
+    if kind not in KINDS:
+        raise ConfigError(f"--engine {text!r}: the kind is {' or '.join(KINDS)} ({_FORM})")
+    if not address.startswith("tcp://"):
+        raise ConfigError(f"--engine {text!r}: an engine is at tcp://HOST:PORT ({_FORM})")
+    check_base(address)
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    numbers = {"dp_size": 1, "replay": 0, "load": 0}
+    instance = kind
+    for part in rest:
+        key, _, value = part.partition("=")
+        if key == "instance" and value:
+            instance = value
+        elif key in numbers and value.isdecimal():
+            numbers[key] = int(value)
+        else:
+            raise ConfigError(f"--engine {text!r}: {part!r} is not understood ({_FORM})")
+    if not 1 <= numbers["dp_size"] <= 4096:
+        raise ConfigError(f"--engine {text!r}: dp_size must lie in 1..4096")
+    if kind == "vllm" and numbers["load"]:
+        raise ConfigError(f"--engine {text!r}: vLLM publishes no load")
+    settings = EngineSettings(kind, host, int(port), instance, **numbers)
+    for base in (settings.port, settings.replay, settings.load):
+        if base + settings.dp_size - 1 > 65_535:
+            raise ConfigError(f"--engine {text!r}: port {base} + dp_size goes past 65535")
+    return settings

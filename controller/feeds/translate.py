@@ -1,0 +1,61 @@
+"""Other engines' block hashes to ours. Owns the mapping of one rank; bounded; knows nothing of sockets.
+
+Their hashes are opaque, but a stored block comes with its tokens and its parent, so the name that `bus.hashing` gives
+the same prefix can be computed. Blocks whose parent is unknown (it came before we listened, or was given up), and
+those made of more than tokens, can't be named and are left out.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from bus.hashing import ROOT, hash_block, token_bytes
+from controller.feeds.changes import Changes, Cleared, Removed, Stored
+from controller.feeds.kv_events import BlockRemoved, BlockStored, Hash, KvEvent
+
+MAX_BLOCKS = 262_144
+
+
+class Translator:
+    """`changes` in the order of the events; `skipped` counts blocks that could not be named."""
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self._ours: OrderedDict[Hash, int] = OrderedDict()  # oldest first
+        self._max_blocks = max_blocks
+        self.skipped = 0
+
+    def clear(self) -> None:
+        self._ours.clear()
+
+    def changes(self, events: Sequence[KvEvent]) -> Changes:
+        """What the events mean for the prefix index."""
+        found: list[Stored | Removed | Cleared] = []
+        for event in events:
+            if isinstance(event, BlockStored):
+                if names := self._stored(event):
+                    found.append(Stored(names))
+            elif isinstance(event, BlockRemoved):
+                names = tuple(ours for theirs in event.hashes if (ours := self._ours.pop(theirs, None)) is not None)
+                if names:
+                    found.append(Removed(names))
+            else:
+                self.clear()
+                found.append(Cleared())
+        return tuple(found)
+
+    def _stored(self, event: BlockStored) -> tuple[int, ...]:
+        parent = ROOT if event.parent is None else self._ours.get(event.parent)
+        if parent is None or not event.plain:
+            self.skipped += len(event.hashes)
+            return ()
+        packed, size = token_bytes(event.tokens), 4 * event.block_tokens
+        names = []
+        for number, theirs in enumerate(event.hashes):
+            parent = hash_block(parent, packed[number * size : (number + 1) * size])
+            self._ours[theirs] = parent
+            self._ours.move_to_end(theirs)
+            names.append(parent)
+        while len(self._ours) > self._max_blocks:
+            self._ours.popitem(last=False)
+        return tuple(names)

@@ -1,0 +1,207 @@
+"""Other engines' bytes: both layouts of KV events, LoadStat, the --engine option, hashes translated to ours."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bus.codec import pack
+from bus.errors import ConfigError, RemoteProtocolError
+from bus.hashing import block_hashes
+from controller.feeds.changes import Cleared, Removed, Stored
+from controller.feeds.kv_events import (
+    AllBlocksCleared,
+    Batch,
+    BlockRemoved,
+    BlockStored,
+    parse_batch,
+    split_frames,
+)
+from controller.feeds.load_stat import parse_load_stat
+from controller.feeds.settings import EngineSettings, parse_engine
+from controller.feeds.translate import Translator
+from nodes.blocks import BlockPool
+from nodes.blocks import BlockRemoved as PoolRemoved
+from nodes.blocks import BlockStored as PoolStored
+from nodes.kv_events import KvEventLog
+
+SEQ = (7).to_bytes(8, "big")
+
+
+def test_the_newer_layout_with_keys_we_do_not_know() -> None:
+    events = [
+        {"type": "BlockStored", "block_hashes": [-5, 9], "parent_block_hash": None, "token_ids": [1, 2, 3, 4],
+         "block_size": 2, "lora_id": None, "medium": "GPU", "lora_name": None, "group_idx": 3},
+        {"type": "BlockRemoved", "block_hashes": [b"\x01" * 32], "medium": "GPU"},
+        {"type": "SomethingNew", "x": 1},
+        {"type": "AllBlocksCleared"},
+    ]  # fmt: skip
+    assert parse_batch(pack([1.5, events, 3])) == Batch(
+        (BlockStored((-5, 9), None, (1, 2, 3, 4), 2), BlockRemoved((b"\x01" * 32,)), AllBlocksCleared()), 3
+    )
+
+
+def test_the_older_layout() -> None:
+    events = [["BlockStored", [2**64 - 1], 17, [8, 9], 2, None], ["BlockRemoved", [5]], ["AllBlocksCleared"]]
+    assert parse_batch(pack([1.5, events])) == Batch(
+        (BlockStored((2**64 - 1,), 17, (8, 9), 2), BlockRemoved((5,)), AllBlocksCleared()), None
+    )
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"lora_id": 3}, {"lora_name": "a"}, {"cache_salt": "s"}, {"extra_keys": [["x"]]}, {"token_ids": [[1, 2], [2, 3]]}],
+)
+def test_blocks_made_of_more_than_tokens_are_not_plain(extra: dict[str, object]) -> None:
+    event = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [1, 2],
+             "block_size": 2} | extra  # fmt: skip
+    (found,) = parse_batch(pack([0.0, [event], 0])).events
+    assert isinstance(found, BlockStored)
+    assert not found.plain
+    translator = Translator()
+    assert translator.changes([found]) == ()
+    assert translator.skipped == 1
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"",
+        b"\xc1",
+        pack(5),
+        pack([1.0]),
+        pack([1.0, {}]),
+        pack([1.0, [7]]),
+        pack([1.0, [[]]]),
+        pack([1.0, [{"x": 1}]]),
+        pack([1.0, [{"type": "BlockStored"}]]),
+        pack([1.0, [{"type": "BlockRemoved", "block_hashes": 5}]]),
+        pack([1.0, [{"type": "BlockRemoved", "block_hashes": [2**63, "x"]}]]),
+        pack([1.0, [["BlockRemoved", [b"x" * 65]]]]),
+        pack([1.0, [["BlockRemoved", [True]]]]),
+        pack([1.0, [["BlockStored", [1], None, [1], 0]]]),
+        pack([1.0, [], -1]),
+        pack([1.0, [], "0"]),
+    ],
+)
+def test_bad_payloads_are_refused(bad: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        parse_batch(bad)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=80) | st.recursive(
+    st.none() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=6) | st.binary(max_size=6) | st.floats(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
+    max_leaves=12,
+).map(pack))  # fmt: skip
+def test_no_bytes_raise_anything_else(data: bytes) -> None:
+    for parse in (parse_batch, lambda payload: parse_load_stat([b"load", SEQ, payload])):
+        try:
+            parse(data)
+        except RemoteProtocolError:
+            pass
+
+
+def test_frames_are_read_from_the_right() -> None:
+    assert split_frames([b"topic", SEQ, b"p"]) == (7, b"p")
+    assert split_frames([SEQ, b"p"]) == (7, b"p")
+    assert split_frames([b"", b"topic", SEQ, b"p"]) == (7, b"p")
+    assert split_frames([b"", b"\xff" * 8, b""]) == (-1, b"")
+    for bad in ([], [SEQ], [b"topic", b"short", b"p"], [(-2).to_bytes(8, "big", signed=True), b""]):
+        with pytest.raises(RemoteProtocolError, match="frames"):
+            split_frames(bad)
+
+
+def test_load_stat_and_what_may_follow_it() -> None:
+    stat = ["LoadStat", 3, 2, 4096, 65536, 5, 1500, 6000, 64, 123456, 789, "new", None]
+    seq, rank, load = parse_load_stat([b"load", SEQ, pack(stat)])
+    assert (seq, rank) == (7, 5)
+    assert (load.running, load.waiting, load.waiting_tokens) == (3, 2, 1500)
+    assert (load.kv_tokens, load.kv_capacity, load.max_running) == (4096, 65536, 64)
+    for bad in (stat[:10], ["Load", *stat[1:]], ["LoadStat", -1, *stat[2:]], ["LoadStat", 1.0, *stat[2:]], {}):
+        with pytest.raises(RemoteProtocolError):
+            parse_load_stat([b"load", SEQ, pack(bad)])
+
+
+def test_translation_gives_the_names_that_requests_use() -> None:
+    tokens = list(range(100, 112))
+    ours = tuple(block_hashes(tokens, 4))
+    translator = Translator()
+    first = BlockStored((-1, -2), None, tuple(tokens[:8]), 4)
+    second = BlockStored((b"third",), -2, tuple(tokens[8:]), 4)
+    orphan = BlockStored((50,), 49, tuple(tokens[:4]), 4)
+    assert translator.changes([first, second, orphan]) == (Stored(ours[:2]), Stored(ours[2:]))
+    assert translator.changes([BlockRemoved((-2, 50))]) == (Removed(ours[1:2]),)
+    assert translator.changes([AllBlocksCleared(), second]) == (Cleared(),)  # its parent is forgotten
+    assert translator.skipped == 2
+
+
+def test_translation_is_bounded() -> None:
+    translator = Translator(max_blocks=10)
+    for number in range(100):
+        translator.changes([BlockStored((number,), None, (number, 1), 2)])
+    assert len(translator._ours) == 10
+
+
+def test_what_our_nodes_publish_is_in_that_format_and_names_what_requests_name() -> None:
+    tokens = list(range(3, 51))
+    hashes = block_hashes(tokens, 16)
+    pool = BlockPool(3, 16, record_events=True)
+    table, _ = pool.take(3) or ([], 0)
+    for number, block in enumerate(table):
+        parent = hashes[number - 1] if number else 0
+        pool.commit(block, hashes[number], parent, tokens[16 * number : 16 * (number + 1)])
+    log = KvEventLog("p", 2, 16)
+    (message,) = log.messages(pool.take_events(), 1.5)
+    topic, _, payload = message
+    assert (topic, split_frames(message)[0]) == (b"kv/p/2/", 0)
+    batch = parse_batch(payload)
+    assert batch == Batch((BlockStored(tuple(hashes), None, tuple(tokens), 16),), 2)  # one chain, one event
+    assert Translator().changes(batch.events) == (Stored(tuple(hashes)),)
+    pool.release(table)
+    pool.take(1)
+    pool.clear_cache()
+    assert log.messages([], 1.6) == []
+    (message,) = log.messages(pool.take_events(), 1.7)
+    assert split_frames(message)[0] == 1
+    assert parse_batch(message[2]).events == (AllBlocksCleared(),)
+
+
+def test_many_events_leave_in_several_messages() -> None:
+    log = KvEventLog("p", 0, 1)
+    messages = log.messages(
+        [PoolStored(n + 1, 0, (n,)) for n in range(1_000)] + [PoolRemoved(n) for n in range(9)], 0.0
+    )
+    events = [event for message in messages for event in parse_batch(message[2]).events]
+    assert [int.from_bytes(message[1], "big") for message in messages] == list(range(len(messages)))
+    assert len(messages) > 1
+    assert sum(len(event.hashes) for event in events if isinstance(event, BlockStored)) == 1_000
+    assert events[-1] == BlockRemoved(tuple(range(9)))
+
+
+def test_engine_option() -> None:
+    assert parse_engine("sglang=tcp://host:5557,dp_size=8") == EngineSettings("sglang", "host", 5557, "sglang", 8)
+    full = parse_engine("sglang=tcp://h:5557,dp_size=2,instance=p0,replay=5600,load=5700")
+    assert (full.instance, full.replay, full.load) == ("p0", 5600, 5700)
+    assert full.endpoint(full.replay, 1) == "tcp://h:5601"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("trt=tcp://h:1", "the kind is sglang or vllm"),
+        ("sglang", "an engine is at tcp"),
+        ("sglang=ipc:///x", "an engine is at tcp"),
+        ("sglang=tcp://h", "needs a host and a port"),
+        ("sglang=tcp://h:5557,dp=8", "'dp=8' is not understood"),
+        ("sglang=tcp://h:5557,dp_size=x", "is not understood"),
+        ("sglang=tcp://h:5557,dp_size=0", "dp_size must lie"),
+        ("sglang=tcp://h:65530,dp_size=8", "goes past 65535"),
+        ("vllm=tcp://h:5557,load=9", "vLLM publishes no load"),
+    ],
+)
+def test_bad_engine_options(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse_engine(text)
