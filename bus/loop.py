@@ -20,6 +20,7 @@ from typing import Any
 import structlog
 import zmq
 
+from bus.frames import ALL, receive
 from bus.sockets import Socket
 
 log = structlog.get_logger("bus")
@@ -46,7 +47,7 @@ class Loop:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._poller = zmq.Poller()
-        self._handlers: dict[Any, tuple[Handler, int, bool]] = {}
+        self._handlers: dict[Any, tuple[Handler, int, int]] = {}
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._calls: deque[Callable[[], None]] = deque()
@@ -62,9 +63,10 @@ class Loop:
 
     # --- sockets, timers, calls ---------------------------------------------------------------------------------
 
-    def add(self, socket: Socket, handler: Handler, *, budget: int = 128, copy: bool = True) -> None:
-        """Call `handler(frames)` for each message; `copy=False` hands out zmq.Frame objects (large payloads)."""
-        self._handlers[socket] = (handler, budget, copy)
+    def add(self, socket: Socket, handler: Handler, *, budget: int = 128, copied: int = ALL) -> None:
+        """Call `handler(frames)` for each message: the first `copied` frames are bytes, the others (large payloads)
+        zmq.Frames."""
+        self._handlers[socket] = (handler, budget, copied)
         self._poller.register(socket, zmq.POLLIN)
 
     def remove(self, socket: Socket) -> None:
@@ -123,10 +125,10 @@ class Loop:
             if entry is None:
                 self._drain_wakeups()
                 continue
-            handler, budget, copy = entry
+            handler, budget, copied = entry
             for _ in range(budget):
                 try:
-                    frames = socket.recv_multipart(zmq.NOBLOCK, copy=copy)
+                    frames = receive(socket, copied)
                 except zmq.Again:
                     break
                 handler(frames)

@@ -23,6 +23,7 @@ from bus.broker import Broker, BrokerConfig
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.epochs import new_epoch
 from bus.errors import BusError, LocalProtocolError, RemoteProtocolError
+from bus.frames import send
 from bus.loop import Loop
 from bus.messages import (
     CLIENT_TO_CONTROLLER,
@@ -86,6 +87,7 @@ class Controller:
         self._rejecters: set[bytes] = set()
         self._metrics: Sequence[metrics.Metric] = ()
         self._stop_metrics: Callable[[], None] = _nothing
+        self._outbox: list[Any] = []
         self._broker: Broker | None = None
         self._thread: threading.Thread | None = None
         self._opened = False
@@ -140,10 +142,11 @@ class Controller:
         self.core = ControllerCore(config, self.epoch, self.loop.clock())
         self.core.life.trace = self.trace
         self._follow()
-        self.loop.add(self._clients, self._on_client, copy=False)
+        self.loop.add(self._clients, self._on_client, copied=2)
         self.loop.add(self._nodes, self._on_node)
         self.loop.add(self._sub, self._on_publication, budget=512)
         self.loop.call_every(TICK_S, lambda: self.handle(Tick()))
+        self.loop.after_turn(self._carry_out)
         if config.metrics_port:
             self._gather()
             self.loop.call_every(METRICS_S, self._gather)
@@ -168,7 +171,8 @@ class Controller:
             return
         self._opened = False
         if hasattr(self, "core"):
-            self._carry_out(self.core.shutdown(self.loop.clock()))
+            self._outbox += self.core.shutdown(self.loop.clock())
+            self._carry_out()
             for socket in (self._clients, self._nodes):
                 self._sockets.close_socket(socket, linger_ms=FAREWELL_MS)
         self._stop_metrics()
@@ -195,15 +199,15 @@ class Controller:
         self.loop.call_threadsafe(lambda: self.handle(FromClient(LOCAL, message, frames)))
 
     def handle(self, event: Event) -> None:
-        """Let the core decide, and do what it says (on the loop's thread only)."""
-        self._carry_out(self.core.handle(event, self.loop.clock()))
+        """Let the core decide; what it says is done at the end of the turn (on the loop's thread only)."""
+        self._outbox += self.core.handle(event, self.loop.clock())
 
-    def _on_client(self, frames: list[zmq.Frame]) -> None:
-        peer = frames[0].bytes
+    def _on_client(self, frames: list[Any]) -> None:
+        peer = frames[0]
         try:
             if len(frames) < 2:
                 raise RemoteProtocolError("frames", "no header")
-            message = codec.decode(frames[1].bytes, CLIENT_TO_CONTROLLER)
+            message = codec.decode(frames[1], CLIENT_TO_CONTROLLER)
             if len(frames) > 2 and type(message) is not Submit:
                 raise RemoteProtocolError("frames", f"{len(frames)} frames")
         except RemoteProtocolError as error:
@@ -264,14 +268,16 @@ class Controller:
 
     # --- out ----------------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, actions: list[Any]) -> None:
-        for action in actions:  # what a failed send leads to joins the end of the list
+    def _carry_out(self) -> None:
+        """At the end of a turn, so that what the turn sends to one peer shares system calls."""
+        outbox = self._outbox
+        for action in outbox:  # what a failed send leads to joins the end of the list
             if type(action) is ToNode:
                 failure = self._send(self._nodes, action.peer, action.message, action.frames)
                 if failure == errno.EHOSTUNREACH:
-                    actions.extend(self.core.handle(Unreachable(action.peer), self.loop.clock()))
+                    outbox.extend(self.core.handle(Unreachable(action.peer), self.loop.clock()))
                 elif failure == errno.EAGAIN:
-                    actions.extend(self.core.handle(Undelivered(action.peer, action.message), self.loop.clock()))
+                    outbox.extend(self.core.handle(Undelivered(action.peer, action.message), self.loop.clock()))
             elif type(action) is Publish:
                 self._pub.send_multipart((topics.of(action.message), codec.encode(action.message)))
             elif type(action) is Note:
@@ -281,6 +287,7 @@ class Controller:
                     self._on_local(action.message)
             elif self._send(self._clients, action.peer, action.message):
                 self.core.counts["clients_unreachable"] += 1  # it may come back and ask again
+        outbox.clear()
 
     def _send(self, router: Socket, peer: bytes, message: Message, frames: Sequence[Any] = ()) -> int:
         """0, or the errno that says why the message did not leave."""
@@ -290,10 +297,7 @@ class Controller:
             log.error("message.too_large", detail=str(error))
             header = codec.encode(Refused("too_many", "the answer does not fit in a message"))
         try:
-            if frames:
-                router.send_multipart((peer, header, *frames), zmq.NOBLOCK, copy=False)
-            else:
-                router.send_multipart((peer, header), zmq.NOBLOCK)
+            send(router, (peer, header, *frames))
         except zmq.ZMQError as error:
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise

@@ -121,14 +121,14 @@ class ZmqKv:
             except StartError as error:
                 log.warning("kv_peer.unreachable", endpoint=endpoint, error=str(error))
                 return None
-            self._loop.add(socket, self._receive, copy=False)
+            self._loop.add(socket, self._receive, copied=1)
             peer = self._peers[endpoint] = _Peer(socket, now)
         peer.used_at = now
         return peer
 
     def _receive(self, frames: list[Any]) -> None:
         try:
-            message = decode(frames[0].bytes, FROM_NODE_DATA)
+            message = decode(frames[0], FROM_NODE_DATA)
             data = frames[1].buffer if len(frames) == 2 else b""
             if not isinstance(message, KvMeta | KvBlock | KvFail):
                 raise RemoteProtocolError("tag", type(message).__name__)

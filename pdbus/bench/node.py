@@ -176,7 +176,7 @@ class _Rank:
         self.dispatches = self.tokens = self.step = 0
         self.load_seq = self.member_seq = 0
         self.taken: list[tuple[str, int]] = []
-        loop.add(socket, self.on_message, copy=False)
+        loop.add(socket, self.on_message, copied=1)
         self.hello()
 
     def hello(self) -> None:
@@ -188,7 +188,7 @@ class _Rank:
         self.socket.send(codec.encode(hello))
 
     def on_message(self, frames: list[Any]) -> None:
-        message = codec.decode(frames[0].bytes, CONTROLLER_TO_NODE)
+        message = codec.decode(frames[0], CONTROLLER_TO_NODE)
         if isinstance(message, Dispatch):
             if message.controller_epoch == self.controller_epoch:
                 self.dispatches += 1
