@@ -1,0 +1,151 @@
+"""`pdbus up`, `generate`, `status` and `drain` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nodes.engines.sim import sim_generate
+
+Up = subprocess.Popen[str]
+
+
+def pdbus(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "pdbus", *arguments],
+        capture_output=True, text=True, timeout=60, env=_env(directory), check=False,
+    )  # fmt: skip
+
+
+def _env(directory: Path) -> dict[str, str]:
+    return os.environ | {"PDBUS_DIR": str(directory), "COLUMNS": "200"}
+
+
+def read_until(process: Up, pattern: str, deadline_s: float = 60.0) -> str:
+    """What `process` says on stdout up to a line that matches; fails when it ends or the time is up."""
+    assert process.stdout is not None
+    until = time.monotonic() + deadline_s
+    said = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout.fileno(), selectors.EVENT_READ)
+        while not re.search(pattern, said.decode(), re.M):
+            assert selector.select(max(0.0, until - time.monotonic())), said
+            data = os.read(process.stdout.fileno(), 65536)
+            assert data, f"it ended: {said!r}"
+            said += data
+    return said.decode()
+
+
+def leave(process: Up, number: int = signal.SIGINT) -> tuple[int, str]:
+    """Exit code and stderr after a signal."""
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    return process.returncode, errors
+
+
+def parts_of(process: Up) -> list[int]:
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in listed]
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="pd") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def up(directory: Path) -> Iterator[Up]:
+    """A small sim cluster at the usual place."""
+    arguments = ["--model", "sim", "--prefill-method", "total_tokens", "--decode-method", "total_requests"]
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "pdbus", "up", *arguments, "--", "--sim-timing", "zero"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_env(directory),
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_session(up: Up, directory: Path) -> None:
+    said = read_until(up, r"^READY bus=")
+    for part in ("broker", "controller-0", "prefill-0/0", "prefill-0/1", "decode-0/0", "decode-0/1"):
+        assert part in said
+    assert f"controller=ipc://{directory}/controller" in said
+
+    answer = pdbus(directory, "generate", "5 6 7", "--tokens", "--max-tokens", "6")
+    assert answer.returncode == 0, answer.stderr
+    assert [int(word) for word in answer.stdout.split()] == sim_generate([5, 6, 7], 6)
+    assert re.search(
+        r"^\[prefill-0/[01] -> decode-0/[01], found by told; 3 prompt tokens, 6 output tokens", answer.stderr
+    )
+    told = json.loads(pdbus(directory, "generate", "hi", "--raw", "--json", "--max-tokens", "4").stdout)
+    assert told["ids"] == sim_generate([3 + byte for byte in b"hi"], 4)
+    assert (told["finish"], told["prompt_tokens"], told["found_by"]) == ("length", 2, "told")
+
+    status = json.loads(pdbus(directory, "status", "--json").stdout)
+    assert {(rank["instance"], rank["dp_rank"], rank["state"]) for rank in status["controller"]["ranks"]} == {
+        (instance, rank, "ready") for instance in ("prefill-0", "decode-0") for rank in (0, 1)
+    }
+    assert status["controller"]["methods"]["decode"] == "total_requests"
+    assert status["broker"]["counts"]["ranks"] == 4
+    table = pdbus(directory, "status").stdout
+    assert "decode-0/1" in table
+    assert "estimate" in table
+
+    unknown = pdbus(directory, "generate", "hi", "--routed-dp-rank", "9")
+    assert (unknown.returncode, unknown.stderr.count("\n")) == (1, 1)
+    assert "bad_rank" in unknown.stderr
+
+    drained = pdbus(directory, "drain", "decode-0/1")
+    assert (drained.returncode, drained.stdout) == (0, "decode-0/1 has finished and left\n"), drained.stderr
+    nobody = pdbus(directory, "drain", "decode-0/7")
+    assert nobody.returncode == 1
+    assert "no rank decode-0/7" in nobody.stderr
+    for _ in range(2):
+        assert (
+            json.loads(pdbus(directory, "generate", "hi", "--json", "--max-tokens", "1").stdout)["decode"]
+            == "decode-0/0"
+        )
+
+    pids = parts_of(up)
+    code, errors = leave(up)
+    assert code == 0, errors
+    assert "pdbus up: decode-0/1 has left" in errors
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert list(directory.iterdir()) == []
+
+
+def test_a_part_that_dies_is_reported_and_the_rest_goes_on(up: Up, directory: Path) -> None:
+    read_until(up, r"^READY bus=")
+    ranks = json.loads(pdbus(directory, "status", "--json").stdout)["controller"]["ranks"]
+    assert len(ranks) == 4
+    victim = next(pid for pid in parts_of(up) if "nodes.decode" in Path(f"/proc/{pid}/cmdline").read_text())
+    os.kill(victim, signal.SIGKILL)
+    answer = pdbus(directory, "generate", "5 6", "--tokens", "--max-tokens", "3")
+    assert [int(word) for word in answer.stdout.split()] == sim_generate([5, 6], 3), answer.stderr
+    code, errors = leave(up, signal.SIGTERM)
+    assert code == 0
+    assert re.search(r"pdbus up: decode-0/[01]: ended by SIGKILL.*the rest goes on", errors), errors
+
+
+def test_two_clusters_at_one_place(up: Up, directory: Path) -> None:
+    read_until(up, r"^READY bus=")
+    second = pdbus(directory, "up", "--model", "sim")
+    assert second.returncode == 3
+    assert "is taken" in second.stderr.splitlines()[-1]
+    assert "Traceback" not in second.stderr
+    assert leave(up)[0] == 0

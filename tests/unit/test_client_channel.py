@@ -1,0 +1,175 @@
+"""The client's shell against raw sockets that play controller and node."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from bus.codec import decode, encode
+from bus.errors import PeerLost, RequestFailed
+from bus.messages import (
+    CLIENT_TO_CONTROLLER,
+    TO_NODE_DATA,
+    Accepted,
+    Attach,
+    Cancel,
+    Detach,
+    DrainRank,
+    Failed,
+    Location,
+    Message,
+    Refused,
+    Status,
+    StatusQuery,
+    Submit,
+    Tokens,
+)
+from bus.sockets import Socket, Sockets
+from pdbus.client import AsyncClient, Client
+
+WAIT_MS = 5_000
+
+
+class Peer:
+    """A ROUTER that hears one message at a time."""
+
+    def __init__(self, socket: Socket, table: dict[str, type[Message]]) -> None:
+        self.socket = socket
+        self.table = table
+        self.other = b""
+
+    def hear(self) -> Message:
+        assert self.socket.poll(WAIT_MS, zmq.POLLIN), "nothing came"
+        self.other, header, *_ = self.socket.recv_multipart()
+        return decode(header, self.table)
+
+    def say(self, message: Message) -> None:
+        self.socket.send_multipart([self.other, encode(message)])
+
+
+@pytest.fixture
+def base() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="pd") as directory:
+        yield f"ipc://{Path(directory)}/c"
+
+
+@pytest.fixture
+def peers(base: str) -> Iterator[tuple[Peer, Peer]]:
+    with Sockets() as sockets:
+        controller = Peer(sockets.router(f"{base}.clients"), CLIENT_TO_CONTROLLER)
+        yield controller, Peer(sockets.router(f"{base}.node"), TO_NODE_DATA)
+
+
+def begin(peers: tuple[Peer, Peer], base: str) -> Submit:
+    """Accept the request that comes and take its `attach`."""
+    controller, node = peers
+    submit = controller.hear()
+    assert isinstance(submit, Submit)
+    controller.say(Accepted(submit.rid, 1, submit.bootstrap_room, None, Location("d", 0, 1, f"{base}.node")))
+    assert node.hear() == Attach(submit.rid, 1, 0)
+    return submit
+
+
+def test_a_stream_through_the_sockets_garbage_included(peers: tuple[Peer, Peer], base: str) -> None:
+    controller, node = peers
+    with Client(base, seed=1) as client:
+        stream = client.generate_tokens([5, 6], max_tokens=3, leg="pair")
+        submit = begin(peers, base)
+        assert submit.bootstrap_room is not None
+        for garbage in ([b"\x01\x00\xff"], [b""], [b"\x02abc"], [encode(Tokens(submit.rid, 1, 0, (1,))), b"more"]):
+            node.socket.send_multipart([node.other, *garbage])
+        node.say(Failed(submit.rid, 1, "poison", "a node has no say in this", False))
+        controller.say(Tokens(submit.rid, 1, 0, (1,)))
+        node.say(Tokens(submit.rid, 1, 0, (10, 11)))
+        node.say(Tokens(submit.rid, 1, 2, (12,), "length", found_by="told"))
+        assert stream.tokens() == [10, 11, 12]
+        assert node.hear() == Detach(submit.rid, 1)
+        rejected = client._channel.rejected
+        assert (rejected["syntax"], rejected["size"], rejected["version"], rejected["frames"]) == (1, 1, 1, 1)
+        assert rejected["tag"] == 2
+
+
+def test_closing_cancels_and_nobody_waits_for_ever(peers: tuple[Peer, Peer], base: str) -> None:
+    controller, _ = peers
+    client = Client(base)
+    stream = client.generate_tokens([5], leg="pair")
+    submit = begin(peers, base)
+    client.close()
+    client.close()
+    assert stream.result.finish == "cancelled"
+    assert controller.hear() == Cancel(submit.rid)
+    with pytest.raises(RuntimeError, match="closed"):
+        client.generate_tokens([5], leg="pair")
+
+
+def test_leaving_the_loop_cancels(peers: tuple[Peer, Peer], base: str) -> None:
+    controller, node = peers
+    with Client(base) as client:
+        stream = client.generate_tokens([5], max_tokens=9, leg="pair")
+        submit = begin(peers, base)
+        node.say(Tokens(submit.rid, 1, 0, (10,)))
+        for _ in stream:
+            break
+        assert controller.hear() == Cancel(submit.rid)
+        assert stream.result.ids == (10,)
+
+
+def test_one_rid_one_live_request(peers: tuple[Peer, Peer], base: str) -> None:
+    with Client(base) as client:
+        client.generate_tokens([5], rid="mine", leg="pair")
+        with pytest.raises(RequestFailed) as caught:
+            client.generate_tokens([6], rid="mine", leg="pair").tokens()
+        assert caught.value.code == "duplicate_rid"
+
+
+def test_questions_are_repeated_until_answered_or_too_late(peers: tuple[Peer, Peer], base: str) -> None:
+    controller, _ = peers
+
+    async def ask() -> None:
+        async with AsyncClient(base) as client:
+            asked = asyncio.create_task(client.status())
+            first = await asyncio.to_thread(controller.hear)
+            assert isinstance(first, StatusQuery)
+            assert await asyncio.to_thread(controller.hear) == first
+            controller.say(Status(first.id, "c", 1, 0.0, {}, {}, ()))
+            assert (await asked).controller == "c"
+
+            draining = asyncio.create_task(client.drain("decode-0", 4))
+            order = await asyncio.to_thread(controller.hear)
+            assert isinstance(order, DrainRank)
+            assert (order.instance, order.dp_rank) == ("decode-0", 4)
+            controller.say(Refused("bad_rank", "no rank decode-0/4 is known here", order.id))
+            with pytest.raises(RequestFailed, match="no rank decode-0/4"):
+                await draining
+            with pytest.raises(PeerLost, match="no controller answers at ipc://"):
+                await client.status(timeout_s=0.2)
+
+    asyncio.run(ask())
+
+
+def test_an_async_stream_and_its_early_end(peers: tuple[Peer, Peer], base: str) -> None:
+    controller, node = peers
+
+    async def run() -> None:
+        async with AsyncClient(base) as client:
+            async with await client.generate_tokens([5], max_tokens=9, leg="pair") as stream:
+                submit = await asyncio.to_thread(begin, peers, base)
+                node.say(Tokens(submit.rid, 1, 0, (10, 11)))
+                async for piece in stream:
+                    assert piece.ids == (10, 11)
+                    break
+            assert await asyncio.to_thread(controller.hear) == Cancel(submit.rid)
+            assert await asyncio.to_thread(node.hear) == Detach(submit.rid, 1)
+            assert (await stream.wait()).finish == "cancelled"
+            failing = await client.generate_tokens([5], leg="pair")
+            submit = await asyncio.to_thread(begin, peers, base)
+            controller.say(Failed(submit.rid, 1, "engine_failed", "it broke", False))
+            with pytest.raises(RequestFailed, match="engine_failed: it broke"):
+                await failing.tokens()
+
+    asyncio.run(run())
