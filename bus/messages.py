@@ -507,6 +507,7 @@ class RankStatus(Message, frozen=True):
     dispatched_total: Count
     ended_total: Count
     failed_total: Count
+    block_tokens: Count = 0  # of its KV blocks; what `Submit.block_hashes` must be made with to be of use there
 
 
 class Status(Message, frozen=True, tag="status_is"):

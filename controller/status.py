@@ -30,4 +30,5 @@ def rank_status(rank: RankLoad, state: RankState, now: float) -> RankStatus:
         dispatched_total=rank.dispatched_total,
         ended_total=rank.ended_total,
         failed_total=rank.failed_total,
+        block_tokens=info.block_tokens,
     )

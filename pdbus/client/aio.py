@@ -11,7 +11,7 @@ from typing import Unpack
 from bus.messages import DrainRank, Leg, Status, StatusQuery
 from pdbus.client.channel import Channel, Update
 from pdbus.client.outcome import Piece, Result
-from pdbus.client.settings import Options, leg_for, make_plan, model_of, patience, where
+from pdbus.client.settings import Options, block_tokens_for, leg_for, make_plan, model_of, patience, where
 from pdbus.client.text import Texts, Writer
 
 
@@ -34,6 +34,7 @@ class AsyncClient:
         self._channel = Channel(self._where.endpoints, patience(retries, connect_timeout_s), keys=keys, seed=seed)
         self._texts = Texts(model)
         self._leg: Leg | None = None if self._where.prefill is None else "pair"
+        self._block_tokens = 0
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -75,8 +76,11 @@ class AsyncClient:
         self, ids: Sequence[int], options: Options, writer: Writer | None, eos_ids: Sequence[int]
     ) -> AsyncStream:
         if self._leg is None and "leg" not in options:
-            self._leg = leg_for(await self.status())
-        rid, plan = make_plan(ids, options, self._where, self._leg or "pair", eos_ids, self._channel)
+            status = await self.status()
+            self._leg, self._block_tokens = leg_for(status), block_tokens_for(status)
+        rid, plan = make_plan(
+            ids, options, self._where, self._leg or "pair", eos_ids, self._channel, self._block_tokens
+        )
         stream = AsyncStream(self._channel, rid, tuple(ids), writer)
         self._channel.begin(rid, plan, stream._sink)
         return stream

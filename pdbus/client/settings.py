@@ -49,7 +49,8 @@ class Options(TypedDict, total=False):
     `stop_token_ids`, `ignore_eos`. Placement: `leg` (default: a pair, or unified where no rank splits), `instance` and
     `routed_dp_rank` of the leg that decodes (or of the only leg), `prefill_instance` and `disagg_prefill_dp_rank` of
     prefill, `bootstrap_room` (default: drawn). Others: `deadline_s`, `priority`, `rid` (default: drawn), `model`,
-    `block_tokens` (send hashes of prompt blocks of this size, for `cache_aware`).
+    `block_tokens` (send hashes of prompt blocks of this size, for `cache_aware`; default: of the ranks' size where the
+    controller says that it uses them; 0: none).
     """
 
     max_tokens: int
@@ -73,7 +74,13 @@ class Options(TypedDict, total=False):
 
 
 def make_plan(
-    ids: Sequence[int], options: Options, at: Where, default_leg: Leg, eos_ids: Sequence[int], channel: Channel
+    ids: Sequence[int],
+    options: Options,
+    at: Where,
+    default_leg: Leg,
+    eos_ids: Sequence[int],
+    channel: Channel,
+    default_block_tokens: int = 0,
 ) -> tuple[str, RequestPlan]:
     """The rid and plan of a request; ConfigError when the options cannot be meant."""
     max_tokens = options.get("max_tokens", DEFAULT_MAX_TOKENS)
@@ -105,7 +112,7 @@ def make_plan(
         options.get("stop_token_ids", ()),
         options.get("ignore_eos", False),
     )
-    block_tokens = options.get("block_tokens", 0)
+    block_tokens = options.get("block_tokens", default_block_tokens)
     plan = RequestPlan(
         prompt=prompt_bytes(ids),
         max_tokens=max_tokens,
@@ -130,6 +137,13 @@ def leg_for(status: Status) -> Leg | None:
     if not roles:
         return None
     return "unified" if roles == {"unified"} else "pair"
+
+
+def block_tokens_for(status: Status) -> int:
+    """The block size to hash prompts with; 0 where no method in force looks at hashes, or ranks differ in it."""
+    aware = {role for role, method in status.methods.items() if method == "cache_aware"}
+    sizes = {rank.block_tokens for rank in status.ranks if rank.role in aware and rank.state != "gone"}
+    return sizes.pop() if len(sizes) == 1 else 0
 
 
 def model_of(status: Status) -> str:
