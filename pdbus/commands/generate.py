@@ -12,7 +12,6 @@ import click
 from bus.errors import ConfigError
 from bus.messages import Location
 from pdbus.client import Client, Options, Result, Stream
-from pdbus.client.settings import where
 from pdbus.commands.common import Teller, controller_option, keys_option, wait_for_controller, wait_option
 
 _PLACEMENT = ("leg", "instance", "prefill_instance", "routed_dp_rank", "disagg_prefill_dp_rank", "bootstrap_room")
@@ -45,8 +44,6 @@ _PLACEMENT = ("leg", "instance", "prefill_instance", "routed_dp_rank", "disagg_p
 def generate(text: str, controller: str, wait_s: float, **options: Any) -> None:
     """Send TEXT and stream the answer."""
     split = options["decode_controller"]
-    at = where(None if split else controller, options["prefill_controller"], split)  # ConfigError before any socket
-    del at
     with Client(
         None if split else controller,
         prefill_controller=options["prefill_controller"],
