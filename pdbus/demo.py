@@ -21,6 +21,7 @@ from rich.text import Text
 from bus.errors import RequestFailed
 from bus.messages import Params, RankStatus
 from pdbus.client import AsyncClient, Result
+from pdbus.commands.common import Teller
 from pdbus.launcher import Cluster, ClusterSpec
 
 PROMPTS = (
@@ -60,15 +61,19 @@ def run(console: Console, *, model: str, max_tokens: int, verify: bool) -> bool:
     )
     answers = [Answer(prompt) for prompt in PROMPTS]
     began = time.monotonic()
-    with console.status("") as status, Cluster(spec, progress=status.update) as cluster:
-        status.stop()
+    teller = Teller()
+    with teller.telling():
+        cluster = Cluster(spec, progress=teller.say).start()
+    try:
         console.print(
             f"[bold]{model}[/] on 2 prefill ranks (total_tokens) + 2 decode ranks (total_requests), "
             f"ready in {time.monotonic() - began:.1f} s; {len(answers)} prompts at once\n"
         )
         ranks = asyncio.run(_answer_all(console, cluster.controller, answers, max_tokens))
+    finally:
+        cluster.stop()
     if verify:
-        _verify(console, model, answers, max_tokens)
+        _verify(model, answers, max_tokens)
     console.print(_requests_table(answers, verify))
     console.print(_ranks_table(ranks))
     good = all(not answer.error and answer.equal is not False for answer in answers)
@@ -149,12 +154,12 @@ def _view(answers: list[Answer]) -> Group:
     )
 
 
-def _verify(console: Console, model: str, answers: list[Answer], max_tokens: int) -> None:
+def _verify(model: str, answers: list[Answer], max_tokens: int) -> None:
     from nodes.engines.reference import generate_alone
 
-    with console.status("computing every answer again in one process ...") as status:
+    with Teller().telling() as teller:
         for number, answer in enumerate(answers, 1):
-            status.update(f"computing every answer again in one process, to compare ({number} of {len(answers)}) ...")
+            teller.say(f"computing every answer again in one process, to compare ({number} of {len(answers)}) ...")
             if not answer.error:
                 answer.equal = generate_alone(model, answer.prompt_ids, max_tokens, Params()) == answer.ids
 
