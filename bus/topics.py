@@ -5,7 +5,9 @@ The closing slash keeps rank 1 from matching rank 10. Must not decode payloads.
 
 from __future__ import annotations
 
-from bus.messages import Beacon, Conflict, LoadReport, Member, Message, Resync, Rooms, Sent
+from functools import lru_cache
+
+from bus.messages import MAX_DP_SIZE, Beacon, Conflict, LoadReport, Member, Message, Resync, Rooms, Sent
 
 LOAD = b"load/"
 ROOMS = b"rooms/"
@@ -15,18 +17,20 @@ BEACON = b"beacon/"
 TO = b"to/"  # broker to one publisher
 KV = b"kv/"  # KV-cache events, in the format of SGLang and vLLM
 
-_PREFIX = {LoadReport: LOAD, Rooms: ROOMS, Member: MEMBER, Resync: TO, Conflict: TO}
+_PREFIX: dict[type[Message], bytes] = {LoadReport: LOAD, Rooms: ROOMS, Member: MEMBER, Resync: TO, Conflict: TO}
 
 
+@lru_cache(4 * MAX_DP_SIZE)
 def for_rank(prefix: bytes, instance: str, dp_rank: int) -> bytes:
     return b"%s%s/%d/" % (prefix, instance.encode(), dp_rank)
 
 
 def of(message: Message) -> bytes:
     """The topic `message` must travel under."""
+    prefix = _PREFIX.get(type(message))
+    if prefix is not None:
+        return for_rank(prefix, message.instance, message.dp_rank)  # type: ignore[attr-defined]
     if isinstance(message, Sent):
         return SENT + message.controller.encode() + b"/"
-    if isinstance(message, Beacon):
-        return BEACON
-    assert isinstance(message, LoadReport | Rooms | Member | Resync | Conflict), message
-    return for_rank(_PREFIX[type(message)], message.instance, message.dp_rank)
+    assert isinstance(message, Beacon), message
+    return BEACON

@@ -29,6 +29,8 @@ class State(Enum):
     RUNNING = "running"  # dispatched
     ENDED = "ended"  # answered, forgotten
 
+    __hash__ = object.__hash__  # Enum's own takes a call in Python; one object a state is all that counts
+
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.QUEUED: frozenset({State.RUNNING, State.ENDED}),
@@ -73,6 +75,7 @@ class Request:
         "legs",
         "losses",
         "peer",
+        "rid",
         "state",
         "streaming",
         "submit",
@@ -81,6 +84,7 @@ class Request:
 
     def __init__(self, peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> None:
         self.peer = peer
+        self.rid = submit.rid
         self.submit = submit
         self.frames: tuple[Any, ...] = tuple(frames)
         self.frames_bytes = sum(map(len, frames))
@@ -93,10 +97,6 @@ class Request:
         self.losses = 0  # of those, ended by the loss of a rank
         self.avoid: tuple[RankLoad, ...] = ()  # ranks that failed it
         self.lane: Any = None  # the queue it waits in
-
-    @property
-    def rid(self) -> str:
-        return self.submit.rid
 
     def to(self, state: State) -> None:
         """Move on; an illegal step is our bug and tells the story."""
