@@ -15,10 +15,12 @@ from rich.console import Console
 from bus.errors import ConfigError
 from nodes.engines.timing import TIMINGS, timing_named
 from pdbus.lab.choosers import METHODS, check_method
-from pdbus.lab.compare import compare
+from pdbus.lab.compare import Result, compare, result_of
 from pdbus.lab.config import LabConfig
 from pdbus.lab.generator import generate
+from pdbus.lab.live import comparable, run_live
 from pdbus.lab.plots import write_plots
+from pdbus.lab.simulate import simulate
 from pdbus.lab.tables import json_of, markdown_of, table_of
 from pdbus.lab.traces import Trace, read_trace
 
@@ -70,6 +72,8 @@ def _setting(name: str, text: str) -> Decorator:
 @_option("--duration-s", type=float, default=None, show_default=False,
          help=f"The trace's first seconds; with no TRACE: its length [default: all, {GENERATED_S:g}]")  # fmt: skip
 @_setting("seed", "For all that is drawn at random.")
+@_option("--live", is_flag=True, show_default=False,
+         help="Run it in real time on sim nodes of this machine, and once more in virtual time beside it.")  # fmt: skip
 @_option("--jobs", type=click.IntRange(1, 64), default=min(4, os.cpu_count() or 1), help="Methods replayed at once.")
 @_option("--out", type=click.Path(path_type=Path, file_okay=False), default=None, help="Write plots and JSON there.")
 @_option("--markdown", is_flag=True, help="Print the table for a document.")
@@ -84,16 +88,10 @@ def replay(trace: Path | None, **options: Any) -> None:
     requests = _trace(trace, options["duration_s"], config.seed)
     label = str(trace) if trace else requests.name
     console = Console(stderr=True, quiet=options["as_json"])
-    began = time.monotonic()
-    with console.status(f"replaying {len(requests):,} requests under {len(methods)} methods") as status:
-        left = list(methods)
-
-        def done(method: str) -> None:
-            left.remove(method)
-            console.print(f"{method} done after {time.monotonic() - began:.0f} s")
-            status.update(f"still replaying {', '.join(left)}")
-
-        results = compare(requests, methods, config, jobs=options["jobs"], on_done=done)
+    if options["live"]:
+        results = _live(requests, methods, config, console)
+    else:
+        results = _virtual(requests, methods, config, options["jobs"], console)
     title = _title(requests, config)
     found = json_of(results, label, len(requests), config)
     if options["as_json"]:
@@ -108,6 +106,33 @@ def replay(trace: Path | None, **options: Any) -> None:
         table = options["out"] / "replay.json"
         table.write_text(json.dumps(found, indent=1) + "\n")
         console.print("wrote " + ", ".join(map(str, [*paths, table])))
+
+
+def _virtual(requests: Trace, methods: list[str], config: LabConfig, jobs: int, console: Console) -> list[Result]:
+    began = time.monotonic()
+    with console.status(f"replaying {len(requests):,} requests under {len(methods)} methods") as status:
+        left = list(methods)
+
+        def done(method: str) -> None:
+            left.remove(method)
+            console.print(f"{method} done after {time.monotonic() - began:.0f} s")
+            status.update(f"still replaying {', '.join(left)}")
+
+        return compare(requests, methods, config, jobs=jobs, on_done=done)
+
+
+def _live(requests: Trace, methods: list[str], config: LabConfig, console: Console) -> list[Result]:
+    """Each method twice: `NAME` in real time, `NAME (virtual)` by the same settings."""
+    results = []
+    with console.status("starting") as status:
+        for method in methods:
+            results.append(result_of(run_live(requests, method, config, status.update), config))
+            status.update(f"{method} once more in virtual time")
+            twin = comparable(config)
+            results.append(result_of(simulate(requests, method, twin), twin, f"{method} (virtual)"))
+            live, virtual = results[-2].summary.ttft_mean_s, results[-1].summary.ttft_mean_s
+            console.print(f"{method}: mean TTFT {live:.3f} s live, {virtual:.3f} s virtual ({live / virtual - 1:+.1%})")
+    return results
 
 
 def _methods(text: str) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pdbus.lab.config import LabConfig
 from pdbus.lab.metrics import Summary, summarise, ttfts
-from pdbus.lab.simulate import simulate
+from pdbus.lab.simulate import Outcome, simulate
 from pdbus.lab.traces import Trace
 
 
@@ -26,9 +26,13 @@ class Result:
 
 def replay(trace: Trace, method: str, config: LabConfig) -> Result:
     """One method, in this process."""
-    outcome = simulate(trace, method, config)
+    return result_of(simulate(trace, method, config), config)
+
+
+def result_of(outcome: Outcome, config: LabConfig, name: str = "") -> Result:
+    """`outcome` summed up, under its method's name or another one."""
     load = [list(row) for row in outcome.load]
-    return Result(method, summarise(outcome, config), ttfts(outcome), outcome.sample_s, load)
+    return Result(name or outcome.method, summarise(outcome, config), ttfts(outcome), outcome.sample_s, load)
 
 
 def compare(

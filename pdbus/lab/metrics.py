@@ -59,6 +59,7 @@ def summarise(outcome: Outcome, config: LabConfig) -> Summary:
         kept += ttft_s <= config.slo_ttft_s and tpot_s <= config.slo_tpot_s
     per_token.sort()
     prompt = sum(course.request.prompt_tokens for course in outcome.courses)
+    cached = sum(course.cached_tokens for course in outcome.courses)
     queued = sum(map(sum, outcome.load))
     fullest = sum(map(max, outcome.load)) * config.ranks
     return Summary(
@@ -70,8 +71,8 @@ def summarise(outcome: Outcome, config: LabConfig) -> Summary:
         tpot_p99_s=quantile(per_token, 0.99),
         slo_attainment=kept / len(first),
         imbalance=fullest / queued if queued else 1.0,
-        cache_hit_rate=sum(course.cached_tokens for course in outcome.courses) / prompt,
-        regret_mean_tokens=_mean([float(course.regret_tokens) for course in outcome.courses]),
+        cache_hit_rate=cached / prompt if outcome.cache_hit_rate is None else outcome.cache_hit_rate,
+        regret_mean_tokens=_mean([float(c.regret_tokens) for c in outcome.courses if c.regret_tokens is not None]),
         prefill_busy=outcome.prefill_busy,
         decode_busy=outcome.decode_busy,
         duration_s=outcome.ended_s,

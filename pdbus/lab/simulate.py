@@ -38,7 +38,7 @@ class Course:
     first_token_s: float = float("nan")  # at the client
     finished_s: float = float("nan")
     cached_tokens: int = 0
-    regret_tokens: int = 0
+    regret_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -53,6 +53,7 @@ class Outcome:
     ended_s: float = 0.0
     prefill_busy: float = 0.0  # share of the time that prefill ranks computed
     decode_busy: float = 0.0
+    cache_hit_rate: float | None = None  # where the courses do not say what was cached
 
 
 def simulate(trace: Trace, method: str, config: LabConfig) -> Outcome:

@@ -65,7 +65,7 @@ def _cells(s: Summary) -> list[str]:
         f"{s.slo_attainment:.1%}",
         f"{s.imbalance:.2f}",
         f"{s.cache_hit_rate:.1%}",
-        f"{s.regret_mean_tokens:,.0f}",
+        "–" if math.isnan(s.regret_mean_tokens) else f"{s.regret_mean_tokens:,.0f}",
         f"{s.prefill_busy:.0%}",
     ]
 

@@ -53,6 +53,7 @@ def test_every_method_ends_every_request_once(method: str) -> None:
         assert 0 <= course.decode_rank < config.decode_ranks
         assert course.request.arrival_s < course.first_token_s <= course.finished_s
         assert 0 <= course.cached_tokens < course.request.prompt_tokens
+        assert course.regret_tokens is not None
         assert course.regret_tokens >= 0
 
 

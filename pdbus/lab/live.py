@@ -1,0 +1,156 @@
+"""The same replay against real processes in real time: broker, controller and sim nodes of one machine.
+
+Owns the cluster's settings and the clock of the submits. Prompts are made so that equal block hashes of the trace are
+equal tokens, which is all that the nodes' caches see of it.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import fields, replace
+from random import Random
+
+from bus.errors import BusError, ConfigError, RequestFailed
+from bus.messages import Status
+from controller.policies import POLICIES
+from nodes.engines.sim import SIM_VOCAB_SIZE, SPECIALS
+from pdbus.client.sync import Client, Stream
+from pdbus.lab.capacity import stretch
+from pdbus.lab.config import LabConfig
+from pdbus.lab.simulate import Course, Outcome
+from pdbus.lab.traces import Trace, TraceRequest
+from pdbus.launcher import Cluster, ClusterSpec
+
+RANKS_PER_PROCESS = 8
+CONTEXT = 1 << 20
+_TIMING_OPTIONS = {
+    "base_s": "--sim-base-s",
+    "per_prefill_token_s": "--sim-prefill-s-per-token",
+    "per_decode_row_s": "--sim-decode-s",
+    "per_context_token_s": "--sim-context-s-per-token",
+}
+
+
+def comparable(config: LabConfig) -> LabConfig:
+    """`config` for a virtual run that a live one on this machine is to be held against: its reports are neither late
+    nor lost, and its KV blocks are small."""
+    return replace(config, report_delay_s=0.0, report_loss=0.0, kv_fetch_token_s=1e-7, controllers=1)
+
+
+def run_live(trace: Trace, method: str, config: LabConfig, on_progress: Callable[[str], None]) -> Outcome:
+    """Replay `trace` under `method` in real time. ConfigError when that method has no live form; BusError when a
+    request fails, since figures without it would flatter."""
+    if method not in POLICIES or config.decode_method not in POLICIES:
+        raise ConfigError(f"--live runs the controller's own methods: {', '.join(POLICIES)}")
+    if not config.decode_ranks:
+        raise ConfigError("--live needs decode ranks")
+    stretched = stretch(trace, config)
+    with Cluster(_spec(method, config, trace.block_tokens), on_progress) as cluster, cluster.client() as client:
+        return _replay(stretched, client, method, config, on_progress)
+
+
+def _replay(
+    trace: Trace, client: Client, method: str, config: LabConfig, on_progress: Callable[[str], None]
+) -> Outcome:
+    rng = Random(config.seed)
+    prompts = [make_prompt(request, trace.block_tokens, number) for number, request in enumerate(trace.requests)]
+    outcome = Outcome(method, [Course(request) for request in trace.requests], config.sample_s)
+    streams: list[Stream] = []
+    began = time.monotonic()
+    sample_at = 0.0
+    for request, prompt in zip(trace.requests, prompts, strict=True):
+        while (wait_s := began + request.arrival_s - time.monotonic()) > 0:
+            now = time.monotonic() - began
+            if now >= sample_at:
+                sample_at += config.sample_s
+                outcome.load.append(_queued(client.status(), config.ranks))
+                on_progress(f"{method}: {now:.0f} of {trace.duration_s:.0f} s, {len(streams)} requests sent")
+            time.sleep(min(wait_s, max(0.0, began + sample_at - time.monotonic())))
+        room = rng.getrandbits(62)
+        streams.append(client.generate_tokens(prompt, max_tokens=max(1, request.output_tokens), bootstrap_room=room))
+    for course, stream in zip(outcome.courses, streams, strict=True):
+        result = stream.result
+        if result.finish != "length" or result.prefill is None or result.decode is None:
+            raise BusError(f"a request of the live run failed: {RequestFailed(result.code, result.message)}")
+        course.prefill_rank, course.decode_rank = result.prefill.dp_rank, result.decode.dp_rank
+        course.first_token_s = course.request.arrival_s + result.ttft_s
+        course.finished_s = course.request.arrival_s + result.total_s
+    outcome.ended_s = time.monotonic() - began
+    _totals(outcome, client.status(), config)
+    return outcome
+
+
+def make_prompt(request: TraceRequest, block_tokens: int, number: int) -> array[int]:
+    """Token ids whose full blocks depend on the trace's hashes alone, and whose rest is this request's own."""
+    prompt = array("i")
+    for block in range(request.prompt_tokens // block_tokens):
+        name = f"{request.hashes[block]}" if block < len(request.hashes) else f"own {number} {block}"
+        prompt.extend(_tokens(name, block_tokens))
+    prompt.extend(_tokens(f"rest {number}", request.prompt_tokens - len(prompt)))
+    return prompt
+
+
+def _tokens(name: str, count: int) -> array[int]:
+    span = SIM_VOCAB_SIZE - SPECIALS
+    return array("i", (SPECIALS + (byte * 2 + (byte >> 7)) % span for byte in Random(name).randbytes(count)))
+
+
+def _queued(status: Status, ranks: int) -> array[int]:
+    row = array("q", [0] * ranks)
+    for rank in status.ranks:
+        if rank.role == "prefill":
+            row[rank.dp_rank] = rank.estimate_tokens
+    return row
+
+
+def _totals(outcome: Outcome, status: Status, config: LabConfig) -> None:
+    """What only the nodes know, from their last reports."""
+    loads = {role: [r.load for r in status.ranks if r.role == role and r.load] for role in ("prefill", "decode")}
+    prompt = sum(load.prompt_tokens_total for load in loads["prefill"])
+    outcome.cache_hit_rate = sum(load.cached_tokens_total for load in loads["prefill"]) / prompt if prompt else 0.0
+    for role, ranks in (("prefill", config.ranks), ("decode", config.decode_ranks)):
+        busy = sum(load.busy_us_total for load in loads[role]) / 1e6 / (ranks * outcome.ended_s)
+        setattr(outcome, f"{role}_busy", busy)
+
+
+def _spec(method: str, config: LabConfig, block_tokens: int) -> ClusterSpec:
+    timing = [
+        text
+        for field in fields(config.timing)
+        for text in (_TIMING_OPTIONS[field.name], repr(getattr(config.timing, field.name)))
+    ]
+    common = ("--block-tokens", block_tokens, "--max-context", CONTEXT, "--chunk-tokens", config.chunk_tokens,
+              "--report-interval-s", config.report_interval_s, "--max-waiting", 100_000, "--hold-s", 600)  # fmt: skip
+    return ClusterSpec(
+        prefill=config.ranks,
+        decode=config.decode_ranks,
+        ranks_per_process=RANKS_PER_PROCESS,
+        prefill_method=method,
+        decode_method=config.decode_method,
+        engine="sim",
+        model="sim",
+        log_level="warning",
+        node_args=(*map(str, common), *timing),
+        prefill_args=(
+            "--kv-tokens",
+            str(config.cache_blocks * block_tokens),
+            "--max-running",
+            str(config.prefill_running),
+        ),
+        decode_args=(
+            "--kv-tokens",
+            str(config.decode_kv_tokens),
+            "--max-running",
+            str(config.decode_running),
+        ),
+        controller_args=(
+            "--cache-weight",
+            str(config.cache_weight),
+            "--request-overcommit",
+            "1000",
+            "--queue-requests",
+            "100000",
+        ),
+    )
