@@ -6,7 +6,7 @@ counted by `controller.loads`. Pure: what must be sent is appended to `out`.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ from controller.rank import RankLoad
 from controller.requests import MENDABLE, ROLES, LegRun, Refusal, Request, State, check, dispatch_of, same_request
 
 MAX_ATTEMPT = 1_000_000
+MAX_LOSSES = 4096
 _LEG_FAILED: dict[Role, Literal["prefill_failed", "decode_failed"]] = {
     "prefill": "prefill_failed",
     "decode": "decode_failed",
@@ -64,6 +65,7 @@ class Life:
         self._counts = counts
         self._deadlines = Deadlines(now)
         self._rooms: dict[tuple[int, Role], Rid] = {}
+        self._losses: OrderedDict[Rid, tuple[int, int]] = OrderedDict()  # of failed requests: (offset, ranks lost)
         self._of_peer: Counter[Any] = Counter()
         self._ends_s = 0.0  # recent ends a second
         self._ends = 0
@@ -92,6 +94,8 @@ class Life:
         if live is not None:
             self._supersede(live, peer, out)
         request = Request(peer, submit, frames, now)
+        offset, losses = self._losses.pop(submit.rid, (0, 0))
+        request.losses = losses if offset == submit.offset else 0  # no token since: it may be what kills them
         self._register(request)
         try:
             if not self._place(request, now, out, "submit"):
@@ -351,14 +355,13 @@ class Life:
         return False
 
     def _accept(self, request: Request, out: list[Action], cause: str) -> None:
-        where = {leg.role: leg.rank.location for leg in request.legs}
-        accepted = Accepted(
-            request.rid,
-            request.attempt,
-            request.submit.bootstrap_room,
-            where.get("prefill"),
-            where.get("decode") or where.get("unified"),
-        )
+        prefill = decode = None
+        for leg in request.legs:
+            if leg.role == "prefill":
+                prefill = leg.rank.location
+            else:
+                decode = leg.rank.location
+        accepted = Accepted(request.rid, request.attempt, request.submit.bootstrap_room, prefill, decode)
         out.append(ToClient(request.peer, accepted, cause))
 
     # --- inside: end ------------------------------------------------------------------------------------------
@@ -368,7 +371,10 @@ class Life:
         request: Request | None = rank.work.get(rid)
         if request is None or request.attempt != attempt:
             return None
-        return next(leg for leg in request.legs if leg.rank is rank)
+        for leg in request.legs:
+            if leg.rank is rank:
+                return leg
+        return None
 
     def _over(self, leg: LegRun, request: Request) -> None:
         leg.over = True
@@ -398,12 +404,15 @@ class Life:
 
     def _finish(self, request: Request, out: list[Action]) -> None:
         """Done, once every leg is over."""
-        if not all(leg.over for leg in request.legs):
-            return
-        legs = tuple(leg.ended for leg in request.legs if leg.ended is not None and leg.ended.code == "ok")
+        legs: list[Ended] = []
+        for leg in request.legs:
+            if not leg.over:
+                return
+            if leg.ended is not None and leg.ended.code == "ok":
+                legs.append(leg.ended)
         self._counts["done"] += 1
         self._ends += 1
-        out.append(ToClient(request.peer, Done(request.rid, request.attempt, legs), cause="progress"))
+        out.append(ToClient(request.peer, Done(request.rid, request.attempt, tuple(legs)), cause="progress"))
         self._forget(request)
 
     def _leg_failed(
@@ -419,7 +428,8 @@ class Life:
             self._finish(request, out)
             return
         retry = code in MENDABLE and not request.streaming and request.attempt < MAX_ATTEMPT
-        if retry and request.tries < self._config.attempts:
+        poison = retry and request.losses >= self._config.attempts
+        if retry and not poison and request.tries < self._config.attempts:
             self._withdraw(request, "fenced", out, cause)
             request.avoid += (leg.rank,)
             request.attempt += 1
@@ -430,7 +440,7 @@ class Life:
             except Refusal as refusal:
                 self._fail(request, code, f"{sentence}; then: {refusal.sentence}", out, cause)
             return
-        if retry and request.losses >= request.tries > 1:
+        if poison or (retry and request.losses >= request.tries > 1):
             code, sentence = "poison", f"{request.losses} ranks were lost with it; the last: {sentence}"
         self._fail(request, code, sentence, out, cause, withdraw=_LEG_FAILED[leg.role])
 
@@ -453,6 +463,10 @@ class Life:
     ) -> None:
         self._withdraw(request, withdraw or code, out, cause)
         self._answer_failed(request.peer, request.rid, request.attempt, code, sentence, out, cause)
+        if request.losses:
+            self._losses[request.rid] = request.submit.offset, request.losses
+            if len(self._losses) > MAX_LOSSES:
+                self._losses.popitem(last=False)
         self._ends += 1
         self._forget(request)
 

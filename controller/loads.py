@@ -199,6 +199,7 @@ class LoadTable:
         rank.sent_tokens -= tokens
         rank.dispatched_total -= 1
         self.end(rank, tokens)
+        self._refresh(rank)
 
     def end(self, rank: RankLoad, tokens: int) -> None:
         """A dispatch of `tokens` is over, or given up: no longer outstanding (the estimate waits for a report)."""

@@ -102,12 +102,11 @@ class Rig:
         return next((rank for rank in ranks if (rank.instance, rank.dp_rank) == (instance, int(number))), None)
 
     def holder(self, role: Role) -> str:
-        """The part whose rank of this role runs the only request there is, once it has reported that it does."""
+        """The part whose rank of this role was given the only request there is."""
 
         def find() -> str:
             for rank in self.status().ranks:
-                busy = rank.load is not None and (rank.load.running or rank.load.waiting or rank.load.kv_tokens)
-                if rank.role == role and rank.outstanding and busy:
+                if rank.role == role and rank.outstanding:
                     return f"{rank.instance}/{rank.dp_rank}"
             return ""
 

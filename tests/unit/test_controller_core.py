@@ -343,6 +343,35 @@ class TestRetries:
         assert not world.dispatches(nodes[3])
         world.assert_empty()
 
+    def test_poison_is_known_again_when_its_client_comes_back_without_progress(self) -> None:
+        world = unified(U[0])
+        for epoch in (1, 2, 3):  # its only rank dies of it, and is started again each time
+            node = hello("u", 0, epoch=epoch)
+            world.join(node)
+            world.report(node)
+            world.submit(submit("r", attempt=epoch))
+            assert len(world.dispatches(node)) == 1
+            world.feed(Unreachable(peer_of(node)))
+        assert [f.code for f in world.answers(Failed)] == ["peer_lost", "peer_lost", "poison"]
+        world.assert_empty()
+
+    def test_a_request_that_made_progress_before_its_rank_was_lost_is_no_poison(self) -> None:
+        world = unified(U[0])
+        for epoch in (1, 2, 3, 4):
+            node = hello("u", 0, epoch=epoch)
+            world.join(node)
+            world.report(node)
+            world.submit(submit("r", attempt=epoch, offset=epoch))
+            world.feed(Unreachable(peer_of(node)))
+        assert [f.code for f in world.answers(Failed)] == ["peer_lost"] * 4
+
+    def test_an_undelivered_dispatch_leaves_no_trace_in_the_estimate(self) -> None:
+        world = unified()
+        world.report(U[0])
+        world.submit(submit("r"))
+        world.feed(Undelivered(peer_of(U[0]), world.dispatches(U[0])[0]))
+        assert (world.rank(U[0]).requests, world.rank(U[1]).requests) == (0, 1)
+
     def test_with_nowhere_to_go_it_fails_with_what_happened(self) -> None:
         world = unified(U[0])
         world.submit(submit("r"))
