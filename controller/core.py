@@ -62,6 +62,7 @@ from controller.placement import Placement
 from controller.policies import Policy
 from controller.policies.cache_aware import CacheAware
 from controller.prefix_index import PrefixIndex
+from controller.regret import Regret
 from controller.status import rank_status
 
 MEASURE_S = 0.5
@@ -87,6 +88,7 @@ class ControllerCore:
         self.health = Health(lease_s=config.lease_s, hang_s=config.hang_s, settle_s=config.settle_s, now=now)
         self.members = Members(config, epoch, self.table, self.health, self.counts)
         self.prefixes = PrefixIndex()
+        self.regret = Regret()
         aware = {
             role: CacheAware(self.prefixes, weight=config.cache_weight)
             for role, method in config.methods.items()
@@ -167,6 +169,8 @@ class ControllerCore:
             "payload_bytes": life.payload_bytes,
             "adoptable": len(life.adoption),
             "prefix_blocks": len(self.prefixes),
+            "regret_tokens": self.regret.tokens,
+            "regret_dispatches": self.regret.dispatches,
         }
 
     def validate(self) -> None:
@@ -243,8 +247,13 @@ class ControllerCore:
         self.health.bus_heard(now)
 
     def _on_load(self, message: LoadReport | Rooms | Member, load: Load, now: float, out: list[Action]) -> None:
+        known = self.table.ranks.get((message.instance, message.dp_rank))
+        acked, acked_tokens = (known.acked, known.acked_tokens) if known is not None else (0, 0)
         rank = self.table.apply((message.instance, message.dp_rank), message.epoch, load, now)
         if rank is not None:
+            if rank.acked > acked:
+                news = rank.acked - acked, rank.acked_tokens - acked_tokens
+                self.regret.acknowledged(rank, *news, self.table.ranks.values(), now)
             self.health.report(rank.key, load, now)
             if not rank.ready:
                 self._lose(self.members.assess(rank, now, out, "report"), now, out)

@@ -18,8 +18,16 @@ def collect(core: ControllerCore, now: float) -> Sequence[Metric]:
     rejected = {name.removeprefix("rejected_"): tally.pop(name) for name in list(tally) if name.startswith("rejected_")}
     alive = [gauge(f"pdbus_controller_{name}", f"{name} now", tally.pop(name)) for name in ALIVE]
     ranks = list(core.table.ranks.values())
+    regret = (
+        ("regret_tokens", "tokens queued at chosen ranks beyond the best one's, when their reports acknowledged"),
+        ("regret_dispatches", "dispatches that the regret was sampled of"),
+    )
     return (
         *alive,
+        *(
+            Metric(f"pdbus_controller_{name}_total", help, "counter", [Sample(tally.pop(name))])
+            for name, help in regret
+        ),
         labelled("counter", "pdbus_controller_events_total", "what happened so far, by name", "event", tally),
         labelled("counter", "pdbus_controller_failed_total", "requests failed, by code", "code", failed),
         labelled("counter", "pdbus_controller_rejected_total", "messages dropped, by reason", "reason", rejected),
@@ -46,6 +54,10 @@ def _labels(rank: RankLoad) -> dict[str, str]:
 def _gauge(name: str, help: str, ranks: Sequence[RankLoad], values: Sequence[float]) -> Metric:
     samples = [Sample(value, _labels(rank)) for rank, value in zip(ranks, values, strict=True)]
     return Metric(f"pdbus_controller_{name}", help, "gauge", samples)
+
+
+def _counter(name: str, help: str, value: int) -> Metric:
+    return Metric(f"pdbus_controller_{name}_total", help, "counter", [Sample(value)])
 
 
 def _dispatches(core: ControllerCore, ranks: Sequence[RankLoad]) -> Metric:
