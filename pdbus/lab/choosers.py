@@ -14,6 +14,7 @@ from typing import Protocol
 from bus.errors import ConfigError
 from bus.hashing import unpack_hashes
 from bus.messages import Hello, Load, MemberKey, Role, Sent, Submit
+from controller.groups import Metric
 from controller.loads import LoadTable
 from controller.policies import POLICIES, Policy
 from controller.policies.cache_aware import CacheAware
@@ -37,6 +38,9 @@ class Chooser(Protocol):
     def pick(self, request: Submit, now: float) -> int:
         """The dp_rank for `request`, charged at once."""
 
+    def least_tokens(self) -> int:
+        """What the least loaded rank is believed to have queued."""
+
     def ended(self, dp_rank: int, tokens: int) -> None:
         """A request charged there is over."""
 
@@ -55,6 +59,9 @@ class Chooser(Protocol):
 
 class Deaf:
     """The answers of a chooser that uses none of it."""
+
+    def least_tokens(self) -> int:
+        return 0
 
     def ended(self, dp_rank: int, tokens: int) -> None:
         pass
@@ -97,6 +104,11 @@ class TableChooser(Deaf):
         if isinstance(self.policy, CacheAware):
             self.policy.dispatched(rank, request)
         return rank.key[1]
+
+    def least_tokens(self) -> int:
+        rank = self._group.least(Metric.TOKENS)
+        assert rank is not None, "ranks without stated limits are always candidates"
+        return rank.tokens
 
     def ended(self, dp_rank: int, tokens: int) -> None:
         self.table.end(self.table.ranks[self._keys[dp_rank]], tokens)
@@ -191,6 +203,7 @@ class Method:
     report_interval_s: float | None = None  # None: the lab's setting, and a report after each step
     before_ingest: bool = False
     kv_events: bool = False
+    late: bool = False  # requests wait at the controller until a rank is about to run dry
 
 
 METHODS: dict[str, Method] = {
@@ -199,6 +212,8 @@ METHODS: dict[str, Method] = {
     "total_requests": Method("fewest requests, acknowledged reports"),
     "total_tokens": Method("fewest prompt tokens queued, acknowledged reports"),
     "cache_aware": Method("fewest tokens queued + to be computed, acknowledged reports", kv_events=True),
+    "late_tokens": Method("total_tokens, bound late from a central queue", late=True),
+    "late_cache": Method("cache_aware, bound late from a central queue", kv_events=True, late=True),
     "overwrite": Method("fewest tokens, plain reports each 20 ms, no acknowledgement", 0.02, before_ingest=True),
     "vllm_counts": Method("4 x waiting + running, plain reports each 100 ms, as vLLM", 0.1, before_ingest=True),
     "power_of_two": Method("better of two random ranks by tokens, acknowledged reports"),
@@ -227,5 +242,6 @@ def build_chooser(
         return Overwrite(ranks, lambda load: load.waiting_tokens, lambda tokens: tokens)
     if name == "vllm_counts":
         return Overwrite(ranks, lambda load: 4 * load.waiting + load.running, lambda tokens: 4)
+    name = {"late_tokens": "total_tokens", "late_cache": "cache_aware"}.get(name, name)
     policy: Policy = CacheAware(weight=config.cache_weight) if name == "cache_aware" else POLICIES[name]()
     return TableChooser(policy, role, ranks, controller, config, block_tokens)

@@ -36,6 +36,7 @@ class LabConfig:
     shared_counters: bool = True
     sent_interval_s: float = 0.01  # counters are shared when something was sent, at most this often
     cache_weight: float = 1.0
+    late_tokens: int = 4_096  # late binding: a rank with less than this queued gets the next request
     slo_ttft_s: float = 2.0
     slo_tpot_s: float = 0.05
     sample_s: float = 1.0
@@ -43,7 +44,7 @@ class LabConfig:
 
     def __post_init__(self) -> None:
         counts = ("ranks", "cache_blocks", "decode_kv_tokens", "chunk_tokens", "prefill_running", "decode_running",
-                  "controllers")  # fmt: skip
+                  "controllers", "late_tokens")  # fmt: skip
         for name in counts:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{_option(name)} must be at least 1, not {getattr(self, name)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
@@ -125,13 +126,15 @@ class _Run:
             build_chooser(config.decode_method, "decode", config.decode_ranks, n, config, self.decode, size)
             for n in range(config.controllers if config.decode_ranks else 0)
         ]
+        self.waiting: list[deque[int]] = [deque() for _ in range(config.controllers)]
         self.sharing = config.controllers > 1 and config.shared_counters
         self.share_due: dict[tuple[int, int], float] = {}
         self.outcome = Outcome(method, self.courses, config.sample_s)
 
     def run(self) -> Outcome:
         for number, course in enumerate(self.courses):
-            self.loop.call_at(course.request.arrival_s + self.config.hop_s, self._submit, number)
+            arrive = self._queue if self.kind.late else self._submit
+            self.loop.call_at(course.request.arrival_s + self.config.hop_s, arrive, number)
         self._start_reports(self.prefill.ranks, self.choosers, self.method)
         self._start_reports(self.decode.ranks, self.decode_choosers, self.config.decode_method)
         if self.sharing:
@@ -148,6 +151,17 @@ class _Run:
         return outcome
 
     # --- a request's course -----------------------------------------------------------------------------------
+
+    def _queue(self, number: int) -> None:
+        owner = self.owner[number]
+        self.waiting[owner].append(number)
+        self._bind(owner)
+
+    def _bind(self, owner: int) -> None:
+        """Late binding: dispatch while a rank is about to run dry."""
+        waiting = self.waiting[owner]
+        while waiting and self.choosers[owner].least_tokens() < self.config.late_tokens:
+            self._submit(waiting.popleft())
 
     def _submit(self, number: int) -> None:
         course, now = self.courses[number], self.loop.now
@@ -271,6 +285,8 @@ class _Run:
 
     def _deliver(self, chooser: Chooser, dp_rank: int, load: Load) -> None:
         chooser.report(dp_rank, load, self.loop.now)
+        if self.kind.late and chooser in self.choosers:
+            self._bind(self.choosers.index(chooser))
 
     def _kv_events(self, dp_rank: int, rank: VirtualRank, choosers: Seq[Chooser]) -> None:
         """Events lost on the way are asked for again (sequence numbers), so they are late but never missing."""

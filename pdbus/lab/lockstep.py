@@ -1,0 +1,87 @@
+"""Decode ranks that step in lockstep (DP attention): which placement keeps the heaviest rank light?
+
+A model of its own, smaller than the lab's: no memory limit, no prefill, every rank takes part in every step, and a step
+takes as long as its heaviest rank's. Owns that model and the placements compared; `examine` runs one of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from nodes.engines.timing import SimTiming
+from pdbus.lab.traces import Trace
+
+
+@dataclass(slots=True)
+class _Rank:
+    number: int
+    rows: int = 0
+    context: int = 0  # KV tokens of its rows
+    ends: dict[int, list[int]] = field(default_factory=dict)  # step -> context that leaves with it
+    picked: int = 0
+
+
+Placement = Callable[[list[_Rank], int, SimTiming, random.Random], _Rank]
+
+PLACEMENTS: dict[str, Placement] = {
+    "random": lambda ranks, prompt, timing, rng: rng.choice(ranks),
+    "round_robin": lambda ranks, prompt, timing, rng: min(ranks, key=lambda r: r.picked),
+    "total_requests": lambda ranks, prompt, timing, rng: min(ranks, key=lambda r: (r.rows, r.picked)),
+    "total_tokens": lambda ranks, prompt, timing, rng: min(ranks, key=lambda r: (r.context, r.rows, r.picked)),
+    "step_time": lambda ranks, prompt, timing, rng: min(
+        ranks, key=lambda r: (timing.step_s(0, r.rows, r.context), r.picked)
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Lockstep:
+    """Means over requests and over steps: seconds an output token, and the heaviest rank's share of work over the
+    mean rank's."""
+
+    tpot_mean_s: float
+    tpot_p99_s: float
+    imbalance: float
+    rows: float  # running at once, all ranks together
+
+
+def examine(trace: Trace, placement: str, ranks: int, *, timing: SimTiming | None = None, seed: int = 1) -> Lockstep:
+    """Every request of `trace` arrives at its time, already prefilled, and decodes to its end."""
+    timing = timing or SimTiming()
+    rng, choose = random.Random(seed), PLACEMENTS[placement]
+    group = [_Rank(number) for number in range(ranks)]
+    begun: dict[int, list[tuple[float, int]]] = {}  # last step -> (arrival, tokens) of what ends with it
+    tpots: list[float] = []
+    now, step, turn, heavy, even, rows_seen = 0.0, 0, 0, 0.0, 0.0, 0
+    arrivals = sorted((r for r in trace.requests if r.output_tokens > 1), key=lambda r: r.arrival_s)
+    at = 0
+    while at < len(arrivals) or any(rank.rows for rank in group):
+        if not any(rank.rows for rank in group):
+            now = max(now, arrivals[at].arrival_s)
+        while at < len(arrivals) and arrivals[at].arrival_s <= now:
+            request = arrivals[at]
+            at += 1
+            turn += 1
+            rank = choose(group, request.prompt_tokens, timing, rng)
+            rank.picked = turn
+            rank.rows += 1
+            rank.context += request.prompt_tokens
+            steps = request.output_tokens - 1
+            rank.ends.setdefault(step + steps, []).append(request.prompt_tokens + steps)
+            begun.setdefault(step + steps, []).append((now, steps))
+        works = [timing.step_s(0, rank.rows, rank.context) - timing.base_s for rank in group]
+        now += timing.base_s + max(works)
+        heavy += max(works)
+        even += sum(works) / ranks
+        step += 1
+        for rank in group:
+            rows_seen += rank.rows
+            rank.context += rank.rows
+            for context in rank.ends.pop(step, ()):
+                rank.rows -= 1
+                rank.context -= context
+        tpots += [(now - began) / steps for began, steps in begun.pop(step, ())]
+    tpots.sort()
+    return Lockstep(sum(tpots) / len(tpots), tpots[len(tpots) * 99 // 100], heavy / even, rows_seen / step)
