@@ -60,7 +60,7 @@ def _setting(name: str, text: str) -> Decorator:
 @_setting("decode_running", "Requests a decode rank runs at once.")
 @_option("--timing", type=click.Choice(list(TIMINGS)), default="h100-8b", help="How long a step takes.")
 @_option("--timing-scale", type=click.FloatRange(0.001, 1000.0), default=1.0,
-         help="All steps take this many times as long (a live run is then less disturbed by what else runs).")  # fmt: skip
+         help="All steps take this many times as long (live: less disturbed by what else runs).")  # fmt: skip
 @_setting("hop_s", "One message, one way.")
 @_setting("report_interval_s", "A load report at least this often (and after each prefill step).")
 @_setting("report_delay_s", "Reports arrive this much later than other messages.")
@@ -86,10 +86,8 @@ def replay(trace: Path | None, **options: Any) -> None:
 
     In virtual time, over the same load table, policies and batching that run live.
     """
-    config = LabConfig(
-        timing=timing_named(options["timing"]).scaled(options["timing_scale"]),
-        **{name: options[name] for name in _FROM_OPTIONS},
-    )
+    timing = timing_named(options["timing"]).scaled(options["timing_scale"])
+    config = LabConfig(timing=timing, **{name: options[name] for name in _FROM_OPTIONS})
     methods = _methods(options["methods"])
     requests = _trace(trace, options["duration_s"], config.seed)
     label = str(trace) if trace else requests.name
