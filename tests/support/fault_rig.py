@@ -129,11 +129,9 @@ class Rig:
         try:
             self.until(nothing, "the cluster is whole and idle")
         except AssertionError as error:
-            ranks = [
-                (r.instance, r.dp_rank, r.state, r.outstanding, r.load and (r.load.running, r.load.waiting, r.load.kv_tokens))
-                for r in self.status().ranks
-            ]  # fmt: skip
-            raise AssertionError(f"{error}; {self.status().counts['requests']} requests; {ranks}") from None
+            seen = self.status()
+            ranks = [(r.instance, r.dp_rank, r.state, r.outstanding, r.load) for r in seen.ranks]
+            raise AssertionError(f"{error}; {seen.counts['requests']} requests; {ranks}") from None
 
     def check(self, *, failed: dict[str, int] | None = None) -> None:
         """Every request ended once, rightly; those that failed did so with these codes."""
