@@ -24,18 +24,18 @@ LEASE_S = 0.8
 # A prompt of 300 tokens takes 0.3 s, then a token 5 ms, and its KV cache 1.2 MB: every stage can be met.
 TIMING = ("--sim-base-s", "0.005", "--sim-prefill-s-per-token", "0.001", "--sim-decode-s", "0",
           "--sim-context-s-per-token", "0", "--sim-kv-bytes-per-token", "4096", "--kv-tokens", "8192")  # fmt: skip
-CONTROLLER_ARGS = ("--lease-s", str(LEASE_S), "--hang-s", "1.0", "--stale-s", "0.6")
+CONTROLLER_ARGS = ("--lease-s", str(LEASE_S), "--hang-s", "6.0", "--stale-s", "0.6")
 
 
 class Rig:
     """`with rig(cluster) as r:`. Every request must end well unless the test says otherwise (`check`)."""
 
-    def __init__(self, cluster: Cluster, *, retries: int = 10) -> None:
+    def __init__(self, cluster: Cluster, *, retries: int = 10, address: str = "") -> None:
         self.cluster = cluster
         self.ledger = Ledger(f"t{time.monotonic_ns()}-")
         self.results: dict[str, Result] = {}
         self.tokens: dict[str, list[int]] = {}
-        self._where = where(cluster.controller, None, None)
+        self._where = where(address or cluster.controller, None, None)
         self._updates: queue.SimpleQueue[tuple[str, Update]] = queue.SimpleQueue()
         self.channel = Channel(self._where.endpoints, patience(retries, 20.0), keys=cluster.spec.keys)
         self._numbers = iter(range(1, 1_000_000))
@@ -51,6 +51,11 @@ class Rig:
         rid, plan = make_plan(prompt, Options(**options), self._where, "pair", (), self.channel)  # type: ignore[typeddict-item]
         self.channel.begin(rid, plan, lambda update: self._updates.put((rid, update)))
         return rid
+
+    @property
+    def controller(self) -> str:
+        """The client endpoint of its controller."""
+        return self._where.decode
 
     # --- waiting ------------------------------------------------------------------------------------------------
 
@@ -156,8 +161,9 @@ class Rig:
 
 
 @contextmanager
-def rig(cluster: Cluster, *, retries: int = 10) -> Iterator[Rig]:
-    made = Rig(cluster, retries=retries)
+def rig(cluster: Cluster, *, retries: int = 10, address: str = "") -> Iterator[Rig]:
+    """`address`: of a controller other than the cluster's first."""
+    made = Rig(cluster, retries=retries, address=address)
     try:
         yield made
     finally:
