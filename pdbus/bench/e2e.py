@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import struct
 import time
 from typing import Any
 
@@ -103,7 +104,8 @@ class _Client:
         rid = str(room)
         submit = Submit(rid, leg, PROMPT_TOKENS, OUTPUT_TOKENS, room)
         # every prompt is another one, so that no prefix cache helps
-        prompt = room.to_bytes(8, "little")[:3] + bytes(PROMPT_TOKENS * 4 - 3)
+        tokens = [*room.to_bytes(8, "little"), *range(PROMPT_TOKENS - 8)]
+        prompt = struct.pack(f"<{PROMPT_TOKENS}i", *tokens)
         began = time.perf_counter()
         self._dealer.send_multipart([codec.encode(submit), prompt, codec.encode(Params(ignore_eos=True))])
         accepted = self._receive(self._dealer, CONTROLLER_TO_CLIENT, Accepted)
@@ -113,11 +115,11 @@ class _Client:
         node.send(codec.encode(Attach(rid, accepted.attempt)))
         have = 0
         while have < OUTPUT_TOKENS:
-            tokens = self._receive(node, FROM_NODE_DATA, Tokens)
-            if tokens.ids and not have:
+            output = self._receive(node, FROM_NODE_DATA, Tokens)
+            if output.ids and not have:
                 times["first"] = time.perf_counter() - began
-            have += len(tokens.ids)
-            assert tokens.code == "ok", tokens
+            have += len(output.ids)
+            assert output.code == "ok", output
         times["last"] = time.perf_counter() - began
         node.send(codec.encode(Detach(rid, accepted.attempt)))
         self._receive(self._dealer, CONTROLLER_TO_CLIENT, Done)

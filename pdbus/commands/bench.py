@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,8 @@ from rich.console import Console
 
 from bus.errors import ConfigError
 
-NEEDED = ("aiohttp", "matplotlib", "psutil", "requests")
+NEEDED = ("aiohttp", "matplotlib", "requests")
+WIDTH = 160  # of tables that no terminal shows
 NAMES = ("dispatch", "latency", "pick", "report", "rooms", "idle", "scale", "e2e")
 
 
@@ -38,6 +40,8 @@ def bench(names: Sequence[str], as_json: bool, out: Path | None, runs: int, quic
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"benchmarks need {', '.join(missing)}: pip install 'pdbus[bench]'")
+    if sys.platform != "linux":
+        raise ConfigError("the benchmarks read the CPU times of processes, which they can on Linux alone")
     from pdbus.bench import BENCHMARKS, plot, table
     from pdbus.bench.harness import Row, Scope
 
@@ -61,7 +65,8 @@ def bench(names: Sequence[str], as_json: bool, out: Path | None, runs: int, quic
         results.append((benchmark.name, benchmark.title, rows))
         screen.print(f"{benchmark.name}: {len(rows)} figures in {time.monotonic() - began:.0f} s", highlight=False)
         if not as_json:
-            table.show(Console(), f"{benchmark.name}: {benchmark.title}", rows)
+            console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
+            table.show(console, f"{benchmark.name}: {benchmark.title}", rows)
     if as_json:
         click.echo(table.as_json(results))
     if out is not None:

@@ -1,0 +1,112 @@
+"""Fixed scripts over the hot paths, for counting what they do (`pdbus.bench.opcount`). Each is made anew and the same.
+
+A script is a function of no arguments that does its work `TIMES` times over; its inputs are made beforehand.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from bus import codec
+from bus.messages import (
+    CLIENT_TO_CONTROLLER,
+    NODE_TO_CONTROLLER,
+    PUBLICATIONS,
+    Accepted,
+    Ack,
+    Dispatch,
+    Ended,
+    Load,
+    LoadReport,
+    Location,
+    Message,
+    Progress,
+    Submit,
+)
+from controller.events import FromClient, FromNode, Tick, ToNode
+from controller.policies import POLICIES
+from pdbus.bench.controller_parts import core_of, publication_handler
+from pdbus.bench.pick import INSTANCE, requests, table_of
+from pdbus.bench.report import frames_of
+
+TIMES = 100
+RANKS = 64
+PAYLOAD = (bytes(4 * 128), b"params")
+Script = Callable[[], None]
+
+
+def pick(method: str, ranks: int = RANKS) -> Script:
+    table, policy = table_of(ranks), POLICIES[method]()
+    group = table.group("unified", "m")
+    submits = requests(TIMES, seed=1)
+
+    def script() -> None:
+        for submit in submits:
+            rank = policy.pick(group, submit, submit.prompt_tokens)
+            assert rank is not None
+            table.charge(rank, submit.prompt_tokens)
+
+    return script
+
+
+def report() -> Script:
+    handle = publication_handler(TIMES)
+    rounds = (frames_of(TIMES, seq, 1) for seq in itertools.count(2))
+    batches = [next(rounds) for _ in range(8)]  # a report counts only once, so every call takes the next
+    turns = iter(batches)
+
+    def script() -> None:
+        for frames in next(turns):
+            handle(frames)
+
+    return script
+
+
+def encode() -> Script:
+    location = Location(INSTANCE, 3, 1 << 60, "ipc:///run/user/1000/pdbus/node-3")
+    messages: list[Message] = [
+        Dispatch("r" * 32, 1, "unified", 3, 1 << 60, 12_345, 128, 128, 16),
+        Accepted("r" * 32, 1, None, None, location),
+    ]
+
+    def script() -> None:
+        for _ in range(TIMES // 2):
+            for message in messages:
+                codec.encode(message)
+
+    return script
+
+
+def decode() -> Script:
+    ended = Ended("r" * 32, 1, "unified", "ok", "", 16)
+    load = Load(9, 9, 3, 1, 500, 1_000, 1 << 20, 256, (Ack(1 << 60, 100, 9_000),))
+    frames = [
+        (codec.encode(Submit("r" * 32, "unified", 128, 16)), CLIENT_TO_CONTROLLER),
+        (codec.encode(Progress(INSTANCE, 3, 1 << 60, (("r" * 32, 1),), (ended,))), NODE_TO_CONTROLLER),
+        (codec.encode(LoadReport(INSTANCE, 3, 1 << 60, 9, load)), PUBLICATIONS),
+    ]
+
+    def script() -> None:
+        for _ in range(TIMES // 3):
+            for frame, table in frames:
+                codec.decode(frame, table)
+
+    return script
+
+
+def dispatch(method: str = "total_tokens") -> Script:
+    """The controller's core alone: a submit, its dispatch, its end."""
+    core = core_of(RANKS, method)
+    core.handle(Tick(), 1.0)
+    numbers = itertools.count()
+
+    def script() -> None:
+        for _ in range(TIMES):
+            rid = f"r{next(numbers):09d}"
+            sent = core.handle(FromClient(b"client", Submit(rid, "unified", 128, 16), PAYLOAD), 1.0)[0]
+            assert isinstance(sent, ToNode)
+            ended = (Ended(rid, 1, "unified", "ok", "", 16),)
+            core.handle(FromNode(sent.peer, Progress(INSTANCE, sent.peer, 1, ((rid, 1),), ended)), 1.0)
+
+    return script
