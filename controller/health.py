@@ -12,7 +12,8 @@ What is told apart, from three independent signs (the direct connection, the bus
 | hung | connected and busy, but its step counter stood still for `hang_s` |
 | gone | it said goodbye |
 
-When the whole bus is quiet (the broker died), no rank is blamed for it. Owns these verdicts; sends nothing.
+When the whole bus is quiet (the broker died), no rank is blamed for it; nor when it is this process that was away (its
+machine paused it): time that nobody looked is nobody's silence. Owns these verdicts; sends nothing.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Health:
         self._settled = False
         self._bus_at = now  # the bus last carried anything
         self._bus_since = now  # without a pause of a third of a lease
+        self._swept_at = now
         self.pulses: dict[MemberKey, Pulse] = {}
 
     # --- signs ------------------------------------------------------------------------------------------------
@@ -158,7 +160,12 @@ class Health:
         return change
 
     def sweep(self, now: float) -> list[Change]:
-        """Changes of all ranks."""
+        """Changes of all ranks. Wanted several times a lease: a longer pause between two calls is our own absence."""
+        away_s, self._swept_at = now - self._swept_at, now
+        if away_s > self._lease_s / 3:
+            for pulse in self.pulses.values():
+                pulse.heard_at = min(now, pulse.heard_at + away_s)
+                pulse.step_at = min(now, pulse.step_at + away_s)
         return [change for key in list(self.pulses) if (change := self.assess(key, now))]
 
     def settled(self, now: float) -> bool:

@@ -128,7 +128,8 @@ def test_changes_are_told_once() -> None:
     assert change is not None
     assert (change.old, change.new) == ("starting", "ready")
     assert rank.assess(KEY, 0.1) is None
-    assert [c.new for c in rank.sweep(LEASE + 1)] == ["lost"]
+    changes = [c.new for tenth in range(1, 10 * int(LEASE + 2)) for c in rank.sweep(tenth / 10)]
+    assert changes == ["lost"]
     assert rank.sweep(LEASE + 2) == []
 
 
@@ -140,3 +141,17 @@ def test_the_picture_settles_when_every_known_rank_has_reported_or_after_a_lease
     assert not health(settle_s=0.5).settled(0.4)
     assert health(settle_s=0.5).settled(0.5)
     assert health(idle=False, settle_s=0.5).settled(LEASE)
+
+
+def test_an_absence_of_our_own_is_held_against_nobody() -> None:
+    paused = health(idle=False)
+    paused.report(KEY, load(1, step=1, running=1), 0.1)
+    assert paused.sweep(0.2)[0].new == "ready"
+    for pause in (1, 2, 3):  # the process was stopped for ten leases, three times
+        now = pause * 10 * LEASE
+        assert not paused.sweep(now), "nobody is lost or hung for what we did not hear"
+        paused.heard(KEY, now + 0.1)
+        paused.moved(KEY, 1 + pause, True, now + 0.1)
+        assert not paused.sweep(now + 0.2)
+    changes = [change for tenth in range(3, 10 * int(LEASE + 2)) for change in paused.sweep(now + tenth / 10)]
+    assert [change.new for change in changes] == ["lost"], "but who then stays silent is lost within its lease"
