@@ -30,8 +30,8 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def number(value: float) -> str:
     """Three significant digits, thousands apart."""
-    if abs(value) >= 1_000:
-        return f"{round(value, 2 - len(str(int(abs(value)))) + 1):,.0f}"
+    if abs(value) >= 999.5:
+        return f"{round(value, 3 - len(str(round(abs(value))))):,.0f}"
     return f"{value:.3g}"
 
 

@@ -1,0 +1,52 @@
+"""`pdbus bench` runs, reports and leaves its files; no figure is judged here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-c", "from pdbus.cli import main; main()", "bench", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", ["report", "e2e"])
+def test_json_table_and_plot(name: str, tmp_path: Path) -> None:
+    done = bench(name, "--quick", "--json", "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["name"] == name
+    for row in result["rows"]:
+        assert set(row) >= {"case", "metric", "value", "unit", "floor", "ratio"}
+        assert row["value"] > 0
+        assert row["ratio"] is None or row["ratio"] == pytest.approx(row["value"] / row["floor"])
+    assert json.loads((tmp_path / "out" / "bench.json").read_text()) == result
+    assert f"## {name}" in (tmp_path / "out" / "bench.md").read_text()
+    assert (tmp_path / "out" / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{name}: " in done.stderr, "progress"
+
+
+@pytest.mark.slow
+def test_dispatch_beside_the_bare_broker() -> None:
+    done = bench("dispatch", "--quick", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["case"] for row in rows] == ["512 B", "512 B", "8 KiB", "8 KiB", "128 KiB", "128 KiB"]
+    assert all(row["floor"] > 0 for row in rows)
+
+
+def test_a_folder_that_cannot_be_made_is_one_line() -> None:
+    done = bench("pick", "--quick", "--out", "/dev/null/out")
+    assert done.returncode == 2
+    assert "/dev/null/out" in done.stderr
+    assert "Traceback" not in done.stderr

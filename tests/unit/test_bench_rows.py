@@ -1,0 +1,96 @@
+"""How benchmark figures are summed up and shown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pdbus.bench import BENCHMARKS, plot, table
+from pdbus.bench.harness import Aim, PartFailed, Row, in_child, percentile, row
+from pdbus.commands.bench import NAMES
+
+
+def test_a_row_is_of_medians_and_their_ratio() -> None:
+    made = row("8 ranks", "pick", "µs", [4.0, 2.0, 3.0], [1.0, 2.0, 9.0])
+    assert (made.value, made.floor, made.ratio) == (3.0, 2.0, 1.5)
+    assert made.spread == pytest.approx((4.0 - 2.0) / 2 / 3.0)
+
+
+def test_one_run_has_no_spread_and_no_floor_no_ratio() -> None:
+    made = row("8 ranks", "pick", "µs", [4.0])
+    assert (made.spread, made.floor, made.ratio, made.met) == (None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("aim", "met"),
+    [
+        (Aim(1.5), True),
+        (Aim(1.4), False),
+        (Aim(3.0, of_ratio=False), True),
+        (Aim(2.9, of_ratio=False), False),
+        (Aim(3.0, of_ratio=False, at_least=True), True),
+        (Aim(3.1, of_ratio=False, at_least=True), False),
+    ],
+)
+def test_an_aim_is_for_the_ratio_or_the_value(aim: Aim, met: bool) -> None:
+    assert row("c", "m", "µs", [3.0], [2.0], aim).met is met
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.0, 1), (0.5, 5), (0.9, 9), (0.99, 10), (1.0, 10)])
+def test_percentile_is_one_of_the_values(share: float, value: int) -> None:
+    assert percentile([10, 9, 8, 7, 6, 5, 4, 3, 2, 1], share) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.1234, "0.123"), (12.34, "12.3"), (999.9, "1,000"), (12_345.6, "12,300"), (1_234_567, "1,230,000")],
+)
+def test_numbers_have_three_digits(value: float, text: str) -> None:
+    assert table.number(value) == text
+
+
+ROWS = [Row("512 B", "cpu", 60.0, "µs", 40.0, 1.5, 0.1, Aim(1.5)), Row("512 B", "rate", 9e3, "1/s")]
+
+
+def test_json_is_one_object_with_the_keys_that_programs_read() -> None:
+    one = json.loads(table.as_json([("dispatch", "title", ROWS)]))
+    assert one["name"] == "dispatch"
+    assert one["rows"][0] == {
+        "case": "512 B", "metric": "cpu", "value": 60.0, "unit": "µs", "floor": 40.0, "ratio": 1.5, "spread": 0.1
+    }  # fmt: skip
+    several = json.loads(table.as_json([("dispatch", "title", ROWS), ("pick", "title", ROWS)]))
+    assert several["name"] == "all"
+    assert [each["case"] for each in several["rows"]] == ["dispatch: 512 B"] * 2 + ["pick: 512 B"] * 2
+
+
+def test_tables_say_whether_an_aim_is_met() -> None:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    table.show(console, "dispatch", ROWS)
+    console.file.close()
+    assert "≤ 1.5× │ met" in console.export_text()
+    assert "| 512 B | cpu | 60 µs | ±10% | 40 µs | 1.50× | ≤ 1.5× | met |" in table.markdown([("d", "t", ROWS)])
+
+
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+    assert plot.save([("dispatch", "title", ROWS)], tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert not plot.save([("idle", "title", ROWS[1:])], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_the_command_offers_what_there_is() -> None:
+    assert tuple(BENCHMARKS) == NAMES
+
+
+def test_a_part_that_fails_says_why() -> None:
+    with pytest.raises(PartFailed, match="no_such_method"):
+        in_child("pick:measure", method="no_such_method", ranks=8, picks=10)
+
+
+def test_a_part_measures_in_a_process_of_its_own() -> None:
+    taken = in_child("pick:measure", method="total_tokens", ranks=8, picks=300)
+    assert len(taken["ours"]) == len(taken["argmin"]) > 1
+    assert min(taken["ours"]) > 0

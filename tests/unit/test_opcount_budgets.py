@@ -1,0 +1,65 @@
+"""The hot paths do no more than their budget: instructions and calls into C, counted over fixed scripts, not timed.
+
+Over budget: the path got slower; make it lean again, or raise the budget and say in the commit what it buys. Far under
+it: lower the budget, so that the gain is kept.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from pdbus.bench import scripts
+from pdbus.bench.opcount import count
+
+BUDGETS = {  # a single pick, report, message or request: (instructions, calls into C), Python 3.11
+    "pick by round_robin": (418, 1),
+    "pick by follow_bootstrap_room": (202, 5),
+    "pick by total_requests": (423, 1),
+    "pick by total_tokens": (433, 1),
+    "pick by cache_aware": (444, 1),
+    "pick by total_tokens of 4096": (598, 1),
+    "report": (531, 14),
+    "encode": (28, 2),
+    "decode": (66, 5),
+    "dispatch": (2148, 27),
+}
+SCRIPTS = {
+    "pick by round_robin": lambda: scripts.pick("round_robin"),
+    "pick by follow_bootstrap_room": lambda: scripts.pick("follow_bootstrap_room"),
+    "pick by total_requests": lambda: scripts.pick("total_requests"),
+    "pick by total_tokens": lambda: scripts.pick("total_tokens"),
+    "pick by cache_aware": lambda: scripts.pick("cache_aware"),
+    "pick by total_tokens of 4096": lambda: scripts.pick("total_tokens", 4096),
+    "report": scripts.report,
+    "encode": scripts.encode,
+    "decode": scripts.decode,
+    "dispatch": scripts.dispatch,
+}
+OVER = 1.05 if sys.version_info[:2] == (3, 11) else 1.5  # other versions compile to other instructions
+UNDER = 0.85 if sys.version_info[:2] == (3, 11) else 0.4
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_within_budget(name: str) -> None:
+    used = count(SCRIPTS[name]())
+    for what, number, budget in zip(
+        ("instructions", "calls into C"), (used.instructions, used.c_calls), BUDGETS[name], strict=True
+    ):
+        each = number / scripts.TIMES
+        assert each <= budget * OVER, f"{name}: {each:.1f} {what} each, budget {budget}"
+        assert each >= budget * UNDER - 1, f"{name}: {each:.1f} {what} each; lower the budget of {budget}"
+
+
+def test_a_slower_path_shows() -> None:
+    script = scripts.pick("total_tokens")
+
+    def slower() -> None:
+        script()
+        for _ in range(scripts.TIMES):
+            sum(range(3))
+
+    lean, heavy = count(script), count(slower)
+    assert heavy.c_calls - lean.c_calls >= scripts.TIMES
+    assert heavy.instructions - lean.instructions >= 3 * scripts.TIMES
