@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 import structlog
 from msgspec import ValidationError, convert, to_builtins
 
-from bus import codec, topics
+from bus import codec, subscription, topics
 from bus.actions import Publish
 from bus.endpoints import BusAddress
 from bus.epochs import new_epoch
@@ -181,7 +181,7 @@ class Publisher:
             command = self._queue.popleft()
             try:
                 self._publish(self._carry_out(command, now))
-            except (ValidationError, TypeError, LocalProtocolError) as error:
+            except (ValidationError, TypeError) as error:
                 self._refuse(f"{command}: {error}")
         self._publish(self._core.flush(now))
 
@@ -204,7 +204,7 @@ class Publisher:
 
     def _on_frames(self, frames: list[bytes]) -> None:
         try:
-            message = codec.decode(frames[-1], PUBLICATIONS)
+            message = subscription.read(frames)
         except RemoteProtocolError as error:
             if not self.rejected:
                 log.warning("message.rejected", reason=error.reason)
@@ -216,7 +216,12 @@ class Publisher:
 
     def _publish(self, publications: list[Publish]) -> None:
         for publication in publications:
-            self._pub.send_multipart((topics.of(publication.message), codec.encode(publication.message)))
+            try:
+                frame = codec.encode(publication.message)
+            except (LocalProtocolError, TypeError, ValueError, OverflowError) as error:
+                self._refuse(f"{publication.cause}: {error}")
+            else:
+                self._pub.send_multipart((topics.of(publication.message), frame))
 
     def _leave(self) -> None:
         self._drain()

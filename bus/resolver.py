@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import structlog
 import zmq
 
-from bus import codec, topics
+from bus import codec, subscription, topics
 from bus.actions import Send
 from bus.endpoints import BusAddress
 from bus.errors import LocalProtocolError, RemoteProtocolError
 from bus.loop import Loop
-from bus.messages import FROM_BROKER, PUBLICATIONS, Code, Location, Message
+from bus.messages import FROM_BROKER, Code, Location, Message
 from bus.resolution import Action, Resolved, ResolverCore
 from bus.security import load_keys
 from bus.sockets import Sockets
@@ -68,9 +69,9 @@ class Resolver:
         self._loop = Loop()
         self._sockets = Sockets(keys=self._keys)
         self._dealer = self._sockets.dealer(self.address.bootstrap)
-        self._loop.add(self._dealer, lambda frames: self._on_frames(frames, FROM_BROKER))
+        self._loop.add(self._dealer, lambda frames: self._on_frames(frames, _read_answer))
         sub = self._sockets.sub(self.address.subscribe, (topics.BEACON,))
-        self._loop.add(sub, lambda frames: self._on_frames(frames, PUBLICATIONS))
+        self._loop.add(sub, lambda frames: self._on_frames(frames, subscription.read))
         self._loop.call_every(TICK_S, lambda: self._do(self._core.tick(self._loop.clock())))
         self._thread = threading.Thread(target=self._run, name="resolver", daemon=True)
         self._thread.start()
@@ -160,9 +161,9 @@ class Resolver:
                 self._do(wanted)
         self._do(self._core.flush(now))
 
-    def _on_frames(self, frames: list[bytes], table: dict[str, type[Message]]) -> None:
+    def _on_frames(self, frames: list[bytes], read: Callable[[Sequence[bytes]], Message]) -> None:
         try:
-            message = codec.decode(frames[-1], table)
+            message = read(frames)
         except RemoteProtocolError as error:
             if not self.rejected:
                 log.warning("message.rejected", reason=error.reason)
@@ -191,6 +192,12 @@ class Resolver:
             pass  # the broker is away and the queue full: asked again later
         except LocalProtocolError as error:
             log.warning("query.refused", why=str(error))
+
+
+def _read_answer(frames: Sequence[bytes]) -> Message:
+    if len(frames) != 2 or frames[0]:
+        raise RemoteProtocolError("frames", f"{len(frames)} frames")
+    return codec.decode(frames[1], FROM_BROKER)
 
 
 def _makes_sense(attempt: object, instance: object, dp_rank: object, deadline_s: object) -> bool:

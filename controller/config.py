@@ -11,7 +11,7 @@ from bus.messages import Role
 from controller.feeds.settings import EngineSettings
 from controller.policies import resolve
 
-_NAME = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ControllerConfig:
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.instances):
-            if not _NAME.match(name):
+            if not _NAME.fullmatch(name):
                 raise ConfigError(f"{name!r} is no name: use 1 to 64 of A-Z a-z 0-9 . _ -")
         BusAddress(self.bus)
         ControllerAddress(self.controller)
