@@ -518,6 +518,7 @@ class Status(Message, frozen=True, tag="status_is"):
     methods: dict[str, str]  # role -> load_balance_method in force
     counts: dict[str, int]
     ranks: Annotated[tuple[RankStatus, ...], Meta(max_length=MAX_DP_SIZE)]
+    remaining: Count = 0  # ranks that further messages of this id bring
 
 
 class DrainRank(Message, frozen=True, tag="drain_rank"):

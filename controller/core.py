@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from bus.actions import Publish
 from bus.messages import (
+    MAX_DP_SIZE,
     Beacon,
     Bye,
     Cancel,
@@ -38,6 +39,7 @@ from bus.messages import (
     Submit,
     Who,
 )
+from bus.status import split
 from controller.config import ControllerConfig
 from controller.events import (
     Action,
@@ -186,7 +188,7 @@ class ControllerCore:
     # --- from clients -----------------------------------------------------------------------------------------
 
     def _on_status_query(self, peer: Any, query: StatusQuery, now: float, out: list[Action]) -> None:
-        out.append(ToClient(peer, self.status(query.id, now), "status"))
+        out.extend(ToClient(peer, part, "status") for part in split(self.status(query.id, now)))
 
     def _on_drain_rank(self, peer: Any, order: DrainRank, now: float, out: list[Action]) -> None:
         rank = self.table.ranks.get((order.instance, order.dp_rank))
@@ -197,7 +199,7 @@ class ControllerCore:
         self.health.drain(rank.key)
         self._lose(self.members.assess(rank, now, out, "drain"), now, out)
         out.append(ToNode(rank.peer, Drain(order.dp_rank), cause="drain"))
-        out.append(ToClient(peer, self.status(order.id, now), "drain"))
+        out.extend(ToClient(peer, part, "drain") for part in split(self.status(order.id, now)))
 
     # --- from nodes -------------------------------------------------------------------------------------------
 
@@ -315,5 +317,8 @@ class ControllerCore:
         if now - self._sent_at < due_s or not self.table.ranks:
             return
         self._sent_at, self._sent_turn = now, turn
-        self._sent_seq += 1
-        out.append(Publish(Sent(self.config.name, self.epoch, self._sent_seq, self.table.counters()), "time"))
+        counters = self.table.counters()
+        for at in range(0, len(counters), MAX_DP_SIZE):
+            self._sent_seq += 1
+            some = counters[at : at + MAX_DP_SIZE]
+            out.append(Publish(Sent(self.config.name, self.epoch, self._sent_seq, some), "time"))

@@ -28,6 +28,7 @@ from bus.messages import (
     StatusQuery,
     Submit,
 )
+from bus.status import join
 from controller.config import ControllerConfig
 from controller.shell import LOCAL, Controller
 
@@ -123,15 +124,20 @@ class Dispatcher:
         with self._arrived:
             self._status = None
             self.controller.submit_local(StatusQuery(0))
-            if not self._arrived.wait_for(lambda: self._status is not None, timeout_s) or self._status is None:
-                raise TimeoutError(f"the {LOCAL} controller did not answer in {timeout_s:g} s")
-            return self._status
+            self._arrived.wait_for(lambda: self._complete_status() is not None, timeout_s)
+            status = self._complete_status()
+        if status is None:
+            raise TimeoutError(f"the {LOCAL} controller did not answer in {timeout_s:g} s")
+        return status
+
+    def _complete_status(self) -> Status | None:
+        return None if self._status is None or self._status.remaining else self._status
 
     def _on_answer(self, message: Message) -> None:
         """On the controller's thread. A request has at most `attempts` + 1 answers, so the hand-over is bounded."""
         with self._arrived:
             if isinstance(message, Status):
-                self._status = message
+                self._status = join(self._status, message)
             elif isinstance(message, Accepted | Done | Failed):
                 self._answers.append(message)
             self._arrived.notify_all()

@@ -17,7 +17,7 @@ from typing import Any
 import structlog
 import zmq
 
-from bus import codec, metrics, topics
+from bus import codec, metrics, subscription, topics
 from bus.actions import Note, Publish
 from bus.broker import Broker, BrokerConfig
 from bus.endpoints import BusAddress, ControllerAddress
@@ -28,7 +28,6 @@ from bus.loop import Loop
 from bus.messages import (
     CLIENT_TO_CONTROLLER,
     NODE_TO_CONTROLLER,
-    PUBLICATIONS,
     Beacon,
     Code,
     Load,
@@ -232,11 +231,7 @@ class Controller:
 
     def _on_publication(self, frames: list[bytes]) -> None:
         try:
-            if len(frames) != 2:
-                raise RemoteProtocolError("frames", f"{len(frames)} frames")
-            message = codec.decode(frames[1], PUBLICATIONS)
-            if topics.of(message) != frames[0]:
-                raise RemoteProtocolError("topic", repr(frames[0][:80]))
+            message = subscription.read(frames)
         except RemoteProtocolError as error:
             self._reject(frames[0], error)
             return
@@ -279,7 +274,7 @@ class Controller:
                 elif failure == errno.EAGAIN:
                     outbox.extend(self.core.handle(Undelivered(action.peer, action.message), self.loop.clock()))
             elif type(action) is Publish:
-                self._pub.send_multipart((topics.of(action.message), codec.encode(action.message)))
+                self._publish(action.message)
             elif type(action) is Note:
                 getattr(log, action.level)(action.event, cause=action.cause, **action.fields)
             elif action.peer == LOCAL:
@@ -295,7 +290,9 @@ class Controller:
             header = codec.encode(message)
         except LocalProtocolError as error:
             log.error("message.too_large", detail=str(error))
-            header = codec.encode(Refused("too_many", "the answer does not fit in a message"))
+            header = codec.encode(
+                Refused("too_many", "the answer does not fit in a message", getattr(message, "id", 0))
+            )
         try:
             send(router, (peer, header, *frames))
         except zmq.ZMQError as error:
@@ -303,6 +300,12 @@ class Controller:
                 raise
             return error.errno
         return 0
+
+    def _publish(self, message: Message) -> None:
+        try:
+            self._pub.send_multipart((topics.of(message), codec.encode(message)))
+        except LocalProtocolError as error:
+            log.error("message.too_large", detail=str(error))
 
     def _gather(self) -> None:
         self._metrics = collect(self.core, self.loop.clock())

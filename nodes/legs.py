@@ -42,6 +42,8 @@ from nodes.streams import Streams
 LOCATE_S = 30.0  # for the broker to learn where a room is prefilled
 ASK_S = 1.0  # a waiting decode leg shows its prefill rank that it lives
 PREFILL_SILENT_S = 5.0
+MAX_LIVE = 65_535  # legs, and bytes of their names, that one hello can list
+MAX_NAMES_BYTES = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class Legs:
         self._by_seq: dict[int, Leg] = {}
         self._by_room: dict[int, Leg] = {}
         self._prompt_bytes = 0
+        self._names_bytes = 0
         self._next_seq = 0
         self._load_seq = 0
 
@@ -116,6 +119,8 @@ class Legs:
             waiting_bytes = self._prompt_bytes + 4 * len(leg.prompt)
             if self.scheduler.waiting >= self.limits.max_waiting or waiting_bytes > self.limits.max_waiting_bytes:
                 raise Rejected("overloaded", f"{self.scheduler.waiting} requests are waiting at this rank")
+            if len(self._legs) >= MAX_LIVE or self._names_bytes + _name_bytes(leg.rid) > MAX_NAMES_BYTES:
+                raise Rejected("overloaded", f"{len(self._legs)} requests are at this rank")
         except Rejected as refusal:
             return actions + self._reject(owner, dispatch, refusal)
         leg.owner = owner
@@ -274,6 +279,7 @@ class Legs:
         leg.seq = self._next_seq
         self._legs[leg.rid] = self._by_seq[leg.seq] = leg
         self._prompt_bytes += 4 * len(leg.prompt)
+        self._names_bytes += _name_bytes(leg.rid)
         imported = leg.kind == "decode"
         self.scheduler.add(
             Sequence(
@@ -419,6 +425,7 @@ class Legs:
         actions: list[Action] = []
         del self._legs[leg.rid], self._by_seq[leg.seq]
         self._prompt_bytes -= 4 * len(leg.prompt)
+        self._names_bytes -= _name_bytes(leg.rid)
         self.scheduler.cancel(leg.seq)
         self._by_room.pop(leg.room, None)
         if leg.kind == "prefill":
@@ -445,6 +452,11 @@ class Legs:
 
     def _count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1
+
+
+def _name_bytes(rid: str) -> int:
+    """What `(rid, attempt)` takes in a hello, at most."""
+    return len(rid.encode()) + 9
 
 
 def _end_code(code: Code) -> Code:

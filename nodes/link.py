@@ -35,8 +35,8 @@ from bus.sockets import PAYLOAD_MAX, Socket, Sockets
 HELLO_S = 1.0
 WHO_GAP_S = 0.05
 DEFAULT_LEASE_S = 3.0
-MAX_ENDED_PER_MESSAGE = 512  # stays far below the limit of a frame, messages included
-MAX_STARTED_PER_MESSAGE = 4096
+MAX_ENDED_PER_MESSAGE = 128  # so that both fit in a frame with the longest rids and sentences, in any script
+MAX_STARTED_PER_MESSAGE = 512
 
 log = structlog.get_logger("node")
 

@@ -24,6 +24,7 @@ from bus.loop import Loop
 from bus.messages import CONTROLLER_TO_CLIENT, FROM_NODE_DATA, Failed, Message, Refused, Status
 from bus.security import load_keys
 from bus.sockets import PAYLOAD_MAX, Socket, Sockets
+from bus.status import join
 from pdbus.client.core import Begin, CancelAsked, ClientCore, Event, Received, Tick
 from pdbus.client.outcome import Result, failure
 from pdbus.client.plan import RequestPlan
@@ -54,6 +55,7 @@ class _Question:
     answer: Future[Message]
     next_at: float
     until: float
+    status: Status | None = None  # as far as it has come
 
 
 class Channel:
@@ -211,9 +213,14 @@ class Channel:
             self._handle(Received(endpoint, message))
 
     def _answered(self, message: Status | Refused) -> None:
-        question = self._questions.pop(message.id, None)
+        question = self._questions.get(message.id)
         if question is None or question.answer.done():
             return
+        if isinstance(message, Status):
+            question.status = message = join(question.status, message)
+            if message.remaining:
+                return
+        del self._questions[message.id]
         if isinstance(message, Refused) and message.code != "ok":
             question.answer.set_exception(RequestFailed(message.code, message.message))
         else:
