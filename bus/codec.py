@@ -1,4 +1,4 @@
-"""Messages to bytes and back: the only module that imports `msgpack`.
+"""Messages to bytes and back: the only part of pdbus that uses `msgpack`.
 
 A message frame is one version byte (`0x01`) followed by a MessagePack array `[tag, field, ...]`. Decoding checks
 size and version, parses with MessagePack's own limits, looks the tag up in the table of the socket it came from,

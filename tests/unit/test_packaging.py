@@ -67,8 +67,12 @@ def test_packages_import_only_what_the_architecture_allows(package: str) -> None
     assert not wrong
 
 
-@pytest.mark.parametrize(("module", "only_in"), [("msgpack", "bus/codec.py"), ("pickle", None), ("marshal", None)])
-def test_one_codec_and_no_pickle(module: str, only_in: str | None) -> None:
+@pytest.mark.parametrize(
+    ("module", "only_in"),
+    [("msgpack", ["bus/codec.py", "pdbus/bench/report.py"]), ("pickle", []), ("marshal", [])],
+)
+def test_one_codec_and_no_pickle(module: str, only_in: list[str]) -> None:
+    """The benchmark times bare MessagePack as the floor under our codec."""
     importers = []
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -77,4 +81,4 @@ def test_one_codec_and_no_pickle(module: str, only_in: str | None) -> None:
                 names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
                 if module in {name.split(".")[0] for name in names}:
                     importers.append(str(path.relative_to(ROOT)))
-    assert importers == ([only_in] if only_in else [])
+    assert importers == only_in
