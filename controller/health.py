@@ -44,6 +44,15 @@ class Pulse:
     returning: bool = False  # it was dead since it was last ready
     state: RankState = "starting"  # the last verdict
 
+    def moved(self, step: int, busy: bool, now: float) -> None:
+        """Its step counter now; only a rise counts as movement."""
+        if step > self.step:
+            self.step = step
+            self.step_at = now
+        elif not busy or not self.busy:
+            self.step_at = now
+        self.busy = busy
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -87,12 +96,8 @@ class Health:
     def moved(self, key: MemberKey, step: int, busy: bool, now: float) -> None:
         """Its step counter, from a pong or a report; these overtake each other, so only a rise counts as movement."""
         pulse = self.pulses.get(key)
-        if pulse is None:
-            return
-        if step > pulse.step or not busy or not pulse.busy:
-            pulse.step_at = now
-        pulse.step = max(step, pulse.step)
-        pulse.busy = busy
+        if pulse is not None:
+            pulse.moved(step, busy, now)
 
     def report(self, key: MemberKey, load: Load, now: float) -> None:
         """A load report of its epoch came over the bus."""
@@ -100,7 +105,7 @@ class Health:
         if pulse is not None:
             pulse.reported_at = now
             pulse.known = True
-            self.moved(key, load.step, load.running > 0, now)
+            pulse.moved(load.step, load.running > 0, now)
 
     def bus_heard(self, now: float) -> None:
         """The bus carried something, of anybody."""
