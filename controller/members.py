@@ -148,7 +148,10 @@ class Members:
         mine = (hello.role, hello.model, hello.dp_size)
         for rank in self._table.ranks.values():
             info = rank.info
-            if info.instance != hello.instance or rank.key == key or self.state(rank) in DEAD:
+            if rank.key == key:
+                if rank.epoch != hello.epoch:
+                    continue  # another start of it may be another thing
+            elif info.instance != hello.instance or self.state(rank) in DEAD:
                 continue
             if (info.role, info.model, info.dp_size) != mine:
                 return refuse(

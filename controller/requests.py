@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
-from bus.messages import MAX_ROOM, Code, Dispatch, Ended, Leg, Location, Role, Submit
+from bus.messages import MAX_DP_SIZE, MAX_ROOM, Code, Dispatch, Ended, Leg, Location, Role, Submit
 from controller.rank import RankLoad
 
 ROLES: dict[Leg, tuple[Role, ...]] = {
@@ -124,6 +124,9 @@ def check(submit: Submit, frames: Sequence[Any]) -> None:
         raise Refusal("bad_room", f"a {submit.leg} request needs a bootstrap_room")
     if room is not None and not 0 <= room <= MAX_ROOM:
         raise Refusal("bad_room", f"bootstrap_room {room} is outside 0..2^63-1")
+    told = submit.disagg_prefill_dp_rank
+    if told is not None and not 0 <= told < MAX_DP_SIZE:
+        raise Refusal("bad_rank", f"disagg_prefill_dp_rank {told} is outside 0..{MAX_DP_SIZE - 1}")
 
 
 def same_request(a: Submit, b: Submit) -> bool:

@@ -38,6 +38,7 @@ RESEND_S = 1.0  # a submit without an answer is repeated (which is harmless), at
 RESEND_MAX_S = 4.0
 GAP_S = 0.25  # between two requests to fill the same gap
 BACKOFF_S = 0.1
+MAX_ATTEMPT = 1_000_000  # of the protocol
 BACKOFF_MAX_S = 2.0
 
 
@@ -294,12 +295,13 @@ class Request:
             return self._end("length", now)  # the last message was lost, the output is whole
         if self.ids and self.ids[-1] in self.plan.stop_ids:
             return self._end("stop", now)
-        if code not in RETRYABLE | {"fenced"} or caller_chose or self._retries >= self._patience.retries:
+        attempt = max(leg.attempt for leg in self.legs) + 1
+        final = code not in RETRYABLE | {"fenced"} or attempt > MAX_ATTEMPT
+        if final or caller_chose or self._retries >= self._patience.retries:
             return self._end("failed", now, code, message, retry_after_s)
         actions = self._detach() + self._cancel_legs(code)
         backoff_s = min(BACKOFF_MAX_S, BACKOFF_S * 2**self._retries) * self._rng.uniform(0.5, 1.0)
         self._retries += 1
-        attempt = max(leg.attempt for leg in self.legs) + 1
         for leg in self.legs:
             leg.attempt = attempt
             leg.answered, leg.over = True, False

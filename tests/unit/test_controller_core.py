@@ -149,6 +149,13 @@ class TestLoneLegs:
         assert len(world.answers(Done)) == 1
         world.assert_empty()
 
+    @pytest.mark.parametrize("told", [-1, 4096])
+    def test_a_prefill_rank_that_no_instance_can_have_is_refused(self, told: int) -> None:
+        world = pd()
+        world.submit(submit("r", "decode", bootstrap_room=4, disagg_prefill_dp_rank=told))
+        assert failure(world).code == "bad_rank"
+        world.assert_empty()
+
     def test_decode_is_told_what_the_caller_says(self) -> None:
         world = pd()
         world.submit(submit("r", "decode", disagg_prefill_dp_rank=1))
@@ -507,6 +514,7 @@ class TestRanks:
             (hello("u", 1, dp_size=3), "bad_identity"),
             (hello("u", 1, role="decode"), "bad_identity"),
             (hello("u", 1, model="other"), "bad_identity"),
+            (hello("u", 0, model="other"), "bad_identity"),  # the same start of the same rank
         ],
     )
     def test_a_claim_that_contradicts_its_instance_is_refused(self, claim: Any, code: str) -> None:
