@@ -96,7 +96,9 @@ class Rank:
         self.pub = self.socket(zmq.PUB, derive(bus, "pub", 0))
         self.sub = self.socket(zmq.SUB, derive(bus, "sub", 1))
         self.sub.setsockopt(zmq.SUBSCRIBE, b"beacon/")
-        self.sub.setsockopt(zmq.SUBSCRIBE, b"to/%s/%d/" % (options.instance.encode(), options.dp_rank))
+        for kind in (b"to", b"member"):  # what the broker tells us, and our own words when they come back
+            self.sub.setsockopt(zmq.SUBSCRIBE, b"%s/%s/%d/" % (kind, options.instance.encode(), options.dp_rank))
+        self.on_the_bus = ""  # our state as the others hear it
         self.controllers = [self.socket(zmq.DEALER, derive(base, "nodes", 1)) for base in options.controller]
         self.heard = dict.fromkeys(self.controllers, now())
         self.data = self.context.socket(zmq.ROUTER)
@@ -175,6 +177,8 @@ class Rank:
             self.restate()
         elif tag == "resync" and tuple(fields[:3]) == self.key:
             self.restate()
+        elif tag == "member" and tuple(fields[:3]) == self.key:
+            self.on_the_bus = fields[8]
 
     def on_controller(self, controller: Sock, frames: list[bytes]) -> None:
         self.heard[controller] = now()
@@ -397,13 +401,18 @@ class Rank:
             if now() >= second:
                 second = now() + 1.0
                 self.each_second()
-            if not announced and self.beacon_epoch and len(self.welcomed) == len(self.controllers):
+            if not announced and self.on_the_bus and len(self.welcomed) == len(self.controllers):
                 announced = True
                 print(f"READY part={self.o.role} instance={self.o.instance} endpoint={self.endpoint}", flush=True)
         self.state = "gone"
-        self.publish_member()
         for controller in self.controllers:
             controller.send(encode("bye", *self.key))
+        end, self.member_due = now() + 2, 0.0
+        while self.on_the_bus != "gone" and now() < end:  # PUB loses what it says while the broker is away
+            if now() >= self.member_due:
+                self.publish_member()
+            if self.sub.poll(50):
+                self.on_bus(self.sub.recv_multipart())
         self.context.destroy(linger=500)
 
 

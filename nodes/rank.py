@@ -23,6 +23,7 @@ from bus.messages import (
     KvFail,
     KvMeta,
     KvPull,
+    Member,
     Message,
     NodeState,
     Pong,
@@ -79,6 +80,7 @@ class Rank:
         self.links: list[Link] = []
         self._reported_at = float("-inf")
         self.drained_at: float | None = None
+        self.on_the_bus: NodeState | None = None  # our state as subscribers hear it; None: not heard yet
 
     def add_link(self, sockets: Sockets, key: int, endpoint: str) -> None:
         """Connect to one more controller; `key` counts from 0."""
@@ -155,6 +157,11 @@ class Rank:
 
     def from_bus(self, message: Message) -> None:
         self.node.publish(self.publisher.on_message(message, self.node.now))
+
+    def came_back(self, member: Member) -> None:
+        """A `member` as every subscriber gets it: ours has passed the broker."""
+        if (member.instance, member.epoch) == (self.instance, self.epoch):
+            self.on_the_bus = member.state
 
     def tick(self) -> None:
         now = self.node.now

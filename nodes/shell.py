@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import structlog
 import zmq
 
-from bus import metrics, topics
+from bus import metrics, subscription, topics
 from bus.actions import Publish, Send
 from bus.codec import decode, encode
 from bus.endpoints import BusAddress, ControllerAddress
@@ -22,7 +22,6 @@ from bus.errors import RemoteProtocolError, StartError
 from bus.loop import Loop
 from bus.messages import (
     FROM_BROKER,
-    PUBLICATIONS,
     TO_NODE_DATA,
     Attach,
     Beacon,
@@ -31,6 +30,7 @@ from bus.messages import (
     KvDone,
     KvFail,
     KvPull,
+    Member,
     Refused,
     Resync,
     Tokens,
@@ -51,6 +51,7 @@ TICK_S = 0.05
 SLOW_TICK_S = 0.25
 METRICS_S = 1.0
 SAY_WAITING_S = 2.0
+GOODBYE_S = 1.0  # a drained process waits this long for its goodbye to come back from the bus
 STREAM_GRACE_S = 5.0  # a drained process waits this long for readers to take the end of their streams
 LINGER_MS = 500
 MAX_LOGGED_PEERS = 1024
@@ -93,7 +94,8 @@ class Node:
         bus = BusAddress(config.bus)
         self._router, self.endpoint = sockets.ephemeral_router(config.data_bind(new_epoch()))
         self._pub = sockets.pub(bus.publish)
-        mine = tuple(topics.for_rank(topics.TO, config.instance, rank) for rank in config.dp_ranks)
+        kinds = (topics.TO, topics.MEMBER)  # what the broker tells us, and our own words come back
+        mine = tuple(topics.for_rank(kind, config.instance, rank) for kind in kinds for rank in config.dp_ranks)
         self._sub = sockets.sub(bus.subscribe, (topics.BEACON, *mine))
         self._bootstrap = sockets.dealer(bus.bootstrap)
         self.kv = ZmqKv(sockets, loop, self._router, linger_ms=LINGER_MS)
@@ -239,11 +241,9 @@ class Node:
 
     def _publication_received(self, frames: list[bytes]) -> None:
         try:
-            if len(frames) != 2:
-                raise RemoteProtocolError("frames", f"{len(frames)} frames")
-            message = decode(frames[1], PUBLICATIONS)
-            if not isinstance(message, Beacon | Resync | Conflict) or topics.of(message) != frames[0]:
-                raise RemoteProtocolError("topic", "not of this topic")
+            message = subscription.read(frames)
+            if not isinstance(message, Beacon | Resync | Conflict | Member):
+                raise RemoteProtocolError("topic", "nothing for a publisher")
         except RemoteProtocolError as error:
             self.reject("bus", error)
             return
@@ -251,7 +251,11 @@ class Node:
             self._resolve(self.resolver.on_message(message, self.now))
             for rank in self.ranks.values():
                 rank.from_bus(message)
-        elif (addressed := self.ranks.get(message.dp_rank)) is not None:
+        elif (addressed := self.ranks.get(message.dp_rank)) is None:
+            return
+        elif isinstance(message, Member):
+            addressed.came_back(message)
+        else:
             addressed.from_bus(message)
 
     def _answer_received(self, frames: list[bytes]) -> None:
@@ -337,7 +341,8 @@ class Node:
 
     def _missing(self) -> list[str]:
         """What the process still waits for before it is ready."""
-        missing = [] if self.resolver.broker_heard_at is not None else [f"the bus at {self.config.bus}"]
+        joined = self.resolver.broker_heard_at is not None and all(r.on_the_bus for r in self.ranks.values())
+        missing = [] if joined else [f"the bus at {self.config.bus}"]
         for key, base in enumerate(self.config.controllers):
             if any(rank.links[key].welcome is None for rank in self.ranks.values()):
                 missing.append(f"the controller at {base}")
@@ -352,6 +357,8 @@ class Node:
         if any(at is None for at in ended):
             return
         last = max(at for at in ended if at is not None)
+        if not all(rank.on_the_bus == "gone" for rank in ranks) and now - last < GOODBYE_S:
+            return  # it is said again with each interval
         if not self.streams.untaken or now - last >= STREAM_GRACE_S:
             self.loop.stop()
 

@@ -36,6 +36,16 @@ def answer(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def launch(directory: Path, program: str, role: str, bus: str, controller_base: str) -> Process:
+    options = ["--bus", bus, "--controller", controller_base, "--instance", "n-0", "--model", "sim"]
+    options += ["--report-interval-s", "0.1"]
+    if program == "foreign":
+        script = [str(EXAMPLES / "foreign_scheduler.py"), "--role", role, "--data", f"ipc://{directory}/d"]
+        return Process(*script, *options, env=hidden_environment(directory / "hide"), cwd=directory)
+    sim = ["--engine", "sim", "--data", f"ipc://{directory}", "--sim-base-s", "0"]
+    return Process("-m", f"nodes.{role}", *sim, *options)
+
+
 class Stage:
     """The real broker, a controller made of one raw ROUTER, and one node under test."""
 
@@ -44,17 +54,12 @@ class Stage:
         self.peers = Peers()
         self.bus = f"ipc://{directory}/b"
         self.controller = self.peers.make(zmq.ROUTER, bind=f"{controller_base}.nodes")
-        self.seen = self.peers.make(zmq.SUB, connect=f"{self.bus}.sub", subscribe=b"")
+        self.seen = self.peers.make(zmq.SUB, connect=f"{self.bus}.sub")
+        for kind in (b"load/", b"rooms/", b"member/"):  # KV events are on the bus too, and no messages of ours
+            self.seen.setsockopt(zmq.SUBSCRIBE, kind)
         self.broker = Process("-m", "bus", "--bus", self.bus, "--beacon-s", "0.05")
         self.broker.wait_ready()
-        options = ["--bus", self.bus, "--controller", controller_base, "--instance", "n-0", "--model", "sim"]
-        options += ["--report-interval-s", "0.1"]
-        if program == "foreign":
-            script = [str(EXAMPLES / "foreign_scheduler.py"), "--role", role, "--data", f"ipc://{directory}/d"]
-            self.node = Process(*script, *options, env=hidden_environment(directory / "hide"), cwd=directory)
-        else:
-            sim = ["--engine", "sim", "--data", f"ipc://{directory}", "--sim-base-s", "0"]
-            self.node = Process("-m", f"nodes.{role}", *sim, *options)
+        self.node = launch(directory, program, role, self.bus, controller_base)
         self.peer = b""
         self.number = 0
         self.inbox: list[list[Any]] = []
@@ -88,8 +93,9 @@ class Stage:
         end = time.monotonic() + WAIT_S
         passed: list[Any] = []
         while True:
-            assert time.monotonic() < end, f"no such {tag} among {passed[-20:]}, {len(passed)} in all"
-            topic, frame = receive(self.seen)
+            left_s = max(0.0, end - time.monotonic())
+            assert self.seen.poll(int(left_s * 1000)), f"no such {tag} among {passed[-20:]}, {len(passed)} in all"
+            topic, frame = self.seen.recv_multipart()
             found, *fields = decode(frame)
             passed += [(found, *fields[3:])] if found == tag else []
             if found == tag and fields[0] == "n-0" and test(fields):
@@ -208,6 +214,7 @@ def test_a_node_fences_and_drains(unified: Stage) -> None:
     """M47 M49 M50."""
     hello = unified.greet()
     unified.node.wait_ready()
+    unified.published("member", lambda fields: fields[8] == "ready")  # our subscription reaches the broker
     unified.dispatch("r", 2)
     assert unified.ended("r", 2) == "ok"
     unified.dispatch("r", 1)
@@ -225,6 +232,43 @@ def test_a_node_fences_and_drains(unified: Stage) -> None:
     unified.hear("bye", lambda fields: fields == hello[:3])
     unified.published("member", lambda fields: fields[8] == "gone")
     assert unified.node.wait() == 0
+
+
+def test_a_goodbye_that_was_lost_is_said_again(directory: Path, program: str) -> None:
+    """M50: over a bus, made of raw sockets, that loses the first one; and ready means that the bus hears the node."""
+    peers, bus, base = Peers(), f"ipc://{directory}/b", f"ipc://{directory}/c"
+    publish, subscribe = peers.make(zmq.XSUB, bind=f"{bus}.pub"), peers.make(zmq.XPUB, bind=f"{bus}.sub")
+    controller = peers.make(zmq.ROUTER, bind=f"{base}.nodes")
+    poller = zmq.Poller()
+    for socket in (publish, subscribe, controller):
+        poller.register(socket, zmq.POLLIN)
+    heard: list[str] = []
+    stopped = False
+    with launch(directory, program, "unified", bus, base) as node:
+        end = time.monotonic() + WAIT_S
+        while node.process.poll() is None:
+            assert time.monotonic() < end, (heard, node.errors)
+            subscribe.send_multipart([b"beacon/", encode("beacon", 5, 1, 0.1)])
+            for socket, _ in poller.poll(50):
+                frames = socket.recv_multipart()
+                if socket is controller:
+                    if decode(frames[1])[0] == "hello":
+                        controller.send_multipart(
+                            [frames[0], encode("welcome", "raw", CONTROLLER_EPOCH, False, 3.0, 0)]
+                        )
+                elif socket is subscribe:
+                    publish.send(frames[0])
+                elif frames[0] == b"member/n-0/0/":
+                    heard.append(decode(frames[1])[9])
+                    if heard.count("gone") != 1:
+                        subscribe.send_multipart(frames)
+            if node.out and not stopped:
+                assert "ready" in heard
+                node.process.send_signal(signal.SIGTERM)
+                stopped = True
+        assert node.wait() == 0
+        assert heard.count("gone") == 2, heard[-5:]
+    peers.close()
 
 
 def test_a_node_states_everything_again_when_asked(prefill: Stage) -> None:
