@@ -18,7 +18,7 @@ import zmq
 from bus import BusAddress, codec
 from bus.messages import FROM_BROKER, BrokerStatus, BrokerStatusQuery
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture

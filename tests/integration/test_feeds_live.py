@@ -22,7 +22,7 @@ from controller.feeds.kv_events import BlockStored, parse_batch, split_frames
 from controller.feeds.settings import EngineSettings
 from controller.prefix_index import PrefixIndex
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 SIZE = 4
 
 

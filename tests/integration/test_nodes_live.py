@@ -50,7 +50,7 @@ from nodes.engines.sim import sim_generate
 
 VOCAB = 512
 PROMPT = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24]
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0  # several processes that import torch at once, on a busy machine
 
 
 class Controller:
@@ -189,7 +189,7 @@ class Cluster:
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
-            process.communicate(timeout=10)
+            process.communicate(timeout=DEADLINE_S)
         for reader in self.readers:
             reader.socket.close()
         self.controller.close()

@@ -35,7 +35,7 @@ from bus.messages import (
 )
 from nodes.engines.sim import sim_generate
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0  # several processes that import torch at once, on a busy machine
 VOCAB = 512
 
 
@@ -119,7 +119,7 @@ class Stack:
     def close(self) -> None:
         for process in self.processes.values():
             process.kill()
-            process.communicate(timeout=10)
+            process.communicate(timeout=DEADLINE_S)
         for socket in (self.client, *self.nodes.values()):
             socket.close()
         self.context.term()
