@@ -22,12 +22,14 @@ from bus import Broker, BrokerConfig, BusAddress, ConfigError, Load, Publisher, 
 from bus.messages import (
     FROM_BROKER,
     Answer,
+    Beacon,
     BrokerStatus,
     BrokerStatusQuery,
     Location,
     Message,
     Query,
     Refused,
+    Resync,
     Topology,
     TopologyQuery,
 )
@@ -393,3 +395,22 @@ def test_a_publisher_with_a_bad_identity_is_a_config_error(fields: dict[str, obj
     given: dict[str, object] = {"instance": "prefill-0", "dp_rank": 0, "role": "prefill"}
     with pytest.raises(ConfigError):
         Publisher("ipc:///tmp/pdx/bus", **(given | fields))  # type: ignore[arg-type]
+
+
+def test_embedded_parts_drop_what_travels_under_another_topic(ipc_base: str) -> None:
+    """M13: a beacon of an unknown broker would make the publisher state everything again."""
+    with Broker(ipc_base), publisher(ipc_base) as rank, Resolver(ipc_base) as resolver, zmq.Context() as context:
+        assert rank.wait_ready(DEADLINE_S)
+        assert resolver.wait_ready(DEADLINE_S)
+        end = time.monotonic() + DEADLINE_S
+        with context.socket(zmq.PUB) as pub:
+            pub.setsockopt(zmq.LINGER, 0)
+            pub.connect(BusAddress(ipc_base).publish)
+            while not (rank.rejected["topic"] and resolver.rejected["topic"] and resolver.rejected["frames"]):
+                assert time.monotonic() < end, (rank.rejected, resolver.rejected)
+                pub.send_multipart([b"beacon/", codec.encode(Resync("prefill-0", 0, rank.epoch))])
+                pub.send_multipart([b"to/prefill-0/0/", codec.encode(Beacon(7, 1, 0.25))])
+                pub.send_multipart([b"beacon/", codec.encode(Beacon(7, 1, 0.25)), b""])
+                pub.poll(20)
+        assert rank._core.broker_epoch != 7
+        assert resolver._core.broker_epoch != 7

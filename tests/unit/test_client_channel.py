@@ -23,6 +23,7 @@ from bus.messages import (
     Failed,
     Location,
     Message,
+    RankStatus,
     Refused,
     Status,
     StatusQuery,
@@ -136,8 +137,13 @@ def test_questions_are_repeated_until_answered_or_too_late(peers: tuple[Peer, Pe
             first = await asyncio.to_thread(controller.hear)
             assert isinstance(first, StatusQuery)
             assert await asyncio.to_thread(controller.hear) == first
-            controller.say(Status(first.id, "c", 1, 0.0, {}, {}, ()))
-            assert (await asked).controller == "c"
+            ranks = tuple(
+                RankStatus("u", n, "unified", "m", "ready", 1, "", 0, 0.0, None, 0, 0, 0, 0, 0, 0, 0, 0)
+                for n in range(3)
+            )
+            controller.say(Status(first.id, "c", 1, 0.0, {}, {}, ranks[:2], remaining=1))
+            controller.say(Status(first.id, "c", 1, 0.0, {}, {}, ranks[2:]))
+            assert (await asked) == Status(first.id, "c", 1, 0.0, {}, {}, ranks)
 
             draining = asyncio.create_task(client.drain("decode-0", 4))
             order = await asyncio.to_thread(controller.hear)

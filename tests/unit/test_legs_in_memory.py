@@ -409,3 +409,20 @@ def test_a_returning_controller_hears_again_what_it_may_have_missed(world: World
     decode.do([])
     assert decode.started.count(("running", 1)) == 2
     assert len(decode.ended["done", 1]) == 2
+
+
+def test_a_refused_leg_has_no_stream_and_a_failed_one_ends_its_own(world: World) -> None:
+    """What a client sees of an attempt that its controller may dispatch anew elsewhere (protocol, section 11)."""
+    rank = Rank(world, "unified", "u")
+    for rid in ("refused", "failed"):
+        rank.read(rid)
+    rank.dispatch("refused", [], prompt_tokens=0)
+    rank.dispatch("failed", PROMPT)
+    assert rank.code("refused") == "empty_prompt"
+    assert len(rank.streams) == 1
+    rank.do(rank.legs.cancel(0, CancelLeg("failed", 1, "prefill_failed"), world.now))
+    assert (rank.finishes["failed"].finish, rank.finishes["failed"].code) == ("failed", "prefill_failed")
+    assert "refused" not in rank.finishes
+    world.run(6.0)
+    rank.do([])
+    assert rank.finishes["refused"].code == "peer_lost", "as if the rank had never heard of it (M59)"

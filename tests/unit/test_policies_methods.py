@@ -120,7 +120,16 @@ def test_the_configuration_warns_once_and_holds_the_new_name() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("lease_s", 0.0), ("attempts", 0), ("settle_s", -1.0), ("name", "a b"), ("queue_requests", 0), ("bus", "udp://x")],
+    [
+        ("lease_s", 0.0),
+        ("attempts", 0),
+        ("settle_s", -1.0),
+        ("name", "a b"),
+        ("queue_requests", 0),
+        ("bus", "udp://x"),
+        ("name", "a\n"),
+        ("instances", ("prefill-0\n",)),
+    ],
 )
 def test_a_bad_setting_is_one_clear_line(field: str, value: object) -> None:
     with pytest.raises(ConfigError) as error:

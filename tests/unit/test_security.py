@@ -83,7 +83,8 @@ def test_the_list_is_read_at_each_connection(cluster: Path, tmp_path: Path) -> N
     listed = cluster / "allow" / "clients" / "bob.key"
     key = listed.read_bytes()
     with Sockets(keys=load_keys(cluster, server=True)) as server:
-        assert _exchange(server, client := Sockets(keys=load_keys(tmp_path / "bob", server=False)))
+        client = Sockets(keys=load_keys(tmp_path / "bob", server=False))
+        assert _exchange(server, client)
         client.close()
         listed.unlink()
         with Sockets(keys=load_keys(tmp_path / "bob", server=False)) as again:
@@ -97,6 +98,6 @@ def test_a_client_directory_cannot_open_a_port(cluster: Path, tmp_path: Path) ->
     new_client_keys(cluster, "carol", tmp_path / "carol")
     with (
         Sockets(keys=load_keys(tmp_path / "carol", server=False)) as carol,
-        pytest.raises(StartError, match="server.secret"),
+        pytest.raises(StartError, match=r"server\.secret"),
     ):
         carol.router("tcp://127.0.0.1:*")
