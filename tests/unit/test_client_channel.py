@@ -33,7 +33,7 @@ from bus.messages import (
 from bus.sockets import Socket, Sockets
 from pdbus.client import AsyncClient, Client
 
-WAIT_MS = 5_000
+WAIT_MS = 30_000
 
 
 class Peer:
