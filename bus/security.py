@@ -9,9 +9,10 @@ that decision; sockets are configured in `bus.sockets`.
 from __future__ import annotations
 
 import os
+import re
 import stat
 import threading
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,12 +20,15 @@ from typing import Literal
 import structlog
 import zmq
 import zmq.utils.z85
+from zmq.utils.monitor import recv_monitor_message
 
 from bus.errors import ConfigError
 
 Domain = Literal["nodes", "clients"]
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-_STOP = b"stop"
+REFUSALS_LOGGED = 1000  # a domain; all are counted
+_STOP, _WATCH = b"stop", b"watch"
+_NO_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 log = structlog.get_logger("bus")
 
@@ -74,6 +78,8 @@ def new_keys(directory: Path) -> None:
 def new_client_keys(cluster: Path, name: str, directory: Path) -> None:
     """Make keys for one more client or node in `directory` and put it on the cluster's list of clients."""
     server_public = _read(cluster / "server.key")
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", name):
+        raise ConfigError(f"{name!r}: the name of a client has letters, digits, '.', '_' and '-'")
     if (directory / "client.secret").exists():
         raise ConfigError(f"{directory} already holds keys; choose an empty directory")
     listed = cluster / "allow" / "clients" / f"{name}.key"
@@ -94,32 +100,49 @@ class Gatekeeper:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(ZAP_ENDPOINT)
-        self._stop = context.socket(zmq.PAIR)
-        self._stop.setsockopt(zmq.LINGER, 0)
-        self._stop.bind(f"inproc://gatekeeper-stop-{id(self)}")
+        self._watched: deque[tuple[str, zmq.Socket[bytes]]] = deque()  # on their way to the thread
+        self._orders = context.socket(zmq.PULL)
+        self._orders.setsockopt(zmq.LINGER, 0)
+        self._orders.bind(f"inproc://gatekeeper-orders-{id(self)}")
         self._thread = threading.Thread(target=self._run, name="gatekeeper", daemon=True)
         self._thread.start()
 
+    def watch(self, socket: zmq.Socket[bytes], domain: Domain) -> None:
+        """Count who fails at `socket` before there is a key to judge: plaintext, another protocol, noise."""
+        self._watched.append((domain, socket.get_monitor_socket(_NO_HANDSHAKE)))
+        self._tell(_WATCH)
+
     def close(self) -> None:
-        with self._context.socket(zmq.PAIR) as caller:
+        self._tell(_STOP)
+        self._thread.join(5)
+
+    def _tell(self, what: bytes) -> None:
+        with self._context.socket(zmq.PUSH) as caller:
             caller.setsockopt(zmq.LINGER, 1000)
-            caller.connect(f"inproc://gatekeeper-stop-{id(self)}")
-            caller.send(_STOP)
-            self._thread.join(5)
+            caller.connect(f"inproc://gatekeeper-orders-{id(self)}")
+            caller.send(what)
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._stop, zmq.POLLIN)
+        poller.register(self._orders, zmq.POLLIN)
+        monitors: dict[zmq.Socket[bytes], str] = {}
         while True:
             ready = dict(poller.poll())
             if self._socket in ready:
                 frames = self._socket.recv_multipart()
                 self._socket.send_multipart([frames[0], b"", *self.answer(frames[2:])])
-            if self._stop in ready:
-                self._socket.close()
-                self._stop.close()
+            if self._orders in ready and self._orders.recv() == _STOP:
+                for socket in (*monitors, *(monitor for _, monitor in self._watched), self._socket, self._orders):
+                    socket.close(linger=0)
                 return
+            while self._watched:
+                domain, monitor = self._watched.popleft()
+                monitors[monitor] = domain
+                poller.register(monitor, zmq.POLLIN)
+            for monitor in monitors.keys() & ready.keys():
+                event = recv_monitor_message(monitor)
+                self._refuse(monitors[monitor], event["endpoint"].decode(errors="replace"), "no CURVE handshake")
 
     def answer(self, request: list[bytes]) -> list[bytes]:
         """The reply to one ZAP request (RFC 27): 200 for an allowed CURVE key, 400 for anything else."""
@@ -133,11 +156,13 @@ class Gatekeeper:
             except (ConfigError, OSError) as error:
                 log.error("allowlist.unreadable", error=str(error))
         if verdict[0] != b"200":
-            self.refused[domain.decode(errors="replace")] += 1
-            log.warning(
-                "peer.refused", domain=domain.decode(errors="replace"), address=address.decode(errors="replace")
-            )
+            self._refuse(domain.decode(errors="replace"), address.decode(errors="replace"), "not on the allowlist")
         return [version or b"1.0", number, *verdict, b""]
+
+    def _refuse(self, domain: str, address: str, why: str) -> None:
+        self.refused[domain] += 1
+        if self.refused[domain] <= REFUSALS_LOGGED:
+            log.warning("peer.refused", domain=domain, address=address, why=why)
 
 
 def _read(path: Path) -> bytes:

@@ -152,6 +152,8 @@ class Sockets:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.server_secret)
             socket.setsockopt(zmq.ZAP_DOMAIN, domain.encode())
+            assert self.gatekeeper is not None
+            self.gatekeeper.watch(socket, domain)
         for endpoint in endpoints:
             if endpoint.startswith("ipc://"):
                 path = Path(endpoint.removeprefix("ipc://"))
