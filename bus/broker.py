@@ -23,6 +23,7 @@ from bus.broker_core import Action, Asked, BrokerCore, BrokerLimits, Event, Publ
 from bus.endpoints import BusAddress
 from bus.epochs import new_epoch
 from bus.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from bus.frames import send
 from bus.loop import Loop
 from bus.messages import PUBLICATIONS, TO_BROKER, Code, Message, Query, Refused
 from bus.security import load_keys
@@ -221,7 +222,7 @@ class Broker:
             refusal = Refused("too_many", "the answer does not fit in a message; ask for less", _id_of(message))
             frame = codec.encode(refusal)
         try:
-            self._router.send_multipart((peer, b"", frame), zmq.NOBLOCK)
+            send(self._router, (peer, b"", frame))
         except zmq.ZMQError as error:
             if error.errno == errno.EHOSTUNREACH:
                 self._handle(Unreachable(peer))

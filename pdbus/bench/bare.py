@@ -72,10 +72,14 @@ def asker(parent: Parent, endpoint: str) -> None:
         socket.linger = 0
         socket.connect(endpoint)
 
-        def round_trips(count: int, request_bytes: int) -> list[float]:
+        def round_trips(count: int, request_bytes: int, rate: float = 0.0) -> list[float]:
+            """At `rate` a second, as the path beside it is paced; 0: one after the other."""
             request = b"x" * request_bytes
             times: list[float] = []
-            for _ in range(count):
+            first = time.perf_counter()
+            for number in range(count):
+                if rate:
+                    time.sleep(max(0.0, first + number / rate - time.perf_counter()))
                 began = time.perf_counter()
                 socket.send(request)
                 socket.recv()

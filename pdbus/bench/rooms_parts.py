@@ -13,6 +13,7 @@ from typing import Any
 import zmq
 
 from bus import codec, topics
+from bus.broker import TICK_S
 from bus.endpoints import BusAddress
 from bus.epochs import new_epoch
 from bus.messages import (
@@ -21,6 +22,7 @@ from bus.messages import (
     Answer,
     BrokerStatus,
     BrokerStatusQuery,
+    Location,
     Member,
     Message,
     Query,
@@ -29,11 +31,14 @@ from bus.messages import (
 )
 from bus.publications import PublisherCore
 from bus.resolution import Resolved, ResolverCore
+from bus.rooms import Owner, RoomTable
 from bus.sockets import Socket, Sockets
 from pdbus.bench.child import Parent
 
 INSTANCE = "prefill-bench"
 RANKS = 8  # publishers of the bulk
+BATCH = 256
+REGISTRATIONS_PER_S = 200_000
 WAIT_S = 60.0
 
 
@@ -207,3 +212,18 @@ def count_of(dealer: Socket, name: str) -> int:
     status = ask(dealer, BrokerStatusQuery(1))
     assert isinstance(status, BrokerStatus)
     return status.counts[name]
+
+
+def expiry_turns(rooms: int, ttl_s: float = 16.0) -> list[float]:
+    """CPU seconds of each turn of the broker's sweep while `rooms` expire, in virtual time."""
+    table = RoomTable(ttl_s)
+    owners = [Owner(Location(INSTANCE, rank, 1, _endpoint(rank))) for rank in range(RANKS)]
+    for index in range(rooms):
+        table.register(owners[index // BATCH % RANKS], room_number(index), 1, index / REGISTRATIONS_PER_S)
+    now, turns = ttl_s, []
+    while table.size:
+        now += TICK_S
+        began = time.thread_time()
+        table.expire(now)
+        turns.append(time.thread_time() - began)
+    return turns

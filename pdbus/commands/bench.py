@@ -67,10 +67,11 @@ def bench(names: Sequence[str], as_json: bool, out: Path | None, runs: int, quic
         if not as_json:
             console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
             table.show(console, f"{benchmark.name}: {benchmark.title}", rows)
+        if out is not None:  # after each, so that what is measured is kept whatever comes
+            (out / "bench.md").write_text(table.markdown(results))
+            (out / "bench.json").write_text(table.as_json(results) + "\n")
+            plot.save(results, out / "bench.png")
     if as_json:
         click.echo(table.as_json(results))
     if out is not None:
-        (out / "bench.md").write_text(table.markdown(results))
-        (out / "bench.json").write_text(table.as_json(results) + "\n")
-        drawn = plot.save(results, out / "bench.png")
-        screen.print(f"wrote bench.md, bench.json{', bench.png' if drawn else ''} to {out}", highlight=False)
+        screen.print(f"wrote {', '.join(sorted(path.name for path in out.glob('bench.*')))} to {out}", highlight=False)
