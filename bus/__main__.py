@@ -16,6 +16,7 @@ from bus.endpoints import default_bus
     "--bus",
     "address",
     default=default_bus,
+    show_default=default_bus(),
     metavar="BASE",
     help="Where to serve: ipc:///dir/bus or tcp://host:port (three ports).",
 )

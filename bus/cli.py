@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import select
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any, NoReturn
 
 import click
 
@@ -15,16 +18,21 @@ from bus.logs import LEVELS
 
 EXIT_CONFIG = 2
 EXIT_START = 3
+_NoArguments: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())  # since click 8.2
 
 
 def run(command: click.Command, program: str) -> None:
     """Run `command` and leave; whatever a user can cause is one line on stderr and a non-zero exit."""
+    _make_streams_safe()
     try:
         command.main(prog_name=program, standalone_mode=False)
     except click.exceptions.Exit as done:
         sys.exit(done.exit_code)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
+    except _NoArguments as error:
+        print(error.format_message(), file=sys.stderr)  # the help, as it is
+        sys.exit(EXIT_CONFIG)
     except click.ClickException as error:
         _fail(program, f"{error.format_message()} (see {program} --help)", EXIT_CONFIG)
     except ConfigError as error:
@@ -33,10 +41,25 @@ def run(command: click.Command, program: str) -> None:
         _fail(program, str(error), EXIT_START)
     except BusError as error:
         _fail(program, str(error), 1)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter would try to write the rest at its end
+        _fail(program, f"cannot write the output: {error.strerror}", 1)
     sys.exit(0)
 
 
-def _fail(program: str, message: str, code: int) -> None:
+def _make_streams_safe() -> None:
+    """What stdout and stderr cannot encode is replaced, and where one is closed its output goes nowhere."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _fail(program: str, message: str, code: int) -> NoReturn:
     print(f"{program}: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
 

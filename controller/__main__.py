@@ -28,10 +28,11 @@ GUIDANCE = (
     epilog=f"Methods: {METHODS}. {GUIDANCE}",
 )
 @click.option("--name", default="controller-0", help="This controller's name.")
-@click.option("--bus", default=default_bus, metavar="BASE", help="Where the broker is.")
+@click.option("--bus", default=default_bus, show_default=default_bus(), metavar="BASE", help="Where the broker is.")
 @click.option(
     "--controller",
     default=default_controller,
+    show_default=default_controller(),
     metavar="BASE",
     help="Where to serve: ipc:///dir/controller or tcp://host:port (two ports).",
 )

@@ -40,19 +40,21 @@ def command(role: Role) -> click.Command:
     """The click command of one role."""
 
     def option(*names: str, **settings: Any) -> Callable[[Any], Any]:
-        return click.option(*names, show_default=True, **settings)
+        return click.option(*names, **{"show_default": True} | settings)
 
     optional_s = click.FloatRange(min=0)
 
     @click.command(help=_WORK[role], context_settings={"help_option_names": ["-h", "--help"]})
-    @option("--bus", default=default_bus, metavar="BASE", help="The broker: ipc:///dir/bus or tcp://host:port.")
-    @option("--controller", multiple=True, metavar="BASE", help="A controller; repeat it for several.")
+    @option("--bus", default=default_bus, show_default=default_bus(), metavar="BASE",
+            help="The broker: ipc:///dir/bus or tcp://host:port.")  # fmt: skip
+    @option("--controller", multiple=True, show_default=default_controller(), metavar="BASE",
+            help="A controller; repeat it for several.")  # fmt: skip
     @option("--instance", default=f"{role}-0", help="The group of ranks that this one belongs to.")
     @option("--dp-size", type=int, default=1, help="Ranks of the instance.")
     @option("--dp-rank", multiple=True, default=("0",), help="The ranks of this process: 3, or 0-7; repeatable.")
     @option("--engine", type=click.Choice(ENGINES), default="torch", help="What computes; sim only takes the time.")
     @option("--model", default="smollm2", help="smollm2 or tiny; with --engine sim any name.")
-    @option("--data", default=lambda: f"ipc://{runtime_dir()}", metavar="WHERE",
+    @option("--data", default=lambda: f"ipc://{runtime_dir()}", show_default=f"ipc://{runtime_dir()}", metavar="WHERE",
             help="Where peers and clients reach this node: ipc:///directory or tcp://host.")  # fmt: skip
     @option("--kv-tokens", type=int, default=0, help="KV capacity in tokens (0: the engine's default).")
     @option("--block-tokens", type=int, default=16, help="Tokens in a KV block; equal on all nodes of a model.")

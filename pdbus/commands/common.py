@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -19,8 +20,12 @@ from pdbus.client import Client
 SAY_S = 2.0
 
 controller_option = click.option(
-    "--controller", default=default_controller, metavar="BASE", help="The controller: ipc:///dir/controller or tcp://host:port."
-)  # fmt: skip
+    "--controller",
+    default=default_controller,
+    show_default=default_controller(),
+    metavar="BASE",
+    help="The controller: ipc:///dir/controller or tcp://host:port.",
+)
 wait_option = click.option(
     "--wait-s", type=click.FloatRange(0.1), default=10.0, show_default=True, help="How long to wait for a controller."
 )
@@ -55,6 +60,13 @@ class Teller:
                 self._status = None
 
 
+def leave_on_signals() -> None:
+    """From here on SIGTERM, and SIGHUP where it is not ignored, end the command as Ctrl-C does: it tidies up."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.default_int_handler)
+
+
 def wait_for_controller(client: Client, address: str, wait_s: float) -> Status:
     """Its status, once it answers; says what is waited for. PeerLost when it does not within `wait_s`."""
     began = time.monotonic()
@@ -65,8 +77,9 @@ def wait_for_controller(client: Client, address: str, wait_s: float) -> Status:
                 return client.status(timeout_s=min(1.0, max(0.05, left_s)))
             except PeerLost:
                 if left_s <= 1.0:
+                    keys = ", and are the keys given with --keys on its list" if address.startswith("tcp:") else ""
                     raise PeerLost(
-                        f"no controller answers at {address} (waited {wait_s:g} s); is it running there? "
+                        f"no controller answers at {address} (waited {wait_s:g} s); is it running there{keys}? "
                         "start a cluster with: pdbus up"
                     ) from None
             waited_s = time.monotonic() - began

@@ -35,6 +35,8 @@ def drain(rank: str, drain_s: float, controller: str, keys: str, wait_s: float) 
             seen = _find(client.status(), instance, int(number))
             if seen is None or seen.state == "gone" or (before is not None and seen.epoch != before.epoch):
                 break
+            if seen.state == "lost":
+                raise StartError(f"{rank} is lost: it has said nothing for {seen.report_age_s:.0f} s; nothing to drain")
             if time.monotonic() >= until:
                 raise StartError(
                     f"{rank} still has {seen.outstanding} requests after {drain_s:g} s; it goes on draining"

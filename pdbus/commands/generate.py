@@ -9,10 +9,17 @@ from typing import Any
 
 import click
 
-from bus.errors import ConfigError
+from bus.errors import ConfigError, RequestFailed
 from bus.messages import Location
 from pdbus.client import Client, Options, Result, Stream
-from pdbus.commands.common import Teller, controller_option, keys_option, wait_for_controller, wait_option
+from pdbus.commands.common import (
+    Teller,
+    controller_option,
+    keys_option,
+    leave_on_signals,
+    wait_for_controller,
+    wait_option,
+)
 
 _PLACEMENT = ("leg", "instance", "prefill_instance", "routed_dp_rank", "disagg_prefill_dp_rank", "bootstrap_room")
 
@@ -43,6 +50,7 @@ _PLACEMENT = ("leg", "instance", "prefill_instance", "routed_dp_rank", "disagg_p
 @wait_option
 def generate(text: str, controller: str, wait_s: float, **options: Any) -> None:
     """Send TEXT and stream the answer."""
+    leave_on_signals()  # so that the request is cancelled
     split = options["decode_controller"]
     with Client(
         None if split else controller,
@@ -55,12 +63,17 @@ def generate(text: str, controller: str, wait_s: float, **options: Any) -> None:
         wait_for_controller(client, split or controller, wait_s)
         stream = _begin(client, text, options)
         shown = ""
-        for piece in stream:
-            words = " ".join(map(str, piece.ids)) + " " if options["tokens"] else piece.text
-            shown += words
-            if not options["as_json"]:
-                sys.stdout.write(words)
-                sys.stdout.flush()
+        try:
+            for piece in stream:
+                words = " ".join(map(str, piece.ids)) + " " if options["tokens"] else piece.text
+                shown += words
+                if not options["as_json"]:
+                    sys.stdout.write(words)
+                    sys.stdout.flush()
+        except RequestFailed:
+            if shown and not options["as_json"]:
+                print(flush=True)  # the error has a line of its own
+            raise
         if options["as_json"]:
             print(json.dumps(_as_dict(stream, shown)))
         else:

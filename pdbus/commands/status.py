@@ -25,7 +25,9 @@ BROKER_WAIT_MS = 1_000
 
 @click.command()
 @controller_option
-@click.option("--bus", default=default_bus, metavar="BASE", help="The broker, for its counts.")
+@click.option(
+    "--bus", default=default_bus, show_default=default_bus(), metavar="BASE", help="The broker, for its counts."
+)
 @click.option("--json", "as_json", is_flag=True, help="Everything, as one JSON object.")
 @keys_option
 @wait_option
@@ -38,7 +40,7 @@ def status(controller: str, bus: str, as_json: bool, keys: str, wait_s: float) -
     if as_json:
         print(json.dumps(as_dict(seen, broker), indent=2))
     else:
-        _show(seen, broker, bus)
+        _show(seen, broker, bus, keys)
 
 
 def ask_broker(address: BusAddress, keys: str = "") -> BrokerStatus | None:
@@ -68,7 +70,7 @@ def _named(value: Any) -> Any:
     return value
 
 
-def _show(seen: Status, broker: BrokerStatus | None, bus: str) -> None:
+def _show(seen: Status, broker: BrokerStatus | None, bus: str, keys: str) -> None:
     console = Console(highlight=False)
     methods = ", ".join(f"{role} {method}" for role, method in sorted(seen.methods.items()))
     console.print(f"{seen.controller}, up {seen.uptime_s:.0f} s; methods: {methods}")
@@ -86,7 +88,8 @@ def _show(seen: Status, broker: BrokerStatus | None, bus: str) -> None:
     else:
         console.print("No rank has joined this controller.")
     if broker is None:
-        console.print(f"No broker answers at {bus}.")
+        hint = " (with keys it answers those of nodes alone)" if keys else ""
+        console.print(f"No broker answers at {bus}{hint}; name another with --bus.")
     else:
         counts = ", ".join(f"{name} {count}" for name, count in broker.counts.items() if count)
         console.print(f"broker, up {broker.uptime_s:.0f} s: {counts or 'nothing yet'}")

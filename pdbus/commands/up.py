@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
 from typing import Literal
@@ -16,7 +15,7 @@ from bus.endpoints import default_bus, default_controller
 from bus.errors import StartError
 from bus.logs import LEVELS
 from controller.policies import resolve
-from pdbus.commands.common import Teller
+from pdbus.commands.common import Teller, leave_on_signals
 from pdbus.launcher import Cluster, ClusterSpec
 
 POLL_S = 0.25
@@ -25,7 +24,7 @@ TCP_BUS, TCP_CONTROLLER = "tcp://127.0.0.1:5550", "tcp://127.0.0.1:5560"
 
 @click.command(
     epilog="What follows -- is given to every node, as in: pdbus up -- --kv-tokens 4096 --max-running 8. A part that "
-    "dies is reported and the others go on; the command ends with exit code 1 when no node or no controller is left."
+    "dies is reported and the others go on; the command ends with exit code 3 when no node or no controller is left."
 )
 @click.option("--prefill", type=click.IntRange(0), default=None, help="Prefill ranks  [default: 2]")
 @click.option("--decode", type=click.IntRange(0), default=None, help="Decode ranks  [default: 2]")
@@ -88,8 +87,7 @@ def up(
         log_level=log_level,
         node_args=node_args,
     )
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
+    leave_on_signals()
     teller = Teller()
     cluster = Cluster(spec, progress=teller.say)
     try:

@@ -59,6 +59,12 @@ def parts_of(process: Up) -> list[int]:
     return [int(pid) for pid in listed]
 
 
+def states(directory: Path) -> dict[str, str]:
+    """By rank."""
+    ranks = json.loads(pdbus(directory, "status", "--json").stdout)["controller"]["ranks"]
+    return {f"{rank['instance']}/{rank['dp_rank']}": rank["state"] for rank in ranks}
+
+
 @pytest.fixture
 def directory() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="pd") as path:
@@ -134,12 +140,38 @@ def test_a_part_that_dies_is_reported_and_the_rest_goes_on(up: Up, directory: Pa
     ranks = json.loads(pdbus(directory, "status", "--json").stdout)["controller"]["ranks"]
     assert len(ranks) == 4
     victim = next(pid for pid in parts_of(up) if "nodes.decode" in Path(f"/proc/{pid}/cmdline").read_text())
+    words = Path(f"/proc/{victim}/cmdline").read_text().split("\0")
     os.kill(victim, signal.SIGKILL)
     answer = pdbus(directory, "generate", "5 6", "--tokens", "--max-tokens", "3")
     assert [int(word) for word in answer.stdout.split()] == sim_generate([5, 6], 3), answer.stderr
+    lost = f"decode-0/{words[words.index('--dp-rank') + 1]}"
+    until = time.monotonic() + 30
+    while states(directory)[lost] != "lost":
+        assert time.monotonic() < until, states(directory)
+    gone = pdbus(directory, "drain", lost)
+    assert gone.returncode == 3
+    assert re.search(rf"error: {lost} is lost: it has said nothing for \d+ s", gone.stderr), gone.stderr
     code, errors = leave(up, signal.SIGTERM)
     assert code == 0
     assert re.search(r"pdbus up: decode-0/[01]: ended by SIGKILL.*the rest goes on", errors), errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_generate_that_is_ended_cancels_its_request(up: Up, directory: Path, number: int) -> None:
+    read_until(up, r"^READY bus=")
+    command = [sys.executable, "-P", "-m", "pdbus", "generate", "5 6 7", "--tokens", "--max-tokens", "60000"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_env(directory)
+    )  # fmt: skip
+    read_until(process, r"\d+ \d+")
+    assert leave(process, number)[0] == 130
+    until = time.monotonic() + 5  # without a cancel a node waits for its reader far longer
+    while True:
+        ranks = json.loads(pdbus(directory, "status", "--json").stdout)["controller"]["ranks"]
+        if not any(rank["outstanding"] or rank["load"]["running"] for rank in ranks):
+            break
+        assert time.monotonic() < until, ranks
+    assert sum(rank["ended_total"] for rank in ranks if rank["role"] == "decode") == 0  # it did not just finish
 
 
 def test_two_clusters_at_one_place(up: Up, directory: Path) -> None:
