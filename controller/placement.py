@@ -58,6 +58,8 @@ class Placement:
         if not group.ready:
             raise Refusal("no_rank", f"no live {role} rank can take this now")
         if policy.fixed:
+            if submit.bootstrap_room is None:
+                raise Refusal("bad_room", f"{role} ranks are picked by bootstrap_room here; the request has none")
             rank_or_none = policy.pick(group, submit, submit.prompt_tokens)
             if rank_or_none is None:
                 raise Refusal("no_rank", f"the {role} rank of bootstrap_room {submit.bootstrap_room} is not there now")

@@ -197,6 +197,15 @@ class TestPlacement:
         table.set_ready(b, False)
         assert placement.place("unified", submit(), "", None, (a,)) is a
 
+    def test_a_request_without_a_room_is_bad_where_the_room_picks_the_rank(self) -> None:
+        table, (_, b) = table_of(2)
+        placement = self.place(table, "follow_bootstrap_room")
+        with pytest.raises(Refusal, match="the request has none") as error:
+            placement.place("unified", submit(bootstrap_room=None), "", None)
+        assert error.value.code == "bad_room"
+        assert placement.place("unified", submit(bootstrap_room=None), "", 1) is b  # the caller's rank wins
+        assert placement.place("unified", submit(bootstrap_room=3), "", None) is b
+
     def test_who_serves_nothing_of_it_is_said(self) -> None:
         table, _ = table_of(1)
         placement = Placement(table, {"unified": "round_robin", "decode": "round_robin"})
