@@ -38,7 +38,7 @@ class ControllerConfig:
     hang_s: float = 10.0
     stale_s: float = 1.0
     settle_s: float = 0.5
-    sent_interval_s: float = 0.25
+    sent_interval_s: float = 0.05
     request_overcommit: float = 2.0  # outstanding requests of a rank, as a multiple of its run slots
     kv_overcommit: float = 1.0  # decode, unified: tokens of a rank, as a multiple of its KV capacity
     prefill_overcommit: float = 4.0  # prefill: tokens queued at a rank, as a multiple of its KV capacity

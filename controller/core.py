@@ -104,7 +104,7 @@ class ControllerCore:
         self._ping_at = now
         self._sweep_at = now
         self._measure_at = now + MEASURE_S
-        self._sent_at = now
+        self._sent_at = self._shared_at = now
         self._sent_seq = 0
         self._sent_turn = -1
         self._handlers: dict[type[Message], Callable[[Any, Any, float, list[Action]], None]] = {
@@ -312,12 +312,16 @@ class ControllerCore:
         self._publish_sent(now, out)
 
     def _publish_sent(self, now: float, out: list[Action]) -> None:
-        turn = self.table.turn
-        due_s = self.config.sent_interval_s if turn != self._sent_turn else SENT_AT_LEAST_S
-        if now - self._sent_at < due_s or not self.table.ranks:
-            return
-        self._sent_at, self._sent_turn = now, turn
-        counters = self.table.counters()
+        """All counters each SENT_AT_LEAST_S; where controllers share ranks, what changed much sooner."""
+        turn, since = self.table.turn, -1
+        if now - self._sent_at < SENT_AT_LEAST_S:
+            if not self.table.shared or turn == self._sent_turn or now - self._shared_at < self.config.sent_interval_s:
+                return
+            since = self._sent_turn
+        else:
+            self._sent_at = now
+        self._shared_at, self._sent_turn = now, turn
+        counters = self.table.counters(since)
         for at in range(0, len(counters), MAX_DP_SIZE):
             self._sent_seq += 1
             some = counters[at : at + MAX_DP_SIZE]

@@ -208,11 +208,18 @@ class LoadTable:
         if rank.stale or rank.slow:
             self._refresh(rank)
 
-    def counters(self) -> tuple[SentTo, ...]:
-        """My cumulative counters, to be published (`Sent`)."""
+    def counters(self, since: int = -1) -> tuple[SentTo, ...]:
+        """My cumulative counters, to be published (`Sent`): of the ranks dispatched to after turn `since`."""
         return tuple(
-            SentTo(rank.key[0], rank.key[1], rank.epoch, rank.sent, rank.sent_tokens) for rank in self.ranks.values()
+            SentTo(rank.key[0], rank.key[1], rank.epoch, rank.sent, rank.sent_tokens)
+            for rank in self.ranks.values()
+            if rank.picked > since
         )
+
+    @property
+    def shared(self) -> bool:
+        """Whether other controllers have been heard of lately."""
+        return bool(self._controllers)
 
     def group(self, role: Role, model: str = "", instance: str = "") -> Group:
         """The ranks of a role (of one model or instance where named), indexed; made at its first use."""

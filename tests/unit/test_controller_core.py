@@ -287,6 +287,18 @@ class TestIdentity:
         assert len(world.answers(Done, "new")) == 1
         world.assert_empty()
 
+    def test_an_old_attempt_at_the_very_rank_of_the_new_one_is_fenced_too(self) -> None:
+        world = unified(U[0])
+        world.submit(submit("r"))
+        world.submit(submit("r", attempt=2))
+        first, second = world.dispatches(U[0])
+        world.progress(U[0], started=[first], ended=[first])
+        assert not world.answers(Done)
+        assert world.core.life.payload_bytes == 46  # for another attempt
+        world.progress(U[0], ended=[second])
+        assert [d.attempt for d in world.answers(Done)] == [2]
+        world.assert_empty()
+
     def test_one_client_may_not_fill_the_house(self) -> None:
         world = unified(client_requests=2)
         for n in range(3):
@@ -673,18 +685,25 @@ class TestStart:
         assert len(world.core.life.adoption) == 0
 
 
-def test_counters_are_published_when_they_change_and_at_least_each_second() -> None:
+def test_counters_are_stated_each_second_and_changes_at_once_where_controllers_share_ranks() -> None:
+    def stated(seconds: float, first: int) -> list[Sent]:
+        before = len(world.published)
+        for n in range(round(seconds / 0.1)):
+            world.submit(submit(f"r{first + n}"))
+            world.pass_time(0.1, alive=U)
+        return [m for m in world.published[before:] if isinstance(m, Sent)]
+
     world = unified()
-    world.pass_time(3.0, alive=U)
-    quiet = [m for m in world.published if isinstance(m, Sent)]
-    assert 2 <= len(quiet) <= 4
-    for n in range(20):
-        world.submit(submit(f"r{n}"))
-        world.pass_time(0.1, alive=U)
-    busy = [m for m in world.published if isinstance(m, Sent)][len(quiet) :]
-    assert 6 <= len(busy) <= 10
-    assert [m.seq for m in quiet + busy] == list(range(1, len(quiet + busy) + 1))
-    assert sum(c.dispatches for c in busy[-1].counters) == sum(world.rank(u).sent for u in U)
+    world.pass_time(0.9, alive=U)
+    alone = stated(0.5, 0)
+    assert len(alone) == 1
+    world.feed(Published(Sent("other", EPOCH + 1, 1, ())))
+    shared = stated(1.0, 100)
+    assert 9 <= len(shared) <= 13  # one for each change, and the full statements
+    assert any(len(m.counters) < len(U) for m in shared)  # a change states the ranks concerned alone
+    seen = {(c.instance, c.dp_rank): c.dispatches for m in alone + shared for c in m.counters}
+    assert seen == {(u.instance, u.dp_rank): world.rank(u).sent for u in U}  # cumulative: the last word on each rank is the truth
+    assert [m.seq for m in alone + shared] == list(range(alone[0].seq, alone[0].seq + len(alone + shared)))
 
 
 def test_status_shows_each_rank_as_it_is() -> None:
