@@ -140,7 +140,7 @@ class Life:
             if loss.tell:
                 out.append(ToNode(loss.rank.peer, CancelLeg(rid, request.attempt, "fenced"), cause="rank.lost"))
             self._over(leg, request)
-            request.losses += 1
+            request.losses += loss.died
             self._leg_failed(request, leg, "peer_lost", loss.why, now, out, "rank.lost")
 
     def undelivered(self, rank: RankLoad, dispatch: Dispatch, now: float, out: list[Action]) -> None:

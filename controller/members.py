@@ -21,12 +21,14 @@ FENCED_EPOCHS = 8
 
 
 class Loss(NamedTuple):
-    """What ran at `rank` is lost, but for the `(rid, attempt)`s in `kept`. With `tell`, it may still run there."""
+    """What ran at `rank` is lost, but for the `(rid, attempt)`s in `kept`. With `tell`, it may still run there.
+    `died`: the rank itself is gone, which one of the requests may have caused."""
 
     rank: RankLoad
     why: str
     kept: frozenset[tuple[Rid, Attempt]] = frozenset()
     tell: bool = False
+    died: bool = True
 
 
 class Members:
@@ -62,7 +64,8 @@ class Members:
             out.append(Note("node.registered", cause="hello", fields=_name(rank) | {"epoch": rank.epoch}))
         else:
             if rank.peer != peer:
-                losses.append(Loss(rank, f"rank {key[0]}/{key[1]} lost its connection", frozenset(hello.running)))
+                why = f"rank {key[0]}/{key[1]} lost its connection"
+                losses.append(Loss(rank, why, frozenset(hello.running), died=False))
                 self._table.reconnected(rank)
                 self.peers.pop(rank.peer, None)
             self._table.revise(rank, hello)

@@ -374,6 +374,14 @@ class TestRetries:
         assert [f.code for f in world.answers(Failed)] == ["peer_lost", "peer_lost", "poison"]
         world.assert_empty()
 
+    def test_a_rank_that_merely_lost_its_connection_did_not_die_of_its_requests(self) -> None:
+        world = unified(U[0], attempts=2)
+        world.submit(submit("r"))
+        for number in range(2):
+            world.join(U[0], peer=f"again {number}")
+            world.report(U[0])
+        assert failure(world).code == "peer_lost"
+
     def test_a_request_that_made_progress_before_its_rank_was_lost_is_no_poison(self) -> None:
         world = unified(U[0])
         for epoch in (1, 2, 3, 4):
