@@ -198,6 +198,11 @@ class LoadTable:
         rank.sent -= 1
         rank.sent_tokens -= tokens
         rank.dispatched_total -= 1
+        if rank.acked > rank.sent:  # a rebase had already taken it for ingested
+            rank.acked, rank.skew = rank.sent, rank.skew + rank.acked - rank.sent
+        if rank.acked_tokens > rank.sent_tokens:
+            rank.skew_tokens += rank.acked_tokens - rank.sent_tokens
+            rank.acked_tokens = rank.sent_tokens
         self.end(rank, tokens)
         self._refresh(rank)
 

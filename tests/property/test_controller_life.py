@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any
 
 from controller_world import World, hello, peer_of, submit
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -32,6 +32,7 @@ class Life(RuleBasedStateMachine):
         )  # fmt: skip
         self.nodes: dict[tuple[str, int], Hello] = {}
         self.peers: dict[tuple[str, int], str] = {}
+        self.cut: set[str] = set()  # connections that are gone
         self.legs: dict[tuple[str, int], list[Dispatch]] = {key: [] for key in KEYS}  # what each node has
         self.expected: Counter[str] = Counter()  # ends due, by rid
         self.attempts: Counter[str] = Counter()
@@ -66,6 +67,7 @@ class Life(RuleBasedStateMachine):
         if not isinstance(message, Dispatch):
             return
         (key,) = (key for key, peer in self.peers.items() if peer == action.peer)
+        assert action.peer not in self.cut, f"dispatched to {key} over a connection that is gone"
         rank = self.world.core.table.ranks[key]
         assert rank.ready, f"dispatched to {key}, which is {self.world.core.members.state(rank)}"
         name = (message.rid, message.attempt, message.leg)
@@ -78,6 +80,8 @@ class Life(RuleBasedStateMachine):
         message = action.message
         if isinstance(message, Done | Failed):
             self.ends[message.rid] += 1
+            if isinstance(message, Done):
+                assert {leg.attempt for leg in message.legs} == {message.attempt}, "an old attempt gave the answer"
         elif isinstance(message, Accepted):
             assert message.attempt >= self.attempts[message.rid]
             self.attempts[message.rid] = message.attempt
@@ -174,6 +178,7 @@ class Life(RuleBasedStateMachine):
     def leave(self, key: tuple[str, int], how: str) -> None:
         node = self.nodes[key]
         event: Any = Unreachable(self.peers[key])
+        self.cut.add(self.peers[key])
         if how == "bye":
             event = FromNode(self.peers[key], Bye(*key, node.epoch))
         self.world.feed(event)
@@ -224,4 +229,6 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestLife.settings = settings(
+    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from controller_world import hello
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bus.messages import Ack, Load
@@ -13,7 +13,7 @@ ME = 7
 STEPS = st.lists(st.sampled_from(["dispatch", "ingest", "report", "deliver", "swallow", "end"]), max_size=60)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(STEPS)
 def test_exact_after_two_fresh_reports_whatever_was_swallowed(steps: list[str]) -> None:
     table = LoadTable(ME, stale_s=1e9)

@@ -234,6 +234,21 @@ def test_an_undone_charge_leaves_no_trace_but_its_number() -> None:
     table.validate()
 
 
+def test_a_charge_that_a_rebase_took_for_ingested_can_be_undone() -> None:
+    table, (rank,) = table_with(1)
+    table.reconnected(rank)
+    table.charge(rank, 10)
+    table.apply(rank.key, 1, load(1), 0.0)
+    assert rank.in_flight == 0
+    table.undo(rank, 10)
+    assert (rank.sent, rank.acked, rank.requests, rank.tokens) == (0, 0, 0, 0)
+    table.charge(rank, 4)
+    assert (rank.requests, rank.tokens) == (1, 4)
+    table.apply(rank.key, 1, load(2, waiting=1, waiting_tokens=4, acks=[(ME, 1, 4)]), 0.1)
+    assert (rank.requests, rank.tokens, rank.in_flight) == (1, 4, 0)
+    table.validate()
+
+
 def test_absurd_numbers_do_not_break_the_index() -> None:
     table, (a, _) = table_with(2)
     huge = 2**63 - 1
