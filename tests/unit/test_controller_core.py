@@ -710,7 +710,7 @@ def test_counters_are_stated_each_second_and_changes_at_once_where_controllers_s
     assert 9 <= len(shared) <= 13  # one for each change, and the full statements
     assert any(len(m.counters) < len(U) for m in shared)  # a change states the ranks concerned alone
     seen = {(c.instance, c.dp_rank): c.dispatches for m in alone + shared for c in m.counters}
-    assert seen == {(u.instance, u.dp_rank): world.rank(u).sent for u in U}  # cumulative: the last word on each rank is the truth
+    assert seen == {(u.instance, u.dp_rank): world.rank(u).sent for u in U}  # the last word on each rank is the truth
     assert [m.seq for m in alone + shared] == list(range(alone[0].seq, alone[0].seq + len(alone + shared)))
 
 
