@@ -19,7 +19,7 @@ def run(scope: Scope) -> list[Row]:
         broker = parts.broker(space)
         controller = parts.controller(space)
         nodes = parts.sim_nodes(space, "unified", processes=NODES, ranks=NODES)
-        window_s = float(scope.size(6, 2))
+        window_s = float(scope.size(4, 2))
         time.sleep(SETTLE_S)
         for number in range(scope.runs):
             scope.say(f"run {number + 1} of {scope.runs}: {window_s:g} s of nothing")

@@ -21,7 +21,7 @@ def run(scope: Scope) -> list[Row]:
 
 def _case(scope: Scope, tokens: int) -> list[Row]:
     name = size_name(tokens * 4)
-    count = scope.size(3_000, 500)
+    count = scope.size(2_000, 500)
     with Workspace() as space:
         scope.say(f"{name}: starting {2 * NODES} nodes")
         sides = (parts.our_path(space, NODES, tokens), parts.bare_path(space, NODES, tokens))

@@ -22,7 +22,7 @@ def run(scope: Scope) -> list[Row]:
     for method in POLICIES:
         for ranks in RANKS:
             scope.say(f"{method}, {ranks} ranks")
-            taken = in_child("pick:measure", method=method, ranks=ranks, picks=scope.size(50_000, 4_000))
+            taken = in_child("pick:measure", method=method, ranks=ranks, picks=scope.size(20_000, 4_000))
             aim = Aim(AIMS_US[ranks], of_ratio=False) if ranks in AIMS_US else None
             rows.append(row(f"{method}, {ranks} ranks", "pick and raise", "µs", taken["ours"], taken["argmin"], aim))
     return rows

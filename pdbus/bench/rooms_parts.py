@@ -214,7 +214,7 @@ def count_of(dealer: Socket, name: str) -> int:
     return status.counts[name]
 
 
-def expiry_turns(rooms: int, ttl_s: float = 16.0) -> list[float]:
+def expiry_turns(rooms: int, ttl_s: float = 12.0) -> list[float]:
     """CPU seconds of each turn of the broker's sweep while `rooms` expire, in virtual time."""
     table = RoomTable(ttl_s)
     owners = [Owner(Location(INSTANCE, rank, 1, _endpoint(rank))) for rank in range(RANKS)]

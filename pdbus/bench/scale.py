@@ -21,7 +21,7 @@ def run(scope: Scope) -> list[Row]:
         with Workspace() as space:
             scope.say(f"starting {ranks} ranks in {PROCESSES} processes")
             path = parts.our_path(space, ranks, TOKENS, processes=PROCESSES, report_hz=REPORT_HZ)
-            count = scope.size(4_000, 1_000)
+            count = scope.size(2_500, 1_000)
             path.journeys(count // 4, RATE)
             cpu[ranks], idle[ranks] = [], []
             for number in range(scope.runs):
