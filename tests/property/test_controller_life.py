@@ -41,6 +41,7 @@ class Life(RuleBasedStateMachine):
         self.ends: Counter[str] = Counter()
         self.dispatched: set[tuple[str, int, str]] = set()
         self.serial = 0
+        self.world.after = self.read
         for key in KEYS:
             self.join(key, epoch=1)
 
@@ -50,7 +51,6 @@ class Life(RuleBasedStateMachine):
         node = hello(key[0], key[1], role=ROLES[key[0]], epoch=epoch, max_running=2, running=running)
         self.nodes[key] = node
         self.world.join(node, peer=self.peers[key])
-        self.read()
 
     def read(self) -> None:
         """Take in what the core asked for."""
@@ -98,7 +98,6 @@ class Life(RuleBasedStateMachine):
         self.submitted[rid] = request
         self.expected[rid] += 1
         self.world.submit(request)
-        self.read()
 
     @precondition(lambda self: self.submitted)
     @rule(data=st.data(), peer=st.sampled_from(["client", "client again"]))
@@ -114,7 +113,6 @@ class Life(RuleBasedStateMachine):
             )
             self.submitted[rid] = request
         self.world.submit(request, peer=peer)
-        self.read()
 
     @precondition(lambda self: self.world.core.life.requests)
     @rule(data=st.data())
@@ -125,20 +123,17 @@ class Life(RuleBasedStateMachine):
         request = submit(rid, old.leg, bootstrap_room=old.bootstrap_room, attempt=live.attempt + 1)
         self.submitted[rid] = request
         self.world.submit(request, peer=live.peer)
-        self.read()
 
     @precondition(lambda self: self.submitted)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         rid = data.draw(st.sampled_from(sorted(self.submitted)))
         self.world.feed(FromClient("client", Cancel(rid), ()))
-        self.read()
 
     @rule(key=keys)
     def drain(self, key: tuple[str, int]) -> None:
         self.world.feed(FromClient("operator", DrainRank(1, *key), ()))
         self.world.feed(FromClient("operator", StatusQuery(2), ()))
-        self.read()
 
     # --- nodes ------------------------------------------------------------------------------------------------
 
@@ -155,13 +150,11 @@ class Life(RuleBasedStateMachine):
         else:
             self.legs[key].remove(leg)
             self.world.progress(node, ended=[leg], code="ok" if how == "ok" else code, peer=peer)
-        self.read()
 
     @rule(key=keys)
     def report(self, key: tuple[str, int]) -> None:
         legs = self.legs[key]
         self.world.report(self.nodes[key], running=len(legs), kv_tokens=sum(leg.charge for leg in legs))
-        self.read()
 
     @rule(key=keys, keep=st.integers(0, 3))
     def reconnect(self, key: tuple[str, int], keep: int) -> None:
@@ -182,14 +175,12 @@ class Life(RuleBasedStateMachine):
         if how == "bye":
             event = FromNode(self.peers[key], Bye(*key, node.epoch))
         self.world.feed(event)
-        self.read()
 
     @rule(key=keys)
     def refuse_last(self, key: tuple[str, int]) -> None:
         """The node's queue was full: its last dispatch never left."""
         if self.legs[key]:
             self.world.feed(Undelivered(self.peers[key], self.legs[key].pop()))
-            self.read()
 
     @rule(seconds=st.sampled_from([0.1, 0.6, 3.5]), silent=st.sets(keys, max_size=2))
     def pass_time(self, seconds: float, silent: set[tuple[str, int]]) -> None:
@@ -199,7 +190,6 @@ class Life(RuleBasedStateMachine):
                 if key not in silent:
                     self.world.progress(self.nodes[key], peer=self.peers[key])
             self.world.pass_time(min(step, seconds))
-            self.read()
             seconds -= step
 
     # --- what must hold ---------------------------------------------------------------------------------------
@@ -220,7 +210,6 @@ class Life(RuleBasedStateMachine):
         """All clients give up: nothing is left."""
         for rid in list(self.world.core.life.requests):
             self.world.feed(FromClient("client", Cancel(rid), ()))
-        self.read()
         self.world.assert_empty()
         assert self.ends == self.expected
         for key in KEYS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from bus.actions import Publish
@@ -78,6 +78,7 @@ class World:
         self.to_nodes: list[ToNode] = []
         self.published: list[Message] = []
         self.seqs: dict[tuple[str, int, int], int] = {}
+        self.after: Callable[[], None] = lambda: None  # called after every event
 
     # --- events -------------------------------------------------------------------------------------------------
 
@@ -90,6 +91,7 @@ class World:
             elif isinstance(action, Publish):
                 self.published.append(action.message)
         self.core.validate()
+        self.after()
 
     def pass_time(self, seconds: float, *, alive: Iterable[Hello] = ()) -> None:
         """Tick by tick; the nodes of `alive` stay heard over their connections."""
