@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -58,6 +61,54 @@ def test_bad_settings_are_one_clear_line(arguments: list[str], words: str) -> No
     assert isinstance(result.exception, ConfigError)
     assert words in str(result.exception)
     assert "\n" not in str(result.exception)
+
+
+def test_without_arguments_it_shows_its_help_as_it_is() -> None:
+    for arguments in ([], ["keys"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "pdbus", *arguments], capture_output=True, text=True, check=False, timeout=60
+        )
+        told = done.stdout + done.stderr
+        assert "error:" not in told
+        assert "\nCommands:\n" in told
+
+
+def test_help_tells_the_usual_places() -> None:
+    for module in ("bus", "controller", "nodes.decode"):
+        told = subprocess.run(
+            [sys.executable, "-m", module, "--help"],
+            capture_output=True, text=True, check=True, timeout=60, env=os.environ | {"PDBUS_DIR": "/d"},
+        ).stdout  # fmt: skip
+        assert "(dynamic)" not in told
+        assert "ipc:///d/bus" in told
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "stdout", "stderr"),
+    [
+        ("PYTHONIOENCODING=ascii {}", 0, "caf? ?\n", ""),
+        ("{} >&-", 0, "", ""),
+        ("{} > /dev/full", 1, "", "prog: error: cannot write the output: No space left on device\n"),
+    ],
+)
+def test_output_that_cannot_be_written_is_no_traceback(shell: str, code: int, stdout: str, stderr: str) -> None:
+    program = (
+        "import click; from bus import cli; "
+        "cli.run(click.command()(lambda: print('caf\\u00e9 \\U0001f680', flush=True)), 'prog')"
+    )
+    line = shell.format(f'{shlex.quote(sys.executable)} -c "{program}"')
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (code, stdout, stderr)
+
+
+@pytest.mark.parametrize("name", ["../x", "", ".hidden", "a/b", "a b"])
+def test_a_clients_name_stays_within_the_list(name: str, tmp_path: Path) -> None:
+    assert run("keys", "new", str(tmp_path / "keys")).exit_code == 0
+    before = sorted(tmp_path.rglob("*"))
+    result = run("keys", "client", str(tmp_path / "keys"), name, str(tmp_path / "client"))
+    assert isinstance(result.exception, ConfigError)
+    assert "the name of a client has letters" in str(result.exception)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_the_front_door_is_cheap_and_complete() -> None:
