@@ -168,7 +168,7 @@ class ControllerCore:
             "requests": len(life.requests),
             "queue_requests": life.queue.requests,
             "queue_bytes": life.queue.bytes,
-            "payload_bytes": life.payload_bytes,
+            "payload_bytes": life.books.payload_bytes,
             "adoptable": len(life.adoption),
             "prefix_blocks": len(self.prefixes),
             "regret_tokens": self.regret.tokens,

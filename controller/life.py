@@ -1,7 +1,7 @@
 """The life of requests: accepted, placed, dispatched, retried, ended exactly once.
 
-Owns live requests, their rooms, payloads, deadlines and the central queue. Ranks are chosen by `controller.placement`,
-counted by `controller.loads`. Pure: what must be sent is appended to `out`.
+Owns what happens to a request and when; `controller.books` keeps what is alive, `controller.placement` chooses ranks,
+`controller.loads` counts them. Pure: what must be sent is appended to `out`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from bus.messages import (
     Submit,
 )
 from controller.adoption import Adoption
+from controller.books import Books
 from controller.config import ControllerConfig
 from controller.events import Action, ToClient, ToNode
 from controller.loads import LoadTable
 from controller.members import Loss
 from controller.placement import Placement
-from controller.queue import CentralQueue, Deadlines
 from controller.rank import RankLoad
 from controller.requests import MENDABLE, ROLES, LegRun, Refusal, Request, State, check, dispatch_of, same_request
 
@@ -63,16 +63,13 @@ class Life:
         self._table = table
         self._placement = placement
         self._counts = counts
-        self._deadlines = Deadlines(now)
-        self._rooms: dict[tuple[int, Role], Rid] = {}
         self._losses: OrderedDict[Rid, tuple[int, int]] = OrderedDict()  # of failed requests: (offset, ranks lost)
-        self._of_peer: Counter[Any] = Counter()
         self._ends_s = 0.0  # recent ends a second
         self._ends = 0
         self.adoption = Adoption()
-        self.requests: dict[Rid, Request] = {}
-        self.queue = CentralQueue(max_requests=config.queue_requests, max_bytes=config.queue_bytes)
-        self.payload_bytes = 0
+        self.books = Books(config, now)
+        self.requests = self.books.requests
+        self.queue = self.books.queue
         self.settled = False
         self.trace = False  # a log line for each request
 
@@ -87,7 +84,7 @@ class Life:
                 self._reattach(live, peer, submit, out)
                 return
             check(submit, frames)
-            self._check_limits(peer, submit, frames, live)
+            self.books.check(peer, submit, frames, live)
         except Refusal as refusal:
             self._refuse(peer, submit, refusal, out)
             return
@@ -96,7 +93,7 @@ class Life:
         request = Request(peer, submit, frames, now)
         offset, losses = self._losses.pop(submit.rid, (0, 0))
         request.losses = losses if offset == submit.offset else 0  # no token since: it may be what kills them
-        self._register(request)
+        self.books.add(request)
         try:
             if not self._place(request, now, out, "submit"):
                 self._enqueue(request)
@@ -107,7 +104,7 @@ class Life:
         """End a request for its client at once; whoever knows the rid may. Unknown ones are over already."""
         request = self.requests.get(rid)
         if request is not None:
-            self._move(request, peer)
+            self.books.move(request, peer)
             self._fail(request, "cancelled", "cancelled by the client", out, "cancel")
             return
         for rank, attempt in self.adoption.take(rid).values():
@@ -159,7 +156,7 @@ class Life:
 
     def expire(self, now: float, out: list[Action]) -> None:
         """Fail what is past its deadline."""
-        for rid in self._deadlines.due(now):
+        for rid in self.books.deadlines.due(now):
             request = self.requests[rid]
             request.deadline_at = None  # the wheel has let go of it
             sentence = "its deadline passed" + (" while it waited for a rank" if request.lane is not None else "")
@@ -193,14 +190,8 @@ class Life:
 
     def validate(self) -> None:
         """Every sum and map is what its definition says (tests call this after each event)."""
-        self.queue.validate()
+        self.books.validate()
         live = self.requests.values()
-        assert {request.rid for request in self.queue} == {r.rid for r in live if r.state is State.QUEUED}
-        assert self.payload_bytes == sum(request.frames_bytes for request in live)
-        assert self._of_peer == Counter(request.peer for request in live)
-        assert len(self._deadlines) == sum(request.deadline_at is not None for request in live)
-        rooms = {(r.submit.bootstrap_room, role): r.rid for r in live for role in _rooms(r.submit)}
-        assert self._rooms == rooms
         running = [(leg, r) for r in live if r.state is State.RUNNING for leg in r.legs if not leg.over]
         assert all(leg.rank.work.get(request.rid) is request for leg, request in running)
         for rank in self._table.ranks.values():
@@ -213,27 +204,11 @@ class Life:
 
     # --- inside: begin ----------------------------------------------------------------------------------------
 
-    def _check_limits(self, peer: Any, submit: Submit, frames: Sequence[Any], live: Request | None) -> None:
-        for role in _rooms(submit):
-            assert submit.bootstrap_room is not None
-            holder = self._rooms.get((submit.bootstrap_room, role))
-            if holder is not None and holder != submit.rid:
-                raise Refusal("duplicate_room", f"bootstrap_room {submit.bootstrap_room} belongs to a live request")
-        if live is not None:
-            return
-        config = self._config
-        if self._of_peer[peer] >= config.client_requests:
-            raise Refusal("too_many", f"this client has {config.client_requests} requests outstanding")
-        if len(self.requests) >= config.max_requests:
-            raise Refusal("overloaded", f"{config.max_requests} requests are alive here")
-        if self.payload_bytes + sum(map(len, frames)) > config.payload_bytes:
-            raise Refusal("overloaded", "the prompts that wait here take all the memory there is for them")
-
     def _reattach(self, live: Request, peer: Any, submit: Submit, out: list[Action]) -> None:
         if not same_request(live.submit, submit):
             raise Refusal("duplicate_rid", "the rid belongs to another live request")
         self._counts["reattached"] += 1
-        self._move(live, peer)
+        self.books.move(live, peer)
         if live.state is State.RUNNING:
             self._accept(live, out, "submit")
         else:  # it waits: say that it is known, so that its client does not take us for dead
@@ -246,18 +221,7 @@ class Life:
         if live.peer != peer:
             failed = Failed(live.rid, live.attempt, "fenced", "a newer attempt was submitted", retryable=False)
             out.append(ToClient(live.peer, failed, cause="submit"))
-        self._forget(live)
-
-    def _register(self, request: Request) -> None:
-        submit = request.submit
-        self.requests[submit.rid] = request
-        for role in _rooms(submit):
-            assert submit.bootstrap_room is not None
-            self._rooms[(submit.bootstrap_room, role)] = submit.rid
-        self._of_peer[request.peer] += 1
-        self.payload_bytes += request.frames_bytes
-        if request.deadline_at is not None:
-            self._deadlines.add(submit.rid, request.deadline_at)
+        self.books.remove(live)
 
     def _enqueue(self, request: Request) -> None:
         if not self.queue.has_room(request.frames_bytes):
@@ -384,8 +348,7 @@ class Life:
     def _streaming(self, request: Request) -> None:
         request.streaming = True
         if request.frames:
-            self.payload_bytes -= request.frames_bytes
-            request.frames, request.frames_bytes = (), 0
+            self.books.release_payload(request)
 
     def _ended(self, request: Request, leg: LegRun, ended: Ended, now: float, out: list[Action]) -> None:
         self._over(leg, request)
@@ -413,7 +376,7 @@ class Life:
         self._counts["done"] += 1
         self._ends += 1
         out.append(ToClient(request.peer, Done(request.rid, request.attempt, tuple(legs)), cause="progress"))
-        self._forget(request)
+        self.books.remove(request)
 
     def _leg_failed(
         self, request: Request, leg: LegRun, code: Code, sentence: str, now: float, out: list[Action], cause: str
@@ -468,7 +431,7 @@ class Life:
             if len(self._losses) > MAX_LOSSES:
                 self._losses.popitem(last=False)
         self._ends += 1
-        self._forget(request)
+        self.books.remove(request)
 
     def _refuse(self, peer: Any, submit: Submit, refusal: Refusal, out: list[Action]) -> None:
         self._answer_failed(peer, submit.rid, submit.attempt, refusal.code, refusal.sentence, out, "submit")
@@ -482,36 +445,6 @@ class Life:
         out.append(ToClient(peer, failed, cause))
         if self.trace:
             out.append(Note("request.failed", "debug", cause, {"rid": rid, "attempt": attempt, "code": code}))
-
-    def _forget(self, request: Request) -> None:
-        submit = request.submit
-        if request.lane is not None:
-            self.queue.remove(request)
-        request.to(State.ENDED)
-        del self.requests[submit.rid]
-        for role in _rooms(submit):
-            assert submit.bootstrap_room is not None
-            del self._rooms[(submit.bootstrap_room, role)]
-        self._leave(request)
-        self.payload_bytes -= request.frames_bytes
-        if request.deadline_at is not None:
-            self._deadlines.remove(submit.rid, request.deadline_at)
-
-    def _move(self, request: Request, peer: Any) -> None:
-        """The client speaks over another connection now."""
-        self._leave(request)
-        request.peer = peer
-        self._of_peer[peer] += 1
-
-    def _leave(self, request: Request) -> None:
-        self._of_peer[request.peer] -= 1
-        if not self._of_peer[request.peer]:
-            del self._of_peer[request.peer]
-
-
-def _rooms(submit: Submit) -> tuple[Role, ...]:
-    """For which roles `submit` claims its room: a prefill and a decode leg of one room are one pair."""
-    return () if submit.bootstrap_room is None or submit.leg == "unified" else ROLES[submit.leg]
 
 
 def _target(submit: Submit, role: Role) -> tuple[str, int | None]:

@@ -74,11 +74,11 @@ class TestPair:
         world = pd()
         world.submit(submit("r", "pair"))
         (prefill,), (decode,) = world.dispatches(P[0]), world.dispatches(D[0])
-        assert world.core.life.payload_bytes == 46
+        assert world.core.life.books.payload_bytes == 46
         world.progress(P[0], started=[prefill])
-        assert world.core.life.payload_bytes == 46
+        assert world.core.life.books.payload_bytes == 46
         world.progress(D[0], started=[decode])
-        assert world.core.life.payload_bytes == 0
+        assert world.core.life.books.payload_bytes == 0
         world.progress(D[0], ended=[decode])
         assert not world.answers(Done)
         world.progress(P[0], ended=[prefill])
@@ -294,7 +294,7 @@ class TestIdentity:
         first, second = world.dispatches(U[0])
         world.progress(U[0], started=[first], ended=[first])
         assert not world.answers(Done)
-        assert world.core.life.payload_bytes == 46  # for another attempt
+        assert world.core.life.books.payload_bytes == 46  # for another attempt
         world.progress(U[0], ended=[second])
         assert [d.attempt for d in world.answers(Done)] == [2]
         world.assert_empty()
@@ -480,12 +480,22 @@ class TestQueue:
         assert (failed.rid, failed.code, failed.retryable) == ("r3", "overloaded", True)
         assert failed.retry_after_s > 0
 
+    def test_bytes_stay_bounded_when_small_requests_are_replaced_by_large_ones(self) -> None:
+        world = unified(payload_bytes=200)
+        for n in range(4):
+            world.submit(submit(f"r{n}"))
+        world.submit(submit("r0", prompt_tokens=20, attempt=2))
+        assert failure(world).code == "overloaded"
+        assert world.core.life.requests["r0"].attempt == 1  # the old one goes on
+        world.submit(submit("r0", prompt_tokens=13, attempt=2))
+        assert world.core.life.requests["r0"].attempt == 2
+
     def test_bytes_are_bounded_too(self) -> None:
         world = unified(hello("u", 0, dp_size=1, max_running=1), request_overcommit=1.0, payload_bytes=100)
         for n in range(3):
             world.submit(submit(f"r{n}"))
         assert failure(world).code == "overloaded"
-        assert world.core.life.payload_bytes <= 100
+        assert world.core.life.books.payload_bytes <= 100
 
     def test_a_deadline_passes_in_the_queue(self) -> None:
         world = unified(hello("u", 0, dp_size=1, max_running=1), request_overcommit=1.0)
