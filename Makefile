@@ -35,9 +35,9 @@ demo: setup ## Real prompts through two prefill and two decode ranks, streamed
 	@echo "==> pdbus demo"
 	@$(BIN)/pdbus demo
 
-test: setup ## Run the tests
+test: setup ## Run the tests (they mostly wait: four at a time)
 	@echo "==> pytest"
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n 4
 
 check: lint types ## Lint and type checks
 

@@ -22,7 +22,7 @@ from nodes.engines.sim import sim_generate
 from pdbus.client import Client
 from pdbus.launcher import Cluster, ClusterSpec
 
-SMALL = ("--kv-tokens", "1024", "--max-context", "2048", "--sim-timing", "zero")
+SMALL = ("--kv-tokens", "1024", "--max-context", "2048", "--sim-timing", "zero", "--sim-decode-s", "0.01")
 
 
 @pytest.fixture(scope="module")

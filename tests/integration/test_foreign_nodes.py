@@ -267,7 +267,7 @@ def test_a_goodbye_that_was_lost_is_said_again(directory: Path, program: str) ->
                 node.process.send_signal(signal.SIGTERM)
                 stopped = True
         assert node.wait() == 0
-        assert heard.count("gone") == 2, heard[-5:]
+        assert heard.count("gone") >= 2, heard[-5:]  # more where the second was slow to come back
     peers.close()
 
 
