@@ -199,8 +199,10 @@ def test_our_nodes_publish_and_the_controller_uses_it(pdbus_cluster: Any) -> Non
                     assert isinstance(event, BlockStored)
                     seen.update(event.hashes)
         assert seen >= set(block_hashes(first, 16)[:39])
-        ranks = set()
+        ranks, deadline = set(), time.monotonic() + DEADLINE_S
         for number in range(6):
+            while any(rank.estimate_tokens for rank in client.status().ranks):  # what is on its way counts as queued
+                assert time.monotonic() < deadline
             result = client.generate_tokens([*first, 7 + number], max_tokens=2).result
             assert result.prefill is not None
             ranks.add(result.prefill.dp_rank)
