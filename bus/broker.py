@@ -2,7 +2,9 @@
 
 `Broker` runs on a thread of its own (`with Broker("ipc:///dir/bus") as broker:`) or, for `python -m bus`, on the
 caller's (`open`, `loop.run`, `close`). Publications are forwarded by `zmq.proxy` on one more thread, outside Python;
-the broker's own PUB and SUB reach the proxy over inproc, so it sees what every other subscriber sees.
+the broker's own PUB and SUB reach the proxy over inproc, so it sees what every other subscriber sees. While nobody
+watches a room, publications change nothing that anybody could see until somebody asks, so they rest (`Loop.rest`):
+read before the next question is answered, or with the next tick.
 """
 
 from __future__ import annotations
@@ -134,8 +136,9 @@ class Broker:
         self.core = BrokerCore(limits, self.epoch, self.loop.clock())
         forwarded = (self._sockets.release(xsub), self._sockets.release(xpub))
         threading.Thread(target=_forward, args=forwarded, name="broker-proxy", daemon=True).start()
-        self.loop.add(self._sub, self._on_publication)
+        self.loop.add(self._sub, self._on_publication, budget=512)
         self.loop.add(self._router, self._on_request)
+        self.loop.after_turn(self._rest)
         self._tick()
         if config.metrics_port:
             self._gather()
@@ -199,6 +202,9 @@ class Broker:
         if self._dozing and self.core.busy:
             self._timer.cancel()
             self._tick()
+
+    def _rest(self) -> None:
+        self.loop.rest(self._sub, not self.core.watches.size)
 
     def _tick(self) -> None:
         """Often while something may end, else for the beacons alone: an idle broker hardly wakes."""

@@ -191,16 +191,16 @@ class BrokerCore:
 
     def _apply(self, message: Rooms, owner: Owner, now: float) -> list[Action]:
         actions: list[Action] = []
-        found: dict[tuple[Peer, int], list[Found]] = {}
+        found: dict[tuple[Peer, int], dict[int, list[int]]] = {}  # rooms by attempt
         lost: dict[tuple[Peer, int], list[Lost]] = {}
         rooms, watches = self.rooms, self.watches
         for claim in message.register:
             outcome = rooms.register(owner, claim.room, claim.attempt, now)
             if outcome in TAKEN:
                 if claim.room in watches:
-                    answer = Found(claim.room, claim.attempt, owner.location)
                     for watcher in watches.take(claim.room):
-                        found.setdefault(watcher, []).append(answer)
+                        found.setdefault(watcher, {}).setdefault(claim.attempt, []).append(claim.room)
+                        self.tally["watches_answered"] += 1
             elif outcome == "conflict" and len(actions) < 2 * CONFLICTS_TOLD:
                 actions += self._conflict(claim, owner, now)
         for drop in message.drop:
@@ -210,11 +210,12 @@ class BrokerCore:
                 failure = Lost(drop.room, drop.code, drop.attempt)
                 for watcher in watches.take(drop.room):
                     lost.setdefault(watcher, []).append(failure)
-        for (peer, query), founds in found.items():
-            actions.append(Send(peer, Answer(query, found=tuple(founds)), cause="rooms"))
+                    self.tally["watches_answered"] += 1
+        for (peer, query), by_attempt in found.items():
+            known = tuple(Found(owner.location, attempt, tuple(some)) for attempt, some in by_attempt.items())
+            actions.append(Send(peer, Answer(query, found=known), cause="rooms"))
         for (peer, query), losses in lost.items():
             actions.append(Send(peer, Answer(query, lost=tuple(losses)), cause="drop"))
-        self.tally["watches_answered"] += sum(map(len, found.values())) + sum(map(len, lost.values()))
         return actions
 
     def _conflict(self, claim: Registration, later: Owner, now: float) -> Iterable[Action]:
@@ -267,18 +268,7 @@ class BrokerCore:
     def _answer(self, peer: Peer, query: Query, now: float) -> Answer | Refused:
         self.tally["queries"] += 1
         self.tally["query_rooms"] += len(query.rooms)
-        found: list[Found] = []
-        lost: list[Lost] = []
-        missing: list[int] = []
-        find = self.rooms.find
-        for room in dict.fromkeys(query.rooms):
-            claim = find(room, now)
-            if claim is None:
-                missing.append(room)
-            elif claim.code == "ok":
-                found.append(Found(room, claim.attempt, claim.owner.location))
-            else:
-                lost.append(Lost(room, claim.code, claim.attempt))
+        held, lost, missing = self.rooms.sort(dict.fromkeys(query.rooms), now)
         if not query.watch_s:
             missing.clear()
         elif not self.watches.fits(peer, len(missing)):
@@ -286,7 +276,8 @@ class BrokerCore:
             return Refused("too_many", f"{len(missing)} watches more than allowed; ask for fewer rooms", query.id)
         for room in missing:
             self.watches.add(peer, query.id, room, now + query.watch_s)
-        return Answer(query.id, tuple(found), tuple(missing), tuple(lost))
+        known = tuple(Found(owner.location, attempt, tuple(rooms)) for (owner, attempt), rooms in held.items())
+        return Answer(query.id, known, tuple(missing), tuple(lost))
 
     # --- time -------------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ ALL = 1 << 30
 _NOW = int(zmq.NOBLOCK)
 _NOW_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _HAS_MORE = int(zmq.RCVMORE)
+_EVENTS, _CAN_RECEIVE = int(zmq.EVENTS), int(zmq.POLLIN)
 _send, _receive, _get = Backend.send, Backend.recv, Backend.get
 
 
@@ -38,3 +39,8 @@ def receive(socket: Socket, copied: int = ALL) -> list[Any]:
     while _get(socket, _HAS_MORE):
         frames.append(_receive(socket, _NOW, len(frames) < copied))
     return frames
+
+
+def has_message(socket: Socket) -> bool:
+    """Whether `receive` would find one."""
+    return bool(int(_get(socket, _EVENTS)) & _CAN_RECEIVE)

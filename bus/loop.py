@@ -2,6 +2,9 @@
 
 One thread runs a Loop and owns every socket added to it. Each turn drains at most `budget` messages a socket, so
 that no peer can starve another or the timers, then runs what is due, then the `after_turn` hooks (batching).
+
+A socket whose news matter only once something has to be decided may rest: it wakes nobody, and is read first thing in
+whichever turn comes next. That costs a socket of many small messages no wake-up of its own, and none of them is missed.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any
 import structlog
 import zmq
 
-from bus.frames import ALL, receive
+from bus.frames import ALL, has_message, receive
 from bus.sockets import Socket
 
 log = structlog.get_logger("bus")
@@ -48,6 +51,8 @@ class Loop:
         self.clock = clock
         self._poller = zmq.Poller()
         self._handlers: dict[Any, tuple[Handler, int, int]] = {}
+        self._resting: list[Socket] = []
+        self._behind = False  # a resting socket has more than its budget
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._calls: deque[Callable[[], None]] = deque()
@@ -70,8 +75,20 @@ class Loop:
         self._poller.register(socket, zmq.POLLIN)
 
     def remove(self, socket: Socket) -> None:
+        self.rest(socket, False)
         del self._handlers[socket]
         self._poller.unregister(socket)
+
+    def rest(self, socket: Socket, resting: bool) -> None:
+        """Whether `socket` waits for a turn that something else causes (a timer, at the latest), or wakes the loop."""
+        if resting is (socket in self._resting):
+            return
+        if resting:
+            self._resting.append(socket)
+            self._poller.unregister(socket)
+        else:
+            self._resting.remove(socket)
+            self._poller.register(socket, zmq.POLLIN)
 
     def call_later(self, delay_s: float, function: Callable[[], None]) -> Timer:
         return self._schedule(Timer(self.clock() + delay_s, function, None))
@@ -120,20 +137,15 @@ class Loop:
 
     def turn(self) -> None:
         ready = self._poller.poll(self._timeout_ms())
+        self._behind = False
+        for resting in tuple(self._resting):
+            if has_message(resting) and not self._drain(resting):
+                self._behind = True
         for socket, _ in ready:
-            entry = self._handlers.get(socket)
-            if entry is None:
+            if socket in self._handlers:
+                self._drain(socket)
+            else:
                 self._drain_wakeups()
-                continue
-            handler, budget, copied = entry
-            for _ in range(budget):
-                try:
-                    frames = receive(socket, copied)
-                except zmq.Again:
-                    break
-                handler(frames)
-                if socket not in self._handlers:
-                    break
         while self._calls:
             self._calls.popleft()()
         self._run_timers()
@@ -142,12 +154,25 @@ class Loop:
 
     # --- inside -------------------------------------------------------------------------------------------------
 
+    def _drain(self, socket: Any) -> bool:
+        """Handle what has come, as far as the socket's budget goes; False: there may be more."""
+        handler, budget, copied = self._handlers[socket]
+        for _ in range(budget):
+            try:
+                frames = receive(socket, copied)
+            except zmq.Again:
+                return True
+            handler(frames)
+            if socket not in self._handlers:
+                return True
+        return False
+
     def _schedule(self, timer: Timer) -> Timer:
         heapq.heappush(self._timers, (timer.due, next(self._order), timer))
         return timer
 
     def _timeout_ms(self) -> int:
-        if self._calls or self._stopping.is_set():
+        if self._calls or self._behind or self._stopping.is_set():
             return 0
         while self._timers and not self._timers[0][2].active:
             heapq.heappop(self._timers)

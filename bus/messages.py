@@ -7,6 +7,7 @@ so that old and new peers understand each other within one protocol version.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
@@ -58,7 +59,11 @@ RETRYABLE: frozenset[str] = frozenset(
      "decode_failed", "draining", "shutting_down"}
 )  # fmt: skip
 
-Name: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]  # not `$`: it takes a last newline
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+ENDPOINT = re.compile(r"[!-~]{0,150}")
+# The alphabets of these two are checked by the messages that carry them (`_Named`, `_At`), once for each string: a
+# pattern in Meta would run for every message again.
+Name: TypeAlias = Annotated[str, Meta(extra={"alphabet": NAME})]
 Rid: TypeAlias = Annotated[str, Meta(min_length=1, max_length=128)]
 Room: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
 Epoch: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_ROOM)]
@@ -70,7 +75,7 @@ TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 AgeSeconds: TypeAlias = Annotated[float, Meta(ge=-1, le=1e9)]  # -1: never
 # Printable ASCII, and short enough that an Answer of MAX_ROOMS_PER_MESSAGE locations always fits in a frame.
-Endpoint: TypeAlias = Annotated[str, Meta(pattern=r"^[!-~]{0,150}\Z")]
+Endpoint: TypeAlias = Annotated[str, Meta(extra={"alphabet": ENDPOINT})]
 InstanceOrEmpty: TypeAlias = Annotated[str, Meta(max_length=64)]  # empty: any, or the only one
 Model: TypeAlias = Annotated[str, Meta(max_length=128)]
 Priority: TypeAlias = Annotated[int, Meta(ge=-1000, le=1000)]
@@ -82,7 +87,54 @@ class Message(Struct, frozen=True, array_like=True):
     """Base of all messages: immutable, an array on the wire."""
 
 
-class Location(Message, frozen=True):
+_SEEN_MAX = 65_536
+_seen: dict[re.Pattern[str], set[str]] = {NAME: set(), ENDPOINT: set()}  # strings that were checked and are right
+_names, _endpoints = _seen[NAME], _seen[ENDPOINT]
+
+
+def _check(alphabet: re.Pattern[str], text: str) -> None:
+    """ValueError, which decoding turns into its own error."""
+    if alphabet.fullmatch(text) is None:
+        raise ValueError(f"{text[:80]!r} does not match {alphabet.pattern}")
+    if len(_seen[alphabet]) < _SEEN_MAX:
+        _seen[alphabet].add(text)
+
+
+class _Named(Message, frozen=True):
+    """Has an `instance`, which must be a Name."""
+
+    def __post_init__(self) -> None:
+        if self.instance not in _names:  # type: ignore[attr-defined]
+            _check(NAME, self.instance)  # type: ignore[attr-defined]
+
+
+class _At(Message, frozen=True):
+    """Has an `endpoint`."""
+
+    def __post_init__(self) -> None:
+        if self.endpoint not in _endpoints:  # type: ignore[attr-defined]
+            _check(ENDPOINT, self.endpoint)  # type: ignore[attr-defined]
+
+
+class _NamedAt(Message, frozen=True):
+    """Has both."""
+
+    def __post_init__(self) -> None:
+        if self.instance not in _names:  # type: ignore[attr-defined]
+            _check(NAME, self.instance)  # type: ignore[attr-defined]
+        if self.endpoint not in _endpoints:  # type: ignore[attr-defined]
+            _check(ENDPOINT, self.endpoint)  # type: ignore[attr-defined]
+
+
+class _OfController(Message, frozen=True):
+    """Has a `controller`, which must be a Name."""
+
+    def __post_init__(self) -> None:
+        if self.controller not in _names:  # type: ignore[attr-defined]
+            _check(NAME, self.controller)  # type: ignore[attr-defined]
+
+
+class Location(_NamedAt, frozen=True):
     """Where a rank is: `endpoint` is its data socket, `epoch` this start of it."""
 
     instance: Name
@@ -122,7 +174,7 @@ class Load(Message, frozen=True):
 # --- publications (PUB -> XSUB/XPUB -> SUB); `seq` rises by one per message of that tag and epoch -------------
 
 
-class LoadReport(Message, frozen=True, tag="load"):
+class LoadReport(_Named, frozen=True, tag="load"):
     instance: Name
     dp_rank: Rank
     epoch: Epoch
@@ -145,7 +197,7 @@ class Drop(Message, frozen=True):
     code: Code = "ok"
 
 
-class Rooms(Message, frozen=True, tag="rooms"):
+class Rooms(_NamedAt, frozen=True, tag="rooms"):
     """Rooms registered and dropped since the last one; a `snapshot` answers a resync and restates live rooms."""
 
     instance: Name
@@ -159,7 +211,7 @@ class Rooms(Message, frozen=True, tag="rooms"):
     snapshot: bool = False
 
 
-class Member(Message, frozen=True, tag="member"):
+class Member(_NamedAt, frozen=True, tag="member"):
     """Who the sender is, at least each `interval_s`; `rooms_seq` lets the broker notice a lost last message."""
 
     instance: Name
@@ -177,7 +229,7 @@ class Member(Message, frozen=True, tag="member"):
     interval_s: Seconds
 
 
-class SentTo(Message, frozen=True):
+class SentTo(_Named, frozen=True):
     instance: Name
     dp_rank: Rank
     epoch: Epoch
@@ -185,7 +237,7 @@ class SentTo(Message, frozen=True):
     tokens: Count
 
 
-class Sent(Message, frozen=True, tag="sent"):
+class Sent(_OfController, frozen=True, tag="sent"):
     """A controller's cumulative sent counters: state, not events."""
 
     controller: Name
@@ -202,7 +254,7 @@ class Beacon(Message, frozen=True, tag="beacon"):
     interval_s: Seconds
 
 
-class Resync(Message, frozen=True, tag="resync"):
+class Resync(_Named, frozen=True, tag="resync"):
     """Broker to one publisher (topic `to/<instance>/<dp_rank>/`): restate your membership and live rooms."""
 
     instance: Name
@@ -210,7 +262,7 @@ class Resync(Message, frozen=True, tag="resync"):
     epoch: Epoch  # of the publisher concerned
 
 
-class Conflict(Message, frozen=True, tag="conflict"):
+class Conflict(_Named, frozen=True, tag="conflict"):
     """Broker to one publisher: two live epochs claim `room` with one attempt; the later claim was refused."""
 
     instance: Name
@@ -234,9 +286,11 @@ class Query(Message, frozen=True, tag="query"):
 
 
 class Found(Message, frozen=True):
-    room: Room
-    attempt: Attempt
+    """Rooms that one rank holds, each registered as `attempt`: a location is named once, not once a room."""
+
     at: Location
+    attempt: Attempt
+    rooms: Annotated[tuple[Room, ...], Meta(min_length=1, max_length=MAX_ROOMS_PER_MESSAGE)]
 
 
 class Lost(Message, frozen=True):
@@ -265,7 +319,7 @@ class TopologyQuery(Message, frozen=True, tag="topology"):
     instance: InstanceOrEmpty = ""  # empty: all
 
 
-class MemberInfo(Message, frozen=True):
+class MemberInfo(_At, frozen=True):
     dp_rank: Rank
     epoch: Epoch
     state: NodeState
@@ -273,7 +327,7 @@ class MemberInfo(Message, frozen=True):
     age_s: Seconds  # since the broker last heard of it
 
 
-class InstanceInfo(Message, frozen=True):
+class InstanceInfo(_Named, frozen=True):
     instance: Name
     role: Role
     model: Model
@@ -311,7 +365,7 @@ class Refused(Message, frozen=True, tag="refused"):
 # --- controller <-> node (DEALER -> ROUTER) ------------------------------------------------------------------
 
 
-class Hello(Message, frozen=True, tag="hello"):
+class Hello(_NamedAt, frozen=True, tag="hello"):
     """A node introduces itself: first message on a connection, repeated on `who`, on each change of state."""
 
     instance: Name
@@ -329,7 +383,7 @@ class Hello(Message, frozen=True, tag="hello"):
     running: Annotated[tuple[tuple[Rid, Attempt], ...], Meta(max_length=65536)] = ()  # what it still runs
 
 
-class Welcome(Message, frozen=True, tag="welcome"):
+class Welcome(_OfController, frozen=True, tag="welcome"):
     controller: Name
     epoch: Epoch
     follow_bootstrap_room: bool
@@ -397,7 +451,7 @@ class Ended(Message, frozen=True):
     cached_tokens: Count = 0
 
 
-class Progress(Message, frozen=True, tag="progress"):
+class Progress(_Named, frozen=True, tag="progress"):
     """Node to controller, at most one per step: legs that produced their first output, legs that ended."""
 
     instance: Name
@@ -407,7 +461,7 @@ class Progress(Message, frozen=True, tag="progress"):
     ended: Annotated[tuple[Ended, ...], Meta(max_length=65536)] = ()
 
 
-class Bye(Message, frozen=True, tag="bye"):
+class Bye(_Named, frozen=True, tag="bye"):
     instance: Name
     dp_rank: Rank
     epoch: Epoch
@@ -488,7 +542,7 @@ class StatusQuery(Message, frozen=True, tag="status"):
     id: Count
 
 
-class RankStatus(Message, frozen=True):
+class RankStatus(_NamedAt, frozen=True):
     instance: Name
     dp_rank: Rank
     role: Role
@@ -510,7 +564,7 @@ class RankStatus(Message, frozen=True):
     block_tokens: Count = 0  # of its KV blocks; what `Submit.block_hashes` must be made with to be of use there
 
 
-class Status(Message, frozen=True, tag="status_is"):
+class Status(_OfController, frozen=True, tag="status_is"):
     id: Count
     controller: Name
     epoch: Epoch
@@ -521,7 +575,7 @@ class Status(Message, frozen=True, tag="status_is"):
     remaining: Count = 0  # ranks that further messages of this id bring
 
 
-class DrainRank(Message, frozen=True, tag="drain_rank"):
+class DrainRank(_Named, frozen=True, tag="drain_rank"):
     """An operator asks the controller to drain one rank."""
 
     id: Count

@@ -2,7 +2,8 @@
 
 `PublisherCore`'s methods return publications to send, in order. Registrations and drops of one turn leave together
 at `flush`, with the load piggybacked; `tick` (every few tens of milliseconds) flushes, refreshes rooms before their
-TTL runs out, repeats the membership and restates what is live when the broker asks or is new.
+TTL runs out, repeats the membership and restates what is live when the broker asks or is new. A rank without work
+and rooms speaks less often, and says so (`Member.interval_s`); what changes is published at once all the same.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ CHUNK = 1024  # registrations in a message: decoding and applying one takes the 
 CHUNKS_PER_FLUSH = 4  # of a restatement or refresh, so that a turn stays short
 REPORT_GAP_S = 0.05  # a changing load is published at most this often
 RESTATE_GAP_S = 0.05
+IDLE_INTERVALS = 4  # an idle rank speaks once in so many intervals
+IDLE_AFTER_INTERVALS = 4  # and is idle when nothing has changed for so many
 MAX_ATTEMPT = 1_000_000
 LIVES = 10  # a room that is never dropped is refreshed for this many TTLs, then forgotten
 
@@ -99,6 +102,8 @@ class PublisherCore:
         self._load_changed = False
         self._load_sent_at: float | None = None
         self._member_sent_at: float | None = None
+        self._promised_s = interval_s  # by then the next membership comes
+        self._changed_at = 0.0  # anything but the time
         self._seqs = {"load": 0, "rooms": 0, "member": 0}
 
     @property
@@ -141,6 +146,7 @@ class PublisherCore:
         self._live.pop(room, None)
         self._registering.pop(room, None)
         self._dropping[room] = Drop(room, attempt, code)
+        self._changed_at = now
         self.counts["dropped"] += 1
         return self._overflow(now)
 
@@ -151,6 +157,7 @@ class PublisherCore:
         self._load = structs.replace(load, seq=self._load_seq)
         if old is None or structs.replace(load, seq=old.seq) != old:
             self._load_changed = True
+            self._changed_at = now
         return []
 
     def set_state(self, state: NodeState, now: float) -> list[Publish]:
@@ -159,6 +166,7 @@ class PublisherCore:
             return []
         out = self.flush(now)
         self.state = state
+        self._changed_at = now
         if state == "gone":
             self._live.clear()
             self._restating.clear()
@@ -206,10 +214,11 @@ class PublisherCore:
         if self._restate_wanted:
             out += self._restate(now)
         self._refresh(now)
-        out += self.flush(now)
-        if self._member_sent_at is None or now - self._member_sent_at >= self.interval_s:
-            out.append(self._member(now, "interval"))
-        return out
+        if self._registering or self._dropping:
+            out += self.flush(now)
+        if self._member_sent_at is None or now - self._member_sent_at >= min(self._promised_s, self._interval_s(now)):
+            out.append(self._member(now, "interval"))  # with the load: after it, no report is due
+        return out + self.flush(now)
 
     def flush(self, now: float) -> list[Publish]:
         """Send what this turn collected: one Rooms message (load piggybacked), else the load alone when it is due."""
@@ -230,7 +239,15 @@ class PublisherCore:
         if self._load_sent_at is None:
             return True
         age_s = now - self._load_sent_at
-        return age_s >= (REPORT_GAP_S if self._load_changed else self.interval_s)
+        return age_s >= (REPORT_GAP_S if self._load_changed else self._interval_s(now))
+
+    def _interval_s(self, now: float) -> float:
+        """How often this rank speaks although nothing changes."""
+        load = self._load
+        working = bool(self._live) or (load is not None and load.running + load.waiting > 0)
+        if working or now - self._changed_at < IDLE_AFTER_INTERVALS * self.interval_s:
+            return self.interval_s
+        return IDLE_INTERVALS * self.interval_s
 
     def _take_load(self, now: float) -> Load | None:
         if self._load is not None:
@@ -263,10 +280,11 @@ class PublisherCore:
     def _member(self, now: float, cause: str) -> Publish:
         self._seqs["member"] += 1
         self._member_sent_at = now
+        self._promised_s = self._interval_s(now)
         member = Member(
             self.instance, self.dp_rank, self.epoch, self._seqs["member"], self._take_load(now), self.role, self.model,
             self.dp_size, self.state, self.endpoint, self.follow_bootstrap_room, self._seqs["rooms"],
-            self.interval_s,
+            self._promised_s,
         )  # fmt: skip
         return Publish(member, cause=cause)
 

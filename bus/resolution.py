@@ -17,7 +17,6 @@ from bus.messages import (
     Answer,
     Beacon,
     Code,
-    Found,
     FoundBy,
     InstanceInfo,
     Location,
@@ -41,10 +40,11 @@ QUERY_ID = 1  # always the same, so that asking again moves a watch and never do
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The end of one want: `found`, or None and the `code` that says why."""
+    """The end of one want: where its room is prefilled and as which attempt, or None and the `code` that says why."""
 
     room: int
-    found: Found | None
+    at: Location | None
+    attempt: int
     code: Code
     found_by: FoundBy
 
@@ -159,15 +159,16 @@ class ResolverCore:
             if want := self._wants.get(room):
                 want.ask_at = now + WATCH_AGAIN_S
         for found in answer.found:
-            want = self._wants.get(found.room)
-            if want is None or want.dp_rank is not None:
-                continue
-            if found.attempt < want.attempt:
-                self.counts["stale"] += 1
-                want.ask_at = now + STALE_AGAIN_S
-                continue
-            want.asked = False  # an answer ends the watch
-            out.append(self._settle(want, Resolved(found.room, found, "ok", "asked")))
+            for room in found.rooms:
+                want = self._wants.get(room)
+                if want is None or want.dp_rank is not None:
+                    continue
+                if found.attempt < want.attempt:
+                    self.counts["stale"] += 1
+                    want.ask_at = now + STALE_AGAIN_S
+                    continue
+                want.asked = False  # an answer ends the watch
+                out.append(self._settle(want, Resolved(room, found.at, found.attempt, "ok", "asked")))
         for lost in answer.lost:
             want = self._wants.get(lost.room)
             if want is None or want.dp_rank is not None:
@@ -177,7 +178,7 @@ class ResolverCore:
                 want.ask_at = now + STALE_AGAIN_S
                 continue
             want.asked = False
-            out.append(self._settle(want, Resolved(lost.room, None, lost.code, "")))
+            out.append(self._settle(want, Resolved(lost.room, None, 0, lost.code, "")))
         return out
 
     def _on_topology(self, topology: Topology, now: float) -> list[Action]:
@@ -201,7 +202,7 @@ class ResolverCore:
         out: list[Action] = []
         for want in list(self._wants.values()):
             if now >= want.deadline:
-                out.append(self._settle(want, Resolved(want.room, None, "unknown_room", "")))
+                out.append(self._settle(want, Resolved(want.room, None, 0, "unknown_room", "")))
             elif now >= want.ask_at:
                 if resolved := self._locate(want, now):
                     out.append(self._settle(want, resolved))
@@ -242,7 +243,7 @@ class ResolverCore:
         if known is None:
             several = not want.instance and want.dp_rank is not None and len(self._prefill_names()) > 1
             if several:
-                return Resolved(want.room, None, "bad_request", "")
+                return Resolved(want.room, None, 0, "bad_request", "")
             self._missing.add(want.instance)
             return None
         info = known.info
@@ -252,14 +253,14 @@ class ResolverCore:
             return None
         dp_rank = want.room % info.dp_size if want.dp_rank is None else want.dp_rank
         if not 0 <= dp_rank < info.dp_size:
-            return Resolved(want.room, None, "bad_rank", "")
+            return Resolved(want.room, None, 0, "bad_rank", "")
         rank = known.ranks.get(dp_rank)
         if rank is None or rank.state == "gone" or not rank.endpoint:
             self._missing.add(info.instance)
             return None
         at = Location(info.instance, dp_rank, rank.epoch, rank.endpoint)
         by: FoundBy = "computed" if want.dp_rank is None else "told"
-        return Resolved(want.room, Found(want.room, max(1, want.attempt), at), "ok", by)
+        return Resolved(want.room, at, max(1, want.attempt), "ok", by)
 
     def _instance(self, want: _Want) -> _Known | None:
         if want.instance:
@@ -279,7 +280,7 @@ class ResolverCore:
 
     def _lost(self, room: int, code: Code) -> Resolved:
         self.counts["lost"] += 1
-        return Resolved(room, None, code, "")
+        return Resolved(room, None, 0, code, "")
 
 
 def _chunks(rooms: list[int]) -> list[list[int]]:

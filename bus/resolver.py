@@ -153,7 +153,7 @@ class Resolver:
             if type(room) is not int:
                 self.invalid += 1  # there is nothing to report it under
             elif not _makes_sense(attempt, instance, dp_rank, deadline_s):
-                self._do([Resolved(room, None, "bad_request", "")])
+                self._do([Resolved(room, None, 0, "bad_request", "")])
             else:
                 wanted = self._core.want(
                     room, now, deadline_s=deadline_s, attempt=attempt, prefill_instance=instance, dp_rank=dp_rank
@@ -179,8 +179,8 @@ class Resolver:
                 self._send(action.message)
             else:
                 with self._lock:
-                    if action.found is not None:
-                        self._found[action.room] = action.found.at
+                    if action.at is not None:
+                        self._found[action.room] = action.at
                     else:
                         self._lost[action.room] = action.code
                 self._settled.set()

@@ -12,11 +12,12 @@ are tracked by the garbage collector, so a million rooms cost neither a collecto
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from msgspec import Struct
 
-from bus.messages import Code, Location, Room
+from bus.messages import Attempt, Code, Location, Lost, Room
 
 SHARDS = 2039  # prime, so that rooms made as k * dp_size + rank spread too
 SWEEPS_PER_TTL = 16
@@ -77,6 +78,28 @@ class RoomTable:
         if claim is None or claim.expires_at <= now or not claim.owner.live:
             return None
         return claim
+
+    def sort(
+        self, rooms: Iterable[Room], now: float
+    ) -> tuple[dict[tuple[Owner, Attempt], list[Room]], list[Lost], list[Room]]:
+        """What `find` says of many rooms: those held, by owner and attempt; those failed; those nobody holds."""
+        held: dict[tuple[Owner, Attempt], list[Room]] = {}
+        failed: list[Lost] = []
+        missing: list[Room] = []
+        shards = self._shards
+        for room in rooms:
+            claim = shards[room % SHARDS].get(room)
+            if claim is None or claim.expires_at <= now or not claim.owner.live:
+                missing.append(room)
+            elif claim.code == "ok":
+                author = (claim.owner, claim.attempt)
+                if author in held:
+                    held[author].append(room)
+                else:
+                    held[author] = [room]
+            else:
+                failed.append(Lost(room, claim.code, claim.attempt))
+        return held, failed, missing
 
     # --- claims ---------------------------------------------------------------------------------------------------
 

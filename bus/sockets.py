@@ -126,13 +126,12 @@ class Sockets:
         socket.setsockopt(zmq.RCVHWM, hwm)
         socket.setsockopt(zmq.MAXMSGSIZE, maximum)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         return socket
 
     def _connect(self, socket: Socket, endpoint: str) -> Socket:
+        _watch_peers(socket, endpoint)
         if self._keys is not None and endpoint.startswith("tcp://"):
             socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server_public)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client_public)
@@ -155,6 +154,7 @@ class Sockets:
             assert self.gatekeeper is not None
             self.gatekeeper.watch(socket, domain)
         for endpoint in endpoints:
+            _watch_peers(socket, endpoint)
             if endpoint.startswith("ipc://"):
                 path = Path(endpoint.removeprefix("ipc://"))
                 private_dir(path.parent)
@@ -174,6 +174,13 @@ class Sockets:
             if endpoint.startswith("ipc://"):
                 self._bound.append((path, path.stat().st_ino))
         return socket
+
+
+def _watch_peers(socket: Socket, endpoint: str) -> None:
+    """Over tcp a dead peer's silence looks like any other; on one machine the kernel closes what a process leaves."""
+    if endpoint.startswith("tcp://"):
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
 
 
 def _refuse_taken(endpoint: str, path: Path) -> None:

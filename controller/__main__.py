@@ -45,7 +45,7 @@ GUIDANCE = (
 @click.option("--lease-s", type=float, default=3.0, help="A rank silent for so long is lost.")
 @click.option("--hang-s", type=float, default=10.0, help="A busy rank whose steps stand still for so long is hung.")
 @click.option(
-    "--stale-s", type=float, default=1.0, help="Believe a load report for so long (2 report intervals or more)."
+    "--stale-s", type=float, default=1.25, help="Believe a load report for so long (5 report intervals or more)."
 )
 @click.option(
     "--request-overcommit", type=float, default=2.0, help="Requests at a rank, as a multiple of its run slots."

@@ -16,14 +16,12 @@ from msgspec.structs import replace
 from bus.actions import Publish
 from bus.messages import (
     MAX_DP_SIZE,
-    Beacon,
     Bye,
     Cancel,
     Dispatch,
     Drain,
     DrainRank,
     Hello,
-    Load,
     LoadReport,
     Member,
     Message,
@@ -144,6 +142,16 @@ class ControllerCore:
             self.life.drain(now, out)
         return out
 
+    @property
+    def busy(self) -> bool:
+        """Whether a tick is wanted each few tens of milliseconds; if not, a few times a second will do."""
+        return bool(self.life.requests) or not self.life.settled or self.table.shared
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a publication may let something happen at once; if not, it is news only to the next decision."""
+        return bool(self.life.queue.requests) or not self.life.settled
+
     def shutdown(self, now: float) -> list[Action]:
         """This controller leaves: every live request ends, for its client to send it elsewhere."""
         out: list[Action] = []
@@ -237,26 +245,22 @@ class ControllerCore:
     # --- from the bus -----------------------------------------------------------------------------------------
 
     def _on_published(self, message: Message, now: float, out: list[Action]) -> None:
-        if isinstance(message, LoadReport):
-            self._on_load(message, message.load, now, out)
-        elif isinstance(message, Rooms | Member):
-            if message.load is not None:
-                self._on_load(message, message.load, now, out)
-        elif isinstance(message, Sent):
-            self.table.apply_sent(message, now)
-        elif isinstance(message, Beacon):
-            pass  # that it came is all it says to us
-        self.health.bus_heard(now)
+        kind = type(message)
+        if kind is LoadReport or kind is Member or kind is Rooms:
+            if message.load is not None:  # type: ignore[attr-defined]
+                self._on_load(message, now, out)  # type: ignore[arg-type]
+        elif kind is Sent:
+            self.table.apply_sent(message, now)  # type: ignore[arg-type]
+        self.health.bus_heard(now)  # which is all that a beacon says
 
-    def _on_load(self, message: LoadReport | Rooms | Member, load: Load, now: float, out: list[Action]) -> None:
-        known = self.table.ranks.get((message.instance, message.dp_rank))
-        acked, acked_tokens = (known.acked, known.acked_tokens) if known is not None else (0, 0)
+    def _on_load(self, message: LoadReport | Rooms | Member, now: float, out: list[Action]) -> None:
+        load = message.load
+        assert load is not None
         rank = self.table.apply((message.instance, message.dp_rank), message.epoch, load, now)
         if rank is not None:
-            if rank.acked > acked:
-                news = rank.acked - acked, rank.acked_tokens - acked_tokens
-                self.regret.acknowledged(rank, *news, self.table.ranks.values(), now)
-            self.health.report(rank.key, load, now)
+            if rank.news and now >= self.regret.due:
+                self.regret.acknowledged(rank, self.table.ranks.values(), now)
+            self.health.report(rank.key, load, now, message.interval_s if type(message) is Member else None)
             if not rank.ready:
                 self._lose(self.members.assess(rank, now, out, "report"), now, out)
 

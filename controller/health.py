@@ -7,7 +7,7 @@ What is told apart, from three independent signs (the direct connection, the bus
 | starting | the node says so; or it runs something and has not reported yet, so its load is not known |
 | ready | connected, heard within its lease, reporting, moving |
 | draining | the node says so, or an operator asked |
-| silent | connected, but the bus carried nothing of it for a lease while it carried other things |
+| silent | connected, but the bus carried nothing of it for a lease (and 3 of its intervals), though other things |
 | lost | nothing over its connection for a lease, or the connection is gone |
 | hung | connected and busy, but its step counter stood still for `hang_s` |
 | gone | it said goodbye |
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from bus.messages import Load, MemberKey, NodeState, RankState
 
+SILENT_INTERVALS = 3.0  # as for the broker
 DEAD: frozenset[RankState] = frozenset({"lost", "hung", "gone"})  # what runs there is given up
 
 
@@ -36,6 +37,7 @@ class Pulse:
     said_hello_at: float
     heard_at: float
     reported_at: float
+    interval_s: float = 0.0  # within which it says that it will publish again
     step: int = -1
     step_at: float = 0.0
     busy: bool = False
@@ -99,12 +101,14 @@ class Health:
         if pulse is not None:
             pulse.moved(step, busy, now)
 
-    def report(self, key: MemberKey, load: Load, now: float) -> None:
-        """A load report of its epoch came over the bus."""
+    def report(self, key: MemberKey, load: Load, now: float, interval_s: float | None = None) -> None:
+        """A load report of its epoch came over the bus; `interval_s`: the next one will within so long."""
         pulse = self.pulses.get(key)
         if pulse is not None:
             pulse.reported_at = now
             pulse.known = True
+            if interval_s is not None:
+                pulse.interval_s = interval_s
             pulse.moved(load.step, load.running > 0, now)
 
     def bus_heard(self, now: float) -> None:
@@ -146,7 +150,8 @@ class Health:
             return "hung"
         if pulse.declared == "draining" or pulse.drain:
             return "draining"
-        if self._bus_at - max(pulse.reported_at, self._bus_since) > self._lease_s:
+        allowed_s = max(self._lease_s, SILENT_INTERVALS * pulse.interval_s)
+        if self._bus_at - max(pulse.reported_at, self._bus_since) > allowed_s:
             return "silent"
         if pulse.declared == "starting" or not (pulse.known or now - pulse.said_hello_at > self._lease_s):
             return "starting"

@@ -41,7 +41,7 @@ class LoadTable:
         self,
         controller_epoch: int,
         *,
-        stale_s: float = 1.0,
+        stale_s: float = 1.25,
         request_overcommit: float = 2.0,
         kv_overcommit: float = 1.0,
         prefill_overcommit: float = 4.0,
@@ -276,8 +276,12 @@ class LoadTable:
             rank.skew, rank.skew_tokens = dispatches - rank.sent, tokens - rank.sent_tokens
             acked, acked_tokens = rank.sent, rank.sent_tokens
             rank.rebase = False
-        rank.acked = acked if acked > 0 else 0
-        rank.acked_tokens = acked_tokens if acked_tokens > 0 else 0
+        if acked < 0:
+            acked = 0
+        if acked_tokens < 0:
+            acked_tokens = 0
+        rank.news, rank.news_tokens = acked - rank.acked, acked_tokens - rank.acked_tokens
+        rank.acked, rank.acked_tokens = acked, acked_tokens
 
     @staticmethod
     def _sum_others(rank: RankLoad) -> None:

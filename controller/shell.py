@@ -2,7 +2,8 @@
 
 `Controller` runs on a thread of its own (`with Controller(config) as controller:`) or, for `python -m controller`, on
 the caller's (`open`, `loop.run`, `close`). Payload frames go through as they came: `zmq.Frame`s, neither decoded nor
-copied.
+copied. Publications rest (`Loop.rest`) unless a request waits for what they say: all that came are read before anything
+else a turn brings is decided.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ from controller.feeds.nodes import NodeCaches
 from controller.metrics import collect
 
 TICK_S = 0.05
+IDLE_TICK_S = 0.25
 METRICS_S = 1.0
 FAREWELL_MS = 250  # for last answers to leave
 PEERS_REMEMBERED = 4096
@@ -87,6 +89,7 @@ class Controller:
         self._metrics: Sequence[metrics.Metric] = ()
         self._stop_metrics: Callable[[], None] = _nothing
         self._outbox: list[Any] = []
+        self._dozing = False
         self._broker: Broker | None = None
         self._thread: threading.Thread | None = None
         self._opened = False
@@ -144,8 +147,9 @@ class Controller:
         self.loop.add(self._clients, self._on_client, copied=2)
         self.loop.add(self._nodes, self._on_node)
         self.loop.add(self._sub, self._on_publication, budget=512)
-        self.loop.call_every(TICK_S, lambda: self.handle(Tick()))
         self.loop.after_turn(self._carry_out)
+        self.loop.after_turn(self._pace)
+        self._timer = self.loop.call_later(TICK_S, self._tick)
         if config.metrics_port:
             self._gather()
             self.loop.call_every(METRICS_S, self._gather)
@@ -200,6 +204,20 @@ class Controller:
     def handle(self, event: Event) -> None:
         """Let the core decide; what it says is done at the end of the turn (on the loop's thread only)."""
         self._outbox += self.core.handle(event, self.loop.clock())
+
+    def _tick(self) -> None:
+        self.handle(Tick())
+        self._dozing = not self.core.busy
+        idle_s = min(IDLE_TICK_S, self.config.lease_s / 12)  # health wants to look several times a lease
+        self._timer = self.loop.call_later(max(TICK_S, idle_s) if self._dozing else TICK_S, self._tick)
+
+    def _pace(self) -> None:
+        """At the end of a turn: what may wake the loop, and when it wakes by itself."""
+        self.loop.rest(self._sub, not self.core.waiting)
+        if self._dozing and self.core.busy:
+            self._dozing = False
+            self._timer.cancel()
+            self._timer = self.loop.call_later(TICK_S, self._tick)
 
     def _on_client(self, frames: list[Any]) -> None:
         peer = frames[0]

@@ -281,9 +281,7 @@ class Node:
             rank = self._locating.pop(action.room, None)
             if rank is None:
                 continue
-            found = action.found
-            location, attempt = (found.at, found.attempt) if found is not None else (None, 0)
-            rank.do(rank.legs.located(action.room, location, attempt, action.code, action.found_by, self.now))
+            rank.do(rank.legs.located(action.room, action.at, action.attempt, action.code, action.found_by, self.now))
 
     # --- turns and timers ---------------------------------------------------------------------------------------
 

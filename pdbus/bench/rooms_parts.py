@@ -171,7 +171,7 @@ class _Watcher:
             answer = ask(self._dealer, Query(number, rooms))
             times.append(time.perf_counter() - began)
             assert isinstance(answer, Answer)
-            assert len(answer.found) == batch, (len(answer.found), batch, live)
+            assert sum(len(found.rooms) for found in answer.found) == batch, (batch, live)
         return times
 
     def probe(self, seconds: float, gap_s: float) -> list[float]:

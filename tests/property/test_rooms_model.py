@@ -78,7 +78,7 @@ class RoomsMachine(RuleBasedStateMachine):
         for send in sends:
             assert isinstance(send.message, Answer)
             assert not send.message.pending
-            for room, code in [(each.room, "ok") for each in send.message.found] + [
+            for room, code in [(room, "ok") for each in send.message.found for room in each.rooms] + [
                 (each.room, each.code) for each in send.message.lost
             ]:
                 key = (send.peer, send.message.id, room)
@@ -144,7 +144,9 @@ class RoomsMachine(RuleBasedStateMachine):
         assert isinstance(answer, Answer)
         assert (send.peer, answer.id) == (peer, id)
         made = {room: self.model_find(room) for room in rooms}
-        assert {each.room: (each.at.dp_rank, each.at.epoch, each.attempt) for each in answer.found} == {
+        assert {
+            room: (each.at.dp_rank, each.at.epoch, each.attempt) for each in answer.found for room in each.rooms
+        } == {
             room: (claim.rank, claim.epoch, claim.attempt)
             for room, claim in made.items()
             if claim and claim.code == "ok"

@@ -12,7 +12,7 @@ import msgspec.inspect as inspect
 
 from bus import codec
 from bus.errors import RemoteProtocolError
-from bus.messages import Message
+from bus.messages import ENDPOINT, Message
 
 Draw = Callable[[random.Random], Any]
 Table = dict[str, type[Message]]
@@ -68,8 +68,8 @@ def _of(kind: inspect.Type) -> Draw:
             few = [value for value in (low if inside else None, high, 0.25, 1.0, 30.0) if value is not None]
             few = [value for value in few if low <= value <= high]
             return lambda rng: float(rng.choice(few))
-        case inspect.StrType(pattern=str(pattern)):
-            values = ENDPOINTS if "!-~" in pattern else NAMES
+        case inspect.Metadata(type=inspect.StrType(), extra={"alphabet": alphabet}):
+            values = ENDPOINTS if alphabet is ENDPOINT else NAMES
             return lambda rng: rng.choice(values)
         case inspect.StrType():
             texts = [text for text in TEXTS if len(text) >= (kind.min_length or 0)]

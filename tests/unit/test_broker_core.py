@@ -27,6 +27,7 @@ from bus.messages import (
     BrokerStatusQuery,
     Conflict,
     Drop,
+    Found,
     Load,
     LoadReport,
     Location,
@@ -105,10 +106,7 @@ def test_a_query_is_answered_at_once_with_what_is_known() -> None:
     core.handle(rank.member(), 0.0)
     core.handle(rank.rooms(7, 8), 0.0)
     answer = ask(core, b"d", (7, 9, 8, 7), 1.0)
-    assert [(found.room, found.attempt, found.at) for found in answer.found] == [
-        (7, 1, rank.location),
-        (8, 1, rank.location),
-    ]
+    assert answer.found == (Found(rank.location, 1, (7, 8)),)
     assert (answer.pending, answer.lost) == ((), ())
     assert core.watches.size == 0
 
@@ -119,7 +117,9 @@ def test_a_watch_is_answered_by_the_registration_in_one_message_per_query() -> N
     assert ask(core, b"d", (7, 8, 9), 0.0, watch_s=5.0, id=3).pending == (7, 8, 9)
     assert ask(core, b"e", (8,), 0.0, watch_s=5.0).pending == (8,)
     replies = sent(core.handle(rank.rooms(7, 8), 1.0))
-    assert [(peer, message.id, [found.room for found in message.found]) for peer, message in replies] == [  # type: ignore[attr-defined]
+    assert [
+        (peer, message.id, [room for found in message.found for room in found.rooms]) for peer, message in replies
+    ] == [  # type: ignore[attr-defined]
         (b"d", 3, [7, 8]),
         (b"e", 1, [8]),
     ]
@@ -212,7 +212,7 @@ def test_a_gap_asks_for_a_restatement_ever_more_rarely_until_it_comes() -> None:
     gaps = [later - earlier for earlier, later in pairwise(asked_at)]
     assert gaps == pytest.approx([RESTATE_AGAIN_S * factor for factor in (1, 2, 4, 8)], abs=0.002)
     core.handle(rank.rooms(7, 8, 9, snapshot=True), 2.0)
-    assert len(ask(core, b"d", (7, 8, 9), 2.0).found) == 3
+    assert ask(core, b"d", (7, 8, 9), 2.0).found[0].rooms == (7, 8, 9)
     assert not any(publications(core.handle(Tick(), 2.0 + step), Resync) for step in range(3))
 
 
@@ -237,7 +237,7 @@ def test_a_broker_that_starts_late_needs_no_second_restatement() -> None:
     core.handle(rank.member(), 0.0)
     core.handle(rank.rooms(7, 8, snapshot=True), 0.001)
     assert publications(core.handle(Tick(), 0.1), Resync) == []
-    assert len(ask(core, b"d", (7, 8), 0.1).found) == 2
+    assert ask(core, b"d", (7, 8), 0.1).found[0].rooms == (7, 8)
 
 
 def test_a_hole_in_a_chunked_restatement_is_noticed() -> None:
@@ -311,5 +311,5 @@ def test_beacons_come_at_their_interval() -> None:
 def test_rooms_over_the_publishers_limit_are_refused_and_counted() -> None:
     core, rank = broker(max_rooms_per_publisher=2), Rank()
     core.handle(rank.rooms(1, 2, 3), 0.0)
-    assert [found.room for found in ask(core, b"d", (1, 2, 3), 0.0).found] == [1, 2]
+    assert [found.rooms for found in ask(core, b"d", (1, 2, 3), 0.0).found] == [(1, 2)]
     assert core.counts()["rooms_refused"] == 1

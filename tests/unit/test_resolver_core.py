@@ -63,7 +63,7 @@ def knowing(*infos: InstanceInfo) -> ResolverCore:
 
 
 def found(room: int, attempt: int = 1, dp_rank: int = 0) -> Found:
-    return Found(room, attempt, where(dp_rank))
+    return Found(where(dp_rank), attempt, (room,))
 
 
 def test_all_rooms_of_a_turn_leave_in_one_query() -> None:
@@ -74,15 +74,15 @@ def test_all_rooms_of_a_turn_leave_in_one_query() -> None:
     assert query == Query(QUERY_ID, (7, 8, 9), 5.0)
     assert core.flush(0.001) == []
     out = core.on_message(Answer(QUERY_ID, (found(7),), (8, 9)), 0.1)
-    assert out == [Resolved(7, found(7), "ok", "asked")]
-    assert core.on_message(Answer(QUERY_ID, (found(9), found(7))), 0.2) == [Resolved(9, found(9), "ok", "asked")]
+    assert out == [Resolved(7, where(0), 1, "ok", "asked")]
+    assert core.on_message(Answer(QUERY_ID, (found(9), found(7))), 0.2) == [Resolved(9, where(0), 1, "ok", "asked")]
     assert core.pending == 1
 
 
 def test_told_needs_no_query_when_the_topology_is_known() -> None:
     core = knowing(instance())
     out = core.want(7, 0.1, deadline_s=5.0, prefill_instance="prefill-0", dp_rank=2, attempt=3)
-    assert out == [Resolved(7, Found(7, 3, where(2)), "ok", "told")]
+    assert out == [Resolved(7, where(2), 3, "ok", "told")]
     assert core.flush(0.1) == []
 
 
@@ -103,7 +103,7 @@ def test_told_a_rank_that_does_not_exist() -> None:
     core = knowing(instance(size=4))
     (out,) = core.want(7, 0.1, deadline_s=5.0, dp_rank=4)
     assert isinstance(out, Resolved)
-    assert (out.found, out.code) == (None, "bad_rank")
+    assert (out.at, out.code) == (None, "bad_rank")
 
 
 def test_told_a_rank_without_saying_of_which_of_two_instances() -> None:
@@ -115,7 +115,7 @@ def test_told_a_rank_without_saying_of_which_of_two_instances() -> None:
 
 def test_computed_where_the_instance_follows_the_room() -> None:
     core = knowing(instance(follow=True, size=4), instance("decode-0", role="decode"))
-    assert core.want(10, 0.1, deadline_s=5.0) == [Resolved(10, Found(10, 1, where(2)), "ok", "computed")]
+    assert core.want(10, 0.1, deadline_s=5.0) == [Resolved(10, where(2), 1, "ok", "computed")]
 
 
 def test_the_topology_overtakes_a_watch_and_the_broker_is_told() -> None:
@@ -136,7 +136,7 @@ def test_a_missing_rank_is_looked_up_again_until_it_is_there() -> None:
     asked = [query for step in range(10) for query in sent(core.tick(0.1 + step / 10), TopologyQuery)]
     assert 2 <= len(asked) <= 4
     (out,) = resolved(core.on_message(Topology(asked[-1].id, 5, (instance(),)), 1.1))
-    assert out == Resolved(7, Found(7, 1, where(3)), "ok", "told")
+    assert out == Resolved(7, where(3), 1, "ok", "told")
 
 
 def test_an_old_topology_is_used_and_fetched_anew() -> None:
@@ -144,13 +144,13 @@ def test_an_old_topology_is_used_and_fetched_anew() -> None:
     now = TOPOLOGY_OLD_S + 1.0
     (out,) = core.want(7, now, deadline_s=5.0, dp_rank=0)
     assert isinstance(out, Resolved)
-    assert out.found is not None
-    assert out.found.at.epoch == 1
+    assert out.at is not None
+    assert out.at.epoch == 1
     teach(core, now, instance(epoch=2))
     (out,) = core.want(8, now + 0.1, deadline_s=5.0, dp_rank=0)
     assert isinstance(out, Resolved)
-    assert out.found is not None
-    assert out.found.at.epoch == 2
+    assert out.at is not None
+    assert out.at.epoch == 2
 
 
 def test_a_topology_that_proved_wrong_is_not_used_again() -> None:
@@ -158,8 +158,8 @@ def test_a_topology_that_proved_wrong_is_not_used_again() -> None:
     core.forget("prefill-0")
     assert core.want(7, 1.0, deadline_s=5.0, prefill_instance="prefill-0", dp_rank=0) == []
     (out,) = resolved(teach(core, 1.0, instance(epoch=2)))
-    assert out.found is not None
-    assert out.found.at.epoch == 2
+    assert out.at is not None
+    assert out.at.epoch == 2
 
 
 def test_a_stale_attempt_is_not_taken_and_asked_for_again_after_a_pause() -> None:
@@ -170,9 +170,7 @@ def test_a_stale_attempt_is_not_taken_and_asked_for_again_after_a_pause() -> Non
     assert sent(core.tick(0.11), Query) == []
     assert sent(core.tick(0.2), Query)
     assert core.on_message(Answer(QUERY_ID, (), (), (Lost(7, "prefill_failed", 1),)), 0.21) == []
-    assert core.on_message(Answer(QUERY_ID, (found(7, attempt=2),)), 0.3) == [
-        Resolved(7, found(7, attempt=2), "ok", "asked")
-    ]
+    assert core.on_message(Answer(QUERY_ID, (found(7, attempt=2),)), 0.3) == [Resolved(7, where(0), 2, "ok", "asked")]
 
 
 def test_a_failed_prefill_ends_the_want_with_its_code() -> None:
@@ -180,14 +178,14 @@ def test_a_failed_prefill_ends_the_want_with_its_code() -> None:
     core.want(7, 0.0, deadline_s=5.0, attempt=1)
     core.flush(0.0)
     out = core.on_message(Answer(QUERY_ID, (), (), (Lost(7, "prefill_failed", 1),)), 0.1)
-    assert out == [Resolved(7, None, "prefill_failed", "")]
+    assert out == [Resolved(7, None, 0, "prefill_failed", "")]
 
 
 def test_the_deadline_holds_without_a_broker_and_once() -> None:
     core = ResolverCore()
     core.want(7, 0.0, deadline_s=1.0)
     ended = [(step / 10, each) for step in range(30) for each in resolved(core.tick(step / 10))]
-    assert ended == [(1.0, Resolved(7, None, "unknown_room", ""))]
+    assert ended == [(1.0, Resolved(7, None, 0, "unknown_room", ""))]
     assert core.on_message(Answer(QUERY_ID, (), (), (Lost(7, "unknown_room"),)), 3.0) == []
 
 

@@ -144,7 +144,13 @@ def test_every_socket_is_bounded_and_lingers_not(directory: Path, sockets: Socke
         assert socket.getsockopt(zmq.RCVHWM) > 0
         assert 0 < socket.getsockopt(zmq.MAXMSGSIZE) <= HEADER_MAX
         assert socket.getsockopt(zmq.HANDSHAKE_IVL) > 0
-        assert socket.getsockopt(zmq.HEARTBEAT_IVL) > 0
+        assert socket.getsockopt(zmq.HEARTBEAT_IVL) == 0, "the kernel closes what a dead process leaves"
+
+
+def test_over_tcp_dead_peers_are_found_by_heartbeats(sockets: Sockets) -> None:
+    router, endpoint = sockets.ephemeral_router("tcp://127.0.0.1")
+    for socket in (router, sockets.dealer(endpoint), sockets.sub(endpoint, (b"load/",))):
+        assert 0 < socket.getsockopt(zmq.HEARTBEAT_IVL) < socket.getsockopt(zmq.HEARTBEAT_TIMEOUT)
 
 
 def test_closing_closes_all_even_with_messages_unsent(directory: Path) -> None:
