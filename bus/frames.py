@@ -11,15 +11,14 @@ from typing import Any
 
 import zmq
 from zmq.backend import Socket as Backend
+from zmq.backend import zmq_poll
 
 from bus.sockets import Socket
 
 ALL = 1 << 30
 _NOW = int(zmq.NOBLOCK)
 _NOW_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
-_HAS_MORE = int(zmq.RCVMORE)
-_EVENTS, _CAN_RECEIVE = int(zmq.EVENTS), int(zmq.POLLIN)
-_send, _receive, _get = Backend.send, Backend.recv, Backend.get
+_send, _receive = Backend.send, Backend.recv
 
 
 def send(socket: Socket, frames: Sequence[Any]) -> None:
@@ -35,12 +34,14 @@ def send(socket: Socket, frames: Sequence[Any]) -> None:
 
 def receive(socket: Socket, copied: int = ALL) -> list[Any]:
     """One message: its first `copied` frames (at least one) as bytes, the others as they are, zmq.Frames."""
-    frames: list[Any] = [_receive(socket, _NOW)]
-    while _get(socket, _HAS_MORE):
-        frames.append(_receive(socket, _NOW, len(frames) < copied))
+    frame = _receive(socket, _NOW, False)  # a Frame knows whether more follow; to ask the socket costs more than this
+    frames: list[Any] = [frame.bytes]
+    while frame.more:
+        frame = _receive(socket, _NOW, False)
+        frames.append(frame.bytes if len(frames) < copied else frame)
     return frames
 
 
 def has_message(socket: Socket) -> bool:
     """Whether `receive` would find one."""
-    return bool(int(_get(socket, _EVENTS)) & _CAN_RECEIVE)
+    return bool(zmq_poll([(socket, zmq.POLLIN)], 0))

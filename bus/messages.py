@@ -83,8 +83,8 @@ Sentence: TypeAlias = Annotated[str, Meta(max_length=1024)]
 MemberKey: TypeAlias = tuple[str, int]  # (instance, dp_rank)
 
 
-class Message(Struct, frozen=True, array_like=True):
-    """Base of all messages: immutable, an array on the wire."""
+class Message(Struct, frozen=True, array_like=True, gc=False):
+    """Base of all messages: immutable, an array on the wire. Trees, so the garbage collector need not look at them."""
 
 
 _SEEN_MAX = 65_536

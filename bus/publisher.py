@@ -231,13 +231,13 @@ class Publisher:
 
 def _check(core: PublisherCore) -> None:
     """What it will publish about itself has to be right, or nobody listens."""
-    member = Member(
-        core.instance, core.dp_rank, core.epoch, 1, None, core.role, core.model, core.dp_size, core.state,
-        core.endpoint, core.follow_bootstrap_room, 0, core.interval_s,
-    )  # fmt: skip
     try:
+        member = Member(
+            core.instance, core.dp_rank, core.epoch, 1, None, core.role, core.model, core.dp_size, core.state,
+            core.endpoint, core.follow_bootstrap_room, 0, core.interval_s,
+        )  # fmt: skip
         codec.decode(codec.encode(member), PUBLICATIONS)
-    except (RemoteProtocolError, TypeError) as error:
+    except (RemoteProtocolError, TypeError, ValueError) as error:
         raise ConfigError(f"publisher of {core.instance!r}/{core.dp_rank!r}: {error}") from None
     if core.dp_rank >= core.dp_size:
         raise ConfigError(f"dp_rank {core.dp_rank} is not below dp_size {core.dp_size}")

@@ -114,17 +114,18 @@ class ControllerCore:
     def handle(self, event: Event, now: float) -> list[Action]:
         """What to do about `event`, in order."""
         out: list[Action] = []
-        if type(event) is FromClient:
-            message = event.message
-            if type(message) is Submit:
-                self._settle(now)
-                self.life.submit(event.peer, message, event.frames, now, out)
-                return out
-            self._handlers[type(message)](event.peer, message, now, out)
-        elif type(event) is Published:
+        if type(event) is Published:
             self._on_published(event.message, now, out)
         elif type(event) is FromNode:
             self._on_node(event.peer, event.message, now, out)
+        elif type(event) is FromClient:
+            message = event.message
+            if type(message) is Submit:
+                if not self.life.settled:
+                    self._settle(now)
+                self.life.submit(event.peer, message, event.frames, now, out)
+                return out
+            self._handlers[type(message)](event.peer, message, now, out)
         elif type(event) is Tick:
             self._on_tick(now, out)
         elif type(event) is CacheChanged:

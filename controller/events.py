@@ -1,13 +1,13 @@
 """What the controller's core is told, and what it asks for beside `bus.actions.Publish` and `Note`.
 
 Peers are opaque to the core: routing ids of one of the two ROUTER sockets, which is why clients and nodes have
-actions of their own. Owns these shapes only.
+actions of their own. Owns these shapes only, which form no cycles: the garbage collector need not look at them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from msgspec import Struct
 
@@ -16,7 +16,7 @@ from bus.messages import Load, MemberKey, Message
 from controller.feeds.changes import Changes
 
 
-class FromClient(NamedTuple):
+class FromClient(Struct, frozen=True, gc=False):
     """A client said `message`, with payload `frames` (anything with a length in bytes) that nobody looks into."""
 
     peer: Any
@@ -24,54 +24,54 @@ class FromClient(NamedTuple):
     frames: Sequence[Any] = ()
 
 
-class FromNode(NamedTuple):
+class FromNode(Struct, frozen=True, gc=False):
     """A node said `message` over its connection `peer`."""
 
     peer: Any
     message: Message
 
 
-class Published(NamedTuple):
+class Published(Struct, frozen=True, gc=False):
     """`message` came over the bus."""
 
     message: Message
 
 
-class Unreachable(NamedTuple):
+class Unreachable(Struct, frozen=True, gc=False):
     """The node connection `peer` is gone."""
 
     peer: Any
 
 
-class Undelivered(NamedTuple):
+class Undelivered(Struct, frozen=True, gc=False):
     """`message` could not be queued for the node at `peer` (it is full)."""
 
     peer: Any
     message: Message
 
 
-class CacheChanged(NamedTuple):
+class CacheChanged(Struct, frozen=True, gc=False):
     """What rank `key` caches changed (KV events of our nodes or of an engine that is followed)."""
 
     key: MemberKey
     changes: Changes
 
 
-class EngineLoad(NamedTuple):
+class EngineLoad(Struct, frozen=True, gc=False):
     """Rank `key` said its load in a way that acknowledges nothing (SGLang's LoadStat)."""
 
     key: MemberKey
     load: Load
 
 
-class Tick(NamedTuple):
+class Tick(Struct, frozen=True, gc=False):
     """Time passed; several a second."""
 
 
 Event: TypeAlias = FromClient | FromNode | Published | Unreachable | Undelivered | CacheChanged | EngineLoad | Tick
 
 
-class ToClient(Struct, frozen=True):
+class ToClient(Struct, frozen=True, gc=False):
     """Send to a client; one that is gone is no error."""
 
     peer: Any
@@ -79,7 +79,7 @@ class ToClient(Struct, frozen=True):
     cause: str = ""
 
 
-class ToNode(Struct, frozen=True):
+class ToNode(Struct, frozen=True, gc=False):
     """Send to a node, `frames` untouched; answered by `Unreachable` or `Undelivered` where it fails."""
 
     peer: Any

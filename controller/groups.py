@@ -58,7 +58,7 @@ class Group:
         self.role, self.model, self.instance = role, model, instance
         self.members: list[RankLoad | None] = []
         self.ready = 0  # members that are ready, with credit or not
-        self._facts: tuple[int, frozenset[str]] | None = None  # `largest` and `models`, until members change
+        self._facts: tuple[int, frozenset[str]] | None = None  # `facts`, until members change
         self._free: list[int] = []
         self._indexes: dict[Metric, LeastIndex] = {}
         self._instances: dict[str, dict[int, RankLoad]] = {}
@@ -79,15 +79,13 @@ class Group:
     def __iter__(self) -> Iterator[RankLoad]:
         return (rank for rank in self.members if rank is not None and rank.open)
 
-    @property
-    def largest(self) -> int:
-        """Most tokens of context that any member can hold."""
-        return self._summary()[0]
-
-    @property
-    def models(self) -> frozenset[str]:
-        """What members serve, ready or not."""
-        return self._summary()[1]
+    def facts(self) -> tuple[int, frozenset[str]]:
+        """Most tokens of context that any member can hold, and the models that members serve, ready or not."""
+        if self._facts is None:
+            ranks = [rank for rank in self.members if rank is not None]
+            largest = max((rank.largest for rank in ranks), default=0)
+            self._facts = largest, frozenset(rank.info.model for rank in ranks)
+        return self._facts
 
     def names(self) -> list[str]:
         """The instances in this group."""
@@ -137,13 +135,6 @@ class Group:
             for leaf, rank in enumerate(self.members):
                 want = NEVER if rank is None or not rank.open else key_of(rank, metric) << 16 | leaf
                 assert index.key(leaf) == want, (metric, leaf)
-
-    def _summary(self) -> tuple[int, frozenset[str]]:
-        if self._facts is None:
-            ranks = [rank for rank in self.members if rank is not None]
-            largest = max((rank.largest for rank in ranks), default=0)
-            self._facts = largest, frozenset(rank.info.model for rank in ranks)
-        return self._facts
 
     def _index(self, metric: Metric) -> LeastIndex:
         index = self._indexes[metric] = LeastIndex()

@@ -68,12 +68,13 @@ class Health:
 
     def __init__(self, *, lease_s: float, hang_s: float, settle_s: float, now: float) -> None:
         self._lease_s = lease_s
+        self._pause_s = lease_s / 3  # of our own, or of the bus
         self._hang_s = hang_s
         self._settle_s = settle_s
         self._started_at = now
         self._settled = False
         self._bus_at = now  # the bus last carried anything
-        self._bus_since = now  # without a pause of a third of a lease
+        self._bus_since = now  # without a pause
         self._swept_at = now
         self.pulses: dict[MemberKey, Pulse] = {}
 
@@ -113,7 +114,7 @@ class Health:
 
     def bus_heard(self, now: float) -> None:
         """The bus carried something, of anybody."""
-        if now - self._bus_at > self._lease_s / 3:
+        if now - self._bus_at > self._pause_s:
             self._bus_since = now  # it was away: what the ranks said meanwhile is lost, and not their fault
         self._bus_at = now
 
@@ -172,7 +173,7 @@ class Health:
     def sweep(self, now: float) -> list[Change]:
         """Changes of all ranks. Wanted several times a lease: a longer pause between two calls is our own absence."""
         away_s, self._swept_at = now - self._swept_at, now
-        if away_s > self._lease_s / 3:
+        if away_s > self._pause_s:
             for pulse in self.pulses.values():
                 pulse.heard_at = min(now, pulse.heard_at + away_s)
                 pulse.step_at = min(now, pulse.step_at + away_s)

@@ -33,7 +33,7 @@ from controller.config import ControllerConfig
 from controller.events import Action, ToClient, ToNode
 from controller.loads import LoadTable
 from controller.members import Loss
-from controller.placement import Placement
+from controller.placement import Placement, target_of
 from controller.rank import RankLoad
 from controller.requests import MENDABLE, ROLES, LegRun, Refusal, Request, State, check, dispatch_of, same_request
 
@@ -242,10 +242,10 @@ class Life:
             if self._adopt(request, now, out):
                 return True
             for role in ROLES[submit.leg]:
-                self._placement.check(role, submit, *_target(submit, role))
+                self._placement.check(role, submit)
         chosen: list[tuple[Role, RankLoad]] = []
         for role in ROLES[submit.leg]:
-            rank = self._placement.place(role, submit, *_target(submit, role), request.avoid)
+            rank = self._placement.place(role, submit, request.avoid)
             if rank is None:
                 return False
             chosen.append((role, rank))
@@ -278,7 +278,7 @@ class Life:
                 dispatch = dispatch_of(request, leg, number, self._epoch, now, told)
             else:
                 dispatch = dispatch_of(request, leg, number, self._epoch, now)
-            if _target(submit, leg.role)[1] is not None:
+            if target_of(leg.role, submit)[1] is not None:
                 rank.routed_total += 1
             out.append(ToNode(rank.peer, dispatch, frames, cause))
         self._counts["dispatched" if request.tries == 1 else "redispatched"] += 1
@@ -445,13 +445,6 @@ class Life:
         out.append(ToClient(peer, failed, cause))
         if self.trace:
             out.append(Note("request.failed", "debug", cause, {"rid": rid, "attempt": attempt, "code": code}))
-
-
-def _target(submit: Submit, role: Role) -> tuple[str, int | None]:
-    """The instance and rank that the caller chose for a leg."""
-    if submit.leg == "pair" and role == "prefill":
-        return submit.prefill_instance, submit.disagg_prefill_dp_rank
-    return submit.instance, submit.routed_dp_rank
 
 
 def _lane(submit: Submit) -> Hashable:

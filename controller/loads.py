@@ -19,6 +19,8 @@ Owns counters and estimates; no sockets, no clock, and no idea of a request's li
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import Counter
 
 from bus.messages import Ack, Hello, Load, MemberKey, Role, Sent, SentTo
@@ -60,7 +62,8 @@ class LoadTable:
         self._controller_ttl_s = controller_ttl_s
         self._groups: dict[tuple[str, str, str], Group] = {}
         self.turn = 0  # dispatches charged so far
-        self._fresh: dict[MemberKey, RankLoad] = {}  # in the order of their reports
+        self._fresh: list[tuple[float, int, RankLoad]] = []  # heap: when to look whether a rank has reported since
+        self._order = itertools.count()
         self._controllers: dict[int, tuple[int, float]] = {}  # epoch -> (seq of its last Sent, when)
 
     # --- ranks come and go ------------------------------------------------------------------------------------
@@ -100,7 +103,6 @@ class LoadTable:
         for group, _ in list(rank.places):
             group.remove(rank)
         rank.ready = rank.open = False
-        self._fresh.pop(rank.key, None)
         if self.ranks.get(rank.key) is rank:
             del self.ranks[rank.key]
 
@@ -127,11 +129,11 @@ class LoadTable:
             return None
         rank.load = load
         rank.reported_at = now
+        if rank.stale:
+            heapq.heappush(self._fresh, (now + self._stale_s, next(self._order), rank))
         rank.stale = rank.slow = False
-        self._fresh.pop(key, None)
-        self._fresh[key] = rank
         rank.base_requests = load.running + load.waiting
-        rank.base_tokens = load.waiting_tokens + (0 if rank.info.role == "prefill" else load.kv_tokens)
+        rank.base_tokens = load.waiting_tokens if rank.counts_queue_only else load.waiting_tokens + load.kv_tokens
         self._acknowledge(rank, load.acks)
         self._refresh(rank)
         return rank
@@ -159,12 +161,15 @@ class LoadTable:
     def age(self, now: float) -> list[RankLoad]:
         """Stop believing reports older than `stale_s` (returned) and counters of controllers that fell silent."""
         aged = []
-        while self._fresh:
-            rank = next(iter(self._fresh.values()))
+        while self._fresh and self._fresh[0][0] < now:
+            rank = heapq.heappop(self._fresh)[2]
+            if self.ranks.get(rank.key) is not rank:
+                continue
             assert rank.reported_at is not None
-            if now - rank.reported_at <= self._stale_s:
-                break
-            del self._fresh[rank.key]
+            believed_until = rank.reported_at + self._stale_s
+            if believed_until >= now:
+                heapq.heappush(self._fresh, (believed_until, next(self._order), rank))
+                continue
             rank.stale = True
             self._refresh(rank)
             aged.append(rank)
@@ -245,7 +250,7 @@ class LoadTable:
             assert 0 <= rank.acked_tokens <= rank.sent_tokens, rank
             assert 0 <= rank.outstanding <= rank.sent, rank
             assert rank.requests >= 0 <= rank.tokens, rank
-            assert rank.stale == (rank.key not in self._fresh), rank
+            assert rank.stale != any(rank is fresh for _, _, fresh in self._fresh), rank
             want = (rank.outstanding, rank.outstanding_tokens) if rank.stale else _estimate(rank)
             assert (rank.requests, rank.tokens) == want, (rank, want)
             assert not rank.open or rank.ready, rank
@@ -259,21 +264,22 @@ class LoadTable:
 
     def _acknowledge(self, rank: RankLoad, acks: tuple[Ack, ...]) -> None:
         mine = self.controller_epoch
-        dispatches = tokens = 0
-        others: dict[int, tuple[int, int]] = {}
+        acked, acked_tokens = -rank.skew, -rank.skew_tokens
+        others: dict[int, tuple[int, int]] | None = None
         for ack in acks:
             if ack.controller_epoch == mine:
-                dispatches, tokens = ack.dispatches, ack.tokens
+                acked, acked_tokens = ack.dispatches - rank.skew, ack.tokens - rank.skew_tokens
             else:
+                others = others or {}
                 others[ack.controller_epoch] = (ack.dispatches, ack.tokens)
         if others or rank.other_acks:
-            rank.other_acks = others
+            rank.other_acks = others or {}
             self._sum_others(rank)
-        acked, acked_tokens = dispatches - rank.skew, tokens - rank.skew_tokens
         if rank.rebase or acked > rank.sent or acked_tokens > rank.sent_tokens:
             if not rank.rebase:
                 self.counts["ack_ahead"] += 1
-            rank.skew, rank.skew_tokens = dispatches - rank.sent, tokens - rank.sent_tokens
+            rank.skew += acked - rank.sent
+            rank.skew_tokens += acked_tokens - rank.sent_tokens
             acked, acked_tokens = rank.sent, rank.sent_tokens
             rank.rebase = False
         if acked < 0:

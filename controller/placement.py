@@ -32,22 +32,23 @@ class Placement:
         if type(policy) is CacheAware:
             policy.dispatched(rank, submit)
 
-    def check(self, role: Role, submit: Submit, instance: str, dp_rank: int | None) -> None:
+    def check(self, role: Role, submit: Submit) -> None:
         """Raise Refusal when this leg can run nowhere, whoever is alive and however long it waits."""
+        instance, dp_rank = target_of(role, submit)
         group = self._table.group(role, submit.model, instance)
-        if not group.models:
-            self._nobody(role, submit, instance)
-        if len(group.models) > 1 and not submit.model:
-            raise Refusal("bad_request", f"name the model: {', '.join(sorted(group.models))} are served")
+        largest, models = group.facts()
+        if len(models) != 1:
+            if not models:
+                self._nobody(role, submit, instance)
+            if not submit.model:
+                raise Refusal("bad_request", f"name the model: {', '.join(sorted(models))} are served")
         if dp_rank is not None:
-            self._check_length(role, submit, self._pinned(group, role, dp_rank).largest)
-        else:
-            self._check_length(role, submit, group.largest)
+            largest = self._pinned(group, role, dp_rank).largest
+        self._check_length(role, submit, largest)
 
-    def place(
-        self, role: Role, submit: Submit, instance: str, dp_rank: int | None, avoid: tuple[RankLoad, ...] = ()
-    ) -> RankLoad | None:
+    def place(self, role: Role, submit: Submit, avoid: tuple[RankLoad, ...] = ()) -> RankLoad | None:
         """The rank for a leg, or None to wait. `avoid` names ranks to shun while there are others."""
+        instance, dp_rank = target_of(role, submit)
         group = self._table.group(role, submit.model, instance)
         if dp_rank is not None:
             rank = self._pinned(group, role, dp_rank)
@@ -105,9 +106,16 @@ class Placement:
                         "bad_rank", f"instance {instance} is {rank.info.role} of {rank.info.model}, not {role}"
                     )
             raise Refusal("bad_rank", f"no instance {instance} is known here")
-        if submit.model and (models := self._table.group(role).models):
+        if submit.model and (models := self._table.group(role).facts()[1]):
             raise Refusal("bad_request", f"model {submit.model} is not served; {', '.join(sorted(models))} is")
         raise Refusal("no_rank", f"no {role} rank has joined")
+
+
+def target_of(role: Role, submit: Submit) -> tuple[str, int | None]:
+    """The instance and rank that the caller chose for a leg."""
+    if role == "prefill" and submit.leg == "pair":
+        return submit.prefill_instance, submit.disagg_prefill_dp_rank
+    return submit.instance, submit.routed_dp_rank
 
 
 def context_of(role: Role, submit: Submit) -> int:

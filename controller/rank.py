@@ -24,6 +24,7 @@ class RankLoad:
         "acked_tokens",
         "base_requests",
         "base_tokens",
+        "counts_queue_only",
         "dispatched_total",
         "ended_total",
         "epoch",
@@ -74,6 +75,7 @@ class RankLoad:
         self.load: Load | None = None
         self.reported_at: float | None = None
         self.stale = True
+        self.counts_queue_only = info.role == "prefill"  # its KV tokens cost nobody any time
         self.base_requests = 0
         self.base_tokens = 0
         # what I sent in this epoch, what the report says was ingested, and what is outstanding (not ended)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from typing import Any
 
@@ -30,11 +31,13 @@ def run(scope: Scope) -> list[Row]:
 
 
 def frames_of(ranks: int, first_seq: int, reports: int) -> list[tuple[bytes, bytes]]:
-    """(topic, frame) of `reports` rounds of reports that change, as PUB sends them."""
+    """(topic, frame) of `reports` rounds of reports, as PUB sends them: each of another load, ranks in any order."""
     frames = []
+    rng = random.Random(first_seq)
     for seq in range(first_seq, first_seq + reports):
-        for dp_rank in range(ranks):
-            load = Load(seq, seq, seq % 7, seq % 3, 100 * seq, 1_000 + dp_rank, 1 << 20, 256, (Ack(1, 0, 0),))
+        for dp_rank in rng.sample(range(ranks), ranks):
+            running, tokens = rng.randrange(200), rng.randrange(200_000)
+            load = Load(seq, seq, running, seq % 3, 100, tokens, 1 << 20, 256, (Ack(1, 0, 0),))
             message = LoadReport(INSTANCE, dp_rank, 1, seq, load)
             frames.append((topics.of(message), codec.encode(message)))
     return frames

@@ -32,6 +32,7 @@ from pdbus.bench.report import frames_of
 
 TIMES = 100
 RANKS = 64
+NOW = 1.0  # settled, and the reports are fresh
 PAYLOAD = (bytes(4 * 128), b"params")
 Script = Callable[[], None]
 
@@ -98,15 +99,15 @@ def decode() -> Script:
 def dispatch(method: str = "total_tokens") -> Script:
     """The controller's core alone: a submit, its dispatch, its end."""
     core = core_of(RANKS, method)
-    core.handle(Tick(), 1.0)
+    core.handle(Tick(), NOW)
     numbers = itertools.count()
 
     def script() -> None:
         for _ in range(TIMES):
             rid = f"r{next(numbers):09d}"
-            sent = core.handle(FromClient(b"client", Submit(rid, "unified", 128, 16), PAYLOAD), 1.0)[0]
+            sent = core.handle(FromClient(b"client", Submit(rid, "unified", 128, 16), PAYLOAD), NOW)[0]
             assert isinstance(sent, ToNode)
             ended = (Ended(rid, 1, "unified", "ok", "", 16),)
-            core.handle(FromNode(sent.peer, Progress(INSTANCE, sent.peer, 1, ((rid, 1),), ended)), 1.0)
+            core.handle(FromNode(sent.peer, Progress(INSTANCE, sent.peer, 1, ((rid, 1),), ended)), NOW)
 
     return script

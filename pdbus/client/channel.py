@@ -19,7 +19,7 @@ import zmq
 
 from bus import codec
 from bus.actions import Send
-from bus.errors import PeerLost, RemoteProtocolError, RequestFailed
+from bus.errors import ConfigError, PeerLost, RemoteProtocolError, RequestFailed
 from bus.loop import Loop
 from bus.messages import CONTROLLER_TO_CLIENT, FROM_NODE_DATA, Failed, Message, Refused, Status
 from bus.security import load_keys
@@ -113,7 +113,12 @@ class Channel:
 
     def ask(self, controller: str, make: Callable[[int], Message], timeout_s: float | None = None) -> Future[Message]:
         """Send `make(id)` until an answer with that id comes. The future fails with PeerLost after `timeout_s`
-        (default: `connect_timeout_s`), or with RequestFailed when the controller refuses."""
+        (default: `connect_timeout_s`), or with RequestFailed when the controller refuses. ConfigError when `make` cannot.
+        """
+        try:
+            make(0)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         answer: Future[Message] = Future()
         wait_s = self._patience.connect_timeout_s if timeout_s is None else timeout_s
 

@@ -15,7 +15,7 @@ import zmq
 
 from bus.codec import decode, encode
 from bus.endpoints import ControllerAddress
-from bus.errors import RequestFailed, StartError
+from bus.errors import ConfigError, RequestFailed, StartError
 from bus.messages import CONTROLLER_TO_CLIENT, Refused, StatusQuery
 from bus.sockets import Sockets
 from nodes.engines.sim import sim_generate
@@ -89,6 +89,11 @@ def test_another_version_is_refused_and_the_connection_stays_usable(cluster: Clu
             assert answer.code == code
         dealer.send(frame)
         assert dealer.poll(5000, zmq.POLLIN)
+
+
+def test_a_rank_with_no_possible_name(client: Client) -> None:
+    with pytest.raises(ConfigError, match="no such rank!"):
+        client.drain("no such rank!", 0)
 
 
 def test_the_cluster_still_works_after_all_that(client: Client) -> None:

@@ -305,9 +305,9 @@ def test_a_prefill_node_serves_its_kv_cache(prefill: Stage) -> None:
     assert decode(receive(asker)[1])[:4] == ["answer", 1, [], [7]]
     prefill.dispatch("r", room=7)
     where = [hello[0], hello[1], hello[2], hello[7]]
-    assert decode(receive(asker)[1])[:3] == ["answer", 1, [[7, 1, where]]], "pushed without another question"
+    assert decode(receive(asker)[1])[:3] == ["answer", 1, [[where, 1, [7]]]], "pushed without another question"
     broker.send(encode("query", 2, [7, 8]))
-    assert decode(receive(broker)[0]) == ["answer", 2, [[7, 1, where]], [], []]
+    assert decode(receive(broker)[0]) == ["answer", 2, [[where, 1, [7]]], [], []]
 
     puller = prefill.peers.make(zmq.DEALER, connect=hello[7])
     puller.send(encode("kv_pull", 7, 1, hello[2] ^ 1, 0, 0))

@@ -145,7 +145,7 @@ class TestPlacement:
         table, ranks = table_of(2)
         placement = self.place(table)
         for _ in range(20):  # credit is 8
-            assert placement.place("unified", submit(), "", 1) is ranks[1]
+            assert placement.place("unified", submit(routed_dp_rank=1)) is ranks[1]
             table.charge(ranks[1], 1)
 
     def test_a_rank_beyond_all_bounds_refuses_even_its_caller(self) -> None:
@@ -153,29 +153,29 @@ class TestPlacement:
         for _ in range(32):
             table.charge(ranks[0], 1)
         with pytest.raises(Refusal, match="has 32 requests") as error:
-            self.place(table).place("unified", submit(), "", 0)
+            self.place(table).place("unified", submit(routed_dp_rank=0))
         assert error.value.code == "overloaded"
 
     @pytest.mark.parametrize("dp_rank", [-1, 2, 10**30])
     def test_a_rank_outside_the_instance_is_refused(self, dp_rank: int) -> None:
         table, _ = table_of(2)
         with pytest.raises(Refusal, match=r"outside 0\.\.1 of i0") as error:
-            self.place(table).check("unified", submit(), "", dp_rank)
+            self.place(table).check("unified", submit(routed_dp_rank=dp_rank))
         assert error.value.code == "bad_rank"
 
     def test_a_rank_of_several_instances_needs_a_name(self) -> None:
         table, ranks = table_of(2, instances=2)
         with pytest.raises(Refusal, match="name one of i0, i1") as error:
-            self.place(table).place("unified", submit(), "", 1)
+            self.place(table).place("unified", submit(routed_dp_rank=1))
         assert error.value.code == "bad_rank"
-        assert self.place(table).place("unified", submit(), "i1", 1) is ranks[3]
+        assert self.place(table).place("unified", submit(instance="i1", routed_dp_rank=1)) is ranks[3]
 
     def test_a_rank_that_is_not_ready_or_has_not_joined_is_unavailable(self) -> None:
         table, ranks = table_of(2, dp_size=3)
         table.set_ready(ranks[0], False)
         for dp_rank in (0, 2):
             with pytest.raises(Refusal) as error:
-                self.place(table).place("unified", submit(), "", dp_rank)
+                self.place(table).place("unified", submit(routed_dp_rank=dp_rank))
             assert error.value.code == "rank_unavailable"
 
     def test_a_request_too_large_for_one_rank_goes_to_another(self) -> None:
@@ -185,26 +185,26 @@ class TestPlacement:
             table.set_ready(rank, True)
         placement = self.place(table)
         for _ in range(3):
-            assert placement.place("unified", submit(prompt_tokens=80), "", None) is large
+            assert placement.place("unified", submit(prompt_tokens=80)) is large
         with pytest.raises(Refusal, match="500") as error:
-            placement.check("unified", submit(prompt_tokens=500), "", None)
+            placement.check("unified", submit(prompt_tokens=500))
         assert error.value.code == "too_long"
 
     def test_ranks_to_avoid_are_avoided_while_there_are_others(self) -> None:
         table, (a, b) = table_of(2)
         placement = self.place(table)
-        assert {placement.place("unified", submit(), "", None, (a,)) for _ in range(3)} == {b}
+        assert {placement.place("unified", submit(), (a,)) for _ in range(3)} == {b}
         table.set_ready(b, False)
-        assert placement.place("unified", submit(), "", None, (a,)) is a
+        assert placement.place("unified", submit(), (a,)) is a
 
     def test_a_request_without_a_room_is_bad_where_the_room_picks_the_rank(self) -> None:
         table, (_, b) = table_of(2)
         placement = self.place(table, "follow_bootstrap_room")
         with pytest.raises(Refusal, match="the request has none") as error:
-            placement.place("unified", submit(bootstrap_room=None), "", None)
+            placement.place("unified", submit(bootstrap_room=None))
         assert error.value.code == "bad_room"
-        assert placement.place("unified", submit(bootstrap_room=None), "", 1) is b  # the caller's rank wins
-        assert placement.place("unified", submit(bootstrap_room=3), "", None) is b
+        assert placement.place("unified", submit(bootstrap_room=None, routed_dp_rank=1)) is b  # the caller's rank wins
+        assert placement.place("unified", submit(bootstrap_room=3)) is b
 
     def test_who_serves_nothing_of_it_is_said(self) -> None:
         table, _ = table_of(1)
@@ -217,16 +217,16 @@ class TestPlacement:
         ):
             request = submit(**wish)  # type: ignore[arg-type]
             with pytest.raises(Refusal) as error:
-                placement.check(role, request, request.instance, None)  # type: ignore[arg-type]
+                placement.check(role, request)  # type: ignore[arg-type]
             assert error.value.code == code, (role, wish)
 
     def test_several_models_need_a_name(self) -> None:
         table, _ = table_of(1)
         table.open(hello("j", model="other"))
         with pytest.raises(Refusal, match="m, other") as error:
-            self.place(table).check("unified", submit(), "", None)
+            self.place(table).check("unified", submit())
         assert error.value.code == "bad_request"
-        self.place(table).check("unified", submit(model="other"), "", None)
+        self.place(table).check("unified", submit(model="other"))
 
 
 def test_a_subset_agrees_with_its_group() -> None:
