@@ -32,6 +32,7 @@ from bus.security import load_keys
 from bus.sockets import Socket, Sockets
 
 TICK_S = 0.025
+BEHIND_TICK_S = 0.002  # a long sweep goes in short turns, with room for questions between them
 METRICS_S = 1.0
 PEERS_REMEMBERED = 4096
 _PUB_INSIDE = "inproc://publish"
@@ -211,7 +212,8 @@ class Broker:
         self._dozing = False
         self._handle(Tick())
         self._dozing = not self.core.busy
-        self._timer = self.loop.call_later(self.config.beacon_s if self._dozing else TICK_S, self._tick)
+        pause_s = self.config.beacon_s if self._dozing else BEHIND_TICK_S if self.core.behind else TICK_S
+        self._timer = self.loop.call_later(pause_s, self._tick)
 
     def _do(self, action: Action) -> None:
         if isinstance(action, Send):

@@ -125,6 +125,11 @@ class BrokerCore:
         """Whether there is anything that a tick may end; if not, a tick for each beacon is enough."""
         return bool(self.rooms.size or self.watches.size or self._restating)
 
+    @property
+    def behind(self) -> bool:
+        """Whether the next tick is wanted soon: the sweep of ended rooms is not through."""
+        return self.rooms.behind
+
     def counts(self) -> dict[str, int]:
         """Plain numbers for status and metrics; gauges are `rooms_alive`, `rooms_held`, `watches`, `ranks`."""
         rooms = {f"rooms_{name}": value for name, value in self.rooms.counts.items()}

@@ -21,7 +21,7 @@ from bus.messages import Attempt, Code, Location, Lost, Room
 
 SHARDS = 2039  # prime, so that rooms made as k * dp_size + rank spread too
 SWEEPS_PER_TTL = 16
-EXPIRE_BUDGET = 2048  # per call of `expire`, in claims looked at: under a millisecond, even out of cold memory
+EXPIRE_BUDGET = 512  # per call of `expire`, in claims looked at: under a millisecond, even out of cold memory
 REMOVAL_COST = 8  # removing a claim takes about as long as looking at so many
 
 Outcome = Literal["new", "refreshed", "replaced", "stale", "conflict", "full"]
@@ -171,6 +171,11 @@ class RoomTable:
         return last
 
     # --- expiry ---------------------------------------------------------------------------------------------------
+
+    @property
+    def behind(self) -> bool:
+        """Whether the last call of `expire` ran out of budget."""
+        return self._owed >= 1.0
 
     def expire(self, now: float, budget: int = EXPIRE_BUDGET) -> int:
         """Give back the memory of claims that ended, as far as `budget` goes. Returns how many were removed."""

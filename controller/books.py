@@ -6,7 +6,6 @@ Owns these maps and sums, the limits on them, and the central queue. Sends, plac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from bus.messages import Rid, Role, Submit
@@ -21,14 +20,15 @@ class Books:
     def __init__(self, config: ControllerConfig, now: float) -> None:
         self._config = config
         self._rooms: dict[tuple[int, Role], Rid] = {}
-        self._of_client: Counter[Any] = Counter()
+        self._of_client: dict[Any, int] = {}
         self.requests: dict[Rid, Request] = {}
         self.queue = CentralQueue(max_requests=config.queue_requests, max_bytes=config.queue_bytes)
         self.deadlines = Deadlines(now)
         self.payload_bytes = 0
 
-    def check(self, peer: Any, submit: Submit, frames: Sequence[Any], live: Request | None) -> None:
-        """Raise Refusal when `submit` does not fit beside what is alive; `live` is the request it would replace."""
+    def check(self, peer: Any, submit: Submit, size: int, live: Request | None) -> None:
+        """Raise Refusal when `submit` with `size` bytes of payload does not fit beside what is alive; `live` is the
+        request it would replace."""
         for role in rooms_of(submit):
             assert submit.bootstrap_room is not None
             holder = self._rooms.get((submit.bootstrap_room, role))
@@ -36,9 +36,9 @@ class Books:
                 raise Refusal("duplicate_room", f"bootstrap_room {submit.bootstrap_room} belongs to a live request")
         config = self._config
         kept = self.payload_bytes - (0 if live is None else live.frames_bytes)
-        if kept + sum(map(len, frames)) > config.payload_bytes:
+        if kept + size > config.payload_bytes:
             raise Refusal("overloaded", "the prompts that wait here take all the memory there is for them")
-        if live is None and self._of_client[peer] >= config.client_requests:
+        if live is None and self._of_client.get(peer, 0) >= config.client_requests:
             raise Refusal("too_many", f"this client has {config.client_requests} requests outstanding")
         if live is None and len(self.requests) >= config.max_requests:
             raise Refusal("overloaded", f"{config.max_requests} requests are alive here")
@@ -49,7 +49,7 @@ class Books:
         for role in rooms_of(submit):
             assert submit.bootstrap_room is not None
             self._rooms[(submit.bootstrap_room, role)] = submit.rid
-        self._of_client[request.peer] += 1
+        self._enter(request.peer)
         self.payload_bytes += request.frames_bytes
         if request.deadline_at is not None:
             self.deadlines.add(submit.rid, request.deadline_at)
@@ -58,7 +58,7 @@ class Books:
         """Its client speaks over another connection now."""
         self._leave(request.peer)
         request.peer = peer
-        self._of_client[peer] += 1
+        self._enter(peer)
 
     def release_payload(self, request: Request) -> None:
         """Nobody will need its payload again."""
@@ -87,13 +87,17 @@ class Books:
         assert {request.rid for request in self.queue} == {r.rid for r in live if r.state is State.QUEUED}
         assert self.payload_bytes == sum(request.frames_bytes for request in live)
         assert self._of_client == Counter(request.peer for request in live)
-        assert len(self._of_client) == len(set(self._of_client.elements())), "clients without requests stay"
         assert len(self.deadlines) == sum(request.deadline_at is not None for request in live)
         assert self._rooms == {(r.submit.bootstrap_room, role): r.rid for r in live for role in rooms_of(r.submit)}
 
+    def _enter(self, peer: Any) -> None:
+        self._of_client[peer] = self._of_client.get(peer, 0) + 1
+
     def _leave(self, peer: Any) -> None:
-        self._of_client[peer] -= 1
-        if not self._of_client[peer]:
+        left = self._of_client[peer] - 1
+        if left:
+            self._of_client[peer] = left
+        else:
             del self._of_client[peer]
 
 

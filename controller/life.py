@@ -84,13 +84,14 @@ class Life:
                 self._reattach(live, peer, submit, out)
                 return
             check(submit, frames)
-            self.books.check(peer, submit, frames, live)
+            size = sum(map(len, frames))
+            self.books.check(peer, submit, size, live)
         except Refusal as refusal:
             self._refuse(peer, submit, refusal, out)
             return
         if live is not None:
             self._supersede(live, peer, out)
-        request = Request(peer, submit, frames, now)
+        request = Request(peer, submit, frames, size, now)
         offset, losses = self._losses.pop(submit.rid, (0, 0))
         request.losses = losses if offset == submit.offset else 0  # no token since: it may be what kills them
         self.books.add(request)
@@ -261,7 +262,7 @@ class Life:
         request.to(State.RUNNING)
         request.tries += 1
         # Prefill computes the prompt and decode holds it; what decode may produce nobody knows, so it is not charged.
-        request.legs = tuple(LegRun(role, rank, submit.prompt_tokens) for role, rank in chosen)
+        request.legs = tuple([LegRun(role, rank, submit.prompt_tokens) for role, rank in chosen])
         prefill: Location | None = None
         for leg in request.legs:
             rank = leg.rank

@@ -82,12 +82,12 @@ class Request:
         "tries",
     )
 
-    def __init__(self, peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> None:
+    def __init__(self, peer: Any, submit: Submit, frames: Sequence[Any], size: int, now: float) -> None:
         self.peer = peer
         self.rid = submit.rid
         self.submit = submit
         self.frames: tuple[Any, ...] = tuple(frames)
-        self.frames_bytes = sum(map(len, frames))
+        self.frames_bytes = size
         self.attempt = submit.attempt
         self.deadline_at = now + submit.deadline_s if submit.deadline_s else None
         self.state = State.QUEUED

@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 
 from bus import codec, topics
-from bus.broker import TICK_S
+from bus.broker import BEHIND_TICK_S, TICK_S
 from bus.endpoints import BusAddress
 from bus.epochs import new_epoch
 from bus.messages import (
@@ -222,7 +222,7 @@ def expiry_turns(rooms: int, ttl_s: float = 12.0) -> list[float]:
         table.register(owners[index // BATCH % RANKS], room_number(index), 1, index / REGISTRATIONS_PER_S)
     now, turns = ttl_s, []
     while table.size:
-        now += TICK_S
+        now += BEHIND_TICK_S if table.behind else TICK_S
         began = time.thread_time()
         table.expire(now)
         turns.append(time.thread_time() - began)

@@ -112,9 +112,9 @@ class Channel:
             self._call(lambda: self._handle(CancelAsked(rid)))
 
     def ask(self, controller: str, make: Callable[[int], Message], timeout_s: float | None = None) -> Future[Message]:
-        """Send `make(id)` until an answer with that id comes. The future fails with PeerLost after `timeout_s`
-        (default: `connect_timeout_s`), or with RequestFailed when the controller refuses. ConfigError when `make` cannot.
-        """
+        """Send `make(id)` until an answer with that id comes. ConfigError when `make` takes exception to its arguments.
+        The future fails with PeerLost after `timeout_s` (default: `connect_timeout_s`), or with RequestFailed when the
+        controller refuses."""
         try:
             make(0)
         except ValueError as error:

@@ -9,7 +9,7 @@ from controller.requests import Request
 
 
 def request(rid: str, priority: int = 0, size: int = 8) -> Request:
-    return Request("p", submit(rid, priority=priority), (b"x" * size,), 0.0)
+    return Request("p", submit(rid, priority=priority), (b"x" * size,), size, 0.0)
 
 
 def test_priority_first_then_arrival_in_each_lane() -> None:
