@@ -32,6 +32,7 @@ from bus.security import load_keys
 from bus.sockets import Socket, Sockets
 
 TICK_S = 0.025
+IDLE_TICK_S = 0.25  # what rests is not left for longer
 BEHIND_TICK_S = 0.002  # a long sweep goes in short turns, with room for questions between them
 METRICS_S = 1.0
 PEERS_REMEMBERED = 4096
@@ -208,11 +209,12 @@ class Broker:
         self.loop.rest(self._sub, not self.core.watches.size)
 
     def _tick(self) -> None:
-        """Often while something may end, else for the beacons alone: an idle broker hardly wakes."""
+        """Often while something may end, else for beacons and what rests: an idle broker hardly wakes."""
         self._dozing = False
         self._handle(Tick())
         self._dozing = not self.core.busy
-        pause_s = self.config.beacon_s if self._dozing else BEHIND_TICK_S if self.core.behind else TICK_S
+        idle_s = min(self.config.beacon_s, IDLE_TICK_S)
+        pause_s = idle_s if self._dozing else BEHIND_TICK_S if self.core.behind else TICK_S
         self._timer = self.loop.call_later(pause_s, self._tick)
 
     def _do(self, action: Action) -> None:

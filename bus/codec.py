@@ -29,7 +29,8 @@ _BYTES = (bytes,)  # without it msgspec takes text for bytes, as base64
 Table = dict[str, type[Message]]
 
 _pack = msgspec.msgpack.Encoder().encode
-_readers: dict[int, tuple[Callable[[bytes], Message], Table]] = {}  # by id of the table, which is kept alive here
+_readers: dict[int, Callable[[bytes], Message]] = {}  # by id of the table
+_tables: list[Table] = []  # kept alive, so that the ids stay theirs
 
 
 def encode(message: Message) -> bytes:
@@ -47,7 +48,7 @@ def decode(frame: bytes, table: Table) -> Message:
         raise RemoteProtocolError("size", f"{size} bytes")
     if frame[0] != VERSION:
         raise RemoteProtocolError("version", f"version {frame[0]}, this peer speaks {VERSION}")
-    read, _ = _readers.get(id(table)) or _reader(table)
+    read = _readers.get(id(table)) or _reader(table)
     body = frame[1:]
     try:
         message = read(body)
@@ -58,10 +59,11 @@ def decode(frame: bytes, table: Table) -> Message:
     return _judge(body, table)
 
 
-def _reader(table: Table) -> tuple[Callable[[bytes], Message], Table]:
+def _reader(table: Table) -> Callable[[bytes], Message]:
     kinds: Any = Union[tuple(table.values())]  # noqa: UP007
-    entry = _readers[id(table)] = msgspec.msgpack.Decoder(kinds).decode, table
-    return entry
+    _tables.append(table)
+    read = _readers[id(table)] = msgspec.msgpack.Decoder(kinds).decode
+    return read
 
 
 def _judge(body: bytes, table: Table) -> Message:

@@ -139,7 +139,7 @@ class Loop:
         ready = self._poller.poll(self._timeout_ms())
         self._behind = False
         for resting in tuple(self._resting):
-            if has_message(resting) and not self._drain(resting):
+            if resting in self._resting and has_message(resting) and not self._drain(resting):
                 self._behind = True
         for socket, _ in ready:
             if socket in self._handlers:

@@ -22,6 +22,7 @@ from bus.messages import (
     Drain,
     DrainRank,
     Hello,
+    Load,
     LoadReport,
     Member,
     Message,
@@ -246,17 +247,16 @@ class ControllerCore:
     # --- from the bus -----------------------------------------------------------------------------------------
 
     def _on_published(self, message: Message, now: float, out: list[Action]) -> None:
-        kind = type(message)
-        if kind is LoadReport or kind is Member or kind is Rooms:
-            if message.load is not None:  # type: ignore[attr-defined]
-                self._on_load(message, now, out)  # type: ignore[arg-type]
-        elif kind is Sent:
-            self.table.apply_sent(message, now)  # type: ignore[arg-type]
+        if type(message) is LoadReport:
+            self._on_load(message, message.load, now, out)
+        elif type(message) is Member or type(message) is Rooms:
+            if message.load is not None:
+                self._on_load(message, message.load, now, out)
+        elif type(message) is Sent:
+            self.table.apply_sent(message, now)
         self.health.bus_heard(now)  # which is all that a beacon says
 
-    def _on_load(self, message: LoadReport | Rooms | Member, now: float, out: list[Action]) -> None:
-        load = message.load
-        assert load is not None
+    def _on_load(self, message: LoadReport | Rooms | Member, load: Load, now: float, out: list[Action]) -> None:
         rank = self.table.apply((message.instance, message.dp_rank), message.epoch, load, now)
         if rank is not None:
             if rank.news and now >= self.regret.due:

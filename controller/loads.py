@@ -282,10 +282,8 @@ class LoadTable:
             rank.skew_tokens += acked_tokens - rank.sent_tokens
             acked, acked_tokens = rank.sent, rank.sent_tokens
             rank.rebase = False
-        if acked < 0:
-            acked = 0
-        if acked_tokens < 0:
-            acked_tokens = 0
+        elif acked < 0 or acked_tokens < 0:
+            acked, acked_tokens = max(0, acked), max(0, acked_tokens)
         rank.news, rank.news_tokens = acked - rank.acked, acked_tokens - rank.acked_tokens
         rank.acked, rank.acked_tokens = acked, acked_tokens
 

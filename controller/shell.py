@@ -161,6 +161,7 @@ class Controller:
         if self.core.cache_aware:
             events = self._sockets.sub(BusAddress(self.config.bus).subscribe, (topics.KV,))
             self.loop.add(events, self._on_kv_event, budget=512)
+            self.loop.rest(events, True)
         if self.config.engines:
             self._foreign = Sockets()
             self._feeds = [

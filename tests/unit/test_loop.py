@@ -227,3 +227,51 @@ def test_epochs_are_fresh_and_in_bounds() -> None:
     epochs = {new_epoch() for _ in range(1000)}
     assert len(epochs) == 1000
     assert all(1 <= epoch < 2**63 for epoch in epochs)
+
+
+def test_a_resting_socket_wakes_nobody_and_is_read_first(clock: Clock) -> None:
+    """What it brought is known before anything else of the turn is handled, and nothing is lost."""
+    said: list[bytes] = []
+    with Sockets() as sockets:
+        resting, waking = sockets.router("inproc://r"), sockets.router("inproc://w")  # no thread between the ends
+        to_resting, to_waking = sockets.dealer("inproc://r"), sockets.dealer("inproc://w")
+        loop = Loop(clock)
+        try:
+            loop.add(waking, lambda frames: said.append(frames[1]))
+            loop.add(resting, lambda frames: said.append(frames[1]), budget=2)
+            loop.rest(resting, True)
+            for number in range(5):
+                to_resting.send(b"news %d" % number)
+            to_waking.send(b"question")
+            loop.turn()
+            assert said == [b"news 0", b"news 1", b"question"], "within its budget, before the question"
+            loop.turn()
+            loop.turn()
+            assert said[3:] == [b"news 2", b"news 3", b"news 4"], "a turn that left some is followed by one at once"
+            loop.rest(resting, False)
+            to_resting.send(b"awake")
+            loop.turn()
+            assert said[-1] == b"awake"
+        finally:
+            loop.close()
+
+
+def test_a_resting_socket_is_read_when_a_timer_is_due() -> None:
+    said: list[Any] = []
+    with Sockets() as sockets:
+        resting, peer = sockets.router("inproc://r"), sockets.dealer("inproc://r")
+        loop = Loop(time.monotonic)
+        try:
+            loop.add(resting, lambda frames: said.append(frames[1]))
+            loop.rest(resting, True)
+            loop.call_later(0.2, lambda: said.append("timer"))
+            peer.send(b"news")
+            loop.turn()
+            assert said == [b"news", "timer"]
+            loop.remove(resting)
+            peer.send(b"more")
+            loop.call_threadsafe(lambda: None)
+            loop.turn()
+            assert said == [b"news", "timer"]
+        finally:
+            loop.close()
