@@ -14,7 +14,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 
 import structlog
 import zmq
@@ -29,6 +28,7 @@ from bus.frames import send
 from bus.loop import Loop
 from bus.messages import PUBLICATIONS, TO_BROKER, Code, Message, Query, Refused
 from bus.security import load_keys
+from bus.service import Service
 from bus.sockets import Socket, Sockets
 
 TICK_S = 0.025
@@ -68,8 +68,10 @@ class BrokerConfig:
                 raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1")
 
 
-class Broker:
+class Broker(Service):
     """Embedded: `with Broker(address) as broker:`; StartError on entry if an endpoint is taken."""
+
+    part = "broker"
 
     def __init__(self, config: BrokerConfig | str) -> None:
         self.config = BrokerConfig(config) if isinstance(config, str) else config
@@ -79,35 +81,11 @@ class Broker:
         self._metrics: tuple[metrics.Metric, ...] = ()
         self._batches = metrics.Histogram(metrics.SIZES)
         self._rejecters: set[bytes] = set()
-        self._thread: threading.Thread | None = None
         self._stop_metrics: Callable[[], None] = _nothing
         self._opened = False
         self._dozing = False
 
     # --- life -------------------------------------------------------------------------------------------------------
-
-    def __enter__(self) -> Broker:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    def start(self) -> Broker:
-        """Bind, and serve from a thread of its own."""
-        self.open()
-        self._thread = threading.Thread(target=self._run, name="broker", daemon=True)
-        self._thread.start()
-        return self
-
-    def stop(self) -> None:
-        """Leave; idempotent. Sockets, threads and the Context are gone when it returns."""
-        if self._thread is not None:
-            self.loop.stop()
-            self._thread.join()
-            self._thread = None
-        self.close()
 
     def open(self) -> None:
         """Bind everything, for a caller that runs `loop` itself."""
@@ -154,13 +132,6 @@ class Broker:
             self._stop_metrics = _nothing
             self._sockets.close()
             self.loop.close()
-
-    def _run(self) -> None:
-        try:
-            self.loop.run()
-        except Exception:
-            log.exception("broker.failed")
-            raise
 
     # --- in ---------------------------------------------------------------------------------------------------------
 

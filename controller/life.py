@@ -341,10 +341,10 @@ class Life:
                 return leg
         return None
 
-    def _over(self, leg: LegRun, request: Request) -> None:
+    def _over(self, leg: LegRun, request: Request, *, ok: bool = False) -> None:
         leg.over = True
         del leg.rank.work[request.rid]
-        self._table.end(leg.rank, leg.charge)
+        self._table.end(leg.rank, leg.charge, ok=ok)
 
     def _streaming(self, request: Request) -> None:
         request.streaming = True
@@ -352,18 +352,15 @@ class Life:
             self.books.release_payload(request)
 
     def _ended(self, request: Request, leg: LegRun, ended: Ended, now: float, out: list[Action]) -> None:
-        self._over(leg, request)
+        self._over(leg, request, ok=ended.code == "ok")
         leg.ended = ended
-        leg.rank.ended_total += 1
         if ended.code == "ok":
             if leg.role != "prefill":
                 self._streaming(request)
-        else:
-            leg.rank.failed_total += 1
-            if not (leg.role == "prefill" and len(request.legs) == 2 and request.streaming):
-                sentence = ended.message or f"the {leg.role} leg ended with {ended.code}"
-                self._leg_failed(request, leg, ended.code, sentence, now, out, "progress")
-                return
+        elif not (leg.role == "prefill" and len(request.legs) == 2 and request.streaming):
+            sentence = ended.message or f"the {leg.role} leg ended with {ended.code}"
+            self._leg_failed(request, leg, ended.code, sentence, now, out, "progress")
+            return
         self._finish(request, out)
 
     def _finish(self, request: Request, out: list[Action]) -> None:

@@ -77,7 +77,8 @@ class LoadTable:
         rank = RankLoad(info)
         if old is not None:
             rank.dispatched_total, rank.routed_total = old.dispatched_total, old.routed_total
-            rank.ended_total, rank.failed_total = old.ended_total, old.failed_total
+            rank.ended_total = old.ended_total + old.outstanding  # these end with it
+            rank.failed_total = old.failed_total + old.outstanding
             rank.picked = old.picked
         self._limit(rank)
         self.ranks[rank.key] = rank
@@ -208,11 +209,16 @@ class LoadTable:
         if rank.acked_tokens > rank.sent_tokens:
             rank.skew_tokens += rank.acked_tokens - rank.sent_tokens
             rank.acked_tokens = rank.sent_tokens
-        self.end(rank, tokens)
+        self._over(rank, tokens)
         self._refresh(rank)
 
-    def end(self, rank: RankLoad, tokens: int) -> None:
+    def end(self, rank: RankLoad, tokens: int, *, ok: bool = True) -> None:
         """A dispatch of `tokens` is over, or given up: no longer outstanding (the estimate waits for a report)."""
+        rank.ended_total += 1
+        rank.failed_total += not ok
+        self._over(rank, tokens)
+
+    def _over(self, rank: RankLoad, tokens: int) -> None:
         rank.outstanding -= 1
         rank.outstanding_tokens -= tokens
         if rank.stale or rank.slow:
@@ -249,6 +255,8 @@ class LoadTable:
             assert 0 <= rank.acked <= rank.sent, rank
             assert 0 <= rank.acked_tokens <= rank.sent_tokens, rank
             assert 0 <= rank.outstanding <= rank.sent, rank
+            assert rank.outstanding == rank.dispatched_total - rank.ended_total, rank
+            assert 0 <= rank.failed_total <= rank.ended_total, rank
             assert rank.requests >= 0 <= rank.tokens, rank
             assert rank.stale != any(rank is fresh for _, _, fresh in self._fresh), rank
             want = (rank.outstanding, rank.outstanding_tokens) if rank.stale else _estimate(rank)

@@ -12,7 +12,6 @@ import errno
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import structlog
@@ -38,6 +37,7 @@ from bus.messages import (
     Submit,
 )
 from bus.security import load_keys
+from bus.service import Service
 from bus.sockets import PAYLOAD_MAX, Socket, Sockets
 from controller.config import ControllerConfig
 from controller.core import ControllerCore
@@ -69,13 +69,15 @@ SUBSCRIPTIONS = (topics.LOAD, topics.ROOMS, topics.MEMBER, topics.SENT, topics.B
 log = structlog.get_logger("controller")
 
 
-class Controller:
+class Controller(Service):
     """Embedded: `with Controller(config) as controller:`; StartError on entry if an endpoint is taken.
 
     `on_local` gets (on the loop's thread) what the core answers to requests submitted with `submit_local`.
     `bus_seen` is set with the first beacon of a broker. `rejected` counts dropped messages by reason. `trace` (before
     `open`) logs each request at debug level. `failure` is for whoever runs `loop`: why it was stopped.
     """
+
+    part = "controller"
 
     def __init__(self, config: ControllerConfig, *, on_local: Callable[[Message], None] | None = None) -> None:
         self.config = config
@@ -91,35 +93,11 @@ class Controller:
         self._outbox: list[Any] = []
         self._dozing = False
         self._broker: Broker | None = None
-        self._thread: threading.Thread | None = None
         self._opened = False
         self._foreign: Sockets | None = None
         self._feeds: list[EngineFeed] = []
 
     # --- life -------------------------------------------------------------------------------------------------------
-
-    def __enter__(self) -> Controller:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    def start(self) -> Controller:
-        """Bind, and serve from a thread of its own."""
-        self.open()
-        self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
-        self._thread.start()
-        return self
-
-    def stop(self) -> None:
-        """End live requests with `shutting_down` and leave; idempotent. Nothing is left when it returns."""
-        if self._thread is not None:
-            self.loop.stop()
-            self._thread.join()
-            self._thread = None
-        self.close()
 
     def open(self) -> None:
         """Bind everything, for a caller that runs `loop` itself."""
@@ -188,13 +166,6 @@ class Controller:
         if self._broker is not None:
             self._broker.stop()
         self.loop.close()
-
-    def _run(self) -> None:
-        try:
-            self.loop.run()
-        except Exception:
-            log.exception("controller.failed")
-            raise
 
     # --- in -----------------------------------------------------------------------------------------------------------
 

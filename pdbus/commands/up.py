@@ -114,6 +114,7 @@ def _show(cluster: Cluster) -> None:
     Console(highlight=False).print(table)
     cli.ready(bus=cluster.bus, controller=cluster.controller)
     usual = "" if cluster.controller == default_controller() else f" --controller {cluster.controller}"
+    click.echo(f"Logs, while it runs: {cluster.directory}/*.log")
     click.echo(f"Try, from another terminal:  pdbus generate{usual} 'What is a load balancer?'   (Ctrl-C ends it all)")
 
 

@@ -80,6 +80,8 @@ class ClusterSpec:
             raise ConfigError("ranks_per_process must be at least 1")
         if self.transport not in ("ipc", "tcp"):
             raise ConfigError(f"unknown transport {self.transport!r}; choose ipc or tcp")
+        if self.keys and not any(at.startswith("tcp:") for at in (f"{self.transport}:", self.bus, self.controller)):
+            raise ConfigError("keys are for tcp (--transport tcp): ipc sockets are open to their owner alone as it is")
         if self.embedded and self.controllers != "one":
             raise ConfigError("an embedded cluster has one controller")
         if self.embedded and (self.controller_args or self.broker_args):

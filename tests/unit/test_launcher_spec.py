@@ -86,3 +86,10 @@ def test_what_is_no_cluster(fields: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as caught:
         ClusterSpec(**fields)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+
+
+def test_keys_without_tcp_would_protect_nothing() -> None:
+    with pytest.raises(ConfigError, match="--transport tcp"):
+        ClusterSpec(prefill=1, decode=1, keys="keys")
+    ClusterSpec(prefill=1, decode=1, keys="keys", transport="tcp")
+    ClusterSpec(prefill=1, decode=1, keys="keys", controller="tcp://127.0.0.1:7000")
