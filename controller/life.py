@@ -33,7 +33,7 @@ from controller.config import ControllerConfig
 from controller.events import Action, ToClient, ToNode
 from controller.loads import LoadTable
 from controller.members import Loss
-from controller.placement import Placement, target_of
+from controller.placement import Placement
 from controller.rank import RankLoad
 from controller.requests import MENDABLE, ROLES, LegRun, Refusal, Request, State, check, dispatch_of, same_request
 
@@ -119,13 +119,13 @@ class Life:
             leg = self._leg(rank, rid, attempt)
             if leg is not None:
                 leg.started = True
-                request = self.requests[rid]
+                request = rank.work[rid]
                 if leg.role != "prefill" or len(request.legs) == 1:
                     self._streaming(request)
         for ended in progress.ended:
             leg = self._leg(rank, ended.rid, ended.attempt)
             if leg is not None and leg.role == ended.leg:
-                self._ended(self.requests[ended.rid], leg, ended, now, out)
+                self._ended(rank.work[ended.rid], leg, ended, now, out)
 
     def lost(self, loss: Loss, now: float, out: list[Action]) -> None:
         """A rank is gone, hung or restarted: what ran there is dispatched again, or failed."""
@@ -262,26 +262,23 @@ class Life:
         request.to(State.RUNNING)
         request.tries += 1
         # Prefill computes the prompt and decode holds it; what decode may produce nobody knows, so it is not charged.
-        request.legs = tuple([LegRun(role, rank, submit.prompt_tokens) for role, rank in chosen])
+        tokens = submit.prompt_tokens
+        request.legs = tuple([LegRun(role, rank, tokens) for role, rank in chosen])
         prefill: Location | None = None
-        for leg in request.legs:
-            rank = leg.rank
+        for role, rank in chosen:
             rank.work[submit.rid] = request
-            number = self._table.charge(rank, leg.charge)
-            self._placement.dispatched(leg.role, rank, submit)
+            number = self._table.charge(rank, tokens)
+            self._placement.dispatched(role, rank, submit)
             frames = request.frames
-            if leg.role == "prefill":
+            told: Location | None = None
+            if role == "prefill":
                 prefill = rank.location
-                dispatch = dispatch_of(request, leg, number, self._epoch, now)
-            elif leg.role == "decode":
+            elif role == "decode":
                 frames = frames[1:]
                 told = prefill if submit.leg == "pair" else self._told(submit)
-                dispatch = dispatch_of(request, leg, number, self._epoch, now, told)
-            else:
-                dispatch = dispatch_of(request, leg, number, self._epoch, now)
-            if target_of(leg.role, submit)[1] is not None:
-                rank.routed_total += 1
-            out.append(ToNode(rank.peer, dispatch, frames, cause))
+            out.append(
+                ToNode(rank.peer, dispatch_of(request, role, rank, number, self._epoch, now, told), frames, cause)
+            )
         self._counts["dispatched" if request.tries == 1 else "redispatched"] += 1
         self._accept(request, out, cause)
         if self.trace:
@@ -365,15 +362,16 @@ class Life:
 
     def _finish(self, request: Request, out: list[Action]) -> None:
         """Done, once every leg is over."""
-        legs: list[Ended] = []
+        legs: tuple[Ended, ...] = ()
         for leg in request.legs:
             if not leg.over:
                 return
-            if leg.ended is not None and leg.ended.code == "ok":
-                legs.append(leg.ended)
+            ended = leg.ended
+            if ended is not None and ended.code == "ok":
+                legs += (ended,)
         self._counts["done"] += 1
         self._ends += 1
-        out.append(ToClient(request.peer, Done(request.rid, request.attempt, tuple(legs)), cause="progress"))
+        out.append(ToClient(request.peer, Done(request.rid, request.attempt, legs), "progress"))
         self.books.remove(request)
 
     def _leg_failed(

@@ -209,16 +209,15 @@ class LoadTable:
         if rank.acked_tokens > rank.sent_tokens:
             rank.skew_tokens += rank.acked_tokens - rank.sent_tokens
             rank.acked_tokens = rank.sent_tokens
-        self._over(rank, tokens)
+        rank.outstanding -= 1
+        rank.outstanding_tokens -= tokens
         self._refresh(rank)
 
     def end(self, rank: RankLoad, tokens: int, *, ok: bool = True) -> None:
         """A dispatch of `tokens` is over, or given up: no longer outstanding (the estimate waits for a report)."""
         rank.ended_total += 1
-        rank.failed_total += not ok
-        self._over(rank, tokens)
-
-    def _over(self, rank: RankLoad, tokens: int) -> None:
+        if not ok:
+            rank.failed_total += 1
         rank.outstanding -= 1
         rank.outstanding_tokens -= tokens
         if rank.stale or rank.slow:

@@ -28,9 +28,12 @@ class Placement:
 
     def dispatched(self, role: Role, rank: RankLoad, submit: Submit) -> None:
         """A leg went to `rank`, whoever chose it: a policy that learns from that does."""
-        policy = self._policies[role]
-        if type(policy) is CacheAware:
-            policy.dispatched(rank, submit)
+        if submit.routed_dp_rank is not None or submit.disagg_prefill_dp_rank is not None:
+            rank.routed_total += target_of(role, submit)[1] is not None
+        if submit.block_hashes:
+            policy = self._policies[role]
+            if type(policy) is CacheAware:
+                policy.dispatched(rank, submit)
 
     def check(self, role: Role, submit: Submit) -> None:
         """Raise Refusal when this leg can run nowhere, whoever is alive and however long it waits."""

@@ -140,20 +140,26 @@ def same_request(a: Submit, b: Submit) -> bool:
 
 
 def dispatch_of(
-    request: Request, leg: LegRun, number: int, controller_epoch: int, now: float, prefill: Location | None = None
+    request: Request,
+    role: Role,
+    rank: RankLoad,
+    number: int,
+    controller_epoch: int,
+    now: float,
+    prefill: Location | None,
 ) -> Dispatch:
-    """The header of one leg. `prefill` tells a decode leg where its prefill is; without it a lone decode leg gets what
-    its caller said, for the node to look up."""
+    """The header of one leg, at `rank`. `prefill` tells a decode leg where its prefill is; without it a lone decode leg
+    gets what its caller said, for the node to look up."""
     submit = request.submit
     lone = submit.leg == "decode"
     return Dispatch(
         submit.rid,
         request.attempt,
-        leg.role,
-        leg.rank.info.dp_rank,
+        role,
+        rank.key[1],
         controller_epoch,
         number,
-        leg.charge,
+        submit.prompt_tokens,
         submit.prompt_tokens,
         submit.max_tokens,
         submit.offset,
