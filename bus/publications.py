@@ -220,6 +220,19 @@ class PublisherCore:
             out.append(self._member(now, "interval"))  # with the load: after it, no report is due
         return out + self.flush(now)
 
+    def due_s(self, now: float) -> float:
+        """How long until `tick` has anything to do."""
+        if self._registering or self._dropping or self._restating or self._member_sent_at is None:
+            return 0.0
+        due = self._member_sent_at + min(self._promised_s, self._interval_s(now))
+        if self._restate_wanted and self._restated_at is not None:
+            due = min(due, self._restated_at + RESTATE_GAP_S)
+        if self._load_changed and self._load_sent_at is not None:
+            due = min(due, self._load_sent_at + REPORT_GAP_S)
+        if self._live:
+            due = min(due, next(iter(self._live.values())).refreshed_at + self.room_ttl_s / 2)
+        return max(0.0, due - now)
+
     def flush(self, now: float) -> list[Publish]:
         """Send what this turn collected: one Rooms message (load piggybacked), else the load alone when it is due."""
         out = self._restatement(now)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from types import TracebackType
 from typing import Literal, TypeAlias
 
 import structlog
@@ -23,11 +22,12 @@ from bus.loop import Loop
 from bus.messages import PUBLICATIONS, Code, Conflict, Load, Member, NodeState, Role
 from bus.publications import PublisherCore
 from bus.security import load_keys
+from bus.service import Service
 from bus.sockets import Sockets
 
 __all__ = ["Publisher", "PublisherCore"]
 
-TICK_S = 0.02
+MIN_TICK_S = 0.02
 QUEUE_MAX = 65_536
 _Command: TypeAlias = (
     tuple[Literal["register"], int, int]
@@ -39,7 +39,7 @@ _Command: TypeAlias = (
 log = structlog.get_logger("publisher")
 
 
-class Publisher:
+class Publisher(Service):
     """`with Publisher(bus, instance="prefill-0", dp_rank=0, role="prefill") as publisher: publisher.register(room)`.
 
     ConfigError on a bad argument. What it could not take is counted in `overflows`, what made no sense in `invalid`.
@@ -80,41 +80,32 @@ class Publisher:
         self._newest: Load | None = None
         self._woken = False
         self._heard = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._opened = False
 
     # --- life -------------------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Publisher:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    def start(self) -> Publisher:
+    def open(self) -> None:
         core = self._core
-        self._loop = Loop()
+        self.loop = Loop()
         self._sockets = Sockets(keys=self._keys)
+        self._opened = True
         self._pub = self._sockets.pub(self.address.publish)
         mine = topics.for_rank(topics.TO, core.instance, core.dp_rank)
-        self._loop.add(self._sockets.sub(self.address.subscribe, (topics.BEACON, mine)), self._on_frames)
-        self._loop.call_every(TICK_S, self._tick)
-        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
-        self._thread.start()
-        self._loop.call_threadsafe(self._drain)  # what was said before the start
-        return self
+        self.loop.add(self._sockets.sub(self.address.subscribe, (topics.BEACON, mine)), self._on_frames)
+        self.loop.call_threadsafe(self._drain)  # what was said before the start
+        self._timer = self.loop.call_later(0.0, self._tick)
 
-    def stop(self) -> None:
-        """Say goodbye and leave; idempotent."""
-        if self._thread is None:
-            return
-        self._loop.call_threadsafe(self._leave)
-        self._thread.join()
-        self._thread = None
-        self._sockets.close_socket(self._pub, linger_ms=500)  # time for the goodbye, where the broker is there
-        self._sockets.close()
-        self._loop.close()
+    def leave(self) -> None:
+        self._drain()
+        self._publish(self._core.goodbye(self.loop.clock()))
+        self.loop.stop()
+
+    def close(self) -> None:
+        if self._opened:
+            self._opened = False
+            self._sockets.close_socket(self._pub, linger_ms=500)  # time for the goodbye, where the broker is there
+            self._sockets.close()
+            self.loop.close()
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until the broker has been heard. For start-up, not for a scheduler's loop."""
@@ -158,19 +149,13 @@ class Publisher:
     def _wake(self) -> None:
         if not self._woken and self._thread is not None:
             self._woken = True
-            self._loop.call_threadsafe(self._drain)
+            self.loop.call_threadsafe(self._drain)
 
     # --- its own thread ---------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            self._loop.run()
-        except Exception:
-            log.exception("publisher.failed")
-
     def _drain(self) -> None:
         self._woken = False
-        now = self._loop.clock()
+        now = self.loop.clock()
         load, self._newest = self._newest, None
         if load is not None:
             try:
@@ -184,6 +169,7 @@ class Publisher:
             except (ValidationError, TypeError) as error:
                 self._refuse(f"{command}: {error}")
         self._publish(self._core.flush(now))
+        self._pace()
 
     def _carry_out(self, command: _Command, now: float) -> list[Publish]:
         if command[0] == "register":
@@ -200,7 +186,19 @@ class Publisher:
             log.warning("publication.refused", why=why[:200])
 
     def _tick(self) -> None:
-        self._publish(self._core.tick(self._loop.clock()))
+        """When the next thing is due, not before: this is the engine's process."""
+        self._publish(self._core.tick(self.loop.clock()))
+        self._timer = self.loop.call_later(self._due_s(), self._tick)
+
+    def _pace(self) -> None:
+        """Something has changed: it may be due sooner."""
+        due_s = self._due_s()
+        if self.loop.clock() + due_s < self._timer.due:
+            self._timer.cancel()
+            self._timer = self.loop.call_later(due_s, self._tick)
+
+    def _due_s(self) -> float:
+        return max(MIN_TICK_S, self._core.due_s(self.loop.clock()))
 
     def _on_frames(self, frames: list[bytes]) -> None:
         try:
@@ -210,9 +208,10 @@ class Publisher:
                 log.warning("message.rejected", reason=error.reason)
             self.rejected[error.reason] += 1
             return
-        self._publish(self._core.on_message(message, self._loop.clock()))
+        self._publish(self._core.on_message(message, self.loop.clock()))
         if self._core.broker_epoch:
             self._heard.set()
+        self._pace()
 
     def _publish(self, publications: list[Publish]) -> None:
         for publication in publications:
@@ -222,11 +221,6 @@ class Publisher:
                 self._refuse(f"{publication.cause}: {error}")
             else:
                 self._pub.send_multipart((topics.of(publication.message), frame))
-
-    def _leave(self) -> None:
-        self._drain()
-        self._publish(self._core.goodbye(self._loop.clock()))
-        self._loop.stop()
 
 
 def _check(core: PublisherCore) -> None:

@@ -94,6 +94,11 @@ class ResolverCore:
     def pending(self) -> int:
         return len(self._wants)
 
+    @property
+    def idle(self) -> bool:
+        """Whether `tick` has nothing to wait for."""
+        return not (self._wants or self._unwatch or self._new)
+
     # --- what the scheduler says --------------------------------------------------------------------------------
 
     def want(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 import structlog
 import zmq
@@ -22,6 +21,7 @@ from bus.loop import Loop
 from bus.messages import FROM_BROKER, Code, Location, Message
 from bus.resolution import Action, Resolved, ResolverCore
 from bus.security import load_keys
+from bus.service import Service
 from bus.sockets import Sockets
 
 __all__ = ["Resolved", "Resolver", "ResolverCore"]
@@ -32,7 +32,7 @@ WANTS_MAX = 65_536
 log = structlog.get_logger("resolver")
 
 
-class Resolver:
+class Resolver(Service):
     """`with Resolver(bus) as resolver: resolver.want(room); ...; for room, at in resolver.poll().items(): ...`.
 
     Every room wanted shows up once, in `poll` or in `lost`.
@@ -53,40 +53,27 @@ class Resolver:
         self._settled = threading.Event()
         self._heard = threading.Event()
         self._woken = False
-        self._thread: threading.Thread | None = None
+        self._opened = False
+        self._ticking = False
 
     # --- life -------------------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> Resolver:
-        return self.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    def start(self) -> Resolver:
-        self._loop = Loop()
+    def open(self) -> None:
+        self.loop = Loop()
         self._sockets = Sockets(keys=self._keys)
+        self._opened = True
         self._dealer = self._sockets.dealer(self.address.bootstrap)
-        self._loop.add(self._dealer, lambda frames: self._on_frames(frames, _read_answer))
+        self.loop.add(self._dealer, lambda frames: self._on_frames(frames, _read_answer))
         sub = self._sockets.sub(self.address.subscribe, (topics.BEACON,))
-        self._loop.add(sub, lambda frames: self._on_frames(frames, subscription.read))
-        self._loop.call_every(TICK_S, lambda: self._do(self._core.tick(self._loop.clock())))
-        self._thread = threading.Thread(target=self._run, name="resolver", daemon=True)
-        self._thread.start()
-        self._loop.call_threadsafe(self._drain)  # what was wanted before the start
-        return self
+        self.loop.add(sub, lambda frames: self._on_frames(frames, subscription.read))
+        self.loop.call_threadsafe(self._drain)  # what was wanted before the start
+        self.loop.after_turn(self._pace)
 
-    def stop(self) -> None:
-        """Leave; what is still wanted is not answered any more. Idempotent."""
-        if self._thread is None:
-            return
-        self._loop.stop()
-        self._thread.join()
-        self._thread = None
-        self._sockets.close()
-        self._loop.close()
+    def close(self) -> None:
+        if self._opened:
+            self._opened = False
+            self._sockets.close()
+            self.loop.close()
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until the broker has been heard. For start-up, not for a scheduler's loop."""
@@ -113,7 +100,7 @@ class Resolver:
                 self._queue.append((room, attempt, prefill_instance, dp_rank, deadline_s))
         if not self._woken and self._thread is not None:
             self._woken = True
-            self._loop.call_threadsafe(self._drain)
+            self.loop.call_threadsafe(self._drain)
 
     def poll(self) -> dict[int, Location]:
         """Where the rooms found since the last call are."""
@@ -139,15 +126,19 @@ class Resolver:
 
     # --- its own thread ---------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            self._loop.run()
-        except Exception:
-            log.exception("resolver.failed")
+    def _pace(self) -> None:
+        """Ticks while anything is wanted; with nothing to find this thread sleeps: it is the engine's process."""
+        if not self._ticking and not self._core.idle:
+            self._ticking = True
+            self.loop.call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = False
+        self._do(self._core.tick(self.loop.clock()))
 
     def _drain(self) -> None:
         self._woken = False
-        now = self._loop.clock()
+        now = self.loop.clock()
         for _ in range(len(self._queue)):
             room, attempt, instance, dp_rank, deadline_s = self._queue.popleft()
             if type(room) is not int:
@@ -169,7 +160,7 @@ class Resolver:
                 log.warning("message.rejected", reason=error.reason)
             self.rejected[error.reason] += 1
             return
-        self._do(self._core.on_message(message, self._loop.clock()))
+        self._do(self._core.on_message(message, self.loop.clock()))
         if self._core.broker_epoch:
             self._heard.set()
 

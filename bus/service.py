@@ -40,10 +40,14 @@ class Service:
     def stop(self) -> None:
         """Leave; idempotent. Sockets, threads and the Context are gone when it returns."""
         if self._thread is not None:
-            self.loop.stop()
+            self.loop.call_threadsafe(self.leave)
             self._thread.join()
             self._thread = None
         self.close()
+
+    def leave(self) -> None:
+        """Say what is to be said at the end, and stop `loop` (on its thread)."""
+        self.loop.stop()
 
     def __enter__(self) -> Self:
         return self.start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from itertools import pairwise
 from typing import Any
 
@@ -255,3 +257,29 @@ def test_a_turn_that_collects_very_much_does_not_wait_for_its_end() -> None:
 def test_messages_that_are_not_for_publishers_are_ignored() -> None:
     stranger: Message = LoadReport("x", 0, 1, 1, load())
     assert core().on_message(stranger, 0.0) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_tick_has_nothing_to_do_before_it_is_due(seed: int) -> None:
+    """So a publisher in an engine's process may sleep until then."""
+    rng, now = random.Random(seed), 100.0
+    publisher = core(interval_s=0.25, room_ttl_s=2.0)
+    publisher.tick(now)
+    for _ in range(200):
+        room = rng.randrange(4)
+        match rng.randrange(6):
+            case 0:
+                publisher.register(room, 1, now)
+            case 1:
+                publisher.drop(room, 1, "ok", now)
+            case 2:
+                publisher.report(Load(0, 0, rng.randrange(2), 0, 0, 0, 100, 4), now)
+            case 3:
+                publisher.on_message(Beacon(rng.randrange(1, 3), 1, 0.25), now)
+        publisher.flush(now)
+        due_s = publisher.due_s(now)
+        if due_s > 1e-6:
+            assert copy.deepcopy(publisher).tick(now + due_s - 1e-6) == []
+        now += due_s + 1e-6
+        assert publisher.tick(now) != []
+        now += rng.choice((0.0, 0.01, 0.1))
