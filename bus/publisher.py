@@ -45,6 +45,8 @@ class Publisher(Service):
     ConfigError on a bad argument. What it could not take is counted in `overflows`, what made no sense in `invalid`.
     """
 
+    part = "publisher"
+
     def __init__(
         self,
         bus: str | BusAddress,

@@ -38,6 +38,8 @@ class Resolver(Service):
     Every room wanted shows up once, in `poll` or in `lost`.
     """
 
+    part = "resolver"
+
     def __init__(self, bus: str | BusAddress, *, keys: str = "", wants_max: int = WANTS_MAX) -> None:
         self.address = BusAddress(bus) if isinstance(bus, str) else bus
         self.invalid = 0  # rooms that are no numbers

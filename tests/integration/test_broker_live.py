@@ -239,11 +239,11 @@ def test_publications_lost_on_the_way_are_noticed_and_restated(ipc_base: str) ->
         assert rank.wait_ready(DEADLINE_S)
 
         def publish_into_nowhere() -> None:
-            now = rank._loop.clock()
+            now = rank.loop.clock()
             rank._core.register(7, 1, now)
             assert len(rank._core.flush(now)) == 1
 
-        rank._loop.call_threadsafe(publish_into_nowhere)
+        rank.loop.call_threadsafe(publish_into_nowhere)
         asker.until(Query(1, (7,)), lambda answer: bool(answer.found))  # type: ignore[attr-defined]
         assert broker.core.counts()["resyncs"] >= 1
 
