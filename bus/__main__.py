@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import click
 
 from bus import cli, logs
@@ -53,7 +51,6 @@ def main(
         broker.loop.on_signals(lambda number: broker.loop.stop())
         if watch_parent:
             cli.leave_with_parent(broker.loop.stop)
-        gc.freeze()  # what start-up made stays: a collection need not look at it
         cli.ready(part="broker", bus=address, epoch=broker.epoch)
         broker.loop.run()
     finally:
