@@ -31,17 +31,24 @@ def _case(scope: Scope, tokens: int, limit: float) -> list[Row]:
     count = scope.size(12_000 if tokens < 10_000 else 3_000, 1_000)
     ours: list[Measured] = []
     bare: list[Measured] = []
+    lean: list[Measured] = []
     with Workspace() as space:
-        scope.say(f"{name}: starting {2 * NODES} nodes")
-        sides = (parts.our_path(space, NODES, tokens), parts.bare_path(space, NODES, tokens))
+        scope.say(f"{name}: starting {3 * NODES} nodes")
+        sides = (
+            parts.our_path(space, NODES, tokens),
+            parts.bare_path(space, NODES, tokens),
+            parts.bare_path(space, NODES, tokens, lean=True),
+        )
         for side in sides:
             side.client.ask(do="burst", count=min(WARM_UP, count), window=WINDOW)
         for number in range(scope.runs):
             scope.say(f"{name}: run {number + 1} of {scope.runs}")
-            for side, results in zip(sides, (ours, bare), strict=True):
+            for side, results in zip(sides, (ours, bare, lean), strict=True):
                 results.append(_burst(side, count))
+    cpu_us = [m.cpu_s * 1e6 for m in ours]
     return [
-        row(name, "cpu per request", "µs", [m.cpu_s * 1e6 for m in ours], [m.cpu_s * 1e6 for m in bare], Aim(limit)),
+        row(name, "cpu per request", "µs", cpu_us, [m.cpu_s * 1e6 for m in bare], Aim(limit)),
+        row(name, "cpu per request, floor lean", "µs", cpu_us, [m.cpu_s * 1e6 for m in lean]),
         row(name, "requests per second", "1/s", [m.per_s for m in ours], [m.per_s for m in bare]),
     ]
 

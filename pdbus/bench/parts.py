@@ -87,11 +87,12 @@ def our_path(
     return Path(client, middle, nodes)
 
 
-def bare_path(space: Workspace, nodes: int, prompt_tokens: int) -> Path:
-    """The same shape out of bare ROUTERs and DEALERs."""
-    front, back = space.endpoint("bare-front"), space.endpoint("bare-back")
+def bare_path(space: Workspace, nodes: int, prompt_tokens: int, *, lean: bool = False) -> Path:
+    """The same shape out of bare ROUTERs and DEALERs; `lean`: frames moved as `bus.frames` does."""
+    name = "lean" if lean else "bare"
+    front, back = space.endpoint(f"{name}-front"), space.endpoint(f"{name}-back")
     size = prompt_tokens * 4
-    middle = space.part("bare:broker", clients=front, nodes=back, node_count=nodes, payload_bytes=size)
+    middle = space.part("bare:broker", clients=front, nodes=back, node_count=nodes, payload_bytes=size, lean=lean)
     middle.wait_ready()
     others = tuple(space.part("node:bare", endpoint=back, payload_bytes=size) for _ in range(nodes))
     for node in others:
