@@ -75,12 +75,13 @@ def _show(seen: Status, broker: BrokerStatus | None, bus: str, keys: str) -> Non
     methods = ", ".join(f"{role} {method}" for role, method in sorted(seen.methods.items()))
     console.print(f"{seen.controller}, up {seen.uptime_s:.0f} s; methods: {methods}")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("rank", "role", "state"):
+    roles = not all(rank.instance.startswith(rank.role) for rank in seen.ranks)  # else each name says it
+    for name in ("rank", *(["role"] if roles else []), "state"):
         table.add_column(name, no_wrap=True)
     for name in ("age", "run+wait", "KV", "in flight", "estimate", "sent", "ended", "bad"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in sorted(seen.ranks, key=lambda rank: (rank.role != "prefill", rank.instance, rank.dp_rank)):
-        table.add_row(*_row(rank))
+        table.add_row(*_row(rank, roles))
     console.print(table)
     if seen.ranks:
         models = ", ".join(sorted({rank.model for rank in seen.ranks}))
@@ -95,11 +96,11 @@ def _show(seen: Status, broker: BrokerStatus | None, bus: str, keys: str) -> Non
         console.print(f"broker, up {broker.uptime_s:.0f} s: {counts or 'nothing yet'}")
 
 
-def _row(rank: RankStatus) -> list[str]:
+def _row(rank: RankStatus, with_role: bool) -> list[str]:
     load = rank.load
     return [
         f"{rank.instance}/{rank.dp_rank}",
-        rank.role,
+        *([rank.role] if with_role else []),
         rank.state,
         f"{rank.report_age_s:.1f}s" if rank.report_age_s >= 0 else "never",
         *([f"{load.running}+{load.waiting}", f"{load.kv_tokens / max(1, load.kv_capacity):.0%}"] if load else "--"),
