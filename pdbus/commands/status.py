@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 import msgspec
+import zmq
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -47,7 +48,10 @@ def ask_broker(address: BusAddress, keys: str = "") -> BrokerStatus | None:
     """What the broker counts; None when none answers within a second."""
     with Sockets(keys=load_keys(keys, server=False) if keys else None) as sockets:
         dealer = sockets.dealer(address.bootstrap)
-        dealer.send_multipart([b"", codec.encode(BrokerStatusQuery(1))])
+        try:
+            dealer.send_multipart([b"", codec.encode(BrokerStatusQuery(1))], zmq.NOBLOCK)
+        except zmq.Again:
+            return None  # refused already: it does not know our key
         if not dealer.poll(BROKER_WAIT_MS):
             return None
         try:
