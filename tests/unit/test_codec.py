@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 import tracemalloc
 from typing import Any
 
+import fuzz_messages
 import msgpack
+import msgspec
 import pytest
+from msgspec import inspect
 
-from bus import codec
+from bus import codec, messages
 from bus.errors import LocalProtocolError, RemoteProtocolError
 from bus.messages import (
     CLIENT_TO_CONTROLLER,
@@ -203,3 +207,27 @@ def test_frames_made_to_take_memory_or_time(body: bytes) -> None:
     finally:
         tracemalloc.stop()
     assert time.process_time() - started < 5.0
+
+
+NAMED = [
+    (kind, field.name)
+    for kind in vars(messages).values()
+    if isinstance(kind, type) and issubclass(kind, messages.Message) and kind.__struct_fields__
+    for field in inspect.type_info(kind).fields  # type: ignore[attr-defined]
+    if isinstance(field.type, inspect.Metadata) and "alphabet" in (field.type.extra or {})
+]
+
+
+@pytest.mark.parametrize(("kind", "field"), NAMED)
+@pytest.mark.parametrize("bad", ["no name", "line\n", "é", "x" * 151, "a/b\x00"])
+def test_every_name_and_endpoint_is_checked_wherever_it_travels(
+    kind: type[messages.Message], field: str, bad: str
+) -> None:
+    """The types alone do not say so: each message that carries one has to be of the right base."""
+    good = fuzz_messages.of(kind)(random.Random(7))
+    fields = msgspec.to_builtins(good, builtin_types=(bytes,))
+    at = kind.__struct_fields__.index(field) + (kind.__struct_config__.tag is not None)
+    assert msgspec.convert(fields, kind, builtin_types=(bytes,)) == good
+    fields[at] = bad
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(fields, kind, builtin_types=(bytes,))
