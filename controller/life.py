@@ -102,14 +102,17 @@ class Life:
             self._fail(request, refusal.code, refusal.sentence, out, "submit")
 
     def cancel(self, peer: Any, rid: Rid, out: list[Action]) -> None:
-        """End a request for its client at once; whoever knows the rid may. Unknown ones are over already."""
-        request = self.requests.get(rid)
-        if request is not None:
-            self.books.move(request, peer)
-            self._fail(request, "cancelled", "cancelled by the client", out, "cancel")
-            return
+        """End a request at once; whoever knows the rid may. Its owner hears the end, whoever asked for it, and so does
+        `peer`, which may be the owner over a new connection. Unknown ones are over already: no answer."""
         for rank, attempt in self.adoption.take(rid).values():
             out.append(ToNode(rank.peer, CancelLeg(rid, attempt), cause="cancel"))
+        request = self.requests.get(rid)
+        if request is not None:
+            sentence = "cancelled by the client"
+            self._fail(request, "cancelled", sentence, out, "cancel")
+            if peer != request.peer:
+                failed = Failed(rid, request.attempt, "cancelled", sentence, retryable=False)
+                out.append(ToClient(peer, failed, cause="cancel"))
 
     # --- from nodes -------------------------------------------------------------------------------------------
 

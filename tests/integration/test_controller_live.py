@@ -248,6 +248,17 @@ class TestDispatcher:
             assert [getattr(a, "code", "") for a in _polled(dispatcher, 2)] == ["", "cancelled"]
             assert dispatcher.status().counts["done"] == 1
 
+    def test_a_cancel_from_outside_frees_the_place_it_took(self, sockets: Sockets, config: ControllerConfig) -> None:
+        with Dispatcher(config, max_handed_over=1) as dispatcher:
+            (node,) = joined(sockets, config, hello("u", 0, dp_size=1))
+            assert dispatcher.dispatch("r", [b"\1\0\0\0", b"p"], max_tokens=3)
+            node.wait(Dispatch)
+            outside = Client(sockets, config.controller)
+            outside.say(Cancel("r"))
+            assert outside.wait(Failed)[0].code == "cancelled"
+            assert [getattr(a, "code", "") for a in _polled(dispatcher, 2)] == ["", "cancelled"]
+            assert dispatcher.dispatch("next", [b"\1\0\0\0", b"p"], max_tokens=3)
+
     def test_bad_requests_come_back_and_the_hand_over_is_bounded(self, config: ControllerConfig) -> None:
         with Dispatcher(config, max_handed_over=3) as dispatcher:
             assert dispatcher.dispatch("a", [b"", b"p"], max_tokens=3)

@@ -37,6 +37,7 @@ class Life(RuleBasedStateMachine):
         self.expected: Counter[str] = Counter()  # ends due, by rid
         self.attempts: Counter[str] = Counter()
         self.submitted: dict[str, Any] = {}
+        self.owner: dict[str, str] = {}  # by rid: the client that submitted it last
         self.seen_clients = self.seen_nodes = 0
         self.ends: Counter[str] = Counter()
         self.dispatched: set[tuple[str, int, str]] = set()
@@ -78,7 +79,11 @@ class Life(RuleBasedStateMachine):
 
     def client_got(self, action: ToClient) -> None:
         message = action.message
-        if isinstance(message, Done | Failed):
+        if action.peer == "stranger":
+            assert isinstance(message, Failed)
+            assert message.code == "cancelled"
+        elif isinstance(message, Done | Failed):
+            assert action.peer == self.owner[message.rid], "somebody else heard the end"
             self.ends[message.rid] += 1
             if isinstance(message, Done):
                 assert {leg.attempt for leg in message.legs} == {message.attempt}, "an old attempt gave the answer"
@@ -97,6 +102,7 @@ class Life(RuleBasedStateMachine):
         request = submit(rid, leg, bootstrap_room=room, priority=priority, deadline_s=deadline_s, routed_dp_rank=pinned)
         self.submitted[rid] = request
         self.expected[rid] += 1
+        self.owner[rid] = "client"
         self.world.submit(request)
 
     @precondition(lambda self: self.submitted)
@@ -112,6 +118,7 @@ class Life(RuleBasedStateMachine):
                 rid, request.leg, bootstrap_room=request.bootstrap_room, attempt=max(1, self.attempts[rid]) + 3
             )
             self.submitted[rid] = request
+        self.owner[rid] = peer
         self.world.submit(request, peer=peer)
 
     @precondition(lambda self: self.world.core.life.requests)
@@ -125,10 +132,10 @@ class Life(RuleBasedStateMachine):
         self.world.submit(request, peer=live.peer)
 
     @precondition(lambda self: self.submitted)
-    @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), by_owner=st.booleans())
+    def cancel(self, data: st.DataObject, by_owner: bool) -> None:
         rid = data.draw(st.sampled_from(sorted(self.submitted)))
-        self.world.feed(FromClient("client", Cancel(rid), ()))
+        self.world.feed(FromClient(self.owner[rid] if by_owner else "stranger", Cancel(rid), ()))
 
     @rule(key=keys)
     def drain(self, key: tuple[str, int]) -> None:
@@ -209,7 +216,7 @@ class Life(RuleBasedStateMachine):
     def teardown(self) -> None:
         """All clients give up: nothing is left."""
         for rid in list(self.world.core.life.requests):
-            self.world.feed(FromClient("client", Cancel(rid), ()))
+            self.world.feed(FromClient("stranger", Cancel(rid), ()))
         self.world.assert_empty()
         assert self.ends == self.expected
         for key in KEYS:

@@ -428,6 +428,20 @@ class TestEnds:
         world.progress(D[0], ended=world.dispatches(D[0]), code="cancelled")
         assert len(world.answers(Failed)) == 1
 
+    def test_a_strangers_cancel_is_answered_and_its_owner_hears_the_end(self) -> None:
+        world = unified(client_requests=1)
+        world.submit(submit("mine"), peer="stranger")
+        world.submit(submit("r"), peer="owner")
+        world.feed(FromClient("stranger", Cancel("r"), ()))
+        for peer in ("owner", "stranger"):
+            (failed,) = world.answers(Failed, peer)
+            assert (failed.rid, failed.attempt, failed.code, failed.retryable) == ("r", 1, "cancelled", False)
+        assert world.core.counts["failed_cancelled"] == 1
+        world.submit(submit("next"), peer="owner")  # its one place is free again
+        assert len(world.answers(Accepted, "owner")) == 2
+        world.feed(FromClient("stranger", Cancel("nothing"), ()))
+        assert len(world.answers(Failed)) == 2
+
     def test_a_deadline_ends_it_and_is_told_to_the_nodes(self) -> None:
         world = unified()
         world.submit(submit("r", deadline_s=1.0))
