@@ -1,35 +1,44 @@
 """What nodes still run of requests that a former controller dispatched, so that a resubmit is not run twice.
 
-Filled by hellos, emptied by resubmits, time, and the ranks' ends. Owns that map only.
+Filled by the first hello of each start of a rank, emptied by resubmits, cancels, time, and the loss of ranks. Owns that
+map only.
 """
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 from bus.messages import Attempt, Rid, Role
 from controller.rank import RankLoad
 
 KEPT_S = 60.0
+Held: TypeAlias = dict[Role, tuple[RankLoad, Attempt]]  # who runs the legs of one request
 
 
 class Adoption:
     """By rid and role: the rank that runs it and the attempt."""
 
     def __init__(self) -> None:
-        self._held: dict[Rid, dict[Role, tuple[RankLoad, Attempt]]] = {}
+        self._held: dict[Rid, Held] = {}
         self._offers: dict[RankLoad, tuple[float, tuple[tuple[Rid, Attempt], ...]]] = {}
 
     def __len__(self) -> int:
         return len(self._held)
 
     def offer(self, rank: RankLoad, now: float) -> None:
-        """Take over the list of `rank`'s hello: once for each epoch, from its first hello."""
-        if rank in self._offers or not rank.info.running:
+        """Take over what `rank` ran when it introduced itself; a later hello may list work that I dispatched."""
+        running, rank.inherited = rank.inherited, ()
+        if not running:
             return
-        self._offers[rank] = now, rank.info.running
-        for rid, attempt in rank.info.running:
+        self._offers[rank] = now, running
+        for rid, attempt in running:
             self._held.setdefault(rid, {})[rank.info.role] = (rank, attempt)
 
-    def take(self, rid: Rid) -> dict[Role, tuple[RankLoad, Attempt]]:
+    def of(self, rid: Rid) -> Held:
+        """Who runs `rid`."""
+        return self._held.get(rid, {})
+
+    def take(self, rid: Rid) -> Held:
         """Who runs `rid`; forgotten with the answer."""
         return self._held.pop(rid, {})
 

@@ -27,7 +27,7 @@ from bus.messages import (
     Role,
     Submit,
 )
-from controller.adoption import Adoption
+from controller.adoption import Adoption, Held
 from controller.books import Books
 from controller.config import ControllerConfig
 from controller.events import Action, ToClient, ToNode
@@ -243,10 +243,13 @@ class Life:
             return False
         submit = request.submit
         if not request.tries:
-            if self._adopt(request, now, out):
+            held = self.adoption.of(submit.rid)
+            if held and self._adopt(request, held, now, out):
                 return True
             for role in ROLES[submit.leg]:
                 self._placement.check(role, submit)
+            if held:
+                self._disown(request, out)
         chosen: list[tuple[Role, RankLoad]] = []
         for role in ROLES[submit.leg]:
             rank = self._placement.place(role, submit, request.avoid)
@@ -301,23 +304,28 @@ class Life:
         rank = next(iter(group.instances())).get(submit.disagg_prefill_dp_rank)
         return rank.location if rank is not None and rank.ready else None
 
-    def _adopt(self, request: Request, now: float, out: list[Action]) -> bool:
-        """After my restart: a request that nodes still run goes on there, rather than being run twice."""
-        held = self.adoption.take(request.rid)
-        if not held:
-            return False
+    def _adopt(self, request: Request, held: Held, now: float, out: list[Action]) -> bool:
+        """After my restart: a request that nodes still run goes on there, rather than being run twice, unless it is
+        not what they run: a newer attempt, or one that its legs' ranks could not have been given."""
+        submit = request.submit
         attempt = max(attempt for _, attempt in held.values())
-        roles = ROLES[request.submit.leg]
+        roles = ROLES[submit.leg]
         legs = [(role, held[role][0]) for role in roles if role in held and held[role][1] == attempt]
-        if legs and legs[-1][0] == roles[-1] and attempt >= request.attempt and all(rank.ready for _, rank in legs):
-            self._counts["adopted"] += 1
-            request.attempt = attempt
-            self._dispatch(request, legs, now, out, "adopted")
-            return True
-        for rank, old in held.values():
+        if not legs or legs[-1][0] != roles[-1] or attempt < request.attempt:
+            return False
+        if not all(self._placement.may_run(role, submit, rank) for role, rank in legs):
+            return False
+        self.adoption.take(submit.rid)
+        self._counts["adopted"] += 1
+        request.attempt = attempt
+        self._dispatch(request, legs, now, out, "adopted")
+        return True
+
+    def _disown(self, request: Request, out: list[Action]) -> None:
+        """What nodes still run of it is given up: it is run anew, under a higher attempt."""
+        for rank, old in self.adoption.take(request.rid).values():
             out.append(ToNode(rank.peer, CancelLeg(request.rid, old, "fenced"), cause="adopted"))
-        request.attempt = max(request.attempt, min(attempt + 1, MAX_ATTEMPT))
-        return False
+            request.attempt = max(request.attempt, min(old + 1, MAX_ATTEMPT))
 
     def _accept(self, request: Request, out: list[Action], cause: str) -> None:
         prefill = decode = None

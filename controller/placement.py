@@ -79,6 +79,19 @@ class Placement:
             return policy.pick(Subset(others or large), submit, submit.prompt_tokens)
         raise Refusal("no_rank", f"no live {role} rank is large enough for {submit.prompt_tokens} prompt tokens")
 
+    def may_run(self, role: Role, submit: Submit, rank: RankLoad) -> bool:
+        """Whether a leg that runs at `rank` already is where `place` might have put it, credit aside."""
+        instance, dp_rank = target_of(role, submit)
+        info, policy = rank.info, self._policies[role]
+        return (
+            instance in ("", info.instance)
+            and dp_rank in (None, info.dp_rank)
+            and submit.model in ("", info.model)
+            and holds(rank, role, submit)
+            and rank.ready
+            and (dp_rank is not None or not policy.fixed or policy.pick(Subset([rank]), submit, 0) is rank)
+        )
+
     # --- the caller's rank ------------------------------------------------------------------------------------
 
     @staticmethod

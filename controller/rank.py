@@ -31,6 +31,7 @@ class RankLoad:
         "failed_total",
         "hard_requests",
         "info",
+        "inherited",
         "key",
         "largest",
         "leaves",
@@ -71,6 +72,7 @@ class RankLoad:
         self.key: MemberKey = (info.instance, info.dp_rank)
         self.epoch = info.epoch
         self.location = Location(info.instance, info.dp_rank, info.epoch, info.endpoint)
+        self.inherited = info.running  # what it ran before I had dispatched anything to it, until somebody takes that
         # the last report, and when it came (None: none of this epoch yet)
         self.load: Load | None = None
         self.reported_at: float | None = None

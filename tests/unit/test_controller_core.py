@@ -706,6 +706,72 @@ class TestStart:
         assert {d.attempt for d in world.dispatches()} == {3}
         assert [(c.attempt, c.code) for c in world.cancels(P[0])] == [(2, "fenced")]
 
+    def test_only_what_a_rank_ran_before_it_was_given_anything_is_taken_over(self) -> None:
+        world = unified(hello("u", 0, running=(("former", 1),)), U[1])
+        world.report(U[0], running=1)
+        world.submit(submit("r", routed_dp_rank=1))
+        (dispatch,) = world.dispatches(U[1])
+        for peer in ("", "again"):  # the same connection, as when its state changes, and a new one
+            world.join(hello("u", 1, running=(("r", 1),)), peer=peer)
+        assert set(world.core.life.adoption._held) == {"former"}
+        world.progress(U[1], ended=[dispatch], peer="again")
+        world.submit(submit("r", routed_dp_rank=0))
+        assert [d.attempt for d in world.dispatches(U[0])] == [1]
+        assert not world.cancels()
+        world.pass_time(61.0, alive=U[:1])
+        world.join(hello("u", 0, running=(("former", 1), ("r", 1))))
+        assert len(world.core.life.adoption) == 0
+
+    def test_what_could_not_run_there_is_not_taken_over_and_harms_nobody(self) -> None:
+        """M56"""
+        world = unified(hello("u", 0, running=(("r", 1),)))
+        world.report(U[0], running=1)
+        world.submit(submit("r", prompt_tokens=1800), peer="mistaken")
+        assert failure(world).code == "too_long"
+        assert not world.dispatches()
+        assert not world.cancels()
+        world.submit(submit("r"))
+        assert [d.attempt for d in world.dispatches(U[0])] == [1]
+        assert world.core.counts["adopted"] == 1
+
+    @pytest.mark.parametrize(
+        "wish",
+        [
+            {"model": "m", "routed_dp_rank": 1},
+            {"instance": "v"},
+            {"model": "other"},
+            {"model": "m", "prompt_tokens": 1800},
+        ],
+    )
+    def test_a_wish_for_another_rank_than_runs_it_is_met_anew(self, wish: dict[str, Any]) -> None:
+        """M55"""
+        large = hello("u", 1, max_context=2000, kv_capacity=2000)
+        world = unified(hello("u", 0, running=(("r", 2),)), large, hello("v", model="other"))
+        world.report(U[0], running=1)
+        world.submit(submit("r", **wish))
+        (dispatch,) = world.dispatches()
+        assert dispatch.attempt == 3
+        assert not world.dispatches(U[0])
+        assert [(c.attempt, c.code) for c in world.cancels(U[0])] == [(2, "fenced")]
+
+    def test_a_rank_that_the_room_does_not_name_does_not_go_on_with_it(self) -> None:
+        world = World(unified_method="follow_bootstrap_room")
+        world.join(hello("u", 0, running=(("even", 1), ("odd", 1))))
+        world.join(U[1])
+        world.report(U[0], running=2)
+        world.submit(submit("even", bootstrap_room=4))
+        world.submit(submit("odd", bootstrap_room=5))
+        assert [(d.rid, d.attempt) for d in world.dispatches(U[0])] == [("even", 1)]
+        assert [(d.rid, d.attempt) for d in world.dispatches(U[1])] == [("odd", 2)]
+
+    def test_a_cancel_before_the_controller_has_settled_reaches_what_still_runs(self) -> None:
+        world = World(settle_s=0.5)
+        world.join(hello("u", 0, running=(("r", 1),)))
+        world.submit(submit("r"))
+        world.feed(FromClient("client", Cancel("r"), ()))
+        assert failure(world).code == "cancelled"
+        assert [(c.rid, c.attempt) for c in world.cancels(U[0])] == [("r", 1)]
+
     def test_adoption_is_forgotten_with_its_rank_and_with_time(self) -> None:
         world = World()
         world.join(hello("u", 0, running=(("a", 1), ("b", 1))))
