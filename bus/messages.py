@@ -475,7 +475,8 @@ class Submit(Message, frozen=True, tag="submit"):
 
     `routed_dp_rank` fixes this leg's rank (in a pair: the decode leg's); `disagg_prefill_dp_rank` fixes the
     prefill leg's rank in a pair and tells a decode leg where its prefill ran. `instance` and `prefill_instance`
-    name instances where there are several.
+    name instances where there are several. Without `model` it runs the one that ready ranks serve; while they serve
+    several it fails with `no_rank`.
     """
 
     rid: Rid

@@ -7,6 +7,7 @@ answers by looking at each.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum
 from typing import Protocol
@@ -57,7 +58,7 @@ class Group:
     def __init__(self, role: Role, model: str, instance: str) -> None:
         self.role, self.model, self.instance = role, model, instance
         self.members: list[RankLoad | None] = []
-        self.ready = 0  # members that are ready, with credit or not
+        self.ready: dict[str, int] = {}  # members that are ready, with credit or not, by model
         self._facts: tuple[int, frozenset[str]] | None = None  # `facts`, until members change
         self._free: list[int] = []
         self._indexes: dict[Metric, LeastIndex] = {}
@@ -99,7 +100,8 @@ class Group:
             self.members.append(None)
         self.members[leaf] = rank
         self._instances.setdefault(rank.info.instance, {})[rank.info.dp_rank] = rank
-        self.ready += rank.ready
+        if rank.ready:
+            self._count(rank, 1)
         rank.places.append((self, leaf))
         for metric, index in self._indexes.items():
             self._enter(rank, metric, index, leaf)
@@ -114,12 +116,17 @@ class Group:
         rank.leaves[:] = [entry for entry in rank.leaves if id(entry[0]) not in mine]
         self.members[leaf] = None
         self._free.append(leaf)
-        self.ready -= rank.ready
+        if rank.ready:
+            self._count(rank, -1)
         ranks = self._instances[rank.info.instance]
         del ranks[rank.info.dp_rank]
         if not ranks:
             del self._instances[rank.info.instance]
         self.changed()
+
+    def turned(self, rank: RankLoad) -> None:
+        """A member became ready, or no longer is."""
+        self._count(rank, 1 if rank.ready else -1)
 
     def changed(self) -> None:
         """Members came, went, or have other capacities."""
@@ -128,13 +135,21 @@ class Group:
     def validate(self) -> None:
         """Counts and indexes agree with the members."""
         ranks = [rank for rank in self.members if rank is not None]
-        assert self.ready == sum(rank.ready for rank in ranks), "ready count"
+        assert self.ready == Counter(rank.info.model for rank in ranks if rank.ready), "ready count"
         assert sum(len(ranks_of) for ranks_of in self._instances.values()) == len(ranks), "instances"
         for metric, index in self._indexes.items():
             index.validate()
             for leaf, rank in enumerate(self.members):
                 want = NEVER if rank is None or not rank.open else key_of(rank, metric) << 16 | leaf
                 assert index.key(leaf) == want, (metric, leaf)
+
+    def _count(self, rank: RankLoad, by: int) -> None:
+        model = rank.info.model
+        left = self.ready.get(model, 0) + by
+        if left:
+            self.ready[model] = left
+        else:
+            del self.ready[model]
 
     def _index(self, metric: Metric) -> LeastIndex:
         index = self._indexes[metric] = LeastIndex()

@@ -239,20 +239,20 @@ class Life:
         """Dispatch `request` if its legs have ranks; False: it waits. Raises Refusal where waiting does not help."""
         if not self.settled:
             return False
-        if self.queue.requests and request.lane is None and self.queue.waits(_lane(request.submit)):
-            return False
         submit = request.submit
         if not request.tries:
             held = self.adoption.of(submit.rid)
             if held and self._adopt(request, held, now, out):
                 return True
             for role in ROLES[submit.leg]:
-                self._placement.check(role, submit)
+                request.model = self._placement.check(role, submit, request.model)
             if held:
                 self._disown(request, out)
+        if self.queue.requests and request.lane is None and self.queue.waits(_lane(submit)):
+            return False
         chosen: list[tuple[Role, RankLoad]] = []
         for role in ROLES[submit.leg]:
-            rank = self._placement.place(role, submit, request.avoid)
+            rank = self._placement.place(role, submit, request.avoid, request.model)
             if rank is None:
                 return False
             chosen.append((role, rank))
@@ -281,7 +281,7 @@ class Life:
                 prefill = rank.location
             elif role == "decode":
                 frames = frames[1:]
-                told = prefill if submit.leg == "pair" else self._told(submit)
+                told = prefill if submit.leg == "pair" else self._told(request)
             out.append(
                 ToNode(rank.peer, dispatch_of(request, role, rank, number, self._epoch, now, told), frames, cause)
             )
@@ -293,11 +293,12 @@ class Life:
                 Note("request.dispatched", "debug", cause, {"rid": request.rid, "attempt": request.attempt} | ranks)
             )
 
-    def _told(self, submit: Submit) -> Location | None:
+    def _told(self, request: Request) -> Location | None:
         """Where the caller says a lone decode leg's prefill ran, if this controller knows that rank."""
+        submit = request.submit
         if submit.disagg_prefill_dp_rank is None:
             return None
-        group = self._table.group("prefill", submit.model, submit.prefill_instance)
+        group = self._table.group("prefill", request.model, submit.prefill_instance)
         names = group.names()
         if len(names) != 1:
             return None
@@ -313,11 +314,12 @@ class Life:
         legs = [(role, held[role][0]) for role in roles if role in held and held[role][1] == attempt]
         if not legs or legs[-1][0] != roles[-1] or attempt < request.attempt:
             return False
-        if not all(self._placement.may_run(role, submit, rank) for role, rank in legs):
+        model = legs[-1][1].info.model
+        if not all(rank.info.model == model and self._placement.may_run(role, submit, rank) for role, rank in legs):
             return False
         self.adoption.take(submit.rid)
         self._counts["adopted"] += 1
-        request.attempt = attempt
+        request.attempt, request.model = attempt, model
         self._dispatch(request, legs, now, out, "adopted")
         return True
 

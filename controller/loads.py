@@ -112,7 +112,7 @@ class LoadTable:
         if ready != rank.ready:
             rank.ready = ready
             for group, _ in rank.places:
-                group.ready += 1 if ready else -1
+                group.turned(rank)
         rank.slow = slow and ready
         self._refresh(rank)
 

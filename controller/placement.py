@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bus.messages import Role, Submit
+from bus.messages import Code, Role, Submit
 from controller.groups import Group, Subset
 from controller.loads import LoadTable
 from controller.policies import POLICIES, Policy
 from controller.policies.cache_aware import CacheAware
 from controller.rank import RankLoad
-from controller.requests import Refusal
+from controller.requests import ROLES, Refusal
 
 
 class Placement:
@@ -35,24 +35,34 @@ class Placement:
             if type(policy) is CacheAware:
                 policy.dispatched(rank, submit)
 
-    def check(self, role: Role, submit: Submit) -> None:
-        """Raise Refusal when this leg can run nowhere, whoever is alive and however long it waits."""
+    def check(self, role: Role, submit: Submit, model: str = "") -> str:
+        """The model that this leg is to run: `model`, which the leg before it runs, the one that the submit names, or
+        the only one that is live. Raises Refusal when the leg can run nowhere, whoever is alive and however long it
+        waits, and when several models are live."""
         instance, dp_rank = target_of(role, submit)
-        group = self._table.group(role, submit.model, instance)
+        model = model or submit.model
+        group = self._table.group(role, model, instance)
         largest, models = group.facts()
-        if len(models) != 1:
-            if not models:
-                self._nobody(role, submit, instance)
-            if not submit.model:
-                raise Refusal("bad_request", f"name the model: {', '.join(sorted(models))} are served")
+        if not models:
+            self._nobody(role, submit, model, instance)
         if dp_rank is not None:
-            largest = self._pinned(group, role, dp_rank).largest
+            rank = self._pinned(group, role, dp_rank)
+            model, largest = rank.info.model, rank.largest
+        elif not model:
+            if len(models) == 1:
+                (model,) = models
+            else:
+                model = self._live_model(submit)
+                largest = self._table.group(role, model, instance).facts()[0]
         self._check_length(role, submit, largest)
+        return model
 
-    def place(self, role: Role, submit: Submit, avoid: tuple[RankLoad, ...] = ()) -> RankLoad | None:
-        """The rank for a leg, or None to wait. `avoid` names ranks to shun while there are others."""
+    def place(self, role: Role, submit: Submit, avoid: tuple[RankLoad, ...] = (), model: str = "") -> RankLoad | None:
+        """The rank for a leg, or None to wait. `avoid` names ranks to shun while there are others; `model` is what
+        `check` said."""
         instance, dp_rank = target_of(role, submit)
-        group = self._table.group(role, submit.model, instance)
+        model = model or submit.model
+        group = self._table.group(role, model, instance)
         if dp_rank is not None:
             rank = self._pinned(group, role, dp_rank)
             if not rank.ready:
@@ -60,7 +70,7 @@ class Placement:
             return _bounded(rank)
         policy = self._policies[role]
         if not group.ready:
-            raise Refusal("no_rank", f"no live {role} rank can take this now")
+            raise Refusal("no_rank", f"no live {role} rank{_of(model)} can take this now")
         if policy.fixed:
             if submit.bootstrap_room is None:
                 raise Refusal("bad_room", f"{role} ranks are picked by bootstrap_room here; the request has none")
@@ -96,15 +106,18 @@ class Placement:
 
     @staticmethod
     def _pinned(group: Group, role: Role, dp_rank: int) -> RankLoad:
-        names = group.names()
-        if len(names) != 1:
-            raise Refusal("bad_rank", f"dp_rank {dp_rank} of which {role} instance? name one of {', '.join(names)}")
-        ranks = next(iter(group.instances()))
-        dp_size = next(iter(ranks.values())).info.dp_size
-        if not 0 <= dp_rank < dp_size:
-            raise Refusal("bad_rank", f"dp_rank {dp_rank} is outside 0..{dp_size - 1} of {names[0]}")
+        instances = list(group.instances())
+        if len(instances) > 1:  # one that is gone, or on its way out, is not meant
+            instances = [ranks for ranks in instances if any(rank.ready for rank in ranks.values())] or instances
+        infos = [next(iter(ranks.values())).info for ranks in instances]
+        if len(infos) != 1:
+            names = ", ".join(info.instance for info in infos)
+            raise Refusal("bad_rank", f"dp_rank {dp_rank} of which {role} instance? name one of {names}")
+        (ranks,), (info,) = instances, infos
+        if not 0 <= dp_rank < info.dp_size:
+            raise Refusal("bad_rank", f"dp_rank {dp_rank} is outside 0..{info.dp_size - 1} of {info.instance}")
         if dp_rank not in ranks:
-            raise Refusal("rank_unavailable", f"rank {names[0]}/{dp_rank} has not joined")
+            raise Refusal("rank_unavailable", f"rank {info.instance}/{dp_rank} has not joined")
         return ranks[dp_rank]
 
     @staticmethod
@@ -113,18 +126,34 @@ class Placement:
         if context > largest:
             raise Refusal("too_long", f"{context} tokens exceed the {largest} that context and KV capacity allow")
 
-    def _nobody(self, role: Role, submit: Submit, instance: str) -> None:
+    def _live_model(self, submit: Submit) -> str:
+        """The only model that ready ranks serve for every leg of `submit`, which names none. Where there are several
+        or none, waiting may help: that is how it is while the ranks change from one model to another."""
+        roles = ROLES[submit.leg]
+        live = [self._table.group(role, "", target_of(role, submit)[0]).ready for role in roles]
+        common = set(live[0]).intersection(*live)
+        if len(common) == 1:
+            return common.pop()
+        if common:
+            raise Refusal("no_rank", f"name the model: {', '.join(sorted(common))} are served")
+        for role, models in zip(roles, live, strict=True):
+            if not models:
+                raise Refusal("no_rank", f"no live {role} rank can take this now")
+        served = "; ".join(f"{role}: {', '.join(sorted(models))}" for role, models in zip(roles, live, strict=True))
+        raise Refusal("no_rank", f"no model is served by both roles now ({served})")
+
+    def _nobody(self, role: Role, submit: Submit, model: str, instance: str) -> None:
         """Nobody serves this: say which part of the wish is to blame."""
         if instance:
-            for rank in self._table.ranks.values():
-                if rank.info.instance == instance:
-                    raise Refusal(
-                        "bad_rank", f"instance {instance} is {rank.info.role} of {rank.info.model}, not {role}"
-                    )
-            raise Refusal("bad_rank", f"no instance {instance} is known here")
-        if submit.model and (models := self._table.group(role).facts()[1]):
+            info = next((rank.info for rank in self._table.ranks.values() if rank.info.instance == instance), None)
+            if info is None:
+                raise Refusal("bad_rank", f"no instance {instance} is known here")
+            # A model that only follows from the leg before may be on its way there.
+            code: Code = "bad_rank" if submit.model or info.role != role else "no_rank"
+            raise Refusal(code, f"instance {instance} is {info.role} of {info.model}, not {role}{_of(model)}")
+        if submit.model and (models := self._table.group(role).ready):
             raise Refusal("bad_request", f"model {submit.model} is not served; {', '.join(sorted(models))} is")
-        raise Refusal("no_rank", f"no {role} rank has joined")
+        raise Refusal("no_rank", f"no {role} rank{_of(model)} has joined")
 
 
 def target_of(role: Role, submit: Submit) -> tuple[str, int | None]:
@@ -137,6 +166,11 @@ def target_of(role: Role, submit: Submit) -> tuple[str, int | None]:
 def context_of(role: Role, submit: Submit) -> int:
     """Tokens of context a leg takes: a prefill leg adds one token to the prompt, the others all they may produce."""
     return submit.prompt_tokens + (1 if role == "prefill" else submit.max_tokens)
+
+
+def _of(model: str) -> str:
+    """For sentences about ranks."""
+    return f" of {model}" if model else ""
 
 
 def holds(rank: RankLoad, role: Role, submit: Submit) -> bool:

@@ -74,6 +74,7 @@ class Request:
         "lane",
         "legs",
         "losses",
+        "model",
         "peer",
         "rid",
         "state",
@@ -86,6 +87,7 @@ class Request:
         self.peer = peer
         self.rid = submit.rid
         self.submit = submit
+        self.model = submit.model  # of all its attempts; where it names none, settled when it is first placed
         self.frames: tuple[Any, ...] = tuple(frames)
         self.frames_bytes = size
         self.attempt = submit.attempt

@@ -12,16 +12,18 @@ from controller.events import FromNode, Published
 from controller.groups import Metric
 from pdbus.bench.pick import INSTANCE
 
+MODEL = "m"
+
 
 def core_of(ranks: int, method: str = "total_tokens") -> ControllerCore:
     """A controller that knows `ranks` idle unified ranks, which have reported and been picked from, at time 0."""
     core = ControllerCore(ControllerConfig(unified_method=method), 1, 0.0)
     for dp_rank in range(ranks):
-        hello = Hello(INSTANCE, dp_rank, 1, "unified", "m", ranks, "ready", "ipc:///nowhere", 1 << 20, 0, 0, 16)
+        hello = Hello(INSTANCE, dp_rank, 1, "unified", MODEL, ranks, "ready", "ipc:///nowhere", 1 << 20, 0, 0, 16)
         core.handle(FromNode(dp_rank, hello), 0.0)
         load = Load(1, 0, 0, 0, 0, 0, 1 << 20, 256, (Ack(1, 0, 0),))
         core.handle(Published(LoadReport(INSTANCE, dp_rank, 1, 1, load)), 0.0)
-    assert core.table.group("unified").least(Metric.TOKENS) is not None
+    assert core.table.group("unified", MODEL).least(Metric.TOKENS) is not None
     return core
 
 

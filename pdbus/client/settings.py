@@ -147,8 +147,10 @@ def block_tokens_for(status: Status) -> int:
 
 
 def model_of(status: Status) -> str:
-    """The one model served; ConfigError when there is none yet, or several."""
-    models = sorted({rank.model for rank in status.ranks if rank.state != "gone"})
+    """The one model that ready ranks serve, or all ranks while none is ready; ConfigError when there is none yet, or
+    several."""
+    ready = {rank.model for rank in status.ranks if rank.state == "ready"}
+    models = sorted(ready or {rank.model for rank in status.ranks if rank.state != "gone"})
     if not models:
         raise ConfigError("no rank has joined this controller yet, so the model is unknown; start nodes, or try again")
     if len(models) > 1:

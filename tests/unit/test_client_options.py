@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from bus.errors import ConfigError
+from bus.messages import RankState, RankStatus, Status
 from pdbus.client.plan import make_params, prompt_bytes
-from pdbus.client.settings import DEFAULT_MAX_TOKENS, Options, make_plan, where
+from pdbus.client.settings import DEFAULT_MAX_TOKENS, Options, make_plan, model_of, where
 
 AT = where("ipc:///tmp/pdx/c", None, None)
 
@@ -87,3 +88,20 @@ def test_addresses(arguments: tuple[str | None, str | None, str | None]) -> None
 
 def test_params_keep_their_bounds() -> None:
     assert make_params(1, 0, 1.0, 0, (), False).temperature == 1.0
+
+
+def status_of(*ranks: tuple[str, RankState]) -> Status:
+    listed = [
+        RankStatus("u", n, "unified", model, state, 1, "", 0, 0.0, None, 0, 0, 0, 0, 0, 0, 0, 0)
+        for n, (model, state) in enumerate(ranks)
+    ]
+    return Status(1, "c", 1, 0.0, {}, {}, tuple(listed))
+
+
+def test_the_model_of_text_is_the_one_that_ready_ranks_serve() -> None:
+    assert model_of(status_of(("old", "lost"), ("old", "draining"), ("new", "ready"))) == "new"
+    assert model_of(status_of(("new", "starting"), ("gone", "gone"))) == "new"
+    with pytest.raises(ConfigError, match="new, old"):
+        model_of(status_of(("old", "ready"), ("new", "ready")))
+    with pytest.raises(ConfigError, match="no rank has joined"):
+        model_of(status_of(("old", "gone")))

@@ -12,6 +12,7 @@ from bus.messages import (
     Beacon,
     Bye,
     Cancel,
+    Dispatch,
     Done,
     Drain,
     DrainRank,
@@ -462,6 +463,87 @@ class TestEnds:
         assert [(f.code, f.retryable) for f in failed] == [("shutting_down", True)] * 3
         world.core.validate()
         world.assert_empty()
+
+
+class TestModels:
+    """Submits that name no model, while the ranks change from `m` to `new`."""
+
+    V = hello("v", 0, dp_size=1, model="new")
+
+    @pytest.mark.parametrize("how", ["starting", "draining", "gone", "lost", "silent lease"])
+    def test_a_model_whose_ranks_take_nothing_does_not_count(self, how: str) -> None:
+        world = unified(*U, hello("v", 0, dp_size=1, model="new", state="starting" if how == "starting" else "ready"))
+        if how == "draining":
+            world.feed(FromClient("op", DrainRank(1, "v", 0), ()))
+        elif how == "gone":
+            world.feed(FromNode(peer_of(self.V), Bye("v", 0, 1)))
+        elif how == "lost":
+            world.feed(Unreachable(peer_of(self.V)))
+        elif how == "silent lease":
+            world.pass_time(3.5, alive=U)
+        world.submit(submit("r"))
+        assert [d.rid for u in U for d in world.dispatches(u)] == ["r"]
+
+    def test_a_rank_that_the_caller_chose_says_which_model(self) -> None:
+        """M55"""
+        world = unified(*U, self.V)
+        world.submit(submit("a", instance="u", routed_dp_rank=1))
+        world.feed(Unreachable(peer_of(self.V)))
+        world.submit(submit("b", routed_dp_rank=1))  # v is not meant: it is gone
+        assert [d.rid for d in world.dispatches(U[1])] == ["a", "b"]
+
+    def test_while_two_are_live_the_answer_names_them_and_is_not_final(self) -> None:
+        world = unified(*U, self.V)
+        world.submit(submit("r"))
+        failed = failure(world)
+        assert (failed.code, failed.retryable) == ("no_rank", True)
+        assert failed.retry_after_s > 0
+        assert "m, new" in failed.message
+        world.submit(submit("named", model="new"))
+        assert [d.rid for d in world.dispatches()] == ["named"]
+        for u in U:
+            world.feed(FromClient("op", DrainRank(1, "u", u.dp_rank), ()))
+        world.submit(submit("r"))
+        assert [d.rid for d in world.dispatches(self.V)] == ["named", "r"]
+
+    def test_both_legs_run_one_model(self) -> None:
+        world = pd()
+        world.join(hello("q", 0, role="prefill", dp_size=1, model="new"))
+        for p in P:
+            world.feed(FromNode(peer_of(p), Bye("p", p.dp_rank, 1)))
+        world.submit(submit("r", "pair"))
+        failed = failure(world)
+        assert (failed.code, failed.retryable) == ("no_rank", True)
+        assert "prefill: new; decode: m" in failed.message
+        world.join(hello("e", 0, role="decode", dp_size=1, model="new"))
+        world.submit(submit("r", "pair"))
+        assert [(d.leg, a.peer) for a in world.to_nodes if isinstance(d := a.message, Dispatch)] == [
+            ("prefill", "q/0@1"),
+            ("decode", "e/0@1"),
+        ]
+
+    def test_what_waits_stays_with_the_model_it_waits_for(self) -> None:
+        u = hello("u", 0, dp_size=1, max_running=1)
+        world = unified(u, request_overcommit=1.0)
+        world.submit(submit("a"))
+        world.submit(submit("b"))
+        world.join(self.V)
+        assert not world.answers(Failed)
+        world.submit(submit("late"))  # behind `b`, and still told at once
+        assert failure(world).code == "no_rank"
+        assert not world.dispatches(self.V)
+        world.report(u, acks=[(EPOCH, 1, 10)])
+        assert [d.rid for d in world.dispatches(u)] == ["a", "b"]
+
+    def test_another_attempt_stays_with_the_model_of_the_first(self) -> None:
+        world = unified()
+        world.submit(submit("r"))
+        world.join(self.V)
+        world.progress(U[0], ended=world.dispatches(U[0]), code="kv_failed")
+        assert [d.attempt for d in world.dispatches(U[1])] == [2]
+        world.progress(U[1], ended=world.dispatches(U[1]), code="kv_failed")
+        assert [d.attempt for d in world.dispatches() if d.attempt == 3] == [3]
+        assert not world.dispatches(self.V)
 
 
 class TestQueue:

@@ -187,7 +187,7 @@ def test_credit_closes_a_rank_and_a_report_opens_it_again() -> None:
         assert group.least(Metric.TURN) is rank
         table.charge(rank, 1)
     assert group.least(Metric.TURN) is None
-    assert group.ready == 1
+    assert group.ready == {"m": 1}
     assert not rank.full
     table.apply(rank.key, 1, load(1, running=3, acks=[(ME, 4, 4)]), 0.0)
     assert group.least(Metric.TURN) is rank

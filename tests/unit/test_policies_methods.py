@@ -220,13 +220,16 @@ class TestPlacement:
                 placement.check(role, request)  # type: ignore[arg-type]
             assert error.value.code == code, (role, wish)
 
-    def test_several_models_need_a_name(self) -> None:
+    def test_several_live_models_need_a_name(self) -> None:
         table, _ = table_of(1)
-        table.open(hello("j", model="other"))
+        other = table.open(hello("j", model="other"))
+        assert self.place(table).check("unified", submit()) == "m"  # j/0 is not ready yet
+        table.set_ready(other, True)
         with pytest.raises(Refusal, match="m, other") as error:
             self.place(table).check("unified", submit())
-        assert error.value.code == "bad_request"
-        self.place(table).check("unified", submit(model="other"))
+        assert error.value.code == "no_rank"
+        assert self.place(table).check("unified", submit(model="other")) == "other"
+        assert self.place(table).check("unified", submit(instance="j", routed_dp_rank=0)) == "other"
 
 
 def test_a_subset_agrees_with_its_group() -> None:
