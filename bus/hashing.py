@@ -39,12 +39,16 @@ def hash_block(parent: int, block: bytes) -> int:
 
 def block_hashes(tokens: Sequence[int], block_tokens: int) -> list[int]:
     """The hash chain of the full blocks of `tokens`; a last partial block has none."""
-    packed = token_bytes(tokens)
+    return hash_chain(token_bytes(tokens), block_tokens)
+
+
+def hash_chain(prompt: bytes, block_tokens: int) -> list[int]:
+    """`block_hashes` of tokens that are packed already, as in a prompt frame."""
     size = block_tokens * 4
     hashes: list[int] = []
     parent = ROOT
-    for start in range(0, len(packed) // size * size, size):
-        parent = hash_block(parent, packed[start : start + size])
+    for start in range(0, len(prompt) // size * size, size):
+        parent = hash_block(parent, prompt[start : start + size])
         hashes.append(parent)
     return hashes
 

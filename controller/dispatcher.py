@@ -1,7 +1,7 @@
 """`Dispatcher`: a controller embedded in an engine, in place of the engine's own data-parallel controller.
 
-Owns the hand-over between the engine's thread and the controller's: bounded, never blocking, never raising into the
-engine's loop. Decides nothing.
+Owns the hand-over between the engine's thread and the controller's: bounded, never blocking, raising only where a call
+itself is wrong. Decides nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import TypeAlias
 import structlog
 
 from bus import codec
-from bus.errors import ProtocolError
+from bus.errors import ConfigError, ProtocolError
+from bus.hashing import hash_chain, pack_hashes
 from bus.messages import (
     CLIENT_TO_CONTROLLER,
     Accepted,
@@ -30,6 +31,7 @@ from bus.messages import (
 )
 from bus.status import join
 from controller.config import ControllerConfig
+from controller.requests import ROLES
 from controller.shell import LOCAL, Controller
 
 MAX_HANDED_OVER = 4096
@@ -74,12 +76,28 @@ class Dispatcher:
         bootstrap_room: int | None = None,
         routed_dp_rank: int | None = None,
         disagg_prefill_dp_rank: int | None = None,
+        instance: str = "",
+        prefill_instance: str = "",
+        model: str = "",
+        attempt: int = 1,
+        offset: int = 0,
         deadline_s: float = 0.0,
         priority: int = 0,
+        block_tokens: int = 0,
+        block_hashes: bytes = b"",
     ) -> bool:
         """Hand over one request: `frames` are the prompt (int32 little-endian token ids) and its params, passed on as
-        they are. False when too many are under way, or this rid is: try again after `poll`. Bad requests come back as
-        `Failed`."""
+        they are; the rest is what `bus.messages.Submit` carries. For `cache_aware`, `block_tokens` is the size of the
+        ranks' KV blocks: the prompt is hashed here in blocks of it, unless `block_hashes` (`bus.hashing.pack_hashes`)
+        say what it begins with. To resume what lost its rank: prompt and output so far, `offset` tokens of the latter,
+        and a higher `attempt`.
+
+        False when too many are under way, or this rid is: try again after `poll`. ConfigError without a bootstrap_room
+        where ranks are joined or picked by it. Other bad requests come back as `Failed`."""
+        if bootstrap_room is None:
+            self._check_roomless(leg, routed_dp_rank)
+        if block_tokens > 0 and not block_hashes:
+            block_hashes = pack_hashes(hash_chain(frames[0], block_tokens))
         submit = Submit(
             rid=rid,
             leg=leg,
@@ -88,8 +106,15 @@ class Dispatcher:
             bootstrap_room=bootstrap_room,
             routed_dp_rank=routed_dp_rank,
             disagg_prefill_dp_rank=disagg_prefill_dp_rank,
+            instance=instance,
+            prefill_instance=prefill_instance,
+            model=model,
+            attempt=attempt,
+            offset=offset,
             deadline_s=deadline_s,
             priority=priority,
+            block_tokens=block_tokens,
+            block_hashes=block_hashes,
         )
         with self._arrived:
             if len(self._live) >= self._max_handed_over or rid in self._live:
@@ -129,6 +154,14 @@ class Dispatcher:
         if status is None:
             raise TimeoutError(f"the {LOCAL} controller did not answer in {timeout_s:g} s")
         return status
+
+    def _check_roomless(self, leg: Leg, routed_dp_rank: int | None) -> None:
+        """Other refusals come back as `Failed`; a room can't be made up for the caller, who shares it with others."""
+        if leg != "unified":
+            if leg in ROLES:
+                raise ConfigError(f"a {leg} request needs a bootstrap_room: draw one at random from 0..2^63-1")
+        elif routed_dp_rank is None and self.controller.config.unified_method == "follow_bootstrap_room":
+            raise ConfigError("follow_bootstrap_room picks the rank by bootstrap_room: give one, or a routed_dp_rank")
 
     def _complete_status(self) -> Status | None:
         return None if self._status is None or self._status.remaining else self._status

@@ -9,17 +9,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from socket import create_server
 
 import pytest
 from controller_world import hello, submit
+from msgspec.structs import asdict
 from raw_nodes import WAIT_S, Client, Node
 
 from bus.broker import Broker, BrokerConfig
-from bus.errors import StartError
+from bus.errors import ConfigError, StartError
+from bus.hashing import block_hashes, pack_hashes, token_bytes
 from bus.messages import (
     Accepted,
     Cancel,
@@ -27,9 +29,11 @@ from bus.messages import (
     Dispatch,
     Done,
     Failed,
+    Leg,
     Refused,
     Status,
     StatusQuery,
+    Submit,
     Welcome,
 )
 from bus.sockets import Sockets
@@ -268,6 +272,54 @@ class TestDispatcher:
             codes = {a.rid: a.code for a in _polled(dispatcher, 3) if isinstance(a, Failed)}
             assert codes == {"a": "empty_prompt", "b": "bad_request", "c": "bad_request"}
             assert dispatcher.dispatch("d", [b"", b"p"], max_tokens=3)
+
+    @pytest.mark.parametrize("hashed_by_caller", [False, True])
+    def test_a_prompt_goes_where_its_prefix_is_cached(
+        self, sockets: Sockets, config: ControllerConfig, hashed_by_caller: bool
+    ) -> None:
+        ranks = [hello("u", n) for n in range(2)]
+        size = ranks[0].block_tokens
+        first, second = (range(start, start + 20 * size) for start in (0, 10_000))
+        with Dispatcher(replace(config, unified_method="cache_aware")) as dispatcher:
+            nodes = joined(sockets, config, *ranks)
+
+            def place(rid: str, tokens: Sequence[int]) -> int:
+                hashes = pack_hashes(block_hashes(tokens, size)) if hashed_by_caller else b""
+                assert dispatcher.dispatch(
+                    rid, [token_bytes(tokens), b"p"], max_tokens=3, block_tokens=size, block_hashes=hashes
+                )
+                (accepted,) = _polled(dispatcher, 1)
+                assert isinstance(accepted, Accepted)
+                assert accepted.decode is not None
+                node = nodes[accepted.decode.dp_rank]
+                node.end(node.wait(Dispatch, where=lambda leg: leg.rid == rid)[0])
+                assert [type(a) for a in _polled(dispatcher, 1)] == [Done]
+                return accepted.decode.dp_rank
+
+            home = place("a", first)
+            assert [place(f"again-{n}", [*first, n]) for n in range(3)] == [home] * 3  # no rotation among idle ranks
+            assert place("b", second) != home
+            assert place("c", [*first, 1, 2, 3]) == home
+
+    def test_a_missing_room_is_said_in_the_callers_line(self, config: ControllerConfig) -> None:
+        with Dispatcher(replace(config, unified_method="follow_bootstrap_room"), max_handed_over=1) as dispatcher:
+            payload = [b"\1\0\0\0", b"p"]
+            legs: tuple[Leg, ...] = ("pair", "prefill", "decode")
+            for leg in legs:
+                with pytest.raises(ConfigError, match=f"a {leg} request needs a bootstrap_room"):
+                    dispatcher.dispatch("r", payload, leg=leg, max_tokens=3)
+            with pytest.raises(ConfigError, match="give one, or a routed_dp_rank"):
+                dispatcher.dispatch("r", payload, max_tokens=3)
+            assert dispatcher.dispatch("r", payload, max_tokens=3, routed_dp_rank=0)  # nothing was left under way
+            assert [getattr(a, "code", "") for a in _polled(dispatcher, 1)] == ["no_rank"]
+
+    def test_whatever_a_submit_carries_can_be_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        wish = Submit("r", "decode", 7, 3, 5, 1, 2, "d", "p", "m", 4, 2, 1.5, -3, 4, b"12345678")
+        dispatcher = Dispatcher(ControllerConfig())
+        handed: list[object] = []
+        monkeypatch.setattr(dispatcher.controller, "submit_local", lambda *message: handed.append(message))
+        assert dispatcher.dispatch(frames=[bytes(28), b"p"], **asdict(wish))
+        assert handed == [(wish, [bytes(28), b"p"])]
 
 
 def _polled(dispatcher: Dispatcher, count: int) -> list[object]:
