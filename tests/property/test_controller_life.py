@@ -213,6 +213,10 @@ class Life(RuleBasedStateMachine):
         assert len(life.queue) <= 4
         assert len(life.requests) <= 36
 
+    @invariant()
+    def no_work_of_mine_counts_as_a_former_controllers(self) -> None:
+        assert not len(self.world.core.life.adoption)
+
     def teardown(self) -> None:
         """All clients give up: nothing is left."""
         for rid in list(self.world.core.life.requests):
