@@ -108,7 +108,7 @@ class Life:
             out.append(ToNode(rank.peer, CancelLeg(rid, attempt), cause="cancel"))
         request = self.requests.get(rid)
         if request is not None:
-            sentence = "cancelled by the client"
+            sentence = "cancelled by the client" if peer == request.peer else "cancelled over another connection"
             self._fail(request, "cancelled", sentence, out, "cancel")
             if peer != request.peer:
                 failed = Failed(rid, request.attempt, "cancelled", sentence, retryable=False)
