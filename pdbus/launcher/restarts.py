@@ -1,0 +1,179 @@
+"""When a part that ended is started again, after how long, and when to give up. Pure: time is an argument, and what is
+decided here is carried out by `supervisor.py` (or another launcher)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+from bus.cli import EXIT_CONFIG, EXIT_START
+from bus.errors import ConfigError
+
+FINAL = frozenset({0, EXIT_CONFIG, EXIT_START})
+"""Exit codes of a part that would only end the same way again: it was asked to leave or has drained (0), its settings
+are bad (2), it could not start or a later start of its rank has taken its place (3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """A part is started again at most `limit` times within `window_s` seconds of service. Time that it waits or starts is
+    no service: a part that takes minutes to load and then fails would never reach the limit otherwise.
+
+    The wait before a restart is `first_delay_s`, doubled for each further one within the window, at most `max_delay_s`.
+    A part that is not READY `start_timeout_s` after its start is to be killed, which counts as a failure.
+    """
+
+    limit: int = 5
+    window_s: float = 60.0
+    first_delay_s: float = 0.25
+    max_delay_s: float = 10.0
+    start_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.limit < 0:
+            raise ConfigError(f"restarts must be 0 or more, not {self.limit}")
+        if not (0 < self.window_s and 0 <= self.first_delay_s <= self.max_delay_s and 0 < self.start_timeout_s):
+            raise ConfigError("a restart's times must be above 0, and its first delay no longer than its longest")
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """The part will be started again in `delay_s`, for the `number`-th time within the window."""
+
+    part: str
+    cause: str
+    delay_s: float
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The part stays away; the others go on."""
+
+    part: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The cluster cannot go on without the part; `why` it is not started again."""
+
+    part: str
+    cause: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start the part now, then say `ready` or `exited`."""
+
+    part: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """The part has not become READY in time: kill it, then say `exited`."""
+
+    part: str
+    cause: str
+
+
+Verdict: TypeAlias = Again | Left | GiveUp
+Due: TypeAlias = Start | Overdue
+
+
+class PartState(Enum):
+    SERVING = "serving"
+    WAITING = "waiting"  # for its restart
+    STARTING = "starting"
+    LEFT = "left"
+
+
+_NEXT: dict[PartState, frozenset[PartState]] = {
+    PartState.SERVING: frozenset({PartState.WAITING, PartState.LEFT}),
+    PartState.WAITING: frozenset({PartState.STARTING}),
+    PartState.STARTING: frozenset({PartState.SERVING, PartState.WAITING, PartState.LEFT}),
+    PartState.LEFT: frozenset(),
+}
+
+
+@dataclass(slots=True)
+class _Part:
+    name: str
+    kind: str
+    since: float  # when `state` began
+    state: PartState = PartState.SERVING
+    due: float = 0.0  # while waiting: when to start; while starting: when it is overdue
+    cause: str = ""  # of its last end
+    served_s: float = 0.0  # in all, up to `since`
+    failed_at: deque[float] = field(default_factory=deque)  # readings of `served_s`
+
+    def move(self, state: PartState, now: float) -> None:
+        assert state in _NEXT[self.state], f"{self.name} was {self.state.value} and cannot be {state.value}; {self}"
+        if self.state is PartState.SERVING:
+            self.served_s += now - self.since
+        self.state, self.since = state, now
+
+
+class Restarts:
+    """Every part of one cluster, from the moment that all of them serve."""
+
+    def __init__(self, kinds: Mapping[str, str], policy: RestartPolicy, now: float) -> None:
+        """`kinds`: each part's name, and its kind (`broker`, `controller`, `node`), of which one at least must stay."""
+        self.policy = policy
+        self._parts = {name: _Part(name, kind, now) for name, kind in kinds.items()}
+
+    def state(self, part: str) -> PartState:
+        return self._parts[part].state
+
+    def exited(self, part: str, code: int | None, cause: str, now: float) -> Verdict:
+        """A serving or starting part has ended with `code` (negative: by a signal; None: it was not even started);
+        `cause` says so in words."""
+        it = self._parts[part]
+        it.cause = cause
+        if code in FINAL:
+            it.move(PartState.LEFT, now)
+            if all(each.state is PartState.LEFT for each in self._parts.values() if each.kind == it.kind):
+                return GiveUp(part, cause, f"no {it.kind} is left")
+            return Left(part, cause)
+        policy = self.policy
+        serving_s = now - it.since if it.state is PartState.SERVING else 0.0
+        while it.failed_at and it.served_s + serving_s - it.failed_at[0] > policy.window_s:
+            it.failed_at.popleft()
+        count = len(it.failed_at)
+        if count >= policy.limit:
+            it.move(PartState.LEFT, now)
+            why = f"it was started again {count} times within {policy.window_s:g} s of service" if count else "no restarts"
+            return GiveUp(part, cause, why)
+        it.move(PartState.WAITING, now)
+        it.failed_at.append(it.served_s)
+        delay_s = min(policy.max_delay_s, policy.first_delay_s * 2.0**count)
+        it.due = now + delay_s
+        return Again(part, cause, delay_s, count + 1)
+
+    def ready(self, part: str, now: float) -> None:
+        """A part that was started again serves."""
+        self._parts[part].move(PartState.SERVING, now)
+
+    def due(self, now: float) -> list[Due]:
+        """What is to be done now. A part is overdue each time, until its end is said."""
+        todo: list[Due] = []
+        for it in self._parts.values():
+            if it.state not in (PartState.WAITING, PartState.STARTING) or it.due > now:
+                continue
+            if it.state is PartState.WAITING:
+                it.move(PartState.STARTING, now)
+                it.due = now + self.policy.start_timeout_s
+                todo.append(Start(it.name, it.cause))
+            else:
+                todo.append(Overdue(it.name, f"not ready after {self.policy.start_timeout_s:g} s"))
+        return todo
+
+    def wait_s(self, now: float) -> float:
+        """How long nothing will be due (infinite: until a part ends)."""
+        dues = [it.due for it in self._parts.values() if it.state in (PartState.WAITING, PartState.STARTING)]
+        return max(0.0, min(dues, default=float("inf")) - now)
