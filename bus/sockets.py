@@ -8,6 +8,9 @@ socket owns it. Must not send, receive or decide.
 from __future__ import annotations
 
 import errno
+import socket as unix
+import stat
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -25,6 +28,7 @@ HWM = 10_000
 HANDSHAKE_MS = 5_000
 HEARTBEAT_MS = 1_000
 HEARTBEAT_TIMEOUT_MS = 3_000
+YOUNG_S = 5.0  # a socket file as young as this may not listen yet
 
 log = structlog.get_logger("bus")
 Socket = zmq.Socket[bytes]
@@ -101,7 +105,12 @@ class Sockets:
         return self._bind_all(socket, bind, domain)
 
     def ephemeral_router(self, host: str, *, maximum: int = KV_MAX, hwm: int = HWM) -> tuple[Socket, str]:
-        """A ROUTER on a fresh endpoint: `host` is `ipc:///path` (used as it is) or `tcp://address` (any port)."""
+        """A ROUTER on a fresh endpoint: `host` is `ipc:///path` (used as it is) or `tcp://address` (any port).
+
+        A path `.../node-1f` is taken to be used once, so what dead processes left as `.../node-*` is removed.
+        """
+        if host.startswith("ipc://"):
+            _remove_dead(Path(host.removeprefix("ipc://")))
         bind = host if host.startswith("ipc://") else f"{host}:*"
         socket = self.router(bind, maximum=maximum, hwm=hwm, domain="clients")
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -185,14 +194,32 @@ def _watch_peers(socket: Socket, endpoint: str) -> None:
 
 def _refuse_taken(endpoint: str, path: Path) -> None:
     """ZeroMQ would silently steal an ipc path from a live process: look whether somebody answers there first."""
-    import socket as unix
+    if path.exists() and not _is_dead(path):
+        raise StartError(f"{endpoint} is taken: stop what runs there or choose another address")
 
-    if not path.exists():
+
+def _remove_dead(fresh: Path) -> None:
+    """Remove the sockets beside `fresh` that are named like it and have lost their process."""
+    kind, dash, _ = fresh.name.rpartition("-")
+    if not dash or not fresh.parent.is_dir():
         return
+    for path in fresh.parent.glob(f"{kind}-*"):
+        try:
+            info = path.lstat()
+            if stat.S_ISSOCK(info.st_mode) and time.time() - info.st_mtime > YOUNG_S and _is_dead(path):
+                path.unlink()
+        except OSError:
+            continue  # another node removes them too, or it is not ours
+
+
+def _is_dead(path: Path) -> bool:
+    """Whether no process listens at `path` any more. One whose queue of connections is full lives."""
     with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
             probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
         except OSError:
-            return  # a dead process left it behind; bind replaces it
-    raise StartError(f"{endpoint} is taken: stop what runs there or choose another address")
+            pass
+    return False

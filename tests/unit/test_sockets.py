@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import socket as unix
 import tempfile
@@ -97,6 +98,28 @@ def test_an_ephemeral_router_says_where_it_is(directory: Path, sockets: Sockets)
         assert endpoint.startswith(host)
         sockets.dealer(endpoint).send(b"x")
         assert receive(router)[1:] == [b"x"]
+
+
+def test_a_fresh_ipc_endpoint_removes_those_that_dead_processes_left(directory: Path, sockets: Sockets) -> None:
+    _, living = sockets.ephemeral_router(f"ipc://{directory}/node-1")
+    (directory / "node-file").touch()
+    for name in ("node-2", "node-young", "bus.pub"):
+        with unix.socket(unix.AF_UNIX) as dead:
+            dead.bind(str(directory / name))
+    for name in ("node-1", "node-2", "node-file", "bus.pub"):
+        os.utime(directory / name, (1.0, 1.0))
+    _, fresh = sockets.ephemeral_router(f"ipc://{directory}/node-3")
+    assert {path.name for path in directory.iterdir()} == {"node-1", "node-3", "node-young", "node-file", "bus.pub"}
+    sockets.dealer(living).send(b"x")
+
+
+def test_an_ipc_endpoint_with_a_full_queue_is_not_taken_from_its_process(directory: Path, sockets: Sockets) -> None:
+    with unix.socket(unix.AF_UNIX) as busy, unix.socket(unix.AF_UNIX) as waiting:
+        busy.bind(str(directory / "busy"))
+        busy.listen(0)
+        waiting.connect(str(directory / "busy"))
+        with pytest.raises(StartError, match="is taken"):
+            sockets.router(f"ipc://{directory}/busy")
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
