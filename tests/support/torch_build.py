@@ -23,8 +23,8 @@ def describe(installed: Iterable[Distribution]) -> str:
     if not cuda:
         return torch
     return (
-        f"{torch}, with {len(cuda)} CUDA packages ({sum(cuda.values()) / 1e9:.1f} GB) that nothing here uses; to be rid "
-        "of them point PIP_INDEX_URL or PIP_EXTRA_INDEX_URL at an index with the CPU-only build, then: make clean setup"
+        f"{torch}, with {len(cuda)} CUDA packages ({sum(cuda.values()) / 1e9:.1f} GB) that nothing here uses; to be "
+        "rid of them point PIP_INDEX_URL or PIP_EXTRA_INDEX_URL at an index with the CPU build, then: make clean setup"
     )
 
 

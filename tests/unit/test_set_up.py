@@ -1,4 +1,4 @@
-"""`make setup` takes torch's CPU build where pip's index offers one, and `make check-torch` says which build is there."""
+"""`make setup` takes torch's CPU build where pip's index has it, and `make check-torch` says which build is there."""
 
 from __future__ import annotations
 

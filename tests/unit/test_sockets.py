@@ -108,7 +108,7 @@ def test_a_fresh_ipc_endpoint_removes_those_that_dead_processes_left(directory: 
             dead.bind(str(directory / name))
     for name in ("node-1", "node-2", "node-file", "bus.pub"):
         os.utime(directory / name, (1.0, 1.0))
-    _, fresh = sockets.ephemeral_router(f"ipc://{directory}/node-3")
+    sockets.ephemeral_router(f"ipc://{directory}/node-3")
     assert {path.name for path in directory.iterdir()} == {"node-1", "node-3", "node-young", "node-file", "bus.pub"}
     sockets.dealer(living).send(b"x")
 
