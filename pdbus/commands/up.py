@@ -1,10 +1,10 @@
-"""`pdbus up`: a whole cluster with one command. Owns its options, its progress and what it says of dying parts."""
+"""`pdbus up`: a whole cluster with one command, kept running. Owns its options, its defaults and what it says."""
 
 from __future__ import annotations
 
 import sys
-import threading
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import click
 from rich.console import Console
@@ -12,19 +12,25 @@ from rich.table import Table
 
 from bus import cli
 from bus.endpoints import default_bus, default_controller
-from bus.errors import StartError
 from bus.logs import LEVELS
 from controller.policies import resolve
 from pdbus.commands.common import Teller, leave_on_signals
-from pdbus.launcher import Cluster, ClusterSpec
+from pdbus.launcher import Cluster, ClusterSpec, RestartPolicy, Supervisor
 
-POLL_S = 0.25
+DRAIN_S = 70.0  # the nodes' own --drain-s (60 s) and their goodbyes
 TCP_BUS, TCP_CONTROLLER = "tcp://127.0.0.1:5550", "tcp://127.0.0.1:5560"
+
+
+def _method_option(role: str, default: str) -> Callable[[Any], Any]:
+    return click.option(
+        f"--{role}-method", metavar="METHOD", default=default, show_default=True, help=f"How to pick {role} ranks."
+    )
 
 
 @click.command(
     epilog="What follows -- is given to every node, as in: pdbus up -- --kv-tokens 4096 --max-running 8. A part that "
-    "dies is reported and the others go on; the command ends with exit code 3 when no node or no controller is left."
+    "dies is started again, after a wait that grows. The command ends with exit code 3 when a part has used up its "
+    "restarts, or when the last node, controller or broker has left."
 )
 @click.option("--prefill", type=click.IntRange(0), default=None, help="Prefill ranks  [default: 2]")
 @click.option("--decode", type=click.IntRange(0), default=None, help="Decode ranks  [default: 2]")
@@ -32,19 +38,37 @@ TCP_BUS, TCP_CONTROLLER = "tcp://127.0.0.1:5550", "tcp://127.0.0.1:5560"
 @click.option("--ranks-per-process", type=click.IntRange(1), default=1, show_default=True, help="Ranks that share one.")
 @click.option("--model", default="smollm2", show_default=True, help="smollm2, tiny or sim.")
 @click.option("--engine", type=click.Choice(["torch", "sim"]), default=None, help="[default: sim for sim, else torch]")
-@click.option(
-    "--prefill-method", metavar="METHOD", default="auto", show_default=True, help="How to pick prefill ranks."
-)
-@click.option("--decode-method", metavar="METHOD", default="auto", show_default=True, help="How to pick decode ranks.")
-@click.option(
-    "--unified-method", metavar="METHOD", default="auto", show_default=True, help="How to pick unified ranks."
-)
+@_method_option("prefill", "cache_aware")
+@_method_option("decode", "total_requests")
+@_method_option("unified", "cache_aware")
 @click.option("--transport", type=click.Choice(["ipc", "tcp"]), default="ipc", show_default=True)
 @click.option("--bus", default="", metavar="BASE", help="Where the broker serves  [default: the usual place]")
 @click.option("--controller", default="", metavar="BASE", help="Where the controller serves  [likewise]")
 @click.option("--keys", default="", metavar="DIR", help="CURVE keys for tcp (pdbus keys new DIR).")
 @click.option("--start-timeout-s", type=click.FloatRange(1), default=300.0, show_default=True)
+@click.option(
+    "--restarts",
+    type=click.IntRange(0),
+    default=5,
+    show_default=True,
+    help="How often a part may be started again within a minute of service before all is taken down.",
+)
 @click.option("--log-level", type=click.Choice(LEVELS), default="warning", show_default=True, help="Of the parts.")
+@click.option(
+    "--log-dir",
+    type=click.Path(file_okay=False),
+    default="",
+    metavar="DIR",
+    help="Append each part's log to a file here, and keep it  [default: gone when the cluster is]",
+)
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    show_default=True,
+    metavar="BASE",
+    help="Serve the parts' metrics on this port and the next ones, one each (0: don't).",
+)
 @click.argument("node_args", nargs=-1, type=click.UNPROCESSED)
 def up(
     prefill: int | None,
@@ -61,12 +85,16 @@ def up(
     controller: str,
     keys: str,
     start_timeout_s: float,
+    restarts: int,
     log_level: str,
+    log_dir: str,
+    metrics_port: int,
     node_args: tuple[str, ...],
 ) -> None:
-    """Start a broker, a controller and nodes; Ctrl-C ends them all.
+    """Start a broker, a controller and nodes, and keep them running; Ctrl-C drains and ends them all.
 
-    Prefill is best by total_tokens; decode by total_requests while KV memory is plenty, else by total_tokens.
+    Decode is best by total_requests while KV memory is plenty, else by total_tokens. The method auto is what
+    engines do: follow_bootstrap_room for prefill, round_robin elsewhere.
     """
     split_default = 0 if unified else 2
     spec = ClusterSpec(
@@ -84,7 +112,10 @@ def up(
         controller=controller or (default_controller() if transport == "ipc" else TCP_CONTROLLER),
         keys=keys,
         start_timeout_s=start_timeout_s,
+        stop_grace_s=DRAIN_S,
+        log_dir=log_dir,
         log_level=log_level,
+        metrics_port=metrics_port,
         node_args=node_args,
     )
     leave_on_signals()
@@ -94,41 +125,32 @@ def up(
         with teller.telling():
             cluster.start()
         _show(cluster)
-        _watch(cluster)
+        Supervisor(cluster, RestartPolicy(limit=restarts, start_timeout_s=start_timeout_s), _say).run()
     except KeyboardInterrupt:
-        pass
+        if cluster.children:
+            _say("draining; Ctrl-C again ends it at once")
+        raise
     finally:
         with teller.telling():
-            teller.say("taking the cluster down ...")
             cluster.stop()
+
+
+def _say(line: str) -> None:
+    print(f"pdbus up: {line}", file=sys.stderr, flush=True)
 
 
 def _show(cluster: Cluster) -> None:
     table = Table(title="READY", title_justify="left")
-    for column in ("part", "pid", "address"):
+    metrics = ("metrics",) if cluster.spec.metrics_port else ()
+    for column in ("part", "pid", "address", *metrics):
         table.add_column(column, overflow="fold")
     for name, child in cluster.children.items():
         facts = child.facts
         address = facts.get("endpoint") or (cluster.bus if child.spec.kind == "broker" else cluster.controllers[name])
-        table.add_row(name, str(child.pid), address)
+        table.add_row(name, str(child.pid), address, *(str(child.spec.metrics_port) for _ in metrics))
     Console(highlight=False).print(table)
     cli.ready(bus=cluster.bus, controller=cluster.controller)
     usual = "" if cluster.controller == default_controller() else f" --controller {cluster.controller}"
-    click.echo(f"Logs, while it runs: {cluster.directory}/*.log")
+    keep = "" if cluster.spec.log_dir else " while it runs; to keep them: --log-dir DIR"
+    click.echo(f"Logs: {cluster.log_dir}/*.log{keep}")
     click.echo(f"Try, from another terminal:  pdbus generate{usual} 'What is a load balancer?'   (Ctrl-C ends it all)")
-
-
-def _watch(cluster: Cluster) -> None:
-    """Until Ctrl-C or SIGTERM; StartError when nothing useful is left."""
-    never = threading.Event()
-    reported: set[str] = set()
-    while not never.wait(POLL_S):
-        for name in cluster.poll():
-            if name not in reported:
-                reported.add(name)
-                child = cluster.children[name]
-                news = f"{child.failure()}; the rest goes on" if child.returncode else f"{name} has left"
-                print(f"pdbus up: {news}", file=sys.stderr, flush=True)
-        for kind in ("node", "controller"):
-            if all(name in reported for name, child in cluster.children.items() if child.spec.kind == kind):
-                raise StartError(f"no {kind} is left")

@@ -1,6 +1,8 @@
 """Whole clusters as child processes of this one: described by a `ClusterSpec`, run by a `Cluster`."""
 
 from pdbus.launcher.cluster import Cluster
+from pdbus.launcher.restarts import RestartPolicy
 from pdbus.launcher.spec import ClusterSpec
+from pdbus.launcher.supervisor import Supervisor
 
-__all__ = ["Cluster", "ClusterSpec"]
+__all__ = ["Cluster", "ClusterSpec", "RestartPolicy", "Supervisor"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +25,9 @@ class Child:
         self.log = log
         self.facts: dict[str, str] = {}  # of its READY line
         self.killed = False  # by us, without a chance to tidy up
+        self.silent = False  # it has closed its stdout
         with log.open("ab") as stderr:
+            self._log_from = stderr.tell()  # what stands before is of an earlier start
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", spec.module, *spec.args],
                 stdin=subprocess.PIPE,
@@ -64,6 +68,7 @@ class Child:
             data = os.read(self.fileno, 65536)
         except BlockingIOError:
             return True
+        self.silent = not data
         self._stdout = (self._stdout + data)[-65536:]
         whole_lines = self._stdout[: self._stdout.rfind(b"\n") + 1]  # a read may end within a line
         for line in whole_lines.decode("utf-8", "replace").splitlines():
@@ -96,12 +101,24 @@ class Child:
 
     def failure(self) -> StartError:
         """Why it exited, in one line: its own error line where there is one."""
-        lines = [line for line in self.tail().splitlines() if line.strip()]
-        told = [line.partition(": error: ")[2] for line in lines if ": error: " in line]
+        told = [line.partition(": error: ")[2] for line in self.last_lines() if ": error: " in line]
+        return StartError(f"{self.name}: {told[-1] if told else self.cause()}")
+
+    def cause(self) -> str:
+        """How it exited and what it logged last, in one line."""
         code = self.returncode
         how = f"ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        why = told[-1] if told else f"{how}; last words: {lines[-1].strip()[:300] if lines else 'none'}"
-        return StartError(f"{self.name}: {why}")
+        lines = self.last_lines()
+        return f"{how}; last words: {lines[-1].strip()[:300] if lines else 'none'}"
+
+    def last_lines(self) -> list[str]:
+        """The end of what this start has logged, without empty lines and terminal escapes."""
+        try:
+            logged = self.log.stat().st_size - self._log_from
+        except FileNotFoundError:
+            return []
+        lines = self.tail(max(0, min(_TAIL_BYTES, logged))).splitlines()
+        return ["".join(c if c.isprintable() else " " for c in line) for line in lines if line.strip()]
 
     def tail(self, size: int = _TAIL_BYTES) -> str:
         """The end of its log."""
@@ -113,6 +130,28 @@ class Child:
             return ""
 
     def trim_log(self) -> None:
-        """Empty a log that has grown past its bound (it is opened for appending)."""
-        if self.log.stat().st_size > LOG_MAX_BYTES:
-            os.truncate(self.log, 0)
+        """Put a log that has grown past its bound aside, as `.1` (the part appends: it goes on in the emptied file)."""
+        try:
+            if self.log.stat().st_size <= LOG_MAX_BYTES:
+                return
+            shutil.copyfile(self.log, self.log.with_name(f"{self.log.name}.1"))
+        except FileNotFoundError:
+            return  # somebody has removed it
+        except OSError:
+            pass  # a full disk: all the more reason to empty it
+        os.truncate(self.log, 0)
+        self._log_from = 0
+
+    def remove_socket(self) -> None:
+        """Remove the data socket that a killed node leaves behind: nobody binds its name again."""
+        assert self.returncode is not None, f"{self.name} lives"
+        scheme, _, path = self.facts.get("endpoint", "").partition("://")
+        if scheme == "ipc" and is_socket(Path(path)):
+            Path(path).unlink()
+
+
+def is_socket(path: Path) -> bool:
+    try:
+        return stat.S_ISSOCK(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False

@@ -10,7 +10,6 @@ import json
 import selectors
 import shutil
 import signal
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -23,10 +22,11 @@ from bus.errors import ConfigError, StartError
 from bus.messages import Status
 from pdbus.client import Client
 from pdbus.launcher.addresses import choose
-from pdbus.launcher.child import Child
+from pdbus.launcher.child import Child, is_socket
 from pdbus.launcher.spec import Addresses, ClusterSpec, PartSpec
 
 PROGRESS_S = 0.25
+HURRY_S = 2.0  # for a part that was told to leave at once
 _PORT_TRIES = 5
 
 
@@ -60,6 +60,11 @@ class Cluster:
 
     def start(self) -> Cluster:
         """All parts, READY. On failure what had started is taken down again."""
+        if self.spec.log_dir:
+            try:
+                Path(self.spec.log_dir).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"cannot write logs to {self.spec.log_dir}: {error.strerror}") from None
         self._directory = Path(tempfile.mkdtemp(prefix="pd"))
         try:
             fresh_ports = self.spec.transport == "tcp" and not (self.spec.bus and self.spec.controller)
@@ -77,7 +82,7 @@ class Cluster:
         return self
 
     def stop(self) -> None:
-        """Take everything down; idempotent."""
+        """Take everything down; idempotent. Ctrl-C meanwhile cuts the wait for draining nodes short, and is raised."""
         if self._directory is None:
             return
         try:
@@ -108,6 +113,11 @@ class Cluster:
         """A private directory that goes when the cluster does."""
         assert self._directory is not None, "the cluster is not running"
         return self._directory
+
+    @property
+    def log_dir(self) -> Path:
+        """Where each part has its log: the spec's `log_dir`, which stays, or the private directory."""
+        return Path(self.spec.log_dir) if self.spec.log_dir else self.directory
 
     def client(self, **options: Any) -> Client:
         """A client of this cluster (closed with it at the latest); `options` as for `Client`."""
@@ -142,11 +152,16 @@ class Cluster:
 
     def restart(self, part: str) -> None:
         """Start a part that has ended (or end it now) again, and wait for its READY."""
-        old = self._child(part)
-        if old.returncode is None:
+        if self._child(part).returncode is None:
             self.kill(part)
+        self._wait_ready([self.begin(part)])
+
+    def begin(self, part: str) -> Child:
+        """Start a part that has ended again, at the same addresses, without waiting for its READY."""
+        old = self._child(part)
         old.close()
-        self._wait_ready([self._spawn(old.spec)])
+        old.remove_socket()
+        return self._spawn(old.spec)
 
     def poll(self) -> list[str]:
         """The parts that have exited since the start without being asked to; also keeps logs within their bound."""
@@ -195,8 +210,12 @@ class Cluster:
         self._stack.enter_context(Controller(config))
 
     def _spawn(self, part: PartSpec) -> Child:
-        log = self.directory / f"{part.name.replace('/', '.')}.log"
-        child = self.children[part.name] = Child(part, log, self.spec.env)
+        log = self.log_dir / f"{part.name.replace('/', '.')}.log"
+        try:
+            child = self.children[part.name] = Child(part, log, self.spec.env)
+        except OSError as error:
+            at = f" {error.filename}" if error.filename else ""
+            raise StartError(f"{part.name}: could not be started:{at} {error.strerror}") from None
         self.started.append(child)
         return child
 
@@ -223,7 +242,7 @@ class Cluster:
                 now = time.monotonic()
                 names = [child.name for child in waiting.values()]
                 if waiting and now >= until:
-                    last = next(iter(waiting.values())).tail().strip().rpartition("\n")[2][:300]
+                    last = "".join(next(iter(waiting.values())).last_lines()[-1:])[:300]
                     raise StartError(
                         f"{', '.join(names)} not ready after {self.spec.start_timeout_s:g} s; last words: {last or '-'}"
                     )
@@ -234,36 +253,51 @@ class Cluster:
         for client in self._clients:
             client.close()
         self._clients.clear()
+        interrupted = False
         for kind in ("node", "controller", "broker"):
-            self._take_down([child for child in self.children.values() if child.spec.kind == kind])
+            interrupted |= self._take_down(
+                [child for child in self.children.values() if child.spec.kind == kind], at_once=interrupted
+            )
         self._stack.close()
         self.logs = {name: child.tail() for name, child in self.children.items()}
         if not any(child.killed for child in self.started):
-            self.leftovers = tuple(str(path) for path in sorted(self.directory.iterdir()) if _is_socket(path))
+            self.leftovers = tuple(str(path) for path in sorted(self.directory.iterdir()) if is_socket(path))
         self.children.clear()
+        if interrupted:
+            raise KeyboardInterrupt
 
-    def _take_down(self, children: list[Child]) -> None:
-        """SIGTERM; after the grace again, which means at once; then SIGKILL."""
+    def _take_down(self, children: list[Child], *, at_once: bool = False) -> bool:
+        """SIGTERM; after the grace again, which means at once; then SIGKILL. Whether Ctrl-C cut a wait short."""
         grace_s = self.spec.stop_grace_s
+        hurry_s = min(HURRY_S, grace_s)
+        interrupted = False
         try:
-            for wait_s in (grace_s, min(2.0, grace_s)):
-                living = [child for child in children if child.returncode is None]
-                for child in living:
-                    child.send(signal.SIGCONT)
-                    child.send(signal.SIGTERM)
-                until = time.monotonic() + wait_s
-                for child in living:
-                    child.wait(max(0.0, until - time.monotonic()))
+            for wait_s in (hurry_s if at_once else grace_s, hurry_s):
+                try:
+                    self._ask_to_leave(children, wait_s)
+                except KeyboardInterrupt:
+                    interrupted = True
         finally:
             for child in children:
                 child.close()
+        return interrupted
+
+    def _ask_to_leave(self, children: list[Child], wait_s: float) -> None:
+        for child in (living := [child for child in children if child.returncode is None]):
+            child.send(signal.SIGCONT)
+            child.send(signal.SIGTERM)
+        began = time.monotonic()
+        while living and (waited_s := time.monotonic() - began) < wait_s:
+            living[0].wait(min(PROGRESS_S, wait_s - waited_s))
+            living = [child for child in living if child.returncode is None]
+            if living:
+                self._progress(f"waiting for {_names(living)} to leave ({waited_s:.0f} s)")
 
 
 def _waiting_line(children: list[Child], waited_s: float) -> str:
     """What is waited for, and what the first of them says that it does."""
-    names = ", ".join(child.name for child in children[:4]) + (" ..." if len(children) > 4 else "")
     doing = ""
-    for line in reversed(children[0].tail(2048).splitlines()):
+    for line in reversed(children[0].last_lines()):
         try:
             said = json.loads(line)
         except ValueError:
@@ -271,11 +305,8 @@ def _waiting_line(children: list[Child], waited_s: float) -> str:
         if isinstance(said, dict) and said.get("event") == "model.loading":
             doing = f": {said.get('doing')} {said.get('percent')} %"
         break
-    return f"starting {names}{doing} ({waited_s:.0f} s)"
+    return f"starting {_names(children)}{doing} ({waited_s:.0f} s)"
 
 
-def _is_socket(path: Path) -> bool:
-    try:
-        return stat.S_ISSOCK(path.lstat().st_mode)
-    except FileNotFoundError:
-        return False
+def _names(children: list[Child]) -> str:
+    return ", ".join(child.name for child in children[:4]) + (" ..." if len(children) > 4 else "")

@@ -19,8 +19,8 @@ are bad (2), it could not start or a later start of its rank has taken its place
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """A part is started again at most `limit` times within `window_s` seconds of service. Time that it waits or starts is
-    no service: a part that takes minutes to load and then fails would never reach the limit otherwise.
+    """A part is started again at most `limit` times within `window_s` seconds of service. Time that it waits or starts
+    is no service: a part that takes minutes to load and then fails would never reach the limit otherwise.
 
     The wait before a restart is `first_delay_s`, doubled for each further one within the window, at most `max_delay_s`.
     A part that is not READY `start_timeout_s` after its start is to be killed, which counts as a failure.
@@ -35,7 +35,7 @@ class RestartPolicy:
     def __post_init__(self) -> None:
         if self.limit < 0:
             raise ConfigError(f"restarts must be 0 or more, not {self.limit}")
-        if not (0 < self.window_s and 0 <= self.first_delay_s <= self.max_delay_s and 0 < self.start_timeout_s):
+        if not (self.window_s > 0 and self.start_timeout_s > 0 and 0 <= self.first_delay_s <= self.max_delay_s):
             raise ConfigError("a restart's times must be above 0, and its first delay no longer than its longest")
 
 
@@ -147,7 +147,11 @@ class Restarts:
         count = len(it.failed_at)
         if count >= policy.limit:
             it.move(PartState.LEFT, now)
-            why = f"it was started again {count} times within {policy.window_s:g} s of service" if count else "no restarts"
+            why = (
+                f"it was started again {count} times within {policy.window_s:g} s of service"
+                if count
+                else "it may not be started again"
+            )
             return GiveUp(part, cause, why)
         it.move(PartState.WAITING, now)
         it.failed_at.append(it.served_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bus.errors import ConfigError
@@ -19,6 +19,7 @@ class PartSpec:
     kind: Kind
     module: str
     args: tuple[str, ...]
+    metrics_port: int = 0  # already among `args`; 0: it serves no metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class ClusterSpec:
     `ranks_per_process`: how many ranks share a node process. `controllers`: `one` for all, or `per_instance` (none
     knows of another; then requests go to two of them). `embedded`: broker and controller are threads of this process.
     `bus`, `controller`: fixed base addresses (empty: ephemeral). `..._args`: more options for the parts' command lines.
+    `log_dir`: where parts append to their logs, which then outlive the cluster. `metrics_port`: the parts serve their
+    metrics on this port and the ones after it, in the order of starting (0: nowhere).
     """
 
     prefill: int = 0
@@ -59,7 +62,9 @@ class ClusterSpec:
     bus: str = ""
     controller: str = ""
     keys: str = ""
+    log_dir: str = ""
     log_level: str = "info"
+    metrics_port: int = 0
     start_timeout_s: float = 120.0
     stop_grace_s: float = 5.0
     node_args: tuple[str, ...] = ()
@@ -86,6 +91,10 @@ class ClusterSpec:
             raise ConfigError("an embedded cluster has one controller")
         if self.embedded and (self.controller_args or self.broker_args):
             raise ConfigError("an embedded broker and controller take no command line")
+        if self.embedded and self.metrics_port:
+            raise ConfigError("metrics_port is for parts with a process of their own, not for an embedded cluster")
+        if not 0 <= self.metrics_port <= 65535:
+            raise ConfigError(f"--metrics-port {self.metrics_port}: a port lies between 1 and 65535 (0: none)")
 
     def instances(self) -> dict[str, tuple[Role, int]]:
         """Each instance's role and size."""
@@ -114,7 +123,16 @@ class ClusterSpec:
         for instance, (role, size) in self.instances().items():
             for first in range(0, size, self.ranks_per_process):
                 parts.append(self._node(instance, role, size, first, at, common))
-        return parts
+        return self._with_metrics(parts) if self.metrics_port else parts
+
+    def _with_metrics(self, parts: list[PartSpec]) -> list[PartSpec]:
+        first, last = self.metrics_port, self.metrics_port + len(parts) - 1
+        if last > 65535:
+            raise ConfigError(f"--metrics-port {first}: {len(parts)} parts need the ports up to {last}, beyond 65535")
+        return [
+            replace(part, args=(*part.args, "--metrics-port", str(port)), metrics_port=port)
+            for port, part in enumerate(parts, first)
+        ]
 
     def _controller(self, name: str, at: Addresses, common: tuple[str, ...]) -> PartSpec:
         args = ["--name", name, "--bus", at.bus, "--controller", at.controllers[name]]

@@ -129,19 +129,19 @@ def test_a_session(up: Up, directory: Path) -> None:
 
     pids = parts_of(up)
     code, errors = leave(up)
-    assert code == 0, errors
+    assert code == 130, errors
     assert "pdbus up: decode-0/1 has left" in errors
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert list(directory.iterdir()) == []
 
 
-def test_a_part_that_dies_is_reported_and_the_rest_goes_on(up: Up, directory: Path) -> None:
+def test_a_rank_that_hangs_is_lost_and_the_rest_goes_on(up: Up, directory: Path) -> None:
     read_until(up, r"^READY bus=")
     ranks = json.loads(pdbus(directory, "status", "--json").stdout)["controller"]["ranks"]
     assert len(ranks) == 4
     victim = next(pid for pid in parts_of(up) if "nodes.decode" in Path(f"/proc/{pid}/cmdline").read_text())
     words = Path(f"/proc/{victim}/cmdline").read_text().split("\0")
-    os.kill(victim, signal.SIGKILL)
+    os.kill(victim, signal.SIGSTOP)
     answer = pdbus(directory, "generate", "5 6", "--tokens", "--max-tokens", "3")
     assert [int(word) for word in answer.stdout.split()] == sim_generate([5, 6], 3), answer.stderr
     lost = f"decode-0/{words[words.index('--dp-rank') + 1]}"
@@ -152,8 +152,7 @@ def test_a_part_that_dies_is_reported_and_the_rest_goes_on(up: Up, directory: Pa
     assert gone.returncode == 3
     assert re.search(rf"error: {lost} is lost: it has said nothing for \d+ s", gone.stderr), gone.stderr
     code, errors = leave(up, signal.SIGTERM)
-    assert code == 0
-    assert re.search(r"pdbus up: decode-0/[01]: ended by SIGKILL.*the rest goes on", errors), errors
+    assert code == 130, errors
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -181,4 +180,4 @@ def test_two_clusters_at_one_place(up: Up, directory: Path) -> None:
     assert second.returncode == 3
     assert "is taken" in second.stderr.splitlines()[-1]
     assert "Traceback" not in second.stderr
-    assert leave(up)[0] == 0
+    assert leave(up)[0] == 130

@@ -18,6 +18,7 @@ from bus.errors import ConfigError
 from bus.messages import BrokerStatus, Load, RankStatus, Status
 from pdbus.cli import COMMANDS, pdbus
 from pdbus.commands.status import as_dict
+from pdbus.commands.up import up
 
 
 def run(*arguments: str) -> click.testing.Result:
@@ -35,6 +36,14 @@ def test_help_names_every_command_and_loads_none() -> None:
     assert done.returncode == 0, done.stderr
     for name in COMMANDS:
         assert f"\n  {name} " in done.stdout
+
+
+def test_up_starts_with_the_methods_that_the_policies_page_recommends() -> None:
+    defaults = {option.name: option.default for option in up.params}
+    assert (defaults["prefill_method"], defaults["decode_method"]) == ("cache_aware", "total_requests")
+    assert defaults["unified_method"] == "cache_aware"
+    page = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
+    assert "`pdbus up` starts with `cache_aware` for prefill and unified ranks and `total_requests` for decode" in page
 
 
 @pytest.mark.parametrize("name", ["up", "generate", "status", "drain", "keys"])

@@ -87,13 +87,38 @@ def test_a_part_that_ignores_sigterm_is_killed_and_one_that_is_stopped_too(start
     assert stopped.returncode == -signal.SIGTERM
 
 
-def test_a_log_is_bounded(start: Start) -> None:
+def test_a_log_is_bounded_and_what_was_is_put_aside(start: Start) -> None:
     child = start("import sys\nprint('READY a=b', flush=True)\nsys.stdin.read()")
     waited(child)
     with child.log.open("ab") as log:
         log.truncate(LOG_MAX_BYTES + 1)
     child.trim_log()
     assert child.log.stat().st_size == 0
+    assert child.log.with_name(f"{child.log.name}.1").stat().st_size == LOG_MAX_BYTES + 1
+    child.log.write_text("later words\n")
+    assert child.last_lines() == ["later words"]
+
+
+def test_the_words_of_an_earlier_start_are_not_taken_for_those_of_this_one(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "part_0.log").write_text("python -m x: error: --that was wrong\n")
+    child = start("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    child.wait(10.0)
+    assert str(child.failure()) == "part_0: ended by SIGKILL; last words: none"
+    assert "--that was wrong" in child.tail()
+
+
+def test_the_data_socket_of_a_killed_part_is_removed(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "node-1"
+    child = start(
+        f"import socket, sys\nbound = socket.socket(socket.AF_UNIX)\nbound.bind({str(path)!r})\n"
+        f"print('READY endpoint=ipc://{path}', flush=True)\nsys.stdin.read()"
+    )
+    waited(child)
+    child.send(signal.SIGKILL)
+    child.wait(10.0)
+    child.remove_socket()
+    child.remove_socket()
+    assert not path.exists()
 
 
 def test_children_leave_when_their_launcher_is_killed(tmp_path: Path) -> None:

@@ -116,7 +116,9 @@ def test_every_other_end_is_a_failure(code: int | None) -> None:
 
 
 def test_no_restarts() -> None:
-    assert fail(made(RestartPolicy(limit=0)), 1.0) == GiveUp("decode-0/0", "ended by SIGKILL", "no restarts")
+    assert fail(made(RestartPolicy(limit=0)), 1.0) == GiveUp(
+        "decode-0/0", "ended by SIGKILL", "it may not be started again"
+    )
 
 
 def test_parts_are_counted_each_for_itself() -> None:
@@ -135,7 +137,8 @@ def test_what_cannot_happen_is_our_bug() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"limit": -1}, {"window_s": 0.0}, {"first_delay_s": 9.0, "max_delay_s": 1.0}, {"start_timeout_s": float("nan")}]
+    "wrong",
+    [{"limit": -1}, {"window_s": 0.0}, {"first_delay_s": 9.0, "max_delay_s": 1.0}, {"start_timeout_s": float("nan")}],
 )
 def test_a_policy_that_means_nothing(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError):

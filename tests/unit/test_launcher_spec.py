@@ -69,6 +69,16 @@ def test_free_ports_are_free() -> None:
             probe.bind(("127.0.0.1", port))
 
 
+def test_metrics_ports_follow_the_order_of_starting() -> None:
+    made = parts(ClusterSpec(prefill=1, decode=1, metrics_port=9400, node_args=("--metrics-port", "1")))
+    assert {name: part.metrics_port for name, part in made.items()} == {
+        "broker": 9400, "controller-0": 9401, "prefill-0/0": 9402, "decode-0/0": 9403,
+    }  # fmt: skip
+    assert all(option(part, "--metrics-port")[-1] == str(part.metrics_port) for part in made.values())
+    with pytest.raises(ConfigError, match="up to 65537, beyond 65535"):
+        parts(ClusterSpec(prefill=1, decode=1, metrics_port=65534))
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -80,6 +90,8 @@ def test_free_ports_are_free() -> None:
         {"unified": 1, "transport": "udp"},
         {"unified": 1, "embedded": True, "controllers": "per_instance"},
         {"unified": 1, "embedded": True, "controller_args": ("--x",)},
+        {"unified": 1, "embedded": True, "metrics_port": 9400},
+        {"unified": 1, "metrics_port": 70_000},
     ],
 )
 def test_what_is_no_cluster(fields: dict[str, object]) -> None:

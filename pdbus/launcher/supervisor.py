@@ -1,0 +1,83 @@
+"""Keeps the parts of a started cluster running. Owns waiting for what happens to them and carrying out what
+`restarts.py` decides; decides nothing itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import NoReturn
+
+from bus.errors import StartError
+from pdbus.launcher.cluster import Cluster
+from pdbus.launcher.restarts import Again, GiveUp, PartState, RestartPolicy, Restarts, Start
+
+POLL_S = 0.25
+EXIT_S = 1.0  # between a process's last word and its end
+LAST_LINES = 10
+
+
+class Supervisor:
+    """`Supervisor(cluster, policy, say).run()`: a part that ends without being asked to is started again, at the same
+    addresses. `say` gets a line for whatever happens."""
+
+    def __init__(self, cluster: Cluster, policy: RestartPolicy, say: Callable[[str], None]) -> None:
+        self._cluster = cluster
+        self._say = say
+        self._limit = policy.limit
+        kinds = {name: child.spec.kind for name, child in cluster.children.items()}
+        self._core = Restarts(kinds, policy, time.monotonic())
+
+    def run(self) -> NoReturn:
+        """Until it gives up, which is a StartError (or until Ctrl-C)."""
+        while True:
+            self.turn()
+
+    def turn(self, timeout_s: float = POLL_S) -> None:
+        """Wait until something happens to a part, at most for `timeout_s`, and see to it."""
+        self._listen(min(timeout_s, self._core.wait_s(time.monotonic())))
+        running = (PartState.SERVING, PartState.STARTING)
+        for name in self._cluster.poll():
+            if self._core.state(name) in running:
+                child = self._cluster.children[name]
+                self._ended(name, child.returncode, child.cause())
+        for name, child in self._cluster.children.items():
+            if self._core.state(name) is PartState.STARTING and child.ready:
+                self._core.ready(name, time.monotonic())
+                self._say(f"{name} is back (pid {child.pid})")
+        for action in self._core.due(time.monotonic()):
+            if isinstance(action, Start):
+                self._start(action.part)
+            else:
+                child = self._cluster.children[action.part]
+                child.close()
+                self._ended(action.part, child.returncode, f"{action.cause}; {child.cause()}")
+
+    def _listen(self, timeout_s: float) -> None:
+        """A part's stdout brings its READY line, and closes when it ends."""
+        living = [child for child in self._cluster.children.values() if child.returncode is None]
+        by_descriptor = {child.fileno: child for child in living if not child.silent}
+        for descriptor in wait(list(by_descriptor), timeout_s):
+            assert isinstance(descriptor, int)
+            child = by_descriptor[descriptor]
+            if not child.read():
+                child.wait(EXIT_S)
+
+    def _start(self, part: str) -> None:
+        try:
+            self._cluster.begin(part)
+        except StartError as error:
+            self._ended(part, None, str(error))
+
+    def _ended(self, part: str, code: int | None, cause: str) -> None:
+        verdict = self._core.exited(part, code, cause, time.monotonic())
+        if isinstance(verdict, Again):
+            self._say(
+                f"{part}: {cause}; starts again in {verdict.delay_s:g} s ({verdict.number} of at most {self._limit})"
+            )
+        elif isinstance(verdict, GiveUp):
+            for line in self._cluster.children[part].last_lines()[-LAST_LINES:]:
+                self._say(f"{part} | {line[:1000]}")
+            raise StartError(f"{part}: {cause}; gave up: {verdict.why}")
+        else:
+            self._say(f"{part} has left ({cause}); the others go on" if code else f"{part} has left")

@@ -1,0 +1,199 @@
+"""`pdbus up` keeps its parts running: what dies comes back, nothing accepted is lost, and there is a limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import tempfile
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from up_process import Up
+
+from bus.errors import RequestFailed
+from nodes.engines.sim import sim_generate
+from pdbus.client import Client
+from pdbus.launcher.addresses import free_ports
+
+pytestmark = pytest.mark.fault
+SIM = ("--model", "sim", "--prefill", "1", "--decode", "1")
+SLOW = ("--", "--sim-base-s", "0.01")  # 40 tokens take 0.4 s
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="pd") as path:
+        yield Path(path)
+
+
+class Load:
+    """Threads of one client that send requests, one after the other, and compare the answers."""
+
+    def __init__(self, controller: str, threads: int = 6) -> None:
+        self.client = Client(controller, connect_timeout_s=60.0, retries=20)
+        self.ends: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(each,)) for each in range(threads)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+        self.client.close()
+
+    def right(self, count: int) -> None:
+        """Until `count` more requests have ended, each rightly."""
+        for _ in range(count):
+            assert self.ends.get(timeout=60.0) == "right"
+
+    def finish(self) -> None:
+        """No more requests; each that was sent must end rightly."""
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(60.0)
+            assert not thread.is_alive(), "a request has no end"
+        self.right(self.ends.qsize())
+
+    def _run(self, first: int) -> None:
+        number = 0
+        while not self._stopping.is_set():
+            number += 1
+            prompt = [3 + first, 3 + number % 400, 9]
+            try:
+                tokens = self.client.generate_tokens(prompt, max_tokens=40).tokens()
+            except Exception as error:
+                self.ends.put(f"{type(error).__name__}: {error}")
+            else:
+                self.ends.put("right" if tokens == sim_generate(prompt, 40) else f"wrong: {tokens}")
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_the_only_controller_the_broker_and_a_node_die_under_load(directory: Path, transport: str) -> None:
+    """Each comes back at its address with a new epoch, and every request ends rightly."""
+    base = free_ports("127.0.0.1", 5) if transport == "tcp" else 0
+    at = ("--bus", f"tcp://127.0.0.1:{base}", "--controller", f"tcp://127.0.0.1:{base + 3}") if base else ()
+    with Up(directory, *SIM, "--transport", transport, *at, *SLOW) as up, Load(up.controller) as load:
+        before = load.client.status(timeout_s=30.0)
+        for part in ("controller-0", "broker", "decode-0/0"):
+            load.right(6)
+            up.kill_and_await(part)
+            assert re.search(
+                rf"^pdbus up: {part}: ended by SIGKILL; last words: .*; starts again in 0.25 s \(1 of at most 5\)$",
+                up.said["stderr"], re.M,
+            )  # fmt: skip
+        load.right(12)
+        after = load.client.status(timeout_s=30.0)
+        load.finish()
+        sockets = Path(up.until("stdout", r"^Logs: (\S+)/\*\.log")[1]).glob("node-*")
+        assert len(list(sockets)) == (0 if base else 2), "the killed node's socket is gone"
+        assert after.epoch != before.epoch
+        old, new = (
+            {rank.instance: rank.epoch for rank in status.ranks if rank.state == "ready"} for status in (before, after)
+        )
+        assert old.keys() == new.keys()
+        assert old["prefill-0"] == new["prefill-0"]
+        assert old["decode-0"] != new["decode-0"]
+        up.process.send_signal(signal.SIGINT)
+        assert up.end() == 130
+    assert not list(directory.iterdir())
+
+
+@pytest.mark.slow
+def test_a_node_that_is_killed_again_and_again_is_given_up(directory: Path) -> None:
+    with Up(directory, "--model", "sim", "--unified", "2") as up:
+        for _ in range(5):
+            up.kill_and_await("unified-0/1")
+        os.kill(up.pid("unified-0/1"), signal.SIGKILL)
+        assert up.end() == 3
+    waits = re.findall(r"starts again in ([\d.]+) s \(\d of at most 5\)", up.said["stderr"])
+    assert waits == ["0.25", "0.5", "1", "2", "4"]
+    assert up.said["stderr"].splitlines()[-1] == (
+        "pdbus: error: unified-0/1: ended by SIGKILL; last words: none; gave up: it was started again 5 times within "
+        "60 s of service"
+    )
+    assert "Traceback" not in up.said["stderr"]
+
+
+def test_a_part_that_fails_at_its_first_start_ends_it_with_its_reason(directory: Path) -> None:
+    with Up(directory, *SIM, "--", "--kv-tokens", "-1", ready=False) as up:
+        assert up.end() == 3
+    last = up.said["stderr"].splitlines()[-1]
+    assert re.match(r"pdbus: error: (prefill|decode)-0/0: --kv-tokens, .* must not be negative$", last), up.said[
+        "stderr"
+    ]
+    assert "starts again" not in up.said["stderr"]
+
+
+def test_a_part_that_cannot_start_again_stays_away_and_its_log_tells_why(directory: Path) -> None:
+    """The place for the data sockets is gone, so the new process exits 3."""
+    logs = directory / "logs"
+    with Up(directory / "run", *SIM, "--log-dir", str(logs)) as up:
+        (directory / "run").chmod(0o755)
+        os.kill(up.pid("controller-0"), signal.SIGKILL)
+        assert up.end() == 3
+    (directory / "run").chmod(0o700)
+    last = up.said["stderr"].splitlines()[-1]
+    assert last.startswith("pdbus: error: controller-0: exit code 2; last words: python -m controller: error: "), last
+    assert last.endswith("gave up: no controller is left")
+    assert "chmod 700" in last
+    assert re.search(r"^pdbus up: controller-0 \| .*chmod 700", up.said["stderr"], re.M)
+    assert f"Logs: {logs}/*.log" in up.said["stdout"]
+    assert "chmod 700" in (logs / "controller-0.log").read_text()
+
+
+def test_logs_and_metrics_outlive_a_restart(directory: Path) -> None:
+    logs, base = directory / "logs", free_ports("127.0.0.1", 4)
+    keep = ("--log-dir", str(logs), "--log-level", "info", "--metrics-port", str(base))
+    with Up(directory / "run", *SIM, *keep) as up:
+        parts = {"broker": "broker", "controller-0": "controller", "prefill-0/0": "node", "decode-0/0": "node"}
+        for port, part in enumerate(parts, base):
+            assert re.search(rf"{part}\s.*\b{port}\b", up.said["stdout"]), "the table tells the port"
+        for part in ("controller-0", "decode-0/0"):
+            up.kill_and_await(part)
+        for port, kind in enumerate(parts.values(), base):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+                assert f"pdbus_{kind}_" in answer.read().decode()
+        up.process.send_signal(signal.SIGTERM)
+        assert up.end() == 130
+    assert sorted(path.name for path in logs.iterdir()) == [
+        "broker.log", "controller-0.log", "decode-0.0.log", "prefill-0.0.log",
+    ]  # fmt: skip
+    starts = [line for line in (logs / "controller-0.log").read_text().splitlines() if "controller.started" in line]
+    assert len({json.loads(line)["epoch"] for line in starts}) == 2
+
+
+@pytest.mark.slow
+def test_ctrl_c_lets_what_runs_come_to_its_end(directory: Path) -> None:
+    with Up(directory, *SIM, "--", "--sim-base-s", "0.02") as up, Client(up.controller) as client:
+        pieces = iter(client.generate_tokens([5, 6, 7], max_tokens=350))  # 7 s
+        tokens = [*next(pieces).ids]
+        up.process.send_signal(signal.SIGINT)
+        tokens += [token for piece in pieces for token in piece.ids]
+        assert tokens == sim_generate([5, 6, 7], 350)
+        assert up.end() == 130
+    assert not list(directory.iterdir())
+
+
+def test_the_second_ctrl_c_waits_for_nothing(directory: Path) -> None:
+    with Up(directory, *SIM, *SLOW) as up, Client(up.controller, retries=0) as client:
+        pieces = iter(client.generate_tokens([5, 6, 7], max_tokens=60_000))  # ten minutes
+        next(pieces)
+        up.process.send_signal(signal.SIGINT)
+        up.until("stderr", "draining; Ctrl-C again ends it at once")
+        up.process.send_signal(signal.SIGINT)
+        assert up.end(deadline_s=20.0) == 130
+        with pytest.raises(RequestFailed):
+            list(pieces)
+    assert not list(directory.iterdir())
+    assert "Traceback" not in up.said["stderr"]

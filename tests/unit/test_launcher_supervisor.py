@@ -1,0 +1,124 @@
+"""The supervisor over real processes that are only a line of Python."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bus.errors import StartError
+from pdbus.launcher.child import Child
+from pdbus.launcher.cluster import Cluster
+from pdbus.launcher.restarts import RestartPolicy
+from pdbus.launcher.spec import ClusterSpec, PartSpec
+from pdbus.launcher.supervisor import Supervisor
+
+FAST = RestartPolicy(limit=2, first_delay_s=0.0, max_delay_s=0.0)
+COUNTED = """
+import os, sys
+with open("starts", "a+") as starts:
+    start = starts.tell()
+    starts.write("x")
+"""
+READY = "print('READY a=b', flush=True)\n"
+STAY = READY + "sys.stdin.read()\n"
+Start = Callable[[str], Cluster]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """A cluster whose only part is a snippet, which finds `start` to be 0, 1, ...: how often it was run before."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "logs").mkdir()
+    cluster = Cluster(ClusterSpec(unified=1, env={"PYTHONPATH": str(tmp_path)}, log_dir=str(tmp_path / "logs")))
+
+    def run(code: str) -> Cluster:
+        (tmp_path / "part.py").write_text(COUNTED + code)
+        cluster._wait_ready([cluster._spawn(PartSpec("part", "node", "part", ()))])
+        return cluster
+
+    yield run
+    for child in cluster.started:
+        child.close()
+
+
+def turns(supervisor: Supervisor, until: Callable[[], bool] = lambda: False) -> None:
+    end = time.monotonic() + 20.0
+    while not until():
+        assert time.monotonic() < end
+        supervisor.turn()
+
+
+def test_it_comes_back_and_is_told_apart(start: Start) -> None:
+    cluster, said = start(STAY), list[str]()
+    first = cluster.children["part"]
+    supervisor = Supervisor(cluster, FAST, said.append)
+    first.send(signal.SIGKILL)
+    turns(supervisor, lambda: len(said) == 2)
+    second = cluster.children["part"]
+    assert said == [
+        "part: ended by SIGKILL; last words: none; starts again in 0 s (1 of at most 2)",
+        f"part is back (pid {second.pid})",
+    ]
+    assert second.pid != first.pid
+
+
+def test_it_gives_up_with_the_last_words_of_the_last_start(start: Start) -> None:
+    said: list[str] = []
+    cluster = start(READY + "print(f'start {start}\\033[31m\\nboom', file=sys.stderr)\nsys.exit(1)\n")
+    why = r"^part: exit code 1; last words: boom; gave up: it was started again 2 times within 60 s of service$"
+    with pytest.raises(StartError, match=why):
+        Supervisor(cluster, FAST, said.append).run()
+    assert said[-2:] == ["part | start 2 [31m", "part | boom"]
+    assert [line for line in said if line.startswith("part: ")] == [
+        f"part: exit code 1; last words: boom; starts again in 0 s ({number} of at most 2)" for number in (1, 2)
+    ]
+
+
+def test_one_that_hangs_at_its_start_is_killed_and_counts(start: Start) -> None:
+    cluster, said = start("if start: sys.stdin.read()\n" + READY + "sys.exit(1)"), list[str]()
+    policy = RestartPolicy(limit=1, first_delay_s=0.0, start_timeout_s=0.2)
+    with pytest.raises(StartError, match=r"^part: not ready after 0.2 s; ended by SIGKILL; last words: none; gave up"):
+        Supervisor(cluster, policy, said.append).run()
+
+
+def test_one_that_drained_stays_away(start: Start) -> None:
+    cluster, said = start(READY), list[str]()
+    with pytest.raises(StartError, match=r"^part: exit code 0; last words: none; gave up: no node is left$"):
+        Supervisor(cluster, FAST, said.append).run()
+    assert said == []
+
+
+def test_one_that_cannot_even_be_run_counts_too(start: Start, tmp_path: Path) -> None:
+    cluster, said = start(STAY), list[str]()
+    supervisor = Supervisor(cluster, FAST, said.append)
+    (tmp_path / "logs").rename(tmp_path / "elsewhere")
+    cluster.children["part"].send(signal.SIGKILL)
+    with pytest.raises(StartError, match=r"could not be started: .*part.log No such file or directory; gave up"):
+        supervisor.run()
+
+
+def test_what_a_part_prints_never_blocks_it(start: Start) -> None:
+    """A full pipe would."""
+    cluster, said = start(READY + "sys.stdout.write('x' * 1_000_000)\nsys.stdout.flush()\nsys.exit(1)\n"), list[str]()
+    turns(Supervisor(cluster, FAST, said.append), lambda: bool(said))
+    assert said[0].startswith("part: exit code 1")
+
+
+def test_ctrl_c_cuts_the_wait_short(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stage ends, the part is told again, and Ctrl-C is passed on when all is down."""
+    cluster = start("import signal\nsignal.signal(15, lambda *_: None)\n" + STAY + "signal.pause()\n")
+    child = cluster.children["part"]
+    waits: list[float] = []
+
+    def interrupted(self: Child, timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Child, "wait", interrupted)
+    assert cluster._take_down([child])
+    assert len(waits) == 2
+    assert child.returncode == -signal.SIGKILL
