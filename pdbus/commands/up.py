@@ -118,6 +118,7 @@ def up(
         metrics_port=metrics_port,
         node_args=node_args,
     )
+    policy = RestartPolicy(limit=restarts, start_timeout_s=start_timeout_s)
     leave_on_signals()
     teller = Teller()
     cluster = Cluster(spec, progress=teller.say)
@@ -125,7 +126,7 @@ def up(
         with teller.telling():
             cluster.start()
         _show(cluster)
-        Supervisor(cluster, RestartPolicy(limit=restarts, start_timeout_s=start_timeout_s), _say).run()
+        Supervisor(cluster, policy, _say).run()
     except KeyboardInterrupt:
         if cluster.children:
             _say("draining; Ctrl-C again ends it at once")

@@ -40,7 +40,7 @@ class Supervisor:
         for name in self._cluster.poll():
             if self._core.state(name) in running:
                 child = self._cluster.children[name]
-                self._ended(name, child.returncode, child.cause())
+                self._ended(name, child.returncode, child.cause() if child.returncode else "it has left")
         for name, child in self._cluster.children.items():
             if self._core.state(name) is PartState.STARTING and child.ready:
                 self._core.ready(name, time.monotonic())

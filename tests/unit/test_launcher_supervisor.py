@@ -87,7 +87,7 @@ def test_one_that_hangs_at_its_start_is_killed_and_counts(start: Start) -> None:
 
 def test_one_that_drained_stays_away(start: Start) -> None:
     cluster, said = start(READY), list[str]()
-    with pytest.raises(StartError, match=r"^part: exit code 0; last words: none; gave up: no node is left$"):
+    with pytest.raises(StartError, match=r"^part: it has left; gave up: no node is left$"):
         Supervisor(cluster, FAST, said.append).run()
     assert said == []
 
