@@ -1,8 +1,9 @@
 """Which prefill rank holds a room: told, computed or asked, in that order. Pure; must not touch sockets.
 
 `ResolverCore`'s methods return actions: `Send("broker", message)` for the bootstrap DEALER, and `Resolved`, exactly
-one for every room wanted. Rooms wanted in one turn leave in one query at `flush`. What was asked is asked again when
-the broker does not react or restarts; each want's deadline is kept here too, so a dead broker delays nothing for ever.
+one for every room that an asker wants. Rooms wanted in one turn leave in one query at `flush`. What was asked is asked
+again when the broker does not react or restarts; each want's deadline is kept here too, so a dead broker delays nothing
+for ever. Askers (the decode ranks of a process) may want the same room, each in its own way and for its own time.
 """
 
 from __future__ import annotations
@@ -47,16 +48,20 @@ class Resolved:
     attempt: int
     code: Code
     found_by: FoundBy
+    asker: int = 0
 
 
 Action: TypeAlias = Send | Resolved
 
 
 class _Want:
-    __slots__ = ("ask_at", "asked", "attempt", "deadline", "dp_rank", "instance", "room")
+    __slots__ = ("ask_at", "asked", "asker", "attempt", "deadline", "dp_rank", "instance", "room")
 
-    def __init__(self, room: int, attempt: int, instance: str, dp_rank: int | None, deadline: float, now: float):
+    def __init__(
+        self, room: int, asker: int, attempt: int, instance: str, dp_rank: int | None, deadline: float, now: float
+    ) -> None:
         self.room = room
+        self.asker = asker
         self.attempt = attempt
         self.instance = instance
         self.dp_rank = dp_rank
@@ -82,7 +87,8 @@ class ResolverCore:
         self.broker_heard_at: float | None = None
         self.counts = dict.fromkeys(("told", "computed", "asked", "lost", "queries", "topology_queries", "stale"), 0)
         self._max_wants = max_wants
-        self._wants: dict[int, _Want] = {}
+        self._wants: dict[int, list[_Want]] = {}  # by room, at most one of an asker
+        self._pending = 0
         self._new: list[_Want] = []  # to be asked at the next flush
         self._unwatch: list[int] = []
         self._known: dict[str, _Known] = {}
@@ -92,7 +98,7 @@ class ResolverCore:
 
     @property
     def pending(self) -> int:
-        return len(self._wants)
+        return self._pending
 
     @property
     def idle(self) -> bool:
@@ -110,32 +116,36 @@ class ResolverCore:
         attempt: int = 0,
         prefill_instance: str = "",
         dp_rank: int | None = None,
+        asker: int = 0,
     ) -> list[Action]:
-        """Find `room`, as `attempt` or newer, within `deadline_s` (an hour at most). A room wanted
-        again replaces the earlier want.
+        """Find `room`, as `attempt` or newer, within `deadline_s` (an hour at most). A room that the same asker wants
+        again replaces its earlier want.
 
         `dp_rank`: the caller told which rank of `prefill_instance` it is (of the only one, if that is empty).
         """
         if not isinstance(room, int) or not 0 <= room <= MAX_ROOM:
-            return [self._lost(room, "bad_room")]
-        old = self._wants.get(room)
-        if old is None and len(self._wants) >= self._max_wants:
-            return [self._lost(room, "too_many")]
+            return [self._lost(room, asker, "bad_room")]
+        old = self._of(room, asker)
+        if old is None and self._pending >= self._max_wants:
+            return [self._lost(room, asker, "too_many")]
         deadline = now + min(MAX_WATCH_S, max(0.0, deadline_s))  # in this order, not-a-number is 0
-        want = _Want(room, attempt, prefill_instance, dp_rank, deadline, now)
-        want.asked = old is not None and old.asked
-        self._wants[room] = want
+        want = _Want(room, asker, attempt, prefill_instance, dp_rank, deadline, now)
+        self._wants.setdefault(room, []).append(want)
+        self._pending += 1
+        if old is not None:
+            want.asked, old.asked = old.asked, False
+            self._leave(old)
         if resolved := self._locate(want, now):
             return [self._settle(want, resolved)]
         if dp_rank is None:
             self._new.append(want)
         return []
 
-    def cancel(self, room: int) -> None:
-        """`room` is no longer wanted; nothing more is said of it."""
-        want = self._wants.pop(room, None)
-        if want is not None and want.asked:
-            self._unwatch.append(room)
+    def cancel(self, room: int, asker: int = 0) -> None:
+        """`asker` no longer wants `room`; nothing more is said of it."""
+        want = self._of(room, asker)
+        if want is not None:
+            self._leave(want)
 
     def forget(self, instance: str) -> None:
         """What was cached of `instance` proved wrong (a restarted rank): fetch it anew before it is used again."""
@@ -153,7 +163,7 @@ class ResolverCore:
             if message.epoch != self.broker_epoch:
                 self.broker_epoch = message.epoch
                 self._fetching.clear()
-                for want in self._wants.values():
+                for want in self._all():
                     if want.asked:
                         want.ask_at = now
         return []
@@ -161,29 +171,26 @@ class ResolverCore:
     def _on_answer(self, answer: Answer, now: float) -> list[Action]:
         out: list[Action] = []
         for room in answer.pending:
-            if want := self._wants.get(room):
+            for want in self._asking(room):
                 want.ask_at = now + WATCH_AGAIN_S
         for found in answer.found:
             for room in found.rooms:
-                want = self._wants.get(room)
-                if want is None or want.dp_rank is not None:
-                    continue
-                if found.attempt < want.attempt:
-                    self.counts["stale"] += 1
-                    want.ask_at = now + STALE_AGAIN_S
-                    continue
-                want.asked = False  # an answer ends the watch
-                out.append(self._settle(want, Resolved(room, found.at, found.attempt, "ok", "asked")))
+                for want in self._asking(room):
+                    want.asked = False  # an answer ends the watch
+                    if found.attempt < want.attempt:
+                        self.counts["stale"] += 1
+                        want.ask_at = now + STALE_AGAIN_S
+                    else:
+                        resolved = Resolved(room, found.at, found.attempt, "ok", "asked", want.asker)
+                        out.append(self._settle(want, resolved))
         for lost in answer.lost:
-            want = self._wants.get(lost.room)
-            if want is None or want.dp_rank is not None:
-                continue
-            early = lost.code == "unknown_room" and now < want.deadline
-            if early or 0 < lost.attempt < want.attempt:
-                want.ask_at = now + STALE_AGAIN_S
-                continue
-            want.asked = False
-            out.append(self._settle(want, Resolved(lost.room, None, 0, lost.code, "")))
+            for want in self._asking(lost.room):
+                want.asked = False
+                early = lost.code == "unknown_room" and now < want.deadline
+                if early or 0 < lost.attempt < want.attempt:
+                    want.ask_at = now + STALE_AGAIN_S
+                else:
+                    out.append(self._settle(want, Resolved(lost.room, None, 0, lost.code, "", want.asker)))
         return out
 
     def _on_topology(self, topology: Topology, now: float) -> list[Action]:
@@ -197,7 +204,7 @@ class ResolverCore:
             self._known.clear()
         for info in topology.instances:
             self._known[info.instance] = _Known(info, now)
-        located = ((want, self._locate(want, now)) for want in list(self._wants.values()))
+        located = ((want, self._locate(want, now)) for want in self._all())
         return [self._settle(want, resolved) for want, resolved in located if resolved]
 
     # --- time -----------------------------------------------------------------------------------------------------
@@ -205,9 +212,9 @@ class ResolverCore:
     def tick(self, now: float) -> list[Action]:
         """End what is past its deadline, ask again what is due, and `flush`. Wanted every few tens of milliseconds."""
         out: list[Action] = []
-        for want in list(self._wants.values()):
+        for want in self._all():
             if now >= want.deadline:
-                out.append(self._settle(want, Resolved(want.room, None, 0, "unknown_room", "")))
+                out.append(self._settle(want, Resolved(want.room, None, 0, "unknown_room", "", want.asker)))
             elif now >= want.ask_at:
                 if resolved := self._locate(want, now):
                     out.append(self._settle(want, resolved))
@@ -229,9 +236,9 @@ class ResolverCore:
         for some in _chunks(unwatch):
             out.append(Send(BROKER, Unwatch(tuple(some)), cause="settled"))
         new, self._new = self._new, []
-        asking = {want.room: want for want in new if self._wants.get(want.room) is want}
+        asking = dict.fromkeys(want.room for want in new if want in self._wants.get(want.room, ()))
         for some in _chunks(list(asking)):
-            wants = [asking[room] for room in some]
+            wants = [want for room in some for want in self._asking(room)]
             watch_s = max(0.001, min(MAX_WATCH_S, max(want.deadline for want in wants) - now))
             for want in wants:
                 want.asked = True
@@ -248,7 +255,7 @@ class ResolverCore:
         if known is None:
             several = not want.instance and want.dp_rank is not None and len(self._prefill_names()) > 1
             if several:
-                return Resolved(want.room, None, 0, "bad_request", "")
+                return Resolved(want.room, None, 0, "bad_request", "", want.asker)
             self._missing.add(want.instance)
             return None
         info = known.info
@@ -258,14 +265,14 @@ class ResolverCore:
             return None
         dp_rank = want.room % info.dp_size if want.dp_rank is None else want.dp_rank
         if not 0 <= dp_rank < info.dp_size:
-            return Resolved(want.room, None, 0, "bad_rank", "")
+            return Resolved(want.room, None, 0, "bad_rank", "", want.asker)
         rank = known.ranks.get(dp_rank)
         if rank is None or rank.state == "gone" or not rank.endpoint:
             self._missing.add(info.instance)
             return None
         at = Location(info.instance, dp_rank, rank.epoch, rank.endpoint)
         by: FoundBy = "computed" if want.dp_rank is None else "told"
-        return Resolved(want.room, at, max(1, want.attempt), "ok", by)
+        return Resolved(want.room, at, max(1, want.attempt), "ok", by, want.asker)
 
     def _instance(self, want: _Want) -> _Known | None:
         if want.instance:
@@ -276,16 +283,34 @@ class ResolverCore:
     def _prefill_names(self) -> list[str]:
         return [name for name, known in self._known.items() if known.info.role == "prefill"]
 
+    def _of(self, room: int, asker: int) -> _Want | None:
+        return next((want for want in self._wants.get(room, ()) if want.asker == asker), None)
+
+    def _all(self) -> list[_Want]:
+        return [want for wants in self._wants.values() for want in wants]
+
+    def _asking(self, room: int) -> list[_Want]:
+        """Those whose room the broker must find, as no rank was told."""
+        return [want for want in self._wants.get(room, ()) if want.dp_rank is None]
+
     def _settle(self, want: _Want, resolved: Resolved) -> Resolved:
-        del self._wants[want.room]
-        if want.asked:
-            self._unwatch.append(want.room)
+        self._leave(want)
         self.counts[resolved.found_by or "lost"] += 1
         return resolved
 
-    def _lost(self, room: int, code: Code) -> Resolved:
+    def _leave(self, want: _Want) -> None:
+        """It is over; the watch of its room, too, unless another asker waits for it."""
+        others = self._wants[want.room]
+        others.remove(want)
+        if not others:
+            del self._wants[want.room]
+        self._pending -= 1
+        if want.asked and not any(other.asked for other in others):
+            self._unwatch.append(want.room)
+
+    def _lost(self, room: int, asker: int, code: Code) -> Resolved:
         self.counts["lost"] += 1
-        return Resolved(room, None, 0, code, "")
+        return Resolved(room, None, 0, code, "", asker)
 
 
 def _chunks(rooms: list[int]) -> list[list[int]]:

@@ -73,7 +73,6 @@ class Node:
         self.fetch_s = metrics.Histogram()
         self.failure: StartError | None = None
         self.unsent_publications = 0
-        self._locating: dict[int, Rank] = {}
         self._logged: set[tuple[str, bytes]] = set()
         self._on_ready: Callable[[Node], None] | None = None
         self._began = self._said = loop.clock()
@@ -189,7 +188,6 @@ class Node:
 
     def locate(self, rank: Rank, want: Locate) -> None:
         now = self.now
-        self._locating[want.room] = rank
         self._resolve(
             self.resolver.want(
                 want.room,
@@ -197,13 +195,12 @@ class Node:
                 deadline_s=max(0.001, want.deadline - now),
                 prefill_instance=want.prefill_instance,
                 dp_rank=want.dp_rank,
+                asker=rank.dp_rank,
             )
         )
 
     def unlocate(self, rank: Rank, room: int) -> None:
-        if self._locating.get(room) is rank:
-            del self._locating[room]
-            self.resolver.cancel(room)
+        self.resolver.cancel(room, rank.dp_rank)
 
     # --- what comes in ------------------------------------------------------------------------------------------
 
@@ -278,9 +275,7 @@ class Node:
                 except zmq.Again:
                     self.rejected["bootstrap:unsent"] += 1  # the resolver asks again
                 continue
-            rank = self._locating.pop(action.room, None)
-            if rank is None:
-                continue
+            rank = self.ranks[action.asker]
             rank.do(rank.legs.located(action.room, action.at, action.attempt, action.code, action.found_by, self.now))
 
     # --- turns and timers ---------------------------------------------------------------------------------------

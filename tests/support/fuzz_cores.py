@@ -189,9 +189,10 @@ class ResolverFuzz(Core):
                 attempt=rng.randrange(3),
                 prefill_instance=rng.choice(("", "p", "d")),
                 dp_rank=rng.choice((None, None, 0, 3)),
+                asker=rng.randrange(2),
             )
         elif dice < 0.9:
-            core.cancel(rng.randrange(12))
+            core.cancel(rng.randrange(12), rng.randrange(2))
             out = []
         else:
             out = core.tick(self.now)

@@ -230,6 +230,53 @@ def test_a_room_wanted_again_replaces_the_earlier_want() -> None:
     assert core.pending == 0
 
 
+def test_two_askers_of_one_room_both_get_the_answer() -> None:
+    core = ResolverCore()
+    core.want(7, 0.0, deadline_s=30.0, asker=0)
+    core.want(7, 0.0, deadline_s=30.0, asker=1)
+    (query,) = sent(core.flush(0.0), Query)
+    assert query.rooms == (7,)
+    out = core.on_message(Answer(QUERY_ID, (found(7),)), 0.1)
+    assert out == [Resolved(7, where(0), 1, "ok", "asked", asker) for asker in (0, 1)]
+    assert (core.pending, core.flush(0.1)) == (0, [])
+
+
+def test_each_asker_of_a_room_keeps_its_own_deadline_and_attempt() -> None:
+    core = ResolverCore()
+    core.want(7, 0.0, deadline_s=1.0, attempt=1, asker=0)
+    core.want(7, 0.0, deadline_s=3.0, attempt=2, asker=1)
+    (query,) = sent(core.flush(0.0), Query)
+    assert query.watch_s == 3.0, "until the last of them gives up"
+    assert core.on_message(Answer(QUERY_ID, (found(7, attempt=1),)), 0.5) == [
+        Resolved(7, where(0), 1, "ok", "asked", 0)
+    ]
+    core.want(7, 0.6, deadline_s=1.0, attempt=3, asker=0)
+    ended = [(step / 10, each) for step in range(7, 40) for each in resolved(core.tick(step / 10))]
+    assert ended == [(at, Resolved(7, None, 0, "unknown_room", "", asker)) for at, asker in ((1.6, 0), (3.0, 1))]
+    assert core.pending == 0
+
+
+def test_one_asker_is_told_the_rank_and_another_asks_for_it() -> None:
+    core = knowing(instance())
+    assert core.want(7, 0.1, deadline_s=5.0, asker=0) == []
+    assert core.want(7, 0.1, deadline_s=5.0, dp_rank=2, asker=1) == [Resolved(7, where(2), 1, "ok", "told", 1)]
+    core.flush(0.1)
+    out = core.on_message(Answer(QUERY_ID, (found(7),)), 0.2)
+    assert out == [Resolved(7, where(0), 1, "ok", "asked", 0)]
+
+
+def test_a_room_is_watched_until_its_last_asker_leaves() -> None:
+    core = ResolverCore()
+    for asker in (0, 1):
+        core.want(7, 0.0, deadline_s=30.0, asker=asker)
+    core.flush(0.0)
+    core.cancel(7, 0)
+    assert sent(core.flush(0.1), Unwatch) == []
+    core.cancel(7, 1)
+    assert sent(core.flush(0.2), Unwatch) == [Unwatch((7,))]
+    assert core.on_message(Answer(QUERY_ID, (found(7),)), 0.3) == []
+
+
 def test_cancelled_is_never_heard_of_again() -> None:
     core = ResolverCore()
     core.want(7, 0.0, deadline_s=30.0)
