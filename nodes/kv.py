@@ -1,14 +1,15 @@
 """Moving KV blocks between nodes. Owns the transfer's sockets and bytes; decides nothing about legs.
 
-`KvTransfer` is what a backend offers; `ZmqKv` is the first: blocks travel as ZeroMQ frames, straight out of the
-engine's memory where they are large, over one DEALER per peer.
+Blocks travel as ZeroMQ frames, straight out of the engine's memory where they are large, over one DEALER per peer,
+which all ranks of the process share.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import structlog
 import zmq
@@ -29,33 +30,18 @@ Deliver = Callable[[KvMeta | KvBlock | KvFail, bytes | memoryview], None]
 log = structlog.get_logger("node")
 
 
-class KvTransfer(Protocol):
-    """Nothing here blocks or raises for what a peer does."""
-
-    sent_bytes: int
-    received_bytes: int
-
-    def request(self, endpoint: str, message: KvPull | KvDone, deliver: Deliver) -> None:
-        """Send it to the node at `endpoint`; what comes back for the room goes to `deliver` until a KvDone."""
-
-    def serve(self, block: SendBlock, data: memoryview) -> None:
-        """Send one block to a peer that pulled it; it asks again if it does not arrive."""
-
-    def tick(self, now: float) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class _Peer:
-    __slots__ = ("socket", "used_at")
+    __slots__ = ("pulls", "socket", "used_at")
 
     def __init__(self, socket: Socket, now: float) -> None:
         self.socket = socket
         self.used_at = now
+        self.pulls: dict[int, dict[Deliver, None]] = {}  # room -> the ranks of this process that pull it
 
 
 class ZmqKv:
-    """`router` is the process's data ROUTER, over which pulls come in and blocks go out."""
+    """`router` is the process's data ROUTER, over which pulls come in and blocks go out. Nothing here blocks or raises
+    for what a peer does."""
 
     def __init__(self, sockets: Sockets, loop: Loop, router: Socket, *, linger_ms: int = 500) -> None:
         self.sent_bytes = 0
@@ -67,28 +53,28 @@ class ZmqKv:
         self._router = router
         self._linger_ms = linger_ms
         self._peers: dict[str, _Peer] = {}
-        self._deliver: dict[int, tuple[int, Deliver]] = {}  # room -> (attempt, who pulls it)
 
     def request(self, endpoint: str, message: KvPull | KvDone, deliver: Deliver) -> None:
-        known = self._deliver.get(message.room)
-        if isinstance(message, KvPull):
-            self._deliver[message.room] = (message.attempt, deliver)
-        elif known is not None and known[0] == message.attempt:
-            del self._deliver[message.room]
+        """Send it to the node at `endpoint`; what that says of the room goes to `deliver` too, until a KvDone."""
         peer = self._peer(endpoint)
-        if peer is not None:
-            try:
-                peer.socket.send(encode(message), zmq.NOBLOCK)
-                return
-            except zmq.Again:
-                if isinstance(message, KvDone):
-                    self.rejected["unsent"] += 1
-                return  # the pull is repeated
+        if peer is None:
+            if isinstance(message, KvPull):
+                fail = KvFail(message.room, message.attempt, "kv_failed", f"cannot connect to {endpoint[:128]!r}")
+                self._loop.call_later(0.0, lambda: deliver(fail, b""))
+            return
         if isinstance(message, KvPull):
-            fail = KvFail(message.room, message.attempt, "kv_failed", f"cannot connect to {endpoint[:128]!r}")
-            self._loop.call_later(0.0, lambda: self._hand_over(fail, b""))
+            peer.pulls.setdefault(message.room, {})[deliver] = None
+        elif pullers := peer.pulls.pop(message.room, {}):
+            pullers.pop(deliver, None)
+            if pullers:
+                peer.pulls[message.room] = pullers
+        try:
+            peer.socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            self.rejected["unsent"] += isinstance(message, KvDone)  # a pull is repeated
 
     def serve(self, block: SendBlock, data: memoryview) -> None:
+        """Send one block to a peer that pulled it; it asks again if it does not arrive."""
         crc32 = block_crc32(block.room, block.attempt, block.index, data)
         header = encode(KvBlock(block.room, block.attempt, block.index, block.tokens, crc32))
         try:
@@ -98,15 +84,14 @@ class ZmqKv:
             self.unsent_blocks += 1
 
     def tick(self, now: float) -> None:
-        """Close connections that have been idle."""
+        """Close the connections over which nothing is pulled, nor was lately."""
         for endpoint, peer in list(self._peers.items()):
-            if now - peer.used_at >= IDLE_S and not self._deliver:
+            if not peer.pulls and now - peer.used_at >= IDLE_S:
                 self._close_peer(endpoint)
 
     def close(self) -> None:
         for endpoint in list(self._peers):
             self._close_peer(endpoint)
-        self._deliver.clear()
 
     def _peer(self, endpoint: str) -> _Peer | None:
         now = self._loop.clock()
@@ -115,18 +100,23 @@ class ZmqKv:
             if not endpoint.startswith(("ipc:///", "tcp://")):
                 return None
             if len(self._peers) >= MAX_PEERS:
-                self._close_peer(min(self._peers, key=lambda key: self._peers[key].used_at))
+                self._close_peer(min(self._peers, key=self._use))
             try:
                 socket = self._sockets.dealer(endpoint, maximum=KV_MAX)
             except StartError as error:
                 log.warning("kv_peer.unreachable", endpoint=endpoint, error=str(error))
                 return None
-            self._loop.add(socket, self._receive, copied=1)
             peer = self._peers[endpoint] = _Peer(socket, now)
+            self._loop.add(socket, partial(self._receive, peer), copied=1)
         peer.used_at = now
         return peer
 
-    def _receive(self, frames: list[Any]) -> None:
+    def _use(self, endpoint: str) -> tuple[bool, float]:
+        """The least is the first to go: one that is pulled from goes last, and is opened again when that is repeated."""
+        peer = self._peers[endpoint]
+        return bool(peer.pulls), peer.used_at
+
+    def _receive(self, peer: _Peer, frames: list[Any]) -> None:
         try:
             message = decode(frames[0], FROM_NODE_DATA)
             data = frames[1].buffer if len(frames) == 2 else b""
@@ -140,12 +130,8 @@ class ZmqKv:
             self.rejected[error.reason] += 1
             return
         self.received_bytes += len(data)
-        self._hand_over(message, data)
-
-    def _hand_over(self, message: KvMeta | KvBlock | KvFail, data: bytes | memoryview) -> None:
-        known = self._deliver.get(message.room)
-        if known is not None:
-            known[1](message, data)
+        for deliver in tuple(peer.pulls.get(message.room, ())):
+            deliver(message, data)
 
     def _close_peer(self, endpoint: str) -> None:
         socket = self._peers.pop(endpoint).socket

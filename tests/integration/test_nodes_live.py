@@ -243,6 +243,22 @@ def test_decode_asks_the_broker_and_the_broker_answers_when_prefill_registers(cl
     assert last.found_by == "asked"
 
 
+def test_two_ranks_of_a_process_that_want_one_room_both_hear_of_its_end(cluster: Cluster) -> None:
+    cluster.node("prefill", "--sim-base-s", "30")
+    cluster.node("decode", "--dp-size", "2", "--dp-rank", "0-1")
+    second = ("decode", 1)
+    cluster.ready(P, D, second)
+    controller = cluster.controller
+    controller.dispatch(D, "first", PROMPT, bootstrap_room=99, prefill_instance="prefill")
+    controller.dispatch(second, "second", PROMPT, bootstrap_room=99, prefill_instance="prefill")
+    controller.dispatch(P, "p", PROMPT, bootstrap_room=99)
+    controller.tell(P, CancelLeg("p", 1))
+    controller.until(lambda: len(controller.ended) == 3, "end of both decode legs")
+    assert {rid: controller.codes(rid) for rid in ("first", "second")} == {
+        "first": {"decode": "cancelled"}, "second": {"decode": "cancelled"}
+    }  # fmt: skip
+
+
 def test_decode_computes_the_rank_where_the_instance_follows_the_room(cluster: Cluster) -> None:
     cluster.controller.follow = True
     cluster.node("prefill", "--dp-size", "2", "--dp-rank", "0-1")
