@@ -1,4 +1,5 @@
-"""What every `python -m` main shares: one-line errors, exit codes (0 clean, 2 bad setting, 3 no start), READY."""
+"""What every `python -m` main shares: one-line errors, exit codes (0 clean, 2 bad setting, 3 no start, or a start that
+another one has replaced), READY."""
 
 from __future__ import annotations
 

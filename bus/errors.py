@@ -15,7 +15,8 @@ class ConfigError(BusError):
 
 
 class StartError(BusError):
-    """A part could not start (a taken port, a bus that is not there). A process exits 3 on it."""
+    """A part could not start (a taken port, a bus that is not there), or was started again elsewhere and leaves. A
+    process exits 3 on it."""
 
 
 class ProtocolError(BusError):

@@ -46,7 +46,7 @@ Code: TypeAlias = Literal[
     "decode_failed",
     "engine_failed",
     "poison",  # it took down every rank it was given to
-    "fenced",  # a newer attempt exists
+    "fenced",  # a newer attempt, or a later start of the rank, exists
     "draining",
     "shutting_down",
     "bad_version",
@@ -381,6 +381,7 @@ class Hello(_NamedAt, frozen=True, tag="hello"):
     max_running: Count
     block_tokens: Count
     running: Annotated[tuple[tuple[Rid, Attempt], ...], Meta(max_length=65536)] = ()  # what it still runs
+    started_us: Count = 0  # when this epoch began, since 1970: tells which of two starts is the later. 0: not said
 
 
 class Welcome(_OfController, frozen=True, tag="welcome"):

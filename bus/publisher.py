@@ -43,6 +43,7 @@ class Publisher(Service):
     """`with Publisher(bus, instance="prefill-0", dp_rank=0, role="prefill") as publisher: publisher.register(room)`.
 
     ConfigError on a bad argument. What it could not take is counted in `overflows`, what made no sense in `invalid`.
+    When another process publishes for the same rank later on, the broker ignores this one, which is not told.
     """
 
     part = "publisher"

@@ -59,7 +59,9 @@ class Members:
             if rank is not None:
                 losses.append(Loss(rank, f"rank {key[0]}/{key[1]} was restarted"))
                 self._fenced.setdefault(key, deque(maxlen=FENCED_EPOCHS)).append(rank.epoch)
-                self.peers.pop(rank.peer, None)
+                known = self.peers.pop(rank.peer, None) is not None and rank.peer != peer
+                if known and not _is_later(rank.info, hello):  # it may live
+                    out.append(ToNode(rank.peer, _fence(hello), cause="hello"))
             rank = self._table.open(hello)
             out.append(Note("node.registered", cause="hello", fields=_name(rank) | {"epoch": rank.epoch}))
         else:
@@ -144,8 +146,8 @@ class Members:
             return refuse("bad_identity", f"this controller serves {', '.join(self._config.instances)} only")
         if hello.dp_rank >= hello.dp_size:
             return refuse("bad_identity", f"dp_rank {hello.dp_rank} is outside 0..{hello.dp_size - 1}")
-        if hello.epoch in self._fenced.get(key, ()):
-            return refuse("fenced", f"a later start of {key[0]}/{key[1]} has taken its place")
+        if (later := self._later(key, hello)) is not None:
+            return _fence(later)
         if key not in self._table.ranks and len(self._table.ranks) >= self._config.max_ranks:
             return refuse("too_many", f"{self._config.max_ranks} ranks have joined")
         mine = (hello.role, hello.model, hello.dp_size)
@@ -162,6 +164,30 @@ class Members:
                     f"instance {info.instance} is {info.role} of {info.model} with dp_size {info.dp_size} here",
                 )
         return None
+
+    def _later(self, key: MemberKey, hello: Hello) -> Hello | None:
+        """The start that keeps the place of this rank against that of `hello`, if one does.
+
+        Where both say when they began, the later one keeps it while it lives, in whichever order they are heard: so all
+        controllers agree, and the last start is never fenced. Else the one heard of first is taken for the earlier.
+        """
+        rank = self._table.ranks.get(key)
+        if rank is None or rank.epoch == hello.epoch or _is_later(hello, rank.info):
+            return None
+        replaced = hello.epoch in self._fenced.get(key, ())
+        kept = _is_later(rank.info, hello) and self.state(rank) not in DEAD
+        return rank.info if replaced or kept else None
+
+
+def _is_later(one: Hello, other: Hello) -> bool:
+    """Whether `one` is known to have begun after `other`."""
+    known = one.started_us and other.started_us
+    return bool(known and (one.started_us, one.epoch) > (other.started_us, other.epoch))
+
+
+def _fence(later: Hello) -> Refused:
+    where = f"{later.instance}/{later.dp_rank}"
+    return Refused("fenced", f"{where} was started again elsewhere (epoch {later.epoch})")
 
 
 def _name(rank: RankLoad) -> dict[str, Any]:

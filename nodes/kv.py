@@ -112,7 +112,7 @@ class ZmqKv:
         return peer
 
     def _use(self, endpoint: str) -> tuple[bool, float]:
-        """The least is the first to go: one that is pulled from goes last, and is opened again when that is repeated."""
+        """The least is the first to go; one that is pulled from goes last, and is opened anew with its next pull."""
         peer = self._peers[endpoint]
         return bool(peer.pulls), peer.used_at
 

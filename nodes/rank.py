@@ -54,6 +54,7 @@ class Rank:
         self.instance = config.instance
         self.dp_rank = dp_rank
         self.epoch = new_epoch()
+        self.started_us = time.time_ns() // 1000
         self.state: NodeState = "ready"
         self.dirty = True
         self.log = structlog.get_logger("node").bind(dp_rank=dp_rank)
@@ -102,7 +103,7 @@ class Rank:
         return Hello(
             self.instance, self.dp_rank, self.epoch, config.role, spec.model, config.dp_size, self.state,
             self.node.endpoint, spec.max_context, spec.kv_capacity, config.max_running, spec.block_tokens,
-            self.legs.live,
+            self.legs.live, self.started_us,
         )  # fmt: skip
 
     def welcomed(self, link: Link, welcome: Welcome, again: bool) -> None:
@@ -122,6 +123,9 @@ class Rank:
     def pong(self, n: int) -> Pong:
         return Pong(n, self.scheduler.step, self.scheduler.busy)
 
+    def superseded(self, why: str) -> None:
+        self.node.superseded(why)
+
     # --- life ---------------------------------------------------------------------------------------------------
 
     def drain(self, cause: str) -> None:
@@ -133,8 +137,13 @@ class Rank:
         self.legs.drain()
         self.dirty = True
 
+    @property
+    def said_goodbye(self) -> bool:
+        """Whether the bus has carried our goodbye, and every controller's queue has taken it."""
+        return self.on_the_bus == "gone" and not any(link.owes for link in self.links)
+
     def abandon(self) -> None:
-        """The time to drain is over: what still runs is ended with `shutting_down`."""
+        """There is no time to finish: what still runs is ended with `shutting_down`."""
         for rid, attempt in self.legs.live:
             self.do(self.legs.cancel(0, CancelLeg(rid, attempt, "shutting_down"), self.node.now))
 

@@ -127,7 +127,8 @@ class Node:
     # --- life ---------------------------------------------------------------------------------------------------
 
     def run(self, on_ready: Callable[[Node], None]) -> None:
-        """Until drained or stopped. StartError when bus or controllers are not there within `wait_s`."""
+        """Until drained or stopped. StartError when bus or controllers are not there within `wait_s`, or when one of
+        our ranks was started again elsewhere."""
         self._on_ready = on_ready
         self.loop.run()
         if self.failure is not None:
@@ -153,8 +154,20 @@ class Node:
         self._left = True
         self.loop.stop()
 
+    def superseded(self, why: str) -> None:
+        """A later start of one of our ranks has taken its place: the process leaves as a whole, and what runs here ends
+        at once. Before it has served it goes on asking instead: the other may be dead, and its clock have been ahead.
+        """
+        if self._on_ready is not None or self.failure is not None:
+            return
+        log.warning("node.superseded", why=why)
+        self.failure = StartError(f"{why}; this one leaves")
+        self.drain("superseded")
+        for rank in self.ranks.values():
+            rank.abandon()
+
     def close(self) -> None:
-        linger_ms = 0 if self._left or self.failure else LINGER_MS
+        linger_ms = 0 if self._left else LINGER_MS
         self._stop_metrics()
         for rank in self.ranks.values():
             rank.close(linger_ms=linger_ms)
@@ -324,9 +337,10 @@ class Node:
             assert on_ready is not None
             on_ready(self)
         elif now - self._began >= self.config.wait_s:
-            waited = f"waited {self.config.wait_s:g} s"
-            self.failure = StartError(f"{' and '.join(missing)} did not answer ({waited}); is it running?")
-            self.loop.stop()
+            silent = f"{' and '.join(missing)} did not answer (waited {self.config.wait_s:g} s); is it running?"
+            fenced = next((link.fenced for rank in self.ranks.values() for link in rank.links if link.fenced), "")
+            self.failure = StartError(f"{fenced}; this one leaves" if fenced else silent)
+            self.leave()
         elif now - self._said >= SAY_WAITING_S:
             self._said = now
             left_s = round(self.config.wait_s - (now - self._began), 1)
@@ -343,14 +357,17 @@ class Node:
 
     def _check_drained(self, now: float) -> None:
         ranks = self.ranks.values()
-        if self._drain_began is not None and now - self._drain_began >= self.config.drain_s:
+        drained_s = 0.0 if self._drain_began is None else now - self._drain_began
+        if self._drain_began is not None and drained_s >= self.config.drain_s:
             for rank in ranks:
                 rank.abandon()
+        if self.failure is not None and drained_s >= STREAM_GRACE_S:  # its engine hangs, perhaps
+            self.loop.stop()
         ended = [rank.drained_at for rank in ranks]
         if any(at is None for at in ended):
             return
         last = max(at for at in ended if at is not None)
-        if not all(rank.on_the_bus == "gone" for rank in ranks) and now - last < GOODBYE_S:
+        if not all(rank.said_goodbye for rank in ranks) and now - last < GOODBYE_S:
             return  # it is said again with each interval
         if not self.streams.untaken or now - last >= STREAM_GRACE_S:
             self.loop.stop()

@@ -42,6 +42,7 @@ from bus.messages import (
     Ping,
     Pong,
     Progress,
+    Refused,
     Tokens,
     Welcome,
     Who,
@@ -67,6 +68,7 @@ class Controller:
         self.byes: list[str] = []
         self.pongs: list[Pong] = []
         self.numbers: dict[tuple[str, int], int] = {}
+        self.refusal: Refused | None = None  # what every hello is answered with instead of a welcome
         self.router = context.socket(zmq.ROUTER)
         self.router.linger = 0
         self.router.bind(ControllerAddress(base).nodes)
@@ -88,7 +90,7 @@ class Controller:
         if isinstance(message, Hello):
             key = (message.instance, message.dp_rank)
             self.hellos[key], self.peers[key] = message, peer
-            self.tell(key, Welcome("fake", self.epoch, self.follow, 30.0, message.dp_rank))
+            self.tell(key, self.refusal or Welcome("fake", self.epoch, self.follow, 30.0, message.dp_rank))
         elif isinstance(message, Progress):
             self.started += message.started
             self.ended += [(message.instance, end) for end in message.ended]
@@ -391,6 +393,61 @@ def test_a_second_signal_leaves_at_once(cluster: Cluster) -> None:
     cluster.controller.until(lambda: cluster.controller.hellos[U].state == "draining")
     process.send_signal(signal.SIGTERM)
     assert process.wait(5) == 0
+
+
+AGAIN = "unified/1 was started again elsewhere (epoch 9)"
+
+
+def test_a_process_with_a_rank_that_was_started_again_ends_what_it_runs_and_exits_3(cluster: Cluster) -> None:
+    process = cluster.node("unified", "--dp-size", "2", "--dp-rank", "0-1", "--sim-base-s", "0.05")
+    second = ("unified", 1)
+    cluster.ready(U, second)
+    controller = cluster.controller
+    assert abs(controller.hellos[U].started_us / 1e6 - time.time()) < 2 * DEADLINE_S
+    for key, rid in ((U, "a"), (second, "b")):
+        controller.dispatch(key, rid, PROMPT, max_tokens=1000)
+    reader = cluster.reader(U)
+    reader.read("a", stop_after=2)
+    controller.tell(second, Refused("fenced", AGAIN))
+    _, last = reader.read("a")
+    assert last.code == "shutting_down", "its reader is told, and resumes elsewhere"
+    controller.until(lambda: len(controller.byes) == 2, "goodbyes of both ranks")
+    assert {end.rid: end.code for _, end in controller.ended} == {"a": "shutting_down", "b": "shutting_down"}
+    assert process.wait(DEADLINE_S) == 3
+    assert process.stderr is not None
+    lines = process.stderr.read().strip().splitlines()
+    assert lines[-1].endswith(f"error: {AGAIN}; this one leaves")
+    assert not any("Traceback" in line for line in lines)
+
+
+def test_a_fenced_process_whose_engine_hangs_leaves_all_the_same(cluster: Cluster) -> None:
+    process = cluster.node("unified", "--dp-size", "2", "--dp-rank", "1", "--sim-base-s", "1000")
+    second = ("unified", 1)
+    cluster.ready(second)
+    cluster.controller.dispatch(second, "r", PROMPT)
+    cluster.controller.tell(second, Refused("fenced", AGAIN))
+    assert process.wait(DEADLINE_S) == 3
+
+
+def test_a_start_that_is_fenced_before_it_served_asks_until_it_is_welcome_or_gives_up(cluster: Cluster) -> None:
+    controller = cluster.controller
+    controller.refusal = Refused("fenced", AGAIN)
+    process = cluster.node("unified", "--dp-size", "2", "--dp-rank", "1", "--wait-s", "2.6")
+    second = ("unified", 1)
+    controller.until(lambda: second in controller.hellos)
+    assert process.stderr is not None
+    stderr = process.stderr.read()
+    assert process.wait(DEADLINE_S) == 3
+    assert stderr.strip().endswith(f"error: {AGAIN}; this one leaves")
+    cluster.processes.remove(process)
+    process.communicate()
+
+    gone = controller.hellos[second].epoch
+    cluster.node("unified", "--dp-size", "2", "--dp-rank", "1")
+    controller.until(lambda: controller.hellos[second].epoch != gone, "a hello of the next start")
+    controller.refusal = None
+    controller.hellos.clear()
+    cluster.ready(second)
 
 
 def test_a_node_leaves_with_its_parent(cluster: Cluster) -> None:

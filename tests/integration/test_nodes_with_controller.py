@@ -51,11 +51,7 @@ class Stack:
         self.start("controller", "controller", "--controller", self.base)
         for role in ("prefill", "decode"):
             for rank in ("0", "1"):
-                self.start(
-                    f"{role}{rank}", f"nodes.{role}", "--controller", self.base, "--instance", role, "--dp-size", "2",
-                    "--dp-rank", rank, "--data", f"ipc://{directory}", "--engine", "sim", "--sim-base-s", "0.002",
-                    "--block-tokens", "4",
-                )  # fmt: skip
+                self.node(f"{role}{rank}", role, rank)
         for process in self.processes.values():
             assert process.stdout is not None
             assert process.stdout.readline().startswith("READY")
@@ -68,9 +64,17 @@ class Stack:
         self.attempts: dict[str, int] = {}
         self.ends: dict[str, Done | Failed] = {}
 
+    def node(self, name: str, role: str, rank: str) -> None:
+        self.start(
+            name, f"nodes.{role}", "--controller", self.base, "--instance", role, "--dp-size", "2", "--dp-rank", rank,
+            "--data", f"ipc://{self.directory}", "--engine", "sim", "--sim-base-s", "0.002", "--block-tokens", "4",
+        )  # fmt: skip
+
     def start(self, name: str, module: str, *options: str) -> None:
         command = [sys.executable, "-P", "-m", module, "--bus", self.bus, "--watch-parent", *options]
-        self.processes[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.processes[name] = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
     def connect(self, endpoint: str) -> Any:
         socket = self.context.socket(zmq.DEALER)
@@ -160,3 +164,26 @@ def test_ranks_that_drain_lose_nothing_and_leave_with_0(stack: Stack) -> None:
         assert stack.tokens[rid] == sim_generate(prompt, 60, VOCAB)
     assert stack.processes["decode1"].wait(DEADLINE_S) == 0
     assert stack.processes["prefill1"].wait(DEADLINE_S) == 0
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_second_start_of_a_rank_takes_its_place_and_the_first_leaves_with_3(stack: Stack, role: str) -> None:
+    prompts = {f"r{n}": [5 + n % 50] * (20 + n) for n in range(20)}
+    for rid, prompt in prompts.items():
+        stack.submit(rid, prompt, 60)
+    stack.until_ended(1)
+    first = stack.processes[f"{role}1"]
+    stack.node("again", role, "1")
+    again = stack.processes["again"]
+    assert again.stdout is not None
+    line = again.stdout.readline()
+    epoch = line.split("epochs=")[1].split()[0]
+    assert first.wait(DEADLINE_S) == 3
+    assert first.stderr is not None
+    said = first.stderr.read().strip().splitlines()[-1]
+    assert said.endswith(f"error: {role}/1 was started again elsewhere (epoch {epoch}); this one leaves")
+    stack.until_ended(20)
+    for rid, prompt in prompts.items():
+        assert isinstance(stack.ends[rid], Done), stack.ends[rid]
+        assert stack.tokens[rid] == sim_generate(prompt, 60, VOCAB)
+    assert again.poll() is None

@@ -43,10 +43,11 @@ def hello(
     max_running: int = 4,
     model: str = "m",
     running: tuple[tuple[str, int], ...] = (),
+    started_us: int = 0,
 ) -> Hello:
     return Hello(
         instance, dp_rank, epoch, role, model, dp_size, state, f"ipc:///{instance}.{dp_rank}", max_context, kv_capacity,
-        max_running, 16, running,
+        max_running, 16, running, started_us,
     )  # fmt: skip
 
 

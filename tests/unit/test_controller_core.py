@@ -670,9 +670,53 @@ class TestRanks:
         world.join(hello("u", 0, epoch=2))
         assert [d.attempt for d in world.dispatches(U[1])] == [2]
         world.join(U[0], peer="zombie")
-        assert [r.code for r in world.sent(Refused)] == ["fenced"]
+        told = [(a.peer, a.message.code) for a in world.to_nodes if isinstance(a.message, Refused)]
+        assert told == [(peer_of(U[0]), "fenced"), ("zombie", "fenced")], "at once, and whenever it asks"
         assert world.rank(U[0]).epoch == 2
         assert world.rank(U[0]).in_flight == 0
+
+    @pytest.mark.parametrize("order", [(1, 2), (2, 1), (2, 1, 2), (1, 2, 1)])
+    def test_of_two_starts_the_later_has_the_rank_whichever_is_heard_first(self, order: tuple[int, ...]) -> None:
+        starts = {n: hello("u", 0, epoch=100 - n, started_us=n) for n in (1, 2)}
+        world = World()  # it may have been started again itself, and have forgotten the order
+        for n in order:
+            world.join(starts[n])
+        assert world.rank(U[0]).epoch == 98
+        told = {a.peer: a.message for a in world.to_nodes if isinstance(a.message, Refused)}
+        assert {peer: (m.code, m.message) for peer, m in told.items()} == {
+            peer_of(starts[1]): ("fenced", "u/0 was started again elsewhere (epoch 98)")
+        }
+
+    def test_a_start_that_says_it_is_earlier_gets_the_rank_of_a_dead_one(self) -> None:
+        """Clocks of two machines need not agree: a rank that moved must not stay out."""
+        world = World()
+        world.join(hello("u", 0, epoch=1, started_us=2))
+        moved = hello("u", 0, epoch=2, started_us=1)
+        world.join(moved)
+        assert [m.code for m in world.sent(Refused, moved)] == ["fenced"]
+        world.pass_time(3.5)
+        world.join(moved)
+        assert world.rank(moved).epoch == 2
+        assert len(world.sent(Refused)) == 1
+
+    def test_a_start_that_was_replaced_stays_out_also_when_the_later_one_dies(self) -> None:
+        world = World()
+        first, second = (hello("u", 0, epoch=n, started_us=n) for n in (1, 2))
+        world.join(first)
+        world.join(second)
+        world.pass_time(3.5)
+        world.join(first)
+        assert [m.code for m in world.sent(Refused, first)] == ["fenced"] * 2
+        world.join(second)
+        assert world.rank(second).epoch == 2
+        assert not world.sent(Refused, second)
+
+    def test_another_start_over_the_same_connection_is_welcome(self) -> None:
+        world = World()
+        world.join(hello("u", 0, epoch=1), peer="p")
+        world.join(hello("u", 0, epoch=2), peer="p")
+        assert not world.sent(Refused)
+        assert world.rank(U[0]).epoch == 2
 
     def test_a_reconnection_keeps_what_runs_and_redoes_what_the_old_one_swallowed(self) -> None:
         world = unified(U[0])

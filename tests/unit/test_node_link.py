@@ -1,0 +1,119 @@
+"""A rank's link to one controller: what must arrive is kept while the queue is full, and a fence is passed on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import zmq
+
+from bus.codec import decode, encode
+from bus.messages import NODE_TO_CONTROLLER, Bye, Ended, Hello, Message, NodeState, Progress, Refused, Welcome
+from nodes import link as module
+from nodes.link import HELLO_S, MAX_ENDED_PER_MESSAGE, Link
+
+ENDS = [Ended(f"r{n}", 1, "unified", "ok") for n in range(3 * MAX_ENDED_PER_MESSAGE)]
+
+
+class World:
+    """One link with its rank, its sockets and a queue of `space` messages."""
+
+    instance, dp_rank, epoch = "u", 0, 7
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.space = 1000
+        self.queue: list[Message] = []
+        self.state: NodeState = "ready"
+        self.why: list[str] = []
+        self.link = Link(self, self, 0, "", lambda: self.now, lambda socket, error: None)  # type: ignore[arg-type]
+
+    def dealer(self, endpoint: str, *, maximum: int) -> Any:
+        return self
+
+    def send(self, frame: bytes, flags: int) -> None:
+        assert flags == zmq.NOBLOCK
+        if len(self.queue) >= self.space:
+            raise zmq.Again
+        self.queue.append(decode(frame, NODE_TO_CONTROLLER))
+
+    def hello(self) -> Hello:
+        return Hello(self.instance, self.dp_rank, self.epoch, "unified", "m", 1, self.state, "ipc:///u", 9, 9, 9, 4)
+
+    def welcomed(self, link: Link, welcome: Welcome, again: bool) -> None: ...
+
+    def superseded(self, why: str) -> None:
+        self.why.append(why)
+
+    def ended(self) -> list[Ended]:
+        return [end for message in self.queue if isinstance(message, Progress) for end in message.ended]
+
+
+@pytest.fixture
+def world() -> World:
+    world = World()
+    world.link.receive([encode(Welcome("c", 5, False, 3.0, 0))])
+    return world
+
+
+def test_progress_that_the_queue_does_not_take_is_sent_later_in_order(world: World) -> None:
+    world.space = 1
+    world.link.progress([("r0", 1)], ENDS)
+    assert world.ended() == ENDS[:MAX_ENDED_PER_MESSAGE]
+    late = Ended("late", 1, "unified", "ok")
+    world.link.progress([], [late])
+    assert world.link.owes
+    world.space = 2
+    world.link.tick()
+    assert world.ended() == ENDS[: 2 * MAX_ENDED_PER_MESSAGE]
+    world.space = 10
+    world.link.tick()
+    assert world.ended() == [*ENDS, late]
+    assert not world.link.owes
+    world.link.tick()
+    assert len(world.queue) == 4, "each once"
+
+
+def test_the_goodbye_waits_for_the_progress_before_it(world: World) -> None:
+    world.space = 0
+    world.link.progress([], ENDS[:1])
+    world.link.say_bye()
+    assert world.link.owes
+    world.space = 10
+    world.link.tick()
+    assert [type(message) for message in world.queue] == [Progress, Bye]
+    assert not world.link.owes
+
+
+def test_news_of_a_state_is_said_again_although_the_controller_is_heard(world: World) -> None:
+    world.space = 0
+    world.state = "draining"
+    world.link.say_hello()
+    world.space = 10
+    world.now = HELLO_S
+    world.link.tick()
+    assert [message.state for message in world.queue if isinstance(message, Hello)] == ["draining"]
+    world.now = 2 * HELLO_S
+    world.link.tick()
+    assert len(world.queue) == 1
+
+
+def test_what_is_kept_for_a_controller_that_takes_nothing_is_bounded(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_OWED", 10)
+    world.space = 0
+    for end in ENDS:
+        world.link.progress([(end.rid, 1)], [end])
+    world.space = 10
+    world.link.tick()
+    assert world.ended() == ENDS[-10:]
+
+
+def test_the_rank_hears_that_it_was_fenced_and_the_link_until_when(world: World) -> None:
+    world.link.receive([encode(Refused("bad_identity", "no"))])
+    assert (world.why, world.link.fenced) == ([], "")
+    world.link.receive([encode(Refused("fenced", "u/0 was started again elsewhere (epoch 8)"))])
+    assert world.why == [world.link.fenced] == ["u/0 was started again elsewhere (epoch 8)"]
+    world.link.receive([encode(Welcome("c", 5, False, 3.0, 0))])
+    assert world.link.fenced == ""
