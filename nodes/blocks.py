@@ -25,12 +25,7 @@ class BlockRemoved:
     block_hash: int
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksCleared:
-    """Nothing is cached any more."""
-
-
-KvEvent = BlockStored | BlockRemoved | BlocksCleared
+KvEvent = BlockStored | BlockRemoved
 
 
 class BlockPool:
@@ -114,15 +109,6 @@ class BlockPool:
                 self._reclaimable[block] = None
             else:
                 self._free.append(block)
-
-    def clear_cache(self) -> None:
-        """Forget every cached prefix; held blocks stay with their holders."""
-        self._free.extend(self._reclaimable)
-        self._reclaimable.clear()
-        self._hash_of.clear()
-        self._block_of.clear()
-        if self._record_events:
-            self._events = [BlocksCleared()]
 
     def take_events(self) -> list[KvEvent]:
         """What changed in the cache since the last call, in order."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bus.endpoints import BusAddress, ControllerAddress, is_exposed
+from bus.endpoints import BusAddress, ControllerAddress
 from bus.errors import ConfigError
 from bus.messages import MAX_DP_SIZE, Role
 from nodes.engines.factory import EngineConfig
@@ -83,10 +83,6 @@ class NodeConfig:
         if self.data.startswith("ipc://"):
             return f"ipc://{Path(self.data.removeprefix('ipc://')) / f'node-{epoch:016x}'}"
         return self.data
-
-    @property
-    def exposed(self) -> bool:
-        return is_exposed(f"{self.data}:0")
 
 
 def parse_ranks(values: tuple[str, ...]) -> tuple[int, ...]:

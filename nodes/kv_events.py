@@ -12,7 +12,7 @@ from typing import Any
 
 from bus import codec, topics
 from bus.hashing import ROOT
-from nodes.blocks import BlockRemoved, BlockStored, KvEvent
+from nodes.blocks import BlockStored, KvEvent
 
 MAX_BLOCKS = 512  # in a message
 
@@ -46,13 +46,10 @@ class KvEventLog:
                     last["token_ids"].extend(event.tokens)
                 else:
                     maps.append(self._stored(event))
-            elif isinstance(event, BlockRemoved):
-                if last.get("type") == "BlockRemoved":
-                    last["block_hashes"].append(event.block_hash)
-                else:
-                    maps.append({"type": "BlockRemoved", "block_hashes": [event.block_hash], "medium": "GPU"})
+            elif last.get("type") == "BlockRemoved":
+                last["block_hashes"].append(event.block_hash)
             else:
-                maps.append({"type": "AllBlocksCleared"})
+                maps.append({"type": "BlockRemoved", "block_hashes": [event.block_hash], "medium": "GPU"})
         return maps
 
     def _stored(self, event: BlockStored) -> dict[str, Any]:

@@ -54,6 +54,22 @@ def snapshot(node: Node) -> Iterator[Metric]:
     yield counter(
         "pdbus_node_unsent_publications_total", "Publications dropped at a full queue.", node.unsent_publications
     )
+    unsent = {
+        "controller": float(sum(link.unsent for rank in ranks.values() for link in rank.links)),
+        "kv_block": float(node.kv.unsent_blocks),
+        "tokens": float(node.streams.resent_total),
+    }
+    text = "Messages that the queue to a peer did not take; they are sent or asked for again."
+    yield labelled("counter", "pdbus_node_unsent_messages_total", text, "what", unsent)
+    dropped = node.streams.pending_dropped_total
+    yield counter("pdbus_node_attaches_dropped_total", "Attaches forgotten before their request came.", dropped)
+    located = {how: float(node.resolver.counts[how]) for how in ("told", "computed", "asked", "lost")}
+    yield labelled("counter", "pdbus_node_rooms_located_total", "Rooms looked up for decode legs.", "how", located)
+    rooms: Counter[str] = Counter()
+    for rank in ranks.values():
+        rooms.update(rank.publisher.counts)
+    published = {event: float(count) for event, count in rooms.items()}
+    yield labelled("counter", "pdbus_node_rooms_published_total", "What became of our rooms.", "event", published)
     yield Metric(
         "pdbus_node_rejected_messages_total",
         "Messages turned down, by socket and reason.",

@@ -67,9 +67,6 @@ class Offers:
     def __len__(self) -> int:
         return len(self._offers)
 
-    def __contains__(self, room: int) -> bool:
-        return room in self._offers
-
     def open(self, room: int, attempt: int, prompt_tokens: int, now: float) -> None:
         """The room's prompt will be computed here. The caller has closed a lower attempt's offer."""
         assert room not in self._offers

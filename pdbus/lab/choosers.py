@@ -18,7 +18,7 @@ from controller.groups import Metric
 from controller.loads import LoadTable
 from controller.policies import POLICIES, Policy
 from controller.policies.cache_aware import CacheAware
-from nodes.blocks import BlocksCleared, BlockStored, KvEvent
+from nodes.blocks import BlockStored, KvEvent
 from pdbus.lab.config import LabConfig
 
 EPOCH = 1  # of every virtual rank: none restarts
@@ -130,8 +130,6 @@ class TableChooser(Deaf):
         for event in events:
             if isinstance(event, BlockStored):
                 index.stored(key, (event.block_hash,))
-            elif isinstance(event, BlocksCleared):
-                index.forget(key)
             else:
                 index.removed(key, (event.block_hash,))
 

@@ -501,7 +501,8 @@ def test_metrics_show_what_went_on(cluster: Cluster) -> None:
     cluster.node("prefill")
     cluster.node("decode", "--metrics-port", str(port))
     cluster.ready(P, D)
-    pair(cluster, "r", PROMPT, 5)
+    cluster.controller.dispatch(D, "r", PROMPT, bootstrap_room=5, prefill_instance="prefill")
+    cluster.controller.dispatch(P, "r", PROMPT, bootstrap_room=5)
     reader = cluster.reader(D)
     reader.socket.send(b"garbage")
     reader.read("r")
@@ -513,6 +514,12 @@ def test_metrics_show_what_went_on(cluster: Cluster) -> None:
         "pdbus_node_kv_fetch_seconds_count": 1.0,
         'pdbus_node_rejected_messages_total{reason="version",socket="data"}': 1.0,
         'pdbus_node_running{dp_rank="0"}': 0.0,
+        'pdbus_node_unsent_messages_total{what="controller"}': 0.0,
+        'pdbus_node_unsent_messages_total{what="kv_block"}': 0.0,
+        'pdbus_node_unsent_messages_total{what="tokens"}': 0.0,
+        "pdbus_node_attaches_dropped_total": 0.0,
+        'pdbus_node_rooms_located_total{how="asked"}': 1.0,
+        'pdbus_node_rooms_published_total{event="registered"}': 0.0,
     }
 
     def scraped() -> bool:

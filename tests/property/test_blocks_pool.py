@@ -1,4 +1,4 @@
-"""The block pool under any order of takes, commits, releases and clears: no leak, no double use, no false prefix."""
+"""The block pool under any order of takes, commits and releases: no leak, no double use, no false prefix."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bus.hashing import ROOT, block_hashes
-from nodes.blocks import BlockPool, BlockRemoved, BlocksCleared, BlockStored
+from nodes.blocks import BlockPool, BlockStored
 
 SIZE = 2
 
@@ -59,10 +59,6 @@ class PoolMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.held) - 1))
         self.pool.release(self.held.pop(index)[0])
 
-    @rule()
-    def clear(self) -> None:
-        self.pool.clear_cache()
-
     @invariant()
     def consistent(self) -> None:
         self.pool.validate()
@@ -74,11 +70,8 @@ class PoolMachine(RuleBasedStateMachine):
             if isinstance(event, BlockStored):
                 assert event.block_hash not in self.seen
                 self.seen[event.block_hash] = event.parent
-            elif isinstance(event, BlockRemoved):
-                del self.seen[event.block_hash]
             else:
-                assert isinstance(event, BlocksCleared)
-                self.seen.clear()
+                del self.seen[event.block_hash]
         assert self.seen.keys() == self.pool._block_of.keys()
 
     def teardown(self) -> None:

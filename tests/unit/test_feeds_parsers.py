@@ -161,12 +161,11 @@ def test_what_our_nodes_publish_is_in_that_format_and_names_what_requests_name()
     assert batch == Batch((BlockStored(tuple(hashes), None, tuple(tokens), 16),), 2)  # one chain, one event
     assert Translator().changes(batch.events) == (Stored(tuple(hashes)),)
     pool.release(table)
-    pool.take(1)
-    pool.clear_cache()
+    pool.take(2)
     assert log.messages([], 1.6) == []
     (message,) = log.messages(pool.take_events(), 1.7)
     assert split_frames(message)[0] == 1
-    assert parse_batch(message[2]).events == (AllBlocksCleared(),)
+    assert parse_batch(message[2]).events == (BlockRemoved((hashes[2], hashes[1])),)
 
 
 def test_many_events_leave_in_several_messages() -> None:
