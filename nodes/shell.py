@@ -162,6 +162,7 @@ class Node:
             return
         log.warning("node.superseded", why=why)
         self.failure = StartError(f"{why}; this one leaves")
+        self._drain_began = self.now
         self.drain("superseded")
         for rank in self.ranks.values():
             rank.abandon()
@@ -357,11 +358,11 @@ class Node:
 
     def _check_drained(self, now: float) -> None:
         ranks = self.ranks.values()
-        drained_s = 0.0 if self._drain_began is None else now - self._drain_began
-        if self._drain_began is not None and drained_s >= self.config.drain_s:
+        draining_s = -1.0 if self._drain_began is None else now - self._drain_began
+        if draining_s >= self.config.drain_s:
             for rank in ranks:
                 rank.abandon()
-        if self.failure is not None and drained_s >= STREAM_GRACE_S:  # its engine hangs, perhaps
+        if self.failure is not None and draining_s >= STREAM_GRACE_S:  # an engine that hangs holds nobody up
             self.loop.stop()
         ended = [rank.drained_at for rank in ranks]
         if any(at is None for at in ended):
