@@ -1,4 +1,4 @@
-"""The errors pdbus raises. Owns the hierarchy and the failure codes; holds no logic.
+"""The errors pdbus raises. Owns the hierarchy; holds no logic. Failure codes are `bus.messages.Code`.
 
 `assert` is for our own bugs. Anything a peer or a user can cause is one of these.
 """

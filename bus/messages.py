@@ -529,7 +529,7 @@ class Failed(Message, frozen=True, tag="failed"):
 
 
 class Done(Message, frozen=True, tag="done"):
-    """The legs this controller dispatched for `rid` have all ended well."""
+    """The request is over and well; `legs` are those that ended with `ok`, a lost prefill leg is not among them."""
 
     rid: Rid
     attempt: Attempt

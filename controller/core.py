@@ -1,8 +1,8 @@
 """The controller's pure core: `handle(event, now) -> actions`. Joins the parts; the decisions are theirs.
 
 `controller.loads` counts, `controller.health` judges, `controller.members` knows the connections, `controller.life`
-the requests. No sockets, clocks, threads or randomness: the same core runs live, in the replay lab in virtual time,
-and in property tests.
+the requests. No sockets, clocks, threads or randomness, so the core that runs live runs in property tests as well. The
+replay lab has its load table and policies, not this core.
 """
 
 from __future__ import annotations

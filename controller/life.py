@@ -39,6 +39,10 @@ from controller.requests import MENDABLE, ROLES, LegRun, Refusal, Request, State
 
 MAX_ATTEMPT = 1_000_000
 MAX_LOSSES = 4096
+# Failures of the cluster, logged with their rid. What a client got wrong or chose is not: it could fill the log.
+LOGGED: frozenset[Code] = frozenset(
+    {"peer_lost", "unknown_room", "kv_failed", "prefill_failed", "decode_failed", "engine_failed", "poison"}
+)
 _LEG_FAILED: dict[Role, Literal["prefill_failed", "decode_failed"]] = {
     "prefill": "prefill_failed",
     "decode": "decode_failed",
@@ -452,8 +456,9 @@ class Life:
         self._counts[f"failed_{code}"] += 1
         failed = Failed(rid, attempt, code, sentence[:1024], code in RETRYABLE, self.retry_after_s(code))
         out.append(ToClient(peer, failed, cause))
-        if self.trace:
-            out.append(Note("request.failed", "debug", cause, {"rid": rid, "attempt": attempt, "code": code}))
+        if self.trace or code in LOGGED:
+            fields = {"rid": rid, "attempt": attempt, "code": code, "why": sentence}
+            out.append(Note("request.failed", "warning" if code in LOGGED else "debug", cause, fields))
 
 
 def _lane(submit: Submit) -> Hashable:

@@ -1,6 +1,7 @@
-"""The record of one rank (one start of it): facts, last report, counters, estimate. Holds no logic of its own.
+"""The record of one rank (one start of it): facts, last report, counters, estimate. Decides nothing.
 
-`controller.loads` alone changes its numbers; `peer` and `work` belong to the controller's core.
+`controller.loads` changes its numbers, but for `routed_total`, which is `controller.placement`'s; `peer` is
+`controller.members`', `work` is `controller.life`'s.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class RankLoad:
         self.routed_total = 0
         self.ended_total = 0
         self.failed_total = 0
-        # the core's
+        # not the load table's: its connection, and the live requests that have a leg here, by rid
         self.peer: Any = None
         self.work: dict[str, Any] = {}
 

@@ -1,6 +1,6 @@
 """The scheduler processes: blocks, batching, legs, KV transfer, token streams, engines. Knows `bus`, not `controller`.
 
-Pure cores, reused by the trace lab and the tests: `BlockPool`, `Scheduler`, `Legs`, `Streams`. The shell around them:
+Pure cores: `BlockPool` and `Scheduler`, which the replay lab runs too, `Legs`, `Streams`. The shell around them:
 `Node`, one process with one or several ranks (`python -m nodes.prefill|decode|unified`). Names are loaded when they are
 first used; torch only when its engine is built.
 """

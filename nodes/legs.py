@@ -1,9 +1,9 @@
 """All legs of one rank: what it takes in, what it turns down, how each leg ends. Pure; the shell does the actions.
 
-Every leg ends exactly once and is reported once to the controller that owns it (`ledger`). Everything that was
-dispatched is acknowledged, in order, taken or not, which is what the controller's load invariant rests on.
-A decode leg learns its prefill rank before it holds any memory, and asks for memory only when the KV cache is ready
-to be fetched, so prefill and decode ranks cannot wait for each other's memory in a circle.
+Every leg ends exactly once and is reported to the controller that owns it, again where that may have missed it
+(`ledger`). Everything that was dispatched is acknowledged, in order, taken or not, which is what the controller's load
+invariant rests on. A decode leg learns its prefill rank before it holds any memory, and asks for memory only when the
+KV cache is ready to be fetched, so prefill and decode ranks cannot wait for each other's memory in a circle.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from bus.actions import Publish
+from bus.actions import Note, Publish
 from bus.messages import (
     Ack,
     CancelLeg,
@@ -78,6 +78,7 @@ class World:
         self.to_clients: list[ToClient] = []
         self.to_nodes: list[ToNode] = []
         self.published: list[Message] = []
+        self.notes: list[Note] = []
         self.seqs: dict[tuple[str, int, int], int] = {}
         self.after: Callable[[], None] = lambda: None  # called after every event
 
@@ -91,6 +92,8 @@ class World:
                 self.to_nodes.append(action)
             elif isinstance(action, Publish):
                 self.published.append(action.message)
+            else:
+                self.notes.append(action)
         self.core.validate()
         self.after()
 

@@ -363,6 +363,19 @@ class TestRetries:
         assert not world.dispatches(nodes[3])
         world.assert_empty()
 
+    def test_what_failed_in_the_cluster_is_in_the_log_by_its_rid(self) -> None:
+        """And what a client got wrong is not, or it could fill the log."""
+        world = unified(attempts=2)
+        world.submit(submit("wrong", prompt_tokens=0))
+        world.submit(submit("killer"))
+        for node in U:
+            world.feed(Unreachable(peer_of(node)))
+        assert [failed.code for failed in world.answers(Failed)] == ["empty_prompt", "poison"]
+        (note,) = [note for note in world.notes if note.event == "request.failed"]
+        assert (note.level, note.cause) == ("warning", "rank.lost")
+        assert note.fields.items() >= {"rid": "killer", "attempt": 2, "code": "poison"}.items()
+        assert "u/1" in note.fields["why"]
+
     def test_poison_is_known_again_when_its_client_comes_back_without_progress(self) -> None:
         world = unified(U[0])
         for epoch in (1, 2, 3):  # its only rank dies of it, and is started again each time
