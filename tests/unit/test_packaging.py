@@ -5,11 +5,15 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from nodes.engines.needs import TORCH_EXTRA
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("bus", "nodes", "controller", "pdbus")
@@ -32,6 +36,14 @@ def test_the_distribution_is_installed_with_its_command() -> None:
     entry_points = {entry.name: entry.value for entry in distribution.entry_points}
     assert entry_points["pdbus"]
     assert {entry.group for entry in distribution.entry_points} == {"console_scripts", "pytest11"}
+
+
+def test_what_a_user_is_told_to_install_is_what_the_extra_has() -> None:
+    """By the packages' names: no index need have pdbus itself."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert " ".join(["pip install", *(re.split("[<>=~!]", need)[0] for need in extras["torch"])]) == TORCH_EXTRA
+    told = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if "pdbus[" in path.read_text()]
+    assert not told, "names an index that has no pdbus"
 
 
 @pytest.mark.parametrize("package", ["bus", "controller"])

@@ -13,6 +13,7 @@ import pytest
 from bus.errors import ConfigError
 from nodes.engines import smollm2
 from nodes.engines.cache import cache_root, made_once
+from nodes.engines.needs import TORCH_EXTRA
 from nodes.engines.tokenizer import ByteTokenizer, StreamDecoder, tokenizer_for
 
 TEXTS = [
@@ -87,7 +88,7 @@ def test_sim_and_tokenizer_need_neither_torch_nor_numpy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
-    assert done.stdout == "the torch engine needs the Python package 'torch'; run: pip install 'pdbus[torch]'\n"
+    assert done.stdout == f"the torch engine needs the Python package 'torch'; run: {TORCH_EXTRA}\n"
 
 
 def test_missing_model_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
