@@ -495,7 +495,7 @@ class Submit(Message, frozen=True, tag="submit"):
     deadline_s: Seconds = 0.0  # 0: none
     priority: Priority = 0
     block_tokens: Count = 0
-    block_hashes: Annotated[bytes, Meta(max_length=1 << 19)] = b""  # 8 bytes little-endian a full prompt block
+    block_hashes: Annotated[bytes, Meta(max_length=1 << 19)] = b""  # 8 bytes a full prompt block
 
 
 class Params(Message, frozen=True, tag="params"):

@@ -164,7 +164,7 @@ def test_cancel_reaches_the_node_and_the_client(sockets: Sockets, config: Contro
 
 
 def test_garbage_is_answered_counted_and_harms_nobody(sockets: Sockets, config: ControllerConfig) -> None:
-    """M10"""
+    """M10 M69"""
     with Controller(config) as controller:
         (node,) = joined(sockets, config, hello("u", 0, dp_size=1), eager=True)
         client = Client(sockets, config.controller)

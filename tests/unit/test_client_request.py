@@ -118,6 +118,7 @@ def test_no_more_than_was_asked_for() -> None:
 
 
 def test_silence_is_asked_about_once_then_resumed_elsewhere() -> None:
+    """M73: the same rid and room, the next attempt, prompt and output so far."""
     d = Driver()
     d.accept()
     d.tokens(0, 10)
@@ -145,6 +146,7 @@ def test_signs_of_life_are_enough() -> None:
 
 
 def test_a_failed_stream_leaves_the_controller_the_first_word() -> None:
+    """M74 M73"""
     d = Driver()
     d.accept()
     assert d.tokens(0, finish="failed", code="prefill_failed") == []
@@ -153,6 +155,27 @@ def test_a_failed_stream_leaves_the_controller_the_first_word() -> None:
     # and if the controller says nothing, the client acts
     d.tokens(0, finish="failed", code="fenced", attempt=2, peer=RANK_1.endpoint)
     assert submit_in(d.wait(VERDICT_S + 0.5)).attempt == 3
+
+
+def test_done_is_not_the_end_of_the_output() -> None:
+    """M74: the last tokens are on their way from the rank; if they got lost, they are asked for."""
+    d = Driver()
+    d.accept()
+    d.tokens(0, 10)
+    d.receive(Done("r", 1, ()))
+    assert d.result is None
+    assert d.wait(SILENCE_S + 0.1) == [Attach("r", 1, 1)]
+    d.tokens(1, 11, finish="stop")
+    assert d.result is not None
+    assert (d.result.ids, d.result.finish) == ((10, 11), "stop")
+
+
+def test_finish_without_done_is_the_end() -> None:
+    d = Driver()
+    d.accept()
+    assert d.tokens(0, 10, finish="stop") == [Detach("r", 1)]
+    assert d.result is not None
+    assert d.result.finish == "stop"
 
 
 def test_a_waiting_request_is_not_mistaken_for_a_dead_controller() -> None:

@@ -221,6 +221,7 @@ def test_a_bad_pair_fails_with_its_code_and_goes_nowhere(wish: dict[str, Any], c
 
 @pytest.mark.parametrize("frames", [(), (prompt(10),), (prompt(9), PARAMS), (prompt(10), PARAMS, b"")])
 def test_a_payload_that_does_not_match_its_header_is_refused(frames: tuple[bytes, ...]) -> None:
+    """M69"""
     world = unified()
     world.submit(submit("r"), frames=frames)
     assert failure(world).code == "bad_request"
@@ -254,6 +255,7 @@ class TestIdentity:
         assert len(world.answers(Accepted)) == 2
 
     def test_the_same_submit_from_a_client_that_reconnected_is_answered_not_run_again(self) -> None:
+        """M71"""
         world = unified()
         world.submit(submit("r"), peer="before")
         world.submit(submit("r"), peer="after")
@@ -265,6 +267,7 @@ class TestIdentity:
         world.assert_empty()
 
     def test_another_request_under_a_live_rid_is_refused(self) -> None:
+        """M71"""
         world = unified()
         world.submit(submit("r"))
         world.submit(submit("r", prompt_tokens=11), peer="thief")
@@ -273,6 +276,7 @@ class TestIdentity:
         assert len(world.core.life.requests) == 1
 
     def test_a_higher_attempt_supersedes_and_fences_the_old_one(self) -> None:
+        """M72"""
         world = unified()
         world.submit(submit("r"), peer="old")
         (first,) = world.dispatches(U[0])
@@ -432,6 +436,7 @@ class TestRetries:
 
 class TestEnds:
     def test_cancel_ends_both_legs_and_answers_at_once(self) -> None:
+        """M76"""
         world = pd()
         world.submit(submit("r", "pair"))
         world.feed(FromClient("client", Cancel("r"), ()))

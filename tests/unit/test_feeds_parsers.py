@@ -169,6 +169,7 @@ def test_what_our_nodes_publish_is_in_that_format_and_names_what_requests_name()
 
 
 def test_many_events_leave_in_several_messages() -> None:
+    """M70"""
     log = KvEventLog("p", 0, 1)
     messages = log.messages(
         [PoolStored(n + 1, 0, (n,)) for n in range(1_000)] + [PoolRemoved(n) for n in range(9)], 0.0

@@ -318,6 +318,7 @@ def test_what_a_rank_turns_down(world: World, pair: tuple[Rank, Rank], changes: 
     ],
 )
 def test_a_bad_payload_is_rejected_and_acknowledged(world: World, frames: list[bytes], why: str) -> None:
+    """M69"""
     rank = Rank(world, "prefill", "p")
     rank.do(rank.legs.ingest(0, Dispatch("r", 1, "prefill", 0, 7, 1, 3, 3, 6, bootstrap_room=1), frames, world.now))
     assert rank.code("r") == "bad_message"

