@@ -1,7 +1,7 @@
 """The record of one rank (one start of it): facts, last report, counters, estimate. Decides nothing.
 
-`controller.loads` changes its numbers, but for `routed_total`, which is `controller.placement`'s; `peer` is
-`controller.members`', `work` is `controller.life`'s.
+`controller.loads` changes its numbers, but for `routed_total`, which is `controller.placement`'s. What is no number
+belongs to who uses it: `peer` to `controller.members`, `work` to `controller.life`.
 """
 
 from __future__ import annotations
