@@ -71,7 +71,7 @@ SENT_AT_LEAST_S = 1.0
 
 
 class ControllerCore:
-    """One controller, from `now` (seconds, monotonic) on. `policies` replaces methods by objects (the lab's own)."""
+    """One controller, from `now` (seconds, monotonic) on. `policies` replaces methods by policies of your own."""
 
     def __init__(
         self, config: ControllerConfig, epoch: int, now: float, policies: Mapping[Role, Policy] | None = None

@@ -65,20 +65,22 @@ def generate(endpoint: str, prompt: list[int], max_tokens: int, *, leg: str, tim
     rid = f"foreign-{secrets.token_hex(8)}"
     room = secrets.randbelow(2**63) if leg == "pair" else None
     attempt = have = 0  # `have`: index of the next token we want
-    finished = done = False
+    finished = False
     try:
         submit = encode("submit", rid, leg, len(prompt), max_tokens, room)  # the other fields take their defaults
         controller.send_multipart([submit, struct.pack(f"<{len(prompt)}i", *prompt), encode("params")])
         heard_at = time.monotonic()
-        while not (finished and done):
+        while not finished:  # `done` may come before or after; the output ends with `finish`
             ready = dict(poller.poll(250))
             if ready:
                 heard_at = time.monotonic()
             elif time.monotonic() - heard_at > timeout_s:
-                who = "the controller" if rank is None or finished else "the rank that decodes"
+                who = "the controller" if rank is None else "the rank that decodes"
                 raise Silent(f"{who} has said nothing for {timeout_s:g} s")
             if controller in ready:
                 tag, *fields = decode(controller.recv_multipart()[0])
+                if tag == "accepted" and fields[4] is None:  # it waits for a rank there
+                    continue
                 if tag == "accepted" and fields[1] > attempt:  # again, with a new attempt, when a rank was lost
                     _, attempt, _, prefill, decode_at = fields[:5]
                     where = " and ".join(f"{at[0]}/{at[1]}" for at in (prefill, decode_at) if at)
@@ -86,15 +88,13 @@ def generate(endpoint: str, prompt: list[int], max_tokens: int, *, leg: str, tim
                     if rank is not None:
                         poller.unregister(rank)
                         rank.close()
-                    rank, finished = dealer(context, decode_at[3]), False
+                    rank = dealer(context, decode_at[3])
                     rank.send(encode("attach", rid, attempt, have))
                     poller.register(rank, zmq.POLLIN)
                 elif tag == "failed":
                     raise Failed(f"{fields[2]}: {fields[3]}")
                 elif tag == "refused":
                     raise Failed(f"{fields[0]}: {fields[1]}")
-                elif tag == "done":
-                    done = True
             if rank is not None and rank in ready:
                 tag, *fields = decode(rank.recv_multipart()[0])
                 if tag != "tokens" or fields[1] != attempt:
@@ -113,7 +113,7 @@ def generate(endpoint: str, prompt: list[int], max_tokens: int, *, leg: str, tim
                 elif finish:
                     print(f"attempt {attempt} ended: {code}: {message}", file=sys.stderr)  # another may follow
     finally:
-        if attempt and not finished:
+        if not finished:
             controller.send(encode("cancel", rid))
         context.destroy(linger=500)
 

@@ -157,7 +157,7 @@ def test_a_bad_prompt_is_refused(directory: Path, prompt: str) -> None:
 
 
 def test_a_client_takes_each_token_once_and_of_its_attempt_alone(directory: Path) -> None:
-    """M62: repeats, overlaps, a gap and a rank of an older attempt, made by a raw controller and raw ranks."""
+    """M62 M74: repeats, overlaps, a gap and a rank of an older attempt, made by a raw controller and raw ranks."""
     peers = Peers()
     controller = peers.make(zmq.ROUTER, bind=f"ipc://{directory}/c")
     ranks = [peers.make(zmq.ROUTER, bind=f"ipc://{directory}/d{at}") for at in range(2)]
@@ -178,7 +178,9 @@ def test_a_client_takes_each_token_once_and_of_its_attempt_alone(directory: Path
             heard.append(decode(attach))
             return reader
 
+        controller.send_multipart([peer, encode("accepted", rid, 1, room, None, None)])  # it waits for a rank
         first = accept(1)
+        controller.send_multipart([peer, encode("done", rid, 1, [])])  # which is not the end of its output
         for start, ids in [(0, [10, 11]), (0, [10, 11]), (1, [11, 12]), (9, [99])]:
             ranks[0].send_multipart([first, encode("tokens", rid, 1, start, ids)])
         heard.append(decode(receive(ranks[0])[1]))
@@ -187,7 +189,6 @@ def test_a_client_takes_each_token_once_and_of_its_attempt_alone(directory: Path
         ranks[1].send_multipart([second, encode("tokens", rid, 1, 3, [77])])
         ranks[1].send_multipart([second, encode("tokens", rid, 2, 3, [13, 14, 15], "length", "ok", "", "told")])
         heard.append(decode(receive(ranks[1])[1]))
-        controller.send_multipart([peer, encode("done", rid, 2, [])])
 
     server = threading.Thread(target=serve)
     server.start()
