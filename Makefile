@@ -69,7 +69,6 @@ fault: setup ## The fault suite: kill, stop and restart every part at every stag
 fuzz: setup ## A million random messages to every core, for ten minutes at most
 	@PYTHONPATH=tests/support $(BIN)/python -m fuzz_cores --messages 1000000 --seconds 600
 
-.PHONY: golden dist test-dist
 golden: setup ## Add the bytes to new messages in tests/golden
 	@PYTHONPATH=tests/support $(BIN)/python -m golden_frames
 
