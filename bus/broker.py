@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import structlog
 import zmq
 
 from bus import codec, metrics, topics
@@ -25,6 +24,7 @@ from bus.endpoints import BusAddress
 from bus.epochs import new_epoch
 from bus.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from bus.frames import send
+from bus.logs import get_logger
 from bus.loop import Loop
 from bus.messages import PUBLICATIONS, TO_BROKER, Code, Message, Query, Refused
 from bus.security import load_keys
@@ -40,7 +40,7 @@ _PUB_INSIDE = "inproc://publish"
 _SUB_INSIDE = "inproc://subscribe"
 _GAUGES = ("rooms_alive", "rooms_held", "watches", "ranks")
 
-log = structlog.get_logger("broker")
+log = get_logger("broker")
 
 
 @dataclass(frozen=True)

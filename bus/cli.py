@@ -11,6 +11,7 @@ import select
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import click
@@ -26,6 +27,13 @@ _NoArguments: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())  # since 
 def run(command: click.Command, program: str) -> None:
     """Run `command` and leave; whatever a user can cause is one line on stderr and a non-zero exit."""
     _make_streams_safe()
+    try:
+        _run(command, program)
+    finally:
+        _forget_unwritten_errors()
+
+
+def _run(command: click.Command, program: str) -> NoReturn:
     try:
         command.main(prog_name=program, standalone_mode=False)
     except click.exceptions.Exit as done:
@@ -61,8 +69,17 @@ def _make_streams_safe() -> None:
             stream.reconfigure(errors="replace")
 
 
+def _forget_unwritten_errors() -> None:
+    """What stderr could not take (full disk, closed pipe) would make the exit code 120 at the interpreter's end."""
+    try:
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
 def _fail(program: str, message: str, code: int) -> NoReturn:
-    print(f"{program}: error: {' '.join(message.split())}", file=sys.stderr)
+    with suppress(OSError):  # the exit code says it too
+        print(f"{program}: error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
 
 

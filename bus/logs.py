@@ -1,19 +1,88 @@
-"""structlog for every process: readable on a terminal, JSON lines otherwise, always on stderr."""
+"""Where events go: structlog for a process of ours (stderr), the host's own logging for a part that it embeds.
+
+`get_logger` is for all of pdbus. Its events go to structlog where somebody has configured it (a main with `configure`,
+or the host), else to stdlib `logging` under `pdbus.*`, which prints nothing until the host asks for it. An event that
+cannot be written (disk full, pipe closed) is counted and forgotten: no part ends because of its log.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
+import threading
+from typing import Any
 
 import structlog
 
 LEVELS = ("debug", "info", "warning", "error")
+_ROOT = "pdbus"
+
+logging.getLogger(_ROOT).addHandler(logging.NullHandler())
+_lost = 0
+_counting = threading.Lock()
+
+
+class Logger:
+    """Events of one part, as `log.info("node.registered", instance=..., dp_rank=...)`; `bind` adds keys to them all.
+
+    Never raises for what becomes of an event. Nothing is looked up before an event happens, so that the host may
+    configure its logging after it has imported us.
+    """
+
+    __slots__ = ("_bound", "_name", "_stdlib")
+
+    def __init__(self, name: str, bound: dict[str, object] | None = None) -> None:
+        self._name = name
+        self._bound = bound or {}
+        self._stdlib = logging.getLogger(name)
+
+    def bind(self, **fields: object) -> Logger:
+        return Logger(self._name, self._bound | fields)
+
+    def debug(self, event: str, **fields: object) -> None:
+        self._write("debug", logging.DEBUG, event, fields)
+
+    def info(self, event: str, **fields: object) -> None:
+        self._write("info", logging.INFO, event, fields)
+
+    def warning(self, event: str, **fields: object) -> None:
+        self._write("warning", logging.WARNING, event, fields)
+
+    def error(self, event: str, **fields: object) -> None:
+        self._write("error", logging.ERROR, event, fields)
+
+    def exception(self, event: str, **fields: object) -> None:
+        """An error, with the traceback of the exception being handled."""
+        self._write("exception", logging.ERROR, event, fields)
+
+    def _write(self, method: str, level: int, event: str, fields: dict[str, object]) -> None:
+        try:
+            if structlog.is_configured():
+                getattr(structlog.get_logger(self._name), method)(event, **self._bound | fields)
+            elif self._stdlib.isEnabledFor(level):
+                every = self._bound | fields
+                line = " ".join([event, *(f"{key}={value!r}" for key, value in every.items())])
+                failing = method == "exception"
+                self._stdlib.log(level, "%s", line, exc_info=failing, extra={"fields": every}, stacklevel=3)
+        except Exception:  # of a stream, a handler or a processor, which may raise anything
+            _count_loss()
+
+
+def get_logger(part: str) -> Logger:
+    """The logger of one part: `pdbus.<part>`."""
+    return Logger(f"{_ROOT}.{part}")
+
+
+def lost() -> int:
+    """How many events of this process could not be written."""
+    return _lost
 
 
 def configure(level: str = "info", **bound: object) -> None:
-    """Once, in main. `bound` keys (part, instance, dp_rank) appear on every line."""
+    """Once, in a main: events go to stderr, readable on a terminal, JSON lines otherwise. `bound` keys (part, instance,
+    dp_rank) appear on every line."""
     terminal = sys.stderr.isatty()
-    renderer = structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()
+    renderer: Any = structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -23,8 +92,13 @@ def configure(level: str = "info", **bound: object) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(**bound)
+
+
+def _count_loss() -> None:
+    global _lost
+    with _counting:
+        _lost += 1

@@ -20,13 +20,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import structlog
 import zmq
 
 from bus.frames import ALL, has_message, receive
 from bus.sockets import Socket
 
-log = structlog.get_logger("bus")
 Handler = Callable[[list[Any]], None]
 MAX_IDLE_MS = 1_000
 

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from bus import logs
 from bus.errors import StartError
 
 HOST = "127.0.0.1"
@@ -122,6 +123,7 @@ class _Reader(Collector):
     def collect(self) -> Iterator[Family]:
         for metric in self._snapshot():
             yield _family(metric)
+        yield _family(counter("pdbus_log_events_lost_total", "events that the log could not take", logs.lost()))
 
 
 def _family(metric: Metric) -> Family:

@@ -10,7 +10,6 @@ import threading
 from collections import Counter, deque
 from typing import Literal, TypeAlias
 
-import structlog
 from msgspec import ValidationError, convert, to_builtins
 
 from bus import codec, subscription, topics
@@ -18,6 +17,7 @@ from bus.actions import Publish
 from bus.endpoints import BusAddress
 from bus.epochs import new_epoch
 from bus.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from bus.logs import get_logger
 from bus.loop import Loop
 from bus.messages import PUBLICATIONS, Code, Conflict, Load, Member, NodeState, Role
 from bus.publications import PublisherCore
@@ -36,7 +36,7 @@ _Command: TypeAlias = (
     | tuple[Literal["follow"], bool]
 )
 
-log = structlog.get_logger("publisher")
+log = get_logger("publisher")
 
 
 class Publisher(Service):

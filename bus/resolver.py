@@ -10,13 +10,13 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-import structlog
 import zmq
 
 from bus import codec, subscription, topics
 from bus.actions import Send
 from bus.endpoints import BusAddress
 from bus.errors import LocalProtocolError, RemoteProtocolError
+from bus.logs import get_logger
 from bus.loop import Loop
 from bus.messages import FROM_BROKER, Code, Location, Message
 from bus.resolution import Action, Resolved, ResolverCore
@@ -29,7 +29,7 @@ __all__ = ["Resolved", "Resolver", "ResolverCore"]
 TICK_S = 0.02
 WANTS_MAX = 65_536
 
-log = structlog.get_logger("resolver")
+log = get_logger("resolver")
 
 
 class Resolver(Service):

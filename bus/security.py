@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import structlog
 import zmq
 import zmq.utils.z85
 from zmq.utils.monitor import recv_monitor_message
 
 from bus.errors import ConfigError
+from bus.logs import get_logger
 
 Domain = Literal["nodes", "clients"]
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
@@ -30,7 +30,7 @@ REFUSALS_LOGGED = 1000  # a domain; all are counted
 _STOP, _WATCH = b"stop", b"watch"
 _NO_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
-log = structlog.get_logger("bus")
+log = get_logger("bus")
 
 
 @dataclass(frozen=True)

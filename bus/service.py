@@ -9,8 +9,7 @@ import threading
 from types import TracebackType
 from typing import Self
 
-import structlog
-
+from bus.logs import get_logger
 from bus.loop import Loop
 
 
@@ -61,5 +60,5 @@ class Service:
         try:
             self.loop.run()
         except Exception:
-            structlog.get_logger(self.part).exception(f"{self.part}.failed")
+            get_logger(self.part).exception(f"{self.part}.failed")
             raise

@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-import structlog
 import zmq
 
 from bus.endpoints import is_exposed, private_dir
 from bus.errors import StartError
+from bus.logs import get_logger
 from bus.security import Domain, Gatekeeper, Keys
 
 HEADER_MAX = 1 << 20  # frames on control sockets that carry no payload
@@ -30,7 +30,7 @@ HEARTBEAT_MS = 1_000
 HEARTBEAT_TIMEOUT_MS = 3_000
 YOUNG_S = 5.0  # a socket file as young as this may not listen yet
 
-log = structlog.get_logger("bus")
+log = get_logger("bus")
 Socket = zmq.Socket[bytes]
 
 

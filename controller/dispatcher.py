@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TypeAlias
 
-import structlog
-
 from bus import codec
 from bus.errors import ConfigError, ProtocolError
 from bus.hashing import hash_chain, pack_hashes
@@ -36,7 +34,6 @@ from controller.shell import LOCAL, Controller
 
 MAX_HANDED_OVER = 4096
 
-log = structlog.get_logger("controller")
 Answer: TypeAlias = Accepted | Done | Failed
 
 

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import structlog
 import zmq
 
 from bus import codec, metrics, subscription, topics
@@ -24,6 +23,7 @@ from bus.endpoints import BusAddress, ControllerAddress
 from bus.epochs import new_epoch
 from bus.errors import BusError, LocalProtocolError, RemoteProtocolError
 from bus.frames import send
+from bus.logs import get_logger
 from bus.loop import Loop
 from bus.messages import (
     CLIENT_TO_CONTROLLER,
@@ -66,7 +66,7 @@ PEERS_REMEMBERED = 4096
 LOCAL = "local"  # the peer that is this process; routing ids are bytes
 SUBSCRIPTIONS = (topics.LOAD, topics.ROOMS, topics.MEMBER, topics.SENT, topics.BEACON)
 
-log = structlog.get_logger("controller")
+log = get_logger("controller")
 
 
 class Controller(Service):

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import structlog
 import zmq
 
 from bus.actions import Send
 from bus.codec import decode, encode
 from bus.errors import RemoteProtocolError, StartError
+from bus.logs import get_logger
 from bus.loop import Loop
 from bus.messages import FROM_NODE_DATA, KvBlock, KvDone, KvFail, KvMeta, KvPull
 from bus.sockets import KV_MAX, Socket, Sockets
@@ -27,7 +27,7 @@ IDLE_S = 60.0
 MAX_PEERS = 1024
 Deliver = Callable[[KvMeta | KvBlock | KvFail, bytes | memoryview], None]
 
-log = structlog.get_logger("node")
+log = get_logger("node")
 
 
 class _Peer:

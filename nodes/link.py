@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import structlog
 import zmq
 
 from bus.codec import decode, encode
 from bus.errors import LocalProtocolError, RemoteProtocolError
+from bus.logs import get_logger
 from bus.messages import (
     CONTROLLER_TO_NODE,
     Bye,
@@ -39,7 +39,7 @@ MAX_ENDED_PER_MESSAGE = 128  # so that both fit in a frame with the longest rids
 MAX_STARTED_PER_MESSAGE = 512
 MAX_OWED = 65_536  # beginnings, and ends, kept for a controller whose queue is full
 
-log = structlog.get_logger("node")
+log = get_logger("node")
 
 
 class LinkedRank(Protocol):

@@ -11,7 +11,6 @@ from types import FrameType
 from typing import Any
 
 import click
-import structlog
 
 from bus import cli, logs
 from bus.endpoints import default_bus, default_controller, runtime_dir
@@ -33,7 +32,7 @@ _WORK = {
 }
 _DEFAULTS = {"torch": (16, 256), "sim": (256, 2048)}  # --max-running, --chunk-tokens
 
-log = structlog.get_logger("node")
+log = logs.get_logger("node")
 
 
 def command(role: Role) -> click.Command:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import structlog
-
 from bus.actions import Note, Send
 from bus.epochs import new_epoch
+from bus.logs import get_logger
 from bus.messages import (
     CancelLeg,
     Conflict,
@@ -57,7 +56,7 @@ class Rank:
         self.started_us = time.time_ns() // 1000
         self.state: NodeState = "ready"
         self.dirty = True
-        self.log = structlog.get_logger("node").bind(dp_rank=dp_rank)
+        self.log = get_logger("node").bind(dp_rank=dp_rank)
         spec = engine.spec
         pool = BlockPool(spec.blocks, spec.block_tokens, record_events=config.role != "decode")
         self.scheduler = Scheduler(pool, max_running=config.max_running, chunk_tokens=config.chunk_tokens)

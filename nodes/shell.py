@@ -10,7 +10,6 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-import structlog
 import zmq
 
 from bus import metrics, subscription, topics
@@ -19,6 +18,7 @@ from bus.codec import decode, encode
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.epochs import new_epoch
 from bus.errors import RemoteProtocolError, StartError
+from bus.logs import get_logger
 from bus.loop import Loop
 from bus.messages import (
     FROM_BROKER,
@@ -56,7 +56,7 @@ STREAM_GRACE_S = 5.0  # a drained process waits this long for readers to take th
 LINGER_MS = 500
 MAX_LOGGED_PEERS = 1024
 
-log = structlog.get_logger("node")
+log = get_logger("node")
 
 
 class Node:

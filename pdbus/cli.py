@@ -6,7 +6,7 @@ from importlib import import_module
 
 import click
 
-from bus import cli
+from bus import cli, logs
 
 # name -> (module, attribute, what it does)
 COMMANDS = {
@@ -43,6 +43,7 @@ class _LazyGroup(click.Group):
 @click.version_option(package_name="pdbus", prog_name="pdbus")
 def pdbus() -> None:
     """Prefill/decode-split LLM serving over ZeroMQ: run a cluster, send it prompts, look at its ranks."""
+    logs.configure("warning", part="pdbus")
 
 
 def main() -> None:

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import structlog
-
 from bus.errors import RemoteProtocolError
+from bus.logs import get_logger
 from bus.loop import Loop, Timer
 from bus.messages import Load, MemberKey
 from bus.sockets import Socket, Sockets
@@ -24,7 +23,7 @@ from controller.feeds.settings import EngineSettings
 
 REPLAY_S = 2.0  # an answer that pauses for so long is over
 
-log = structlog.get_logger("controller")
+log = get_logger("controller")
 
 
 class EngineFeed:

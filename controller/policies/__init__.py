@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import structlog
-
 from bus.errors import ConfigError
+from bus.logs import get_logger
 from bus.messages import Role
 from controller.policies.base import Policy
 from controller.policies.cache_aware import CacheAware
@@ -33,7 +32,7 @@ REMOVED = {
     "prefill_round_robin_balance": "--prefill-method round_robin",
 }
 
-log = structlog.get_logger("controller")
+log = get_logger("controller")
 
 
 def resolve(method: str, role: Role) -> str:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from bus import cli
+from bus import cli, logs
 
 STDIN = 0
 
@@ -48,6 +48,7 @@ class Parent:
 
 
 def main() -> None:
+    logs.configure("warning", part="bench")
     target, settings = sys.argv[1], json.loads(sys.argv[2])
     module, _, name = target.partition(":")
     function = getattr(importlib.import_module(f"pdbus.bench.{module}"), name)

@@ -14,12 +14,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
 import zmq
 
 from bus import codec
 from bus.actions import Send
 from bus.errors import ConfigError, PeerLost, RemoteProtocolError, RequestFailed
+from bus.logs import get_logger
 from bus.loop import Loop
 from bus.messages import CONTROLLER_TO_CLIENT, FROM_NODE_DATA, Failed, Message, Refused, Status
 from bus.security import load_keys
@@ -34,7 +34,7 @@ TICK_S = 0.05
 IDLE_S = 30.0  # connections to nodes that nobody uses are closed after so long
 ASK_AGAIN_S = 1.0
 
-log = structlog.get_logger("client")
+log = get_logger("client")
 Update = tuple[int, ...] | Result
 FROM_STREAMS = {tag: FROM_NODE_DATA[tag] for tag in ("tokens", "refused")}
 

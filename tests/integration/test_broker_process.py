@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
+from typing import IO
 
 import pytest
 import zmq
 
 from bus import BusAddress, codec
-from bus.messages import FROM_BROKER, BrokerStatus, BrokerStatusQuery
+from bus.messages import FROM_BROKER, BrokerStatus, BrokerStatusQuery, Refused
 
 DEADLINE_S = 60.0
 
@@ -28,12 +32,12 @@ def base() -> Iterator[str]:
     shutil.rmtree(folder)
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+def start(*arguments: str, stderr: IO[str] | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "bus", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr or subprocess.PIPE,
         text=True,
     )
 
@@ -108,3 +112,35 @@ def test_bad_settings_are_one_line_and_exit_2(arguments: tuple[str, ...], said: 
     assert code == 2
     assert said in errors
     assert len(errors.strip().splitlines()) == 1
+
+
+def refused(base: str, times: int) -> None:
+    """So many strangers send a message that is none; the broker logs the first of each."""
+    with zmq.Context() as context:
+        for _ in range(times):
+            with context.socket(zmq.REQ) as stranger:
+                stranger.setsockopt(zmq.LINGER, 0)
+                stranger.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
+                stranger.connect(BusAddress(base).bootstrap)
+                stranger.send(b"garbage")
+                assert isinstance(codec.decode(stranger.recv(), FROM_BROKER), Refused)
+
+
+@pytest.mark.parametrize("where", ["closed pipe", "full disk"])
+def test_a_log_that_cannot_be_written_ends_no_broker(base: str, where: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    with open("/dev/full", "w") as full:
+        process = start("--bus", base, "--metrics-port", str(port), stderr=full if where == "full disk" else None)
+    ready_line(process)
+    if process.stderr is not None:
+        process.stderr.close()
+        process.stderr = None
+    refused(base, 3)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_S) as page:
+        lost = re.search(r"^pdbus_log_events_lost_total (\d+)", page.read().decode(), re.M)
+    assert lost is not None
+    assert int(lost[1]) >= 3
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 0

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import structlog
 import zmq
 from structlog.testing import capture_logs
 
@@ -82,10 +81,7 @@ def test_the_directory_is_made_private(directory: Path, sockets: Sockets) -> Non
 
 
 @pytest.mark.parametrize(("host", "warns"), [("tcp://127.0.0.1", False), ("tcp://0.0.0.0", True)])
-def test_an_exposed_endpoint_warns_loudly(
-    sockets: Sockets, host: str, warns: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bus.sockets.log", structlog.get_logger())  # one that no configuration has cached
+def test_an_exposed_endpoint_warns_loudly(sockets: Sockets, host: str, warns: bool) -> None:
     with capture_logs() as logs:
         sockets.ephemeral_router(host)
     warnings = [entry for entry in logs if entry["log_level"] == "warning"]
