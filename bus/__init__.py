@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bus.broker import Broker, BrokerConfig
     from bus.endpoints import BusAddress, ControllerAddress, default_bus, default_controller
-    from bus.errors import BusError, ConfigError, PeerLost, ProtocolError, RequestFailed, StartError
+    from bus.errors import BusError, ConfigError, PartFailed, PeerLost, ProtocolError, RequestFailed, StartError
     from bus.messages import Ack, Conflict, Load, Location
     from bus.publications import PublisherCore
     from bus.publisher import Publisher
@@ -28,6 +28,7 @@ _HOMES = {
     "default_controller": "endpoints",
     "BusError": "errors",
     "ConfigError": "errors",
+    "PartFailed": "errors",
     "PeerLost": "errors",
     "ProtocolError": "errors",
     "RequestFailed": "errors",
@@ -54,6 +55,7 @@ __all__ = [
     "ControllerAddress",
     "Load",
     "Location",
+    "PartFailed",
     "PeerLost",
     "ProtocolError",
     "Publisher",

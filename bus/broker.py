@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections import Counter
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import zmq
@@ -25,7 +25,6 @@ from bus.epochs import new_epoch
 from bus.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from bus.frames import send
 from bus.logs import get_logger
-from bus.loop import Loop
 from bus.messages import PUBLICATIONS, TO_BROKER, Code, Message, Query, Refused
 from bus.security import load_keys
 from bus.service import Service
@@ -81,30 +80,19 @@ class Broker(Service):
         self._metrics: tuple[metrics.Metric, ...] = ()
         self._batches = metrics.Histogram(metrics.SIZES)
         self._rejecters: set[bytes] = set()
-        self._stop_metrics: Callable[[], None] = _nothing
-        self._opened = False
         self._dozing = False
 
     # --- life -------------------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Bind everything, for a caller that runs `loop` itself."""
+    def _open(self, exits: ExitStack) -> None:
         config = self.config
         keys = load_keys(config.keys, server=True) if config.keys else None
-        self.loop = Loop()
-        self._sockets = Sockets(keys=keys)
-        self._opened = True
-        try:
-            xsub = self._sockets.xsub(self.address.publish, _PUB_INSIDE)
-            xpub = self._sockets.xpub(self.address.subscribe, _SUB_INSIDE)
-            self._router = self._sockets.router(self.address.bootstrap)
-            self._pub = self._sockets.pub(_PUB_INSIDE)
-            self._sub = self._sockets.sub(_SUB_INSIDE, (topics.ROOMS, topics.MEMBER))
-            if config.metrics_port:
-                self._stop_metrics = metrics.serve(config.metrics_port, lambda: self._metrics)
-        except BaseException:
-            self.close()
-            raise
+        self._sockets = exits.enter_context(Sockets(keys=keys))
+        xsub = self._sockets.xsub(self.address.publish, _PUB_INSIDE)
+        xpub = self._sockets.xpub(self.address.subscribe, _SUB_INSIDE)
+        self._router = self._sockets.router(self.address.bootstrap)
+        self._pub = self._sockets.pub(_PUB_INSIDE)
+        self._sub = self._sockets.sub(_SUB_INSIDE, (topics.ROOMS, topics.MEMBER))
         limits = BrokerLimits(
             room_ttl_s=config.room_ttl_s,
             beacon_s=config.beacon_s,
@@ -114,8 +102,9 @@ class Broker(Service):
             max_watches_per_peer=config.max_watches_per_peer,
         )
         self.core = BrokerCore(limits, self.epoch, self.loop.clock())
-        forwarded = (self._sockets.release(xsub), self._sockets.release(xpub))
-        threading.Thread(target=_forward, args=forwarded, name="broker-proxy", daemon=True).start()
+        threading.Thread(target=_forward, args=(xsub, xpub), name="broker-proxy", daemon=True).start()
+        self._sockets.release(xsub)
+        self._sockets.release(xpub)
         self.loop.add(self._sub, self._on_publication, budget=512)
         self.loop.add(self._router, self._on_request)
         self.loop.after_turn(self._rest)
@@ -123,15 +112,8 @@ class Broker(Service):
         if config.metrics_port:
             self._gather()
             self.loop.call_every(METRICS_S, self._gather)
+            exits.callback(metrics.serve(config.metrics_port, lambda: self._metrics))
         log.info("broker.started", address=self.address.base, epoch=self.epoch)
-
-    def close(self) -> None:
-        if self._opened:
-            self._opened = False
-            self._stop_metrics()
-            self._stop_metrics = _nothing
-            self._sockets.close()
-            self.loop.close()
 
     # --- in ---------------------------------------------------------------------------------------------------------
 
@@ -240,10 +222,6 @@ def _forward(xsub: Socket, xpub: Socket) -> None:
     finally:
         xsub.close(linger=0)
         xpub.close(linger=0)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _id_of(message: Message) -> int:

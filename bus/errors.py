@@ -19,6 +19,10 @@ class StartError(BusError):
     process exits 3 on it."""
 
 
+class PartFailed(BusError):
+    """A part on a thread of its own in this process has failed, which is a bug of ours; `__cause__` is what it met."""
+
+
 class ProtocolError(BusError):
     """A message that breaks `docs/protocol.md`; `reason` is a short word fit for a metric label."""
 

@@ -1,4 +1,4 @@
-"""A rank's publications from an engine's process: a thread of its own, nothing that blocks or raises in the engine's.
+"""A rank's publications from an engine's process: a thread of its own, nothing that blocks in the engine's.
 
 `Publisher` hands what the scheduler says over a bounded queue to a thread that owns the sockets; what to publish is
 decided by `PublisherCore` (`bus.publications`, usable alone on a loop one already has).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
+from contextlib import ExitStack
 from typing import Literal, TypeAlias
 
 from msgspec import ValidationError, convert, to_builtins
@@ -18,7 +19,6 @@ from bus.endpoints import BusAddress
 from bus.epochs import new_epoch
 from bus.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from bus.logs import get_logger
-from bus.loop import Loop
 from bus.messages import PUBLICATIONS, Code, Conflict, Load, Member, NodeState, Role
 from bus.publications import PublisherCore
 from bus.security import load_keys
@@ -28,6 +28,7 @@ from bus.sockets import Sockets
 __all__ = ["Publisher", "PublisherCore"]
 
 MIN_TICK_S = 0.02
+FAREWELL_MS = 500  # for the goodbye to leave, where the broker is there
 QUEUE_MAX = 65_536
 _Command: TypeAlias = (
     tuple[Literal["register"], int, int]
@@ -44,6 +45,8 @@ class Publisher(Service):
 
     ConfigError on a bad argument. What it could not take is counted in `overflows`, what made no sense in `invalid`.
     When another process publishes for the same rank later on, the broker ignores this one, which is not told.
+    One thing reaches the engine as an exception: PartFailed, from every call once the thread has failed (`failure`), as
+    no room of this rank is found any more and no load of it known. Who would rather go on alone catches it.
     """
 
     part = "publisher"
@@ -83,16 +86,14 @@ class Publisher(Service):
         self._newest: Load | None = None
         self._woken = False
         self._heard = threading.Event()
-        self._opened = False
 
     # --- life -------------------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
+    def _open(self, exits: ExitStack) -> None:
         core = self._core
-        self.loop = Loop()
-        self._sockets = Sockets(keys=self._keys)
-        self._opened = True
+        self._sockets = exits.enter_context(Sockets(keys=self._keys))
         self._pub = self._sockets.pub(self.address.publish)
+        exits.callback(self._sockets.close_socket, self._pub, linger_ms=FAREWELL_MS)
         mine = topics.for_rank(topics.TO, core.instance, core.dp_rank)
         self.loop.add(self._sockets.sub(self.address.subscribe, (topics.BEACON, mine)), self._on_frames)
         self.loop.call_threadsafe(self._drain)  # what was said before the start
@@ -103,18 +104,16 @@ class Publisher(Service):
         self._publish(self._core.goodbye(self.loop.clock()))
         self.loop.stop()
 
-    def close(self) -> None:
-        if self._opened:
-            self._opened = False
-            self._sockets.close_socket(self._pub, linger_ms=500)  # time for the goodbye, where the broker is there
-            self._sockets.close()
-            self.loop.close()
+    def _failed(self) -> None:
+        self._heard.set()
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until the broker has been heard. For start-up, not for a scheduler's loop."""
-        return self._heard.wait(timeout_s)
+        heard = self._heard.wait(timeout_s)
+        self.raise_if_failed()
+        return heard
 
-    # --- for the scheduler's loop: nothing here blocks or raises -----------------------------------------------------
+    # --- for the scheduler's loop: nothing here blocks; PartFailed once the thread has failed, and nothing else -------
 
     def register(self, room: int, attempt: int = 1) -> None:
         """`room` is (or will be) prefilled here."""
@@ -126,6 +125,7 @@ class Publisher(Service):
 
     def report(self, load: Load) -> None:
         """The scheduler's load now (`seq` is stamped on the way). A gauge: only the newest is published."""
+        self.raise_if_failed()
         self._newest = load
         self._wake()
 
@@ -137,12 +137,14 @@ class Publisher(Service):
 
     def take_conflicts(self) -> list[Conflict]:
         """Rooms that another rank claims too, since the last call."""
+        self.raise_if_failed()
         taken: list[Conflict] = []
         while self._core.conflicts:
             taken.append(self._core.conflicts.popleft())
         return taken
 
     def _hand_over(self, command: _Command) -> None:
+        self.raise_if_failed()
         if len(self._queue) >= self._queue_max:
             self.overflows += 1
             return

@@ -1,4 +1,4 @@
-"""Finding rooms from a decode engine's process: a thread of its own, nothing that blocks or raises in the engine's.
+"""Finding rooms from a decode engine's process: a thread of its own, nothing that blocks in the engine's.
 
 `Resolver` hands wants over a bounded queue to a thread that owns the sockets and collects the results for `poll`;
 how a room is found is decided by `ResolverCore` (`bus.resolution`, usable alone on a loop one already has).
@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import zmq
 
@@ -17,7 +18,6 @@ from bus.actions import Send
 from bus.endpoints import BusAddress
 from bus.errors import LocalProtocolError, RemoteProtocolError
 from bus.logs import get_logger
-from bus.loop import Loop
 from bus.messages import FROM_BROKER, Code, Location, Message
 from bus.resolution import Action, Resolved, ResolverCore
 from bus.security import load_keys
@@ -35,7 +35,8 @@ log = get_logger("resolver")
 class Resolver(Service):
     """`with Resolver(bus) as resolver: resolver.want(room); ...; for room, at in resolver.poll().items(): ...`.
 
-    Every room wanted shows up once, in `poll` or in `lost`.
+    Every room wanted shows up once, in `poll` or in `lost`. Should the thread fail (`failure`), what came before is
+    still handed out; then every call raises PartFailed.
     """
 
     part = "resolver"
@@ -55,15 +56,12 @@ class Resolver(Service):
         self._settled = threading.Event()
         self._heard = threading.Event()
         self._woken = False
-        self._opened = False
         self._ticking = False
 
     # --- life -------------------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        self.loop = Loop()
-        self._sockets = Sockets(keys=self._keys)
-        self._opened = True
+    def _open(self, exits: ExitStack) -> None:
+        self._sockets = exits.enter_context(Sockets(keys=self._keys))
         self._dealer = self._sockets.dealer(self.address.bootstrap)
         self.loop.add(self._dealer, lambda frames: self._on_frames(frames, _read_answer))
         sub = self._sockets.sub(self.address.subscribe, (topics.BEACON,))
@@ -71,17 +69,17 @@ class Resolver(Service):
         self.loop.call_threadsafe(self._drain)  # what was wanted before the start
         self.loop.after_turn(self._pace)
 
-    def close(self) -> None:
-        if self._opened:
-            self._opened = False
-            self._sockets.close()
-            self.loop.close()
+    def _failed(self) -> None:
+        self._heard.set()
+        self._settled.set()
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until the broker has been heard. For start-up, not for a scheduler's loop."""
-        return self._heard.wait(timeout_s)
+        heard = self._heard.wait(timeout_s)
+        self.raise_if_failed()
+        return heard
 
-    # --- for the scheduler's loop: nothing here blocks or raises -----------------------------------------------------
+    # --- for the scheduler's loop: nothing here blocks; PartFailed once the thread has failed, and nothing else -------
 
     def want(
         self,
@@ -92,6 +90,7 @@ class Resolver(Service):
         dp_rank: int | None = None,
     ) -> None:
         """Find `rooms`. With `dp_rank` the caller was told the rank, so that only its address is sought."""
+        self.raise_if_failed()
         for room in rooms:
             if len(self._found) + len(self._lost) >= 2 * self._wants_max:
                 self.overflows += 1  # nobody polls
@@ -107,6 +106,7 @@ class Resolver(Service):
     def poll(self) -> dict[int, Location]:
         """Where the rooms found since the last call are."""
         if not self._found:
+            self.raise_if_failed()
             return {}
         with self._lock:
             found, self._found = self._found, {}
@@ -115,6 +115,7 @@ class Resolver(Service):
     def lost(self) -> dict[int, Code]:
         """The rooms given up since the last call, and why (`unknown_room`: nobody registered it in time)."""
         if not self._lost:
+            self.raise_if_failed()
             return {}
         with self._lock:
             lost, self._lost = self._lost, {}
@@ -122,9 +123,12 @@ class Resolver(Service):
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until something was found or lost; for tests and programs that have nothing else to do."""
-        if self._settled.wait(timeout_s):
+        if self.failure is None and self._settled.wait(timeout_s):
             self._settled.clear()
-        return bool(self._found or self._lost)
+        if self._found or self._lost:
+            return True
+        self.raise_if_failed()
+        return False
 
     # --- its own thread ---------------------------------------------------------------------------------------------
 

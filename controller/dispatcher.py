@@ -1,7 +1,7 @@
 """`Dispatcher`: a controller embedded in an engine, in place of the engine's own data-parallel controller.
 
-Owns the hand-over between the engine's thread and the controller's: bounded, never blocking, raising only where a call
-itself is wrong. Decides nothing.
+Owns the hand-over between the engine's thread and the controller's: bounded, never blocking unless asked to, raising only
+where a call itself is wrong or the controller has failed. Decides nothing.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ class Dispatcher:
 
     `dispatch` hands one request over and returns at once; `poll` gives what became of requests since the last call:
     `Accepted` (dispatched; comes again with each new attempt), then exactly one of `Done` and `Failed`. All methods
-    may be called from any thread. StartError on entry if an endpoint is taken.
+    may be called from any thread. StartError on entry if an endpoint is taken. Should the controller's thread fail
+    (`failure`), what is live ends with `Failed`, which `poll` still gives; then every call raises PartFailed.
     """
 
     def __init__(self, config: ControllerConfig, *, max_handed_over: int = MAX_HANDED_OVER) -> None:
-        self.controller = Controller(config, on_local=self._on_answer)
+        self.controller = Controller(config, on_local=self._on_answer, on_failure=self._end_all)
         self._answers: deque[Answer] = deque()
         self._arrived = threading.Condition()
         self._status: Status | None = None
@@ -61,6 +62,11 @@ class Dispatcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.controller.stop()
+
+    @property
+    def failure(self) -> Exception | None:
+        """What the controller's thread failed of; None while it serves."""
+        return self.controller.failure
 
     def dispatch(
         self,
@@ -91,6 +97,7 @@ class Dispatcher:
 
         False when too many are under way, or this rid is: try again after `poll`. ConfigError without a bootstrap_room
         where ranks are joined or picked by it. Other bad requests come back as `Failed`."""
+        self.controller.raise_if_failed()
         if bootstrap_room is None:
             self._check_roomless(leg, routed_dp_rank)
         if block_tokens > 0 and not block_hashes:
@@ -132,8 +139,10 @@ class Dispatcher:
     def poll(self, timeout_s: float = 0.0) -> list[Answer]:
         """What happened since the last call; waits at most `timeout_s` for something to happen."""
         with self._arrived:
-            if timeout_s > 0 and not self._answers:
-                self._arrived.wait(timeout_s)
+            if timeout_s > 0:
+                self._arrived.wait_for(lambda: self._answers or self.failure is not None, timeout_s)
+            if not self._answers:
+                self.controller.raise_if_failed()
             answers = list(self._answers)
             self._answers.clear()
             for answer in answers:
@@ -146,8 +155,9 @@ class Dispatcher:
         with self._arrived:
             self._status = None
             self.controller.submit_local(StatusQuery(0))
-            self._arrived.wait_for(lambda: self._complete_status() is not None, timeout_s)
+            self._arrived.wait_for(lambda: self.failure is not None or self._complete_status() is not None, timeout_s)
             status = self._complete_status()
+        self.controller.raise_if_failed()
         if status is None:
             raise TimeoutError(f"the {LOCAL} controller did not answer in {timeout_s:g} s")
         return status
@@ -162,6 +172,14 @@ class Dispatcher:
 
     def _complete_status(self) -> Status | None:
         return None if self._status is None or self._status.remaining else self._status
+
+    def _end_all(self) -> None:
+        """The controller has failed: what it never got to ends too."""
+        with self._arrived:
+            ended = {answer.rid for answer in self._answers if not isinstance(answer, Accepted)}
+            why = "the controller of this process has failed"
+            self._answers += [Failed(rid, 0, "shutting_down", why, retryable=True) for rid in self._live - ended]
+            self._arrived.notify_all()
 
     def _on_answer(self, message: Message) -> None:
         """On the controller's thread. A request has at most `attempts` + 1 answers, so the hand-over is bounded."""

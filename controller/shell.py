@@ -12,6 +12,7 @@ import errno
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import zmq
@@ -21,10 +22,9 @@ from bus.actions import Note, Publish
 from bus.broker import Broker, BrokerConfig
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.epochs import new_epoch
-from bus.errors import BusError, LocalProtocolError, RemoteProtocolError
+from bus.errors import LocalProtocolError, RemoteProtocolError
 from bus.frames import send
 from bus.logs import get_logger
-from bus.loop import Loop
 from bus.messages import (
     CLIENT_TO_CONTROLLER,
     NODE_TO_CONTROLLER,
@@ -74,54 +74,49 @@ class Controller(Service):
 
     `on_local` gets (on the loop's thread) what the core answers to requests submitted with `submit_local`.
     `bus_seen` is set with the first beacon of a broker. `rejected` counts dropped messages by reason. `trace` (before
-    `open`) logs each request at debug level. `failure` is for whoever runs `loop`: why it was stopped.
+    `open`) logs each request at debug level. Should the thread fail, every live request ends as at a stop, and
+    then `on_failure` is called (on that thread).
     """
 
     part = "controller"
 
-    def __init__(self, config: ControllerConfig, *, on_local: Callable[[Message], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: ControllerConfig,
+        *,
+        on_local: Callable[[Message], None] | None = None,
+        on_failure: Callable[[], None] | None = None,
+    ) -> None:
         self.config = config
         self.epoch = new_epoch()
         self.bus_seen = threading.Event()
         self.rejected: Counter[str] = Counter()
         self.trace = False
-        self.failure: BusError | None = None
         self._on_local = on_local
+        self._on_failure = on_failure
         self._rejecters: set[bytes] = set()
         self._metrics: Sequence[metrics.Metric] = ()
-        self._stop_metrics: Callable[[], None] = _nothing
         self._outbox: list[Any] = []
         self._dozing = False
         self._broker: Broker | None = None
-        self._opened = False
-        self._foreign: Sockets | None = None
-        self._feeds: list[EngineFeed] = []
 
     # --- life -------------------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Bind everything, for a caller that runs `loop` itself."""
+    def _open(self, exits: ExitStack) -> None:
         config = self.config
         keys = load_keys(config.keys, server=True) if config.keys else None
         bus, address = BusAddress(config.bus), ControllerAddress(config.controller)
-        self.loop = Loop()
-        self._sockets = Sockets(keys=keys)
-        self._opened = True
-        try:
-            if config.with_broker:
-                self._broker = Broker(BrokerConfig(config.bus, keys=config.keys)).start()
-            self._clients = self._sockets.router(address.clients, maximum=PAYLOAD_MAX, domain="clients")
-            self._nodes = self._sockets.router(address.nodes)
-            self._sub = self._sockets.sub(bus.subscribe, SUBSCRIPTIONS)
-            self._pub = self._sockets.pub(bus.publish)
-            if config.metrics_port:
-                self._stop_metrics = metrics.serve(config.metrics_port, lambda: self._metrics)
-        except BaseException:
-            self.close()
-            raise
+        if config.with_broker:
+            self._broker = exits.enter_context(Broker(BrokerConfig(config.bus, keys=config.keys)))
+        self._sockets = exits.enter_context(Sockets(keys=keys))
+        self._clients = self._sockets.router(address.clients, maximum=PAYLOAD_MAX, domain="clients")
+        self._nodes = self._sockets.router(address.nodes)
+        self._sub = self._sockets.sub(bus.subscribe, SUBSCRIPTIONS)
+        self._pub = self._sockets.pub(bus.publish)
         self.core = ControllerCore(config, self.epoch, self.loop.clock())
         self.core.life.trace = self.trace
-        self._follow()
+        exits.callback(self._farewell)
+        self._follow(exits)
         self.loop.add(self._clients, self._on_client, copied=2)
         self.loop.add(self._nodes, self._on_node)
         self.loop.add(self._sub, self._on_publication, budget=512)
@@ -131,9 +126,14 @@ class Controller(Service):
         if config.metrics_port:
             self._gather()
             self.loop.call_every(METRICS_S, self._gather)
+            exits.callback(metrics.serve(config.metrics_port, lambda: self._metrics))
         log.info("controller.started", name=config.name, address=config.controller, epoch=self.epoch, **config.methods)
 
-    def _follow(self) -> None:
+    def _failed(self) -> None:
+        if self._on_failure is not None:
+            self._on_failure()
+
+    def _follow(self, exits: ExitStack) -> None:
         """The caches of our nodes, and the engines of other people (whose ports are plaintext)."""
         self._caches = NodeCaches(self.core.table.ranks)
         if self.core.cache_aware:
@@ -141,36 +141,24 @@ class Controller(Service):
             self.loop.add(events, self._on_kv_event, budget=512)
             self.loop.rest(events, True)
         if self.config.engines:
-            self._foreign = Sockets()
-            self._feeds = [
-                EngineFeed(self.loop, self._foreign, engine, self._on_changes, self._on_engine_load)
-                for engine in self.config.engines
-            ]
+            foreign = exits.enter_context(Sockets())
+            for engine in self.config.engines:
+                feed = EngineFeed(self.loop, foreign, engine, self._on_changes, self._on_engine_load)
+                exits.callback(feed.close)
 
-    def close(self) -> None:
-        """What `open` opened; idempotent. Only when `loop` no longer runs."""
-        if not self._opened:
-            return
-        self._opened = False
-        if hasattr(self, "core"):
-            self._outbox += self.core.shutdown(self.loop.clock())
-            self._carry_out()
-            for socket in (self._clients, self._nodes):
-                self._sockets.close_socket(socket, linger_ms=FAREWELL_MS)
-        self._stop_metrics()
-        for feed in self._feeds:
-            feed.close()
-        if self._foreign is not None:
-            self._foreign.close()
-        self._sockets.close()
-        if self._broker is not None:
-            self._broker.stop()
-        self.loop.close()
+    def _farewell(self) -> None:
+        """Every live request ends here, for its client to send it elsewhere."""
+        self._outbox = self.core.shutdown(self.loop.clock())
+        self._carry_out()
+        for socket in (self._clients, self._nodes):
+            self._sockets.close_socket(socket, linger_ms=FAREWELL_MS)
 
     # --- in -----------------------------------------------------------------------------------------------------------
 
     def submit_local(self, message: Message, frames: Sequence[Any] = ()) -> None:
-        """A message of this process itself, from any thread: handled soon on the loop's."""
+        """A message of this process itself, from any thread: handled soon on the loop's. PartFailed where that has
+        failed."""
+        self.raise_if_failed()
         self.loop.call_threadsafe(lambda: self.handle(FromClient(LOCAL, message, frames)))
 
     def handle(self, event: Event) -> None:
@@ -178,6 +166,8 @@ class Controller(Service):
         self._outbox += self.core.handle(event, self.loop.clock())
 
     def _tick(self) -> None:
+        if self._broker is not None:
+            self._broker.raise_if_failed()
         self.handle(Tick())
         self._dozing = not self.core.busy
         idle_s = min(IDLE_TICK_S, self.config.lease_s / 12)  # health wants to look several times a lease
@@ -299,7 +289,3 @@ class Controller(Service):
 
     def _gather(self) -> None:
         self._metrics = collect(self.core, self.loop.clock())
-
-
-def _nothing() -> None:
-    pass

@@ -46,7 +46,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Cancel what is live and leave; idempotent."""
-        await asyncio.to_thread(self._channel.close)
+        await asyncio.to_thread(self._channel.stop)
 
     async def generate(
         self, text: str, *, chat: bool = True, system: str | None = None, **options: Unpack[Options]

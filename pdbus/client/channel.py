@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +19,11 @@ import zmq
 
 from bus import codec
 from bus.actions import Send
-from bus.errors import ConfigError, PeerLost, RemoteProtocolError, RequestFailed
+from bus.errors import ConfigError, PartFailed, PeerLost, RemoteProtocolError, RequestFailed
 from bus.logs import get_logger
-from bus.loop import Loop
 from bus.messages import CONTROLLER_TO_CLIENT, FROM_NODE_DATA, Failed, Message, Refused, Status
 from bus.security import load_keys
+from bus.service import Service
 from bus.sockets import PAYLOAD_MAX, Socket, Sockets
 from bus.status import join
 from pdbus.client.core import Begin, CancelAsked, ClientCore, Event, Received, Tick
@@ -58,8 +59,10 @@ class _Question:
     status: Status | None = None  # as far as it has come
 
 
-class Channel:
-    """`controllers` are client endpoints; connections to nodes are made as needed."""
+class Channel(Service):
+    """`controllers` are client endpoints; connections to nodes are made as needed. Serves from its making to `stop`."""
+
+    part = "client"
 
     def __init__(
         self, controllers: Sequence[str], patience: Patience, *, keys: str | Path = "", seed: int | None = None
@@ -75,14 +78,15 @@ class Channel:
         self._questions: dict[int, _Question] = {}
         self._next_question = 0
         self._lock = threading.Lock()
+        self._calls: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()  # for the thread; see `_call`
         self._closed = False
-        self._sockets = Sockets(keys=self._keys)
-        self._loop = Loop()
+        self.start()
+
+    def _open(self, exits: ExitStack) -> None:
+        self._sockets = exits.enter_context(Sockets(keys=self._keys))
         for endpoint in self._controllers:
             self._connect(endpoint)
-        self._loop.call_every(TICK_S, self._tick)
-        self._thread = threading.Thread(target=self._run, name="pdbus-client", daemon=True)
-        self._thread.start()
+        self.loop.call_every(TICK_S, self._tick)
 
     # --- any thread ---------------------------------------------------------------------------------------------
 
@@ -104,12 +108,12 @@ class Channel:
             self._sinks[rid] = sink
             self._handle(Begin(rid, plan))
 
-        self._call(start)
+        self._call(start, lambda: sink(_broken(rid)))
 
     def cancel(self, rid: str) -> None:
         """End the request if it is still live; its Result comes as ever."""
-        if not self._closed:
-            self._call(lambda: self._handle(CancelAsked(rid)))
+        if not self._closed and self.failure is None:
+            self._call(lambda: self._handle(CancelAsked(rid)), lambda: None)
 
     def ask(self, controller: str, make: Callable[[int], Message], timeout_s: float | None = None) -> Future[Message]:
         """Send `make(id)` until an answer with that id comes. ConfigError when `make` takes exception to its arguments.
@@ -124,57 +128,56 @@ class Channel:
 
         def start() -> None:
             self._next_question += 1
-            now = self._loop.clock()
+            now = self.loop.clock()
             question = _Question(controller, make(self._next_question), answer, now, now + wait_s)
             self._questions[self._next_question] = question
             self._ask_again(now)
 
-        self._call(start)
+        self._call(start, lambda: _fail(answer))
         return answer
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Cancel what is live, and leave; idempotent. Every sink has got its Result when this returns."""
-        if self._closed:
-            return
         self._closed = True
-        self._loop.call_threadsafe(self._shut_down)
-        self._thread.join()
+        super().stop()
 
-    def _call(self, function: Callable[[], None]) -> None:
+    def _call(self, function: Callable[[], None], abandon: Callable[[], None]) -> None:
+        """Run `function` on the channel's thread, or `abandon` should that fail before."""
+        self.raise_if_failed()
         if self._closed:
             raise RuntimeError("this client is closed")
-        self._loop.call_threadsafe(function)
+        self._calls.append((function, abandon))
+        self.loop.call_threadsafe(lambda: self._calls.popleft()[0]())
+        if self.failure is not None:  # only now, so the thread may have looked for the last time
+            self._failed()
 
     # --- the channel's thread -----------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            self._loop.run()
-        except Exception:  # a bug of ours; nobody may wait for ever because of it
-            log.exception("client.broke")
-            self._closed = True
-            for rid, sink in self._sinks.items():
-                sink(failure(rid, "shutting_down", "the client broke; its log says why"))
-            for question in self._questions.values():
-                question.answer.cancel()
-        finally:
-            self._sockets.close()
-            self._loop.close()
+    def _failed(self) -> None:
+        """Nobody may wait for ever because of a bug of ours."""
+        with self._lock:
+            while self._sinks:
+                rid, sink = self._sinks.popitem()
+                sink(_broken(rid))
+            while self._questions:
+                _fail(self._questions.popitem()[1].answer)
+            while self._calls:
+                self._calls.popleft()[1]()
 
-    def _shut_down(self) -> None:
+    def leave(self) -> None:
         for rid in list(self._sinks):
             self._handle(CancelAsked(rid))
         for question in self._questions.values():
             question.answer.cancel()
         for peer in self._peers.values():  # what was just said (cancel, detach) still goes out
-            self._loop.remove(peer.socket)
+            self.loop.remove(peer.socket)
             self._sockets.close_socket(peer.socket, linger_ms=200)
         self._peers.clear()
         self._questions.clear()
-        self._loop.stop()
+        self.loop.stop()
 
     def _handle(self, event: Event) -> None:
-        for action in self._core.handle(event, self._loop.clock()):
+        for action in self._core.handle(event, self.loop.clock()):
             if isinstance(action, Send):
                 self._send(action)
             elif isinstance(action, Deliver):
@@ -192,10 +195,10 @@ class Channel:
     def _connect(self, endpoint: str) -> Socket:
         peer = self._peers.get(endpoint)
         if peer is None:
-            peer = _Peer(self._sockets.dealer(endpoint, maximum=PAYLOAD_MAX), self._loop.clock())
+            peer = _Peer(self._sockets.dealer(endpoint, maximum=PAYLOAD_MAX), self.loop.clock())
             self._peers[endpoint] = peer
-            self._loop.add(peer.socket, lambda frames: self._received(endpoint, frames))
-        peer.used_at = self._loop.clock()
+            self.loop.add(peer.socket, lambda frames: self._received(endpoint, frames))
+        peer.used_at = self.loop.clock()
         return peer.socket
 
     def _received(self, endpoint: str, frames: list[bytes]) -> None:
@@ -243,7 +246,7 @@ class Channel:
                 self._send(Send(question.peer, question.message, cause="ask"))
 
     def _tick(self) -> None:
-        now = self._loop.clock()
+        now = self.loop.clock()
         if len(self._core):
             self._handle(Tick())
         self._ask_again(now)
@@ -255,5 +258,14 @@ class Channel:
                     self._peers[endpoint].used_at = now
                 else:
                     peer = self._peers.pop(endpoint)
-                    self._loop.remove(peer.socket)
+                    self.loop.remove(peer.socket)
                     self._sockets.close_socket(peer.socket)
+
+
+def _broken(rid: str) -> Result:
+    return failure(rid, "shutting_down", "the client broke; its log says why")
+
+
+def _fail(answer: Future[Message]) -> None:
+    if not answer.done():
+        answer.set_exception(PartFailed("the client broke; its log says why"))

@@ -62,7 +62,7 @@ class Client:
 
     def close(self) -> None:
         """Cancel what is live and leave; idempotent."""
-        self._channel.close()
+        self._channel.stop()
 
     def generate(
         self, text: str, *, chat: bool = True, system: str | None = None, **options: Unpack[Options]

@@ -129,7 +129,7 @@ def run(config: SoakConfig, say: Callable[[str], None]) -> Verdict:
         try:
             return _Soak(config, cluster, channel, prompts, rng, say).run()
         finally:
-            channel.close()
+            channel.stop()
 
 
 class _Prompts:

@@ -167,4 +167,4 @@ def rig(cluster: Cluster, *, retries: int = 10, address: str = "") -> Iterator[R
     try:
         yield made
     finally:
-        made.channel.close()
+        made.channel.stop()
