@@ -18,9 +18,9 @@ from bus.endpoints import default_bus
     metavar="BASE",
     help="Where to serve: ipc:///dir/bus or tcp://host:port (three ports).",
 )
-@click.option("--room-ttl-s", type=float, default=120.0, help="How long a room lives unless it is registered again.")
-@click.option("--beacon-s", type=float, default=0.25, help="How often to say that the broker lives.")
-@click.option("--max-rooms", type=click.IntRange(1), default=2_000_000, help="Rooms kept at most; more are refused.")
+@cli.setting(BrokerConfig, "--room-ttl-s", type=float, help="How long a room lives unless it is registered again.")
+@cli.setting(BrokerConfig, "--beacon-s", type=float, help="How often to say that the broker lives.")
+@cli.setting(BrokerConfig, "--max-rooms", type=click.IntRange(1), help="Rooms kept at most; more are refused.")
 @click.option("--keys", default="", metavar="DIR", help="CURVE keys and allowlist for tcp (none: plaintext).")
 @cli.metrics_port_option
 @cli.log_level_option

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from bus import codec, metrics, topics
+from bus import codec, defaults, metrics, topics
 from bus.actions import Note, Send
 from bus.broker_core import Action, Asked, BrokerCore, BrokerLimits, Event, Published, Tick, Unreachable
 from bus.endpoints import BusAddress
@@ -47,9 +47,9 @@ class BrokerConfig:
     """`address` is a base (`bus.endpoints`); `keys` a directory of CURVE keys, empty for none; times in seconds."""
 
     address: str
-    room_ttl_s: float = 120.0
-    beacon_s: float = 0.25
-    max_rooms: int = 2_000_000
+    room_ttl_s: float = defaults.ROOM_TTL_S
+    beacon_s: float = defaults.BEACON_S
+    max_rooms: int = defaults.MAX_ROOMS
     max_rooms_per_publisher: int = 200_000
     max_watches: int = 262_144
     max_watches_per_peer: int = 65_536

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from bus import topics
+from bus import defaults, topics
 from bus.actions import Note, Publish, Send
 from bus.messages import (
     MAX_ROOMS_PER_MESSAGE,
@@ -51,9 +51,9 @@ Action: TypeAlias = Send | Publish | Note
 
 @dataclass(frozen=True)
 class BrokerLimits:
-    room_ttl_s: float = 120.0
-    beacon_s: float = 0.25
-    max_rooms: int = 2_000_000
+    room_ttl_s: float = defaults.ROOM_TTL_S
+    beacon_s: float = defaults.BEACON_S
+    max_rooms: int = defaults.MAX_ROOMS
     max_rooms_per_publisher: int = 200_000
     max_watches: int = 262_144
     max_watches_per_peer: int = 65_536

@@ -109,6 +109,12 @@ def leave_with_parent(leave: Callable[[], None]) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
+def setting(config: object, flag: str, **settings: Any) -> Callable[[Any], Any]:
+    """The option for the field of `config` that it is named after, with the default of that field."""
+    name = flag.removeprefix("--").replace("-", "_")
+    return click.option(flag, **{"default": getattr(config, name), "show_default": True} | settings)
+
+
 log_level_option = click.option(
     "--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="What to log, on stderr."
 )

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from msgspec import structs
 
 from bus.actions import Publish
+from bus.defaults import IDLE_INTERVALS, REPORT_INTERVAL_S, ROOM_TTL_S
 from bus.messages import (
     MAX_ROOM,
     Beacon,
@@ -36,8 +37,7 @@ CHUNK = 1024  # registrations in a message: decoding and applying one takes the 
 CHUNKS_PER_FLUSH = 4  # of a restatement or refresh, so that a turn stays short
 REPORT_GAP_S = 0.05  # a changing load is published at most this often
 RESTATE_GAP_S = 0.05
-IDLE_INTERVALS = 4  # an idle rank speaks once in so many intervals
-IDLE_AFTER_INTERVALS = 4  # and is idle when nothing has changed for so many
+IDLE_AFTER_INTERVALS = 4  # a rank is idle when nothing has changed for so many
 MAX_ATTEMPT = 1_000_000
 LIVES = 10  # a room that is never dropped is refreshed for this many TTLs, then forgotten
 
@@ -66,8 +66,8 @@ class PublisherCore:
         model: str,
         dp_size: int,
         endpoint: Endpoint,
-        interval_s: float = 0.5,
-        room_ttl_s: float = 120.0,
+        interval_s: float = REPORT_INTERVAL_S,
+        room_ttl_s: float = ROOM_TTL_S,
         max_rooms: int = 100_000,
         state: NodeState = "starting",
         follow_bootstrap_room: bool = False,
@@ -151,7 +151,7 @@ class PublisherCore:
         return self._overflow(now)
 
     def report(self, load: Load, now: float) -> list[Publish]:
-        """The newest load wins; its `seq` is stamped here. Leaves with what is sent next, or alone when due."""
+        """The newest load wins. Leaves with what is sent next, or alone when due; its `seq` is stamped here."""
         old = self._load
         self._load_seq += 1
         self._load = structs.replace(load, seq=self._load_seq)
@@ -263,7 +263,11 @@ class PublisherCore:
         return IDLE_INTERVALS * self.interval_s
 
     def _take_load(self, now: float) -> Load | None:
+        """The newest load. Said again it is a report too: a scheduler without work has nothing new to say."""
         if self._load is not None:
+            if self._load_seq == self._load_sent_seq:
+                self._load_seq += 1
+                self._load = structs.replace(self._load, seq=self._load_seq)
             self._load_sent_at = now
             self._load_sent_seq = self._load_seq
             self._load_changed = False

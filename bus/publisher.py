@@ -15,6 +15,7 @@ from msgspec import ValidationError, convert, to_builtins
 
 from bus import codec, subscription, topics
 from bus.actions import Publish
+from bus.defaults import REPORT_INTERVAL_S, ROOM_TTL_S
 from bus.endpoints import BusAddress
 from bus.epochs import new_epoch
 from bus.errors import ConfigError, LocalProtocolError, RemoteProtocolError
@@ -61,8 +62,8 @@ class Publisher(Service):
         model: str = "",
         dp_size: int = 1,
         endpoint: str = "",
-        interval_s: float = 1.0,
-        room_ttl_s: float = 120.0,
+        interval_s: float = REPORT_INTERVAL_S,
+        room_ttl_s: float = ROOM_TTL_S,
         follow_bootstrap_room: bool = False,
         state: NodeState = "ready",
         epoch: int = 0,
@@ -124,7 +125,8 @@ class Publisher(Service):
         self._hand_over(("drop", room, attempt, code))
 
     def report(self, load: Load) -> None:
-        """The scheduler's load now (`seq` is stamped on the way). A gauge: only the newest is published."""
+        """The scheduler's load now (`seq` is stamped on the way). A gauge: only the newest is published, and it is
+        said again each interval."""
         self.raise_if_failed()
         self._newest = load
         self._wake()

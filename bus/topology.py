@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
+from bus.defaults import SILENT_INTERVALS, bounded_interval_s
 from bus.messages import InstanceInfo, Member, MemberInfo, MemberKey, Role
 from bus.rooms import Owner
 
-LEASE_INTERVALS = 3.0  # silent for this many of its intervals: not ready, and its claims may be taken over
 FORGET_S = 60.0  # a rank that is gone, or silent for this long past its lease, leaves the table
 MAX_INSTANCES = 1024
 MAX_RANKS = 16_384
-_INTERVAL_BOUNDS_S = (0.05, 60.0)
 _EPOCHS_REMEMBERED = 8
 
 
@@ -34,7 +33,7 @@ class Rank:
         self.epoch = epoch
         self.retired: deque[int] = deque(maxlen=_EPOCHS_REMEMBERED)
         self.heard_at = now
-        self.lease_s = LEASE_INTERVALS
+        self.lease_s = SILENT_INTERVALS  # until it says how often it speaks
         self.member: Member | None = None  # None: it has published, but not introduced itself
         self.owner: Owner | None = None
         self.rooms_seq = 0  # of its last Rooms message
@@ -130,8 +129,7 @@ class Topology:
         if rank is None:
             return None
         rank.member = member
-        low, high = _INTERVAL_BOUNDS_S
-        rank.lease_s = LEASE_INTERVALS * min(high, max(low, member.interval_s))
+        rank.lease_s = SILENT_INTERVALS * bounded_interval_s(member.interval_s)
         instance = self._instances[member.instance]
         shape = (member.role, member.model, member.dp_size)
         if instance.shape not in (None, shape):

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from bus import cli, logs
+from bus import cli, defaults, logs
 from bus.endpoints import default_bus, default_controller
 from bus.errors import StartError
 from controller.config import ControllerConfig
@@ -42,25 +42,28 @@ GUIDANCE = (
 @click.option("--decode-method", default="auto", metavar="METHOD", help="load_balance_method of decode ranks.")
 @click.option("--unified-method", default="auto", metavar="METHOD", help="load_balance_method of unified ranks.")
 @click.option("--instance", "instances", multiple=True, metavar="NAME", help="Serve only these instances (repeatable).")
-@click.option("--lease-s", type=float, default=3.0, help="A rank silent for so long is lost.")
-@click.option("--hang-s", type=float, default=10.0, help="A busy rank whose steps stand still for so long is hung.")
-@click.option(
-    "--stale-s", type=float, default=1.25, help="Believe a load report for so long (5 report intervals or more)."
+@cli.setting(ControllerConfig, "--lease-s", type=float, help="A rank silent for so long is lost.")
+@cli.setting(ControllerConfig, "--hang-s", type=float, help="A busy rank whose steps stand still for so long is hung.")
+@cli.setting(
+    ControllerConfig,
+    "--stale-s",
+    type=float,
+    help="Believe a load report for so long; longer only of a rank that declares to report less often.",
 )
-@click.option(
-    "--request-overcommit", type=float, default=2.0, help="Requests at a rank, as a multiple of its run slots."
+@cli.setting(
+    ControllerConfig, "--request-overcommit", type=float, help="Requests at a rank, as a multiple of its run slots."
 )
-@click.option(
-    "--kv-overcommit", type=float, default=1.0, help="Tokens at a decode rank, as a multiple of its KV capacity."
+@cli.setting(
+    ControllerConfig, "--kv-overcommit", type=float, help="Tokens at a decode rank, as a multiple of its KV capacity."
 )
-@click.option(
-    "--cache-weight", type=float, default=1.0, help="cache_aware: worth of a token to compute, in tokens queued."
+@cli.setting(
+    ControllerConfig, "--cache-weight", type=float, help="cache_aware: worth of a token to compute, in tokens queued."
 )
-@click.option("--attempts", type=int, default=3, help="Dispatches of one submit at most.")
-@click.option(
-    "--queue-requests", type=int, default=1024, help="Requests that wait centrally at most; more are refused."
+@cli.setting(ControllerConfig, "--attempts", type=int, help="Dispatches of one submit at most.")
+@cli.setting(
+    ControllerConfig, "--queue-requests", type=int, help="Requests that wait centrally at most; more are refused."
 )
-@click.option("--wait-s", type=float, default=60.0, help="How long to wait for the bus at the start.")
+@click.option("--wait-s", type=float, default=defaults.WAIT_S, help="How long to wait for the bus at the start.")
 @click.option(
     "--engine",
     "engines",

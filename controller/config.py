@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from bus import defaults
 from bus.endpoints import BusAddress, ControllerAddress, default_bus, default_controller
 from bus.errors import ConfigError
 from bus.messages import Role
@@ -19,10 +20,9 @@ class ControllerConfig:
     """Durations in seconds, sizes in bytes, the rest counts.
 
     `lease_s`: a rank that says nothing for so long is lost. `hang_s`: one that is busy while its step counter stands
-    still for so long is hung. `stale_s`: a load report is believed for so long; at least five of the nodes' report
-    intervals, since an idle rank reports at each fourth. `settle_s`: after its own start the controller dispatches
-    nothing for so long (and until every rank it knows has reported, at most a lease), so that it never decides on an
-    empty picture.
+    still for so long is hung. `stale_s`: a load report is believed for so long, and longer only of a rank that declares
+    to report less often (`bus.defaults`). `settle_s`: after its own start the controller dispatches nothing for so long
+    (and until every rank it knows has reported, at most a lease), so that it never decides on an empty picture.
     """
 
     name: str = "controller-0"
@@ -35,9 +35,9 @@ class ControllerConfig:
     decode_method: str = "auto"
     unified_method: str = "auto"
     instances: tuple[str, ...] = ()  # only these; empty: all
-    lease_s: float = 3.0
+    lease_s: float = defaults.LEASE_S
     hang_s: float = 10.0
-    stale_s: float = 1.25
+    stale_s: float = defaults.STALE_S
     settle_s: float = 0.5
     sent_interval_s: float = 0.05
     request_overcommit: float = 2.0  # outstanding requests of a rank, as a multiple of its run slots

@@ -250,6 +250,8 @@ class ControllerCore:
         if type(message) is LoadReport:
             self._on_load(message, message.load, now, out)
         elif type(message) is Member or type(message) is Rooms:
+            if type(message) is Member:
+                self.table.declare((message.instance, message.dp_rank), message.epoch, message.interval_s)
             if message.load is not None:
                 self._on_load(message, message.load, now, out)
         elif type(message) is Sent:
@@ -261,7 +263,7 @@ class ControllerCore:
         if rank is not None:
             if rank.news and now >= self.regret.due:
                 self.regret.acknowledged(rank, self.table.ranks.values(), now)
-            self.health.report(rank.key, load, now, message.interval_s if type(message) is Member else None)
+            self.health.report(rank.key, load, now, rank.interval_s)
             if not rank.ready:
                 self._lose(self.members.assess(rank, now, out, "report"), now, out)
 

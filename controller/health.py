@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bus.defaults import SILENT_INTERVALS
 from bus.messages import Load, MemberKey, NodeState, RankState
 
-SILENT_INTERVALS = 3.0  # as for the broker
 DEAD: frozenset[RankState] = frozenset({"lost", "hung", "gone"})  # what runs there is given up
 
 
@@ -102,14 +102,13 @@ class Health:
         if pulse is not None:
             pulse.moved(step, busy, now)
 
-    def report(self, key: MemberKey, load: Load, now: float, interval_s: float | None = None) -> None:
-        """A load report of its epoch came over the bus; `interval_s`: the next one will within so long."""
+    def report(self, key: MemberKey, load: Load, now: float, interval_s: float = 0.0) -> None:
+        """A load report of its epoch came over the bus; the next one will within `interval_s`, if it said so."""
         pulse = self.pulses.get(key)
         if pulse is not None:
             pulse.reported_at = now
             pulse.known = True
-            if interval_s is not None:
-                pulse.interval_s = interval_s
+            pulse.interval_s = interval_s
             pulse.moved(load.step, load.running > 0, now)
 
     def bus_heard(self, now: float) -> None:

@@ -8,7 +8,8 @@ The invariant, kept by every method below:
 A report overwrites what was believed (nothing is planned ahead); what it had not ingested when it was read is added,
 so each request counts exactly once whether reports are fresh, late, repeated, lost or overtaken. A report with an old
 `(epoch, seq)` is dropped; a new node epoch is a new record, so what the old one had not acknowledged is void. A report
-older than `stale_s` is not believed: the estimate falls back to my own dispatched-and-not-ended work.
+older than `stale_s`, and than two of the intervals that its rank declares, is not believed: the estimate falls back to
+my own dispatched-and-not-ended work.
 
 Tokens are what a dispatch waits behind: for prefill the prompt tokens not computed yet (KV that only waits for its
 transfer costs no time); for decode and unified the KV tokens held plus those still to be fetched or computed, since
@@ -23,6 +24,7 @@ import heapq
 import itertools
 from collections import Counter
 
+from bus.defaults import STALE_INTERVALS, STALE_S, bounded_interval_s
 from bus.messages import Ack, Hello, Load, MemberKey, Role, Sent, SentTo
 from controller.groups import Group, key_of
 from controller.index import NEVER
@@ -43,7 +45,7 @@ class LoadTable:
         self,
         controller_epoch: int,
         *,
-        stale_s: float = 1.25,
+        stale_s: float = STALE_S,
         request_overcommit: float = 2.0,
         kv_overcommit: float = 1.0,
         prefill_overcommit: float = 4.0,
@@ -139,6 +141,12 @@ class LoadTable:
         self._refresh(rank)
         return rank
 
+    def declare(self, key: MemberKey, epoch: int, interval_s: float) -> None:
+        """A rank says that it reports at least each `interval_s`; its word is taken within bounds."""
+        rank = self.ranks.get(key)
+        if rank is not None and rank.epoch == epoch:
+            rank.interval_s = bounded_interval_s(interval_s)
+
     def apply_sent(self, sent: Sent, now: float) -> bool:
         """Another controller's cumulative counters. False (and counted) when old, mine, or one controller too many."""
         if sent.epoch == self.controller_epoch:
@@ -160,16 +168,17 @@ class LoadTable:
         return True
 
     def age(self, now: float) -> list[RankLoad]:
-        """Stop believing reports older than `stale_s` (returned) and counters of controllers that fell silent."""
+        """Stop believing reports that are too old (their ranks are returned), and counters of silent controllers."""
         aged = []
         while self._fresh and self._fresh[0][0] < now:
             rank = heapq.heappop(self._fresh)[2]
             if self.ranks.get(rank.key) is not rank:
                 continue
             assert rank.reported_at is not None
-            believed_until = rank.reported_at + self._stale_s
-            if believed_until >= now:
-                heapq.heappush(self._fresh, (believed_until, next(self._order), rank))
+            believed_until = rank.reported_at + max(self._stale_s, STALE_INTERVALS * rank.interval_s)
+            if believed_until >= now:  # looked at earlier too: its interval may have become shorter by then
+                look_at = min(believed_until, now + self._stale_s)
+                heapq.heappush(self._fresh, (look_at, next(self._order), rank))
                 continue
             rank.stale = True
             self._refresh(rank)

@@ -33,6 +33,7 @@ class RankLoad:
         "hard_requests",
         "info",
         "inherited",
+        "interval_s",
         "key",
         "largest",
         "leaves",
@@ -78,6 +79,7 @@ class RankLoad:
         self.load: Load | None = None
         self.reported_at: float | None = None
         self.stale = True
+        self.interval_s = 0.0  # it declares to report at least this often; 0: it has not said
         self.counts_queue_only = info.role == "prefill"  # its KV tokens cost nobody any time
         self.base_requests = 0
         self.base_tokens = 0

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bus import defaults
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.errors import ConfigError
 from bus.messages import MAX_DP_SIZE, Role
@@ -32,9 +33,9 @@ class NodeConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     max_running: int = 64
     chunk_tokens: int = 512
-    report_interval_s: float = 0.25
-    room_ttl_s: float = 120.0
-    wait_s: float = 60.0
+    report_interval_s: float = defaults.REPORT_INTERVAL_S
+    room_ttl_s: float = defaults.ROOM_TTL_S
+    wait_s: float = defaults.WAIT_S
     drain_s: float = 60.0
     limits: Limits = field(default_factory=Limits)
     metrics_port: int = 0

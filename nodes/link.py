@@ -12,6 +12,7 @@ from typing import Protocol
 import zmq
 
 from bus.codec import decode, encode
+from bus.defaults import LEASE_S
 from bus.errors import LocalProtocolError, RemoteProtocolError
 from bus.logs import get_logger
 from bus.messages import (
@@ -34,7 +35,6 @@ from bus.sockets import PAYLOAD_MAX, Socket, Sockets
 
 HELLO_S = 1.0
 WHO_GAP_S = 0.05
-DEFAULT_LEASE_S = 3.0
 MAX_ENDED_PER_MESSAGE = 128  # so that both fit in a frame with the longest rids and sentences, in any script
 MAX_STARTED_PER_MESSAGE = 512
 MAX_OWED = 65_536  # beginnings, and ends, kept for a controller whose queue is full
@@ -86,7 +86,7 @@ class Link:
     @property
     def silent(self) -> bool:
         """Never welcomed, or nothing heard for a lease."""
-        return self.welcome is None or self._clock() - self._heard_at > (self.welcome.lease_s or DEFAULT_LEASE_S)
+        return self.welcome is None or self._clock() - self._heard_at > (self.welcome.lease_s or LEASE_S)
 
     @property
     def owes(self) -> bool:
