@@ -23,6 +23,7 @@ from bus.endpoints import default_bus
 @cli.setting(BrokerConfig, "--max-rooms", type=click.IntRange(1), help="Rooms kept at most; more are refused.")
 @click.option("--keys", default="", metavar="DIR", help="CURVE keys and allowlist for tcp (none: plaintext).")
 @cli.metrics_port_option
+@cli.metrics_host_option
 @cli.log_level_option
 @cli.watch_parent_option
 def main(
@@ -32,6 +33,7 @@ def main(
     max_rooms: int,
     keys: str,
     metrics_port: int,
+    metrics_host: str,
     log_level: str,
     watch_parent: bool,
 ) -> None:
@@ -43,6 +45,7 @@ def main(
         beacon_s=beacon_s,
         max_rooms=max_rooms,
         metrics_port=metrics_port,
+        metrics_host=metrics_host,
         keys=keys,
     )
     broker = Broker(config)

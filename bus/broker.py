@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from bus import codec, defaults, metrics, topics
+from bus import codec, defaults, metrics, probes, topics
 from bus.actions import Note, Send
 from bus.broker_core import Action, Asked, BrokerCore, BrokerLimits, Event, Published, Tick, Unreachable
 from bus.endpoints import BusAddress
@@ -33,7 +33,6 @@ from bus.sockets import Socket, Sockets
 TICK_S = 0.025
 IDLE_TICK_S = 0.25  # what rests is not left for longer
 BEHIND_TICK_S = 0.002  # a long sweep goes in short turns, with room for questions between them
-METRICS_S = 1.0
 PEERS_REMEMBERED = 4096
 _PUB_INSIDE = "inproc://publish"
 _SUB_INSIDE = "inproc://subscribe"
@@ -54,6 +53,7 @@ class BrokerConfig:
     max_watches: int = 262_144
     max_watches_per_peer: int = 65_536
     metrics_port: int = 0
+    metrics_host: str = defaults.METRICS_HOST
     keys: str = ""
 
     def __post_init__(self) -> None:
@@ -77,7 +77,6 @@ class Broker(Service):
         self.address = BusAddress(self.config.address)
         self.epoch = new_epoch()
         self.rejected: Counter[str] = Counter()
-        self._metrics: tuple[metrics.Metric, ...] = ()
         self._batches = metrics.Histogram(metrics.SIZES)
         self._rejecters: set[bytes] = set()
         self._dozing = False
@@ -102,7 +101,8 @@ class Broker(Service):
             max_watches_per_peer=config.max_watches_per_peer,
         )
         self.core = BrokerCore(limits, self.epoch, self.loop.clock())
-        threading.Thread(target=_forward, args=(xsub, xpub), name="broker-proxy", daemon=True).start()
+        self._proxy = threading.Thread(target=_forward, args=(xsub, xpub), name="broker-proxy", daemon=True)
+        self._proxy.start()
         self._sockets.release(xsub)
         self._sockets.release(xpub)
         self.loop.add(self._sub, self._on_publication, budget=512)
@@ -110,9 +110,9 @@ class Broker(Service):
         self.loop.after_turn(self._rest)
         self._tick()
         if config.metrics_port:
-            self._gather()
-            self.loop.call_every(METRICS_S, self._gather)
-            exits.callback(metrics.serve(config.metrics_port, lambda: self._metrics))
+            exits.callback(
+                probes.serve(self.loop, config.metrics_host, config.metrics_port, self._gather, self._unready)
+            )
         log.info("broker.started", address=self.address.base, epoch=self.epoch)
 
     # --- in ---------------------------------------------------------------------------------------------------------
@@ -196,11 +196,14 @@ class Broker(Service):
 
     # --- metrics ----------------------------------------------------------------------------------------------------
 
-    def _gather(self) -> None:
+    def _unready(self) -> str:
+        return "" if self._proxy.is_alive() else "publications are not forwarded"
+
+    def _gather(self) -> tuple[metrics.Metric, ...]:
         counts = self.core.counts()
         gatekeeper = self._sockets.gatekeeper
         refused = dict(gatekeeper.refused) if gatekeeper else {}
-        self._metrics = (
+        return (
             *(metrics.gauge(f"pdbus_broker_{name}", f"{name} now", counts.pop(name)) for name in _GAUGES),
             *(metrics.counter(f"pdbus_broker_{name}_total", f"{name} so far", n) for name, n in counts.items()),
             metrics.labelled(

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import click
 
+from bus.defaults import METRICS_HOST
 from bus.errors import BusError, ConfigError, StartError
 from bus.logs import LEVELS
 
@@ -123,7 +124,10 @@ metrics_port_option = click.option(
     type=click.IntRange(0, 65535),
     default=0,
     show_default=True,
-    help="Serve Prometheus metrics on this port of 127.0.0.1 (0: don't).",
+    help="Serve /metrics (Prometheus), /health and /ready on this port (0: don't).",
+)
+metrics_host_option = click.option(
+    "--metrics-host", default=METRICS_HOST, show_default=True, metavar="HOST", help="The address of the metrics port."
 )
 watch_parent_option = click.option(
     "--watch-parent", is_flag=True, help="Leave when stdin closes (set by launchers, so that no orphan stays)."

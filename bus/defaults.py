@@ -7,6 +7,8 @@ from __future__ import annotations
 
 WAIT_S = 60.0  # for the bus and controllers to appear at a start
 
+METRICS_HOST = "127.0.0.1"
+
 # the broker
 BEACON_S = 0.25
 ROOM_TTL_S = 120.0

@@ -56,6 +56,7 @@ class Loop:
         self._calls: deque[Callable[[], None]] = deque()
         self._after_turn: list[Callable[[], None]] = []
         self._running = False
+        self._turned_at: float | None = None
         self._stopping = threading.Event()
         self._wake_in, self._wake_out = unix.socketpair()
         self._wake_in.setblocking(False)
@@ -133,6 +134,11 @@ class Loop:
         self._wake_in.close()
         self._wake_out.close()
 
+    @property
+    def still_s(self) -> float:
+        """How long ago it turned last (0 before it begins); any thread may ask."""
+        return 0.0 if self._turned_at is None else self.clock() - self._turned_at
+
     def turn(self) -> None:
         ready = self._poller.poll(self._timeout_ms())
         self._behind = False
@@ -180,7 +186,7 @@ class Loop:
         return min(MAX_IDLE_MS, max(0, -int(-left_s * 1000 // 1)))
 
     def _run_timers(self) -> None:
-        now = self.clock()
+        now = self._turned_at = self.clock()
         while self._timers and self._timers[0][0] <= now:
             timer = heapq.heappop(self._timers)[2]
             if not timer.active:

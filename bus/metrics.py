@@ -1,6 +1,6 @@
-"""Prometheus metrics of a part, off its request path: the loop leaves a snapshot, an HTTP thread of its own reads it.
+"""Prometheus metrics of a part, off its request path: the form of a snapshot, which `bus.probes` serves.
 
-Owns the form of a snapshot and its server. Must not be called on a request's way; a part counts in plain ints and
+Must not be called on a request's way; a part counts in plain ints and
 `Histogram`s, and builds its snapshot about once a second.
 """
 
@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from bus import logs
-from bus.errors import StartError
 
-HOST = "127.0.0.1"
 SIZES = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0)
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
@@ -92,25 +90,11 @@ def histogram(name: str, help: str, value: Distribution) -> Metric:
     return Metric(name, help, "histogram", (Sample(value),))
 
 
-def serve(port: int, snapshot: Snapshot) -> Callable[[], None]:
-    """Serve `snapshot()` on `http://127.0.0.1:port/metrics`; returns what stops it. StartError if the port is taken.
-
-    `snapshot` is called on the HTTP thread: it should return the last tuple that the loop has left.
-    """
-    registry = CollectorRegistry()
-    registry.register(_Reader(snapshot))
-    try:
-        server, thread = start_http_server(port, addr=HOST, registry=registry)
-    except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise StartError(f"cannot serve metrics on {HOST}:{port}: {why}; choose another --metrics-port") from None
-
-    def stop() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-    return stop
+def registry(snapshot: Snapshot) -> CollectorRegistry:
+    """For Prometheus: each scrape reads `snapshot()`, which should return the last tuple that the loop has left."""
+    made = CollectorRegistry()
+    made.register(_Reader(snapshot))
+    return made
 
 
 class _Reader(Collector):

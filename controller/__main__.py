@@ -72,6 +72,7 @@ GUIDANCE = (
     help="Follow an engine's KV events: sglang=tcp://host:5557,dp_size=8[,instance=NAME][,replay=PORT][,load=PORT].",
 )
 @cli.metrics_port_option
+@cli.metrics_host_option
 @cli.log_level_option
 @cli.watch_parent_option
 def main(wait_s: float, log_level: str, watch_parent: bool, engines: tuple[str, ...], **settings: Any) -> None:

@@ -31,6 +31,7 @@ class ControllerConfig:
     with_broker: bool = False
     keys: str = ""  # directory of CURVE keys; empty: none
     metrics_port: int = 0
+    metrics_host: str = defaults.METRICS_HOST
     prefill_method: str = "auto"
     decode_method: str = "auto"
     unified_method: str = "auto"

@@ -154,6 +154,18 @@ class ControllerCore:
         """Whether a publication may let something happen at once; if not, it is news only to the next decision."""
         return bool(self.life.queue.requests) or not self.life.settled
 
+    @property
+    def unready(self) -> str:
+        """Why requests would not be served now; empty: each role that ranks are here for has a ready one."""
+        if not self.life.settled:
+            return "waiting for the ranks' first reports"
+        ready: dict[str, bool] = {}
+        for rank in self.table.ranks.values():
+            if self.members.state(rank) != "gone":
+                ready[rank.info.role] = ready.get(rank.info.role, False) or rank.ready
+        missing = " and ".join(sorted(role for role, one in ready.items() if not one))
+        return f"no {missing} rank is ready" if missing else "" if ready else "no rank has joined"
+
     def shutdown(self, now: float) -> list[Action]:
         """This controller leaves: every live request ends, for its client to send it elsewhere."""
         out: list[Action] = []

@@ -17,7 +17,7 @@ from typing import Any
 
 import zmq
 
-from bus import codec, metrics, subscription, topics
+from bus import codec, probes, subscription, topics
 from bus.actions import Note, Publish
 from bus.broker import Broker, BrokerConfig
 from bus.endpoints import BusAddress, ControllerAddress
@@ -36,6 +36,7 @@ from bus.messages import (
     Refused,
     Submit,
 )
+from bus.metrics import Metric
 from bus.security import load_keys
 from bus.service import Service
 from bus.sockets import PAYLOAD_MAX, Socket, Sockets
@@ -60,7 +61,6 @@ from controller.metrics import collect
 
 TICK_S = 0.05
 IDLE_TICK_S = 0.25
-METRICS_S = 1.0
 FAREWELL_MS = 250  # for last answers to leave
 PEERS_REMEMBERED = 4096
 LOCAL = "local"  # the peer that is this process; routing ids are bytes
@@ -95,7 +95,6 @@ class Controller(Service):
         self._on_local = on_local
         self._on_failure = on_failure
         self._rejecters: set[bytes] = set()
-        self._metrics: Sequence[metrics.Metric] = ()
         self._outbox: list[Any] = []
         self._dozing = False
         self._broker: Broker | None = None
@@ -124,9 +123,9 @@ class Controller(Service):
         self.loop.after_turn(self._pace)
         self._timer = self.loop.call_later(TICK_S, self._tick)
         if config.metrics_port:
-            self._gather()
-            self.loop.call_every(METRICS_S, self._gather)
-            exits.callback(metrics.serve(config.metrics_port, lambda: self._metrics))
+            exits.callback(
+                probes.serve(self.loop, config.metrics_host, config.metrics_port, self._gather, self._unready)
+            )
         log.info("controller.started", name=config.name, address=config.controller, epoch=self.epoch, **config.methods)
 
     def _failed(self) -> None:
@@ -287,5 +286,8 @@ class Controller(Service):
         except LocalProtocolError as error:
             log.error("message.too_large", detail=str(error))
 
-    def _gather(self) -> None:
-        self._metrics = collect(self.core, self.loop.clock())
+    def _gather(self) -> Sequence[Metric]:
+        return collect(self.core, self.loop.clock())
+
+    def _unready(self) -> str:
+        return self.core.unready if self.bus_seen.is_set() else f"no broker heard at {self.config.bus}"

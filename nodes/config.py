@@ -39,6 +39,7 @@ class NodeConfig:
     drain_s: float = 60.0
     limits: Limits = field(default_factory=Limits)
     metrics_port: int = 0
+    metrics_host: str = defaults.METRICS_HOST
     keys: str = ""
 
     def __post_init__(self) -> None:

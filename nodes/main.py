@@ -78,6 +78,7 @@ def command(role: Role) -> click.Command:
     @option("--fault-hang-token", type=int, default=None, help="For tests: a step fed this token never ends.")
     @option("--fault-crash-token", type=int, default=None, help="For tests: a step fed this token kills the process.")
     @cli.metrics_port_option
+    @cli.metrics_host_option
     @cli.log_level_option
     @cli.watch_parent_option
     def main(**options: Any) -> None:
@@ -131,6 +132,7 @@ def config_from(role: Role, options: dict[str, Any]) -> NodeConfig:
         drain_s=options["drain_s"],
         limits=Limits(max_waiting=options["max_waiting"], hold_s=options["hold_s"]),
         metrics_port=options["metrics_port"],
+        metrics_host=options["metrics_host"],
         keys=options["keys"],
     )
 

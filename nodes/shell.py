@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from bus import metrics, subscription, topics
+from bus import metrics, probes, subscription, topics
 from bus.actions import Publish, Send
 from bus.codec import decode, encode
 from bus.endpoints import BusAddress, ControllerAddress
@@ -49,7 +49,6 @@ from nodes.streams import RETRY_S, SendFailure, Streams
 
 TICK_S = 0.05
 SLOW_TICK_S = 0.25
-METRICS_S = 1.0
 SAY_WAITING_S = 2.0
 GOODBYE_S = 1.0  # a drained process waits this long for its goodbye to come back from the bus
 STREAM_GRACE_S = 5.0  # a drained process waits this long for readers to take the end of their streams
@@ -78,7 +77,6 @@ class Node:
         self._began = self._said = loop.clock()
         self._drain_began: float | None = None
         self._left = False
-        self._metrics: tuple[metrics.Metric, ...] = ()
         self._stop_metrics: Callable[[], None] = lambda: None
         keys = load_keys(config.keys, server=True) if config.keys else None
         self._sockets = Sockets(keys=keys, max_sockets=16384)
@@ -110,9 +108,9 @@ class Node:
         loop.call_every(SLOW_TICK_S, self._slow_tick)
         loop.after_turn(self._after_turn)
         if config.metrics_port:
-            loop.call_every(METRICS_S, self._keep_metrics)
-            self._keep_metrics()
-            self._stop_metrics = metrics.serve(config.metrics_port, lambda: self._metrics)
+            self._stop_metrics = probes.serve(
+                loop, config.metrics_host, config.metrics_port, lambda: snapshot(self), self._unready
+            )
 
     def __enter__(self) -> Node:
         return self
@@ -356,6 +354,16 @@ class Node:
                 missing.append(f"the controller at {base}")
         return missing
 
+    def _unready(self) -> str:
+        """Why no leg can come here now; empty: one can."""
+        if missing := self._missing():
+            return f"waiting for {' and '.join(missing)}"
+        ranks = self.ranks.values()
+        if all(rank.state != "ready" for rank in ranks):
+            return "draining"
+        deaf = [str(rank.dp_rank) for rank in ranks if all(link.silent for link in rank.links)]
+        return f"no controller speaks to dp_rank {', '.join(deaf)}" if deaf else ""
+
     def _check_drained(self, now: float) -> None:
         ranks = self.ranks.values()
         draining_s = -1.0 if self._drain_began is None else now - self._drain_began
@@ -372,6 +380,3 @@ class Node:
             return  # it is said again with each interval
         if not self.streams.untaken or now - last >= STREAM_GRACE_S:
             self.loop.stop()
-
-    def _keep_metrics(self) -> None:
-        self._metrics = tuple(snapshot(self))

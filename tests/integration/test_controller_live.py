@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import shutil
 import signal
@@ -387,3 +388,35 @@ def test_the_example_of_an_embedded_dispatcher_runs() -> None:
     lines = [line.split() for line in ran.stdout.splitlines()]
     assert sorted(line[0] for line in lines if line[1] == "Done") == [f"request-{n}" for n in range(4)]
     assert {line[2] for line in lines if line[1] == "Accepted"} == {"0", "1"}
+
+
+def test_ready_tells_whether_requests_would_be_served(config: ControllerConfig, sockets: Sockets) -> None:
+    with create_server(("127.0.0.1", 0)) as probe:
+        port = int(probe.getsockname()[1])
+
+    def ready() -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+        try:
+            connection.request("GET", "/ready")
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+    def until(trouble: str) -> None:
+        end = time.monotonic() + WAIT_S
+        while (said := ready()) != ((503, f"{trouble}\n") if trouble else (200, "ok\n")):
+            assert time.monotonic() < end, said
+            for node in nodes:
+                node.read(0.02)
+
+    nodes: list[Node] = []
+    with Controller(replace(config, metrics_port=port)):
+        until(f"no broker heard at {config.bus}")
+        with Broker(config.bus):
+            until("no rank has joined")
+            nodes += joined(sockets, config, hello("p", role="prefill", dp_size=1))
+            until("")
+            nodes += joined(sockets, config, hello("d", role="decode", dp_size=1, state="starting"))
+            until("no decode rank is ready")
+        until("no decode rank is ready")  # a broker that leaves keeps nobody from being served

@@ -535,6 +535,32 @@ def test_metrics_show_what_went_on(cluster: Cluster) -> None:
     cluster.controller.until(scraped, "metrics")
 
 
+def test_ready_tells_whether_legs_may_come(cluster: Cluster) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def asked(path: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+    cluster.node("unified", "--metrics-port", str(port), "--sim-decode-s", "0.5")
+    cluster.ready(U)
+    cluster.controller.until(lambda: asked("/ready") == (200, "ok\n"), "ready")
+    assert asked("/health") == (200, "ok\n")
+    assert asked("/")[0] == 404
+    cluster.controller.dispatch(U, "r", PROMPT, max_tokens=400)
+    cluster.controller.until(lambda: ("r", 1) in cluster.controller.started, "start")
+    cluster.controller.tell(U, Drain(0))
+    cluster.controller.until(lambda: asked("/ready") == (503, "draining\n"), "draining")
+    assert asked("/health") == (200, "ok\n")
+
+
 @pytest.mark.slow
 def test_the_tiny_model_through_the_pair_equals_the_unified_rank(cluster: Cluster) -> None:
     torch = ("--engine", "torch", "--model", "tiny", "--block-tokens", "8")

@@ -1,32 +1,22 @@
-"""Metrics: what is scraped is the last snapshot left, in Prometheus' form; a taken port says what to do."""
+"""Metrics: what is scraped is the last snapshot left, in Prometheus' form."""
 
 from __future__ import annotations
 
-import socket
-import urllib.request
+from collections.abc import Sequence
 
-import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from bus.errors import StartError
-from bus.metrics import Histogram, Metric, counter, gauge, histogram, labelled, serve
+from bus.metrics import Histogram, Metric, counter, gauge, histogram, labelled, registry
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def scrape(port: int) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
-        families = text_string_to_metric_families(page.read().decode())
-        return {
-            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-            for family in families
-            for sample in family.samples
-            if sample.name != "pdbus_log_events_lost_total"  # which every part has
-        }
+def scrape(left: Sequence[Metric]) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(generate_latest(registry(lambda: left)).decode())
+        for sample in family.samples
+        if sample.name != "pdbus_log_events_lost_total"  # which every part has
+    }
 
 
 def test_every_kind_is_scraped_as_it_was_left() -> None:
@@ -40,33 +30,19 @@ def test_every_kind_is_scraped_as_it_was_left() -> None:
         labelled("gauge", "pdbus_test_empty", "nothing yet", "rank", {}),
         histogram("pdbus_test_size_rooms", "sizes", sizes.frozen()),
     ]
-    port = free_port()
-    stop = serve(port, lambda: tuple(left))
-    try:
-        assert scrape(port) == {
-            ("pdbus_test_things_total", ()): 3,
-            ("pdbus_test_level", ()): 0.5,
-            ("pdbus_test_rejected_total", (("reason", "size"),)): 2,
-            ("pdbus_test_rejected_total", (("reason", "tag"),)): 1,
-            ("pdbus_test_size_rooms_bucket", (("le", "1.0"),)): 1,
-            ("pdbus_test_size_rooms_bucket", (("le", "10.0"),)): 3,
-            ("pdbus_test_size_rooms_bucket", (("le", "+Inf"),)): 4,
-            ("pdbus_test_size_rooms_count", ()): 4,
-            ("pdbus_test_size_rooms_sum", ()): 24,
-        }
-        left[:] = [counter("pdbus_test_things_total", "things", 4)]
-        assert scrape(port) == {("pdbus_test_things_total", ()): 4}
-    finally:
-        stop()
-
-
-def test_a_taken_port_says_what_to_do_and_a_stopped_one_is_free_again() -> None:
-    port = free_port()
-    stop = serve(port, tuple)
-    with pytest.raises(StartError, match=f"127.0.0.1:{port}.*choose another --metrics-port"):
-        serve(port, tuple)
-    stop()
-    serve(port, tuple)()
+    assert scrape(left) == {
+        ("pdbus_test_things_total", ()): 3,
+        ("pdbus_test_level", ()): 0.5,
+        ("pdbus_test_rejected_total", (("reason", "size"),)): 2,
+        ("pdbus_test_rejected_total", (("reason", "tag"),)): 1,
+        ("pdbus_test_size_rooms_bucket", (("le", "1.0"),)): 1,
+        ("pdbus_test_size_rooms_bucket", (("le", "10.0"),)): 3,
+        ("pdbus_test_size_rooms_bucket", (("le", "+Inf"),)): 4,
+        ("pdbus_test_size_rooms_count", ()): 4,
+        ("pdbus_test_size_rooms_sum", ()): 24,
+    }
+    left[:] = [counter("pdbus_test_things_total", "things", 4)]
+    assert scrape(left) == {("pdbus_test_things_total", ()): 4}
 
 
 def test_a_frozen_histogram_does_not_change_any_more() -> None:
