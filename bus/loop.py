@@ -55,7 +55,6 @@ class Loop:
         self._order = itertools.count()
         self._calls: deque[Callable[[], None]] = deque()
         self._after_turn: list[Callable[[], None]] = []
-        self._running = False
         self._turned_at: float | None = None
         self._stopping = threading.Event()
         self._wake_in, self._wake_out = unix.socketpair()

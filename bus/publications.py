@@ -85,7 +85,6 @@ class PublisherCore:
         self.state: NodeState = state
         self.follow_bootstrap_room = follow_bootstrap_room
         self.broker_epoch = 0  # 0: no beacon heard yet
-        self.broker_heard_at: float | None = None
         self.conflicts: deque[Conflict] = deque(maxlen=1024)
         self.counts = dict.fromkeys(("registered", "dropped", "refreshed", "restated", "evicted", "invalid"), 0)
         self._on_conflict = on_conflict
@@ -109,10 +108,6 @@ class PublisherCore:
     @property
     def live_rooms(self) -> int:
         return len(self._live)
-
-    def broker_age_s(self, now: float) -> float:
-        """Since the last beacon; infinite before the first."""
-        return float("inf") if self.broker_heard_at is None else now - self.broker_heard_at
 
     # --- what the scheduler says --------------------------------------------------------------------------------
 
@@ -187,7 +182,6 @@ class PublisherCore:
     def on_message(self, message: Message, now: float) -> list[Publish]:
         """A beacon, or something addressed to this rank; anything else is ignored."""
         if isinstance(message, Beacon):
-            self.broker_heard_at = now
             if message.epoch != self.broker_epoch:
                 self.broker_epoch = message.epoch
                 return self._restate(now)

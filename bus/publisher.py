@@ -44,7 +44,7 @@ log = get_logger("publisher")
 class Publisher(Service):
     """`with Publisher(bus, instance="prefill-0", dp_rank=0, role="prefill") as publisher: publisher.register(room)`.
 
-    ConfigError on a bad argument. What it could not take is counted in `overflows`, what made no sense in `invalid`.
+    ConfigError on a bad argument. What it could not take, and what made no sense, is in `counts`.
     When another process publishes for the same rank later on, the broker ignores this one, which is not told.
     One thing reaches the engine as an exception: PartFailed, from every call once the thread has failed (`failure`), as
     no room of this rank is found any more and no load of it known. Who would rather go on alone catches it.
@@ -144,6 +144,20 @@ class Publisher(Service):
         while self._core.conflicts:
             taken.append(self._core.conflicts.popleft())
         return taken
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What happened so far by name: rooms `registered`, `dropped`, `refreshed`, `restated`, `evicted` (never
+        dropped); what was not taken (`overflows`: the queue was full) or made no sense (`invalid`); messages of others
+        dropped, by reason (`rejected_*`). And how many rooms are registered now (`live_rooms`)."""
+        core = self._core
+        return {
+            **core.counts,
+            "invalid": core.counts["invalid"] + self.invalid,
+            "overflows": self.overflows,
+            "live_rooms": core.live_rooms,
+            **{f"rejected_{reason}": count for reason, count in self.rejected.copy().items()},
+        }
 
     def _hand_over(self, command: _Command) -> None:
         self.raise_if_failed()

@@ -121,6 +121,18 @@ class Resolver(Service):
             lost, self._lost = self._lost, {}
         return lost
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """What happened so far by name: rooms found, by how (`told`, `computed`, `asked`), or `lost`; what it took
+        (`queries`, `topology_queries`; `stale`: answers about an older attempt); wants that nobody collects
+        (`overflows`) or that make no sense (`invalid`); messages dropped, by reason (`rejected_*`)."""
+        return {
+            **self._core.counts,
+            "overflows": self.overflows,
+            "invalid": self.invalid,
+            **{f"rejected_{reason}": count for reason, count in self.rejected.copy().items()},
+        }
+
     def wait(self, timeout_s: float) -> bool:
         """Sleep until something was found or lost; for tests and programs that have nothing else to do."""
         if self.failure is None and self._settled.wait(timeout_s):

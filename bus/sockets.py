@@ -115,16 +115,6 @@ class Sockets:
         socket = self.router(bind, maximum=maximum, hwm=hwm, domain="clients")
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def pair(self, name: str, *, bind: bool) -> Socket:
-        """Wakes a loop from another thread of this process."""
-        socket = self._new(zmq.PAIR, -1)
-        endpoint = f"inproc://{name}"
-        if bind:
-            socket.bind(endpoint)
-        else:
-            socket.connect(endpoint)
-        return socket
-
     # --- options ----------------------------------------------------------------------------------------------
 
     def _new(self, kind: int, maximum: int, hwm: int = HWM) -> Socket:

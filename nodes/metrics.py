@@ -37,6 +37,12 @@ def snapshot(node: Node) -> Iterator[Metric]:
     yield counter("pdbus_node_kv_checksum_errors_total", "KV blocks that arrived damaged.", damaged)
     odd = {what: float(events.pop(what)) for what in ("dispatch_gap", "dispatch_repeated") if what in events}
     yield labelled("counter", "pdbus_node_dispatch_anomalies_total", "Dispatches lost or repeated.", "what", odd)
+    rooms: Counter[str] = Counter()
+    for rank in ranks.values():
+        rooms.update(rank.publisher.counts)
+    yield labelled("counter", "pdbus_node_rooms_total", "What was published of rooms, by what.", "what", rooms)
+    located = node.resolver.counts
+    yield labelled("counter", "pdbus_node_rooms_located_total", "Rooms looked for, and how it went.", "what", located)
     ended = {code: float(count) for code, count in events.items()}
     yield labelled("counter", "pdbus_node_legs_ended_total", "Legs that ended, by code.", "code", ended)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -70,7 +70,6 @@ class Channel(Service):
         self._patience = patience
         self._keys = load_keys(keys, server=False) if keys else None
         self.rng = random.Random(seed)  # also draws rids and rooms; `seed` is for tests
-        self.rejected: Counter[str] = Counter()
         self._controllers = frozenset(controllers)
         self._core = ClientCore(patience, self.rng)
         self._peers: dict[str, _Peer] = {}
@@ -208,7 +207,6 @@ class Channel(Service):
                 raise RemoteProtocolError("frames", f"{len(frames)} frames, not 1")
             message = codec.decode(frames[0], table)
         except RemoteProtocolError as error:
-            self.rejected[error.reason] += 1
             if not self._peers[endpoint].rejected:
                 self._peers[endpoint].rejected = True
                 log.warning("message.rejected", peer=endpoint, reason=error.reason, detail=error.detail[:200])

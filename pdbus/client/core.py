@@ -49,7 +49,6 @@ class ClientCore:
         self._rng = rng
         self._requests: dict[str, Request] = {}
         self._legs: dict[tuple[str, str], tuple[Request, LegRun]] = {}  # (controller, rid of the leg)
-        self.unknown_total = 0  # messages about requests that have ended, or never were
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -90,8 +89,7 @@ class ClientCore:
                 if isinstance(message, Failed):
                     return self._forget_ended(request.failed(leg, message, now))
                 return self._forget_ended(request.done(leg, message, now))
-        self.unknown_total += 1
-        return []
+        return []  # about a request that has ended, or never was
 
     def _forget_ended(self, actions: list[Action]) -> list[Action]:
         if actions and isinstance(ended := actions[-1], Ended):

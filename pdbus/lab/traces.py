@@ -37,7 +37,7 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of arrival. Without any hashes (`has_prefixes` False) no prompt shares a prefix."""
+    """Requests in order of arrival. Without any hashes no prompt shares a prefix."""
 
     name: str
     requests: tuple[TraceRequest, ...]
@@ -49,10 +49,6 @@ class Trace:
     @property
     def duration_s(self) -> float:
         return self.requests[-1].arrival_s - self.requests[0].arrival_s
-
-    @property
-    def has_prefixes(self) -> bool:
-        return any(request.hashes for request in self.requests)
 
     def first(self, duration_s: float) -> Trace:
         """What arrives in the first `duration_s` seconds. ConfigError when that is fewer than two requests."""

@@ -156,6 +156,12 @@ def test_watches_deadlines_and_failures_reach_a_resolver(base: str) -> None:
         found, lost = collect(resolver, 2)
         assert found == {1: Location("prefill-0", 0, rank.epoch, "tcp://10.0.0.7:7000")}
         assert lost == {2: "prefill_failed"}
+        assert {name: resolver.counts[name] for name in ("asked", "lost", "told", "overflows")} == {
+            "asked": 1, "lost": 2, "told": 0, "overflows": 0,
+        }  # fmt: skip
+        assert {name: rank.counts[name] for name in ("registered", "dropped", "invalid", "live_rooms")} == {
+            "registered": 1, "dropped": 1, "invalid": 0, "live_rooms": 1,
+        }  # fmt: skip
 
 
 def test_told_and_computed_come_from_the_topology(ipc_base: str) -> None:
@@ -381,7 +387,7 @@ def test_nothing_a_scheduler_hands_over_raises_or_blocks(ipc_base: str) -> None:
         rank.report(Load(0, -1, 0, 0, 0, 0, 0, 0))
         resolver.want(*range(20_000), deadline_s=0.1)
         assert time.monotonic() - started < 5.0
-        assert rank.overflows > 0
+        assert rank.counts["overflows"] == rank.overflows > 0
         assert not rank.wait_ready(0.01)
         assert resolver.wait(DEADLINE_S)
         resolver.want(7, deadline_s=0.05)

@@ -512,6 +512,8 @@ def test_metrics_show_what_went_on(cluster: Cluster) -> None:
         'pdbus_node_legs_ended_total{code="ok"}': 1.0,
         "pdbus_node_first_token_seconds_count": 1.0,
         "pdbus_node_kv_fetch_seconds_count": 1.0,
+        'pdbus_node_rooms_located_total{what="asked"}': 0.0,  # the dispatch has told
+        'pdbus_node_rooms_total{what="registered"}': 0.0,  # which only prefill ranks do
         'pdbus_node_rejected_messages_total{reason="version",socket="data"}': 1.0,
         'pdbus_node_running{dp_rank="0"}': 0.0,
         'pdbus_node_unsent_messages_total{what="controller"}': 0.0,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from structlog.testing import capture_logs
 
 from bus.codec import decode, encode
 from bus.errors import PeerLost, RequestFailed
@@ -78,7 +79,7 @@ def begin(peers: tuple[Peer, Peer], base: str) -> Submit:
 
 def test_a_stream_through_the_sockets_garbage_included(peers: tuple[Peer, Peer], base: str) -> None:
     controller, node = peers
-    with Client(base, seed=1) as client:
+    with capture_logs() as logs, Client(base, seed=1) as client:
         stream = client.generate_tokens([5, 6], max_tokens=3, leg="pair")
         submit = begin(peers, base)
         assert submit.bootstrap_room is not None
@@ -90,9 +91,8 @@ def test_a_stream_through_the_sockets_garbage_included(peers: tuple[Peer, Peer],
         node.say(Tokens(submit.rid, 1, 2, (12,), "length", found_by="told"))
         assert stream.tokens() == [10, 11, 12]
         assert node.hear() == Detach(submit.rid, 1)
-        rejected = client._channel.rejected
-        assert (rejected["syntax"], rejected["size"], rejected["version"], rejected["frames"]) == (1, 1, 1, 1)
-        assert rejected["tag"] == 2
+    rejected = [(line["peer"], line["reason"]) for line in logs if line["event"] == "message.rejected"]
+    assert sorted(rejected) == [(f"{base}.clients", "tag"), (f"{base}.node", "syntax")]  # the first of each
 
 
 def test_closing_cancels_and_nobody_waits_for_ever(peers: tuple[Peer, Peer], base: str) -> None:

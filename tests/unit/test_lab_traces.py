@@ -30,7 +30,6 @@ def test_mooncake(tmp_path: Path) -> None:
         TraceRequest(3.0, 512, 1, (1,)),
         TraceRequest(3.0, 100, 7, ()),
     )
-    assert trace.has_prefixes
 
 
 def test_azure_with_windows_line_ends(tmp_path: Path) -> None:
@@ -42,7 +41,7 @@ def test_azure_with_windows_line_ends(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path / "b.csv", "\r\n".join(lines)))
     assert [(r.prompt_tokens, r.output_tokens) for r in trace.requests] == [(374, 44), (396, 109)]
     assert trace.requests[1].arrival_s == pytest.approx(4.314579)
-    assert not trace.has_prefixes
+    assert not any(r.hashes for r in trace.requests)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import zmq
 
 from bus.epochs import new_epoch
 from bus.loop import Loop
-from bus.sockets import Sockets
+from bus.sockets import HEADER_MAX, Socket, Sockets
 
 
 class Clock:
@@ -41,6 +42,14 @@ def turn(loop: Loop) -> None:
     """One turn that does not wait for events."""
     loop.call_threadsafe(lambda: None)
     loop.turn()
+
+
+def pair(sockets: Sockets, name: str = "x") -> tuple[Socket, Socket]:
+    """Two ends that pass on just what is sent."""
+    receiver, sender = (sockets._new(zmq.PAIR, HEADER_MAX) for _ in range(2))
+    receiver.bind(f"inproc://{name}")
+    sender.connect(f"inproc://{name}")
+    return receiver, sender
 
 
 def test_timers_run_when_due_and_in_order(loop: Loop, clock: Clock) -> None:
@@ -107,9 +116,9 @@ def test_each_socket_gets_its_budget_and_timers_their_turn(loop: Loop, clock: Cl
         heard: list[bytes] = []
         senders = []
         for name in ("flood", "quiet"):
-            receiver = sockets.pair(name, bind=True)
+            receiver, sender = pair(sockets, name)
             loop.add(receiver, lambda frames: heard.append(frames[0]), budget=10)
-            senders.append(sockets.pair(name, bind=False))
+            senders.append(sender)
         for _ in range(100):
             senders[0].send(b"flood")
         senders[1].send(b"quiet")
@@ -128,7 +137,7 @@ def test_each_socket_gets_its_budget_and_timers_their_turn(loop: Loop, clock: Cl
 
 def test_a_removed_socket_is_not_read_again(loop: Loop) -> None:
     with Sockets() as sockets:
-        receiver, sender = sockets.pair("x", bind=True), sockets.pair("x", bind=False)
+        receiver, sender = pair(sockets)
         heard: list[bytes] = []
 
         def handler(frames: list[bytes]) -> None:
@@ -145,7 +154,7 @@ def test_a_removed_socket_is_not_read_again(loop: Loop) -> None:
 
 def test_frames_can_be_had_without_a_copy(loop: Loop) -> None:
     with Sockets() as sockets:
-        receiver, sender = sockets.pair("x", bind=True), sockets.pair("x", bind=False)
+        receiver, sender = pair(sockets)
         heard: list[Any] = []
         loop.add(receiver, heard.extend, copied=1)
         sender.send_multipart([b"a", b"b", b"c"])

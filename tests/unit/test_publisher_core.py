@@ -174,7 +174,6 @@ def test_a_new_broker_hears_membership_then_every_live_room() -> None:
     assert (member.rooms_seq, snapshot.seq) == (1, 2)
     assert publisher.on_message(Beacon(1, 2, 0.25), 1.25) == []
     assert publisher.broker_epoch == 1
-    assert publisher.broker_age_s(1.5) == 0.25
     assert len(publisher.on_message(Beacon(2, 1, 0.25), 2.0)) == 2
 
 
