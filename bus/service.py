@@ -59,7 +59,7 @@ class Service:
     def start(self) -> Self:
         """Open, and serve from a thread of its own."""
         self.open()
-        thread = threading.Thread(target=self._run, name=self.part, daemon=True)
+        thread = threading.Thread(target=self._run, name=f"pdbus-{self.part}", daemon=True)
         try:
             thread.start()
         except BaseException:

@@ -70,6 +70,13 @@ def test_a_host_that_uses_structlog_gets_the_events_there() -> None:
     assert "method.deprecated" in stderr
 
 
+def test_the_command_logs_to_stderr() -> None:
+    command = [sys.executable, "-P", "-m", "pdbus", "up", "--prefill", "0", "--decode-method", "minimum_tokens"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "method.deprecated" in done.stderr
+
+
 def test_a_record_carries_the_keys_and_the_place(caplog: pytest.LogCaptureFixture) -> None:
     log = logs.get_logger("node").bind(dp_rank=3, cause="first")
     with caplog.at_level(logging.INFO, "pdbus"):
