@@ -163,8 +163,10 @@ class ControllerCore:
         for rank in self.table.ranks.values():
             if self.members.state(rank) != "gone":
                 ready[rank.info.role] = ready.get(rank.info.role, False) or rank.ready
+        if not ready:
+            return "no rank has joined"
         missing = " and ".join(sorted(role for role, one in ready.items() if not one))
-        return f"no {missing} rank is ready" if missing else "" if ready else "no rank has joined"
+        return f"no {missing} rank is ready" if missing else ""
 
     def shutdown(self, now: float) -> list[Action]:
         """This controller leaves: every live request ends, for its client to send it elsewhere."""
@@ -302,7 +304,7 @@ class ControllerCore:
         self.table.reconnected(rank)
         load = replace(event.load, seq=rank.load.seq + 1 if rank.load is not None else 1)
         self.table.apply(rank.key, rank.epoch, load, now)
-        self.health.report(rank.key, load, now)
+        self.health.report(rank.key, load, now, rank.interval_s)
         if not rank.ready:
             self._lose(self.members.assess(rank, now, out, "report"), now, out)
 
