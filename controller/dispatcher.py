@@ -1,7 +1,7 @@
 """`Dispatcher`: a controller embedded in an engine, in place of the engine's own data-parallel controller.
 
-Owns the hand-over between the engine's thread and the controller's: bounded, never blocking unless asked to, raising only
-where a call itself is wrong or the controller has failed. Decides nothing.
+Owns the hand-over between the engine's thread and the controller's: bounded, never blocking unless asked to, raising
+only where a call itself is wrong or the controller has failed. Decides nothing.
 """
 
 from __future__ import annotations

@@ -69,13 +69,6 @@ def snapshot(node: Node) -> Iterator[Metric]:
     yield labelled("counter", "pdbus_node_unsent_messages_total", text, "what", unsent)
     dropped = node.streams.pending_dropped_total
     yield counter("pdbus_node_attaches_dropped_total", "Attaches forgotten before their request came.", dropped)
-    located = {how: float(node.resolver.counts[how]) for how in ("told", "computed", "asked", "lost")}
-    yield labelled("counter", "pdbus_node_rooms_located_total", "Rooms looked up for decode legs.", "how", located)
-    rooms: Counter[str] = Counter()
-    for rank in ranks.values():
-        rooms.update(rank.publisher.counts)
-    published = {event: float(count) for event, count in rooms.items()}
-    yield labelled("counter", "pdbus_node_rooms_published_total", "What became of our rooms.", "event", published)
     yield Metric(
         "pdbus_node_rejected_messages_total",
         "Messages turned down, by socket and reason.",
