@@ -58,6 +58,9 @@ def pack_hashes(hashes: Sequence[int]) -> bytes:
     return b"".join(value.to_bytes(8, "little") for value in hashes)
 
 
-def unpack_hashes(packed: bytes) -> list[int]:
+def unpack_hashes(packed: bytes) -> array[int]:
     """The inverse of `pack_hashes`; trailing bytes that make no whole hash are ignored."""
-    return [int.from_bytes(packed[at : at + 8], "little") for at in range(0, len(packed) // 8 * 8, 8)]
+    hashes = array("Q", packed[: len(packed) // 8 * 8])
+    if sys.byteorder == "big":
+        hashes.byteswap()
+    return hashes

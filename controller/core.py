@@ -203,6 +203,7 @@ class ControllerCore:
         """Assert that all parts agree (tests call this after every event)."""
         self.table.validate()
         self.life.validate()
+        self.prefixes.validate({rank.seat for rank in self.table.ranks.values()})
         assert set(self.health.pulses) == set(self.table.ranks)
         for key, rank in self.table.ranks.items():
             assert rank.ready == (self.health.pulses[key].state == "ready"), rank
@@ -254,7 +255,7 @@ class ControllerCore:
     def _lose(self, losses: list[Loss], now: float, out: list[Action]) -> None:
         for loss in losses:
             if self.table.ranks.get(loss.rank.key) is not loss.rank or self.members.state(loss.rank) in DEAD:
-                self.prefixes.forget(loss.rank.key)  # its cache is gone with it, or will be when it is back
+                self.prefixes.forget(loss.rank.seat)  # its cache is gone with it, or will be when it is back
             self.life.adoption.forget(loss.rank)
             self.life.lost(loss, now, out)
 
@@ -284,16 +285,17 @@ class ControllerCore:
     # --- from engines that are followed, and caches -----------------------------------------------------------
 
     def _on_cache(self, event: CacheChanged) -> None:
-        if event.key not in self.table.ranks:
+        rank = self.table.ranks.get(event.key)
+        if rank is None:
             self.counts["cache_unknown"] += 1
             return
         for change in event.changes:
             if isinstance(change, Stored):
-                self.prefixes.stored(event.key, change.hashes)
+                self.prefixes.stored(rank.seat, change.hashes)
             elif isinstance(change, Removed):
-                self.prefixes.removed(event.key, change.hashes)
+                self.prefixes.removed(rank.seat, change.hashes)
             else:
-                self.prefixes.forget(event.key)
+                self.prefixes.forget(rank.seat)
 
     def _on_engine_load(self, event: EngineLoad, now: float, out: list[Action]) -> None:
         """Without an acknowledgement all that can be done is to overwrite: what was sent counts as ingested."""

@@ -2,7 +2,7 @@
 
 Owns the grouping of ranks by (role, model, instance) and their indexes; must not change a load. A `Group` answers in
 O(log n); a `Subset` narrows one for a single request (ranks to avoid, prompts that only some ranks can hold) and
-answers by looking at each.
+answers by looking at each. A set of seats is an integer with the bits of its ranks (`RankLoad.seat`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from bus.messages import Role
-from controller.index import NEVER, LeastIndex
+from controller.index import NEVER, LeastIndex, SeatKeys
 from controller.rank import RankLoad
 
 
@@ -41,6 +41,12 @@ class View(Protocol):
     def least(self, metric: Metric) -> RankLoad | None:
         """The candidate with the least `metric`, or None."""
 
+    def least_of(self, seats: int) -> RankLoad | None:
+        """Of the candidates in `seats` (some that `alike` returned), the one with the least tokens, or None."""
+
+    def alike(self, block_tokens: int) -> int:
+        """The seats of the ranks with KV blocks of this size, whatever their state."""
+
     def instances(self) -> Iterable[Mapping[int, RankLoad]]:
         """The known ranks of each instance by dp_rank, whatever their state (`RankLoad.ready`)."""
 
@@ -52,7 +58,8 @@ class Group:
     """All ranks of a role, of one model and instance where these are named."""
 
     __slots__ = (
-        "_facts", "_free", "_indexes", "_instances", "instance", "members", "model", "ready", "role",
+        "_alike", "_facts", "_free", "_indexes", "_instances", "_seated", "_seats", "instance", "members", "model",
+        "ready", "role",
     )  # fmt: skip
 
     def __init__(self, role: Role, model: str, instance: str) -> None:
@@ -60,9 +67,12 @@ class Group:
         self.members: list[RankLoad | None] = []
         self.ready: dict[str, int] = {}  # members that are ready, with credit or not, by model
         self._facts: tuple[int, frozenset[str]] | None = None  # `facts`, until members change
+        self._alike: dict[int, int] | None = None  # `alike` by size, until members change
         self._free: list[int] = []
         self._indexes: dict[Metric, LeastIndex] = {}
         self._instances: dict[str, dict[int, RankLoad]] = {}
+        self._seated: dict[int, RankLoad] = {}
+        self._seats: SeatKeys | None = None  # tokens by seat, from their first use
 
     def takes(self, rank: RankLoad) -> bool:
         """Whether `rank` belongs here."""
@@ -73,6 +83,23 @@ class Group:
         index = self._indexes.get(metric) or self._index(metric)
         leaf = index.least()
         return self.members[leaf] if leaf >= 0 else None
+
+    def least_of(self, seats: int) -> RankLoad | None:
+        index = self._seats
+        if index is None:
+            index = self._seats = SeatKeys()
+            for rank in self._seated.values():
+                self._enter(rank, Metric.TOKENS, index, rank.seat)
+        seat = index.least(seats)
+        return self._seated[seat] if seat >= 0 else None
+
+    def alike(self, block_tokens: int) -> int:
+        if self._alike is None:
+            self._alike = {}
+            for seat, rank in self._seated.items():
+                size = rank.info.block_tokens
+                self._alike[size] = self._alike.get(size, 0) | 1 << seat
+        return self._alike.get(block_tokens, 0)
 
     def instances(self) -> Iterable[Mapping[int, RankLoad]]:
         return self._instances.values()
@@ -99,12 +126,15 @@ class Group:
         if leaf == len(self.members):
             self.members.append(None)
         self.members[leaf] = rank
+        self._seated[rank.seat] = rank
         self._instances.setdefault(rank.info.instance, {})[rank.info.dp_rank] = rank
         if rank.ready:
             self._count(rank, 1)
         rank.places.append((self, leaf))
         for metric, index in self._indexes.items():
             self._enter(rank, metric, index, leaf)
+        if self._seats is not None:
+            self._enter(rank, Metric.TOKENS, self._seats, rank.seat)
         self.changed()
 
     def remove(self, rank: RankLoad) -> None:
@@ -112,7 +142,10 @@ class Group:
         rank.places.remove((self, leaf))
         for index in self._indexes.values():
             index.update(leaf, NEVER)
-        mine = {id(index) for index in self._indexes.values()}
+        if self._seats is not None:
+            self._seats.update(rank.seat, NEVER)
+        del self._seated[rank.seat]
+        mine = {id(index) for index in (*self._indexes.values(), self._seats)}
         rank.leaves[:] = [entry for entry in rank.leaves if id(entry[0]) not in mine]
         self.members[leaf] = None
         self._free.append(leaf)
@@ -129,14 +162,20 @@ class Group:
         self._count(rank, 1 if rank.ready else -1)
 
     def changed(self) -> None:
-        """Members came, went, or have other capacities."""
-        self._facts = None
+        """Members came, went, or state other facts."""
+        self._facts = self._alike = None
 
     def validate(self) -> None:
         """Counts and indexes agree with the members."""
         ranks = [rank for rank in self.members if rank is not None]
         assert self.ready == Counter(rank.info.model for rank in ranks if rank.ready), "ready count"
         assert sum(len(ranks_of) for ranks_of in self._instances.values()) == len(ranks), "instances"
+        assert self._seated == {rank.seat: rank for rank in ranks}, "seats"
+        for member in ranks:
+            assert self.alike(member.info.block_tokens) >> member.seat & 1, "alike"
+            if self._seats is not None:
+                want = key_of(member, Metric.TOKENS) << 16 | member.seat if member.open else NEVER
+                assert self._seats.key(member.seat) == want, member
         for metric, index in self._indexes.items():
             index.validate()
             for leaf, rank in enumerate(self.members):
@@ -159,7 +198,7 @@ class Group:
         return index
 
     @staticmethod
-    def _enter(rank: RankLoad, metric: Metric, index: LeastIndex, leaf: int) -> None:
+    def _enter(rank: RankLoad, metric: Metric, index: LeastIndex | SeatKeys, leaf: int) -> None:
         rank.leaves.append((index, leaf, int(metric)))
         index.update(leaf, key_of(rank, metric) << 16 | leaf if rank.open else NEVER)
 
@@ -172,6 +211,13 @@ class Subset:
 
     def least(self, metric: Metric) -> RankLoad | None:
         return min(self, key=lambda rank: key_of(rank, metric), default=None)
+
+    def least_of(self, seats: int) -> RankLoad | None:
+        some = (rank for rank in self if seats >> rank.seat & 1)
+        return min(some, key=lambda rank: key_of(rank, Metric.TOKENS), default=None)
+
+    def alike(self, block_tokens: int) -> int:
+        return sum(1 << rank.seat for rank in self._ranks if rank.info.block_tokens == block_tokens)
 
     def instances(self) -> Iterable[Mapping[int, RankLoad]]:
         by_instance: dict[str, dict[int, RankLoad]] = {}

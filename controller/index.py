@@ -1,11 +1,18 @@
-"""The least of many integer keys: a tournament tree. Owns the tree; knows nothing of ranks or loads.
+"""The least of many integer keys: of all (a tournament tree), or of some. Owns the keys; knows no ranks or loads.
 
-A pick reads the root, a change replays one path: O(log n) with an early end where the winner stays the same.
+Of all: a pick reads the root, a change replays one path: O(log n) with an early end where the winner stays the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import compress, count
+from operator import itemgetter
+
 NEVER = 1 << 200  # greater than any key: the leaf takes no part
+FEW = 8  # seats that are as quickly looked at one by one
+SETS_REMEMBERED = 128
+_BITS = bytes.maketrans(b"01", b"\0\1")
 
 
 class LeastIndex:
@@ -54,3 +61,47 @@ class LeastIndex:
         self._keys = [NEVER] * self._size + leaves
         for at in range(self._size - 1, 0, -1):
             self._keys[at] = min(self._keys[2 * at], self._keys[2 * at + 1])
+
+
+class SeatKeys:
+    """Keys by seat, whose low 16 bits are the seat: the least of any set of seats, O(its size), mostly in C.
+
+    A set is an integer with a bit for each seat. Large ones (who holds a prefix that all prompts share) are asked for
+    again and again, so the last of them are remembered unpacked.
+    """
+
+    __slots__ = ("_keys", "_unpacked")
+
+    def __init__(self) -> None:
+        self._keys: list[int] = []
+        self._unpacked: dict[int, Callable[[list[int]], tuple[int, ...]]] = {}
+
+    def update(self, seat: int, key: int) -> None:
+        """Give `seat` the key `key` (`NEVER` takes it out of the running)."""
+        if seat >= len(self._keys):
+            self._keys += [NEVER] * (seat + 1 - len(self._keys))
+        self._keys[seat] = key
+
+    def least(self, seats: int) -> int:
+        """The seat of `seats`, each of which has been given a key, with the least one; -1 when none takes part."""
+        keys, least = self._keys, NEVER
+        if seats.bit_count() > FEW:
+            least = min((self._unpacked.get(seats) or self._unpack(seats))(keys))
+        else:
+            while seats:
+                rest = seats & (seats - 1)
+                key = keys[(seats ^ rest).bit_length() - 1]
+                if key < least:
+                    least = key
+                seats = rest
+        return -1 if least == NEVER else least & 0xFFFF
+
+    def key(self, seat: int) -> int:
+        return self._keys[seat] if seat < len(self._keys) else NEVER
+
+    def _unpack(self, seats: int) -> Callable[[list[int]], tuple[int, ...]]:
+        if len(self._unpacked) >= SETS_REMEMBERED:
+            self._unpacked.clear()
+        bits = f"{seats:b}"[::-1].encode().translate(_BITS)
+        getter = self._unpacked[seats] = itemgetter(*compress(count(), bits))
+        return getter

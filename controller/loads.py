@@ -63,6 +63,8 @@ class LoadTable:
         }
         self._controller_ttl_s = controller_ttl_s
         self._groups: dict[tuple[str, str, str], Group] = {}
+        self._free_seats: list[int] = []
+        self._seats = 0  # given out so far, free ones included
         self.turn = 0  # dispatches charged so far
         self._fresh: list[tuple[float, int, RankLoad]] = []  # heap: when to look whether a rank has reported since
         self._order = itertools.count()
@@ -83,6 +85,10 @@ class LoadTable:
             rank.failed_total = old.failed_total + old.outstanding
             rank.picked = old.picked
         self._limit(rank)
+        if self._free_seats:
+            rank.seat = self._free_seats.pop()
+        else:
+            rank.seat, self._seats = self._seats, self._seats + 1
         self.ranks[rank.key] = rank
         for group in self._groups.values():
             if group.takes(rank):
@@ -102,12 +108,13 @@ class LoadTable:
         rank.rebase = True
 
     def close(self, rank: RankLoad) -> None:
-        """Forget a rank."""
+        """Forget a rank. Its seat may go to another at once: who knows it by that must forget it too."""
         for group, _ in list(rank.places):
             group.remove(rank)
         rank.ready = rank.open = False
         if self.ranks.get(rank.key) is rank:
             del self.ranks[rank.key]
+            self._free_seats.append(rank.seat)
 
     def set_ready(self, rank: RankLoad, ready: bool, *, slow: bool = False) -> None:
         """Whether health lets requests go there; `slow`: one at a time until its next report."""
@@ -270,6 +277,8 @@ class LoadTable:
             want = (rank.outstanding, rank.outstanding_tokens) if rank.stale else _estimate(rank)
             assert (rank.requests, rank.tokens) == want, (rank, want)
             assert not rank.open or rank.ready, rank
+        seats = [*self._free_seats, *(rank.seat for rank in self.ranks.values())]
+        assert sorted(seats) == list(range(self._seats)), "every seat is taken once, or free"
         for group in self._groups.values():
             assert {rank.key for rank in group.members if rank} == {
                 rank.key for rank in self.ranks.values() if group.takes(rank)

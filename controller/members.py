@@ -103,7 +103,8 @@ class Members:
         return [loss for loss in (self._act(change, out, cause),) if loss] if change else []
 
     def sweep(self, now: float, out: list[Action]) -> list[Loss]:
-        """Act on all ranks whose state time has changed; forget those gone for long."""
+        """Act on all ranks whose state time has changed; forget those gone for long (a `Loss` too: whoever keeps
+        something of a rank lets go of it)."""
         losses = [loss for change in self._health.sweep(now) if (loss := self._act(change, out, "time"))]
         for rank in list(self._table.ranks.values()):
             if self.state(rank) in DEAD and self._health.quiet_s(rank.key, now) > self._config.forget_s:
@@ -111,6 +112,7 @@ class Members:
                 self._table.close(rank)
                 self._health.forget(rank.key)
                 self._fenced.pop(rank.key, None)
+                losses.append(Loss(rank, f"rank {rank.key[0]}/{rank.key[1]} is forgotten"))
         return losses
 
     def state(self, rank: RankLoad) -> RankState:

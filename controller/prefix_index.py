@@ -4,32 +4,31 @@ A hash names a block and everything before it (`bus.hashing`), so a rank's hit i
 request's hashes that it holds. Entries come from the rank's KV events (kept until an event removes them) and from
 dispatches (`expected`: the rank will hold the prompt once it has computed it). An expectation lasts until it is
 confirmed or its time is over: `confirm_s` where the rank publishes events, `expect_s` where nothing else is known of
-it. Memory is bounded by `max_blocks` a rank: past it the oldest entries go. Hashes are opaque integers.
+it. Memory is bounded by `max_blocks` a rank: past it the oldest entries go. Hashes are opaque integers. A
+rank is the number of its seat (`RankLoad.seat`), a set of ranks an integer with the bits of their seats.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-
-from bus.messages import MemberKey
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 CONFIRMED = float("inf")
+FIRST_LOOK = 32  # blocks; then after twice as many, and so on
 
 
 class _Rank:
-    __slots__ = ("bit", "blocks", "key", "speaks")
+    __slots__ = ("bit", "blocks", "speaks")
 
-    def __init__(self, key: MemberKey, bit: int) -> None:
-        self.key = key
-        self.bit = bit
+    def __init__(self, seat: int) -> None:
+        self.bit = 1 << seat
         self.blocks: OrderedDict[int, float] = OrderedDict()  # hash -> when it expires, oldest first
         self.speaks = False  # it has published events
 
 
 class PrefixIndex:
-    """O(blocks named) for every call; `match` is also O(ranks that hold the first block)."""
+    """O(blocks named) for every call, but `forget`: O(blocks of the rank)."""
 
     def __init__(self, *, max_blocks: int = 65_536, confirm_s: float = 30.0, expect_s: float = 300.0) -> None:
         self._max_blocks = max_blocks
@@ -37,8 +36,7 @@ class PrefixIndex:
         self._expect_s = expect_s
         self._now = 0.0
         self._holders: dict[int, int] = {}  # hash -> the bits of the ranks that hold it
-        self._ranks: dict[MemberKey, _Rank] = {}
-        self._by_bit: list[_Rank | None] = []
+        self._ranks: dict[int, _Rank] = {}  # by seat
         self._expiries: list[tuple[float, int, _Rank, tuple[int, ...]]] = []  # a heap, an entry for each `expected`
         self._expiring = 0  # hashes in it
         self._order = 0
@@ -55,40 +53,34 @@ class PrefixIndex:
 
     # --- what ranks hold --------------------------------------------------------------------------------------
 
-    def stored(self, key: MemberKey, hashes: Iterable[int]) -> None:
+    def stored(self, seat: int, hashes: Iterable[int]) -> None:
         """The rank says that it caches these blocks."""
-        rank = self._rank(key)
+        rank = self._rank(seat)
         rank.speaks = True
-        for block_hash in hashes:
-            self._put(rank, block_hash, CONFIRMED)
+        self._put(rank, hashes, CONFIRMED)
 
-    def removed(self, key: MemberKey, hashes: Iterable[int]) -> None:
+    def removed(self, seat: int, hashes: Iterable[int]) -> None:
         """The rank says that it no longer does."""
-        rank = self._ranks.get(key)
+        rank = self._ranks.get(seat)
         if rank is not None:
-            for block_hash in hashes:
-                if block_hash in rank.blocks:
-                    self._drop(rank, block_hash)
+            self._drop(rank, [each for each in dict.fromkeys(hashes) if each in rank.blocks])
 
-    def forget(self, key: MemberKey) -> None:
+    def forget(self, seat: int) -> None:
         """The rank restarted, cleared its cache or is gone: nothing of it is believed any more."""
-        rank = self._ranks.pop(key, None)
+        rank = self._ranks.pop(seat, None)
         if rank is None:
             return
-        for block_hash in rank.blocks:
-            self._clear_bit(rank, block_hash)
-        rank.blocks.clear()
-        self._by_bit[rank.bit.bit_length() - 1] = None
+        self._drop(rank, list(rank.blocks))
 
-    def expected(self, key: MemberKey, hashes: Iterable[int]) -> None:
+    def expected(self, seat: int, hashes: Iterable[int]) -> None:
         """A request with these blocks was dispatched to the rank: it will hold them soon, if it does not already."""
-        rank = self._rank(key)
+        rank = self._rank(seat)
         expires = self._now + (self._confirm_s if rank.speaks else self._expect_s)
-        fresh = tuple(block_hash for block_hash in hashes if rank.blocks.get(block_hash) not in (CONFIRMED, expires))
+        held = rank.blocks.get
+        fresh = tuple(each for each in hashes if (until := held(each)) != expires and until != CONFIRMED)
         if not fresh:
             return
-        for block_hash in fresh:
-            self._put(rank, block_hash, expires)
+        self._put(rank, fresh, expires)
         self._order += 1
         self._expiring += len(fresh)
         heapq.heappush(self._expiries, (expires, self._order, rank, fresh))
@@ -97,26 +89,35 @@ class PrefixIndex:
 
     # --- what a request finds ---------------------------------------------------------------------------------
 
-    def match(self, hashes: Sequence[int]) -> Mapping[MemberKey, int]:
-        """For each rank that holds a prefix of `hashes`, how many leading blocks of it (at least 1)."""
-        found: dict[MemberKey, int] = {}
-        holding = -1  # the ranks that hold every block so far
-        for depth, block_hash in enumerate(hashes):
-            still = holding & self._holders.get(block_hash, 0)
-            if depth and still != holding:
-                self._note(found, holding & ~still, depth)
-            holding = still
-            if not holding:
-                return found
-        if hashes:
-            self._note(found, holding, len(hashes))
-        return found
+    def runs(self, hashes: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """`(depth, ranks)`, ever deeper: the ranks that hold the first `depth` blocks.
 
-    def validate(self) -> None:
-        """Both directions agree, and bounds hold (for tests)."""
+        Each time that some of them go no deeper, and now and then besides, so that the caller may stop asking. Ends
+        when nobody holds the next block.
+        """
+        find = self._holders.get
+        ranks = find(hashes[0], 0) if hashes else 0
+        start, stop = 0, FIRST_LOOK
+        while ranks and start < len(hashes):
+            found = [*map(find, hashes[start:stop])]
+            if found.count(ranks) < len(found):
+                for depth, holders in enumerate(found, start):
+                    if holders != ranks:
+                        still = ranks & holders if holders else 0
+                        if still != ranks:
+                            yield depth, ranks
+                            if not still:
+                                return
+                            ranks = still
+            yield min(stop, len(hashes)), ranks
+            start, stop = stop, 2 * stop
+
+    def validate(self, seats: Container[int] = range(1 << 16)) -> None:
+        """Both directions agree, bounds hold, and nobody but `seats` is known (for tests)."""
         holders: dict[int, int] = {}
-        for rank in self._ranks.values():
-            assert self._by_bit[rank.bit.bit_length() - 1] is rank
+        for seat, rank in self._ranks.items():
+            assert rank.bit == 1 << seat
+            assert seat in seats, seat
             assert len(rank.blocks) <= self._max_blocks
             for block_hash, expires in rank.blocks.items():
                 assert expires > self._now, "an expired entry"
@@ -130,43 +131,39 @@ class PrefixIndex:
         """Give up the expectation that ends first."""
         expires, _, rank, hashes = heapq.heappop(self._expiries)
         self._expiring -= len(hashes)
-        for block_hash in hashes:
-            if rank.blocks.get(block_hash) == expires:
-                self._drop(rank, block_hash)
+        self._drop(rank, [each for each in dict.fromkeys(hashes) if rank.blocks.get(each) == expires])
 
-    def _note(self, found: dict[MemberKey, int], bits: int, depth: int) -> None:
-        while bits:
-            low = bits & -bits
-            rank = self._by_bit[low.bit_length() - 1]
-            assert rank is not None
-            found[rank.key] = depth
-            bits ^= low
-
-    def _rank(self, key: MemberKey) -> _Rank:
-        rank = self._ranks.get(key)
+    def _rank(self, seat: int) -> _Rank:
+        rank = self._ranks.get(seat)
         if rank is None:
-            slot = self._by_bit.index(None) if None in self._by_bit else len(self._by_bit)
-            rank = self._ranks[key] = _Rank(key, 1 << slot)
-            self._by_bit[slot:] = [rank] if slot == len(self._by_bit) else [rank, *self._by_bit[slot + 1 :]]
+            rank = self._ranks[seat] = _Rank(seat)
         return rank
 
-    def _put(self, rank: _Rank, block_hash: int, expires: float) -> None:
-        if block_hash in rank.blocks:
-            rank.blocks.move_to_end(block_hash)
-        else:
-            self._holders[block_hash] = self._holders.get(block_hash, 0) | rank.bit
-            if len(rank.blocks) >= self._max_blocks:
-                oldest, _ = rank.blocks.popitem(last=False)
-                self._clear_bit(rank, oldest)
-        rank.blocks[block_hash] = expires
+    def _put(self, rank: _Rank, hashes: Iterable[int], expires: float) -> None:
+        """Neighbours in a prompt mostly have the same holders: they share one integer, which many ranks make long."""
+        blocks, holders = rank.blocks, self._holders
+        before, after = 0, rank.bit
+        for block_hash in hashes:
+            if block_hash in blocks:
+                blocks.move_to_end(block_hash)
+            else:
+                if len(blocks) >= self._max_blocks:
+                    self._drop(rank, [next(iter(blocks))])
+                held = holders.get(block_hash, 0)
+                if held is not before:
+                    before, after = held, held | rank.bit
+                holders[block_hash] = after
+            blocks[block_hash] = expires
 
-    def _drop(self, rank: _Rank, block_hash: int) -> None:
-        del rank.blocks[block_hash]
-        self._clear_bit(rank, block_hash)
-
-    def _clear_bit(self, rank: _Rank, block_hash: int) -> None:
-        left = self._holders[block_hash] & ~rank.bit
-        if left:
-            self._holders[block_hash] = left
-        else:
-            del self._holders[block_hash]
+    def _drop(self, rank: _Rank, hashes: Iterable[int]) -> None:
+        blocks, holders = rank.blocks, self._holders
+        before, after = rank.bit, 0
+        for block_hash in hashes:
+            del blocks[block_hash]
+            held = holders[block_hash]
+            if held is not before:
+                before, after = held, held & ~rank.bit
+            if after:
+                holders[block_hash] = after
+            else:
+                del holders[block_hash]

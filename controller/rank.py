@@ -12,7 +12,7 @@ from bus.messages import Hello, Load, Location, MemberKey
 
 if TYPE_CHECKING:
     from controller.groups import Group
-    from controller.index import LeastIndex
+    from controller.index import LeastIndex, SeatKeys
 
 UNLIMITED = 1 << 62
 
@@ -59,6 +59,7 @@ class RankLoad:
         "reported_at",
         "requests",
         "routed_total",
+        "seat",
         "sent",
         "sent_tokens",
         "skew",
@@ -72,6 +73,7 @@ class RankLoad:
     def __init__(self, info: Hello) -> None:
         self.info = info
         self.key: MemberKey = (info.instance, info.dp_rank)
+        self.seat = -1  # its number among the ranks there are, as small as can be; used again when it is closed
         self.epoch = info.epoch
         self.location = Location(info.instance, info.dp_rank, info.epoch, info.endpoint)
         self.inherited = info.running  # what it ran before I had dispatched anything to it, until somebody takes that
@@ -113,7 +115,7 @@ class RankLoad:
         self.largest = UNLIMITED  # tokens of context (prompt and output) it can hold at all
         self.picked = 0  # turn of its last dispatch
         self.places: list[tuple[Group, int]] = []
-        self.leaves: list[tuple[LeastIndex, int, int]] = []
+        self.leaves: list[tuple[LeastIndex | SeatKeys, int, int]] = []
         # totals since the controller began, over all epochs of the rank
         self.dispatched_total = 0
         self.routed_total = 0

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from bus.hashing import unpack_hashes
-from bus.messages import MemberKey, Submit
+from bus.messages import Submit
 from controller.groups import Metric, View
 from controller.prefix_index import PrefixIndex
 from controller.rank import RankLoad
@@ -18,8 +16,9 @@ class CacheAware:
     1 spreads sooner. Ties as elsewhere: fewer requests, then the longest without a turn. Requests without hashes, or
     hashed in blocks of another size than a rank's, count as cached nowhere, which is `total_tokens`.
 
-    Of the ranks that hold nothing of the prompt the least loaded is the best, so one look at the view's index and the
-    ranks with a hit are all that is weighed.
+    Of ranks that hold the same run of blocks the least loaded is the best. So one candidate stands for each depth at
+    which the holders of the prompt get fewer, and the least loaded of all stands for those that hold less than it
+    does. The walk down the prompt ends where nobody who goes on can win any more.
     """
 
     fixed = False
@@ -30,25 +29,26 @@ class CacheAware:
 
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
         best = view.least(Metric.TOKENS)
-        hits = self.index.match(unpack_hashes(request.block_hashes)) if request.block_hashes else None
-        if best is None or not hits:
+        size = request.block_tokens
+        if best is None or not request.block_hashes or not (alike := view.alike(size)):
             return best
+        hashes, weight = unpack_hashes(request.block_hashes), self.weight
         compute = max(1, request.prompt_tokens)
-
-        def cost(rank: RankLoad) -> tuple[float, int, int]:
-            left = compute
-            if rank.info.block_tokens == request.block_tokens:
-                left = max(1, compute - hits.get(rank.key, 0) * request.block_tokens)
-            return rank.tokens + self.weight * left, rank.requests, rank.picked
-
-        return min([best, *_holders(view, hits.__contains__)], key=cost)
+        at_least = weight * max(1, compute - len(hashes) * size)  # a rank that holds all of it
+        chosen, least = best, best.tokens + weight * compute
+        for depth, holders in self.index.runs(hashes):
+            holders &= alike
+            rank = best if holders >> best.seat & 1 else view.least_of(holders)
+            if rank is None:  # none of them is a candidate
+                break
+            cost = rank.tokens + weight * max(1, compute - depth * size)
+            if cost < least or (cost == least and (rank.requests, rank.picked) < (chosen.requests, chosen.picked)):
+                chosen, least = rank, cost
+            if rank.tokens + at_least > least or (rank is chosen and not holders & (holders - 1)):
+                break
+        return chosen
 
     def dispatched(self, rank: RankLoad, request: Submit) -> None:
         """`request` went to `rank`, which will soon hold its prefix."""
         if request.block_hashes and rank.info.block_tokens == request.block_tokens:
-            self.index.expected(rank.key, unpack_hashes(request.block_hashes))
-
-
-def _holders(view: View, holds: Callable[[MemberKey], bool]) -> list[RankLoad]:
-    """Candidates of `view` that hold some of the prompt."""
-    return [rank for rank in view if holds(rank.key)]
+            self.index.expected(rank.seat, unpack_hashes(request.block_hashes))

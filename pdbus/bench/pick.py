@@ -1,20 +1,46 @@
-"""`pick`: one pick with its raise of the estimate, by method and number of ranks, beside an argmin over a list."""
+"""`pick`: one pick with its raise of the estimate, by method and number of ranks, beside an argmin over a list.
+
+`cache_aware` is measured with hits too: prompts whose blocks some ranks hold (`Hits`).
+"""
 
 from __future__ import annotations
 
 import random
 import time
+from dataclasses import dataclass
 from typing import Any
 
+from bus.hashing import pack_hashes
 from bus.messages import Hello, Load, Submit
 from controller.loads import LoadTable
-from controller.policies import POLICIES
+from controller.policies import POLICIES, Policy
+from controller.policies.cache_aware import CacheAware
 from pdbus.bench.harness import Aim, Row, Scope, in_child, row
 
 RANKS = (8, 64, 512, 4_096)
 AIMS_US = {8: 2.0, 512: 4.0, 4_096: 6.0}
 ROUNDS = 7
 INSTANCE = "bench"
+BLOCK_TOKENS = 16
+FAMILIES = 64  # different prompts, at least
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Prompts of `blocks` full blocks, the whole of each held by `holders` ranks drawn at random."""
+
+    blocks: int
+    holders: int
+
+
+HITS = {  # by number of ranks
+    512: (
+        Hits(16, 8), Hits(16, 256), Hits(64, 1), Hits(64, 8), Hits(64, 256), Hits(64, 512),
+        Hits(256, 1), Hits(256, 8), Hits(256, 512),
+    ),
+    4_096: (Hits(16, 8), Hits(64, 8), Hits(64, 2_048), Hits(256, 8)),
+}  # fmt: skip
+AIM_HITS_US = 10.0  # with 512 ranks
 
 
 def run(scope: Scope) -> list[Row]:
@@ -25,6 +51,19 @@ def run(scope: Scope) -> list[Row]:
             taken = in_child("pick:measure", method=method, ranks=ranks, picks=scope.size(20_000, 4_000))
             aim = Aim(AIMS_US[ranks], of_ratio=False) if ranks in AIMS_US else None
             rows.append(row(f"{method}, {ranks} ranks", "pick and raise", "µs", taken["ours"], taken["argmin"], aim))
+    for ranks, some in HITS.items():
+        for hits in some:
+            case = f"cache_aware, {ranks} ranks, {hits.blocks} blocks held by {hits.holders}"
+            scope.say(case)
+            arguments = {
+                "ranks": ranks,
+                "picks": scope.size(5_000, 500),
+                "blocks": hits.blocks,
+                "holders": hits.holders,
+            }
+            taken = in_child("pick:measure_hits", **arguments)
+            aim = Aim(AIM_HITS_US, of_ratio=False) if ranks == 512 else None
+            rows.append(row(case, "pick and raise", "µs", taken["ours"], taken["argmin"], aim))
     return rows
 
 
@@ -32,7 +71,7 @@ def table_of(ranks: int) -> LoadTable:
     """A load table of `ranks` unified ranks that have all reported an even load, ready for dispatch."""
     table = LoadTable(1)
     for dp_rank in range(ranks):
-        hello = Hello(INSTANCE, dp_rank, 1, "unified", "m", ranks, "ready", "", 0, 0, 0, 16)
+        hello = Hello(INSTANCE, dp_rank, 1, "unified", "m", ranks, "ready", "", 0, 0, 0, BLOCK_TOKENS)
         rank = table.open(hello)
         table.set_ready(rank, True)
         table.apply(rank.key, 1, Load(1, 0, 4, 0, 0, 1_000, 0, 0), 0.0)
@@ -45,12 +84,40 @@ def requests(count: int, seed: int) -> list[Submit]:
     return [Submit(f"r{n}", "unified", rng.randint(1, 4_096), 1, rng.getrandbits(63)) for n in range(count)]
 
 
+def cached(table: LoadTable, hits: Hits, count: int, seed: int) -> tuple[CacheAware, list[Submit]]:
+    """A policy that knows who holds what, and `count` requests for it."""
+    rng = random.Random(seed)
+    policy, ranks = CacheAware(), list(table.ranks.values())
+    families = []
+    for _ in range(max(FAMILIES, len(ranks) // hits.holders)):
+        hashes = [rng.getrandbits(64) for _ in range(hits.blocks)]
+        families.append(pack_hashes(hashes))
+        for rank in rng.sample(ranks, hits.holders):
+            policy.index.stored(rank.seat, hashes)
+    tokens = hits.blocks * BLOCK_TOKENS + 1
+    submits = [
+        Submit(f"r{n}", "unified", tokens, 1, n, block_tokens=BLOCK_TOKENS, block_hashes=rng.choice(families))
+        for n in range(count)
+    ]
+    return policy, submits
+
+
 def measure(method: str, ranks: int, picks: int) -> dict[str, Any]:
-    """Microseconds of CPU a pick, ours and a linear argmin over a list, `ROUNDS` values each after one for warmth."""
+    """Of picks by `method`, for requests without hashes."""
     table = table_of(ranks)
-    policy = POLICIES[method]()
+    return timed(table, POLICIES[method](), requests(picks, seed=ranks))
+
+
+def measure_hits(ranks: int, picks: int, blocks: int, holders: int) -> dict[str, Any]:
+    """Of picks by `cache_aware`, for requests of which some ranks hold all blocks."""
+    table = table_of(ranks)
+    return timed(table, *cached(table, Hits(blocks, holders), picks, seed=ranks))
+
+
+def timed(table: LoadTable, policy: Policy, submits: list[Submit]) -> dict[str, Any]:
+    """Microseconds of CPU a pick, ours and a linear argmin over a list, `ROUNDS` values each after one for warmth."""
     group = table.group("unified", "m")
-    submits = requests(picks, seed=ranks)
+    picks, ranks = len(submits), len(table.ranks)
     loads = [1_000] * ranks
     ours, argmin = [], []
     for _ in range(1 + ROUNDS):

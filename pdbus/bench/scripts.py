@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable
 
 from bus import codec
+from bus.hashing import pack_hashes
 from bus.messages import (
     CLIENT_TO_CONTROLLER,
     NODE_TO_CONTROLLER,
@@ -25,22 +26,31 @@ from bus.messages import (
     Submit,
 )
 from controller.events import FromClient, FromNode, Tick, ToNode
-from controller.policies import POLICIES
+from controller.loads import LoadTable
+from controller.policies import POLICIES, Policy
 from pdbus.bench.controller_parts import core_of, publication_handler
-from pdbus.bench.pick import INSTANCE, requests, table_of
+from pdbus.bench.pick import BLOCK_TOKENS, INSTANCE, Hits, cached, requests, table_of
 from pdbus.bench.report import frames_of
 
 TIMES = 100
 RANKS = 64
 NOW = 1.0  # settled, and the reports are fresh
-PAYLOAD = (bytes(4 * 128), b"params")
 Script = Callable[[], None]
 
 
 def pick(method: str, ranks: int = RANKS) -> Script:
-    table, policy = table_of(ranks), POLICIES[method]()
+    table = table_of(ranks)
+    return _picks(table, POLICIES[method](), requests(TIMES, seed=1))
+
+
+def pick_hits(ranks: int, blocks: int, holders: int) -> Script:
+    """`cache_aware`, where `holders` ranks hold all blocks of a prompt."""
+    table = table_of(ranks)
+    return _picks(table, *cached(table, Hits(blocks, holders), TIMES, seed=1))
+
+
+def _picks(table: LoadTable, policy: Policy, submits: list[Submit]) -> Script:
     group = table.group("unified", "m")
-    submits = requests(TIMES, seed=1)
 
     def script() -> None:
         for submit in submits:
@@ -96,16 +106,21 @@ def decode() -> Script:
     return script
 
 
-def dispatch(method: str = "total_tokens") -> Script:
-    """The controller's core alone: a submit, its dispatch, its end."""
+def dispatch(method: str = "total_tokens", blocks: int = 0) -> Script:
+    """The controller's core alone: a submit (of a prompt of so many blocks that it hashes, cached after the first),
+    its dispatch, its end."""
     core = core_of(RANKS, method)
     core.handle(Tick(), NOW)
     numbers = itertools.count()
+    hashes = pack_hashes(range(1, blocks + 1))
+    tokens = max(128, blocks * BLOCK_TOKENS)
+    payload = (bytes(4 * tokens), b"params")
 
     def script() -> None:
         for _ in range(TIMES):
             rid = f"r{next(numbers):09d}"
-            sent = core.handle(FromClient(b"client", Submit(rid, "unified", 128, 16), PAYLOAD), NOW)[0]
+            submit = Submit(rid, "unified", tokens, 16, block_tokens=BLOCK_TOKENS, block_hashes=hashes)
+            sent = core.handle(FromClient(b"client", submit, payload), NOW)[0]
             assert isinstance(sent, ToNode)
             ended = (Ended(rid, 1, "unified", "ok", "", 16),)
             core.handle(FromNode(sent.peer, Progress(INSTANCE, sent.peer, 1, ((rid, 1),), ended)), NOW)

@@ -126,12 +126,12 @@ class TableChooser(Deaf):
     def kv_events(self, dp_rank: int, events: Sequence[KvEvent]) -> None:
         if not isinstance(self.policy, CacheAware):
             return
-        index, key = self.policy.index, self._keys[dp_rank]
+        index, seat = self.policy.index, self.table.ranks[self._keys[dp_rank]].seat
         for event in events:
             if isinstance(event, BlockStored):
-                index.stored(key, (event.block_hash,))
+                index.stored(seat, (event.block_hash,))
             else:
-                index.removed(key, (event.block_hash,))
+                index.removed(seat, (event.block_hash,))
 
 
 class TwoChoices(TableChooser):

@@ -18,7 +18,9 @@ from pdbus.client import AsyncClient, Client, Result
 from pdbus.launcher import Cluster
 
 Factory = Callable[..., Cluster]
-METHODS = ("round_robin", "follow_bootstrap_room", "total_requests", "total_tokens")
+METHODS = ("round_robin", "follow_bootstrap_room", "total_requests", "total_tokens", "cache_aware")
+BLOCK_TOKENS = 16  # of the sim engine
+SHARED = [3 + n for n in range(4 * BLOCK_TOKENS)]  # what every prompt begins with
 
 
 def settled(read: Callable[[], Status], deadline_s: float = 5.0) -> Status:
@@ -36,10 +38,22 @@ def settled(read: Callable[[], Status], deadline_s: float = 5.0) -> Status:
         assert time.monotonic() < until, f"still busy: {busy}"
 
 
+def stays_where_it_is_cached(client: Client, rank_of: Callable[[Result], object]) -> None:
+    """One at a time, a prompt returns to the rank that has computed it: all are idle, and the others would have to."""
+    prompt = [*SHARED, *range(200, 200 + 6 * BLOCK_TOKENS)]
+    ranks = set()
+    for _ in range(4):
+        result = client.generate_tokens(prompt, max_tokens=2, block_tokens=BLOCK_TOKENS).result
+        ranks.add(rank_of(result))
+        settled(client.status)
+    assert len(ranks) == 1, ranks
+
+
 def run_some(client: Client, count: int = 12, **options: Any) -> list[Result]:
     """`count` requests at once, each checked against the sim engine's rule."""
     rng = random.Random(7)
-    prompts = [[rng.randrange(3, 500) for _ in range(rng.randrange(1, 200))] for _ in range(count)]
+    prompts = [[*SHARED, *(rng.randrange(3, 500) for _ in range(rng.randrange(1, 200)))] for _ in range(count)]
+    options.setdefault("block_tokens", BLOCK_TOKENS)
     streams = [client.generate_tokens(prompt, max_tokens=1 + i % 9, **options) for i, prompt in enumerate(prompts)]
     for i, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
         assert stream.tokens() == sim_generate(prompt, 1 + i % 9)
@@ -92,6 +106,10 @@ def test_every_method_on_either_leg(pdbus_cluster: Factory, method: str) -> None
     with cluster.client() as client:
         results = run_some(client, 15)
         status = settled(client.status)
+        if method == "cache_aware":
+            assert status.counts["prefix_blocks"] >= len(SHARED) // BLOCK_TOKENS
+            stays_where_it_is_cached(client, lambda result: (result.prefill, result.decode))
+            return
     assert status.methods["prefill"] == status.methods["decode"] == method
     if method == "follow_bootstrap_room":
         for result in results:
@@ -111,6 +129,8 @@ def test_unified_ranks(pdbus_cluster: Factory, method: str) -> None:
         assert {result.found_by for result in results} == {"local"}
         assert {result.prefill for result in results} == {None}
         settled(client.status)
+        if method == "cache_aware":
+            stays_where_it_is_cached(client, lambda result: result.decode)
 
 
 def test_several_instances_and_an_embedded_centre(pdbus_cluster: Factory) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from controller_world import EPOCH, World, hello, submit
+from controller_world import EPOCH, World, hello, peer_of, submit
+from prefix_hits import hits
 
 from bus.errors import ConfigError
 from bus.hashing import block_hashes, pack_hashes
-from bus.messages import Hello, Load, Submit
+from bus.messages import Bye, Hello, Load, Submit
 from controller.config import ControllerConfig
+from controller.events import CacheChanged, FromNode
+from controller.feeds.changes import Stored
 from controller.loads import LoadTable
 from controller.policies.cache_aware import CacheAware
 
@@ -42,27 +45,27 @@ class Table:
 def test_a_cached_prefix_wins_while_it_saves_more_than_the_queue_costs() -> None:
     for queued, chosen in ((159, 1), (161, 0)):
         table = Table(0, queued)
-        table.policy.index.stored(("p", 1), HASHES[:10])  # 160 tokens
+        table.policy.index.stored(1, HASHES[:10])  # 160 tokens
         assert table.pick(request()) == chosen
 
 
 def test_the_weight_moves_the_balance() -> None:
     for weight, chosen in ((0.5, 0), (1.0, 0), (2.0, 1)):
         table = Table(0, 200, weight=weight)
-        table.policy.index.stored(("p", 1), HASHES[:10])
+        table.policy.index.stored(1, HASHES[:10])
         assert table.pick(request()) == chosen
 
 
 def test_of_two_hits_the_sum_decides() -> None:
     table = Table(500, 100, 0)
-    table.policy.index.stored(("p", 0), HASHES)
-    table.policy.index.stored(("p", 1), HASHES[:15])
+    table.policy.index.stored(0, HASHES)
+    table.policy.index.stored(1, HASHES[:15])
     assert table.pick(request()) == 1
 
 
 def test_without_hashes_or_with_another_block_size_it_is_total_tokens() -> None:
     table = Table(20, 10, 30)
-    table.policy.index.stored(("p", 2), HASHES)
+    table.policy.index.stored(2, HASHES)
     assert table.pick(request(hashes=[])) == 1
     assert table.pick(request(size=SIZE * 2)) == 1
 
@@ -70,7 +73,7 @@ def test_without_hashes_or_with_another_block_size_it_is_total_tokens() -> None:
 def test_ties_rotate() -> None:
     table = Table(0, 0, 0)
     for dp_rank in range(3):
-        table.policy.index.stored(("p", dp_rank), HASHES)
+        table.policy.index.stored(dp_rank, HASHES)
     seen = []
     for _ in range(6):
         dp_rank = table.pick(request())
@@ -85,7 +88,7 @@ def test_ties_rotate() -> None:
 
 def test_a_rank_that_cannot_be_dispatched_to_is_no_candidate_however_much_it_caches() -> None:
     table = Table(1000, 0)
-    table.policy.index.stored(("p", 1), HASHES)
+    table.policy.index.stored(1, HASHES)
     table.table.set_ready(table.table.ranks[("p", 1)], False)
     assert table.pick(request()) == 0
 
@@ -107,14 +110,17 @@ def test_the_controller_learns_from_its_own_dispatches_and_forgets_a_restarted_r
         world.report(node)
     world.submit(aware_submit("a"))
     first = world.dispatches()[0].dp_rank
+
+    def seat(dp_rank: int) -> int:
+        return int(world.core.table.ranks[("u", dp_rank)].seat)
+
     world.progress(nodes[first], started=world.dispatches(), ended=world.dispatches())
     world.report(nodes[first], acks=[(EPOCH, 1, len(PROMPT))])  # ingested, done, idle again
     world.submit(aware_submit("b"))
     assert world.dispatches()[1].dp_rank == first  # total_tokens would have rotated
-    assert world.core.prefixes.match(HASHES) == {("u", first): len(HASHES)}
+    assert hits(world.core.prefixes, HASHES) == {seat(first): len(HASHES)}
     world.join(hello("u", first, epoch=2, **BIG))  # type: ignore[arg-type]
-    world.core.prefixes.validate()
-    assert ("u", first) not in world.core.prefixes.match(HASHES)
+    assert seat(first) not in hits(world.core.prefixes, HASHES)
     assert world.core.tally()["prefix_blocks"] == len(HASHES)  # the second went to the other rank
 
 
@@ -127,7 +133,22 @@ def test_the_callers_rank_is_learned_too() -> None:
     request = submit("a", prompt_tokens=len(PROMPT), block_tokens=SIZE, block_hashes=pack_hashes(HASHES),
                      routed_dp_rank=1)  # fmt: skip
     world.submit(request)
-    assert world.core.prefixes.match(HASHES) == {("u", 1): len(HASHES)}
+    assert hits(world.core.prefixes, HASHES) == {world.rank(node).seat: len(HASHES)}
+
+
+def test_a_rank_that_is_forgotten_leaves_nothing_in_the_index_whenever_its_events_come() -> None:
+    world = World(unified_method="cache_aware", forget_s=5.0)
+    node, other = hello("u", 0, **BIG), hello("u", 1, **BIG)  # type: ignore[arg-type]
+    for each in (node, other):
+        world.join(each)
+        world.report(each)
+    world.feed(CacheChanged(("u", 0), (Stored((1, 2)),)))
+    world.feed(FromNode(peer_of(node), Bye("u", 0, 1)))
+    assert len(world.core.prefixes) == 0
+    world.feed(CacheChanged(("u", 0), (Stored((3, 4)),)))  # the bus was slower than its goodbye
+    world.pass_time(6.0, alive=[other])
+    assert ("u", 0) not in world.core.table.ranks
+    assert len(world.core.prefixes) == 0
 
 
 def test_bad_weight() -> None:

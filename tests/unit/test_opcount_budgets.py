@@ -20,10 +20,15 @@ BUDGETS = {  # a single pick, report, message or request: (instructions, calls i
     "pick by total_tokens": (433, 1),
     "pick by cache_aware": (444, 1),
     "pick by total_tokens of 4096": (598, 1),
+    "pick by cache_aware, 16 blocks held by 8 of 512": (895, 24),
+    "pick by cache_aware, 64 blocks held by 8 of 512": (1207, 30),
+    "pick by cache_aware, 64 blocks held by 256 of 512": (900, 24),
+    "pick by cache_aware, 64 blocks held by 8 of 4096": (1229, 39),
     "report": (632, 8),
     "encode": (28, 2),
     "decode": (69, 5),
     "dispatch": (1964, 25),
+    "dispatch by cache_aware, 16 blocks": (2587, 57),
 }
 SCRIPTS = {
     "pick by round_robin": lambda: scripts.pick("round_robin"),
@@ -32,10 +37,15 @@ SCRIPTS = {
     "pick by total_tokens": lambda: scripts.pick("total_tokens"),
     "pick by cache_aware": lambda: scripts.pick("cache_aware"),
     "pick by total_tokens of 4096": lambda: scripts.pick("total_tokens", 4096),
+    "pick by cache_aware, 16 blocks held by 8 of 512": lambda: scripts.pick_hits(512, 16, 8),
+    "pick by cache_aware, 64 blocks held by 8 of 512": lambda: scripts.pick_hits(512, 64, 8),
+    "pick by cache_aware, 64 blocks held by 256 of 512": lambda: scripts.pick_hits(512, 64, 256),
+    "pick by cache_aware, 64 blocks held by 8 of 4096": lambda: scripts.pick_hits(4096, 64, 8),
     "report": scripts.report,
     "encode": scripts.encode,
     "decode": scripts.decode,
     "dispatch": scripts.dispatch,
+    "dispatch by cache_aware, 16 blocks": lambda: scripts.dispatch("cache_aware", 16),
 }
 OVER = 1.05 if sys.version_info[:2] == (3, 11) else 1.5  # other versions compile to other instructions
 UNDER = 0.85 if sys.version_info[:2] == (3, 11) else 0.4
@@ -50,6 +60,12 @@ def test_within_budget(name: str) -> None:
         each = number / scripts.TIMES
         assert each <= budget * OVER, f"{name}: {each:.1f} {what} each, budget {budget}"
         assert each >= budget * UNDER - 1, f"{name}: {each:.1f} {what} each; lower the budget of {budget}"
+
+
+def test_a_pick_looks_at_the_holders_of_a_prefix_not_at_all_ranks() -> None:
+    few, many = (count(scripts.pick_hits(ranks, 16, 4)) for ranks in (64, 2048))
+    assert many.instructions < 1.25 * few.instructions  # a deeper tree
+    assert many.c_calls < 1.25 * few.c_calls
 
 
 def test_a_slower_path_shows() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from prefix_hits import hits
+
 from controller.prefix_index import PrefixIndex
 
-A, B, C = ("p", 0), ("p", 1), ("q", 0)
+A, B, C = 0, 1, 5  # seats
 
 
 def test_a_hit_is_the_leading_run() -> None:
@@ -12,10 +14,10 @@ def test_a_hit_is_the_leading_run() -> None:
     index.stored(A, [1, 2, 3])
     index.stored(B, [1, 3])
     index.stored(C, [2, 3])
-    assert index.match([1, 2, 3, 4]) == {A: 3, B: 1}
-    assert index.match([2]) == {A: 1, C: 1}
-    assert index.match([9, 1]) == {}
-    assert index.match([]) == {}
+    assert hits(index, [1, 2, 3, 4]) == {A: 3, B: 1}
+    assert hits(index, [2]) == {A: 1, C: 1}
+    assert hits(index, [9, 1]) == {}
+    assert hits(index, []) == {}
 
 
 def test_removed_blocks_end_a_hit() -> None:
@@ -23,21 +25,21 @@ def test_removed_blocks_end_a_hit() -> None:
     index.stored(A, [1, 2, 3])
     index.removed(A, [2, 99])
     index.removed(B, [1])
-    assert index.match([1, 2, 3]) == {A: 1}
+    assert hits(index, [1, 2, 3]) == {A: 1}
     index.validate()
 
 
-def test_a_rank_that_restarts_vanishes_at_once_and_its_place_is_used_again() -> None:
+def test_a_rank_that_restarts_vanishes_at_once_and_its_seat_is_used_again() -> None:
     index = PrefixIndex()
     index.stored(A, [1, 2])
     index.stored(B, [1])
     index.expected(A, [3])
     index.forget(A)
     index.forget(A)
-    assert index.match([1, 2]) == {B: 1}
-    assert index.match([3]) == {}
+    assert hits(index, [1, 2]) == {B: 1}
+    assert hits(index, [3]) == {}
     index.stored(C, [1])
-    assert index.match([1]) == {B: 1, C: 1}
+    assert hits(index, [1]) == {B: 1, C: 1}
     index.advance(1e9)  # what the old A was expected to hold does not come back to life, nor hurt C
     index.validate()
     assert len(index) == 2
@@ -50,11 +52,11 @@ def test_expectations_end_unless_confirmed() -> None:
     index.expected(B, [1, 2])
     index.stored(A, [1])
     index.advance(9.9)
-    assert index.match([1, 2]) == {A: 2, B: 2}
+    assert hits(index, [1, 2]) == {A: 2, B: 2}
     index.advance(10.0)
-    assert index.match([1, 2]) == {A: 1, B: 2}
+    assert hits(index, [1, 2]) == {A: 1, B: 2}
     index.advance(100.0)
-    assert index.match([1, 2]) == {A: 1}
+    assert hits(index, [1, 2]) == {A: 1}
     index.validate()
 
 
@@ -64,9 +66,9 @@ def test_an_expectation_renewed_lasts_longer() -> None:
     index.advance(6)
     index.expected(A, [1])
     index.advance(12)
-    assert index.match([1]) == {A: 1}
+    assert hits(index, [1]) == {A: 1}
     index.advance(16)
-    assert index.match([1]) == {}
+    assert hits(index, [1]) == {}
 
 
 def test_memory_is_bounded_and_the_oldest_go_first() -> None:
@@ -76,8 +78,8 @@ def test_memory_is_bounded_and_the_oldest_go_first() -> None:
         index.expected(B, range(start, start + 10))
     index.validate()
     assert len(index) == 200
-    assert index.match(range(9_990, 10_000)) == {A: 10, B: 10}
-    assert index.match([0]) == {}
+    assert hits(index, range(9_990, 10_000)) == {A: 10, B: 10}
+    assert hits(index, [0]) == {}
     assert len(index._expiries) <= 4 * 100 * 2
 
 
@@ -87,4 +89,4 @@ def test_repeated_expectations_do_not_pile_up() -> None:
         index.expected(A, [1, 2, 3])
     index.validate()
     assert index._expiring <= 40
-    assert index.match([1, 2, 3]) == {A: 3}
+    assert hits(index, [1, 2, 3]) == {A: 3}

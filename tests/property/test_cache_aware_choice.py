@@ -1,0 +1,68 @@
+"""`cache_aware` against its definition: of all candidates, the least (queued + weight x to compute), by brute force."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prefix_hits import run_length
+
+from bus.hashing import pack_hashes
+from bus.messages import Hello, Load, Submit
+from controller.groups import Subset
+from controller.loads import LoadTable
+from controller.policies.cache_aware import CacheAware
+from controller.rank import RankLoad
+
+SIZE = 16
+CHAIN = list(range(1, 81))  # more than is looked at before the first chance to stop
+RUNS = st.tuples(
+    st.sampled_from([0, 1, 2, 31, 32, 33, 63, 64, 65, 79, 80]), st.sets(st.sampled_from(CHAIN), max_size=3)
+)
+RANKS = st.fixed_dictionaries({
+    "queued": st.one_of(st.integers(0, 3), st.integers(0, 90).map(lambda blocks: blocks * SIZE), st.integers(0, 2000)),
+    "waiting": st.integers(0, 3),
+    "run": RUNS,  # how many blocks from the first on are cached, and which of them are not after all
+    "ready": st.sampled_from([True, True, True, False]),
+    "size": st.sampled_from([SIZE, SIZE, SIZE, 2 * SIZE]),
+    "charges": st.integers(0, 2),
+})  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    ranks=st.lists(RANKS, min_size=1, max_size=24),
+    blocks=st.sampled_from([1, 2, 32, 33, 64, 80]),
+    rest=st.integers(-40, 40),
+    weight=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    narrow=st.booleans(),
+)
+def test_the_choice_is_the_least_of_all_candidates(
+    ranks: list[dict[str, object]], blocks: int, rest: int, weight: float, narrow: bool
+) -> None:
+    table, policy = LoadTable(1), CacheAware(weight=weight)
+    held: dict[int, set[int]] = {}
+    for dp_rank, facts in enumerate(ranks):
+        hello = Hello("p", dp_rank, 1, "prefill", "m", len(ranks), "ready", "", 0, 0, 0, facts["size"])  # type: ignore[arg-type]
+        rank = table.open(hello)
+        table.set_ready(rank, bool(facts["ready"]))
+        table.apply(rank.key, 1, Load(1, 0, 0, facts["waiting"], facts["queued"], 0, 0, 0), 0.0)  # type: ignore[arg-type]
+        depth, holes = facts["run"]  # type: ignore[misc]
+        held[rank.seat] = set(CHAIN[:depth]) - holes
+        policy.index.stored(rank.seat, sorted(held[rank.seat]))
+        for _ in range(int(facts["charges"])):  # type: ignore[call-overload]
+            table.charge(rank, 0)
+    hashes = CHAIN[:blocks]
+    prompt_tokens = max(0, blocks * SIZE + rest)
+    request = Submit("r", "prefill", prompt_tokens, 1, block_tokens=SIZE, block_hashes=pack_hashes(hashes))
+
+    def cost(rank: RankLoad) -> tuple[float, int, int]:
+        cached = run_length(held[rank.seat], hashes) * SIZE if rank.info.block_tokens == SIZE else 0
+        return rank.tokens + weight * max(1, prompt_tokens - cached), rank.requests, rank.picked
+
+    group = table.group("prefill")
+    some = [rank for rank in table.ranks.values() if rank.ready]
+    some = some[: len(some) // 2 + 1] if narrow else some
+    chosen = policy.pick(Subset(some) if narrow else group, request, prompt_tokens)
+    table.validate()
+    best = min((cost(rank) for rank in some if rank.open), default=None)
+    assert (None if chosen is None else cost(chosen)) == best
