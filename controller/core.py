@@ -207,8 +207,7 @@ class ControllerCore:
         assert set(self.health.pulses) == set(self.table.ranks)
         for key, rank in self.table.ranks.items():
             assert rank.ready == (self.health.pulses[key].state == "ready"), rank
-        for peer, rank in self.members.peers.items():
-            assert rank.peer == peer and self.table.ranks[rank.key] is rank, rank  # noqa: PT018
+        self.members.validate()
 
     # --- from clients -----------------------------------------------------------------------------------------
 

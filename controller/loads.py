@@ -98,8 +98,12 @@ class LoadTable:
 
     def revise(self, rank: RankLoad, info: Hello) -> None:
         """The same start of a rank restates its facts; only its capacities may have changed."""
+        before = rank.largest, rank.info.block_tokens
         rank.info = info
         self._limit(rank)
+        if (rank.largest, info.block_tokens) != before:
+            for group, _ in rank.places:
+                group.changed()
         self._refresh(rank)
 
     def reconnected(self, rank: RankLoad) -> None:
@@ -328,8 +332,6 @@ class LoadTable:
             rank.hard_requests = HARD_FACTOR * rank.limit_requests
         # the last token's KV is never needed
         rank.largest = min(info.max_context or UNLIMITED, info.kv_capacity + 1 if info.kv_capacity else UNLIMITED)
-        for group, _ in rank.places:
-            group.changed()
         if info.kv_capacity:
             rank.limit_tokens = max(1, int(self._token_overcommit[info.role] * info.kv_capacity))
 

@@ -7,7 +7,7 @@ for the requests' side. Pure. Knows nothing of requests.
 from __future__ import annotations
 
 from collections import Counter, deque
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from bus.actions import Note
 from bus.messages import Attempt, Bye, Code, Hello, MemberKey, Pong, RankState, Refused, Rid, Welcome
@@ -18,6 +18,7 @@ from controller.loads import LoadTable, info_key
 from controller.rank import RankLoad
 
 FENCED_EPOCHS = 8
+Kind: TypeAlias = tuple[str, str, int]  # role, model, dp_size: what all ranks of an instance share
 
 
 class Loss(NamedTuple):
@@ -43,6 +44,7 @@ class Members:
         self._health = health
         self._counts = counts
         self._fenced: dict[MemberKey, deque[int]] = {}  # epochs that a later start replaced
+        self._kinds: dict[str, Counter[Kind]] = {}  # by instance, of its ranks that are not dead
         self.peers: dict[Any, RankLoad] = {}
 
     def hello(self, peer: Any, hello: Hello, now: float, out: list[Action]) -> list[Loss]:
@@ -57,12 +59,15 @@ class Members:
         rank = self._table.ranks.get(key)
         if rank is None or rank.epoch != hello.epoch:
             if rank is not None:
+                if self.state(rank) not in DEAD:
+                    self._count(rank, -1)
                 losses.append(Loss(rank, f"rank {key[0]}/{key[1]} was restarted"))
                 self._fenced.setdefault(key, deque(maxlen=FENCED_EPOCHS)).append(rank.epoch)
                 known = self.peers.pop(rank.peer, None) is not None and rank.peer != peer
                 if known and not _is_later(rank.info, hello):  # it may live
                     out.append(ToNode(rank.peer, _fence(hello), cause="hello"))
             rank = self._table.open(hello)
+            self._count(rank, 1)
             out.append(Note("node.registered", cause="hello", fields=_name(rank) | {"epoch": rank.epoch}))
         else:
             if rank.peer != peer:
@@ -119,6 +124,17 @@ class Members:
         """The verdict in force."""
         return self._health.pulses[rank.key].state
 
+    def validate(self) -> None:
+        """Connections and counts agree with the ranks (for tests)."""
+        kinds: dict[str, Counter[Kind]] = {}
+        for rank in self._table.ranks.values():
+            if self.state(rank) not in DEAD:
+                kinds.setdefault(rank.info.instance, Counter())[_kind(rank.info)] += 1
+        assert self._kinds == kinds
+        for peer, rank in self.peers.items():
+            assert rank.peer == peer, rank
+            assert self._table.ranks[rank.key] is rank, rank
+
     # --- inside -----------------------------------------------------------------------------------------------
 
     def _act(self, change: Change, out: list[Action], cause: str) -> Loss | None:
@@ -130,7 +146,10 @@ class Members:
         out.append(Note("rank.state_changed", level, cause, _name(rank) | states))
         if change.new == "ready":
             pulse.returning = False
-        if change.new not in DEAD or change.old in DEAD:
+        if (change.new in DEAD) == (change.old in DEAD):
+            return None
+        self._count(rank, -1 if change.new in DEAD else 1)
+        if change.new not in DEAD:
             return None
         self._counts[f"ranks_{change.new}"] += 1
         pulse.returning = True
@@ -152,19 +171,10 @@ class Members:
             return _fence(later)
         if key not in self._table.ranks and len(self._table.ranks) >= self._config.max_ranks:
             return refuse("too_many", f"{self._config.max_ranks} ranks have joined")
-        mine = (hello.role, hello.model, hello.dp_size)
-        for rank in self._table.ranks.values():
-            info = rank.info
-            if rank.key == key:
-                if rank.epoch != hello.epoch:
-                    continue  # another start of it may be another thing
-            elif info.instance != hello.instance or self.state(rank) in DEAD:
-                continue
-            if (info.role, info.model, info.dp_size) != mine:
-                return refuse(
-                    "bad_identity",
-                    f"instance {info.instance} is {info.role} of {info.model} with dp_size {info.dp_size} here",
-                )
+        for role, model, dp_size in self._others(key, hello):
+            if (role, model, dp_size) != _kind(hello):
+                sentence = f"instance {hello.instance} is {role} of {model} with dp_size {dp_size} here"
+                return refuse("bad_identity", sentence)
         return None
 
     def _later(self, key: MemberKey, hello: Hello) -> Hello | None:
@@ -180,6 +190,28 @@ class Members:
         kept = _is_later(rank.info, hello) and self.state(rank) not in DEAD
         return rank.info if replaced or kept else None
 
+    def _others(self, key: MemberKey, hello: Hello) -> list[Kind]:
+        """The kinds that `hello` must agree with: of its instance's ranks that are not dead, and of its own start."""
+        kinds = self._kinds.get(hello.instance) or Counter()
+        rank = self._table.ranks.get(key)
+        if rank is None:
+            return list(kinds)
+        own = _kind(rank.info)
+        if rank.epoch == hello.epoch:
+            return [own, *kinds]
+        alone = self.state(rank) not in DEAD and kinds[own] == 1  # another start of a rank may be another thing
+        return [kind for kind in kinds if not (alone and kind == own)]
+
+    def _count(self, rank: RankLoad, change: int) -> None:
+        """`rank` is dead no longer (1), or dead or gone (-1)."""
+        kinds = self._kinds.setdefault(rank.info.instance, Counter())
+        kind = _kind(rank.info)
+        kinds[kind] += change
+        if not kinds[kind]:
+            del kinds[kind]
+            if not kinds:
+                del self._kinds[rank.info.instance]
+
 
 def _is_later(one: Hello, other: Hello) -> bool:
     """Whether `one` is known to have begun after `other`."""
@@ -190,6 +222,10 @@ def _is_later(one: Hello, other: Hello) -> bool:
 def _fence(later: Hello) -> Refused:
     where = f"{later.instance}/{later.dp_rank}"
     return Refused("fenced", f"{where} was started again elsewhere (epoch {later.epoch})")
+
+
+def _kind(info: Hello) -> Kind:
+    return info.role, info.model, info.dp_size
 
 
 def _name(rank: RankLoad) -> dict[str, Any]:

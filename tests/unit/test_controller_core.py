@@ -667,6 +667,18 @@ class TestRanks:
         assert [r.code for r in world.sent(Refused)] == [code]
         assert len(world.core.table.ranks) == 1
 
+    def test_only_ranks_that_live_bind_their_instance(self) -> None:
+        """Another start of a rank may be another thing, once no other rank of its instance lives as the old one."""
+        world = unified()
+        changed = hello("u", 0, epoch=2, model="other")
+        world.join(changed, peer="new")
+        assert [r.code for r in world.sent(Refused)] == ["bad_identity"]  # u/1 still serves the first model
+        world.feed(FromNode(peer_of(U[1]), Bye("u", 1, 1)))
+        world.join(changed, peer="new")
+        assert world.rank(changed).info.model == "other"
+        world.join(U[1], peer="back")  # the start that had left, with the model of then
+        assert [r.code for r in world.sent(Refused)] == ["bad_identity"] * 2
+
     def test_one_connection_speaks_for_one_rank(self) -> None:
         world = unified(U[0])
         world.join(U[1], peer=peer_of(U[0]))

@@ -10,8 +10,12 @@ import sys
 
 import pytest
 
+from bus.messages import Welcome
+from controller.events import FromNode
 from pdbus.bench import scripts
-from pdbus.bench.opcount import count
+from pdbus.bench.controller_parts import core_of
+from pdbus.bench.opcount import Count, count
+from pdbus.bench.pick import INSTANCE
 
 BUDGETS = {  # a single pick, report, message or request: (instructions, calls into C), Python 3.11
     "pick by round_robin": (418, 1),
@@ -66,6 +70,24 @@ def test_a_pick_looks_at_the_holders_of_a_prefix_not_at_all_ranks() -> None:
     few, many = (count(scripts.pick_hits(ranks, 16, 4)) for ranks in (64, 2048))
     assert many.instructions < 1.25 * few.instructions  # a deeper tree
     assert many.c_calls < 1.25 * few.c_calls
+
+
+def test_a_hello_costs_the_same_however_many_ranks_its_instance_has() -> None:
+    def restated(ranks: int) -> Count:
+        """One rank says hello again, and a request asks what the ranks can take."""
+        core = core_of(ranks)
+        hello = core.table.ranks[(INSTANCE, 0)].info
+
+        def script() -> None:
+            welcome = core.handle(FromNode(0, hello), scripts.NOW)[-1]
+            assert isinstance(welcome.message, Welcome)  # type: ignore[union-attr]
+            core.table.group("unified").facts()
+
+        return count(script)
+
+    few, many = restated(16), restated(1024)
+    assert many.instructions < 1.1 * few.instructions
+    assert many.c_calls < 1.1 * few.c_calls
 
 
 def test_a_slower_path_shows() -> None:
