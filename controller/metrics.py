@@ -56,10 +56,6 @@ def _gauge(name: str, help: str, ranks: Sequence[RankLoad], values: Sequence[flo
     return Metric(f"pdbus_controller_{name}", help, "gauge", samples)
 
 
-def _counter(name: str, help: str, value: int) -> Metric:
-    return Metric(f"pdbus_controller_{name}_total", help, "counter", [Sample(value)])
-
-
 def _dispatches(core: ControllerCore, ranks: Sequence[RankLoad]) -> Metric:
     samples = []
     for rank in ranks:

@@ -1,7 +1,8 @@
 """The record of one rank (one start of it): facts, last report, counters, estimate. Decides nothing.
 
 `controller.loads` changes its numbers, but for `routed_total`, which is `controller.placement`'s. What is no number
-belongs to who uses it: `peer` to `controller.members`, `work` to `controller.life`.
+belongs to who uses it: `peer` to `controller.members`, `work` to `controller.life`, `inherited` to
+`controller.adoption`, `follower` to `controller.feeds.nodes`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bus.messages import Hello, Load, Location, MemberKey
 
 if TYPE_CHECKING:
+    from controller.feeds.follower import Follower
     from controller.groups import Group
     from controller.index import LeastIndex, SeatKeys
 
@@ -30,6 +32,7 @@ class RankLoad:
         "ended_total",
         "epoch",
         "failed_total",
+        "follower",
         "hard_requests",
         "info",
         "inherited",
@@ -124,6 +127,7 @@ class RankLoad:
         # not the load table's: its connection, and the live requests that have a leg here, by rid
         self.peer: Any = None
         self.work: dict[str, Any] = {}
+        self.follower: Follower | None = None  # of its KV events, from the first on
 
     @property
     def in_flight(self) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -73,9 +72,8 @@ class Controller(Service):
     """Embedded: `with Controller(config) as controller:`; StartError on entry if an endpoint is taken.
 
     `on_local` gets (on the loop's thread) what the core answers to requests submitted with `submit_local`.
-    `bus_seen` is set with the first beacon of a broker. `rejected` counts dropped messages by reason. `trace` (before
-    `open`) logs each request at debug level. Should the thread fail, every live request ends as at a stop, and
-    then `on_failure` is called (on that thread).
+    `bus_seen` is set with the first beacon of a broker. `trace` (before `open`) logs each request at debug level. Should
+    the thread fail, every live request ends as at a stop, and then `on_failure` is called (on that thread).
     """
 
     part = "controller"
@@ -90,7 +88,6 @@ class Controller(Service):
         self.config = config
         self.epoch = new_epoch()
         self.bus_seen = threading.Event()
-        self.rejected: Counter[str] = Counter()
         self.trace = False
         self._on_local = on_local
         self._on_failure = on_failure
@@ -134,7 +131,7 @@ class Controller(Service):
 
     def _follow(self, exits: ExitStack) -> None:
         """The caches of our nodes, and the engines of other people (whose ports are plaintext)."""
-        self._caches = NodeCaches(self.core.table.ranks)
+        self._caches = NodeCaches(self.core.table.ranks, self.core.counts)
         if self.core.cache_aware:
             events = self._sockets.sub(BusAddress(self.config.bus).subscribe, (topics.KV,))
             self.loop.add(events, self._on_kv_event, budget=512)
@@ -142,7 +139,7 @@ class Controller(Service):
         if self.config.engines:
             foreign = exits.enter_context(Sockets())
             for engine in self.config.engines:
-                feed = EngineFeed(self.loop, foreign, engine, self._on_changes, self._on_engine_load)
+                feed = EngineFeed(self.loop, foreign, engine, self._on_changes, self._on_engine_load, self.core.counts)
                 exits.callback(feed.close)
 
     def _farewell(self) -> None:
@@ -234,7 +231,6 @@ class Controller(Service):
         self.handle(EngineLoad(key, load))
 
     def _reject(self, peer: bytes, error: RemoteProtocolError) -> None:
-        self.rejected[error.reason] += 1
         self.core.counts[f"rejected_{error.reason}"] += 1
         if peer not in self._rejecters and len(self._rejecters) < PEERS_REMEMBERED:
             self._rejecters.add(peer)

@@ -27,7 +27,7 @@ log = get_logger("controller")
 
 
 class EngineFeed:
-    """Calls `on_changes` and `on_load` on the loop's thread from `__init__` until `close`."""
+    """Calls `on_changes` and `on_load` on the loop's thread from `__init__` to `close`; counts as `Follower` does."""
 
     def __init__(
         self,
@@ -36,10 +36,12 @@ class EngineFeed:
         settings: EngineSettings,
         on_changes: Callable[[MemberKey, Changes], None],
         on_load: Callable[[MemberKey, Load], None],
+        counts: Counter[str],
     ) -> None:
         self.settings = settings
-        self.rejected: Counter[str] = Counter()
-        self.followers = [Follower(rank, replay=bool(settings.replay)) for rank in range(settings.dp_size)]
+        self.followers = [Follower(rank, counts, replay=bool(settings.replay)) for rank in range(settings.dp_size)]
+        self._counts = counts
+        self._rejected = False
         self._loop = loop
         self._sockets = sockets
         self._on_changes = on_changes
@@ -126,6 +128,7 @@ class EngineFeed:
             self._sockets.close_socket(socket)
 
     def _reject(self, rank: int, error: RemoteProtocolError) -> None:
-        if not self.rejected:
+        if not self._rejected:
+            self._rejected = True
             log.warning("message.rejected", engine=self.settings.host, dp_rank=rank, reason=error.reason)
-        self.rejected[error.reason] += 1
+        self._counts[f"rejected_{error.reason}"] += 1

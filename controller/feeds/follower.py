@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,12 +31,13 @@ class Progress:
 
 class Follower:
     """`ours`: the publisher is a node of ours, whose hashes need no translation. A message that cannot be read voids
-    what is known, for nobody can tell what it said; `rejected` counts these by reason."""
+    what is known, for nobody can tell what it said. `counts` gets `kv_gaps`, `kv_restarts`, `kv_blocks_unnamed`, and
+    `rejected_<reason>` for such a message."""
 
-    def __init__(self, dp_rank: int, *, replay: bool, ours: bool = False) -> None:
-        self.rejected: dict[str, int] = {}
-        self.sequence = Sequencer(replay=replay)
-        self.translator = Translator()
+    def __init__(self, dp_rank: int, counts: Counter[str], *, replay: bool, ours: bool = False) -> None:
+        self.sequence = Sequencer(counts, replay=replay)
+        self.translator = Translator(counts)
+        self._counts = counts
         self._dp_rank = dp_rank
         self._ours = ours
 
@@ -67,7 +69,7 @@ class Follower:
                         raise RemoteProtocolError("rank", f"events of rank {batch.dp_rank}")
                     changes += self._changes(batch.events)
                 except RemoteProtocolError as error:
-                    self.rejected[error.reason] = self.rejected.get(error.reason, 0) + 1
+                    self._counts[f"rejected_{error.reason}"] += 1
                     changes.append(self._void())
             else:
                 changes.append(self._void())

@@ -1,38 +1,40 @@
-"""KV events of our own nodes, as they come over the bus (`kv/<instance>/<dp_rank>/`). Pure; bounded by the ranks known.
+"""KV events of our own nodes, as they come over the bus (`kv/<instance>/<dp_rank>/`). Pure.
 
-Our nodes offer no replay: after a hole what was known of the rank is void and grows anew from what follows.
+What is remembered of a rank's stream belongs to its record in the load table and goes with it. Our nodes offer no
+replay: after a hole what was known of the rank is void and grows anew from what follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from bus import topics
 from bus.errors import RemoteProtocolError
 from bus.messages import MemberKey
 from controller.feeds.changes import Changes
 from controller.feeds.follower import Follower
+from controller.rank import RankLoad
 
 
 class NodeCaches:
-    """`known`: the ranks there are; others' events are dropped."""
+    """`ranks`: those there are; others' events are dropped. `counts`: as for `Follower`."""
 
-    def __init__(self, known: Container[MemberKey]) -> None:
-        self._known = known
-        self._followers: dict[MemberKey, Follower] = {}
+    def __init__(self, ranks: Mapping[MemberKey, RankLoad], counts: Counter[str]) -> None:
+        self._ranks = ranks
+        self._counts = counts
 
     def received(self, frames: Sequence[bytes]) -> tuple[MemberKey, Changes]:
         """What a publication says of which rank. RemoteProtocolError when it is not of the format."""
         if len(frames) != 3:
             raise RemoteProtocolError("frames", f"{len(frames)} frames")
         key = _key_of(frames[0])
-        if key not in self._known:
-            self._followers.pop(key, None)
+        rank = self._ranks.get(key)
+        if rank is None:
             return key, ()
-        follower = self._followers.get(key)
-        if follower is None:
-            follower = self._followers[key] = Follower(key[1], replay=False, ours=True)
-        return key, follower.live(frames).changes
+        if rank.follower is None:
+            rank.follower = Follower(key[1], self._counts, replay=False, ours=True)
+        return key, rank.follower.live(frames).changes
 
 
 def _key_of(topic: bytes) -> MemberKey:

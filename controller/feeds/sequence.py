@@ -8,6 +8,7 @@ is void and begins anew after the hole.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -38,18 +39,18 @@ Step: TypeAlias = Deliver | Replay | Void
 class Sequencer:
     """`live` for each message of the stream, `replayed` for each answer; both return what to do, in order.
 
-    Without `replay` a hole voids at once. A stream joined late is asked for its beginning first.
+    Without `replay` a hole voids at once. A stream joined late is asked for its beginning first. `counts` gets
+    `kv_gaps` and `kv_restarts`.
     """
 
-    def __init__(self, *, replay: bool) -> None:
+    def __init__(self, counts: Counter[str], *, replay: bool) -> None:
+        self._counts = counts
         self._replay = replay
         self._next: int | None = None
         self._last_live = -1
         self._held: dict[int, bytes] = {}
         self._asked_at: int | None = None  # what was missing when the replay under way was asked for
         self._attempts = 0
-        self.gaps = 0
-        self.restarts = 0
 
     @property
     def replaying(self) -> bool:
@@ -60,14 +61,14 @@ class Sequencer:
         if self._next is None:
             self._next = 0 if self._replay else seq
         elif seq <= self._last_live:
-            self.restarts += 1
+            self._counts["kv_restarts"] += 1
             self._held.clear()
             self._asked_at, self._attempts = None, 0
             self._next = 0 if self._replay else seq
             steps.append(Void())
         self._last_live = seq
         if seq > self._next and not self._replay:
-            self.gaps += 1
+            self._counts["kv_gaps"] += 1
             self._next = seq
             steps.append(Void())
         self._held[seq] = payload
@@ -75,7 +76,7 @@ class Sequencer:
         if len(self._held) > MAX_HELD:
             return steps + self._give_up()
         if self._held and not self.replaying:
-            self.gaps += 1
+            self._counts["kv_gaps"] += 1
             steps.append(self._ask())
         return steps
 

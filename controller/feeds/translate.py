@@ -7,7 +7,7 @@ those made of more than tokens, can't be named and are left out.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from bus.hashing import ROOT, hash_block, token_bytes
@@ -18,12 +18,12 @@ MAX_BLOCKS = 262_144
 
 
 class Translator:
-    """`changes` in the order of the events; `skipped` counts blocks that could not be named."""
+    """`changes` in the order of the events. `counts` gets `kv_blocks_unnamed`: blocks that could not be named."""
 
-    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+    def __init__(self, counts: Counter[str], max_blocks: int = MAX_BLOCKS) -> None:
+        self._counts = counts
         self._ours: OrderedDict[Hash, int] = OrderedDict()  # oldest first
         self._max_blocks = max_blocks
-        self.skipped = 0
 
     def clear(self) -> None:
         self._ours.clear()
@@ -47,7 +47,7 @@ class Translator:
     def _stored(self, event: BlockStored) -> tuple[int, ...]:
         parent = ROOT if event.parent is None else self._ours.get(event.parent)
         if parent is None or not event.plain:
-            self.skipped += len(event.hashes)
+            self._counts["kv_blocks_unnamed"] += len(event.hashes)
             return ()
         packed, size = token_bytes(event.tokens), 4 * event.block_tokens
         names = []

@@ -180,8 +180,9 @@ def test_garbage_is_answered_counted_and_harms_nobody(sockets: Sockets, config: 
         client.submit(submit("r"))
         node.wait(Dispatch)
         client.wait(Done)
-        assert sum(controller.rejected.values()) == 8
-        assert {"size", "version", "tag", "frames"} <= set(controller.rejected)
+        rejected = {name: n for name, n in controller.core.counts.items() if name.startswith("rejected_")}
+        assert sum(rejected.values()) == 8
+        assert {f"rejected_{reason}" for reason in ("size", "version", "tag", "frames")} <= set(rejected)
 
 
 def test_two_controllers_share_what_they_sent(sockets: Sockets, config: ControllerConfig, folder: str) -> None:

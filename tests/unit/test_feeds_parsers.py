@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,9 +61,10 @@ def test_blocks_made_of_more_than_tokens_are_not_plain(extra: dict[str, object])
     (found,) = parse_batch(pack([0.0, [event], 0])).events
     assert isinstance(found, BlockStored)
     assert not found.plain
-    translator = Translator()
+    counts: Counter[str] = Counter()
+    translator = Translator(counts)
     assert translator.changes([found]) == ()
-    assert translator.skipped == 1
+    assert counts == {"kv_blocks_unnamed": 1}
 
 
 @pytest.mark.parametrize(
@@ -128,18 +131,19 @@ def test_load_stat_and_what_may_follow_it() -> None:
 def test_translation_gives_the_names_that_requests_use() -> None:
     tokens = list(range(100, 112))
     ours = tuple(block_hashes(tokens, 4))
-    translator = Translator()
+    counts: Counter[str] = Counter()
+    translator = Translator(counts)
     first = BlockStored((-1, -2), None, tuple(tokens[:8]), 4)
     second = BlockStored((b"third",), -2, tuple(tokens[8:]), 4)
     orphan = BlockStored((50,), 49, tuple(tokens[:4]), 4)
     assert translator.changes([first, second, orphan]) == (Stored(ours[:2]), Stored(ours[2:]))
     assert translator.changes([BlockRemoved((-2, 50))]) == (Removed(ours[1:2]),)
     assert translator.changes([AllBlocksCleared(), second]) == (Cleared(),)  # its parent is forgotten
-    assert translator.skipped == 2
+    assert counts == {"kv_blocks_unnamed": 2}
 
 
 def test_translation_is_bounded() -> None:
-    translator = Translator(max_blocks=10)
+    translator = Translator(Counter(), max_blocks=10)
     for number in range(100):
         translator.changes([BlockStored((number,), None, (number, 1), 2)])
     assert len(translator._ours) == 10
@@ -159,7 +163,7 @@ def test_what_our_nodes_publish_is_in_that_format_and_names_what_requests_name()
     assert (topic, split_frames(message)[0]) == (b"kv/p/2/", 0)
     batch = parse_batch(payload)
     assert batch == Batch((BlockStored(tuple(hashes), None, tuple(tokens), 16),), 2)  # one chain, one event
-    assert Translator().changes(batch.events) == (Stored(tuple(hashes)),)
+    assert Translator(Counter()).changes(batch.events) == (Stored(tuple(hashes)),)
     pool.release(table)
     pool.take(2)
     assert log.messages([], 1.6) == []

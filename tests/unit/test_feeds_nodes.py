@@ -1,0 +1,62 @@
+"""KV events of our own nodes: followed while their rank is known, and no longer."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+
+import pytest
+from controller_world import EPOCH, hello
+
+from bus.codec import pack
+from bus.errors import RemoteProtocolError
+from bus.messages import MemberKey
+from controller.feeds.changes import Cleared, Stored
+from controller.feeds.follower import Follower
+from controller.feeds.nodes import NodeCaches
+from controller.loads import LoadTable
+
+
+def frames(instance: str, seq: int, *hashes: int, dp_rank: int = 0) -> list[bytes]:
+    """A publication that says: these blocks are cached."""
+    event = {
+        "type": "BlockStored",
+        "block_hashes": list(hashes),
+        "parent_block_hash": None,
+        "token_ids": [],
+        "block_size": 1,
+    }
+    return [b"kv/%b/%d/" % (instance.encode(), dp_rank), seq.to_bytes(8, "big"), pack([0.0, [event], dp_rank])]
+
+
+def followers() -> int:
+    return sum(isinstance(each, Follower) for each in gc.get_objects())
+
+
+def test_a_follower_goes_with_its_rank() -> None:
+    table, counts = LoadTable(EPOCH), Counter[str]()
+    caches = NodeCaches(table.ranks, counts)
+    before = followers()
+    for number in range(500):
+        rank = table.open(hello(f"n{number}", 0))
+        assert caches.received(frames(f"n{number}", 0, 7)) == (rank.key, (Stored((7,)),))
+        table.close(rank)
+    del rank
+    assert followers() == before
+    assert caches.received(frames("n1", 1, 8)) == (("n1", 0), ())
+    assert followers() == before
+
+
+def test_holes_and_restarts_void_what_is_known_and_are_counted() -> None:
+    table, counts = LoadTable(EPOCH), Counter[str]()
+    caches = NodeCaches(table.ranks, counts)
+    key: MemberKey = ("n", 0)
+    table.open(hello("n", 0))
+    assert caches.received(frames("n", 4, 1)) == (key, (Stored((1,)),))
+    assert caches.received(frames("n", 6, 2)) == (key, (Cleared(), Stored((2,))))
+    assert caches.received(frames("n", 0, 3)) == (key, (Cleared(), Stored((3,))))
+    topic, seq, _ = frames("n", 1)
+    assert caches.received([topic, seq, b"\xc1"]) == (key, (Cleared(),))
+    assert counts == {"kv_gaps": 1, "kv_restarts": 1, "rejected_syntax": 1}
+    with pytest.raises(RemoteProtocolError, match="topic"):
+        caches.received([b"kv/n/0x/", seq, b""])
