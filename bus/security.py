@@ -1,4 +1,4 @@
-"""CURVE keys on disk, and the allowlist that decides who may connect (ZeroMQ RFC 26/CURVEZMQ, 27/ZAP).
+"""CURVE keys on disk, and the handler that asks the allowlist who may connect (ZeroMQ RFC 26/CURVEZMQ, 27/ZAP).
 
 A key directory holds, as Z85 text: `server.key` and `server.secret` (every part that binds), `client.key` and
 `client.secret` (whoever connects), and `allow/nodes/*.key`, `allow/clients/*.key`: the public keys that may connect.
@@ -21,6 +21,7 @@ import zmq
 import zmq.utils.z85
 from zmq.utils.monitor import recv_monitor_message
 
+from bus.allowlist import Allowlist, read_key
 from bus.errors import ConfigError
 from bus.logs import get_logger
 
@@ -43,22 +44,15 @@ class Keys:
     client_public: bytes
     client_secret: bytes
 
-    def allowed(self, domain: str) -> frozenset[bytes]:
-        """The public keys that may connect to `domain` now: the directory is read each time, so edits take effect."""
-        folders = ("nodes",) if domain == "nodes" else ("nodes", "clients")
-        return frozenset(
-            _read(path) for folder in folders for path in sorted((self.directory / "allow" / folder).glob("*.key"))
-        )
-
 
 def load_keys(directory: Path | str, *, server: bool) -> Keys:
     """The keys in `directory`; ConfigError when one is missing, malformed or readable by others."""
     path = Path(directory)
     return Keys(
         directory=path,
-        server_public=_read(path / "server.key"),
+        server_public=read_key(path / "server.key"),
         server_secret=_read_secret(path / "server.secret") if server else None,
-        client_public=_read(path / "client.key"),
+        client_public=read_key(path / "client.key"),
         client_secret=_read_secret(path / "client.secret"),
     )
 
@@ -77,7 +71,7 @@ def new_keys(directory: Path) -> None:
 
 def new_client_keys(cluster: Path, name: str, directory: Path) -> None:
     """Make keys for one more client or node in `directory` and put it on the cluster's list of clients."""
-    server_public = _read(cluster / "server.key")
+    server_public = read_key(cluster / "server.key")
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", name):
         raise ConfigError(f"{name!r}: the name of a client has letters, digits, '.', '_' and '-'")
     if (directory / "client.secret").exists():
@@ -95,7 +89,7 @@ class Gatekeeper:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
         self.refused: Counter[str] = Counter()
-        self._keys = keys
+        self._allowlist = Allowlist(keys.directory)
         self._context = context
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -150,11 +144,8 @@ class Gatekeeper:
         verdict = (b"400", b"not on the allowlist", b"")
         if mechanism == b"CURVE" and len(request) == 7:
             key = zmq.utils.z85.encode(request[6])
-            try:
-                if key in self._keys.allowed(domain.decode(errors="replace")):
-                    verdict = (b"200", b"OK", key)
-            except (ConfigError, OSError) as error:
-                log.error("allowlist.unreadable", error=str(error))
+            if self._allowlist.allows(key, domain.decode(errors="replace")):
+                verdict = (b"200", b"OK", key)
         if verdict[0] != b"200":
             self._refuse(domain.decode(errors="replace"), address.decode(errors="replace"), "not on the allowlist")
         return [version or b"1.0", number, *verdict, b""]
@@ -165,21 +156,8 @@ class Gatekeeper:
             log.warning("peer.refused", domain=domain, address=address, why=why)
 
 
-def _read(path: Path) -> bytes:
-    try:
-        key = path.read_text("ascii").strip().encode()
-        zmq.utils.z85.decode(key)
-    except FileNotFoundError:
-        raise ConfigError(f"{path} is missing; make keys with: pdbus keys new {path.parent}") from None
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path} does not hold a key ({type(error).__name__})") from None
-    if len(key) != 40:
-        raise ConfigError(f"{path} does not hold a key (40 characters of Z85)")
-    return key
-
-
 def _read_secret(path: Path) -> bytes:
-    key = _read(path)
+    key = read_key(path)
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
         raise ConfigError(f"{path} is readable by others; run: chmod 600 {path}")
     return key

@@ -83,6 +83,17 @@ def test_plaintext_and_unlisted_peers_get_nowhere(cluster: Path, tmp_path: Path)
         assert server.gatekeeper.refused["clients"] > before
 
 
+def test_one_bad_file_locks_nobody_out(cluster: Path, tmp_path: Path) -> None:
+    new_client_keys(cluster, "dora", tmp_path / "dora")
+    (cluster / "allow" / "clients" / "a.key").write_text("oops")
+    (cluster / "allow" / "nodes" / "a.key").write_text("")
+    with Sockets(keys=load_keys(cluster, server=True)) as server:
+        with Sockets(keys=load_keys(tmp_path / "dora", server=False)) as client:
+            assert _exchange(server, client)
+        with Sockets(keys=load_keys(cluster, server=True)) as node:
+            assert _exchange(server, node, domain="nodes")
+
+
 def test_the_list_is_read_at_each_connection(cluster: Path, tmp_path: Path) -> None:
     new_client_keys(cluster, "bob", tmp_path / "bob")
     listed = cluster / "allow" / "clients" / "bob.key"
