@@ -36,9 +36,12 @@ class CacheAware:
         compute = max(1, request.prompt_tokens)
         at_least = weight * max(1, compute - len(hashes) * size)  # a rank that holds all of it
         chosen, least = best, best.tokens + weight * compute
-        for depth, holders in self.index.runs(hashes):
-            holders &= alike
-            rank = best if holders >> best.seat & 1 else view.least_of(holders)
+        rank: RankLoad | None = best
+        before = 0
+        for depth, ranks in self.index.runs(hashes):
+            if ranks != before:
+                before, holders = ranks, ranks & alike
+                rank = best if holders >> best.seat & 1 else view.least_of(holders)
             if rank is None:  # none of them is a candidate
                 break
             cost = rank.tokens + weight * max(1, compute - depth * size)

@@ -49,6 +49,14 @@ def test_a_cached_prefix_wins_while_it_saves_more_than_the_queue_costs() -> None
         assert table.pick(request()) == chosen
 
 
+def test_a_long_run_is_followed_to_its_end_where_the_last_block_decides() -> None:
+    hashes = list(range(1, 34))  # the first chance to stop is a block before the end
+    for queued, chosen in ((520, 1), (528, 0), (536, 0)):
+        table = Table(0, queued)
+        table.policy.index.stored(1, hashes)
+        assert table.pick(request(33 * SIZE + 1, hashes)) == chosen
+
+
 def test_the_weight_moves_the_balance() -> None:
     for weight, chosen in ((0.5, 0), (1.0, 0), (2.0, 1)):
         table = Table(0, 200, weight=weight)
