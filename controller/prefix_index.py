@@ -4,8 +4,8 @@ A hash names a block and everything before it (`bus.hashing`), so a rank's hit i
 request's hashes that it holds. Entries come from the rank's KV events (kept until an event removes them) and from
 dispatches (`expected`: the rank will hold the prompt once it has computed it). An expectation lasts until it is
 confirmed or its time is over: `confirm_s` where the rank publishes events, `expect_s` where nothing else is known of
-it. Memory is bounded by `max_blocks` a rank: past it the oldest entries go. Hashes are opaque integers. A
-rank is the number of its seat (`RankLoad.seat`), a set of ranks an integer with the bits of their seats.
+it. Memory is bounded by `max_blocks` a rank: past it the oldest entries go. Hashes are opaque integers. A rank
+is the number of its seat (`RankLoad.seat`), a set of ranks an integer with the bits of their seats.
 """
 
 from __future__ import annotations
@@ -68,9 +68,8 @@ class PrefixIndex:
     def forget(self, seat: int) -> None:
         """The rank restarted, cleared its cache or is gone: nothing of it is believed any more."""
         rank = self._ranks.pop(seat, None)
-        if rank is None:
-            return
-        self._drop(rank, list(rank.blocks))
+        if rank is not None:
+            self._drop(rank, list(rank.blocks))
 
     def expected(self, seat: int, hashes: Iterable[int]) -> None:
         """A request with these blocks was dispatched to the rank: it will hold them soon, if it does not already."""
@@ -90,10 +89,10 @@ class PrefixIndex:
     # --- what a request finds ---------------------------------------------------------------------------------
 
     def runs(self, hashes: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """`(depth, ranks)`, ever deeper: the ranks that hold the first `depth` blocks.
+        """`(depth, ranks)`, deeper and deeper: the ranks that hold the first `depth` blocks.
 
-        Each time that some of them go no deeper, and now and then besides, so that the caller may stop asking. Ends
-        when nobody holds the next block.
+        Each time that some of them go no deeper, and now and then besides (so that the caller may stop asking), which
+        may be twice at one depth. Ends when nobody holds the next block.
         """
         find = self._holders.get
         ranks = find(hashes[0], 0) if hashes else 0

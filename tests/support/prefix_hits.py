@@ -16,7 +16,7 @@ def hits(index: PrefixIndex, hashes: Sequence[int]) -> dict[int, int]:
         depths.append(depth)
         last = ranks
         found |= {seat: depth for seat in range(ranks.bit_length()) if ranks >> seat & 1}
-    assert depths == sorted(set(depths))
+    assert depths == sorted(depths)
     return found
 
 
