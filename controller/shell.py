@@ -72,8 +72,8 @@ class Controller(Service):
     """Embedded: `with Controller(config) as controller:`; StartError on entry if an endpoint is taken.
 
     `on_local` gets (on the loop's thread) what the core answers to requests submitted with `submit_local`.
-    `bus_seen` is set with the first beacon of a broker. `trace` (before `open`) logs each request at debug level. Should
-    the thread fail, every live request ends as at a stop, and then `on_failure` is called (on that thread).
+    `bus_seen` is set with the first beacon of a broker. `trace` (before `open`) logs each request at debug level.
+    Should the thread fail, every live request ends as at a stop, and then `on_failure` is called (on that thread).
     """
 
     part = "controller"
