@@ -13,16 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-import structlog
 import zmq.utils.z85
 
 from bus.errors import ConfigError
+from bus.logs import get_logger
 
 FOLDERS = ("nodes", "clients")
 SETTLED_NS = 2_000_000_000  # a file changed since may change once more within a tick of a coarse file system's clock
 Stamp: TypeAlias = tuple[int, ...]
 
-log = structlog.get_logger("bus")
+log = get_logger("bus")
 
 
 class _File(NamedTuple):

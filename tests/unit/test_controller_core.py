@@ -677,7 +677,7 @@ class TestRanks:
         world.join(changed, peer="new")
         assert world.rank(changed).info.model == "other"
         world.join(U[1], peer="back")  # the start that had left, with the model of then
-        assert [r.code for r in world.sent(Refused)] == ["bad_identity"] * 2
+        assert [r.code for r in world.sent(Refused)] == ["bad_identity", "fenced", "bad_identity"]  # u/0 was replaced
 
     def test_one_connection_speaks_for_one_rank(self) -> None:
         world = unified(U[0])
