@@ -8,6 +8,8 @@ first used; torch only when its engine is built.
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,6 +46,14 @@ __all__ = [
     "Streams",
     "build_engine",
 ]
+
+_spec = find_spec("bus")
+_bus = _spec and (_spec.origin or next(iter(_spec.submodule_search_locations or ()), None))
+if _bus and Path(_bus).resolve().with_suffix("") != Path(__file__).resolve().parents[1] / "bus" / "__init__":
+    raise ImportError(
+        f"{_bus} hides pdbus's own package 'bus': rename it, or keep it off the import path (python -P)",
+        name=__name__,  # so that `python -m` says it in one line
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pdbus.names import check_names
+
 if TYPE_CHECKING:
     from bus.broker import Broker, BrokerConfig
     from bus.errors import BusError, ConfigError, PeerLost, RequestFailed, StartError
@@ -63,4 +65,5 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'pdbus' has no attribute {name!r}")
+    check_names()
     return getattr(import_module(home), name)

@@ -1,5 +1,26 @@
-"""`python -m pdbus` is the `pdbus` command."""
+"""Where `pdbus` and `python -m pdbus` begin: what must come before the imports. The command is in `pdbus.cli`."""
 
-from pdbus.cli import main
+from __future__ import annotations
 
-main()
+import sys
+
+from pdbus.names import check_names
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        check_names()
+    except ImportError as error:
+        print(f"pdbus: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    from bus.interrupt import leave_at_once
+
+    leave_at_once()
+    from pdbus.cli import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,9 @@
 """The client library: submit prompts, stream what comes, whatever happens to the ranks in between."""
 
+from pdbus.names import check_names
+
+check_names()  # before the first import of them
+
 from pdbus.client.aio import AsyncClient, AsyncStream
 from pdbus.client.outcome import Piece, Result
 from pdbus.client.settings import Options

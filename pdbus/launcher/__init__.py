@@ -1,5 +1,9 @@
 """Whole clusters as child processes of this one: described by a `ClusterSpec`, run by a `Cluster`."""
 
+from pdbus.names import check_names
+
+check_names()  # before the first import of them
+
 from pdbus.launcher.cluster import Cluster
 from pdbus.launcher.restarts import RestartPolicy
 from pdbus.launcher.spec import ClusterSpec

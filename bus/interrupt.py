@@ -1,0 +1,28 @@
+"""Ctrl-C while a program is still importing its modules: it leaves at once, without a traceback.
+
+A main calls `leave_at_once` before it imports anything else, so this module needs nothing heavy itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+EXIT_INTERRUPTED = 130
+
+
+def leave_at_once() -> None:
+    """From here on SIGINT ends the process with 130, until another handler is set. Stays ignored where it is."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _leave)
+
+
+def raise_again() -> None:
+    """End `leave_at_once`: SIGINT is a KeyboardInterrupt, for code that tidies up."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os._exit(EXIT_INTERRUPTED)  # an exception within an import may be caught, or shown, by whatever is imported

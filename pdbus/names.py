@@ -1,0 +1,24 @@
+"""Whether `bus`, `nodes` and `controller` are ours. Imports none of them: one that is not ours would run.
+
+`nodes` and `controller` check `bus` likewise when they are imported; they must not import this package.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+OURS = ("bus", "nodes", "controller")
+
+
+def check_names() -> None:
+    """ImportError that names the file when one of the names means something else, as with a `bus.py` in the working
+    directory."""
+    for name in OURS:
+        spec = find_spec(name)
+        found = spec and (spec.origin or next(iter(spec.submodule_search_locations or ()), None))
+        if found and Path(found).resolve().with_suffix("") != Path(__file__).resolve().parents[1] / name / "__init__":
+            raise ImportError(
+                f"{found} hides pdbus's own package {name!r}: rename it, or keep it off the import path (python -P)",
+                name=name,
+            )
