@@ -7,6 +7,7 @@ import errno
 import gc
 import io
 import os
+import re
 import select
 import sys
 import threading
@@ -18,10 +19,13 @@ import click
 
 from bus.defaults import METRICS_HOST
 from bus.errors import BusError, ConfigError, StartError
+from bus.interrupt import EXIT_INTERRUPTED, leave_at_once
 from bus.logs import LEVELS
 
 EXIT_CONFIG = 2
 EXIT_START = 3
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_MAX_S = 1e9
 _NoArguments: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())  # since click 8.2
 
 
@@ -40,11 +44,13 @@ def _run(command: click.Command, program: str) -> NoReturn:
     except click.exceptions.Exit as done:
         sys.exit(done.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        sys.exit(130)
+        sys.exit(EXIT_INTERRUPTED)
     except _NoArguments as error:
         print(error.format_message(), file=sys.stderr)  # the help, as it is
         sys.exit(EXIT_CONFIG)
     except click.ClickException as error:
+        context = getattr(error, "ctx", None)  # of the subcommand, in errors of usage
+        program = context.command_path if context is not None else program
         _fail(program, f"{error.format_message()} (see {program} --help)", EXIT_CONFIG)
     except ConfigError as error:
         _fail(program, str(error), EXIT_CONFIG)
@@ -57,6 +63,8 @@ def _run(command: click.Command, program: str) -> NoReturn:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter would try to write the rest at its end
         _fail(program, f"cannot write the output: {error.strerror}", 1)
+    finally:
+        leave_at_once()  # a second Ctrl-C, while the interpreter ends
     sys.exit(0)
 
 
@@ -80,8 +88,14 @@ def _forget_unwritten_errors() -> None:
 
 def _fail(program: str, message: str, code: int) -> NoReturn:
     with suppress(OSError):  # the exit code says it too
-        print(f"{program}: error: {' '.join(message.split())}", file=sys.stderr)
+        print(f"{program}: error: {printable(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(code)
+
+
+def printable(text: str) -> str:
+    """`text` from elsewhere, for a terminal: what would control the terminal, or turn the direction of writing, is
+    written out (`\\x1b`). Line ends and tabs stay."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def ready(**facts: object) -> None:
@@ -114,6 +128,21 @@ def setting(config: object, flag: str, **settings: Any) -> Callable[[Any], Any]:
     """The option for the field of `config` that it is named after, with the default of that field."""
     name = flag.removeprefix("--").replace("-", "_")
     return click.option(flag, **{"default": getattr(config, name), "show_default": True} | settings)
+
+
+class Seconds(click.FloatRange):
+    """An option's type: a duration of at least `min` seconds, and no NaN or infinity."""
+
+    name = "seconds"
+
+    def __init__(self, min: float = 0.0) -> None:
+        super().__init__(min)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = super().convert(value, param, ctx)
+        if not abs(seconds) <= _MAX_S:  # NaN neither
+            self.fail(f"{seconds:g} is no number of seconds.", param, ctx)
+        return seconds
 
 
 log_level_option = click.option(

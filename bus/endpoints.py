@@ -1,13 +1,14 @@
 """Addresses. A user names one base address a part; the sockets' endpoints are derived from it here.
 
 `ipc:///dir/bus` gives `ipc:///dir/bus.pub`, ...; `tcp://host:5550` gives that port and the ones after it. Owns the
-rules for directories and loopback; must not open sockets.
+rules for directories and loopback, and what may be wrong with an address that does not answer; must not open sockets.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 import stat
 import tempfile
 from dataclasses import dataclass
@@ -70,6 +71,33 @@ def is_exposed(endpoint: str) -> bool:
         return not ipaddress.ip_address(host).is_loopback
     except ValueError:
         return True
+
+
+def unresolved(base: str) -> str:
+    """What to say of a host in `base` that cannot be resolved now; empty when it can, or none is needed. May take
+    seconds."""
+    scheme, _, rest = base.partition("://")
+    if scheme != "tcp":
+        return ""
+    host = rest.rpartition(":")[0].strip("[]")
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        return f"cannot resolve host {host!r} ({error.strerror})"
+    except UnicodeError:
+        return f"cannot resolve host {host!r}"
+    return ""
+
+
+def why_silent(base: str, keys: str) -> str:
+    """What to look at when nobody answers at `base`, asked with the keys in `keys` (empty: none)."""
+    if reason := unresolved(base):
+        return reason
+    if not base.startswith("tcp:"):
+        return "is it running there?"
+    if keys:
+        return f"is it running there, and does it list the keys in {keys}?"
+    return "is it running there? if it uses keys, pass --keys DIR"
 
 
 def _derive(base: str, suffix: str, step: int) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from bus.interrupt import leave_at_once
+
+if __name__ == "__main__":
+    leave_at_once()  # before the imports, which take their time
+
 import time
 from typing import Any
 
 import click
 
 from bus import cli, defaults, logs
-from bus.endpoints import default_bus, default_controller
+from bus.endpoints import default_bus, default_controller, why_silent
 from bus.errors import StartError
 from controller.config import ControllerConfig
 from controller.feeds import parse_engine
@@ -42,12 +47,12 @@ GUIDANCE = (
 @click.option("--decode-method", default="auto", metavar="METHOD", help="load_balance_method of decode ranks.")
 @click.option("--unified-method", default="auto", metavar="METHOD", help="load_balance_method of unified ranks.")
 @click.option("--instance", "instances", multiple=True, metavar="NAME", help="Serve only these instances (repeatable).")
-@cli.setting(ControllerConfig, "--lease-s", type=float, help="A rank silent for so long is lost.")
-@cli.setting(ControllerConfig, "--hang-s", type=float, help="A busy rank whose steps stand still for so long is hung.")
+@cli.setting(ControllerConfig, "--lease-s", type=cli.Seconds(), help="A rank silent for so long is lost.")
+@cli.setting(ControllerConfig, "--hang-s", type=cli.Seconds(), help="A busy rank whose steps stand still for so long is hung.")
 @cli.setting(
     ControllerConfig,
     "--stale-s",
-    type=float,
+    type=cli.Seconds(),
     help="Believe a load report for so long; longer only of a rank that declares to report less often.",
 )
 @cli.setting(
@@ -63,7 +68,7 @@ GUIDANCE = (
 @cli.setting(
     ControllerConfig, "--queue-requests", type=int, help="Requests that wait centrally at most; more are refused."
 )
-@click.option("--wait-s", type=float, default=defaults.WAIT_S, help="How long to wait for the bus at the start.")
+@click.option("--wait-s", type=cli.Seconds(), default=defaults.WAIT_S, help="How long to wait for the bus at the start.")
 @click.option(
     "--engine",
     "engines",
@@ -95,6 +100,7 @@ def main(wait_s: float, log_level: str, watch_parent: bool, engines: tuple[str, 
 
 def _await_bus(controller: Controller, wait_s: float) -> None:
     """Print READY with the first beacon; until then say what is missing; after `wait_s` leave with a StartError."""
+    bus = controller.config.bus
     began = last = time.monotonic()
 
     def check() -> None:
@@ -103,15 +109,16 @@ def _await_bus(controller: Controller, wait_s: float) -> None:
         if controller.bus_seen.is_set():
             timer.cancel()
             cli.ready(part="controller", name=controller.config.name, controller=controller.config.controller,
-                      bus=controller.config.bus, epoch=controller.epoch)  # fmt: skip
+                      bus=bus, epoch=controller.epoch)  # fmt: skip
         elif now - began > wait_s:
             controller.failure = StartError(
-                f"no broker at {controller.config.bus} after {wait_s:g} s: start python -m bus, or use --with-broker"
+                f"no broker at {bus} after {wait_s:g} s: {why_silent(bus, controller.config.keys)} "
+                "(start python -m bus, or use --with-broker)"
             )
             controller.loop.stop()
         elif now - last > WAIT_LOG_S:
             last = now
-            log.info("bus.awaited", bus=controller.config.bus, waited_s=round(now - began), wait_s=wait_s)
+            log.info("bus.awaited", bus=bus, waited_s=round(now - began), wait_s=wait_s)
 
     timer = controller.loop.call_every(0.02, check)
 

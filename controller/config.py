@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 
@@ -64,7 +65,7 @@ class ControllerConfig:
         for label in ("lease_s", "hang_s", "stale_s", "sent_interval_s", "request_overcommit", "kv_overcommit",
                       "prefill_overcommit", "attempts", "queue_requests", "queue_bytes", "payload_bytes",
                       "max_requests", "client_requests", "max_ranks", "forget_s"):  # fmt: skip
-            if getattr(self, label) <= 0:
+            if not 0 < getattr(self, label) < math.inf:
                 raise ConfigError(f"{label} must be greater than 0, not {getattr(self, label)}")
         if not 0 <= self.cache_weight < 1e6:
             raise ConfigError(f"cache_weight must lie in 0..1e6, not {self.cache_weight}")

@@ -41,7 +41,7 @@ def command(role: Role) -> click.Command:
     def option(*names: str, **settings: Any) -> Callable[[Any], Any]:
         return click.option(*names, **{"show_default": True} | settings)
 
-    optional_s = click.FloatRange(min=0)
+    optional_s = cli.Seconds()
 
     @click.command(help=_WORK[role], context_settings={"help_option_names": ["-h", "--help"]})
     @option("--bus", default=default_bus, show_default=default_bus(), metavar="BASE",
@@ -61,11 +61,11 @@ def command(role: Role) -> click.Command:
     @option("--max-running", type=int, default=None, help="Requests computed at once  [default: sim 256, torch 16]")
     @option("--chunk-tokens", type=int, default=None, help="Tokens a step at most  [default: sim 2048, torch 256]")
     @cli.setting(Limits(), "--max-waiting", type=click.IntRange(1), help="More waiting requests are refused.")
-    @cli.setting(NodeConfig, "--report-interval-s", type=float, help="A load report at least this often.")
-    @cli.setting(NodeConfig, "--room-ttl-s", type=float, help="The broker's: rooms are refreshed in time.")
-    @cli.setting(Limits(), "--hold-s", type=click.FloatRange(0.1), help="A KV cache nobody pulls is kept this long.")
-    @cli.setting(NodeConfig, "--wait-s", type=float, help="Give up when bus and controllers are not there by then.")
-    @cli.setting(NodeConfig, "--drain-s", type=float, help="When leaving, finish what runs for at most this long.")
+    @cli.setting(NodeConfig, "--report-interval-s", type=cli.Seconds(), help="A load report at least this often.")
+    @cli.setting(NodeConfig, "--room-ttl-s", type=cli.Seconds(), help="The broker's: rooms are refreshed in time.")
+    @cli.setting(Limits(), "--hold-s", type=cli.Seconds(0.1), help="A KV cache nobody pulls is kept this long.")
+    @cli.setting(NodeConfig, "--wait-s", type=cli.Seconds(), help="Give up when bus and controllers are not there by then.")
+    @cli.setting(NodeConfig, "--drain-s", type=cli.Seconds(), help="When leaving, finish what runs for at most this long.")
     @option("--keys", default="", metavar="DIR", help="CURVE keys for tcp (pdbus keys new DIR).")
     @option("--sim-timing", type=click.Choice(list(TIMINGS)), default="h100-8b", help="How long a sim step takes.")
     @option("--sim-base-s", type=optional_s, default=None, help="Each sim step.")

@@ -15,7 +15,7 @@ import zmq
 from bus import metrics, probes, subscription, topics
 from bus.actions import Publish, Send
 from bus.codec import decode, encode
-from bus.endpoints import BusAddress, ControllerAddress
+from bus.endpoints import BusAddress, ControllerAddress, why_silent
 from bus.epochs import new_epoch
 from bus.errors import RemoteProtocolError, StartError
 from bus.logs import get_logger
@@ -336,7 +336,8 @@ class Node:
             assert on_ready is not None
             on_ready(self)
         elif now - self._began >= self.config.wait_s:
-            silent = f"{' and '.join(missing)} did not answer (waited {self.config.wait_s:g} s); is it running?"
+            why = why_silent(missing[0].partition(" at ")[2], self.config.keys)
+            silent = f"{' and '.join(missing)} did not answer (waited {self.config.wait_s:g} s): {why}"
             fenced = next((link.fenced for rank in self.ranks.values() for link in rank.links if link.fenced), "")
             self.failure = StartError(f"{fenced}; this one leaves" if fenced else silent)
             self.leave()

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import click
 
-from bus import cli, logs
+from bus import cli, interrupt, logs
 
 # name -> (module, attribute, what it does)
 COMMANDS = {
@@ -44,8 +44,9 @@ class _LazyGroup(click.Group):
 def pdbus() -> None:
     """Prefill/decode-split LLM serving over ZeroMQ: run a cluster, send it prompts, look at its ranks."""
     logs.configure("warning", part="pdbus")
+    interrupt.raise_again()  # the subcommand is imported; it may have something to tidy up
 
 
 def main() -> None:
-    """The console script."""
+    """Run the subcommand that argv names, and leave."""
     cli.run(pdbus, "pdbus")
