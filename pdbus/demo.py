@@ -14,12 +14,15 @@ from dataclasses import dataclass, field
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from bus import cli
 from bus.errors import RequestFailed
 from bus.messages import Params, RankStatus
+from nodes.engines.factory import prepare
 from pdbus.client import AsyncClient, Result
 from pdbus.commands.common import Teller
 from pdbus.launcher import Cluster, ClusterSpec
@@ -60,9 +63,10 @@ def run(console: Console, *, model: str, max_tokens: int, verify: bool) -> bool:
         embedded=True,
     )
     answers = [Answer(prompt) for prompt in PROMPTS]
-    began = time.monotonic()
     teller = Teller()
     with teller.telling():
+        prepare(spec.engine, model, lambda what, fraction: teller.say(f"{what}: {fraction:.0%}"))  # once for all ranks
+        began = time.monotonic()
         cluster = Cluster(spec, progress=teller.say).start()
     try:
         console.print(
@@ -83,7 +87,7 @@ def run(console: Console, *, model: str, max_tokens: int, verify: bool) -> bool:
         )
     for answer in answers:
         if answer.error:
-            console.print(f"[red]failed:[/] {answer.prompt!r}: {answer.error}")
+            console.print(f"[red]failed:[/] {answer.prompt!r}: {escape(answer.error)}")
         elif answer.equal is False:
             console.print(f"[red]differs from the single-process run:[/] {answer.prompt!r}")
     return good
@@ -121,11 +125,11 @@ async def _answer(client: AsyncClient, answer: Answer, max_tokens: int, changed:
         answer.prompt_ids = list(stream.prompt_ids)
         async for piece in stream:
             answer.ids.extend(piece.ids)
-            answer.text += piece.text
+            answer.text += cli.printable(piece.text)
             changed(answer)
         answer.result = stream.result
     except RequestFailed as error:
-        answer.error = str(error)
+        answer.error = cli.printable(str(error))
     changed(answer)
 
 
@@ -157,7 +161,7 @@ def _view(answers: list[Answer]) -> Group:
 def _verify(model: str, answers: list[Answer], max_tokens: int) -> None:
     from nodes.engines.reference import generate_alone
 
-    with Teller().telling() as teller:
+    with Teller(at_once=True).telling() as teller:
         for number, answer in enumerate(answers, 1):
             teller.say(f"computing every answer again in one process, to compare ({number} of {len(answers)}) ...")
             if not answer.error:

@@ -6,11 +6,15 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 from bus.errors import ConfigError
 
+LOOK_AGAIN_S = 0.2
+_TOLD_BYTES = 128
 Progress = Callable[[str, float], None]  # (what is being done, fraction done)
 
 
@@ -26,10 +30,11 @@ def cache_root() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "pdbus"
 
 
-def made_once(name: str, make: Callable[[Path], None], progress: Progress = no_progress) -> Path:
+def made_once(name: str, make: Callable[[Path, Progress], None], progress: Progress = no_progress) -> Path:
     """The cached directory `name`; if it is not there yet, `make` fills an empty one that then takes that name.
 
-    Processes that want it meanwhile wait for the one that makes it. A process that dies leaves nothing half made.
+    Processes that want it meanwhile wait for the one that makes it, and tell its progress (it stands in the lock
+    file). A process that dies leaves nothing half made.
     ConfigError when the cache cannot be written.
     """
     target = cache_root() / name
@@ -37,20 +42,47 @@ def made_once(name: str, make: Callable[[Path], None], progress: Progress = no_p
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with open(target.parent / f".{name}.lock", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                progress("waiting for another process to prepare the model", 0.0)
-                fcntl.flock(lock, fcntl.LOCK_EX)
+        with _opened(target.parent / f".{name}.lock") as lock:
+            while not _locked(lock):
+                progress(*_told(lock))
+                time.sleep(LOOK_AGAIN_S)
+
+            def tell(what: str, fraction: float) -> None:
+                _tell(lock, what, fraction)
+                progress(what, fraction)
+
             if not target.is_dir():
-                _make(target, make)
+                _make(target, lambda part: make(part, tell))
     except OSError as error:
         raise ConfigError(
             f"cannot write the model cache {target.parent} ({error.strerror or error}); "
             "set PDBUS_CACHE to a directory with 600 MB free"
         ) from None
     return target
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """For reading and writing, made where it is missing, and never emptied: others may be reading it."""
+    return open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
+
+
+def _locked(lock: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _tell(lock: IO[bytes], what: str, fraction: float) -> None:
+    lock.seek(0)
+    lock.write(f"{fraction:.3f} {what}".encode().ljust(_TOLD_BYTES))  # of one size, so that nobody reads half of it
+
+
+def _told(lock: IO[bytes]) -> tuple[str, float]:
+    lock.seek(0)
+    fraction, _, what = lock.read(_TOLD_BYTES).decode().strip().partition(" ")
+    return (f"another process is {what}", float(fraction)) if what else ("waiting for another process", 0.0)
 
 
 def _make(target: Path, make: Callable[[Path], None]) -> None:

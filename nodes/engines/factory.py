@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 
 from bus.errors import ConfigError
 from bus.loop import Loop
+from nodes.engines import smollm2
 from nodes.engines.base import Engine
 from nodes.engines.cache import Progress, no_progress
 from nodes.engines.faults import NO_FAULTS, Faults
-from nodes.engines.needs import needed_by
+from nodes.engines.needs import check_installed, needed_by
 from nodes.engines.sim import SIM_KV_TOKENS, SIM_MAX_CONTEXT, SIM_VOCAB_SIZE, SimEngine
 from nodes.engines.timing import SimTiming
 
 ENGINES = ("torch", "sim")
+TORCH_MODELS = (smollm2.NAME, "tiny")
 MAX_BLOCK_TOKENS = 4096
 TORCH_KV_TOKENS = 8192  # for smollm2 377 MB, taken as it is written
 
@@ -49,6 +51,19 @@ class EngineConfig:
         return (self.kv_tokens or default_kv_tokens) // self.block_tokens
 
 
+def prepare(engine: str, model: str, progress: Progress = no_progress) -> None:
+    """What ranks need that is made once on a machine; at once where it is there. Errors as of `build_engine`, but known
+    before torch is imported."""
+    if engine != "torch":
+        return
+    check_installed("the torch engine", "torch", "numpy", "safetensors")
+    if model not in TORCH_MODELS:
+        names = ", ".join(TORCH_MODELS)
+        raise ConfigError(f"the torch engine has no model {model!r}; choose one of {names} (or --engine sim)")
+    if model == smollm2.NAME:
+        smollm2.converted(progress)
+
+
 def build_engine(config: EngineConfig, loop: Loop, progress: Progress = no_progress) -> Engine:
     """The engine that `config` asks for, loaded and ready. `progress` is called while a model loads.
 
@@ -66,6 +81,7 @@ def build_engine(config: EngineConfig, loop: Loop, progress: Progress = no_progr
             kv_bytes_per_token=config.kv_bytes_per_token,
             faults=config.faults,
         )
+    prepare(config.engine, config.model, progress)
     with needed_by("the torch engine"):
         import torch
 

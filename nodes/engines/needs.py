@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 from bus.errors import ConfigError
 
@@ -18,4 +19,15 @@ def needed_by(what: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{what} needs the Python package {error.name!r}; run: {TORCH_EXTRA}") from None
+        raise _missing(what, str(error.name)) from None
+
+
+def check_installed(what: str, *packages: str) -> None:
+    """ConfigError as of `needed_by`, without importing them: some take many seconds."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise _missing(what, package)
+
+
+def _missing(what: str, package: str) -> ConfigError:
+    return ConfigError(f"{what} needs the Python package {package!r}; run: {TORCH_EXTRA}")

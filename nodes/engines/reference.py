@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from bus.messages import Params
 from nodes.engines.base import Row
 from nodes.engines.cache import Progress, no_progress
+from nodes.engines.factory import prepare
 from nodes.engines.needs import needed_by
 from nodes.engines.sim import SIM_VOCAB_SIZE, sim_generate
 
@@ -31,6 +32,7 @@ def generate_alone(
     if engine == "sim":
         return _until_stop(sim_generate(prompt_ids, max_tokens, vocab_size), set(params.stop_token_ids))
 
+    prepare(engine, model, progress)
     with needed_by("the torch engine"):
         import torch
 

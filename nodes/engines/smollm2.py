@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -45,7 +46,7 @@ def converted(progress: Progress = no_progress) -> Path:
     """The directory with WEIGHTS_FILE and TOKENIZER_FILE; made on the first call on a machine (some seconds)."""
     gguf = source()
     name = f"smollm2-135m-instruct-v{CONVERTER}-{_fingerprint(gguf)}"
-    return made_once(name, lambda directory: _convert(gguf, directory, progress), progress)
+    return made_once(name, partial(_convert, gguf), progress)
 
 
 def read_config(safetensors_metadata: dict[str, str]) -> LlamaConfig:
@@ -69,6 +70,7 @@ def _convert(gguf: Path, directory: Path, progress: Progress) -> None:
         from safetensors.numpy import save_file
     progress("reading the SmolLM2 model (once on this machine)", 0.0)
     reader = GGUFReader(str(gguf))
+    progress("reading the SmolLM2 model (once on this machine)", 0.5)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     config = _config(fields)
     tokenizer = _tokenizer_json(fields)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from safetensors import SafetensorError, safe_open
 
-from bus.errors import ConfigError, StartError
+from bus.errors import StartError
 from nodes.engines import smollm2
 from nodes.engines.cache import Progress, no_progress
 from nodes.engines.llama import Llama
@@ -33,11 +33,7 @@ _lock = threading.Lock()
 
 
 def load_model(name: str, progress: Progress = no_progress) -> Llama:
-    """The model `name`, ready to run. ConfigError when there is none, or its package is missing."""
-    if name not in LOADERS:
-        raise ConfigError(
-            f"the torch engine has no model {name!r}; choose one of {', '.join(LOADERS)} (or --engine sim)"
-        )
+    """The model `name` (one of `factory.TORCH_MODELS`), ready to run. ConfigError when its package is missing."""
     with _lock:
         if name not in _loaded:
             _loaded[name] = LOADERS[name](progress)

@@ -8,6 +8,7 @@ import click
 from rich.console import Console
 
 from bus import logs
+from pdbus.demo import run
 
 
 @click.command()
@@ -16,8 +17,6 @@ from bus import logs
 @click.option("--verify/--no-verify", default=True, help="Compare every answer with a single-process run.")
 def demo(model: str, max_tokens: int, verify: bool) -> None:
     """Real prompts through two prefill and two decode ranks, streamed, then who ran where."""
-    from pdbus.demo import run
-
     logs.configure("warning")
     width = None if sys.stdout.isatty() else 110
     console = Console(highlight=False, width=width)

@@ -12,7 +12,7 @@ import pytest
 
 from bus.errors import ConfigError
 from nodes.engines import smollm2
-from nodes.engines.cache import cache_root, made_once
+from nodes.engines.cache import Progress, cache_root, made_once
 from nodes.engines.needs import TORCH_EXTRA
 from nodes.engines.tokenizer import ByteTokenizer, StreamDecoder, tokenizer_for
 
@@ -112,33 +112,39 @@ def test_an_unwritable_cache_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PDBUS_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(ConfigError, match=r"cannot write the model cache .* set PDBUS_CACHE"):
-        made_once("model", lambda directory: None)
+        made_once("model", lambda directory, tell: None)
 
 
 def test_half_made_entries_are_never_seen_and_are_cleared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PDBUS_CACHE", str(tmp_path))
     (tmp_path / ".model.part-dead").mkdir()
 
-    def fails(directory: Path) -> None:
+    def fails(directory: Path, tell: Progress) -> None:
         (directory / "half").write_text("")
         raise RuntimeError("died")
 
     with pytest.raises(RuntimeError, match="died"):
         made_once("model", fails)
     assert [path.name for path in tmp_path.iterdir()] == [".model.lock"]
-    assert (made_once("model", lambda directory: None)).is_dir()
+    assert (made_once("model", lambda directory, tell: None)).is_dir()
 
 
 def _make_one(root: str, started: object, results: object) -> None:
     os.environ["PDBUS_CACHE"] = root
-    waited: list[str] = []
+    told: list[str] = []
 
-    def make(directory: Path) -> None:
+    def make(directory: Path, tell: Progress) -> None:
+        tell("making it", 0.25)
         started.wait(timeout=30)  # type: ignore[attr-defined]
         (directory / "maker").write_text(str(os.getpid()))
 
-    made_once("model", make, lambda what, fraction: (waited.append(what), started.set()))  # type: ignore[attr-defined,func-returns-value]
-    results.put((os.getpid(), waited, (Path(root) / "model" / "maker").read_text()))  # type: ignore[attr-defined]
+    def progress(what: str, fraction: float) -> None:
+        told.append(f"{what} {fraction:.0%}")
+        if what == "another process is making it":
+            started.set()  # type: ignore[attr-defined]
+
+    made_once("model", make, progress)
+    results.put((os.getpid(), told, (Path(root) / "model" / "maker").read_text()))  # type: ignore[attr-defined]
 
 
 def test_of_two_processes_one_makes_and_the_other_waits(tmp_path: Path):
@@ -154,6 +160,7 @@ def test_of_two_processes_one_makes_and_the_other_waits(tmp_path: Path):
     results.join_thread()
     maker = both[0][2]
     assert both[1][2] == maker
-    assert {str(pid): bool(waited) for pid, waited, _ in both} == {
-        str(process.pid): str(process.pid) != maker for process in processes
-    }
+    told = {str(pid): lines for pid, lines, _ in both}
+    assert told.pop(maker) == ["making it 25%"]
+    ((*_, last),) = told.values()
+    assert last == "another process is making it 25%"
