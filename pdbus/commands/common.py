@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import time
@@ -11,9 +12,11 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 
-from bus.endpoints import default_controller
-from bus.errors import PeerLost
+from bus import cli
+from bus.endpoints import default_controller, unresolved, why_silent
+from bus.errors import ConfigError, PeerLost
 from bus.messages import Status
 from pdbus.client import Client
 
@@ -27,22 +30,24 @@ controller_option = click.option(
     help="The controller: ipc:///dir/controller or tcp://host:port.",
 )
 wait_option = click.option(
-    "--wait-s", type=click.FloatRange(0.1), default=10.0, show_default=True, help="How long to wait for a controller."
+    "--wait-s", type=cli.Seconds(0.1), default=10.0, show_default=True, help="How long to wait for a controller."
 )
 keys_option = click.option("--keys", default="", metavar="DIR", help="Directory of CURVE keys, for tcp.")
 
 
 class Teller:
-    """Shows one changing line on stderr: live on a terminal, else a line now and then."""
+    """Shows one changing line on stderr: live on a terminal, else a line each `SAY_S` (the first one after as long, or
+    `at_once`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = False) -> None:
         self.console = Console(stderr=True, highlight=False)
         self._status: Any = None
-        self._said_at = time.monotonic()
+        self._said_at = -math.inf if at_once else time.monotonic()
 
     def say(self, line: str) -> None:
+        line = cli.printable(line)
         if self._status is not None:
-            self._status.update(line)
+            self._status.update(escape(line))
         elif time.monotonic() - self._said_at >= SAY_S:
             self._said_at = time.monotonic()
             print(line, file=sys.stderr, flush=True)
@@ -67,8 +72,11 @@ def leave_on_signals() -> None:
             signal.signal(number, signal.default_int_handler)
 
 
-def wait_for_controller(client: Client, address: str, wait_s: float) -> Status:
-    """Its status, once it answers; says what is waited for. PeerLost when it does not within `wait_s`."""
+def wait_for_controller(client: Client, address: str, wait_s: float, keys: str) -> Status:
+    """Its status, once it answers; says what is waited for. ConfigError when its host cannot be resolved, PeerLost when
+    it does not answer within `wait_s`."""
+    if reason := unresolved(address):
+        raise ConfigError(f"{reason}: check the address {address}")
     began = time.monotonic()
     with Teller().telling() as teller:
         while True:
@@ -77,10 +85,9 @@ def wait_for_controller(client: Client, address: str, wait_s: float) -> Status:
                 return client.status(timeout_s=min(1.0, max(0.05, left_s)))
             except PeerLost:
                 if left_s <= 1.0:
-                    keys = ", and are the keys given with --keys on its list" if address.startswith("tcp:") else ""
                     raise PeerLost(
-                        f"no controller answers at {address} (waited {wait_s:g} s); is it running there{keys}? "
-                        "start a cluster with: pdbus up"
+                        f"no controller answers at {address} (waited {wait_s:g} s): {why_silent(address, keys)} "
+                        "(start a cluster with: pdbus up)"
                     ) from None
             waited_s = time.monotonic() - began
             teller.say(f"waiting for a controller at {address} ({waited_s:.0f} s of {wait_s:g} s)")

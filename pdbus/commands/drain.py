@@ -6,6 +6,7 @@ import time
 
 import click
 
+from bus import cli
 from bus.errors import ConfigError, StartError
 from bus.messages import RankStatus, Status
 from pdbus.client import Client
@@ -16,9 +17,7 @@ ASK_S = 0.25
 
 @click.command()
 @click.argument("rank", metavar="INSTANCE/RANK")
-@click.option(
-    "--drain-s", type=click.FloatRange(0), default=120.0, show_default=True, help="How long to wait for its end."
-)
+@click.option("--drain-s", type=cli.Seconds(), default=120.0, show_default=True, help="How long to wait for its end.")
 @controller_option
 @keys_option
 @wait_option
@@ -28,7 +27,7 @@ def drain(rank: str, drain_s: float, controller: str, keys: str, wait_s: float) 
     if not slash or not number.isdecimal():
         raise ConfigError(f"{rank!r}: name a rank like decode-0/1")
     with Client(controller, keys=keys) as client, Teller().telling() as teller:
-        before = _find(wait_for_controller(client, controller, wait_s), instance, int(number))
+        before = _find(wait_for_controller(client, controller, wait_s, keys), instance, int(number))
         client.drain(instance, int(number))
         until = time.monotonic() + drain_s
         while True:

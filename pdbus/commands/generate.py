@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from bus.errors import ConfigError, RequestFailed
+from bus import cli
+from bus.errors import BusError, ConfigError, PeerLost, RequestFailed
 from bus.messages import Location
 from pdbus.client import Client, Options, Result, Stream
 from pdbus.commands.common import (
@@ -35,7 +36,7 @@ _PLACEMENT = ("leg", "instance", "prefill_instance", "routed_dp_rank", "disagg_p
 @click.option("--raw", is_flag=True, help="Continue TEXT as it is, without the chat template.")
 @click.option("--tokens", is_flag=True, help="TEXT is a list of token ids, and so is the output.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
-@click.option("--deadline-s", type=click.FloatRange(0), default=0.0, help="Give up after so long (0: never).")
+@click.option("--deadline-s", type=cli.Seconds(), default=0.0, help="Give up after so long (0: never).")
 @click.option("--leg", type=click.Choice(["pair", "prefill", "decode", "unified"]), default=None)
 @click.option("--instance", default="", help="Where to decode, when there are several instances.")
 @click.option("--prefill-instance", default="", help="Where to prefill, likewise.")
@@ -52,33 +53,45 @@ def generate(text: str, controller: str, wait_s: float, **options: Any) -> None:
     """Send TEXT and stream the answer."""
     leave_on_signals()  # so that the request is cancelled
     split = options["decode_controller"]
-    with Client(
-        None if split else controller,
-        prefill_controller=options["prefill_controller"],
-        decode_controller=split,
-        retries=options["retries"],
-        connect_timeout_s=wait_s,
-        keys=options["keys"],
-    ) as client:
-        wait_for_controller(client, split or controller, wait_s)
-        stream = _begin(client, text, options)
-        shown = ""
-        try:
-            for piece in stream:
-                words = " ".join(map(str, piece.ids)) + " " if options["tokens"] else piece.text
-                shown += words
-                if not options["as_json"]:
-                    sys.stdout.write(words)
-                    sys.stdout.flush()
-        except RequestFailed:
-            if shown and not options["as_json"]:
-                print(flush=True)  # the error has a line of its own
-            raise
+    rid = ""
+    try:
+        with Client(
+            None if split else controller,
+            prefill_controller=options["prefill_controller"],
+            decode_controller=split,
+            retries=options["retries"],
+            connect_timeout_s=wait_s,
+            keys=options["keys"],
+        ) as client:
+            wait_for_controller(client, split or controller, wait_s, keys=options["keys"])
+            stream = _begin(client, text, options)
+            rid = stream.rid
+            _show(stream, as_json=options["as_json"], tokens=options["tokens"])
+    except BusError as error:
         if options["as_json"]:
-            print(json.dumps(_as_dict(stream, shown)))
-        else:
-            print(flush=True)
-            print(_facts(stream.result, len(stream.prompt_ids)), file=sys.stderr)
+            print(json.dumps(_failure(error, rid)), flush=True)
+        raise
+
+
+def _show(stream: Stream, *, as_json: bool, tokens: bool) -> None:
+    shown = ""
+    terminal = sys.stdout.isatty()
+    try:
+        for piece in stream:
+            words = " ".join(map(str, piece.ids)) + " " if tokens else piece.text
+            shown += words
+            if not as_json:
+                sys.stdout.write(cli.printable(words) if terminal else words)
+                sys.stdout.flush()
+    except RequestFailed:
+        if shown and not as_json:
+            print(flush=True)  # the error has a line of its own
+        raise
+    if as_json:
+        print(json.dumps(_as_dict(stream, shown)))
+    else:
+        print(flush=True)
+        print(cli.printable(_facts(stream.result, len(stream.prompt_ids))), file=sys.stderr)
 
 
 def _begin(client: Client, text: str, options: dict[str, Any]) -> Stream:
@@ -115,6 +128,16 @@ def _facts(result: Result, prompt_tokens: int) -> str:
         f"first token after {result.ttft_s:.3f} s, then {1000 * result.tpot_s:.1f} ms each; "
         f"ended by {result.finish}, attempt {result.attempts}]"
     )
+
+
+def _failure(error: BusError, rid: str) -> dict[str, Any]:
+    """What --json prints instead of a result. `rid` is empty when no request was sent."""
+    if isinstance(error, RequestFailed):
+        code, message, retryable = error.code, error.message, error.retryable
+    else:
+        lost = isinstance(error, PeerLost)
+        code, message, retryable = "no_controller" if lost else "bad_request", str(error), lost
+    return {"code": code, "message": message, "retryable": retryable, "rid": rid}
 
 
 def _as_dict(stream: Stream, text: str) -> dict[str, Any]:

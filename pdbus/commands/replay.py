@@ -12,6 +12,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from bus import cli
 from bus.errors import ConfigError
 from nodes.engines.timing import TIMINGS, timing_named
 from pdbus.lab.choosers import METHODS, check_method
@@ -43,7 +44,8 @@ def _option(*names: str, **settings: Any) -> Decorator:
 def _setting(name: str, text: str) -> Decorator:
     """An option for the LabConfig field of that name, with its default and type."""
     default = getattr(LabConfig(), name)
-    return _option("--" + name.replace("_", "-"), type=type(default), default=default, help=text)
+    kind = cli.Seconds() if name.endswith("_s") else type(default)
+    return _option("--" + name.replace("_", "-"), type=kind, default=default, help=text)
 
 
 @click.command(epilog="Methods: " + "; ".join(f"{name} ({kind.about})" for name, kind in METHODS.items()) + ".")
@@ -72,7 +74,7 @@ def _setting(name: str, text: str) -> Decorator:
 @_setting("late_tokens", "late_tokens and late_cache: a rank with less than this queued gets the next request.")
 @_setting("slo_ttft_s", "A request keeps the SLO when its first token came by then ...")
 @_setting("slo_tpot_s", "... and each further one within this, on average.")
-@_option("--duration-s", type=float, default=None, show_default=False,
+@_option("--duration-s", type=cli.Seconds(), default=None, show_default=False,
          help=f"The trace's first seconds; with no TRACE: its length [default: all, {GENERATED_S:g}]")  # fmt: skip
 @_setting("seed", "For all that is drawn at random.")
 @_option("--live", is_flag=True, show_default=False,

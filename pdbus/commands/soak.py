@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from bus import cli
 from pdbus.soak.run import SoakConfig, Verdict, run
 
 
@@ -17,7 +18,7 @@ from pdbus.soak.run import SoakConfig, Verdict, run
 @click.option("--minutes", type=float, default=10.0, show_default=True)
 @click.option("--engine", type=click.Choice(["sim", "torch"]), default="sim", show_default=True)
 @click.option("--model", default="", help="[default: sim for sim, else tiny]")
-@click.option("--kill-every-s", type=float, default=3.0, show_default=True, help="A fault about this often.")
+@click.option("--kill-every-s", type=cli.Seconds(), default=3.0, show_default=True, help="A fault about this often.")
 @click.option("--seed", type=int, default=None, help="Of prompts, lengths and faults  [default: drawn, and printed]")
 @click.option("--prefill", type=click.IntRange(0), default=2, show_default=True, help="Prefill ranks.")
 @click.option("--decode", type=click.IntRange(0), default=2, show_default=True, help="Decode ranks.")

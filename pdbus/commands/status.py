@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -10,9 +13,11 @@ import msgspec
 import zmq
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
-from bus import codec
+from bus import cli, codec
 from bus.endpoints import BusAddress, default_bus
 from bus.errors import RemoteProtocolError
 from bus.messages import FROM_BROKER, BrokerStatus, BrokerStatusQuery, RankStatus, Status
@@ -22,6 +27,10 @@ from pdbus.client import Client
 from pdbus.commands.common import controller_option, keys_option, wait_for_controller, wait_option
 
 BROKER_WAIT_MS = 1_000
+WIDTH = 132  # of a table that no terminal shows
+COLUMNS = ("rank", "role", "state", "age", "run+wait", "KV", "in flight", "estimate", "sent", "ended", "bad")
+WORDS = ("rank", "role", "state")
+LEAST_FIRST = ("ended", "sent", "in flight", "role", "age", "bad", "KV", "run+wait", "estimate")  # where it is narrow
 
 
 @click.command()
@@ -36,7 +45,7 @@ def status(controller: str, bus: str, as_json: bool, keys: str, wait_s: float) -
     """Show every rank: role, state, load report and its age, estimate, work in flight, counts."""
     address = BusAddress(bus)
     with Client(controller, keys=keys) as client:
-        seen = wait_for_controller(client, controller, wait_s)
+        seen = wait_for_controller(client, controller, wait_s, keys)
     broker = ask_broker(address, keys)
     if as_json:
         print(json.dumps(as_dict(seen, broker), indent=2))
@@ -75,42 +84,74 @@ def _named(value: Any) -> Any:
 
 
 def _show(seen: Status, broker: BrokerStatus | None, bus: str, keys: str) -> None:
-    console = Console(highlight=False)
+    shown = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(highlight=False, width=None if shown else WIDTH)
     methods = ", ".join(f"{role} {method}" for role, method in sorted(seen.methods.items()))
-    console.print(f"{seen.controller}, up {seen.uptime_s:.0f} s; methods: {methods}")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    roles = not all(rank.instance.startswith(rank.role) for rank in seen.ranks)  # else each name says it
-    for name in ("rank", *(["role"] if roles else []), "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("age", "run+wait", "KV", "in flight", "estimate", "sent", "ended", "bad"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for rank in sorted(seen.ranks, key=lambda rank: (rank.role != "prefill", rank.instance, rank.dp_rank)):
-        table.add_row(*_row(rank, roles))
+    _print(console, f"{seen.controller}, up {seen.uptime_s:.0f} s; methods: {methods}")
+    table, left_out = ranks_table(seen.ranks, console)
     console.print(table)
     if seen.ranks:
         models = ", ".join(sorted({rank.model for rank in seen.ranks}))
-        console.print(f"[dim]model: {models}; in flight, estimate: requests/tokens; bad: ended, not with ok[/]")
+        hidden = f"; left out here: {', '.join(left_out)} (a wider terminal, or --json)" if left_out else ""
+        meaning = "in flight, estimate: requests/tokens; bad: ended, not with ok"
+        _print(console, f"model: {models}; {meaning}{hidden}", style="dim")
     else:
         console.print("No rank has joined this controller.")
     if broker is None:
         hint = " (with keys it answers those of nodes alone)" if keys else ""
-        console.print(f"No broker answers at {bus}{hint}; name another with --bus.")
+        _print(console, f"No broker answers at {bus}{hint}; name another with --bus.")
     else:
         counts = ", ".join(f"{name} {count}" for name, count in broker.counts.items() if count)
-        console.print(f"broker, up {broker.uptime_s:.0f} s: {counts or 'nothing yet'}")
+        _print(console, f"broker, up {broker.uptime_s:.0f} s: {counts or 'nothing yet'}")
 
 
-def _row(rank: RankStatus, with_role: bool) -> list[str]:
+def _print(console: Console, line: str, style: str = "") -> None:
+    """A line with words of peers in it."""
+    console.print(cli.printable(" ".join(line.split())), style=style, markup=False)
+
+
+def ranks_table(ranks: Sequence[RankStatus], console: Console) -> tuple[Table, list[str]]:
+    """A row for each rank, with as many columns as `console` has room for; and the names of those left out."""
+    in_order = sorted(ranks, key=lambda rank: (rank.role != "prefill", rank.instance, rank.dp_rank))
+    rows = [_row(rank) for rank in in_order]
+    names = list(COLUMNS)
+    if all(rank.instance.startswith(rank.role) for rank in ranks):
+        names.remove("role")  # each name says it
+    unbounded = console.options.update(width=sys.maxsize)
+    left_out: list[str] = []
+    table = _table(names, rows)
+    for name in LEAST_FIRST:
+        if Measurement.get(console, unbounded, table).maximum <= console.width:
+            break
+        if name in names:
+            names.remove(name)
+            left_out.append(name)
+            table = _table(names, rows)
+    return table, left_out
+
+
+def _table(names: Sequence[str], rows: Sequence[dict[str, str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in names:
+        table.add_column(name, justify="left" if name in WORDS else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(row[name]) for name in names))
+    return table
+
+
+def _row(rank: RankStatus) -> dict[str, str]:
     load = rank.load
-    return [
-        f"{rank.instance}/{rank.dp_rank}",
-        *([rank.role] if with_role else []),
-        rank.state,
-        f"{rank.report_age_s:.1f}s" if rank.report_age_s >= 0 else "never",
-        *([f"{load.running}+{load.waiting}", f"{load.kv_tokens / max(1, load.kv_capacity):.0%}"] if load else "--"),
-        f"{rank.in_flight_requests}/{rank.in_flight_tokens}",
-        f"{rank.estimate_requests}/{rank.estimate_tokens}",
-        str(rank.dispatched_total),
-        str(rank.ended_total),
-        str(rank.failed_total),
-    ]
+    cells = {
+        "rank": f"{rank.instance}/{rank.dp_rank}",
+        "role": rank.role,
+        "state": rank.state,
+        "age": f"{rank.report_age_s:.1f}s" if rank.report_age_s >= 0 else "never",
+        "run+wait": f"{load.running}+{load.waiting}" if load else "-",
+        "KV": f"{load.kv_tokens / max(1, load.kv_capacity):.0%}" if load else "-",
+        "in flight": f"{rank.in_flight_requests}/{rank.in_flight_tokens}",
+        "estimate": f"{rank.estimate_requests}/{rank.estimate_tokens}",
+        "sent": str(rank.dispatched_total),
+        "ended": str(rank.ended_total),
+        "bad": str(rank.failed_total),
+    }
+    return {name: cli.printable(cell) for name, cell in cells.items()}

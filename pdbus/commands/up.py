@@ -45,7 +45,7 @@ def _method_option(role: str, default: str) -> Callable[[Any], Any]:
 @click.option("--bus", default="", metavar="BASE", help="Where the broker serves  [default: the usual place]")
 @click.option("--controller", default="", metavar="BASE", help="Where the controller serves  [likewise]")
 @click.option("--keys", default="", metavar="DIR", help="CURVE keys for tcp (pdbus keys new DIR).")
-@click.option("--start-timeout-s", type=click.FloatRange(1), default=300.0, show_default=True)
+@click.option("--start-timeout-s", type=cli.Seconds(1), default=300.0, show_default=True)
 @click.option(
     "--restarts",
     type=click.IntRange(0),
@@ -148,7 +148,7 @@ def _show(cluster: Cluster) -> None:
     for name, child in cluster.children.items():
         facts = child.facts
         address = facts.get("endpoint") or (cluster.bus if child.spec.kind == "broker" else cluster.controllers[name])
-        table.add_row(name, str(child.pid), address, *(str(child.spec.metrics_port) for _ in metrics))
+        table.add_row(name, str(child.pid), cli.printable(address), *(str(child.spec.metrics_port) for _ in metrics))
     Console(highlight=False).print(table)
     cli.ready(bus=cluster.bus, controller=cluster.controller)
     usual = "" if cluster.controller == default_controller() else f" --controller {cluster.controller}"
