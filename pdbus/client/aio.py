@@ -11,7 +11,17 @@ from typing import Unpack
 from bus.messages import DrainRank, Leg, Status, StatusQuery
 from pdbus.client.channel import Channel, Update
 from pdbus.client.outcome import Piece, Result
-from pdbus.client.settings import Options, block_tokens_for, leg_for, make_plan, model_of, patience, where
+from pdbus.client.settings import (
+    Options,
+    block_tokens_for,
+    check_options,
+    check_text,
+    leg_for,
+    make_plan,
+    model_of,
+    patience,
+    where,
+)
 from pdbus.client.text import Texts, Writer
 
 
@@ -52,6 +62,8 @@ class AsyncClient:
         self, text: str, *, chat: bool = True, system: str | None = None, **options: Unpack[Options]
     ) -> AsyncStream:
         """Submit `text`; see `Client.generate`. Returns once submitted."""
+        check_text(text)
+        check_options(options)
         model = options.get("model") or self._texts.model or self._texts.learn(model_of(await self.status()))
         tokenizer = await asyncio.to_thread(self._texts.tokenizer, model)
         ids = tokenizer.chat(text, system) if chat else tokenizer.encode(text)
@@ -59,6 +71,7 @@ class AsyncClient:
 
     async def generate_tokens(self, ids: Sequence[int], **options: Unpack[Options]) -> AsyncStream:
         """Submit token ids; the stream's pieces carry ids alone."""
+        check_options(options)
         return await self._begin(ids, options, None, ())
 
     async def status(self, *, timeout_s: float | None = None) -> Status:

@@ -5,7 +5,9 @@ Owns names, defaults and their meaning; talks to nobody.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -73,6 +75,26 @@ class Options(TypedDict, total=False):
     block_tokens: int
 
 
+def check_options(given: Iterable[str]) -> None:
+    """TypeError that names the first option which `Options` has not, and the one that is likely meant."""
+    for name in given:
+        if name in Options.__annotations__:
+            continue
+        longer = [known for known in Options.__annotations__ if known.startswith(f"{name}_")]
+        near = longer or difflib.get_close_matches(name, Options.__annotations__, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(Options.__annotations__)}"
+        raise TypeError(f"a request has no option {name!r}; {hint}")
+
+
+def check_text(text: object) -> None:
+    """TypeError for what is no text, such as a list of chat messages."""
+    if not isinstance(text, str):
+        raise TypeError(
+            f"generate takes the user's text as one str, not a {type(text).__name__} "
+            "(system=... is the system message; token ids go to generate_tokens)"
+        )
+
+
 def make_plan(
     ids: Sequence[int],
     options: Options,
@@ -87,8 +109,8 @@ def make_plan(
     if max_tokens < 1:
         raise ConfigError(f"max_tokens must be at least 1, not {max_tokens}")
     deadline_s = options.get("deadline_s", 0.0)
-    if deadline_s < 0:
-        raise ConfigError(f"deadline_s must be above 0 (0: none), not {deadline_s:g}")
+    if not 0 <= deadline_s < math.inf:
+        raise ConfigError(f"deadline_s must be a number of seconds (0: none), not {deadline_s:g}")
     leg = options.get("leg")
     if at.prefill is not None and leg not in (None, "pair"):
         raise ConfigError("with a controller for each leg, a request is a pair")
@@ -159,6 +181,6 @@ def model_of(status: Status) -> str:
 
 
 def patience(retries: int, connect_timeout_s: float) -> Patience:
-    if retries < 0 or connect_timeout_s <= 0:
-        raise ConfigError("retries must be at least 0 and connect_timeout_s above 0")
+    if retries < 0 or not 0 < connect_timeout_s < math.inf:
+        raise ConfigError("retries must be at least 0, and connect_timeout_s a number of seconds above 0")
     return Patience(retries, connect_timeout_s)

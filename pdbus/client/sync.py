@@ -11,7 +11,17 @@ from typing import Unpack
 from bus.messages import DrainRank, Leg, Status, StatusQuery
 from pdbus.client.channel import Channel, Update
 from pdbus.client.outcome import Piece, Result
-from pdbus.client.settings import Options, block_tokens_for, leg_for, make_plan, model_of, patience, where
+from pdbus.client.settings import (
+    Options,
+    block_tokens_for,
+    check_options,
+    check_text,
+    leg_for,
+    make_plan,
+    model_of,
+    patience,
+    where,
+)
 from pdbus.client.text import Texts, Writer
 
 
@@ -29,9 +39,9 @@ class Client:
         model: for text; default: what the controller's ranks serve.
         seed: of the random rids and rooms, for tests.
 
-    Raises ConfigError for a wrong address. `generate` and `generate_tokens` raise ConfigError for wrong options and,
-    where they must ask the controller first, PeerLost when none answers; a request that fails raises RequestFailed from
-    its stream.
+    Raises ConfigError for a wrong address. `generate` and `generate_tokens` raise TypeError for an option that does not
+    exist, ConfigError for a wrong value and, where they must ask the controller first, PeerLost when none answers; a
+    request that fails raises RequestFailed from its stream.
     """
 
     def __init__(
@@ -71,6 +81,8 @@ class Client:
 
         Options: see `Options`. The stream's pieces carry text.
         """
+        check_text(text)
+        check_options(options)
         model = options.get("model") or self._texts.model or self._learn_model()
         tokenizer = self._texts.tokenizer(model)
         ids = tokenizer.chat(text, system) if chat else tokenizer.encode(text)
@@ -78,6 +90,7 @@ class Client:
 
     def generate_tokens(self, ids: Sequence[int], **options: Unpack[Options]) -> Stream:
         """Submit token ids; the stream's pieces carry ids alone."""
+        check_options(options)
         return self._begin(ids, options, None, ())
 
     def status(self, *, timeout_s: float | None = None) -> Status:

@@ -116,6 +116,13 @@ def test_a_session(up: Up, directory: Path) -> None:
     assert (unknown.returncode, unknown.stderr.count("\n")) == (1, 1)
     assert "bad_rank" in unknown.stderr
 
+    refused = pdbus(directory, "generate", "hi", "--json", "--routed-dp-rank", "9")
+    assert (refused.returncode, refused.stderr) == (1, unknown.stderr)
+    error = json.loads(refused.stdout)
+    assert (error["code"], error["retryable"]) == ("bad_rank", False)
+    assert error["message"] in unknown.stderr
+    assert error["rid"]
+
     drained = pdbus(directory, "drain", "decode-0/1")
     assert (drained.returncode, drained.stdout) == (0, "decode-0/1 has finished and left\n"), drained.stderr
     nobody = pdbus(directory, "drain", "decode-0/7")

@@ -14,7 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from bus.errors import ConfigError
+from bus.errors import BusError, ConfigError
 from bus.messages import BrokerStatus, Load, RankStatus, Status
 from pdbus.cli import COMMANDS, pdbus
 from pdbus.commands.status import as_dict
@@ -70,6 +70,17 @@ def test_bad_settings_are_one_clear_line(arguments: list[str], words: str) -> No
     assert isinstance(result.exception, ConfigError)
     assert words in str(result.exception)
     assert "\n" not in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "retryable"),
+    [(["--wait-s", "0.1"], "no_controller", True), (["--decode-controller", "ipc:///tmp/pdx/d"], "bad_request", False)],
+)
+def test_generate_tells_a_failure_as_json_too(arguments: list[str], code: str, retryable: bool) -> None:
+    result = run("generate", "hi", "--json", "--controller", "ipc:///tmp/pdx/c", *arguments)
+    assert isinstance(result.exception, BusError)
+    told = json.loads(result.stdout)
+    assert told == {"code": code, "message": str(result.exception), "retryable": retryable, "rid": ""}
 
 
 def test_without_arguments_it_shows_its_help_as_it_is() -> None:

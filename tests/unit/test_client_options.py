@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from bus.errors import ConfigError
 from bus.messages import RankState, RankStatus, Status
+from pdbus.client import AsyncClient, Client
 from pdbus.client.plan import make_params, prompt_bytes
-from pdbus.client.settings import DEFAULT_MAX_TOKENS, Options, make_plan, model_of, where
+from pdbus.client.settings import DEFAULT_MAX_TOKENS, Options, make_plan, model_of, patience, where
 
 AT = where("ipc:///tmp/pdx/c", None, None)
 
@@ -42,6 +44,8 @@ def test_defaults() -> None:
     [
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"deadline_s": -1.0}, "deadline_s"),
+        ({"deadline_s": float("nan")}, "deadline_s"),
+        ({"deadline_s": float("inf")}, "deadline_s"),
         ({"temperature": -0.5}, "temperature: expected"),
         ({"top_p": 0.0}, "top_p: expected"),
         ({"seed": -1}, "seed: expected"),
@@ -105,3 +109,45 @@ def test_the_model_of_text_is_the_one_that_ready_ranks_serve() -> None:
         model_of(status_of(("old", "ready"), ("new", "ready")))
     with pytest.raises(ConfigError, match="no rank has joined"):
         model_of(status_of(("old", "gone")))
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0.0, -1.0])
+def test_patience_is_a_number_of_seconds(seconds: float) -> None:
+    with pytest.raises(ConfigError, match="connect_timeout_s a number of seconds"):
+        patience(6, seconds)
+
+
+UNKNOWN = [
+    ("max_new_tokens", "did you mean 'max_tokens'?"),
+    ("temperatur", "did you mean 'temperature'?"),
+    ("stop", "did you mean 'stop_token_ids'?"),
+    ("n", "choose from max_tokens, temperature, "),
+]
+
+
+@pytest.mark.parametrize(("name", "hint"), UNKNOWN)
+def test_an_unknown_option_is_named_with_the_one_that_is_meant(name: str, hint: str) -> None:
+    """Both clients, before anything is sent: no controller is there to answer."""
+    options: Any = {name: 4}
+    with Client("ipc:///tmp/pdx/c") as client:
+        for call in (lambda: client.generate("hi", **options), lambda: client.generate_tokens([5], **options)):
+            with pytest.raises(TypeError) as caught:
+                call()
+            assert str(caught.value).startswith(f"a request has no option {name!r}; {hint}")
+
+    async def asynchronously() -> None:
+        async with AsyncClient("ipc:///tmp/pdx/c") as client:
+            with pytest.raises(TypeError, match=f"no option {name!r}"):
+                await client.generate("hi", **options)
+            with pytest.raises(TypeError, match=f"no option {name!r}"):
+                await client.generate_tokens([5], **options)
+
+    asyncio.run(asynchronously())
+
+
+def test_messages_of_a_chat_where_text_belongs_are_one_clear_line() -> None:
+    messages: Any = [{"role": "user", "content": "hi"}]
+    with Client("ipc:///tmp/pdx/c") as client, pytest.raises(TypeError) as caught:
+        client.generate(messages)
+    assert "the user's text as one str, not a list (system=... is the system message" in str(caught.value)
+    assert "\n" not in str(caught.value)
