@@ -1,5 +1,5 @@
-"""What every `python -m` main shares: one-line errors, exit codes (0 clean, 2 bad setting, 3 no start, or a start that
-another one has replaced), READY."""
+"""What every main shares: one-line errors, exit codes (0 clean, 2 bad setting, 3 no start, or a start that another one
+has replaced, 130 interrupted), READY, types of options, and text that is safe for a terminal."""
 
 from __future__ import annotations
 

@@ -1,0 +1,91 @@
+"""What every command line of ours refuses, and how it says so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from bus.__main__ import main as broker
+from bus.cli import printable
+from bus.endpoints import unresolved, why_silent
+from controller.__main__ import main as controller
+from nodes.main import command
+from pdbus.cli import COMMANDS, pdbus
+
+
+def durations() -> Iterator[tuple[str, click.Command, str]]:
+    """Every option in seconds of every command."""
+    context = click.Context(pdbus)
+    subcommands = {f"pdbus {name}": pdbus.get_command(context, name) for name in COMMANDS}
+    programs = {"bus": broker, "controller": controller, "nodes.decode": command("decode"), **subcommands}
+    for program, each in programs.items():
+        assert each is not None
+        for parameter in each.params:
+            for option in parameter.opts:
+                if option.endswith(("-s", "-s-per-token")):
+                    yield program, each, option
+
+
+DURATIONS = list(durations())
+
+
+def test_the_durations_are_found() -> None:
+    found = {option for *_, option in DURATIONS}
+    assert {"--wait-s", "--drain-s", "--deadline-s", "--beacon-s", "--slo-ttft-s", "--sim-base-s"} <= found
+
+
+@pytest.mark.parametrize(
+    ("each", "option"), [pytest.param(each, option, id=f"{program} {option}") for program, each, option in DURATIONS]
+)
+def test_a_duration_is_a_number_of_seconds(each: click.Command, option: str) -> None:
+    for value in ("nan", "inf", "-inf", "-1", "1e300"):
+        result = CliRunner().invoke(each, [f"{option}={value}"])
+        assert result.exit_code == 2, value
+        assert f"Invalid value for '{option}'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["replay", "--ranks", "many"], "'many' is not a valid integer. (see pdbus replay --help)"),
+        (["generate"], "Missing argument 'TEXT'. (see pdbus generate --help)"),
+        (["keys", "client", "a"], "Missing argument 'NAME'. (see pdbus keys client --help)"),
+        (["nothing"], "No such command 'nothing'. (see pdbus --help)"),
+        (["status", "--controller", "tcp://nosuch.invalid:5560"], "error: cannot resolve host 'nosuch.invalid' ("),
+        (["status", "--controller", "tcp://127.0.0.1:1", "--wait-s", "0.1"], "if it uses keys, pass --keys DIR"),
+    ],
+)
+def test_an_error_says_in_one_line_what_to_do(arguments: list[str], says: str) -> None:
+    command_line = [sys.executable, "-P", "-m", "pdbus", *arguments]
+    done = subprocess.run(command_line, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode in (1, 2)
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("part", ["controller", "nodes.unified"])
+def test_a_part_says_that_the_bus_has_a_host_nobody_knows(part: str, tmp_path: object) -> None:
+    where = ["--controller", f"ipc://{tmp_path}/c", "--bus", "tcp://nosuch.invalid:5550", "--wait-s", "0.1"]
+    node = ["--engine", "sim", "--data", f"ipc://{tmp_path}"] if part != "controller" else []
+    command_line = [sys.executable, "-P", "-m", part, *where, *node]
+    done = subprocess.run(command_line, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 3
+    assert "cannot resolve host 'nosuch.invalid'" in done.stderr.splitlines()[-1]
+
+
+def test_what_to_look_at_when_nobody_answers() -> None:
+    assert why_silent("ipc:///tmp/pdx/c", "") == "is it running there?"
+    assert why_silent("tcp://127.0.0.1:1", "") == "is it running there? if it uses keys, pass --keys DIR"
+    assert why_silent("tcp://127.0.0.1:1", "k") == "is it running there, and does it list the keys in k?"
+    assert unresolved("tcp://[::1]:1") == unresolved("tcp://127.0.0.1:1") == unresolved("ipc:///x:1") == ""
+    assert unresolved(f"tcp://{'x' * 64}:1").startswith("cannot resolve host")
+
+
+def test_printable() -> None:
+    assert printable("a\x1b[31mb\x07\x9b\x7f\r\u202ec") == "a\\x1b[31mb\\x07\\x9b\\x7f\\r\\u202ec"
+    assert printable("tab\tline\nümlaut 🚀 \u200f") == "tab\tline\nümlaut 🚀 \u200f"
