@@ -79,7 +79,7 @@ def unresolved(base: str) -> str:
     scheme, _, rest = base.partition("://")
     if scheme != "tcp":
         return ""
-    host = rest.rpartition(":")[0].strip("[]")
+    host = rest.rpartition(":")[0].rpartition(";")[2].strip("[]")  # before a ";" ZeroMQ takes the source address
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:

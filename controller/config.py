@@ -66,7 +66,7 @@ class ControllerConfig:
                       "prefill_overcommit", "attempts", "queue_requests", "queue_bytes", "payload_bytes",
                       "max_requests", "client_requests", "max_ranks", "forget_s"):  # fmt: skip
             if not 0 < getattr(self, label) < math.inf:
-                raise ConfigError(f"{label} must be greater than 0, not {getattr(self, label)}")
+                raise ConfigError(f"{label} must be greater than 0 and finite, not {getattr(self, label)}")
         if not 0 <= self.cache_weight < 1e6:
             raise ConfigError(f"cache_weight must lie in 0..1e6, not {self.cache_weight}")
         if self.settle_s < 0:

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 OURS = ("bus", "nodes", "controller")
 
 
+@cache
 def check_names() -> None:
     """ImportError that names the file when one of the names means something else, as with a `bus.py` in the working
     directory."""

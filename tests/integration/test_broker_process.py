@@ -102,7 +102,7 @@ def test_a_taken_endpoint_is_one_line_and_exit_3(base: str) -> None:
     [
         (("--bus", "http://x"), "starts with ipc:// or tcp://"),
         (("--bus", "ipc:///tmp/pdx/bus", "--room-ttl-s", "0"), "room_ttl_s 0"),
-        (("--bus", "ipc:///tmp/pdx/bus", "--beacon-s", "-1"), "beacon_s -1"),
+        (("--bus", "ipc:///tmp/pdx/bus", "--beacon-s", "-1"), "'--beacon-s': -1.0 is not in the range"),
         (("--bus", "ipc:///tmp/pdx/bus", "--max-rooms", "0"), "--max-rooms"),
         (("--what",), "No such option"),
     ],

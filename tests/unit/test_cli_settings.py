@@ -82,7 +82,13 @@ def test_what_to_look_at_when_nobody_answers() -> None:
     assert why_silent("ipc:///tmp/pdx/c", "") == "is it running there?"
     assert why_silent("tcp://127.0.0.1:1", "") == "is it running there? if it uses keys, pass --keys DIR"
     assert why_silent("tcp://127.0.0.1:1", "k") == "is it running there, and does it list the keys in k?"
-    assert unresolved("tcp://[::1]:1") == unresolved("tcp://127.0.0.1:1") == unresolved("ipc:///x:1") == ""
+    assert (
+        unresolved("tcp://127.0.0.1:0;127.0.0.1:1")
+        == unresolved("tcp://[::1]:1")
+        == unresolved("tcp://127.0.0.1:1")
+        == unresolved("ipc:///x:1")
+        == ""
+    )
     assert unresolved(f"tcp://{'x' * 64}:1").startswith("cannot resolve host")
 
 
