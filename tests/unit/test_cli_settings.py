@@ -13,7 +13,9 @@ from click.testing import CliRunner
 from bus.__main__ import main as broker
 from bus.cli import printable
 from bus.endpoints import unresolved, why_silent
+from bus.errors import ConfigError
 from controller.__main__ import main as controller
+from controller.config import ControllerConfig
 from nodes.main import command
 from pdbus.cli import COMMANDS, pdbus
 
@@ -82,16 +84,17 @@ def test_what_to_look_at_when_nobody_answers() -> None:
     assert why_silent("ipc:///tmp/pdx/c", "") == "is it running there?"
     assert why_silent("tcp://127.0.0.1:1", "") == "is it running there? if it uses keys, pass --keys DIR"
     assert why_silent("tcp://127.0.0.1:1", "k") == "is it running there, and does it list the keys in k?"
-    assert (
-        unresolved("tcp://127.0.0.1:0;127.0.0.1:1")
-        == unresolved("tcp://[::1]:1")
-        == unresolved("tcp://127.0.0.1:1")
-        == unresolved("ipc:///x:1")
-        == ""
-    )
+    for address in ("tcp://127.0.0.1:1", "tcp://[::1]:1", "tcp://127.0.0.1:0;127.0.0.1:1", "ipc:///x:1"):
+        assert unresolved(address) == ""
     assert unresolved(f"tcp://{'x' * 64}:1").startswith("cannot resolve host")
 
 
 def test_printable() -> None:
     assert printable("a\x1b[31mb\x07\x9b\x7f\r\u202ec") == "a\\x1b[31mb\\x07\\x9b\\x7f\\r\\u202ec"
     assert printable("tab\tline\nümlaut 🚀 \u200f") == "tab\tline\nümlaut 🚀 \u200f"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
+def test_an_embedded_controller_refuses_them_too(value: float) -> None:
+    with pytest.raises(ConfigError, match="lease_s must be greater than 0 and finite"):
+        ControllerConfig(lease_s=value)
