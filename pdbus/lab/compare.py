@@ -75,7 +75,7 @@ def _side_by_side(trace: Trace, methods: Sequence[str], config: LabConfig, jobs:
                 there.close()
                 started.append(here)
             for here in started:  # when all of them have begun to import what they need
-                with suppress(BrokenPipeError):  # it has died, as its missing answer will tell
+                with suppress(BrokenPipeError, ConnectionResetError):  # it has died, as its missing answer will tell
                     here.send(trace)
             come: list[Any] = wait(list(running))
             for ready in come:
@@ -102,7 +102,7 @@ def _serve(connection: Connection, method: str, config: LabConfig) -> None:
 def _answer(connection: Any, method: str) -> Result:
     try:
         answer = connection.recv()
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         raise BusError(f"the process that replayed {method} ended without a result") from None
     if isinstance(answer, BusError):
         raise answer

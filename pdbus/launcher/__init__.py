@@ -2,7 +2,7 @@
 
 from pdbus.names import check_names
 
-check_names()  # before the first import of them
+check_names()  # before `bus` is imported
 
 from pdbus.launcher.cluster import Cluster
 from pdbus.launcher.restarts import RestartPolicy

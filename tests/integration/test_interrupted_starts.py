@@ -91,19 +91,34 @@ def workers_of(pid: int) -> list[int]:
     return [int(child) for child in listed if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()]
 
 
-def test_the_workers_of_a_replay_leave_the_interrupt_to_it(tmp_path: Path) -> None:
+def replay() -> tuple[subprocess.Popen[str], list[int]]:
+    """A long one, as soon as both of its workers are there: they are importing."""
     command = [sys.executable, "-P", "-m", "pdbus", "replay", "--jobs", "2", "--methods", "total_tokens,oracle"]
+    process = subprocess.Popen(
+        [*command, "--duration-s", "3600"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    until = time.monotonic() + 60
+    while len(workers := workers_of(process.pid)) < 2:
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.002)
+    return process, workers
+
+
+def test_a_worker_of_a_replay_that_dies_is_one_line() -> None:
+    process, workers = replay()
+    os.kill(workers[0], signal.SIGKILL)
+    code, errors = end(process)
+    assert code == 1
+    assert "error: the process that replayed total_tokens ended without a result" in errors
+    assert "Traceback" not in errors
+
+
+def test_the_workers_of_a_replay_leave_the_interrupt_to_it() -> None:
     for _ in range(5):
-        process = subprocess.Popen(
-            [*command, "--duration-s", "3600"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
-        until = time.monotonic() + 60
-        while len(workers := workers_of(process.pid)) < 2:
-            assert process.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.002)
-        os.killpg(process.pid, signal.SIGINT)  # they are importing
+        process, workers = replay()
+        os.killpg(process.pid, signal.SIGINT)
         began = time.monotonic()
         code, errors = end(process)
         assert (code, errors.strip()) == (130, "")
