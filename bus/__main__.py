@@ -23,7 +23,9 @@ from bus.endpoints import default_bus
     metavar="BASE",
     help="Where to serve: ipc:///dir/bus or tcp://host:port (three ports).",
 )
-@cli.setting(BrokerConfig, "--room-ttl-s", type=cli.Seconds(), help="How long a room lives unless it is registered again.")
+@cli.setting(
+    BrokerConfig, "--room-ttl-s", type=cli.Seconds(), help="How long a room lives unless it is registered again."
+)
 @cli.setting(BrokerConfig, "--beacon-s", type=cli.Seconds(), help="How often to say that the broker lives.")
 @cli.setting(BrokerConfig, "--max-rooms", type=click.IntRange(1), help="Rooms kept at most; more are refused.")
 @click.option("--keys", default="", metavar="DIR", help="CURVE keys and allowlist for tcp (none: plaintext).")

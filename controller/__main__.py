@@ -48,7 +48,9 @@ GUIDANCE = (
 @click.option("--unified-method", default="auto", metavar="METHOD", help="load_balance_method of unified ranks.")
 @click.option("--instance", "instances", multiple=True, metavar="NAME", help="Serve only these instances (repeatable).")
 @cli.setting(ControllerConfig, "--lease-s", type=cli.Seconds(), help="A rank silent for so long is lost.")
-@cli.setting(ControllerConfig, "--hang-s", type=cli.Seconds(), help="A busy rank whose steps stand still for so long is hung.")
+@cli.setting(
+    ControllerConfig, "--hang-s", type=cli.Seconds(), help="A busy rank whose steps stand still for so long is hung."
+)
 @cli.setting(
     ControllerConfig,
     "--stale-s",
@@ -68,7 +70,9 @@ GUIDANCE = (
 @cli.setting(
     ControllerConfig, "--queue-requests", type=int, help="Requests that wait centrally at most; more are refused."
 )
-@click.option("--wait-s", type=cli.Seconds(), default=defaults.WAIT_S, help="How long to wait for the bus at the start.")
+@click.option(
+    "--wait-s", type=cli.Seconds(), default=defaults.WAIT_S, help="How long to wait for the bus at the start."
+)
 @click.option(
     "--engine",
     "engines",

@@ -64,8 +64,12 @@ def command(role: Role) -> click.Command:
     @cli.setting(NodeConfig, "--report-interval-s", type=cli.Seconds(), help="A load report at least this often.")
     @cli.setting(NodeConfig, "--room-ttl-s", type=cli.Seconds(), help="The broker's: rooms are refreshed in time.")
     @cli.setting(Limits(), "--hold-s", type=cli.Seconds(0.1), help="A KV cache nobody pulls is kept this long.")
-    @cli.setting(NodeConfig, "--wait-s", type=cli.Seconds(), help="Give up when bus and controllers are not there by then.")
-    @cli.setting(NodeConfig, "--drain-s", type=cli.Seconds(), help="When leaving, finish what runs for at most this long.")
+    @cli.setting(
+        NodeConfig, "--wait-s", type=cli.Seconds(), help="Give up when bus and controllers are not there by then."
+    )
+    @cli.setting(
+        NodeConfig, "--drain-s", type=cli.Seconds(), help="When leaving, finish what runs for at most this long."
+    )
     @option("--keys", default="", metavar="DIR", help="CURVE keys for tcp (pdbus keys new DIR).")
     @option("--sim-timing", type=click.Choice(list(TIMINGS)), default="h100-8b", help="How long a sim step takes.")
     @option("--sim-base-s", type=optional_s, default=None, help="Each sim step.")
