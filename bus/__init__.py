@@ -1,7 +1,8 @@
 """The bus: messages, sockets, publications and the bootstrap broker. Knows neither nodes nor controller.
 
-What an engine embeds stands here; the cores under it are in `bus.publications` and `bus.resolution`, the wire in
-`bus.messages` and `docs/protocol.md`. Names are loaded when they are first used, so importing the package is cheap.
+What an engine embeds stands here; the cores under it are in `bus.embed.publications` and `bus.embed.resolution`, the
+wire in `bus.wire.messages` and `docs/protocol.md`. Names are loaded when they are first used, so importing the package
+is cheap.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bus.broker import Broker, BrokerConfig
+    from bus.embed.publications import PublisherCore
+    from bus.embed.publisher import Publisher
+    from bus.embed.resolution import Resolved, ResolverCore
+    from bus.embed.resolver import Resolver
     from bus.endpoints import BusAddress, ControllerAddress, default_bus, default_controller
     from bus.errors import BusError, ConfigError, PartFailed, PeerLost, ProtocolError, RequestFailed, StartError
-    from bus.messages import Ack, Conflict, Load, Location
-    from bus.publications import PublisherCore
-    from bus.publisher import Publisher
-    from bus.resolution import Resolved, ResolverCore
-    from bus.resolver import Resolver
+    from bus.wire.messages import Ack, Conflict, Load, Location
 
 _HOMES = {
     "Broker": "broker",
@@ -33,15 +34,15 @@ _HOMES = {
     "ProtocolError": "errors",
     "RequestFailed": "errors",
     "StartError": "errors",
-    "Ack": "messages",
-    "Conflict": "messages",
-    "Load": "messages",
-    "Location": "messages",
-    "PublisherCore": "publications",
-    "Publisher": "publisher",
-    "Resolved": "resolution",
-    "ResolverCore": "resolution",
-    "Resolver": "resolver",
+    "Ack": "wire.messages",
+    "Conflict": "wire.messages",
+    "Load": "wire.messages",
+    "Location": "wire.messages",
+    "PublisherCore": "embed.publications",
+    "Publisher": "embed.publisher",
+    "Resolved": "embed.resolution",
+    "ResolverCore": "embed.resolution",
+    "Resolver": "embed.resolver",
 }
 
 __all__ = [

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from bus.interrupt import leave_at_once
+from bus.runtime.interrupt import leave_at_once
 
 if __name__ == "__main__":
     leave_at_once()  # before the imports, which take their time
 
 import click
 
-from bus import cli, logs
 from bus.broker import Broker, BrokerConfig
 from bus.endpoints import default_bus
+from bus.runtime import cli, logs
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})

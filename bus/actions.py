@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bus.messages import Message
+from bus.wire.messages import Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Publish `message` under its topic (`bus.topics.of`)."""
+    """Publish `message` under its topic (`bus.wire.topics.of`)."""
 
     message: Message
     cause: str = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.interrupt import leave_at_once
+from bus.runtime.interrupt import leave_at_once
 
 if __name__ == "__main__":
     leave_at_once()  # before the imports, which take their time
@@ -12,9 +12,10 @@ from typing import Any
 
 import click
 
-from bus import cli, defaults, logs
+from bus import defaults
 from bus.endpoints import default_bus, default_controller, why_silent
 from bus.errors import StartError
+from bus.runtime import cli, logs
 from controller.config import ControllerConfig
 from controller.feeds import parse_engine
 from controller.policies import POLICIES

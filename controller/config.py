@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from bus import defaults
 from bus.endpoints import BusAddress, ControllerAddress, default_bus, default_controller
 from bus.errors import ConfigError
-from bus.messages import Role
+from bus.wire.messages import Role
 from controller.feeds.settings import EngineSettings
 from controller.policies import resolve
 

@@ -1,8 +1,8 @@
 """The controller's pure core: `handle(event, now) -> actions`. Joins the parts; the decisions are theirs.
 
-`controller.loads` counts, `controller.health` judges, `controller.members` knows the connections, `controller.life`
-the requests. No sockets, clocks, threads or randomness, so the core that runs live runs in property tests as well. The
-replay lab has its load table and policies, not this core.
+`controller.load.table` counts, `controller.health` judges, `controller.members` knows the connections,
+`controller.requests.life` the requests. No sockets, clocks, threads or randomness, so the core that runs live runs in
+property tests as well. The replay lab has its load table and policies, not this core.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from bus.actions import Publish
-from bus.messages import (
+from bus.wire.messages import (
     MAX_DP_SIZE,
     Bye,
     Cancel,
@@ -38,7 +38,7 @@ from bus.messages import (
     Submit,
     Who,
 )
-from bus.status import split
+from bus.wire.status import split
 from controller.config import ControllerConfig
 from controller.events import (
     Action,
@@ -56,14 +56,14 @@ from controller.events import (
 )
 from controller.feeds.changes import Removed, Stored
 from controller.health import DEAD, Health
-from controller.life import Life
-from controller.loads import LoadTable
+from controller.load.table import LoadTable
 from controller.members import Loss, Members
 from controller.placement import Placement
 from controller.policies import Policy
 from controller.policies.cache_aware import CacheAware
-from controller.prefix_index import PrefixIndex
+from controller.policies.prefix_index import PrefixIndex
 from controller.regret import Regret
+from controller.requests.life import Life
 from controller.status import rank_status
 
 MEASURE_S = 0.5

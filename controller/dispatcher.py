@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TypeAlias
 
-from bus import codec
 from bus.errors import ConfigError, ProtocolError
-from bus.hashing import hash_chain, pack_hashes
-from bus.messages import (
+from bus.wire import codec
+from bus.wire.hashing import hash_chain, pack_hashes
+from bus.wire.messages import (
     CLIENT_TO_CONTROLLER,
     Accepted,
     Cancel,
@@ -27,9 +27,9 @@ from bus.messages import (
     StatusQuery,
     Submit,
 )
-from bus.status import join
+from bus.wire.status import join
 from controller.config import ControllerConfig
-from controller.requests import ROLES
+from controller.requests.request import ROLES
 from controller.shell import LOCAL, Controller
 
 MAX_HANDED_OVER = 4096
@@ -90,10 +90,10 @@ class Dispatcher:
         block_hashes: bytes = b"",
     ) -> bool:
         """Hand over one request: `frames` are the prompt (int32 little-endian token ids) and its params, passed on as
-        they are; the rest is what `bus.messages.Submit` carries. For `cache_aware`, `block_tokens` is the size of the
-        ranks' KV blocks: the prompt is hashed here in blocks of it, unless `block_hashes` (`bus.hashing.pack_hashes`)
-        say what it begins with. To resume what lost its rank: prompt and output so far, `offset` tokens of the latter,
-        and a higher `attempt`.
+        they are; the rest is what `bus.wire.messages.Submit` carries. For `cache_aware`, `block_tokens` is the size of
+        the ranks' KV blocks: the prompt is hashed here in blocks of it, unless `block_hashes`
+        (`bus.wire.hashing.pack_hashes`) say what it begins with. To resume what lost its rank: prompt and output so
+        far, `offset` tokens of the latter, and a higher `attempt`.
 
         False when too many are under way, or this rid is: try again after `poll`. ConfigError without a bootstrap_room
         where ranks are joined or picked by it. Other bad requests come back as `Failed`."""

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from msgspec import Struct
 
 from bus.actions import Note, Publish
-from bus.messages import Load, MemberKey, Message
+from bus.wire.messages import Load, MemberKey, Message
 from controller.feeds.changes import Changes
 
 

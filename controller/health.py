@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bus.defaults import SILENT_INTERVALS
-from bus.messages import Load, MemberKey, NodeState, RankState
+from bus.wire.messages import Load, MemberKey, NodeState, RankState
 
 DEAD: frozenset[RankState] = frozenset({"lost", "hung", "gone"})  # what runs there is given up
 

@@ -10,12 +10,12 @@ from collections import Counter, deque
 from typing import Any, NamedTuple, TypeAlias
 
 from bus.actions import Note
-from bus.messages import Attempt, Bye, Code, Hello, MemberKey, Pong, RankState, Refused, Rid, Welcome
+from bus.wire.messages import Attempt, Bye, Code, Hello, MemberKey, Pong, RankState, Refused, Rid, Welcome
 from controller.config import ControllerConfig
 from controller.events import Action, ToNode
 from controller.health import DEAD, Change, Health
-from controller.loads import LoadTable, info_key
-from controller.rank import RankLoad
+from controller.load.rank import RankLoad
+from controller.load.table import LoadTable, info_key
 
 FENCED_EPOCHS = 8
 Kind: TypeAlias = tuple[str, str, int]  # role, model, dp_size: what all ranks of an instance share

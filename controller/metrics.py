@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bus.metrics import Metric, Sample, gauge, labelled
+from bus.runtime.metrics import Metric, Sample, gauge, labelled
 from controller.core import ControllerCore
-from controller.rank import RankLoad
+from controller.load.rank import RankLoad
 
 ALIVE = ("requests", "queue_requests", "queue_bytes", "payload_bytes", "adoptable", "prefix_blocks")
 

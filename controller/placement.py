@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bus.messages import Code, Role, Submit
-from controller.groups import Group, Subset
-from controller.loads import LoadTable
+from bus.wire.messages import Code, Role, Submit
+from controller.load.groups import Group, Subset
+from controller.load.rank import RankLoad
+from controller.load.table import LoadTable
 from controller.policies import POLICIES, Policy
 from controller.policies.cache_aware import CacheAware
-from controller.rank import RankLoad
-from controller.requests import ROLES, Refusal
+from controller.requests.request import ROLES, Refusal
 
 
 class Placement:

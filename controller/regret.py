@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from controller.rank import RankLoad
+from controller.load.rank import RankLoad
 
 MAX_PER_S = 50
 

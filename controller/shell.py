@@ -16,15 +16,20 @@ from typing import Any
 
 import zmq
 
-from bus import codec, probes, subscription, topics
 from bus.actions import Note, Publish
 from bus.broker import Broker, BrokerConfig
 from bus.endpoints import BusAddress, ControllerAddress
-from bus.epochs import new_epoch
 from bus.errors import LocalProtocolError, RemoteProtocolError
-from bus.frames import send
-from bus.logs import get_logger
-from bus.messages import (
+from bus.runtime import probes
+from bus.runtime.epochs import new_epoch
+from bus.runtime.frames import send
+from bus.runtime.logs import get_logger
+from bus.runtime.metrics import Metric
+from bus.runtime.security import load_keys
+from bus.runtime.service import Service
+from bus.runtime.sockets import PAYLOAD_MAX, Socket, Sockets
+from bus.wire import codec, subscription, topics
+from bus.wire.messages import (
     CLIENT_TO_CONTROLLER,
     NODE_TO_CONTROLLER,
     Beacon,
@@ -35,10 +40,6 @@ from bus.messages import (
     Refused,
     Submit,
 )
-from bus.metrics import Metric
-from bus.security import load_keys
-from bus.service import Service
-from bus.sockets import PAYLOAD_MAX, Socket, Sockets
 from controller.config import ControllerConfig
 from controller.core import ControllerCore
 from controller.events import (

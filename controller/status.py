@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from bus.messages import MAX_ROOM, RankState, RankStatus
-from controller.rank import RankLoad
+from bus.wire.messages import MAX_ROOM, RankState, RankStatus
+from controller.load.rank import RankLoad
 
 
 def rank_status(rank: RankLoad, state: RankState, now: float) -> RankStatus:

@@ -12,10 +12,10 @@ import time
 
 import zmq
 
-from bus import codec
 from bus.endpoints import ControllerAddress
-from bus.epochs import new_epoch
-from bus.messages import CONTROLLER_TO_NODE, Dispatch, Ended, Hello, Ping, Pong, Progress
+from bus.runtime.epochs import new_epoch
+from bus.wire import codec
+from bus.wire.messages import CONTROLLER_TO_NODE, Dispatch, Ended, Hello, Ping, Pong, Progress
 from controller import ControllerConfig, Dispatcher
 
 

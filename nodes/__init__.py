@@ -13,25 +13,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nodes.blocks import BlockPool
     from nodes.config import NodeConfig
-    from nodes.engines.factory import EngineConfig, build_engine
-    from nodes.legs import Legs, Limits
-    from nodes.scheduler import Scheduler, Sequence
-    from nodes.shell import Node
-    from nodes.streams import Streams
+    from nodes.link.core import Legs, Limits
+    from nodes.link.host import Node
+    from nodes.link.streams import Streams
+    from nodes.own.blocks import BlockPool
+    from nodes.own.engines.factory import EngineConfig, build_engine
+    from nodes.own.scheduler import Scheduler, Sequence
 
 _HOMES = {
-    "BlockPool": "blocks",
-    "EngineConfig": "engines.factory",
-    "Legs": "legs",
-    "Limits": "legs",
-    "Node": "shell",
+    "BlockPool": "own.blocks",
+    "EngineConfig": "own.engines.factory",
+    "Legs": "link.core",
+    "Limits": "link.core",
+    "Node": "link.host",
     "NodeConfig": "config",
-    "Scheduler": "scheduler",
-    "Sequence": "scheduler",
-    "Streams": "streams",
-    "build_engine": "engines.factory",
+    "Scheduler": "own.scheduler",
+    "Sequence": "own.scheduler",
+    "Streams": "link.streams",
+    "build_engine": "own.engines.factory",
 }
 
 __all__ = [

@@ -9,9 +9,9 @@ from pathlib import Path
 from bus import defaults
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.errors import ConfigError
-from bus.messages import MAX_DP_SIZE, Role
-from nodes.engines.factory import EngineConfig
-from nodes.legs import Limits
+from bus.wire.messages import MAX_DP_SIZE, Role
+from nodes.link.core import Limits
+from nodes.own.engines.factory import EngineConfig
 
 ROLES: tuple[Role, ...] = ("prefill", "decode", "unified")
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")

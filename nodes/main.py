@@ -12,18 +12,18 @@ from typing import Any
 
 import click
 
-from bus import cli, logs
 from bus.endpoints import default_bus, default_controller, runtime_dir
-from bus.loop import Loop
-from bus.messages import Role
+from bus.runtime import cli, logs
+from bus.runtime.loop import Loop
+from bus.wire.messages import Role
 from nodes.config import NodeConfig, parse_ranks
-from nodes.engines.base import Engine
-from nodes.engines.factory import ENGINES, EngineConfig, build_engine
-from nodes.engines.faults import Faults
-from nodes.engines.sim import SIM_VOCAB_SIZE
-from nodes.engines.timing import TIMINGS, SimTiming, timing_named
-from nodes.legs import Limits
-from nodes.shell import Node
+from nodes.link.core import Limits
+from nodes.link.host import Node
+from nodes.own.engines.base import Engine
+from nodes.own.engines.factory import ENGINES, EngineConfig, build_engine
+from nodes.own.engines.faults import Faults
+from nodes.own.engines.sim import SIM_VOCAB_SIZE
+from nodes.own.engines.timing import TIMINGS, SimTiming, timing_named
 
 _WORK = {
     "prefill": "Compute prompts; decode ranks fetch the KV cache.",

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from bus.metrics import Metric, Sample, counter, gauge, histogram, labelled
+from bus.runtime.metrics import Metric, Sample, counter, gauge, histogram, labelled
 
 if TYPE_CHECKING:
-    from nodes.shell import Node
+    from nodes.link.host import Node
 
 
 def snapshot(node: Node) -> Iterator[Metric]:

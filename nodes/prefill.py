@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bus.interrupt import leave_at_once
+from bus.runtime.interrupt import leave_at_once
 
 if __name__ == "__main__":
     leave_at_once()  # before the imports, which take their time
-    from bus.cli import run
+    from bus.runtime.cli import run
     from nodes.main import command
 
     run(command("prefill"), "python -m nodes.prefill")

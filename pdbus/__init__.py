@@ -9,9 +9,9 @@ from pdbus.names import check_names
 
 if TYPE_CHECKING:
     from bus.broker import Broker, BrokerConfig
+    from bus.embed.publisher import Publisher
+    from bus.embed.resolver import Resolver
     from bus.errors import BusError, ConfigError, PeerLost, RequestFailed, StartError
-    from bus.publisher import Publisher
-    from bus.resolver import Resolver
     from controller.config import ControllerConfig
     from controller.dispatcher import Dispatcher
     from controller.shell import Controller
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AsyncClient": "pdbus.client",
-    "Broker": "bus.broker",
-    "BrokerConfig": "bus.broker",
+    "Broker": "bus.broker.shell",
+    "BrokerConfig": "bus.broker.shell",
     "BusError": "bus.errors",
     "Client": "pdbus.client",
     "Cluster": "pdbus.launcher",
@@ -32,9 +32,9 @@ _HOMES = {
     "Dispatcher": "controller.dispatcher",
     "PeerLost": "bus.errors",
     "Piece": "pdbus.client",
-    "Publisher": "bus.publisher",
+    "Publisher": "bus.embed.publisher",
     "RequestFailed": "bus.errors",
-    "Resolver": "bus.resolver",
+    "Resolver": "bus.embed.resolver",
     "Result": "pdbus.client",
     "StartError": "bus.errors",
 }

@@ -14,7 +14,7 @@ def main() -> None:
     except ImportError as error:
         print(f"pdbus: error: {error}", file=sys.stderr)
         sys.exit(2)
-    from bus.interrupt import leave_at_once
+    from bus.runtime.interrupt import leave_at_once
 
     leave_at_once()
     from pdbus.cli import main as run

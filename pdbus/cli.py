@@ -6,7 +6,7 @@ from importlib import import_module
 
 import click
 
-from bus import cli, interrupt, logs
+from bus.runtime import cli, interrupt, logs
 
 # name -> (module, attribute, what it does)
 COMMANDS = {

@@ -19,10 +19,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from bus import cli
 from bus.errors import RequestFailed
-from bus.messages import Params, RankStatus
-from nodes.engines.factory import prepare
+from bus.runtime import cli
+from bus.wire.messages import Params, RankStatus
+from nodes.own.engines.factory import prepare
 from pdbus.client import AsyncClient, Result
 from pdbus.commands.common import Teller
 from pdbus.launcher import Cluster, ClusterSpec
@@ -159,7 +159,7 @@ def _view(answers: list[Answer]) -> Group:
 
 
 def _verify(model: str, answers: list[Answer], max_tokens: int) -> None:
-    from nodes.engines.reference import generate_alone
+    from nodes.own.engines.reference import generate_alone
 
     with Teller(at_once=True).telling() as teller:
         for number, answer in enumerate(answers, 1):

@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 from bus.errors import RemoteProtocolError
-from bus.logs import get_logger
-from bus.loop import Loop, Timer
-from bus.messages import Load, MemberKey
-from bus.sockets import Socket, Sockets
+from bus.runtime.logs import get_logger
+from bus.runtime.loop import Loop, Timer
+from bus.runtime.sockets import Socket, Sockets
+from bus.wire.messages import Load, MemberKey
 from controller.feeds.changes import Changes
 from controller.feeds.follower import Follower, Progress
 from controller.feeds.load_stat import parse_load_stat

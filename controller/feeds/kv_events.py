@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from bus import codec
 from bus.errors import RemoteProtocolError
+from bus.wire import codec
 
 Hash: TypeAlias = int | bytes
 END_OF_REPLAY = -1

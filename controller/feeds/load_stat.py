@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bus import codec
 from bus.errors import RemoteProtocolError
-from bus.messages import MAX_ROOM, Load
+from bus.wire import codec
+from bus.wire.messages import MAX_ROOM, Load
 from controller.feeds.kv_events import split_frames
 
 FIELDS = 11  # with the tag; more may follow

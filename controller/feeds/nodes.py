@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from bus import topics
 from bus.errors import RemoteProtocolError
-from bus.messages import MemberKey
+from bus.wire import topics
+from bus.wire.messages import MemberKey
 from controller.feeds.changes import Changes
 from controller.feeds.follower import Follower
-from controller.rank import RankLoad
+from controller.load.rank import RankLoad
 
 
 class NodeCaches:

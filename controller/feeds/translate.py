@@ -1,7 +1,7 @@
 """Other engines' block hashes to ours. Owns the mapping of one rank; bounded; knows nothing of sockets.
 
-Their hashes are opaque, but a stored block comes with its tokens and its parent, so the name that `bus.hashing` gives
-the same prefix can be computed. Blocks whose parent is unknown (it came before we listened, or was given up), and
+Their hashes are opaque, but a stored block comes with its tokens and its parent, so the name that `bus.wire.hashing`
+gives the same prefix can be computed. Blocks whose parent is unknown (it came before we listened, or was given up), and
 those made of more than tokens, can't be named and are left out.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
-from bus.hashing import ROOT, hash_block, token_bytes
+from bus.wire.hashing import ROOT, hash_block, token_bytes
 from controller.feeds.changes import Changes, Cleared, Removed, Stored
 from controller.feeds.kv_events import BlockRemoved, BlockStored, Hash, KvEvent
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bus.errors import ConfigError
-from bus.logs import get_logger
-from bus.messages import Role
+from bus.runtime.logs import get_logger
+from bus.wire.messages import Role
 from controller.policies.base import Policy
 from controller.policies.cache_aware import CacheAware
 from controller.policies.follow_bootstrap_room import FollowBootstrapRoom

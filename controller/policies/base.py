@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from bus.messages import Submit
-from controller.groups import View
-from controller.rank import RankLoad
+from bus.wire.messages import Submit
+from controller.load.groups import View
+from controller.load.rank import RankLoad
 
 
 class Policy(Protocol):

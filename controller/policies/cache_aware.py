@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bus.hashing import unpack_hashes
-from bus.messages import Submit
-from controller.groups import Metric, View
-from controller.prefix_index import PrefixIndex
-from controller.rank import RankLoad
+from bus.wire.hashing import unpack_hashes
+from bus.wire.messages import Submit
+from controller.load.groups import Metric, View
+from controller.load.rank import RankLoad
+from controller.policies.prefix_index import PrefixIndex
 
 
 class CacheAware:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bus.messages import Submit
-from controller.groups import Metric, View
-from controller.rank import RankLoad
+from bus.wire.messages import Submit
+from controller.load.groups import Metric, View
+from controller.load.rank import RankLoad
 
 
 class TotalRequests:

@@ -1,7 +1,8 @@
 """The floors: what the same job costs in bare pyzmq. Each is a process of a benchmark.
 
 In the pyzmq that one would write: sockets are drained per turn, small frames are copied and large ones are not. The
-broker comes `lean` too: it moves its frames as we do (`bus.frames`, the only part of ours in here), and does no more.
+broker comes `lean` too: it moves its frames as we do (`bus.runtime.frames`, the only part of ours in here), and does no
+more.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import zmq
 
-from bus import frames
+from bus.runtime import frames
 from pdbus.bench.child import STDIN, Parent
 
 NO_COPY_FROM = 64 * 1024  # bytes of payload; below, a copy is cheaper than a Frame object

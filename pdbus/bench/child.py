@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from bus import cli, logs
+from bus.runtime import cli, logs
 
 STDIN = 0
 

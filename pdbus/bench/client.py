@@ -12,8 +12,8 @@ from typing import Any
 
 import zmq
 
-from bus import codec
-from bus.messages import CONTROLLER_TO_CLIENT, Accepted, Done, Leg, Params, Submit
+from bus.wire import codec
+from bus.wire.messages import CONTROLLER_TO_CLIENT, Accepted, Done, Leg, Params, Submit
 from pdbus.bench.bare import NO_COPY_FROM
 from pdbus.bench.child import Parent
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bus import codec, topics
-from bus.messages import PUBLICATIONS, Ack, Hello, Load, LoadReport
+from bus.wire import codec, topics
+from bus.wire.messages import PUBLICATIONS, Ack, Hello, Load, LoadReport
 from controller.config import ControllerConfig
 from controller.core import ControllerCore
 from controller.events import FromNode, Published
-from controller.groups import Metric
+from controller.load.groups import Metric
 from pdbus.bench.pick import INSTANCE
 
 MODEL = "m"

@@ -15,9 +15,10 @@ from typing import Any
 
 import zmq
 
-from bus import codec
 from bus.endpoints import ControllerAddress
-from bus.messages import (
+from bus.runtime.sockets import KV_MAX, Socket, Sockets
+from bus.wire import codec
+from bus.wire.messages import (
     CONTROLLER_TO_CLIENT,
     FROM_NODE_DATA,
     Accepted,
@@ -30,7 +31,6 @@ from bus.messages import (
     Submit,
     Tokens,
 )
-from bus.sockets import KV_MAX, Socket, Sockets
 from pdbus.bench import parts
 from pdbus.bench.child import Parent
 from pdbus.bench.harness import Row, Scope, Workspace, row

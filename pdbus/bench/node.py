@@ -16,11 +16,12 @@ from typing import Any
 
 import zmq
 
-from bus import codec, topics
 from bus.endpoints import BusAddress, ControllerAddress
-from bus.epochs import new_epoch
-from bus.loop import Loop
-from bus.messages import (
+from bus.runtime.epochs import new_epoch
+from bus.runtime.loop import Loop
+from bus.runtime.sockets import PAYLOAD_MAX, Socket, Sockets
+from bus.wire import codec, topics
+from bus.wire.messages import (
     CONTROLLER_TO_NODE,
     Ack,
     Dispatch,
@@ -36,7 +37,6 @@ from bus.messages import (
     Welcome,
     Who,
 )
-from bus.sockets import PAYLOAD_MAX, Socket, Sockets
 from pdbus.bench.bare import BUDGET, NO_COPY_FROM
 from pdbus.bench.child import STDIN, Parent
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bus.messages import Leg, Role
+from bus.wire.messages import Leg, Role
 from pdbus.bench.harness import Process, Workspace
 
 
@@ -88,7 +88,7 @@ def our_path(
 
 
 def bare_path(space: Workspace, nodes: int, prompt_tokens: int, *, lean: bool = False) -> Path:
-    """The same shape out of bare ROUTERs and DEALERs; `lean`: frames moved as `bus.frames` does."""
+    """The same shape out of bare ROUTERs and DEALERs; `lean`: frames moved as `bus.runtime.frames` does."""
     name = "lean" if lean else "bare"
     front, back = space.endpoint(f"{name}-front"), space.endpoint(f"{name}-back")
     size = prompt_tokens * 4

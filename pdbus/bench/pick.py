@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from bus.hashing import pack_hashes
-from bus.messages import Hello, Load, Submit
-from controller.loads import LoadTable
+from bus.wire.hashing import pack_hashes
+from bus.wire.messages import Hello, Load, Submit
+from controller.load.table import LoadTable
 from controller.policies import POLICIES, Policy
 from controller.policies.cache_aware import CacheAware
 from pdbus.bench.harness import Aim, Row, Scope, in_child, row

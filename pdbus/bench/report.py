@@ -8,8 +8,8 @@ from typing import Any
 
 import msgpack  # the bare floor that our codec is held against; nothing is sent or believed here
 
-from bus import codec, topics
-from bus.messages import Ack, Load, LoadReport
+from bus.wire import codec, topics
+from bus.wire.messages import Ack, Load, LoadReport
 from pdbus.bench.harness import Aim, Row, Scope, in_child, row
 from pdbus.bench.pick import INSTANCE
 

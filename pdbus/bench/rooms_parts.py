@@ -1,7 +1,7 @@
 """The processes of `rooms` on our side: one that publishes registrations, one that watches and asks.
 
-Both use the cores that nodes use on their own loop (`bus.publications`, `bus.resolution`) where one room's way is
-timed; registrations in bulk are encoded beforehand, so that the broker is what is measured.
+Both use the cores that nodes use on their own loop (`bus.embed.publications`, `bus.embed.resolution`) where one room's
+way is timed; registrations in bulk are encoded beforehand, so that the broker is what is measured.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from typing import Any
 
 import zmq
 
-from bus import codec, topics
-from bus.broker import BEHIND_TICK_S, TICK_S
+from bus.broker.rooms import Owner, RoomTable
+from bus.broker.shell import BEHIND_TICK_S, TICK_S
+from bus.embed.publications import PublisherCore
+from bus.embed.resolution import Resolved, ResolverCore
 from bus.endpoints import BusAddress
-from bus.epochs import new_epoch
-from bus.messages import (
+from bus.runtime.epochs import new_epoch
+from bus.runtime.sockets import Socket, Sockets
+from bus.wire import codec, topics
+from bus.wire.messages import (
     FROM_BROKER,
     MAX_ROOM,
     Answer,
@@ -30,10 +34,6 @@ from bus.messages import (
     Registration,
     Rooms,
 )
-from bus.publications import PublisherCore
-from bus.resolution import Resolved, ResolverCore
-from bus.rooms import Owner, RoomTable
-from bus.sockets import Socket, Sockets
 from pdbus.bench.child import Parent
 
 INSTANCE = "prefill-bench"

@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from bus import codec
-from bus.hashing import pack_hashes
-from bus.messages import (
+from bus.wire import codec
+from bus.wire.hashing import pack_hashes
+from bus.wire.messages import (
     CLIENT_TO_CONTROLLER,
     NODE_TO_CONTROLLER,
     PUBLICATIONS,
@@ -26,7 +26,7 @@ from bus.messages import (
     Submit,
 )
 from controller.events import FromClient, FromNode, Tick, ToNode
-from controller.loads import LoadTable
+from controller.load.table import LoadTable
 from controller.policies import POLICIES, Policy
 from pdbus.bench.controller_parts import core_of, publication_handler
 from pdbus.bench.pick import BLOCK_TOKENS, INSTANCE, Hits, cached, requests, table_of

@@ -17,15 +17,15 @@ from pathlib import Path
 
 import zmq
 
-from bus import codec
 from bus.actions import Send
 from bus.errors import ConfigError, PartFailed, PeerLost, RemoteProtocolError, RequestFailed
-from bus.logs import get_logger
-from bus.messages import CONTROLLER_TO_CLIENT, FROM_NODE_DATA, Failed, Message, Refused, Status
-from bus.security import load_keys
-from bus.service import Service
-from bus.sockets import PAYLOAD_MAX, Socket, Sockets
-from bus.status import join
+from bus.runtime.logs import get_logger
+from bus.runtime.security import load_keys
+from bus.runtime.service import Service
+from bus.runtime.sockets import PAYLOAD_MAX, Socket, Sockets
+from bus.wire import codec
+from bus.wire.messages import CONTROLLER_TO_CLIENT, FROM_NODE_DATA, Failed, Message, Refused, Status
+from bus.wire.status import join
 from pdbus.client.core import Begin, CancelAsked, ClientCore, Event, Received, Tick
 from pdbus.client.outcome import Result, failure
 from pdbus.client.plan import RequestPlan

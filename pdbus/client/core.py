@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from bus.messages import Accepted, Done, Failed, Message, Tokens
+from bus.wire.messages import Accepted, Done, Failed, Message, Tokens
 from pdbus.client.plan import RequestPlan
 from pdbus.client.request import Action, Ended, LegRun, Patience, Request
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bus.errors import RequestFailed
-from bus.messages import Code, FinishReason, FoundBy, Location
+from bus.wire.messages import Code, FinishReason, FoundBy, Location
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from typing import TypeVar
 import msgspec
 
 from bus.errors import ConfigError
-from bus.hashing import block_hashes, pack_hashes, token_bytes
-from bus.messages import Leg, Message, Params, Submit
-from bus.sockets import PAYLOAD_MAX
+from bus.runtime.sockets import PAYLOAD_MAX
+from bus.wire.hashing import block_hashes, pack_hashes, token_bytes
+from bus.wire.messages import Leg, Message, Params, Submit
 
 _M = TypeVar("_M", bound=Message)
 MAX_PROMPT_TOKENS = PAYLOAD_MAX // 4 - 1024  # leaves room for the output so far, when a request is resumed

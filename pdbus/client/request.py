@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from bus.actions import Send
-from bus.codec import encode
-from bus.hashing import token_bytes
-from bus.messages import (
+from bus.wire.codec import encode
+from bus.wire.hashing import token_bytes
+from bus.wire.messages import (
     RETRYABLE,
     Accepted,
     Attach,

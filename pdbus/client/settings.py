@@ -13,7 +13,7 @@ from typing import TypedDict
 
 from bus.endpoints import ControllerAddress, default_controller
 from bus.errors import ConfigError
-from bus.messages import Leg, Status
+from bus.wire.messages import Leg, Status
 from pdbus.client.channel import Channel
 from pdbus.client.plan import RequestPlan, check_plan, hash_prompt, make_legs, make_params, prompt_bytes
 from pdbus.client.request import Patience

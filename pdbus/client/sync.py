@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Unpack
 
-from bus.messages import DrainRank, Leg, Status, StatusQuery
+from bus.wire.messages import DrainRank, Leg, Status, StatusQuery
 from pdbus.client.channel import Channel, Update
 from pdbus.client.outcome import Piece, Result
 from pdbus.client.settings import (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nodes.engines.tokenizer import Tokenizer
+    from nodes.own.engines.tokenizer import Tokenizer
 
 
 class Texts:
@@ -24,7 +24,7 @@ class Texts:
 
     def tokenizer(self, model: str) -> Tokenizer:
         """ConfigError when the model's packages are missing."""
-        from nodes.engines.tokenizer import tokenizer_for
+        from nodes.own.engines.tokenizer import tokenizer_for
 
         with self._lock:
             found = self._tokenizers.get(model)
@@ -37,7 +37,7 @@ class Writer:
     """The text of one request's output; bytes of a character that is not whole yet are held back."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        from nodes.engines.tokenizer import StreamDecoder
+        from nodes.own.engines.tokenizer import StreamDecoder
 
         self._decoder = StreamDecoder(tokenizer)
 

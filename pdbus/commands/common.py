@@ -14,10 +14,10 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from bus import cli
 from bus.endpoints import default_controller, unresolved, why_silent
 from bus.errors import ConfigError, PeerLost
-from bus.messages import Status
+from bus.runtime import cli
+from bus.wire.messages import Status
 from pdbus.client import Client
 
 SAY_S = 2.0

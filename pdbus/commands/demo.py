@@ -7,7 +7,7 @@ import sys
 import click
 from rich.console import Console
 
-from bus import logs
+from bus.runtime import logs
 from pdbus.demo import run
 
 

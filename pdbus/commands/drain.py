@@ -6,9 +6,9 @@ import time
 
 import click
 
-from bus import cli
 from bus.errors import ConfigError, StartError
-from bus.messages import RankStatus, Status
+from bus.runtime import cli
+from bus.wire.messages import RankStatus, Status
 from pdbus.client import Client
 from pdbus.commands.common import Teller, controller_option, keys_option, wait_for_controller, wait_option
 

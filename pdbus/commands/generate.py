@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from bus import cli
 from bus.errors import BusError, ConfigError, PeerLost, RequestFailed
-from bus.messages import Location
+from bus.runtime import cli
+from bus.wire.messages import Location
 from pdbus.client import Client, Options, Result, Stream
 from pdbus.commands.common import (
     Teller,

@@ -12,9 +12,9 @@ from typing import Any
 import click
 from rich.console import Console
 
-from bus import cli
 from bus.errors import ConfigError
-from nodes.engines.timing import TIMINGS, timing_named
+from bus.runtime import cli
+from nodes.own.engines.timing import TIMINGS, timing_named
 from pdbus.lab.choosers import METHODS, check_method
 from pdbus.lab.compare import Result, compare, result_of
 from pdbus.lab.config import LabConfig

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from bus import cli
+from bus.runtime import cli
 from pdbus.soak.run import SoakConfig, Verdict, run
 
 

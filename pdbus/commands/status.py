@@ -17,12 +17,13 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from bus import cli, codec
 from bus.endpoints import BusAddress, default_bus
 from bus.errors import RemoteProtocolError
-from bus.messages import FROM_BROKER, BrokerStatus, BrokerStatusQuery, RankStatus, Status
-from bus.security import load_keys
-from bus.sockets import Sockets
+from bus.runtime import cli
+from bus.runtime.security import load_keys
+from bus.runtime.sockets import Sockets
+from bus.wire import codec
+from bus.wire.messages import FROM_BROKER, BrokerStatus, BrokerStatusQuery, RankStatus, Status
 from pdbus.client import Client
 from pdbus.commands.common import controller_option, keys_option, wait_for_controller, wait_option
 

@@ -10,9 +10,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from bus import cli
 from bus.endpoints import default_bus, default_controller
-from bus.logs import LEVELS
+from bus.runtime import cli
+from bus.runtime.logs import LEVELS
 from controller.policies import resolve
 from pdbus.commands.common import Teller, leave_on_signals
 from pdbus.launcher import Cluster, ClusterSpec, RestartPolicy, Supervisor

@@ -6,7 +6,7 @@ ranks busy all the time. Cache hits lower the work that is really done, so a met
 
 from __future__ import annotations
 
-from nodes.engines.timing import SimTiming
+from nodes.own.engines.timing import SimTiming
 from pdbus.lab.config import LabConfig
 from pdbus.lab.traces import Trace
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bus.errors import ConfigError
-from bus.hashing import unpack_hashes
-from bus.messages import Hello, Load, MemberKey, Role, Sent, Submit
-from controller.groups import Metric
-from controller.loads import LoadTable
+from bus.wire.hashing import unpack_hashes
+from bus.wire.messages import Hello, Load, MemberKey, Role, Sent, Submit
+from controller.load.groups import Metric
+from controller.load.table import LoadTable
 from controller.policies import POLICIES, Policy
 from controller.policies.cache_aware import CacheAware
-from nodes.blocks import BlockStored, KvEvent
+from nodes.own.blocks import BlockStored, KvEvent
 from pdbus.lab.config import LabConfig
 
 EPOCH = 1  # of every virtual rank: none restarts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from bus.errors import ConfigError
-from nodes.engines.timing import SimTiming
+from nodes.own.engines.timing import SimTiming
 
 
 @dataclass(frozen=True, slots=True)

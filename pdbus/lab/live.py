@@ -13,9 +13,9 @@ from dataclasses import fields, replace
 from random import Random
 
 from bus.errors import BusError, ConfigError, RequestFailed
-from bus.messages import Status
+from bus.wire.messages import Status
 from controller.policies import POLICIES
-from nodes.engines.sim import SIM_VOCAB_SIZE, SPECIALS
+from nodes.own.engines.sim import SIM_VOCAB_SIZE, SPECIALS
 from pdbus.client.sync import Client, Stream
 from pdbus.lab.capacity import stretch
 from pdbus.lab.config import LabConfig

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from nodes.engines.timing import SimTiming
+from nodes.own.engines.timing import SimTiming
 from pdbus.lab.traces import Trace
 
 

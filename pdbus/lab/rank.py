@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bus.messages import Ack, Load, MemberKey
-from nodes.blocks import BlockPool, KvEvent
-from nodes.engines.base import StepResult
-from nodes.engines.timing import SimTiming
-from nodes.scheduler import Sequence
+from bus.wire.messages import Ack, Load, MemberKey
+from nodes.own.blocks import BlockPool, KvEvent
+from nodes.own.engines.base import StepResult
+from nodes.own.engines.timing import SimTiming
+from nodes.own.scheduler import Sequence
 from pdbus.lab.clock import Event, VirtualLoop
 from pdbus.lab.scheduler import NO_TOKEN, DecodeRun, LabScheduler
 

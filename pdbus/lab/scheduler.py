@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nodes.engines.timing import SimTiming
-from nodes.scheduler import Phase, Scheduler, Sequence
+from nodes.own.engines.timing import SimTiming
+from nodes.own.scheduler import Phase, Scheduler, Sequence
 
 NO_TOKEN = 0  # the lab's outputs are counted, not read
 

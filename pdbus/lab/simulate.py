@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from bus.errors import ConfigError
-from bus.hashing import pack_hashes
-from bus.messages import Load, Sent, Submit
-from nodes.blocks import KvEvent
-from nodes.scheduler import Sequence
+from bus.wire.hashing import pack_hashes
+from bus.wire.messages import Load, Sent, Submit
+from nodes.own.blocks import KvEvent
+from nodes.own.scheduler import Sequence
 from pdbus.lab.capacity import stretch
 from pdbus.lab.choosers import METHODS, Chooser, build_chooser, check_method
 from pdbus.lab.clock import VirtualLoop

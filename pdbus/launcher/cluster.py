@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from bus.errors import ConfigError, StartError
-from bus.messages import Status
+from bus.wire.messages import Status
 from pdbus.client import Client
 from pdbus.launcher.addresses import choose
 from pdbus.launcher.child import Child, is_socket

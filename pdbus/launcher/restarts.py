@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
-from bus.cli import EXIT_CONFIG, EXIT_START
 from bus.errors import ConfigError
+from bus.runtime.cli import EXIT_CONFIG, EXIT_START
 
 # Exit codes of a part that would only end the same way again: it was asked to leave or has drained (0), its settings
 # are bad (2), it could not start or a later start of its rank has taken its place (3).

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bus.errors import ConfigError
-from bus.messages import Role
+from bus.wire.messages import Role
 
 Kind = Literal["broker", "controller", "node"]
 

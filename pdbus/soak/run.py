@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bus.errors import ConfigError
-from bus.messages import Leg
-from nodes.engines.reference import generate_alone
+from bus.wire.messages import Leg
+from nodes.own.engines.reference import generate_alone
 from pdbus.client.channel import Channel, Update
 from pdbus.client.settings import Options, make_plan, patience, where
 from pdbus.launcher import Cluster, ClusterSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fault_rig import CONTROLLER_ARGS, TIMING, rig
 
-from nodes.engines.sim import sim_generate
+from nodes.own.engines.sim import sim_generate
 from pdbus.launcher import Cluster, ClusterSpec
 
 pytestmark = pytest.mark.fault

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from fault_rig import CONTROLLER_ARGS, LEASE_S, TIMING, Rig, rig
 
-from bus.messages import Leg, Role
+from bus.wire.messages import Leg, Role
 from pdbus.launcher import Cluster, ClusterSpec
 
 pytestmark = pytest.mark.fault

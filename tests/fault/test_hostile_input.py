@@ -12,10 +12,11 @@ import pytest
 import zmq
 from fault_rig import Rig, rig
 
-from bus import codec, topics
 from bus.endpoints import BusAddress, ControllerAddress
-from bus.hashing import token_bytes
-from bus.messages import (
+from bus.runtime.sockets import HEADER_MAX, KV_MAX, PAYLOAD_MAX, Socket, Sockets
+from bus.wire import codec, topics
+from bus.wire.hashing import token_bytes
+from bus.wire.messages import (
     CONTROLLER_TO_CLIENT,
     FROM_NODE_DATA,
     Accepted,
@@ -46,8 +47,7 @@ from bus.messages import (
     Unwatch,
     Welcome,
 )
-from bus.sockets import HEADER_MAX, KV_MAX, PAYLOAD_MAX, Socket, Sockets
-from nodes.engines.sim import sim_generate
+from nodes.own.engines.sim import sim_generate
 from pdbus.launcher import Cluster, ClusterSpec
 from pdbus.soak.usage import usage_of
 

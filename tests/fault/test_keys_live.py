@@ -11,9 +11,11 @@ import pytest
 import zmq
 from fault_rig import CONTROLLER_ARGS, TIMING, Rig, rig
 
-from bus import codec
 from bus.endpoints import BusAddress, ControllerAddress
-from bus.messages import (
+from bus.runtime.security import load_keys, new_client_keys, new_keys
+from bus.runtime.sockets import Sockets
+from bus.wire import codec
+from bus.wire.messages import (
     CONTROLLER_TO_NODE,
     BrokerStatusQuery,
     Hello,
@@ -22,9 +24,7 @@ from bus.messages import (
     StatusQuery,
     Who,
 )
-from bus.security import load_keys, new_client_keys, new_keys
-from bus.sockets import Sockets
-from nodes.engines.sim import sim_generate
+from nodes.own.engines.sim import sim_generate
 from pdbus.client import Client
 from pdbus.launcher import Cluster, ClusterSpec
 

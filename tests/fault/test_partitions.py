@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fault_rig import CONTROLLER_ARGS, TIMING, Rig, rig
 
-from bus.messages import RankStatus
+from bus.wire.messages import RankStatus
 from pdbus.launcher import Cluster, ClusterSpec
 from pdbus.launcher.child import Child
 from pdbus.launcher.spec import PartSpec

@@ -17,7 +17,7 @@ import pytest
 from up_process import Up
 
 from bus.errors import RequestFailed
-from nodes.engines.sim import sim_generate
+from nodes.own.engines.sim import sim_generate
 from pdbus.client import Client
 from pdbus.launcher.addresses import free_ports
 

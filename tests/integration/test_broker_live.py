@@ -18,8 +18,10 @@ import psutil
 import pytest
 import zmq
 
-from bus import Broker, BrokerConfig, BusAddress, ConfigError, Load, Publisher, Resolver, StartError, codec
-from bus.messages import (
+from bus import Broker, BrokerConfig, BusAddress, ConfigError, Load, Publisher, Resolver, StartError
+from bus.runtime.security import new_keys
+from bus.wire import codec
+from bus.wire.messages import (
     FROM_BROKER,
     Answer,
     Beacon,
@@ -34,7 +36,6 @@ from bus.messages import (
     Topology,
     TopologyQuery,
 )
-from bus.security import new_keys
 
 DEADLINE_S = 10.0
 

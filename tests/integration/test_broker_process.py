@@ -19,8 +19,9 @@ from typing import IO
 import pytest
 import zmq
 
-from bus import BusAddress, codec
-from bus.messages import FROM_BROKER, BrokerStatus, BrokerStatusQuery, Refused
+from bus import BusAddress
+from bus.wire import codec
+from bus.wire.messages import FROM_BROKER, BrokerStatus, BrokerStatusQuery, Refused
 
 DEADLINE_S = 60.0
 

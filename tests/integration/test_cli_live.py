@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from nodes.engines.sim import sim_generate
+from nodes.own.engines.sim import sim_generate
 
 Up = subprocess.Popen[str]
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import zmq
 
-from bus.codec import decode, encode
 from bus.endpoints import ControllerAddress
 from bus.errors import ConfigError, RequestFailed, StartError
-from bus.messages import CONTROLLER_TO_CLIENT, Refused, StatusQuery
-from bus.sockets import Sockets
-from nodes.engines.sim import sim_generate
+from bus.runtime.sockets import Sockets
+from bus.wire.codec import decode, encode
+from bus.wire.messages import CONTROLLER_TO_CLIENT, Refused, StatusQuery
+from nodes.own.engines.sim import sim_generate
 from pdbus.client import Client
 from pdbus.launcher import Cluster, ClusterSpec
 
@@ -165,8 +165,8 @@ def test_a_model_package_that_is_missing(empty: Path) -> None:
         "    return real(name)\n"
         "metadata.distribution = distribution\n"
         "import click\n"
-        "from bus import cli\n"
-        "from nodes.engines.tokenizer import tokenizer_for\n"
+        "from bus.runtime import cli\n"
+        "from nodes.own.engines.tokenizer import tokenizer_for\n"
         "cli.run(click.Command('x', callback=lambda: tokenizer_for('smollm2')), 'x')\n"
     )
     done = python("-c", load_without_it, XDG_CACHE_HOME=str(empty))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from bus.errors import RequestFailed
-from bus.messages import Params, Status
-from nodes.engines.sim import sim_generate
+from bus.wire.messages import Params, Status
+from nodes.own.engines.sim import sim_generate
 from pdbus.client import AsyncClient, Client, Result
 from pdbus.launcher import Cluster
 
@@ -210,7 +210,7 @@ def test_threads_cancel_deadline_and_text(pdbus_cluster: Factory) -> None:
 
 
 def test_split_equals_single_process_on_the_torch_engine(pdbus_cluster: Factory) -> None:
-    from nodes.engines.reference import generate_alone
+    from nodes.own.engines.reference import generate_alone
 
     cluster = pdbus_cluster(
         prefill=2, decode=2, ranks_per_process=2, engine="torch", model="tiny",

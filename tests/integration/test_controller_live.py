@@ -22,8 +22,9 @@ from raw_nodes import WAIT_S, Client, Node
 
 from bus.broker import Broker, BrokerConfig
 from bus.errors import ConfigError, StartError
-from bus.hashing import block_hashes, pack_hashes, token_bytes
-from bus.messages import (
+from bus.runtime.sockets import Sockets
+from bus.wire.hashing import block_hashes, pack_hashes, token_bytes
+from bus.wire.messages import (
     Accepted,
     Cancel,
     CancelLeg,
@@ -37,7 +38,6 @@ from bus.messages import (
     Submit,
     Welcome,
 )
-from bus.sockets import Sockets
 from controller.config import ControllerConfig
 from controller.dispatcher import Dispatcher
 from controller.shell import Controller

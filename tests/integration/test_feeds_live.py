@@ -12,17 +12,17 @@ import pytest
 import zmq
 from prefix_hits import hits
 
-from bus.codec import pack
 from bus.endpoints import BusAddress
-from bus.hashing import block_hashes
-from bus.loop import Loop
-from bus.messages import Load, MemberKey
-from bus.sockets import Sockets
+from bus.runtime.loop import Loop
+from bus.runtime.sockets import Sockets
+from bus.wire.codec import pack
+from bus.wire.hashing import block_hashes
+from bus.wire.messages import Load, MemberKey
 from controller.feeds.changes import Changes, Cleared, Stored
 from controller.feeds.engine import EngineFeed
 from controller.feeds.kv_events import BlockStored, parse_batch, split_frames
 from controller.feeds.settings import EngineSettings
-from controller.prefix_index import PrefixIndex
+from controller.policies.prefix_index import PrefixIndex
 
 DEADLINE_S = 60.0
 SIZE = 4

@@ -16,7 +16,7 @@ import pytest
 import zmq
 from foreign_wire import EXAMPLES, OURS, Peers, Process, decode, encode, hidden_environment, receive
 
-from nodes.engines.sim import sim_generate
+from nodes.own.engines.sim import sim_generate
 
 CLIENT, SCHEDULER = EXAMPLES / "foreign_client.py", EXAMPLES / "foreign_scheduler.py"
 PROMPT = [5, 6, 7, *range(100, 140)]

@@ -19,11 +19,11 @@ import pytest
 import zmq
 
 from bus.broker import Broker
-from bus.codec import decode, encode
 from bus.endpoints import ControllerAddress
-from bus.epochs import new_epoch
-from bus.hashing import token_bytes
-from bus.messages import (
+from bus.runtime.epochs import new_epoch
+from bus.wire.codec import decode, encode
+from bus.wire.hashing import token_bytes
+from bus.wire.messages import (
     FROM_NODE_DATA,
     NODE_TO_CONTROLLER,
     Attach,
@@ -47,7 +47,7 @@ from bus.messages import (
     Welcome,
     Who,
 )
-from nodes.engines.sim import sim_generate
+from nodes.own.engines.sim import sim_generate
 
 VOCAB = 512
 PROMPT = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24]

@@ -16,10 +16,10 @@ import pytest
 import zmq
 
 from bus.broker import Broker
-from bus.codec import decode, encode
 from bus.endpoints import ControllerAddress
-from bus.hashing import token_bytes
-from bus.messages import (
+from bus.wire.codec import decode, encode
+from bus.wire.hashing import token_bytes
+from bus.wire.messages import (
     CONTROLLER_TO_CLIENT,
     FROM_NODE_DATA,
     Accepted,
@@ -33,7 +33,7 @@ from bus.messages import (
     Submit,
     Tokens,
 )
-from nodes.engines.sim import sim_generate
+from nodes.own.engines.sim import sim_generate
 
 DEADLINE_S = 60.0  # several processes that import torch at once, on a busy machine
 VOCAB = 512

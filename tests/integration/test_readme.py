@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from nodes.engines.sim import sim_generate
-from nodes.engines.tokenizer import tokenizer_for
+from nodes.own.engines.sim import sim_generate
+from nodes.own.engines.tokenizer import tokenizer_for
 from pdbus.launcher.addresses import free_ports
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")

@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bus.hashing import ROOT, block_hashes
-from nodes.blocks import BlockPool, BlockStored
+from bus.wire.hashing import ROOT, block_hashes
+from nodes.own.blocks import BlockPool, BlockStored
 
 SIZE = 2
 

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefix_hits import run_length
 
-from bus.hashing import pack_hashes
-from bus.messages import Hello, Load, Submit
-from controller.groups import Subset
-from controller.loads import LoadTable
+from bus.wire.hashing import pack_hashes
+from bus.wire.messages import Hello, Load, Submit
+from controller.load.groups import Subset
+from controller.load.rank import RankLoad
+from controller.load.table import LoadTable
 from controller.policies.cache_aware import CacheAware
-from controller.rank import RankLoad
 
 SIZE = 16
 CHAIN = list(range(1, 81))  # more than is looked at before the first chance to stop

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.actions import Send
-from bus.hashing import tokens_of
-from bus.messages import Accepted, Attach, Cancel, Detach, Failed, Location, Message, Params, Submit, Tokens
-from nodes.engines.sim import sim_generate
+from bus.wire.hashing import tokens_of
+from bus.wire.messages import Accepted, Attach, Cancel, Detach, Failed, Location, Message, Params, Submit, Tokens
+from nodes.own.engines.sim import sim_generate
 from pdbus.client.core import Begin, CancelAsked, ClientCore, Received, Tick
 from pdbus.client.outcome import Result
 from pdbus.client.plan import RequestPlan, make_legs, prompt_bytes

@@ -10,9 +10,9 @@ import wire_strategies as wire
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus import codec
 from bus.errors import RemoteProtocolError
-from bus.messages import Message
+from bus.wire import codec
+from bus.wire.messages import Message
 
 REASONS = {"size", "version", "syntax", "tag", "schema"}
 

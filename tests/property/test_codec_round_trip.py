@@ -8,9 +8,9 @@ import wire_strategies as wire
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus import codec, topics
 from bus.errors import RemoteProtocolError
-from bus.messages import PUBLICATIONS, Message
+from bus.wire import codec, topics
+from bus.wire.messages import PUBLICATIONS, Message
 
 
 def _tag(message: Message) -> str:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from bus.messages import Accepted, Bye, Cancel, Code, Dispatch, Done, DrainRank, Failed, Hello, Role, StatusQuery
+from bus.wire.messages import Accepted, Bye, Cancel, Code, Dispatch, Done, DrainRank, Failed, Hello, Role, StatusQuery
 from controller.events import FromClient, FromNode, ToClient, ToNode, Undelivered, Unreachable
 
 ROLES: dict[str, Role] = {"p": "prefill", "d": "decode", "u": "unified"}

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from legs_world import VOCAB, Rank, World
 
-from bus.messages import CancelLeg, Ended, KvBlock, KvDone, Tokens
-from nodes.engines.sim import sim_generate
+from bus.wire.messages import CancelLeg, Ended, KvBlock, KvDone, Tokens
+from nodes.own.engines.sim import sim_generate
 
 NAMES = ("p0", "p1", "d0", "d1")
 

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from bus.messages import Ack, Load, Sent
-from controller.groups import Metric
-from controller.loads import LoadTable
+from bus.wire.messages import Ack, Load, Sent
+from controller.load.groups import Metric
+from controller.load.table import LoadTable
 
 RANKS = range(3)
 CONTROLLERS = (11, 12)

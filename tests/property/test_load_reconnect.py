@@ -6,8 +6,8 @@ from controller_world import hello
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bus.messages import Ack, Load
-from controller.loads import LoadTable
+from bus.wire.messages import Ack, Load
+from controller.load.table import LoadTable
 
 ME = 7
 STEPS = st.lists(st.sampled_from(["dispatch", "ingest", "report", "deliver", "swallow", "end"]), max_size=60)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from prefix_hits import hits, run_length
 
-from controller.prefix_index import CONFIRMED, PrefixIndex
+from controller.policies.prefix_index import CONFIRMED, PrefixIndex
 
 SEATS = st.integers(0, 3)
 HASHES = st.lists(st.integers(1, 12), max_size=6)

@@ -12,11 +12,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from bus import topics
 from bus.actions import Send
-from bus.broker_core import Asked, BrokerCore, BrokerLimits, Event, Published, Tick, Unreachable
-from bus.messages import Answer, Drop, Member, Query, Registration, Rooms, Unwatch
-from bus.watches import GRAIN_S
+from bus.broker.core import Asked, BrokerCore, BrokerLimits, Event, Published, Tick, Unreachable
+from bus.broker.watches import GRAIN_S
+from bus.wire import topics
+from bus.wire.messages import Answer, Drop, Member, Query, Registration, Rooms, Unwatch
 
 TTL_S = 2.0
 ROOMS = st.integers(0, 5)

@@ -13,10 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nodes.blocks import BlockPool
-from nodes.engines.base import StepResult
-from nodes.engines.sim import SimEngine, feed, sim_generate
-from nodes.scheduler import Phase, Scheduler, Sequence
+from nodes.own.blocks import BlockPool
+from nodes.own.engines.base import StepResult
+from nodes.own.engines.sim import SimEngine, feed, sim_generate
+from nodes.own.scheduler import Phase, Scheduler, Sequence
 
 VOCAB = 64
 SIZE = 2

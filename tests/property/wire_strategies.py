@@ -10,8 +10,8 @@ import msgspec.inspect as inspect
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from bus import messages
-from bus.messages import Message
+from bus.wire import messages
+from bus.wire.messages import Message
 
 TABLES: dict[str, dict[str, type[Message]]] = {
     name: value for name, value in vars(messages).items() if name.isupper() and isinstance(value, dict)

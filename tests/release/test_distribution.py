@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nodes.engines.sim import sim_generate
+from nodes.own.engines.sim import sim_generate
 
 ROOT = Path(__file__).parents[2]
 DIST = os.environ.get("PDBUS_DIST", "")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from bus.actions import Note, Publish
-from bus.messages import (
+from bus.wire.messages import (
     Ack,
     CancelLeg,
     Code,
@@ -99,7 +99,7 @@ class World:
 
     def pass_time(self, seconds: float, *, alive: Iterable[Hello] = ()) -> None:
         """Tick by tick; the nodes of `alive` stay heard over their connections."""
-        from bus.messages import Pong
+        from bus.wire.messages import Pong
 
         until = self.now + seconds
         while self.now < until:

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from bus.errors import PeerLost
-from bus.messages import RankStatus, Role, Status, StatusQuery
-from nodes.engines.sim import sim_generate
+from bus.wire.messages import RankStatus, Role, Status, StatusQuery
+from nodes.own.engines.sim import sim_generate
 from pdbus.client.channel import Channel, Update
 from pdbus.client.outcome import Result
 from pdbus.client.settings import Options, make_plan, patience, where

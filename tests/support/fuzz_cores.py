@@ -18,13 +18,15 @@ from typing import Any
 import fuzz_messages
 from fuzz_messages import of
 
-from bus import codec, topics
 from bus.actions import Note, Publish, Send
-from bus.broker_core import Asked, BrokerCore, BrokerLimits
-from bus.broker_core import Published as BrokerPublished
-from bus.broker_core import Tick as BrokerTick
-from bus.broker_core import Unreachable as BrokerUnreachable
-from bus.messages import (
+from bus.broker.core import Asked, BrokerCore, BrokerLimits
+from bus.broker.core import Published as BrokerPublished
+from bus.broker.core import Tick as BrokerTick
+from bus.broker.core import Unreachable as BrokerUnreachable
+from bus.embed.publications import PublisherCore
+from bus.embed.resolution import Resolved, ResolverCore
+from bus.wire import codec, topics
+from bus.wire.messages import (
     CLIENT_TO_CONTROLLER,
     CONTROLLER_TO_CLIENT,
     CONTROLLER_TO_NODE,
@@ -50,19 +52,17 @@ from bus.messages import (
     Progress,
     Submit,
 )
-from bus.messages import Ended as EndedLeg
-from bus.publications import PublisherCore
-from bus.resolution import Resolved, ResolverCore
+from bus.wire.messages import Ended as EndedLeg
 from controller.config import ControllerConfig
 from controller.core import ControllerCore
 from controller.events import FromClient, FromNode, Published, Tick, ToClient, ToNode, Undelivered, Unreachable
-from nodes.blocks import BlockPool
-from nodes.engines.base import StepResult
-from nodes.engines.sim import SimEngine
-from nodes.leg_actions import ImportBlock
-from nodes.legs import Legs
-from nodes.scheduler import Scheduler
-from nodes.streams import SendFailure, Streams
+from nodes.link.actions import ImportBlock
+from nodes.link.core import Legs
+from nodes.link.streams import SendFailure, Streams
+from nodes.own.blocks import BlockPool
+from nodes.own.engines.base import StepResult
+from nodes.own.engines.sim import SimEngine
+from nodes.own.scheduler import Scheduler
 from pdbus.client.core import Begin, CancelAsked, ClientCore, Received
 from pdbus.client.core import Tick as ClientTick
 from pdbus.client.plan import RequestPlan, make_legs

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec.inspect as inspect
 
-from bus import codec
 from bus.errors import RemoteProtocolError
-from bus.messages import ENDPOINT, Message
+from bus.wire import codec
+from bus.wire.messages import ENDPOINT, Message
 
 Draw = Callable[[random.Random], Any]
 Table = dict[str, type[Message]]

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bus import codec, messages
-from bus.messages import Message
+from bus.wire import codec, messages
+from bus.wire.messages import Message
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 KINDS: dict[str, type[Message]] = {

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from bus.actions import Note, Send
-from bus.codec import encode
-from bus.hashing import token_bytes
-from bus.messages import (
+from bus.wire.codec import encode
+from bus.wire.hashing import token_bytes
+from bus.wire.messages import (
     Attach,
     Code,
     Dispatch,
@@ -24,15 +24,15 @@ from bus.messages import (
     Role,
     Tokens,
 )
-from nodes.blocks import BlockPool
-from nodes.engines.base import StepResult
-from nodes.engines.sim import SimEngine
-from nodes.fetch import block_crc32
-from nodes.leg_actions import Action, ImportBlock, Locate, Register, Unlocate, Unregister
-from nodes.legs import Legs, Limits
-from nodes.offers import SendBlock
-from nodes.scheduler import Scheduler
-from nodes.streams import Streams
+from nodes.link.actions import Action, ImportBlock, Locate, Register, Unlocate, Unregister
+from nodes.link.core import Legs, Limits
+from nodes.link.sender import SendBlock
+from nodes.link.streams import Streams
+from nodes.own.blocks import BlockPool
+from nodes.own.engines.base import StepResult
+from nodes.own.engines.sim import SimEngine
+from nodes.own.fetch import block_crc32
+from nodes.own.scheduler import Scheduler
 
 VOCAB = 512
 

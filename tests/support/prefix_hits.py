@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from controller.prefix_index import PrefixIndex
+from controller.policies.prefix_index import PrefixIndex
 
 
 def hits(index: PrefixIndex, hashes: Sequence[int]) -> dict[int, int]:

@@ -8,9 +8,10 @@ from typing import TypeVar
 
 import zmq
 
-from bus import codec, topics
 from bus.endpoints import BusAddress, ControllerAddress
-from bus.messages import (
+from bus.runtime.sockets import Socket, Sockets
+from bus.wire import codec, topics
+from bus.wire.messages import (
     CONTROLLER_TO_CLIENT,
     CONTROLLER_TO_NODE,
     Ack,
@@ -28,7 +29,6 @@ from bus.messages import (
     Welcome,
     Who,
 )
-from bus.sockets import Socket, Sockets
 
 M = TypeVar("M", bound=Message)
 WAIT_S = 15.0

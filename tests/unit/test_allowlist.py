@@ -11,8 +11,8 @@ import pytest
 import structlog
 import zmq
 
-from bus import allowlist
-from bus.allowlist import SETTLED_NS, Allowlist
+from bus.runtime import allowlist
+from bus.runtime.allowlist import SETTLED_NS, Allowlist
 
 
 def new_key() -> bytes:

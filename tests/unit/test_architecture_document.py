@@ -1,26 +1,66 @@
-"""docs/architecture.md names every module, in the table of its folder, and none that is gone."""
+"""docs/architecture.md names every folder, says who may import whom, and speaks of nothing that is gone."""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("bus", "controller", "nodes", "pdbus")
+TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
-def test_every_module_has_its_line() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    sections = re.split(r"^#{3,4} `([\w/]+)/`$", text.partition("\n## Modules\n")[2], flags=re.M)
-    said = {
-        f"{folder}/{name}"
-        for folder, body in zip(sections[1::2], sections[2::2], strict=True)
-        for name in re.findall(r"^\| `(\w+\.py)` \| .+ \|$", body, re.M)
-    }
-    there = {
-        str(path.relative_to(ROOT))
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*.py")
-        if path.name != "__init__.py"
-    }
-    assert said == there
+def modules() -> Iterator[Path]:
+    for package in PACKAGES:
+        yield from sorted((ROOT / package).rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Names of modules of ours that `path` imports, for types too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+    return {name for name in names if name.partition(".")[0] in PACKAGES}
+
+
+def test_every_folder_has_its_line() -> None:
+    said = set(re.findall(r"^\| `([\w/]+)/` \|", TEXT.partition("\n## Folders\n")[2], re.M))
+    assert said == {str(path.parent.relative_to(ROOT)) for path in modules()}
+
+
+@pytest.mark.parametrize(
+    ("folder", "allowed"),
+    [
+        ("bus/wire", ("bus.wire", "bus.errors")),
+        ("bus", ("bus",)),
+        ("controller", ("controller", "bus")),
+        ("nodes", ("nodes", "bus")),
+    ],
+)
+def test_nobody_imports_more_than_the_page_says(folder: str, allowed: tuple[str, ...]) -> None:
+    for path in modules():
+        if path.is_relative_to(ROOT / folder):
+            strangers = {n for n in imported(path) if not any(n == a or n.startswith(f"{a}.") for a in allowed)}
+            assert not strangers, f"{path.relative_to(ROOT)} imports {strangers}"
+
+
+def test_what_it_names_is_there() -> None:
+    """Every `package.module.name` in backticks can be imported."""
+    for name in set(re.findall(r"`((?:bus|controller|nodes|pdbus)(?:\.\w+)+)(?:\(\))?`", TEXT)):
+        parts = name.split(".")
+        for length in range(len(parts), 0, -1):
+            try:
+                found = import_module(".".join(parts[:length]))
+            except ModuleNotFoundError:
+                continue
+            for attribute in parts[length:]:
+                found = getattr(found, attribute)
+            break

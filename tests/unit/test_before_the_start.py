@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from bus.errors import ConfigError
-from nodes.engines import factory, weights
+from nodes.own.engines import factory, weights
 from pdbus import demo
 
 
@@ -24,7 +24,7 @@ from pdbus import demo
 )
 def test_what_is_missing_is_known_before_torch_is_imported(patch: str, model: str, says: str) -> None:
     code = (
-        "import sys\nfrom bus.errors import ConfigError\nfrom nodes.engines import factory, reference, smollm2\n"
+        "import sys\nfrom bus.errors import ConfigError\nfrom nodes.own.engines import factory, reference, smollm2\n"
         f"{patch}\n"
         f"for load in (lambda: factory.build_engine(factory.EngineConfig(model={model!r}), None),"
         f" lambda: reference.generate_alone({model!r}, [5], 1)):\n"
@@ -58,7 +58,7 @@ def test_the_demo_prepares_the_model_before_any_rank_starts(
 def test_the_demo_counts_from_one_when_it_computes_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("nodes.engines.reference.generate_alone", lambda *_: [7])
+    monkeypatch.setattr("nodes.own.engines.reference.generate_alone", lambda *_: [7])
     answers = [demo.Answer("a", ids=[7]), demo.Answer("b", ids=[8])]
     demo._verify("tiny", answers, 1)
     assert [answer.equal for answer in answers] == [True, False]

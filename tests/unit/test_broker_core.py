@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from bus import topics
 from bus.actions import Note, Publish, Send
-from bus.broker_core import (
+from bus.broker.core import (
     RESTATE_AGAIN_S,
     RESTATE_FIRST_S,
     Action,
@@ -20,7 +19,8 @@ from bus.broker_core import (
     Tick,
     Unreachable,
 )
-from bus.messages import (
+from bus.wire import topics
+from bus.wire.messages import (
     Answer,
     Beacon,
     BrokerStatus,

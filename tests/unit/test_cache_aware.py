@@ -7,12 +7,12 @@ from controller_world import EPOCH, World, hello, peer_of, submit
 from prefix_hits import hits
 
 from bus.errors import ConfigError
-from bus.hashing import block_hashes, pack_hashes
-from bus.messages import Bye, Hello, Load, Submit
+from bus.wire.hashing import block_hashes, pack_hashes
+from bus.wire.messages import Bye, Hello, Load, Submit
 from controller.config import ControllerConfig
 from controller.events import CacheChanged, FromNode
 from controller.feeds.changes import Stored
-from controller.loads import LoadTable
+from controller.load.table import LoadTable
 from controller.policies.cache_aware import CacheAware
 
 SIZE = 16

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from bus.errors import BusError, ConfigError
-from bus.messages import BrokerStatus, Load, RankStatus, Status
+from bus.wire.messages import BrokerStatus, Load, RankStatus, Status
 from pdbus.cli import COMMANDS, pdbus
 from pdbus.commands.status import as_dict
 from pdbus.commands.up import up
@@ -113,7 +113,7 @@ def test_help_tells_the_usual_places() -> None:
 )
 def test_output_that_cannot_be_written_is_no_traceback(shell: str, code: int, stdout: str, stderr: str) -> None:
     program = (
-        "import click; from bus import cli; "
+        "import click; from bus.runtime import cli; "
         "cli.run(click.command()(lambda: print('caf\\u00e9 \\U0001f680', flush=True)), 'prog')"
     )
     line = shell.format(f'{shlex.quote(sys.executable)} -c "{program}"')

@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from bus.__main__ import main as broker
-from bus.cli import printable
 from bus.endpoints import unresolved, why_silent
 from bus.errors import ConfigError
+from bus.runtime.cli import printable
 from controller.__main__ import main as controller
 from controller.config import ControllerConfig
 from nodes.main import command

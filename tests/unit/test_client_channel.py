@@ -11,9 +11,10 @@ import pytest
 import zmq
 from structlog.testing import capture_logs
 
-from bus.codec import decode, encode
 from bus.errors import PeerLost, RequestFailed
-from bus.messages import (
+from bus.runtime.sockets import Socket, Sockets
+from bus.wire.codec import decode, encode
+from bus.wire.messages import (
     CLIENT_TO_CONTROLLER,
     TO_NODE_DATA,
     Accepted,
@@ -31,7 +32,6 @@ from bus.messages import (
     Submit,
     Tokens,
 )
-from bus.sockets import Socket, Sockets
 from pdbus.client import AsyncClient, Client
 
 WAIT_MS = 30_000

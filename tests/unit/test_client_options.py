@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bus.errors import ConfigError
-from bus.messages import RankState, RankStatus, Status
+from bus.wire.messages import RankState, RankStatus, Status
 from pdbus.client import AsyncClient, Client
 from pdbus.client.plan import make_params, prompt_bytes
 from pdbus.client.settings import DEFAULT_MAX_TOKENS, Options, make_plan, model_of, patience, where

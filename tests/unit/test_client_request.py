@@ -7,8 +7,21 @@ import random
 import pytest
 
 from bus.actions import Send
-from bus.hashing import tokens_of
-from bus.messages import Accepted, Attach, Cancel, Code, Detach, Done, Failed, Location, Message, Params, Submit, Tokens
+from bus.wire.hashing import tokens_of
+from bus.wire.messages import (
+    Accepted,
+    Attach,
+    Cancel,
+    Code,
+    Detach,
+    Done,
+    Failed,
+    Location,
+    Message,
+    Params,
+    Submit,
+    Tokens,
+)
 from pdbus.client.core import Begin, CancelAsked, ClientCore, Received, Tick
 from pdbus.client.outcome import Result
 from pdbus.client.plan import LegPlan, RequestPlan, make_legs, prompt_bytes

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from bus import codec, messages
 from bus.errors import LocalProtocolError, RemoteProtocolError
-from bus.messages import (
+from bus.wire import codec, messages
+from bus.wire.messages import (
     CLIENT_TO_CONTROLLER,
     CONTROLLER_TO_NODE,
     FROM_NODE_DATA,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from controller_world import EPOCH, PARAMS, World, hello, peer_of, prompt, submit
 
-from bus.messages import (
+from bus.wire.messages import (
     Accepted,
     Beacon,
     Bye,

@@ -11,12 +11,12 @@ from controller_world import World, hello
 
 from bus import defaults
 from bus.defaults import IDLE_INTERVALS, INTERVAL_MAX_S, STALE_INTERVALS, STALE_S, bounded_interval_s
-from bus.messages import Load, Member
-from bus.publications import PublisherCore
-from bus.publisher import Publisher
+from bus.embed.publications import PublisherCore
+from bus.embed.publisher import Publisher
+from bus.wire.messages import Load, Member
 from controller.config import ControllerConfig
 from controller.events import Published, Tick
-from controller.rank import RankLoad
+from controller.load.rank import RankLoad
 from nodes.config import NodeConfig
 
 DOCS = Path(__file__).parents[2] / "docs"

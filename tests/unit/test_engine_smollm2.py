@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from bus.messages import Params
-from nodes.engines import smollm2
-from nodes.engines.base import Row
-from nodes.engines.reference import generate_alone
-from nodes.engines.tokenizer import StreamDecoder, Tokenizer, tokenizer_for
-from nodes.engines.weights import load_model
+from bus.wire.messages import Params
+from nodes.own.engines import smollm2
+from nodes.own.engines.base import Row
+from nodes.own.engines.reference import generate_alone
+from nodes.own.engines.tokenizer import StreamDecoder, Tokenizer, tokenizer_for
+from nodes.own.engines.weights import load_model
 
 pytestmark = pytest.mark.model
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from bus.errors import ConfigError
-from bus.loop import Loop
-from bus.messages import Params
-from nodes.engines.base import Row, StepPlan, StepResult
-from nodes.engines.factory import EngineConfig, build_engine
-from nodes.engines.faults import Faults
-from nodes.engines.llama import Llama
-from nodes.engines.llama_config import LlamaConfig
-from nodes.engines.reference import generate_alone
-from nodes.engines.tiny import TINY, load_tiny
-from nodes.engines.torch_engine import TorchEngine
+from bus.runtime.loop import Loop
+from bus.wire.messages import Params
+from nodes.own.engines.base import Row, StepPlan, StepResult
+from nodes.own.engines.factory import EngineConfig, build_engine
+from nodes.own.engines.faults import Faults
+from nodes.own.engines.llama import Llama
+from nodes.own.engines.llama_config import LlamaConfig
+from nodes.own.engines.reference import generate_alone
+from nodes.own.engines.tiny import TINY, load_tiny
+from nodes.own.engines.torch_engine import TorchEngine
 
 GREEDY = Params(ignore_eos=True)
 SAMPLED = Params(temperature=1.2, top_k=50, top_p=0.95, seed=42, ignore_eos=True)

@@ -8,12 +8,12 @@ from collections import Counter
 import pytest
 from controller_world import EPOCH, hello
 
-from bus.codec import pack
 from bus.errors import RemoteProtocolError
-from bus.messages import MemberKey
+from bus.wire.codec import pack
+from bus.wire.messages import MemberKey
 from controller.feeds.changes import Cleared, Stored
 from controller.feeds.nodes import NodeCaches
-from controller.loads import LoadTable
+from controller.load.table import LoadTable
 
 
 def frames(instance: str, seq: int, *hashes: int, dp_rank: int = 0) -> list[bytes]:

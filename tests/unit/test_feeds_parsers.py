@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.codec import pack
 from bus.errors import ConfigError, RemoteProtocolError
-from bus.hashing import block_hashes
+from bus.wire.codec import pack
+from bus.wire.hashing import block_hashes
 from controller.feeds.changes import Cleared, Removed, Stored
 from controller.feeds.kv_events import (
     AllBlocksCleared,
@@ -23,10 +23,10 @@ from controller.feeds.kv_events import (
 from controller.feeds.load_stat import parse_load_stat
 from controller.feeds.settings import EngineSettings, parse_engine
 from controller.feeds.translate import Translator
-from nodes.blocks import BlockPool
-from nodes.blocks import BlockRemoved as PoolRemoved
-from nodes.blocks import BlockStored as PoolStored
-from nodes.kv_events import KvEventLog
+from nodes.own.blocks import BlockPool
+from nodes.own.blocks import BlockRemoved as PoolRemoved
+from nodes.own.blocks import BlockStored as PoolStored
+from nodes.own.kv_events import KvEventLog
 
 SEQ = (7).to_bytes(8, "big")
 

@@ -9,7 +9,7 @@ import golden_frames
 import pytest
 from golden_frames import GOLDEN, KINDS, TAGS, Golden
 
-from bus import codec, messages
+from bus.wire import codec, messages
 
 GOLDENS = [golden for path in sorted(GOLDEN.glob("*.txt")) for golden in golden_frames.read(path)]
 TABLES: dict[str, Any] = {

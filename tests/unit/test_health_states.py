@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from controller_world import load
 
-from bus.messages import NodeState, RankState
+from bus.wire.messages import NodeState, RankState
 from controller.health import Health
 
 KEY = ("i", 0)

@@ -7,10 +7,10 @@ import zlib
 
 import pytest
 
-from bus.messages import KvDone, KvFail, KvMeta, KvPull
-from nodes.engines.base import EngineSpec
-from nodes.fetch import MAX_REPAIRS, MAX_STALLS, STALL_S, Fetch, block_crc32, window_for
-from nodes.offers import HOLD_S, MAX_PULLERS, PARK_S, PULLER_SILENT_S, Offers, SendBlock
+from bus.wire.messages import KvDone, KvFail, KvMeta, KvPull
+from nodes.link.sender import HOLD_S, MAX_PULLERS, PARK_S, PULLER_SILENT_S, Offers, SendBlock
+from nodes.own.engines.base import EngineSpec
+from nodes.own.fetch import MAX_REPAIRS, MAX_STALLS, STALL_S, Fetch, block_crc32, window_for
 
 SPEC = EngineSpec("m", "lay", 100, 4, 10, 16, 50, ())
 

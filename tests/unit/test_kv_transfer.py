@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from bus.codec import decode, encode
-from bus.loop import Loop
-from bus.messages import TO_NODE_DATA, KvDone, KvFail, KvMeta, KvPull
-from bus.sockets import Socket, Sockets
-from nodes.kv import IDLE_S, ZmqKv
+from bus.runtime.loop import Loop
+from bus.runtime.sockets import Socket, Sockets
+from bus.wire.codec import decode, encode
+from bus.wire.messages import TO_NODE_DATA, KvDone, KvFail, KvMeta, KvPull
+from nodes.link.data import IDLE_S, ZmqKv
 
 WAIT_S = 15.0
 

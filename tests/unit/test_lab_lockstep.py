@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nodes.engines.timing import SimTiming
+from nodes.own.engines.timing import SimTiming
 from pdbus.lab.generator import generate
 from pdbus.lab.lockstep import PLACEMENTS, examine
 from pdbus.lab.traces import Trace, TraceRequest

@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from bus.errors import ConfigError
-from nodes.engines.timing import SimTiming
+from nodes.own.engines.timing import SimTiming
 from pdbus.lab.capacity import offered_load, stretch
 from pdbus.lab.config import LabConfig
 from pdbus.lab.metrics import quantile, summarise

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from bus.messages import Load
-from nodes.engines.timing import SimTiming
-from nodes.scheduler import Sequence
+from bus.wire.messages import Load
+from nodes.own.engines.timing import SimTiming
+from nodes.own.scheduler import Sequence
 from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.rank import VirtualRank
 from pdbus.lab.scheduler import DecodeRun

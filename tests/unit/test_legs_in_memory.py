@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from legs_world import PROMPT, VOCAB, Rank, World, start
 
-from bus.codec import encode
-from bus.hashing import token_bytes
-from bus.messages import Attach, CancelLeg, Dispatch, KvBlock, KvFail, KvMeta, Params
-from nodes.engines.sim import sim_generate
-from nodes.leg_actions import Unregister
-from nodes.legs import Limits
+from bus.wire.codec import encode
+from bus.wire.hashing import token_bytes
+from bus.wire.messages import Attach, CancelLeg, Dispatch, KvBlock, KvFail, KvMeta, Params
+from nodes.link.actions import Unregister
+from nodes.link.core import Limits
+from nodes.own.engines.sim import sim_generate
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from controller_world import hello, load
 
-from bus.messages import Role, Sent, SentTo
-from controller.groups import Metric
-from controller.loads import LoadTable
-from controller.rank import RankLoad
+from bus.wire.messages import Role, Sent, SentTo
+from controller.load.groups import Metric
+from controller.load.rank import RankLoad
+from controller.load.table import LoadTable
 
 ME, OTHER = 77, 88
 

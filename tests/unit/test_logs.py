@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from bus import logs
+from bus.runtime import logs
 
 ROOT = Path(__file__).parents[2]
 

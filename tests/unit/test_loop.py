@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import zmq
 
-from bus.epochs import new_epoch
-from bus.loop import Loop
-from bus.sockets import HEADER_MAX, Socket, Sockets
+from bus.runtime.epochs import new_epoch
+from bus.runtime.loop import Loop
+from bus.runtime.sockets import HEADER_MAX, Socket, Sockets
 
 
 class Clock:

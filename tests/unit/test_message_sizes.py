@@ -13,11 +13,11 @@ from legs_world import Rank
 from legs_world import World as LegsWorld
 from msgspec.structs import replace
 
-from bus import codec, topics
 from bus.actions import Publish, Send
-from bus.broker_core import Asked, BrokerCore, BrokerLimits
-from bus.broker_core import Published as Seen
-from bus.messages import (
+from bus.broker.core import Asked, BrokerCore, BrokerLimits
+from bus.broker.core import Published as Seen
+from bus.wire import codec, topics
+from bus.wire.messages import (
     CONTROLLER_TO_CLIENT,
     MAX_DP_SIZE,
     MAX_ROOM,
@@ -36,11 +36,11 @@ from bus.messages import (
     Topology,
     TopologyQuery,
 )
-from bus.status import join, split
+from bus.wire.status import join, split
 from controller.events import FromClient, Tick
-from controller.loads import LoadTable
-from nodes import legs
-from nodes.link import MAX_ENDED_PER_MESSAGE, MAX_STARTED_PER_MESSAGE, Link
+from controller.load.table import LoadTable
+from nodes.link import core as legs
+from nodes.link.connection import MAX_ENDED_PER_MESSAGE, MAX_STARTED_PER_MESSAGE, Link
 
 NAME, MODEL, RID, ENDPOINT = "n" * 64, "\U0001f600" * 128, "\U0001f600" * 128, "e" * 150
 LOAD = Load(*(MAX_ROOM,) * 8, (), *(MAX_ROOM,) * 3)
@@ -171,7 +171,7 @@ def test_a_rank_takes_no_more_than_its_hello_can_list(rid: str, monkeypatch: pyt
 
 
 def cancel(rid: str) -> Any:
-    from bus.messages import CancelLeg
+    from bus.wire.messages import CancelLeg
 
     return CancelLeg(rid, 1)
 

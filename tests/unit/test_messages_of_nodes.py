@@ -11,9 +11,9 @@ from zlib import crc32
 import pytest
 
 from bus.actions import Send
-from bus.codec import encode
-from bus.hashing import token_bytes
-from bus.messages import (
+from bus.wire.codec import encode
+from bus.wire.hashing import token_bytes
+from bus.wire.messages import (
     Attach,
     CancelLeg,
     Detach,
@@ -29,14 +29,14 @@ from bus.messages import (
     Role,
     Tokens,
 )
-from nodes.blocks import BlockPool
-from nodes.engines.sim import SimEngine, sim_generate
-from nodes.fetch import block_crc32
-from nodes.leg_actions import ImportBlock
-from nodes.legs import Legs, Limits
-from nodes.offers import SendBlock
-from nodes.scheduler import Scheduler
-from nodes.streams import SendFailure, Streams
+from nodes.link.actions import ImportBlock
+from nodes.link.core import Legs, Limits
+from nodes.link.sender import SendBlock
+from nodes.link.streams import SendFailure, Streams
+from nodes.own.blocks import BlockPool
+from nodes.own.engines.sim import SimEngine, sim_generate
+from nodes.own.fetch import block_crc32
+from nodes.own.scheduler import Scheduler
 
 PROMPT = list(range(5, 25))  # a full block of 16 and a part of one
 PARAMS = encode(Params())

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from bus import topics
 from bus.actions import Publish, Send
-from bus.broker_core import Asked, BrokerCore, BrokerLimits, Published, Tick
-from bus.messages import (
+from bus.broker.core import Asked, BrokerCore, BrokerLimits, Published, Tick
+from bus.embed.publications import PublisherCore
+from bus.wire import topics
+from bus.wire.messages import (
     Answer,
     Beacon,
     Conflict,
@@ -29,7 +30,6 @@ from bus.messages import (
     TopologyQuery,
     Unwatch,
 )
-from bus.publications import PublisherCore
 
 TTL_S = 10.0
 

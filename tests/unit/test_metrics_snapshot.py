@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from bus.metrics import Histogram, Metric, counter, gauge, histogram, labelled, registry
+from bus.runtime.metrics import Histogram, Metric, counter, gauge, histogram, labelled, registry
 
 
 def scrape(left: Sequence[Metric]) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

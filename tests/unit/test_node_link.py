@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import zmq
 
-from bus.codec import decode, encode
-from bus.messages import NODE_TO_CONTROLLER, Bye, Ended, Hello, Message, NodeState, Progress, Refused, Welcome
-from nodes import link as module
-from nodes.link import HELLO_S, MAX_ENDED_PER_MESSAGE, Link
+from bus.wire.codec import decode, encode
+from bus.wire.messages import NODE_TO_CONTROLLER, Bye, Ended, Hello, Message, NodeState, Progress, Refused, Welcome
+from nodes.link import connection as module
+from nodes.link.connection import HELLO_S, MAX_ENDED_PER_MESSAGE, Link
 
 ENDS = [Ended(f"r{n}", 1, "unified", "ok") for n in range(3 * MAX_ENDED_PER_MESSAGE)]
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from bus.messages import Welcome
+from bus.wire.messages import Welcome
 from controller.events import FromNode
 from pdbus.bench import scripts
 from pdbus.bench.controller_parts import core_of

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nodes.engines.needs import TORCH_EXTRA
+from nodes.own.engines.needs import TORCH_EXTRA
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("bus", "nodes", "controller", "pdbus")
@@ -81,7 +81,7 @@ def test_packages_import_only_what_the_architecture_allows(package: str) -> None
 
 @pytest.mark.parametrize(
     ("module", "only_in"),
-    [("msgpack", ["bus/codec.py", "pdbus/bench/report.py"]), ("pickle", []), ("marshal", [])],
+    [("msgpack", ["bus/wire/codec.py", "pdbus/bench/report.py"]), ("pickle", []), ("marshal", [])],
 )
 def test_one_codec_and_no_pickle(module: str, only_in: list[str]) -> None:
     """The benchmark times bare MessagePack as the floor under our codec."""

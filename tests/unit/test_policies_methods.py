@@ -8,12 +8,12 @@ from controller_world import hello, load, submit
 
 from bus.errors import ConfigError
 from controller.config import ControllerConfig
-from controller.groups import Metric, Subset
-from controller.loads import LoadTable
+from controller.load.groups import Metric, Subset
+from controller.load.rank import RankLoad
+from controller.load.table import LoadTable
 from controller.placement import Placement
 from controller.policies import POLICIES, resolve
-from controller.rank import RankLoad
-from controller.requests import Refusal
+from controller.requests.request import Refusal
 
 
 def table_of(count: int, instances: int = 1, dp_size: int | None = None) -> tuple[LoadTable, list[RankLoad]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefix_hits import hits
 
-from controller.prefix_index import PrefixIndex
+from controller.policies.prefix_index import PrefixIndex
 
 A, B, C = 0, 1, 5  # seats
 

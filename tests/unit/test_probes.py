@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from bus import probes
 from bus.errors import StartError
-from bus.loop import Loop
-from bus.metrics import Metric, counter
-from bus.probes import HEALTHY_S, MAX_ASKING
+from bus.runtime import probes
+from bus.runtime.loop import Loop
+from bus.runtime.metrics import Metric, counter
+from bus.runtime.probes import HEALTHY_S, MAX_ASKING
 
 HOST = "127.0.0.1"
 WAIT_S = 30.0

@@ -1,4 +1,4 @@
-"""docs/protocol.md says what bus/messages.py says, its examples are real bytes, and each MUST has a test."""
+"""docs/protocol.md says what bus/wire/messages.py says, its examples are real bytes, and each MUST has a test."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from golden_frames import KINDS, build
 
-from bus import codec, messages
-from bus.hashing import block_hashes, pack_hashes
+from bus.wire import codec, messages
+from bus.wire.hashing import block_hashes, pack_hashes
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from bus.actions import Publish
-from bus.messages import (
+from bus.embed.publications import CHUNK, REPORT_GAP_S, PublisherCore
+from bus.wire.messages import (
     Beacon,
     Conflict,
     Drop,
@@ -23,7 +24,6 @@ from bus.messages import (
     Resync,
     Rooms,
 )
-from bus.publications import CHUNK, REPORT_GAP_S, PublisherCore
 
 
 def core(**fields: Any) -> PublisherCore:

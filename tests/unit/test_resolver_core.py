@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from bus.actions import Send
-from bus.messages import (
+from bus.embed.resolution import ASK_AGAIN_S, QUERY_ID, TOPOLOGY_OLD_S, Action, Resolved, ResolverCore
+from bus.wire.messages import (
     Answer,
     Beacon,
     Found,
@@ -19,7 +20,6 @@ from bus.messages import (
     TopologyQuery,
     Unwatch,
 )
-from bus.resolution import ASK_AGAIN_S, QUERY_ID, TOPOLOGY_OLD_S, Action, Resolved, ResolverCore
 
 
 def where(dp_rank: int, epoch: int = 1, instance: str = "prefill-0") -> Location:

@@ -6,8 +6,8 @@ import gc
 
 import pytest
 
-from bus.messages import Location
-from bus.rooms import REMOVAL_COST, SHARDS, SWEEPS_PER_TTL, Owner, RoomTable
+from bus.broker.rooms import REMOVAL_COST, SHARDS, SWEEPS_PER_TTL, Owner, RoomTable
+from bus.wire.messages import Location
 
 TTL_S = 120.0
 

@@ -10,8 +10,8 @@ from collections import Counter
 import pytest
 import torch
 
-from bus.messages import Params
-from nodes.engines.sampling import draw, sample
+from bus.wire.messages import Params
+from nodes.own.engines.sampling import draw, sample
 
 PROBABILITIES = [0.4, 0.05, 0.3, 0.15, 0.1]
 LOGITS = torch.tensor([PROBABILITIES]).log() + 7.0
@@ -64,7 +64,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 
 def test_draws_are_equal_in_another_process_and_spread():
-    code = "from nodes.engines.sampling import draw; print([draw(11, i) for i in range(20)])"
+    code = "from nodes.own.engines.sampling import draw; print([draw(11, i) for i in range(20)])"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
     draws = [draw(11, index) for index in range(20)]
     assert other.strip() == str(draws)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from bus.hashing import block_hashes, pack_hashes, token_bytes, tokens_of, unpack_hashes
-from nodes.blocks import BlockPool
-from nodes.engines.base import StepPlan, StepResult
-from nodes.scheduler import Output, Phase, Scheduler, Sequence
+from bus.wire.hashing import block_hashes, pack_hashes, token_bytes, tokens_of, unpack_hashes
+from nodes.own.blocks import BlockPool
+from nodes.own.engines.base import StepPlan, StepResult
+from nodes.own.scheduler import Output, Phase, Scheduler, Sequence
 
 
 def scheduler(blocks: int = 16, **changes: int) -> Scheduler:

@@ -9,8 +9,8 @@ import pytest
 import zmq
 
 from bus.errors import ConfigError, StartError
-from bus.security import load_keys, new_client_keys, new_keys
-from bus.sockets import Sockets
+from bus.runtime.security import load_keys, new_client_keys, new_keys
+from bus.runtime.sockets import Sockets
 
 
 def _exchange(server: Sockets, client: Sockets, *, domain: str = "clients", wait_ms: int = 2000) -> bool:

@@ -13,9 +13,9 @@ import pytest
 
 from bus import Broker, BrokerConfig, ConfigError, Load, PartFailed, Publisher, Resolver, StartError
 from bus.endpoints import ControllerAddress
-from bus.messages import Failed, StatusQuery
-from bus.service import Service
-from bus.sockets import Sockets
+from bus.runtime.service import Service
+from bus.runtime.sockets import Sockets
+from bus.wire.messages import Failed, StatusQuery
 from controller import ControllerConfig, Dispatcher
 from controller.shell import Controller
 from pdbus.client.channel import Channel

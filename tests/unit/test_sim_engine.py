@@ -11,11 +11,11 @@ from collections.abc import Callable
 import pytest
 
 from bus.errors import ConfigError
-from bus.messages import Params
-from nodes.engines.base import Row, StepPlan, StepResult
-from nodes.engines.faults import CRASH_EXIT_CODE, Faults
-from nodes.engines.sim import SimEngine, sim_generate
-from nodes.engines.timing import TIMINGS, SimTiming, timing_named
+from bus.wire.messages import Params
+from nodes.own.engines.base import Row, StepPlan, StepResult
+from nodes.own.engines.faults import CRASH_EXIT_CODE, Faults
+from nodes.own.engines.sim import SimEngine, sim_generate
+from nodes.own.engines.timing import TIMINGS, SimTiming, timing_named
 
 GREEDY = Params()
 
@@ -182,7 +182,7 @@ def test_injected_faults():
 
 def test_injected_crash_kills_the_process():
     code = (
-        "from nodes.engines.base import Row; from nodes.engines.faults import Faults\n"
+        "from nodes.own.engines.base import Row; from nodes.own.engines.faults import Faults\n"
         "faults = Faults(crash_token=2)\n"
         "print(repr(faults.fed([Row(1, [5, 3], 0, [0], None)])), flush=True)\n"
         "faults.fed([Row(1, [5, 2], 0, [0], None)])\n"

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from bus.errors import ConfigError
-from bus.messages import Code, FinishReason
+from bus.wire.messages import Code, FinishReason
 from pdbus.client.outcome import Result
 from pdbus.soak import Ledger, SoakConfig
 from pdbus.soak.run import Verdict

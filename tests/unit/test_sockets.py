@@ -15,7 +15,7 @@ import zmq
 from structlog.testing import capture_logs
 
 from bus.errors import ConfigError, StartError
-from bus.sockets import HEADER_MAX, Socket, Sockets
+from bus.runtime.sockets import HEADER_MAX, Socket, Sockets
 
 WAIT_MS = 10_000
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from bus.actions import Send
-from bus.messages import MAX_TOKENS_PER_MESSAGE, Attach, Detach, Tokens
-from nodes import streams as module
-from nodes.streams import ATTACH_WAIT_S, KEEP_FINISHED_S, KEEPALIVE_S, RETRY_S, SendFailure, Streams
+from bus.wire.messages import MAX_TOKENS_PER_MESSAGE, Attach, Detach, Tokens
+from nodes.link import streams as module
+from nodes.link.streams import ATTACH_WAIT_S, KEEP_FINISHED_S, KEEPALIVE_S, RETRY_S, SendFailure, Streams
 
 A, B = b"reader-a", b"reader-b"
 

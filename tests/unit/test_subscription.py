@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from bus import topics
-from bus.codec import encode
 from bus.errors import RemoteProtocolError
-from bus.messages import Beacon, Message, Resync, Sent
-from bus.subscription import read
+from bus.wire import topics
+from bus.wire.codec import encode
+from bus.wire.messages import Beacon, Message, Resync, Sent
+from bus.wire.subscription import read
 
 MESSAGES = [Beacon(5, 1, 0.25), Resync("prefill-0", 1, 7), Sent("controller-0", 9, 1, ())]
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from bus.errors import ConfigError
-from nodes.engines import smollm2
-from nodes.engines.cache import Progress, cache_root, made_once
-from nodes.engines.needs import TORCH_EXTRA
-from nodes.engines.tokenizer import ByteTokenizer, StreamDecoder, tokenizer_for
+from nodes.own.engines import smollm2
+from nodes.own.engines.cache import Progress, cache_root, made_once
+from nodes.own.engines.needs import TORCH_EXTRA
+from nodes.own.engines.tokenizer import ByteTokenizer, StreamDecoder, tokenizer_for
 
 TEXTS = [
     "",
@@ -74,10 +74,10 @@ def test_sim_and_tokenizer_need_neither_torch_nor_numpy():
         "import sys\n"
         "for name in ('torch', 'numpy', 'tokenizers', 'gguf', 'safetensors'): sys.modules[name] = None\n"
         "from bus.errors import ConfigError\n"
-        "from bus.loop import Loop\n"
-        "from nodes.engines.factory import EngineConfig, build_engine\n"
-        "from nodes.engines.tokenizer import tokenizer_for\n"
-        "from nodes.engines.reference import generate_alone\n"
+        "from bus.runtime.loop import Loop\n"
+        "from nodes.own.engines.factory import EngineConfig, build_engine\n"
+        "from nodes.own.engines.tokenizer import tokenizer_for\n"
+        "from nodes.own.engines.reference import generate_alone\n"
         "loop = Loop()\n"
         "build_engine(EngineConfig(engine='sim', model='m'), loop)\n"
         "assert tokenizer_for('m').decode(tokenizer_for('m').encode('ok')) == 'ok'\n"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bus import topics
-from bus.messages import Beacon, Conflict, Load, LoadReport, Location, Member, Message, Ping, Resync, Rooms, Sent
+from bus.wire import topics
+from bus.wire.messages import Beacon, Conflict, Load, LoadReport, Location, Member, Message, Ping, Resync, Rooms, Sent
 
 LOAD = Load(1, 1, 0, 0, 0, 0, 100, 4)
 

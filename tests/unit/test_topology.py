@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from bus import topology
-from bus.messages import InstanceInfo, Member
-from bus.topology import FORGET_S, Topology
+from bus.broker import topology
+from bus.broker.topology import FORGET_S, Topology
+from bus.wire.messages import InstanceInfo, Member
 
 
 def member(dp_rank: int = 0, epoch: int = 1, **fields: Any) -> Member:

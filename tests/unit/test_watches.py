@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.watches import GRAIN_S, Watches
+from bus.broker.watches import GRAIN_S, Watches
 
 
 def test_take_ends_every_watch_of_a_room() -> None:

@@ -1,0 +1,234 @@
+"""The broker's shell: the C proxy for publications, the bootstrap ROUTER, the clock. Decides nothing.
+
+`Broker` runs on a thread of its own (`with Broker("ipc:///dir/bus") as broker:`) or, for `python -m bus`, on the
+caller's (`open`, `loop.run`, `close`). Publications are forwarded by `zmq.proxy` on one more thread, outside Python;
+the broker's own PUB and SUB reach the proxy over inproc, so it sees what every other subscriber sees. While nobody
+watches a room, publications change nothing that anybody could see until somebody asks, so they rest (`Loop.rest`):
+read before the next question is answered, or with the next tick.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import zmq
+
+from bus import defaults
+from bus.actions import Note, Send
+from bus.broker.core import Action, Asked, BrokerCore, BrokerLimits, Event, Published, Tick, Unreachable
+from bus.endpoints import BusAddress
+from bus.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from bus.runtime import metrics, probes
+from bus.runtime.epochs import new_epoch
+from bus.runtime.frames import send
+from bus.runtime.logs import get_logger
+from bus.runtime.security import load_keys
+from bus.runtime.service import Service
+from bus.runtime.sockets import Socket, Sockets
+from bus.wire import codec, topics
+from bus.wire.messages import PUBLICATIONS, TO_BROKER, Code, Message, Query, Refused
+
+TICK_S = 0.025
+IDLE_TICK_S = 0.25  # what rests is not left for longer
+BEHIND_TICK_S = 0.002  # a long sweep goes in short turns, with room for questions between them
+PEERS_REMEMBERED = 4096
+_PUB_INSIDE = "inproc://publish"
+_SUB_INSIDE = "inproc://subscribe"
+_GAUGES = ("rooms_alive", "rooms_held", "watches", "ranks")
+
+log = get_logger("broker")
+
+
+@dataclass(frozen=True)
+class BrokerConfig:
+    """`address` is a base (`bus.endpoints`); `keys` a directory of CURVE keys, empty for none; times in seconds."""
+
+    address: str
+    room_ttl_s: float = defaults.ROOM_TTL_S
+    beacon_s: float = defaults.BEACON_S
+    max_rooms: int = defaults.MAX_ROOMS
+    max_rooms_per_publisher: int = 200_000
+    max_watches: int = 262_144
+    max_watches_per_peer: int = 65_536
+    metrics_port: int = 0
+    metrics_host: str = defaults.METRICS_HOST
+    keys: str = ""
+
+    def __post_init__(self) -> None:
+        BusAddress(self.address)
+        if not 0.01 <= self.room_ttl_s <= 86_400:
+            raise ConfigError(f"room_ttl_s {self.room_ttl_s:g}: a room lives between 0.01 s and a day (86400 s)")
+        if not 0.01 <= self.beacon_s <= 60:
+            raise ConfigError(f"beacon_s {self.beacon_s:g}: choose between 0.01 s and 60 s")
+        for name in ("max_rooms", "max_rooms_per_publisher", "max_watches", "max_watches_per_peer"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1")
+
+
+class Broker(Service):
+    """Embedded: `with Broker(address) as broker:`; StartError on entry if an endpoint is taken."""
+
+    part = "broker"
+
+    def __init__(self, config: BrokerConfig | str) -> None:
+        self.config = BrokerConfig(config) if isinstance(config, str) else config
+        self.address = BusAddress(self.config.address)
+        self.epoch = new_epoch()
+        self.rejected: Counter[str] = Counter()
+        self._batches = metrics.Histogram(metrics.SIZES)
+        self._rejecters: set[bytes] = set()
+        self._dozing = False
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def _open(self, exits: ExitStack) -> None:
+        config = self.config
+        keys = load_keys(config.keys, server=True) if config.keys else None
+        self._sockets = exits.enter_context(Sockets(keys=keys))
+        xsub = self._sockets.xsub(self.address.publish, _PUB_INSIDE)
+        xpub = self._sockets.xpub(self.address.subscribe, _SUB_INSIDE)
+        self._router = self._sockets.router(self.address.bootstrap)
+        self._pub = self._sockets.pub(_PUB_INSIDE)
+        self._sub = self._sockets.sub(_SUB_INSIDE, (topics.ROOMS, topics.MEMBER))
+        limits = BrokerLimits(
+            room_ttl_s=config.room_ttl_s,
+            beacon_s=config.beacon_s,
+            max_rooms=config.max_rooms,
+            max_rooms_per_publisher=config.max_rooms_per_publisher,
+            max_watches=config.max_watches,
+            max_watches_per_peer=config.max_watches_per_peer,
+        )
+        self.core = BrokerCore(limits, self.epoch, self.loop.clock())
+        self._proxy = threading.Thread(target=_forward, args=(xsub, xpub), name="broker-proxy", daemon=True)
+        self._proxy.start()
+        self._sockets.release(xsub)
+        self._sockets.release(xpub)
+        self.loop.add(self._sub, self._on_publication, budget=512)
+        self.loop.add(self._router, self._on_request)
+        self.loop.after_turn(self._rest)
+        self._tick()
+        if config.metrics_port:
+            exits.callback(
+                probes.serve(self.loop, config.metrics_host, config.metrics_port, self._gather, self._unready)
+            )
+        log.info("broker.started", address=self.address.base, epoch=self.epoch)
+
+    # --- in ---------------------------------------------------------------------------------------------------------
+
+    def _on_publication(self, frames: list[bytes]) -> None:
+        topic = frames[0]
+        try:
+            if len(frames) != 2:
+                raise RemoteProtocolError("frames", f"{len(frames)} frames")
+            message = codec.decode(frames[1], PUBLICATIONS)
+        except RemoteProtocolError as error:
+            self._reject(topic, error)
+            return
+        self._handle(Published(topic, message))
+
+    def _on_request(self, frames: list[bytes]) -> None:
+        peer = frames[0]
+        try:
+            if len(frames) != 3 or frames[1]:
+                raise RemoteProtocolError("frames", "want an empty frame, then one message")
+            message = codec.decode(frames[2], TO_BROKER)
+        except RemoteProtocolError as error:
+            self._reject(peer, error)
+            code: Code = "bad_version" if error.reason == "version" else "bad_message"
+            self._send(peer, Refused(code, str(error)[:1024]))
+            return
+        if isinstance(message, Query):
+            self._batches.observe(len(message.rooms))
+        self._handle(Asked(peer, message))
+
+    def _reject(self, peer: bytes, error: RemoteProtocolError) -> None:
+        self.rejected[error.reason] += 1
+        if peer not in self._rejecters and len(self._rejecters) < PEERS_REMEMBERED:
+            self._rejecters.add(peer)
+            log.warning("message.rejected", peer=repr(peer[:100]), reason=error.reason, detail=error.detail[:200])
+
+    # --- out --------------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: Event) -> None:
+        for action in self.core.handle(event, self.loop.clock()):
+            self._do(action)
+        if self._dozing and self.core.busy:
+            self._timer.cancel()
+            self._tick()
+
+    def _rest(self) -> None:
+        self.loop.rest(self._sub, not self.core.watches.size)
+
+    def _tick(self) -> None:
+        """Often while something may end, else for beacons and what rests: an idle broker hardly wakes."""
+        self._dozing = False
+        self._handle(Tick())
+        self._dozing = not self.core.busy
+        idle_s = min(self.config.beacon_s, IDLE_TICK_S)
+        pause_s = idle_s if self._dozing else BEHIND_TICK_S if self.core.behind else TICK_S
+        self._timer = self.loop.call_later(pause_s, self._tick)
+
+    def _do(self, action: Action) -> None:
+        if isinstance(action, Send):
+            self._send(action.peer, action.message)
+        elif isinstance(action, Note):
+            getattr(log, action.level)(action.event, cause=action.cause, **action.fields)
+        else:
+            self._pub.send_multipart((topics.of(action.message), codec.encode(action.message)))
+
+    def _send(self, peer: bytes, message: Message) -> None:
+        try:
+            frame = codec.encode(message)
+        except LocalProtocolError:
+            refusal = Refused("too_many", "the answer does not fit in a message; ask for less", _id_of(message))
+            frame = codec.encode(refusal)
+        try:
+            send(self._router, (peer, b"", frame))
+        except zmq.ZMQError as error:
+            if error.errno == errno.EHOSTUNREACH:
+                self._handle(Unreachable(peer))
+            elif error.errno == errno.EAGAIN:  # it does not read: it asks again, or its deadline passes
+                self.core.tally["answers_dropped"] += 1
+            else:
+                raise
+
+    # --- metrics ----------------------------------------------------------------------------------------------------
+
+    def _unready(self) -> str:
+        return "" if self._proxy.is_alive() else "publications are not forwarded"
+
+    def _gather(self) -> tuple[metrics.Metric, ...]:
+        counts = self.core.counts()
+        gatekeeper = self._sockets.gatekeeper
+        refused = dict(gatekeeper.refused) if gatekeeper else {}
+        return (
+            *(metrics.gauge(f"pdbus_broker_{name}", f"{name} now", counts.pop(name)) for name in _GAUGES),
+            *(metrics.counter(f"pdbus_broker_{name}_total", f"{name} so far", n) for name, n in counts.items()),
+            metrics.labelled(
+                "counter", "pdbus_broker_rejected_total", "messages dropped, by reason", "reason", self.rejected.copy()
+            ),
+            metrics.labelled(
+                "counter", "pdbus_broker_peers_refused_total", "peers not on the allowlist", "domain", refused
+            ),
+            metrics.histogram("pdbus_broker_query_batch_rooms", "rooms in a query", self._batches.frozen()),
+        )
+
+
+def _forward(xsub: Socket, xpub: Socket) -> None:
+    """Until the Context ends; both sockets belong to this thread from its start on."""
+    try:
+        zmq.proxy(xsub, xpub)
+    except zmq.ContextTerminated:
+        pass
+    finally:
+        xsub.close(linger=0)
+        xpub.close(linger=0)
+
+
+def _id_of(message: Message) -> int:
+    number = getattr(message, "id", 0)
+    return number if isinstance(number, int) else 0

@@ -1,0 +1,185 @@
+"""Who is on the bus: instances, their ranks, each rank's epochs and lease. Pure; must not know rooms or sockets.
+
+Epochs are random, so the newest one is the one heard of last; the epochs before it are remembered for a while, so
+that a message delayed from an earlier start does not bring it back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from bus.broker.rooms import Owner
+from bus.defaults import SILENT_INTERVALS, bounded_interval_s
+from bus.wire.messages import InstanceInfo, Member, MemberInfo, MemberKey, Role
+
+FORGET_S = 60.0  # a rank that is gone, or silent for this long past its lease, leaves the table
+MAX_INSTANCES = 1024
+MAX_RANKS = 16_384
+_EPOCHS_REMEMBERED = 8
+
+
+class Rank:
+    """All the broker knows of one rank."""
+
+    __slots__ = (
+        "dp_rank", "epoch", "heard_at", "instance", "lease_s", "member", "owner", "restate_after_s", "restate_at",
+        "retired", "rooms_seq",
+    )  # fmt: skip
+
+    def __init__(self, instance: str, dp_rank: int, epoch: int, now: float) -> None:
+        self.instance = instance
+        self.dp_rank = dp_rank
+        self.epoch = epoch
+        self.retired: deque[int] = deque(maxlen=_EPOCHS_REMEMBERED)
+        self.heard_at = now
+        self.lease_s = SILENT_INTERVALS  # until it says how often it speaks
+        self.member: Member | None = None  # None: it has published, but not introduced itself
+        self.owner: Owner | None = None
+        self.rooms_seq = 0  # of its last Rooms message
+        self.restate_at: float | None = None  # when to ask it to restate its rooms
+        self.restate_after_s = 0.0
+
+    def is_gone(self) -> bool:
+        return self.member is not None and self.member.state == "gone"
+
+    def is_silent(self, now: float) -> bool:
+        return now - self.heard_at > self.lease_s
+
+    def is_ready(self, now: float) -> bool:
+        return self.member is not None and self.member.state == "ready" and not self.is_silent(now)
+
+
+class Instance:
+    """Ranks that agree on role, model and dp_size."""
+
+    __slots__ = ("ranks", "shape")
+
+    def __init__(self) -> None:
+        self.shape: tuple[Role, str, int] | None = None  # role, model, dp_size
+        self.ranks: dict[int, Rank] = {}
+
+
+class Topology:
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(
+            ("stale_epoch", "dp_size_mismatch", "role_mismatch", "model_mismatch", "bad_rank", "too_many_ranks"), 0
+        )
+        self.size = 0
+        self._instances: dict[str, Instance] = {}
+
+    def __iter__(self) -> Iterator[Rank]:
+        for instance in self._instances.values():
+            yield from instance.ranks.values()
+
+    def get(self, key: MemberKey) -> Rank | None:
+        instance = self._instances.get(key[0])
+        return instance.ranks.get(key[1]) if instance else None
+
+    # --- what is heard ----------------------------------------------------------------------------------------------
+
+    def hear(self, name: str, dp_rank: int, epoch: int, now: float) -> Rank | None:
+        """The rank that speaks, alive now; a new epoch starts its record afresh. None: an old epoch, or no space."""
+        instance = self._instances.get(name)
+        rank = instance.ranks.get(dp_rank) if instance else None
+        if rank is None:
+            if self.size >= MAX_RANKS or (instance is None and len(self._instances) >= MAX_INSTANCES):
+                self.counts["too_many_ranks"] += 1
+                return None
+            rank = Rank(name, dp_rank, epoch, now)
+            self._instances.setdefault(name, Instance()).ranks[dp_rank] = rank
+            self.size += 1
+        elif rank.epoch != epoch:
+            if epoch in rank.retired:
+                self.counts["stale_epoch"] += 1
+                return None
+            rank.retired.append(rank.epoch)
+            rank.epoch = epoch
+            rank.member = None
+            rank.rooms_seq = 0
+            rank.restate_at = None
+        rank.heard_at = now
+        return rank
+
+    def refusal(self, member: Member, now: float) -> str:
+        """Why `member` contradicts the rest of its instance (a key of `counts`), or an empty string."""
+        if member.dp_rank >= member.dp_size:
+            return "bad_rank"
+        instance = self._instances.get(member.instance)
+        if instance is None or instance.shape is None:
+            return ""
+        role, model, dp_size = instance.shape
+        reason = (
+            "role_mismatch" if member.role != role
+            else "model_mismatch" if member.model != model
+            else "dp_size_mismatch" if member.dp_size != dp_size
+            else ""
+        )  # fmt: skip
+        others = (rank for rank in instance.ranks.values() if rank.dp_rank != member.dp_rank)
+        if reason and not any(rank.member and not rank.is_gone() and not rank.is_silent(now) for rank in others):
+            return ""  # nobody is left to disagree with: the instance was deployed anew
+        return reason
+
+    def introduce(self, member: Member, now: float) -> Rank | None:
+        """Take in what a rank says of itself; None when it is refused, with the reason counted."""
+        if reason := self.refusal(member, now):
+            self.counts[reason] += 1
+            return None
+        rank = self.hear(member.instance, member.dp_rank, member.epoch, now)
+        if rank is None:
+            return None
+        rank.member = member
+        rank.lease_s = SILENT_INTERVALS * bounded_interval_s(member.interval_s)
+        instance = self._instances[member.instance]
+        shape = (member.role, member.model, member.dp_size)
+        if instance.shape not in (None, shape):
+            for other in instance.ranks.values():
+                if other is not rank:
+                    other.member = None  # of the earlier deployment
+        instance.shape = shape
+        return rank
+
+    def forget(self, now: float) -> list[Rank]:
+        """Remove the ranks that have been away for long; the caller retires what they owned."""
+        away = [rank for rank in self if now - rank.heard_at > rank.lease_s + FORGET_S]
+        for rank in away:
+            instance = self._instances[rank.instance]
+            del instance.ranks[rank.dp_rank]
+            self.size -= 1
+            if not instance.ranks:
+                del self._instances[rank.instance]
+        return away
+
+    # --- what is told -------------------------------------------------------------------------------------------------
+
+    def infos(self, name: str, now: float) -> tuple[InstanceInfo, ...]:
+        """One instance, or all of them for an empty name."""
+        names = [name] if name else sorted(self._instances)
+        known = ((each, self._instances.get(each)) for each in names)
+        return tuple(_info(each, instance, now) for each, instance in known if instance and instance.shape)
+
+
+def _info(name: str, instance: Instance, now: float) -> InstanceInfo:
+    assert instance.shape is not None
+    role, model, dp_size = instance.shape
+    known = sorted((rank for rank in instance.ranks.values() if rank.member), key=lambda rank: rank.dp_rank)
+    present = [rank.member for rank in known if rank.member and not rank.is_gone()]
+    return InstanceInfo(
+        instance=name,
+        role=role,
+        model=model,
+        dp_size=dp_size,
+        ready=len(known) == dp_size and all(rank.is_ready(now) for rank in known),
+        follow_bootstrap_room=bool(present) and all(member.follow_bootstrap_room for member in present),
+        ranks=tuple(
+            MemberInfo(
+                dp_rank=rank.dp_rank,
+                epoch=rank.epoch,
+                state=rank.member.state,
+                endpoint=rank.member.endpoint,
+                age_s=max(0.0, now - rank.heard_at),
+            )
+            for rank in known
+            if rank.member
+        ),
+    )

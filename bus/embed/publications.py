@@ -1,0 +1,350 @@
+"""What one rank publishes, and when: registrations, load, membership, restatements. Pure; must not touch sockets.
+
+`PublisherCore`'s methods return publications to send, in order. Registrations and drops of one turn leave together
+at `flush`, with the load piggybacked; `tick` (every few tens of milliseconds) flushes, refreshes rooms before their
+TTL runs out, repeats the membership and restates what is live when the broker asks or is new. A rank without work
+and rooms speaks less often, and says so (`Member.interval_s`); what changes is published at once all the same.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+from msgspec import structs
+
+from bus.actions import Publish
+from bus.defaults import IDLE_INTERVALS, REPORT_INTERVAL_S, ROOM_TTL_S
+from bus.wire.messages import (
+    MAX_ROOM,
+    Beacon,
+    Code,
+    Conflict,
+    Drop,
+    Endpoint,
+    Load,
+    LoadReport,
+    Member,
+    Message,
+    NodeState,
+    Registration,
+    Resync,
+    Role,
+    Rooms,
+)
+
+CHUNK = 1024  # registrations in a message: decoding and applying one takes the broker about a millisecond
+CHUNKS_PER_FLUSH = 4  # of a restatement or refresh, so that a turn stays short
+REPORT_GAP_S = 0.05  # a changing load is published at most this often
+RESTATE_GAP_S = 0.05
+IDLE_AFTER_INTERVALS = 4  # a rank is idle when nothing has changed for so many
+MAX_ATTEMPT = 1_000_000
+LIVES = 10  # a room that is never dropped is refreshed for this many TTLs, then forgotten
+
+
+class _Live:
+    """A room registered and not dropped; times are of the first and the latest registration."""
+
+    __slots__ = ("attempt", "refreshed_at", "since")
+
+    def __init__(self, attempt: int, now: float) -> None:
+        self.attempt = attempt
+        self.since = now
+        self.refreshed_at = now
+
+
+class PublisherCore:
+    """One rank's publications; `on_conflict` hears of rooms that another rank claims too."""
+
+    def __init__(
+        self,
+        *,
+        instance: str,
+        dp_rank: int,
+        epoch: int,
+        role: Role,
+        model: str,
+        dp_size: int,
+        endpoint: Endpoint,
+        interval_s: float = REPORT_INTERVAL_S,
+        room_ttl_s: float = ROOM_TTL_S,
+        max_rooms: int = 100_000,
+        state: NodeState = "starting",
+        follow_bootstrap_room: bool = False,
+        on_conflict: Callable[[Conflict], None] | None = None,
+    ) -> None:
+        self.instance = instance
+        self.dp_rank = dp_rank
+        self.epoch = epoch
+        self.role: Role = role
+        self.model = model
+        self.dp_size = dp_size
+        self.endpoint = endpoint
+        self.interval_s = interval_s
+        self.room_ttl_s = room_ttl_s
+        self.state: NodeState = state
+        self.follow_bootstrap_room = follow_bootstrap_room
+        self.broker_epoch = 0  # 0: no beacon heard yet
+        self.conflicts: deque[Conflict] = deque(maxlen=1024)
+        self.counts = dict.fromkeys(("registered", "dropped", "refreshed", "restated", "evicted", "invalid"), 0)
+        self._on_conflict = on_conflict
+        self._max_rooms = max_rooms
+        self._live: OrderedDict[int, _Live] = OrderedDict()  # the longest unrefreshed first
+        self._registering: dict[int, int] = {}  # room -> attempt; a room is in at most one of these two
+        self._dropping: dict[int, Drop] = {}
+        self._restating: deque[int] = deque()  # rooms of a restatement under way
+        self._restate_wanted = False
+        self._restated_at: float | None = None
+        self._load: Load | None = None
+        self._load_seq = 0
+        self._load_sent_seq = 0
+        self._load_changed = False
+        self._load_sent_at: float | None = None
+        self._member_sent_at: float | None = None
+        self._promised_s = interval_s  # by then the next membership comes
+        self._changed_at = 0.0  # anything but the time
+        self._seqs = {"load": 0, "rooms": 0, "member": 0}
+
+    @property
+    def live_rooms(self) -> int:
+        return len(self._live)
+
+    # --- what the scheduler says --------------------------------------------------------------------------------
+
+    def register(self, room: int, attempt: int, now: float) -> list[Publish]:
+        """`room` is ours, as `attempt`. Leaves at the next flush; refreshed until it is dropped."""
+        if not _valid(room, attempt):
+            self.counts["invalid"] += 1
+            return []
+        live = self._live.get(room)
+        if live is not None and live.attempt > attempt:
+            return []
+        self._live[room] = _Live(attempt, now)
+        self._live.move_to_end(room)
+        if len(self._live) > self._max_rooms:
+            evicted, _ = self._live.popitem(last=False)
+            self._registering.pop(evicted, None)
+            self.counts["evicted"] += 1
+        self._dropping.pop(room, None)
+        self._registering[room] = attempt
+        self.counts["registered"] += 1
+        return self._overflow(now)
+
+    def drop(self, room: int, attempt: int, code: Code, now: float) -> list[Publish]:
+        """We are done with `room`: `ok`, or why no KV cache will come. Leaves at the next flush."""
+        if not _valid(room, attempt):
+            self.counts["invalid"] += 1
+            return []
+        live = self._live.get(room)
+        if live is not None and live.attempt > attempt:
+            return []
+        self._live.pop(room, None)
+        self._registering.pop(room, None)
+        self._dropping[room] = Drop(room, attempt, code)
+        self._changed_at = now
+        self.counts["dropped"] += 1
+        return self._overflow(now)
+
+    def report(self, load: Load, now: float) -> list[Publish]:
+        """The newest load wins. Leaves with what is sent next, or alone when due; its `seq` is stamped here."""
+        old = self._load
+        self._load_seq += 1
+        self._load = structs.replace(load, seq=self._load_seq)
+        if old is None or structs.replace(load, seq=old.seq) != old:
+            self._load_changed = True
+            self._changed_at = now
+        return []
+
+    def set_state(self, state: NodeState, now: float) -> list[Publish]:
+        """Published at once when it changes; `gone` is the goodbye, after which the rank has no rooms."""
+        if state == self.state:
+            return []
+        out = self.flush(now)
+        self.state = state
+        self._changed_at = now
+        if state == "gone":
+            self._live.clear()
+            self._restating.clear()
+        return [*out, self._member(now, "state")]
+
+    def set_follow(self, flag: bool, now: float) -> list[Publish]:
+        """Whether `bootstrap_room % dp_size` finds the rank of every room of this instance."""
+        if flag == self.follow_bootstrap_room:
+            return []
+        self.follow_bootstrap_room = flag
+        return [self._member(now, "follow_bootstrap_room")]
+
+    def goodbye(self, now: float) -> list[Publish]:
+        return self.set_state("gone", now)
+
+    # --- what the broker says -----------------------------------------------------------------------------------
+
+    def on_message(self, message: Message, now: float) -> list[Publish]:
+        """A beacon, or something addressed to this rank; anything else is ignored."""
+        if isinstance(message, Beacon):
+            if message.epoch != self.broker_epoch:
+                self.broker_epoch = message.epoch
+                return self._restate(now)
+        elif isinstance(message, Resync) and self._is_me(message):
+            return self._restate(now)
+        elif isinstance(message, Conflict) and self._is_me(message):
+            live = self._live.get(message.room)
+            if not message.kept and live is not None and live.attempt == message.attempt:
+                del self._live[message.room]
+                self._registering.pop(message.room, None)
+            self.conflicts.append(message)
+            if self._on_conflict is not None:
+                self._on_conflict(message)
+        return []
+
+    def _is_me(self, message: Resync | Conflict) -> bool:
+        return (message.instance, message.dp_rank, message.epoch) == (self.instance, self.dp_rank, self.epoch)
+
+    # --- time -----------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Publish]:
+        """Everything that is due: restatement, refreshes, membership, and `flush`."""
+        out: list[Publish] = []
+        if self._restate_wanted:
+            out += self._restate(now)
+        self._refresh(now)
+        if self._registering or self._dropping:
+            out += self.flush(now)
+        if self._member_sent_at is None or now - self._member_sent_at >= min(self._promised_s, self._interval_s(now)):
+            out.append(self._member(now, "interval"))  # with the load: after it, no report is due
+        return out + self.flush(now)
+
+    def due_s(self, now: float) -> float:
+        """How long until `tick` has anything to do."""
+        if self._registering or self._dropping or self._restating or self._member_sent_at is None:
+            return 0.0
+        due = self._member_sent_at + min(self._promised_s, self._interval_s(now))
+        if self._restate_wanted and self._restated_at is not None:
+            due = min(due, self._restated_at + RESTATE_GAP_S)
+        if self._load_changed and self._load_sent_at is not None:
+            due = min(due, self._load_sent_at + REPORT_GAP_S)
+        if self._live:
+            due = min(due, next(iter(self._live.values())).refreshed_at + self.room_ttl_s / 2)
+        return max(0.0, due - now)
+
+    def flush(self, now: float) -> list[Publish]:
+        """Send what this turn collected: one Rooms message (load piggybacked), else the load alone when it is due."""
+        out = self._restatement(now)
+        while self._registering or self._dropping:
+            out.append(self._rooms_message(now))
+        if not out and self._load is not None and self._load_is_due(now):
+            self._seqs["load"] += 1
+            load = self._take_load(now)
+            assert load is not None
+            report = LoadReport(self.instance, self.dp_rank, self.epoch, self._seqs["load"], load)
+            out.append(Publish(report, cause="report"))
+        return out
+
+    def _load_is_due(self, now: float) -> bool:
+        if self._load_seq == self._load_sent_seq:
+            return False
+        if self._load_sent_at is None:
+            return True
+        age_s = now - self._load_sent_at
+        return age_s >= (REPORT_GAP_S if self._load_changed else self._interval_s(now))
+
+    def _interval_s(self, now: float) -> float:
+        """How often this rank speaks although nothing changes."""
+        load = self._load
+        working = bool(self._live) or (load is not None and load.running + load.waiting > 0)
+        if working or now - self._changed_at < IDLE_AFTER_INTERVALS * self.interval_s:
+            return self.interval_s
+        return IDLE_INTERVALS * self.interval_s
+
+    def _take_load(self, now: float) -> Load | None:
+        """The newest load. Said again it is a report too: a scheduler without work has nothing new to say."""
+        if self._load is not None:
+            if self._load_seq == self._load_sent_seq:
+                self._load_seq += 1
+                self._load = structs.replace(self._load, seq=self._load_seq)
+            self._load_sent_at = now
+            self._load_sent_seq = self._load_seq
+            self._load_changed = False
+        return self._load
+
+    # --- messages -------------------------------------------------------------------------------------------------
+
+    def _overflow(self, now: float) -> list[Publish]:
+        """A turn that collects very much does not wait for its end."""
+        return [self._rooms_message(now)] if len(self._registering) + len(self._dropping) >= 2 * CHUNK else []
+
+    def _rooms_message(self, now: float) -> Publish:
+        register = tuple(Registration(room, self._registering.pop(room)) for room in list(self._registering)[:CHUNK])
+        drop = tuple(self._dropping.pop(room) for room in list(self._dropping)[:CHUNK])
+        return self._rooms(register, drop, now)
+
+    def _rooms(
+        self, register: tuple[Registration, ...], drop: tuple[Drop, ...], now: float, snapshot: bool = False
+    ) -> Publish:
+        self._seqs["rooms"] += 1
+        message = Rooms(
+            self.instance, self.dp_rank, self.epoch, self._seqs["rooms"], self._take_load(now), self.endpoint,
+            register, drop, snapshot,
+        )  # fmt: skip
+        return Publish(message, cause="snapshot" if snapshot else "flush")
+
+    def _member(self, now: float, cause: str) -> Publish:
+        self._seqs["member"] += 1
+        self._member_sent_at = now
+        self._promised_s = self._interval_s(now)
+        member = Member(
+            self.instance, self.dp_rank, self.epoch, self._seqs["member"], self._take_load(now), self.role, self.model,
+            self.dp_size, self.state, self.endpoint, self.follow_bootstrap_room, self._seqs["rooms"],
+            self._promised_s,
+        )  # fmt: skip
+        return Publish(member, cause=cause)
+
+    # --- live rooms -----------------------------------------------------------------------------------------------
+
+    def _refresh(self, now: float) -> None:
+        """Register again the rooms whose TTL is half over; forget those that nobody ever dropped."""
+        for _ in range(CHUNK * CHUNKS_PER_FLUSH):
+            room, live = next(iter(self._live.items()), (0, None))
+            if live is None or now - live.refreshed_at < self.room_ttl_s / 2:
+                return
+            if now - live.since >= LIVES * self.room_ttl_s:
+                del self._live[room]
+                self.counts["evicted"] += 1
+                continue
+            live.refreshed_at = now
+            self._live.move_to_end(room)
+            self._registering[room] = live.attempt
+            self.counts["refreshed"] += 1
+
+    def _restate(self, now: float) -> list[Publish]:
+        """Membership, then all live rooms, over as many flushes as that takes; at least one message, so seqs meet."""
+        if self._restated_at is not None and now - self._restated_at < RESTATE_GAP_S:
+            self._restate_wanted = True
+            return []
+        self._restate_wanted = False
+        self._restated_at = now
+        self._restating = deque(self._live)
+        self.counts["restated"] += 1
+        return [self._member(now, "restate"), self._snapshot(now), *self._restatement(now)]
+
+    def _restatement(self, now: float) -> list[Publish]:
+        return [self._snapshot(now) for _ in range(CHUNKS_PER_FLUSH) if self._restating]
+
+    def _snapshot(self, now: float) -> Publish:
+        register: list[Registration] = []
+        while self._restating and len(register) < CHUNK:
+            room = self._restating.popleft()
+            live = self._live.get(room)
+            if live is not None:
+                live.refreshed_at = now
+                self._live.move_to_end(room)
+                self._registering.pop(room, None)
+                register.append(Registration(room, live.attempt))
+        return self._rooms(tuple(register), (), now, snapshot=True)
+
+
+def _valid(room: object, attempt: object) -> bool:
+    """One bad number would make the broker drop the whole message it travels in."""
+    if not isinstance(room, int) or not isinstance(attempt, int):
+        return False
+    return 0 <= room <= MAX_ROOM and 1 <= attempt <= MAX_ATTEMPT

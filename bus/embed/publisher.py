@@ -1,0 +1,258 @@
+"""A rank's publications from an engine's process: a thread of its own, nothing that blocks in the engine's.
+
+`Publisher` hands what the scheduler says over a bounded queue to a thread that owns the sockets; what to publish is
+decided by `PublisherCore` (`bus.embed.publications`, usable alone on a loop one already has).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from contextlib import ExitStack
+from typing import Literal, TypeAlias
+
+from msgspec import ValidationError, convert, to_builtins
+
+from bus.actions import Publish
+from bus.defaults import REPORT_INTERVAL_S, ROOM_TTL_S
+from bus.embed.publications import PublisherCore
+from bus.endpoints import BusAddress
+from bus.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from bus.runtime.epochs import new_epoch
+from bus.runtime.logs import get_logger
+from bus.runtime.security import load_keys
+from bus.runtime.service import Service
+from bus.runtime.sockets import Sockets
+from bus.wire import codec, subscription, topics
+from bus.wire.messages import PUBLICATIONS, Code, Conflict, Load, Member, NodeState, Role
+
+__all__ = ["Publisher", "PublisherCore"]
+
+MIN_TICK_S = 0.02
+FAREWELL_MS = 500  # for the goodbye to leave, where the broker is there
+QUEUE_MAX = 65_536
+_Command: TypeAlias = (
+    tuple[Literal["register"], int, int]
+    | tuple[Literal["drop"], int, int, Code]
+    | tuple[Literal["state"], NodeState]
+    | tuple[Literal["follow"], bool]
+)
+
+log = get_logger("publisher")
+
+
+class Publisher(Service):
+    """`with Publisher(bus, instance="prefill-0", dp_rank=0, role="prefill") as publisher: publisher.register(room)`.
+
+    ConfigError on a bad argument. What it could not take, and what made no sense, is in `counts`.
+    When another process publishes for the same rank later on, the broker ignores this one, which is not told.
+    One thing reaches the engine as an exception: PartFailed, from every call once the thread has failed (`failure`), as
+    no room of this rank is found any more and no load of it known. Who would rather go on alone catches it.
+    """
+
+    part = "publisher"
+
+    def __init__(
+        self,
+        bus: str | BusAddress,
+        *,
+        instance: str,
+        dp_rank: int,
+        role: Role,
+        model: str = "",
+        dp_size: int = 1,
+        endpoint: str = "",
+        interval_s: float = REPORT_INTERVAL_S,
+        room_ttl_s: float = ROOM_TTL_S,
+        follow_bootstrap_room: bool = False,
+        state: NodeState = "ready",
+        epoch: int = 0,
+        keys: str = "",
+        queue_max: int = QUEUE_MAX,
+    ) -> None:
+        self.address = BusAddress(bus) if isinstance(bus, str) else bus
+        self.epoch = epoch or new_epoch()
+        self.overflows = 0
+        self.invalid = 0
+        self.rejected: Counter[str] = Counter()
+        self._core = PublisherCore(
+            instance=instance, dp_rank=dp_rank, epoch=self.epoch, role=role, model=model, dp_size=dp_size,
+            endpoint=endpoint, interval_s=interval_s, room_ttl_s=room_ttl_s, state=state,
+            follow_bootstrap_room=follow_bootstrap_room,
+        )  # fmt: skip
+        _check(self._core)
+        self._keys = load_keys(keys, server=False) if keys else None
+        self._queue: deque[_Command] = deque()
+        self._queue_max = queue_max
+        self._newest: Load | None = None
+        self._woken = False
+        self._heard = threading.Event()
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def _open(self, exits: ExitStack) -> None:
+        core = self._core
+        self._sockets = exits.enter_context(Sockets(keys=self._keys))
+        self._pub = self._sockets.pub(self.address.publish)
+        exits.callback(self._sockets.close_socket, self._pub, linger_ms=FAREWELL_MS)
+        mine = topics.for_rank(topics.TO, core.instance, core.dp_rank)
+        self.loop.add(self._sockets.sub(self.address.subscribe, (topics.BEACON, mine)), self._on_frames)
+        self.loop.call_threadsafe(self._drain)  # what was said before the start
+        self._timer = self.loop.call_later(0.0, self._tick)
+
+    def leave(self) -> None:
+        self._drain()
+        self._publish(self._core.goodbye(self.loop.clock()))
+        self.loop.stop()
+
+    def _failed(self) -> None:
+        self._heard.set()
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until the broker has been heard. For start-up, not for a scheduler's loop."""
+        heard = self._heard.wait(timeout_s)
+        self.raise_if_failed()
+        return heard
+
+    # --- for the scheduler's loop: nothing here blocks; PartFailed once the thread has failed, and nothing else -------
+
+    def register(self, room: int, attempt: int = 1) -> None:
+        """`room` is (or will be) prefilled here."""
+        self._hand_over(("register", room, attempt))
+
+    def drop(self, room: int, attempt: int = 1, code: Code = "ok") -> None:
+        """Done with `room`; a `code` other than ok tells whoever waits for it that no KV cache will come."""
+        self._hand_over(("drop", room, attempt, code))
+
+    def report(self, load: Load) -> None:
+        """The scheduler's load now (`seq` is stamped on the way). A gauge: only the newest is published, and it is
+        said again each interval."""
+        self.raise_if_failed()
+        self._newest = load
+        self._wake()
+
+    def set_state(self, state: NodeState) -> None:
+        self._hand_over(("state", state))
+
+    def set_follow(self, flag: bool) -> None:
+        self._hand_over(("follow", flag))
+
+    def take_conflicts(self) -> list[Conflict]:
+        """Rooms that another rank claims too, since the last call."""
+        self.raise_if_failed()
+        taken: list[Conflict] = []
+        while self._core.conflicts:
+            taken.append(self._core.conflicts.popleft())
+        return taken
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What happened so far by name: rooms `registered`, `dropped`, `refreshed`, `restated`, `evicted` (never
+        dropped); what was not taken (`overflows`: the queue was full) or made no sense (`invalid`); messages of others
+        dropped, by reason (`rejected_*`). And how many rooms are registered now (`live_rooms`)."""
+        core = self._core
+        return {
+            **core.counts,
+            "invalid": core.counts["invalid"] + self.invalid,
+            "overflows": self.overflows,
+            "live_rooms": core.live_rooms,
+            **{f"rejected_{reason}": count for reason, count in self.rejected.copy().items()},
+        }
+
+    def _hand_over(self, command: _Command) -> None:
+        self.raise_if_failed()
+        if len(self._queue) >= self._queue_max:
+            self.overflows += 1
+            return
+        self._queue.append(command)
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._woken and self._thread is not None:
+            self._woken = True
+            self.loop.call_threadsafe(self._drain)
+
+    # --- its own thread ---------------------------------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        self._woken = False
+        now = self.loop.clock()
+        load, self._newest = self._newest, None
+        if load is not None:
+            try:
+                self._core.report(convert(to_builtins(load), Load), now)
+            except (ValidationError, TypeError) as error:
+                self._refuse(f"load: {error}")
+        for _ in range(len(self._queue)):
+            command = self._queue.popleft()
+            try:
+                self._publish(self._carry_out(command, now))
+            except (ValidationError, TypeError) as error:
+                self._refuse(f"{command}: {error}")
+        self._publish(self._core.flush(now))
+        self._pace()
+
+    def _carry_out(self, command: _Command, now: float) -> list[Publish]:
+        if command[0] == "register":
+            return self._core.register(command[1], command[2], now)
+        if command[0] == "drop":
+            return self._core.drop(command[1], command[2], convert(command[3], Code), now)
+        if command[0] == "state":
+            return self._core.set_state(convert(command[1], NodeState), now)
+        return self._core.set_follow(bool(command[1]), now)
+
+    def _refuse(self, why: str) -> None:
+        self.invalid += 1
+        if self.invalid == 1:
+            log.warning("publication.refused", why=why[:200])
+
+    def _tick(self) -> None:
+        """When the next thing is due, not before: this is the engine's process."""
+        self._publish(self._core.tick(self.loop.clock()))
+        self._timer = self.loop.call_later(self._due_s(), self._tick)
+
+    def _pace(self) -> None:
+        """Something has changed: it may be due sooner."""
+        due_s = self._due_s()
+        if self.loop.clock() + due_s < self._timer.due:
+            self._timer.cancel()
+            self._timer = self.loop.call_later(due_s, self._tick)
+
+    def _due_s(self) -> float:
+        return max(MIN_TICK_S, self._core.due_s(self.loop.clock()))
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        try:
+            message = subscription.read(frames)
+        except RemoteProtocolError as error:
+            if not self.rejected:
+                log.warning("message.rejected", reason=error.reason)
+            self.rejected[error.reason] += 1
+            return
+        self._publish(self._core.on_message(message, self.loop.clock()))
+        if self._core.broker_epoch:
+            self._heard.set()
+        self._pace()
+
+    def _publish(self, publications: list[Publish]) -> None:
+        for publication in publications:
+            try:
+                frame = codec.encode(publication.message)
+            except (LocalProtocolError, TypeError, ValueError, OverflowError) as error:
+                self._refuse(f"{publication.cause}: {error}")
+            else:
+                self._pub.send_multipart((topics.of(publication.message), frame))
+
+
+def _check(core: PublisherCore) -> None:
+    """What it will publish about itself has to be right, or nobody listens."""
+    try:
+        member = Member(
+            core.instance, core.dp_rank, core.epoch, 1, None, core.role, core.model, core.dp_size, core.state,
+            core.endpoint, core.follow_bootstrap_room, 0, core.interval_s,
+        )  # fmt: skip
+        codec.decode(codec.encode(member), PUBLICATIONS)
+    except (RemoteProtocolError, TypeError, ValueError) as error:
+        raise ConfigError(f"publisher of {core.instance!r}/{core.dp_rank!r}: {error}") from None
+    if core.dp_rank >= core.dp_size:
+        raise ConfigError(f"dp_rank {core.dp_rank} is not below dp_size {core.dp_size}")

@@ -1,0 +1,317 @@
+"""Which prefill rank holds a room: told, computed or asked, in that order. Pure; must not touch sockets.
+
+`ResolverCore`'s methods return actions: `Send("broker", message)` for the bootstrap DEALER, and `Resolved`, exactly
+one for every room that an asker wants. Rooms wanted in one turn leave in one query at `flush`. What was asked is asked
+again when the broker does not react or restarts; each want's deadline is kept here too, so a dead broker delays nothing
+for ever. Askers (the decode ranks of a process) may want the same room, each in its own way and for its own time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from bus.actions import Send
+from bus.wire.messages import (
+    MAX_ROOM,
+    MAX_ROOMS_PER_MESSAGE,
+    Answer,
+    Beacon,
+    Code,
+    FoundBy,
+    InstanceInfo,
+    Location,
+    MemberInfo,
+    Message,
+    Query,
+    Topology,
+    TopologyQuery,
+    Unwatch,
+)
+
+BROKER = "broker"  # the peer of every Send
+ASK_AGAIN_S = 1.0  # a query that got no reaction is sent again
+WATCH_AGAIN_S = 5.0  # a watch that the broker confirmed is asked for again, should it be lost after all
+STALE_AGAIN_S = 0.05  # the broker knows an older attempt only
+TOPOLOGY_AGAIN_S = 0.25  # while what is needed is not there
+TOPOLOGY_OLD_S = 2.0  # older than this, it is used and fetched anew
+MAX_WATCH_S = 3600.0
+QUERY_ID = 1  # always the same, so that asking again moves a watch and never doubles it
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The end of one want: where its room is prefilled and as which attempt, or None and the `code` that says why."""
+
+    room: int
+    at: Location | None
+    attempt: int
+    code: Code
+    found_by: FoundBy
+    asker: int = 0
+
+
+Action: TypeAlias = Send | Resolved
+
+
+class _Want:
+    __slots__ = ("ask_at", "asked", "asker", "attempt", "deadline", "dp_rank", "instance", "room")
+
+    def __init__(
+        self, room: int, asker: int, attempt: int, instance: str, dp_rank: int | None, deadline: float, now: float
+    ) -> None:
+        self.room = room
+        self.asker = asker
+        self.attempt = attempt
+        self.instance = instance
+        self.dp_rank = dp_rank
+        self.deadline = deadline
+        self.ask_at = now
+        self.asked = False  # the broker may watch it
+
+
+class _Known:
+    """One instance's topology as last fetched."""
+
+    __slots__ = ("at", "info", "ranks")
+
+    def __init__(self, info: InstanceInfo, at: float) -> None:
+        self.info = info
+        self.at = at
+        self.ranks: dict[int, MemberInfo] = {rank.dp_rank: rank for rank in info.ranks}
+
+
+class ResolverCore:
+    def __init__(self, *, max_wants: int = 65_536) -> None:
+        self.broker_epoch = 0  # 0: no beacon heard yet
+        self.broker_heard_at: float | None = None
+        self.counts = dict.fromkeys(("told", "computed", "asked", "lost", "queries", "topology_queries", "stale"), 0)
+        self._max_wants = max_wants
+        self._wants: dict[int, list[_Want]] = {}  # by room, at most one of an asker
+        self._pending = 0
+        self._new: list[_Want] = []  # to be asked at the next flush
+        self._unwatch: list[int] = []
+        self._known: dict[str, _Known] = {}
+        self._missing: set[str] = set()  # instances whose topology is wanted; "" is all of them
+        self._fetching: dict[str, tuple[int, float]] = {}  # -> id and time of the latest query
+        self._next_id = QUERY_ID + 1
+
+    @property
+    def pending(self) -> int:
+        return self._pending
+
+    @property
+    def idle(self) -> bool:
+        """Whether `tick` has nothing to wait for."""
+        return not (self._wants or self._unwatch or self._new)
+
+    # --- what the scheduler says --------------------------------------------------------------------------------
+
+    def want(
+        self,
+        room: int,
+        now: float,
+        *,
+        deadline_s: float,
+        attempt: int = 0,
+        prefill_instance: str = "",
+        dp_rank: int | None = None,
+        asker: int = 0,
+    ) -> list[Action]:
+        """Find `room`, as `attempt` or newer, within `deadline_s` (an hour at most). A room that the same asker wants
+        again replaces its earlier want.
+
+        `dp_rank`: the caller told which rank of `prefill_instance` it is (of the only one, if that is empty).
+        """
+        if not isinstance(room, int) or not 0 <= room <= MAX_ROOM:
+            return [self._lost(room, asker, "bad_room")]
+        old = self._of(room, asker)
+        if old is None and self._pending >= self._max_wants:
+            return [self._lost(room, asker, "too_many")]
+        deadline = now + min(MAX_WATCH_S, max(0.0, deadline_s))  # in this order, not-a-number is 0
+        want = _Want(room, asker, attempt, prefill_instance, dp_rank, deadline, now)
+        self._wants.setdefault(room, []).append(want)
+        self._pending += 1
+        if old is not None:
+            want.asked, old.asked = old.asked, False
+            self._leave(old)
+        if resolved := self._locate(want, now):
+            return [self._settle(want, resolved)]
+        if dp_rank is None:
+            self._new.append(want)
+        return []
+
+    def cancel(self, room: int, asker: int = 0) -> None:
+        """`asker` no longer wants `room`; nothing more is said of it."""
+        want = self._of(room, asker)
+        if want is not None:
+            self._leave(want)
+
+    def forget(self, instance: str) -> None:
+        """What was cached of `instance` proved wrong (a restarted rank): fetch it anew before it is used again."""
+        self._known.pop(instance, None)
+
+    # --- what the broker says -----------------------------------------------------------------------------------
+
+    def on_message(self, message: Message, now: float) -> list[Action]:
+        if isinstance(message, Answer):
+            return self._on_answer(message, now)
+        if isinstance(message, Topology):
+            return self._on_topology(message, now)
+        if isinstance(message, Beacon):
+            self.broker_heard_at = now
+            if message.epoch != self.broker_epoch:
+                self.broker_epoch = message.epoch
+                self._fetching.clear()
+                for want in self._all():
+                    if want.asked:
+                        want.ask_at = now
+        return []
+
+    def _on_answer(self, answer: Answer, now: float) -> list[Action]:
+        out: list[Action] = []
+        for room in answer.pending:
+            for want in self._asking(room):
+                want.ask_at = now + WATCH_AGAIN_S
+        for found in answer.found:
+            for room in found.rooms:
+                for want in self._asking(room):
+                    want.asked = False  # an answer ends the watch
+                    if found.attempt < want.attempt:
+                        self.counts["stale"] += 1
+                        want.ask_at = now + STALE_AGAIN_S
+                    else:
+                        resolved = Resolved(room, found.at, found.attempt, "ok", "asked", want.asker)
+                        out.append(self._settle(want, resolved))
+        for lost in answer.lost:
+            for want in self._asking(lost.room):
+                want.asked = False
+                early = lost.code == "unknown_room" and now < want.deadline
+                if early or 0 < lost.attempt < want.attempt:
+                    want.ask_at = now + STALE_AGAIN_S
+                else:
+                    out.append(self._settle(want, Resolved(lost.room, None, 0, lost.code, "", want.asker)))
+        return out
+
+    def _on_topology(self, topology: Topology, now: float) -> list[Action]:
+        name = next((name for name, (number, _) in self._fetching.items() if number == topology.id), None)
+        if name is None:
+            return []
+        self._missing.discard(name)
+        if name:
+            self._known.pop(name, None)
+        else:
+            self._known.clear()
+        for info in topology.instances:
+            self._known[info.instance] = _Known(info, now)
+        located = ((want, self._locate(want, now)) for want in self._all())
+        return [self._settle(want, resolved) for want, resolved in located if resolved]
+
+    # --- time -----------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Action]:
+        """End what is past its deadline, ask again what is due, and `flush`. Wanted every few tens of milliseconds."""
+        out: list[Action] = []
+        for want in self._all():
+            if now >= want.deadline:
+                out.append(self._settle(want, Resolved(want.room, None, 0, "unknown_room", "", want.asker)))
+            elif now >= want.ask_at:
+                if resolved := self._locate(want, now):
+                    out.append(self._settle(want, resolved))
+                elif want.dp_rank is None:
+                    self._new.append(want)
+        return out + self.flush(now)
+
+    def flush(self, now: float) -> list[Action]:
+        """Send what this turn collected: topology wanted, rooms no longer watched, one query of all rooms wanted."""
+        out: list[Action] = []
+        for name in sorted(self._missing):
+            _, fetched_at = self._fetching.get(name, (0, float("-inf")))
+            if now - fetched_at >= TOPOLOGY_AGAIN_S:
+                self._fetching[name] = (self._next_id, now)
+                out.append(Send(BROKER, TopologyQuery(self._next_id, name), cause="want"))
+                self._next_id += 1
+                self.counts["topology_queries"] += 1
+        unwatch, self._unwatch = self._unwatch, []
+        for some in _chunks(unwatch):
+            out.append(Send(BROKER, Unwatch(tuple(some)), cause="settled"))
+        new, self._new = self._new, []
+        asking = dict.fromkeys(want.room for want in new if want in self._wants.get(want.room, ()))
+        for some in _chunks(list(asking)):
+            wants = [want for room in some for want in self._asking(room)]
+            watch_s = max(0.001, min(MAX_WATCH_S, max(want.deadline for want in wants) - now))
+            for want in wants:
+                want.asked = True
+                want.ask_at = now + ASK_AGAIN_S
+            out.append(Send(BROKER, Query(QUERY_ID, tuple(some), watch_s), cause="want"))
+            self.counts["queries"] += 1
+        return out
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _locate(self, want: _Want, now: float) -> Resolved | None:
+        """From the topology alone: the rank told, or `room % dp_size`. None: not known (yet), or to be asked for."""
+        known = self._instance(want)
+        if known is None:
+            several = not want.instance and want.dp_rank is not None and len(self._prefill_names()) > 1
+            if several:
+                return Resolved(want.room, None, 0, "bad_request", "", want.asker)
+            self._missing.add(want.instance)
+            return None
+        info = known.info
+        if now - known.at >= TOPOLOGY_OLD_S:
+            self._missing.add(info.instance)
+        if want.dp_rank is None and not info.follow_bootstrap_room:
+            return None
+        dp_rank = want.room % info.dp_size if want.dp_rank is None else want.dp_rank
+        if not 0 <= dp_rank < info.dp_size:
+            return Resolved(want.room, None, 0, "bad_rank", "", want.asker)
+        rank = known.ranks.get(dp_rank)
+        if rank is None or rank.state == "gone" or not rank.endpoint:
+            self._missing.add(info.instance)
+            return None
+        at = Location(info.instance, dp_rank, rank.epoch, rank.endpoint)
+        by: FoundBy = "computed" if want.dp_rank is None else "told"
+        return Resolved(want.room, at, max(1, want.attempt), "ok", by, want.asker)
+
+    def _instance(self, want: _Want) -> _Known | None:
+        if want.instance:
+            return self._known.get(want.instance)
+        names = self._prefill_names()
+        return self._known[names[0]] if len(names) == 1 else None
+
+    def _prefill_names(self) -> list[str]:
+        return [name for name, known in self._known.items() if known.info.role == "prefill"]
+
+    def _of(self, room: int, asker: int) -> _Want | None:
+        return next((want for want in self._wants.get(room, ()) if want.asker == asker), None)
+
+    def _all(self) -> list[_Want]:
+        return [want for wants in self._wants.values() for want in wants]
+
+    def _asking(self, room: int) -> list[_Want]:
+        """Those whose room the broker must find, as no rank was told."""
+        return [want for want in self._wants.get(room, ()) if want.dp_rank is None]
+
+    def _settle(self, want: _Want, resolved: Resolved) -> Resolved:
+        self._leave(want)
+        self.counts[resolved.found_by or "lost"] += 1
+        return resolved
+
+    def _leave(self, want: _Want) -> None:
+        """It is over; the watch of its room, too, unless another asker waits for it."""
+        others = self._wants[want.room]
+        others.remove(want)
+        if not others:
+            del self._wants[want.room]
+        self._pending -= 1
+        if want.asked and not any(other.asked for other in others):
+            self._unwatch.append(want.room)
+
+    def _lost(self, room: int, asker: int, code: Code) -> Resolved:
+        self.counts["lost"] += 1
+        return Resolved(room, None, 0, code, "", asker)
+
+
+def _chunks(rooms: list[int]) -> list[list[int]]:
+    return [rooms[at : at + MAX_ROOMS_PER_MESSAGE] for at in range(0, len(rooms), MAX_ROOMS_PER_MESSAGE)]

@@ -1,0 +1,218 @@
+"""Finding rooms from a decode engine's process: a thread of its own, nothing that blocks in the engine's.
+
+`Resolver` hands wants over a bounded queue to a thread that owns the sockets and collects the results for `poll`;
+how a room is found is decided by `ResolverCore` (`bus.embed.resolution`, usable alone on a loop one already has).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import zmq
+
+from bus.actions import Send
+from bus.embed.resolution import Action, Resolved, ResolverCore
+from bus.endpoints import BusAddress
+from bus.errors import LocalProtocolError, RemoteProtocolError
+from bus.runtime.logs import get_logger
+from bus.runtime.security import load_keys
+from bus.runtime.service import Service
+from bus.runtime.sockets import Sockets
+from bus.wire import codec, subscription, topics
+from bus.wire.messages import FROM_BROKER, Code, Location, Message
+
+__all__ = ["Resolved", "Resolver", "ResolverCore"]
+
+TICK_S = 0.02
+WANTS_MAX = 65_536
+
+log = get_logger("resolver")
+
+
+class Resolver(Service):
+    """`with Resolver(bus) as resolver: resolver.want(room); ...; for room, at in resolver.poll().items(): ...`.
+
+    Every room wanted shows up once, in `poll` or in `lost`. Should the thread fail (`failure`), what came before is
+    still handed out; then every call raises PartFailed.
+    """
+
+    part = "resolver"
+
+    def __init__(self, bus: str | BusAddress, *, keys: str = "", wants_max: int = WANTS_MAX) -> None:
+        self.address = BusAddress(bus) if isinstance(bus, str) else bus
+        self.invalid = 0  # rooms that are no numbers
+        self.overflows = 0  # wants dropped because results are not collected
+        self.rejected: Counter[str] = Counter()
+        self._core = ResolverCore(max_wants=wants_max)
+        self._keys = load_keys(keys, server=False) if keys else None
+        self._queue: deque[tuple[int, int, str, int | None, float]] = deque()
+        self._wants_max = wants_max
+        self._found: dict[int, Location] = {}
+        self._lost: dict[int, Code] = {}
+        self._lock = threading.Lock()  # of the two dicts above; held for moments only
+        self._settled = threading.Event()
+        self._heard = threading.Event()
+        self._woken = False
+        self._ticking = False
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def _open(self, exits: ExitStack) -> None:
+        self._sockets = exits.enter_context(Sockets(keys=self._keys))
+        self._dealer = self._sockets.dealer(self.address.bootstrap)
+        self.loop.add(self._dealer, lambda frames: self._on_frames(frames, _read_answer))
+        sub = self._sockets.sub(self.address.subscribe, (topics.BEACON,))
+        self.loop.add(sub, lambda frames: self._on_frames(frames, subscription.read))
+        self.loop.call_threadsafe(self._drain)  # what was wanted before the start
+        self.loop.after_turn(self._pace)
+
+    def _failed(self) -> None:
+        self._heard.set()
+        self._settled.set()
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until the broker has been heard. For start-up, not for a scheduler's loop."""
+        heard = self._heard.wait(timeout_s)
+        self.raise_if_failed()
+        return heard
+
+    # --- for the scheduler's loop: nothing here blocks; PartFailed once the thread has failed, and nothing else -------
+
+    def want(
+        self,
+        *rooms: int,
+        deadline_s: float = 30.0,
+        attempt: int = 0,
+        prefill_instance: str = "",
+        dp_rank: int | None = None,
+    ) -> None:
+        """Find `rooms`. With `dp_rank` the caller was told the rank, so that only its address is sought."""
+        self.raise_if_failed()
+        for room in rooms:
+            if len(self._found) + len(self._lost) >= 2 * self._wants_max:
+                self.overflows += 1  # nobody polls
+            elif len(self._queue) >= self._wants_max:
+                with self._lock:
+                    self._lost[room] = "too_many"
+            else:
+                self._queue.append((room, attempt, prefill_instance, dp_rank, deadline_s))
+        if not self._woken and self._thread is not None:
+            self._woken = True
+            self.loop.call_threadsafe(self._drain)
+
+    def poll(self) -> dict[int, Location]:
+        """Where the rooms found since the last call are."""
+        if not self._found:
+            self.raise_if_failed()
+            return {}
+        with self._lock:
+            found, self._found = self._found, {}
+        return found
+
+    def lost(self) -> dict[int, Code]:
+        """The rooms given up since the last call, and why (`unknown_room`: nobody registered it in time)."""
+        if not self._lost:
+            self.raise_if_failed()
+            return {}
+        with self._lock:
+            lost, self._lost = self._lost, {}
+        return lost
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What happened so far by name: rooms found, by how (`told`, `computed`, `asked`), or `lost`; what it took
+        (`queries`, `topology_queries`; `stale`: answers about an older attempt); wants that nobody collects
+        (`overflows`) or that make no sense (`invalid`); messages dropped, by reason (`rejected_*`)."""
+        return {
+            **self._core.counts,
+            "overflows": self.overflows,
+            "invalid": self.invalid,
+            **{f"rejected_{reason}": count for reason, count in self.rejected.copy().items()},
+        }
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until something was found or lost; for tests and programs that have nothing else to do."""
+        if self.failure is None and self._settled.wait(timeout_s):
+            self._settled.clear()
+        if self._found or self._lost:
+            return True
+        self.raise_if_failed()
+        return False
+
+    # --- its own thread ---------------------------------------------------------------------------------------------
+
+    def _pace(self) -> None:
+        """Ticks while anything is wanted; with nothing to find this thread sleeps: it is the engine's process."""
+        if not self._ticking and not self._core.idle:
+            self._ticking = True
+            self.loop.call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = False
+        self._do(self._core.tick(self.loop.clock()))
+
+    def _drain(self) -> None:
+        self._woken = False
+        now = self.loop.clock()
+        for _ in range(len(self._queue)):
+            room, attempt, instance, dp_rank, deadline_s = self._queue.popleft()
+            if type(room) is not int:
+                self.invalid += 1  # there is nothing to report it under
+            elif not _makes_sense(attempt, instance, dp_rank, deadline_s):
+                self._do([Resolved(room, None, 0, "bad_request", "")])
+            else:
+                wanted = self._core.want(
+                    room, now, deadline_s=deadline_s, attempt=attempt, prefill_instance=instance, dp_rank=dp_rank
+                )
+                self._do(wanted)
+        self._do(self._core.flush(now))
+
+    def _on_frames(self, frames: list[bytes], read: Callable[[Sequence[bytes]], Message]) -> None:
+        try:
+            message = read(frames)
+        except RemoteProtocolError as error:
+            if not self.rejected:
+                log.warning("message.rejected", reason=error.reason)
+            self.rejected[error.reason] += 1
+            return
+        self._do(self._core.on_message(message, self.loop.clock()))
+        if self._core.broker_epoch:
+            self._heard.set()
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self._send(action.message)
+            else:
+                with self._lock:
+                    if action.at is not None:
+                        self._found[action.room] = action.at
+                    else:
+                        self._lost[action.room] = action.code
+                self._settled.set()
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._dealer.send_multipart((b"", codec.encode(message)), zmq.NOBLOCK)
+        except zmq.Again:
+            pass  # the broker is away and the queue full: asked again later
+        except LocalProtocolError as error:
+            log.warning("query.refused", why=str(error))
+
+
+def _read_answer(frames: Sequence[bytes]) -> Message:
+    if len(frames) != 2 or frames[0]:
+        raise RemoteProtocolError("frames", f"{len(frames)} frames")
+    return codec.decode(frames[1], FROM_BROKER)
+
+
+def _makes_sense(attempt: object, instance: object, dp_rank: object, deadline_s: object) -> bool:
+    return (
+        isinstance(attempt, int)
+        and isinstance(instance, str)
+        and (dp_rank is None or isinstance(dp_rank, int))
+        and isinstance(deadline_s, int | float)
+    )

@@ -1,0 +1,163 @@
+"""What every main shares: one-line errors, exit codes (0 clean, 2 bad setting, 3 no start, or a start that another one
+has replaced, 130 interrupted), READY, types of options, and text that is safe for a terminal."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import io
+import os
+import re
+import select
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import click
+
+from bus.defaults import METRICS_HOST
+from bus.errors import BusError, ConfigError, StartError
+from bus.runtime.interrupt import EXIT_INTERRUPTED, leave_at_once
+from bus.runtime.logs import LEVELS
+
+EXIT_CONFIG = 2
+EXIT_START = 3
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_MAX_S = 1e9
+_NoArguments: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())  # since click 8.2
+
+
+def run(command: click.Command, program: str) -> None:
+    """Run `command` and leave; whatever a user can cause is one line on stderr and a non-zero exit."""
+    _make_streams_safe()
+    try:
+        _run(command, program)
+    finally:
+        _forget_unwritten_errors()
+
+
+def _run(command: click.Command, program: str) -> NoReturn:
+    try:
+        command.main(prog_name=program, standalone_mode=False)
+    except click.exceptions.Exit as done:
+        sys.exit(done.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(EXIT_INTERRUPTED)
+    except _NoArguments as error:
+        print(error.format_message(), file=sys.stderr)  # the help, as it is
+        sys.exit(EXIT_CONFIG)
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)  # of the subcommand, in errors of usage
+        program = context.command_path if context is not None else program
+        _fail(program, f"{error.format_message()} (see {program} --help)", EXIT_CONFIG)
+    except ConfigError as error:
+        _fail(program, str(error), EXIT_CONFIG)
+    except StartError as error:
+        _fail(program, str(error), EXIT_START)
+    except BusError as error:
+        _fail(program, str(error), 1)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter would try to write the rest at its end
+        _fail(program, f"cannot write the output: {error.strerror}", 1)
+    finally:
+        leave_at_once()  # a second Ctrl-C, while the interpreter ends
+    sys.exit(0)
+
+
+def _make_streams_safe() -> None:
+    """What stdout and stderr cannot encode is replaced, and where one is closed its output goes nowhere."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _forget_unwritten_errors() -> None:
+    """What stderr could not take (full disk, closed pipe) would make the exit code 120 at the interpreter's end."""
+    try:
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def _fail(program: str, message: str, code: int) -> NoReturn:
+    with suppress(OSError):  # the exit code says it too
+        print(f"{program}: error: {printable(' '.join(message.split()))}", file=sys.stderr)
+    sys.exit(code)
+
+
+def printable(text: str) -> str:
+    """`text` from elsewhere, for a terminal: what would control the terminal, or turn the direction of writing, is
+    written out (`\\x1b`). Line ends and tabs stay."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def ready(**facts: object) -> None:
+    """The one line a launcher waits for: `READY key=value ...` on stdout. The start is over: what it made stays, so no
+    collection of garbage needs to look at it from now on."""
+    gc.freeze()
+    print(" ".join(["READY", *(f"{key}={value}" for key, value in facts.items())]), flush=True)
+
+
+def leave_with_parent(leave: Callable[[], None]) -> None:
+    """When stdin is a pipe whose other end closes, the parent has gone: call `leave` (from a helper thread)."""
+    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
+        return
+
+    def watch() -> None:
+        descriptor = sys.stdin.fileno()
+        try:
+            while True:
+                select.select([descriptor], [], [])
+                if not os.read(descriptor, 4096):
+                    leave()
+                    return
+        except OSError:
+            leave()
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def setting(config: object, flag: str, **settings: Any) -> Callable[[Any], Any]:
+    """The option for the field of `config` that it is named after, with the default of that field."""
+    name = flag.removeprefix("--").replace("-", "_")
+    return click.option(flag, **{"default": getattr(config, name), "show_default": True} | settings)
+
+
+class Seconds(click.FloatRange):
+    """An option's type: a duration of at least `min` seconds, and no NaN or infinity."""
+
+    name = "seconds"
+
+    def __init__(self, min: float = 0.0) -> None:
+        super().__init__(min)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = super().convert(value, param, ctx)
+        if not abs(seconds) <= _MAX_S:  # NaN neither
+            self.fail(f"{seconds:g} is no number of seconds.", param, ctx)
+        return seconds
+
+
+log_level_option = click.option(
+    "--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="What to log, on stderr."
+)
+metrics_port_option = click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    default=0,
+    show_default=True,
+    help="Serve /metrics (Prometheus), /health and /ready on this port (0: don't).",
+)
+metrics_host_option = click.option(
+    "--metrics-host", default=METRICS_HOST, show_default=True, metavar="HOST", help="The address of the metrics port."
+)
+watch_parent_option = click.option(
+    "--watch-parent", is_flag=True, help="Leave when stdin closes (set by launchers, so that no orphan stays)."
+)

@@ -1,0 +1,213 @@
+"""A poll loop: sockets, timers, wake-ups from other threads, signals. Owns waiting; decides nothing.
+
+One thread runs a Loop and owns every socket added to it. Each turn drains at most `budget` messages a socket, so
+that no peer can starve another or the timers, then runs what is due, then the `after_turn` hooks (batching).
+
+A socket whose news matter only once something has to be decided may rest: it wakes nobody, and is read first thing in
+whichever turn comes next. That costs a socket of many small messages no wake-up of its own, and none of them is missed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import signal
+import socket as unix
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import zmq
+
+from bus.runtime.frames import ALL, has_message, receive
+from bus.runtime.sockets import Socket
+
+Handler = Callable[[list[Any]], None]
+MAX_IDLE_MS = 1_000
+
+
+class Timer:
+    """A pending call; `cancel()` forgets it."""
+
+    __slots__ = ("active", "due", "function", "interval_s")
+
+    def __init__(self, due: float, function: Callable[[], None], interval_s: float | None) -> None:
+        self.due = due
+        self.function = function
+        self.interval_s = interval_s
+        self.active = True
+
+    def cancel(self) -> None:
+        self.active = False
+
+
+class Loop:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._poller = zmq.Poller()
+        self._handlers: dict[Any, tuple[Handler, int, int]] = {}
+        self._resting: list[Socket] = []
+        self._behind = False  # a resting socket has more than its budget
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._after_turn: list[Callable[[], None]] = []
+        self._turned_at: float | None = None
+        self._stopping = threading.Event()
+        self._wake_in, self._wake_out = unix.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._poller.register(self._wake_in, zmq.POLLIN)
+        self._signals: deque[int] = deque()
+        self._signal_handler: Callable[[int], None] = lambda number: self.stop()
+
+    # --- sockets, timers, calls ---------------------------------------------------------------------------------
+
+    def add(self, socket: Socket, handler: Handler, *, budget: int = 128, copied: int = ALL) -> None:
+        """Call `handler(frames)` for each message: the first `copied` frames are bytes, the others (large payloads)
+        zmq.Frames."""
+        self._handlers[socket] = (handler, budget, copied)
+        self._poller.register(socket, zmq.POLLIN)
+
+    def remove(self, socket: Socket) -> None:
+        self.rest(socket, False)
+        del self._handlers[socket]
+        self._poller.unregister(socket)
+
+    def rest(self, socket: Socket, resting: bool) -> None:
+        """Whether `socket` waits for a turn that something else causes (a timer, at the latest), or wakes the loop."""
+        if resting is (socket in self._resting):
+            return
+        if resting:
+            self._resting.append(socket)
+            self._poller.unregister(socket)
+        else:
+            self._resting.remove(socket)
+            self._poller.register(socket, zmq.POLLIN)
+
+    def call_later(self, delay_s: float, function: Callable[[], None]) -> Timer:
+        return self._schedule(Timer(self.clock() + delay_s, function, None))
+
+    def call_every(self, interval_s: float, function: Callable[[], None]) -> Timer:
+        return self._schedule(Timer(self.clock() + interval_s, function, interval_s))
+
+    def call_threadsafe(self, function: Callable[[], None]) -> None:
+        """Run `function` on the loop's thread, soon. The only method other threads may call, besides `stop`."""
+        self._calls.append(function)
+        self._wake()
+
+    def after_turn(self, function: Callable[[], None]) -> None:
+        self._after_turn.append(function)
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    def on_signals(self, function: Callable[[int], None], *numbers: int) -> None:
+        """Main thread only: the handler merely wakes the loop, which then calls `function(number)` itself."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._signals.append(number)
+
+        for number in numbers or (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, note)
+        signal.set_wakeup_fd(self._wake_out.fileno(), warn_on_full_buffer=False)
+        self._signal_handler = function
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._wake()
+
+    def run(self) -> None:
+        """Until `stop()`. An exception in a handler is our bug: it ends the loop and reaches the caller."""
+        while not self._stopping.is_set():
+            self.turn()
+
+    def close(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            descriptor = signal.set_wakeup_fd(-1)
+            if descriptor not in (-1, self._wake_out.fileno()):
+                signal.set_wakeup_fd(descriptor)
+        self._handlers.clear()
+        self._wake_in.close()
+        self._wake_out.close()
+
+    @property
+    def still_s(self) -> float:
+        """How long ago it turned last (0 before it begins); any thread may ask."""
+        return 0.0 if self._turned_at is None else self.clock() - self._turned_at
+
+    def turn(self) -> None:
+        ready = self._poller.poll(self._timeout_ms())
+        self._behind = False
+        for resting in tuple(self._resting):
+            if resting in self._resting and has_message(resting) and not self._drain(resting):
+                self._behind = True
+        for socket, _ in ready:
+            if socket in self._handlers:
+                self._drain(socket)
+            else:
+                self._drain_wakeups()
+        while self._calls:
+            self._calls.popleft()()
+        self._run_timers()
+        for function in self._after_turn:
+            function()
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _drain(self, socket: Any) -> bool:
+        """Handle what has come, as far as the socket's budget goes; False: there may be more."""
+        handler, budget, copied = self._handlers[socket]
+        for _ in range(budget):
+            try:
+                frames = receive(socket, copied)
+            except zmq.Again:
+                return True
+            handler(frames)
+            if socket not in self._handlers:
+                return True
+        return False
+
+    def _schedule(self, timer: Timer) -> Timer:
+        heapq.heappush(self._timers, (timer.due, next(self._order), timer))
+        return timer
+
+    def _timeout_ms(self) -> int:
+        if self._calls or self._behind or self._stopping.is_set():
+            return 0
+        while self._timers and not self._timers[0][2].active:
+            heapq.heappop(self._timers)
+        if not self._timers:
+            return MAX_IDLE_MS
+        left_s = self._timers[0][0] - self.clock()
+        return min(MAX_IDLE_MS, max(0, -int(-left_s * 1000 // 1)))
+
+    def _run_timers(self) -> None:
+        now = self._turned_at = self.clock()
+        while self._timers and self._timers[0][0] <= now:
+            timer = heapq.heappop(self._timers)[2]
+            if not timer.active:
+                continue
+            if timer.interval_s is not None:
+                timer.due += timer.interval_s
+                if timer.due <= now:  # a late turn does not cause a burst
+                    timer.due = now + timer.interval_s
+                self._schedule(timer)
+            timer.function()
+
+    def _wake(self) -> None:
+        try:
+            self._wake_out.send(b"\0")
+        except (BlockingIOError, OSError):
+            pass  # already awake, or closed
+
+    def _drain_wakeups(self) -> None:
+        try:
+            while self._wake_in.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+        while self._signals:
+            self._signal_handler(self._signals.popleft())

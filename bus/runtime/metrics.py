@@ -1,0 +1,137 @@
+"""Prometheus metrics of a part, off its request path: the form of a snapshot, which `bus.runtime.probes` serves.
+
+Must not be called on a request's way; a part counts in plain ints and
+`Histogram`s, and builds its snapshot about once a second.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from bus.runtime import logs
+
+SIZES = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0)
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+
+class Histogram:
+    """Counts of observed values by upper bound; for one thread, which hands out `frozen()` copies."""
+
+    __slots__ = ("bounds", "buckets", "total")
+
+    def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
+        self.bounds = tuple(bounds)
+        self.buckets = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.buckets[bisect.bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def frozen(self) -> Distribution:
+        return Distribution(self.bounds, tuple(self.buckets), self.total)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A histogram's value at one moment; `buckets` are per bucket, not cumulative."""
+
+    bounds: tuple[float, ...]
+    buckets: tuple[int, ...]
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    value: float | Distribution
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """`name` as it is scraped (`pdbus_<part>_<what>_<unit|total>`); every sample has the same label names.
+
+    A `histogram`'s samples hold Distributions, the others' hold numbers.
+    """
+
+    name: str
+    help: str
+    kind: Literal["counter", "gauge", "histogram"]
+    samples: Sequence[Sample]
+
+
+Snapshot: TypeAlias = Callable[[], Iterable[Metric]]
+
+
+def counter(name: str, help: str, value: float) -> Metric:
+    return Metric(name, help, "counter", (Sample(value),))
+
+
+def gauge(name: str, help: str, value: float) -> Metric:
+    return Metric(name, help, "gauge", (Sample(value),))
+
+
+def labelled(
+    kind: Literal["counter", "gauge"], name: str, help: str, label: str, values: Mapping[str, float]
+) -> Metric:
+    """One sample for each key of `values`, the key being the value of `label`."""
+    return Metric(name, help, kind, tuple(Sample(value, {label: key}) for key, value in values.items()))
+
+
+def histogram(name: str, help: str, value: Distribution) -> Metric:
+    return Metric(name, help, "histogram", (Sample(value),))
+
+
+def registry(snapshot: Snapshot) -> CollectorRegistry:
+    """For Prometheus: each scrape reads `snapshot()`, which should return the last tuple that the loop has left."""
+    made = CollectorRegistry()
+    made.register(_Reader(snapshot))
+    return made
+
+
+class _Reader(Collector):
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def describe(self) -> Iterable[Family]:
+        return ()  # so that registering does not read a snapshot that is not there yet
+
+    def collect(self) -> Iterator[Family]:
+        for metric in self._snapshot():
+            yield _family(metric)
+        yield _family(counter("pdbus_log_events_lost_total", "events that the log could not take", logs.lost()))
+
+
+def _family(metric: Metric) -> Family:
+    names = tuple(metric.samples[0].labels) if metric.samples else ()
+    if metric.kind == "histogram":
+        histograms = HistogramMetricFamily(metric.name, metric.help, labels=names)
+        for sample in metric.samples:
+            assert isinstance(sample.value, Distribution), metric.name
+            values = tuple(sample.labels[name] for name in names)
+            histograms.add_metric(values, _cumulative(sample.value), sample.value.total)
+        return histograms
+    plain = (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(
+        metric.name, metric.help, labels=names
+    )
+    for sample in metric.samples:
+        assert not isinstance(sample.value, Distribution), metric.name
+        plain.add_metric(tuple(sample.labels[name] for name in names), sample.value)
+    return plain
+
+
+def _cumulative(value: Distribution) -> list[tuple[str, float]]:
+    pairs: list[tuple[str, float]] = []
+    seen = 0
+    for bound, count in zip((*value.bounds, float("inf")), value.buckets, strict=True):
+        seen += count
+        pairs.append(("+Inf" if bound == float("inf") else str(bound), float(seen)))
+    return pairs

@@ -1,0 +1,145 @@
+"""The HTTP port of a part: `/metrics` for Prometheus, `/health` and `/ready` for whoever supervises it.
+
+A thread of its own answers from what the part's loop left about once a second, so that nobody who asks holds up a
+request. Plain HTTP and no keys: it tells names and counts, changes nothing, and is open to all who reach the port.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
+from typing import Any
+
+from prometheus_client.exposition import choose_encoder
+
+from bus.errors import StartError
+from bus.runtime.logs import get_logger
+from bus.runtime.loop import Loop
+from bus.runtime.metrics import Metric, registry
+
+GATHER_S = 1.0
+HEALTHY_S = 5.0  # an idle loop turns each second
+REQUEST_S = 5.0  # for a client to send its request, and to take the answer
+MAX_ASKING = 16  # connections at once; more are closed unheard
+
+log = get_logger("probes")
+
+
+def serve(
+    loop: Loop, host: str, port: int, gather: Callable[[], Iterable[Metric]], unready: Callable[[], str] = lambda: ""
+) -> Callable[[], None]:
+    """Serve until what is returned is called. StartError if the port is taken.
+
+    `gather` and `unready` (why the part can't do its work now; empty: it can) are called on the loop's thread.
+    """
+    board = Board(loop, gather, unready)
+    board.keep()
+    try:
+        server = _Server(host, port, board)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        hint = "choose another --metrics-port or --metrics-host"
+        raise StartError(f"cannot serve metrics on {host}:{port}: {why}; {hint}") from None
+    timer = loop.call_every(GATHER_S, board.keep)
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        timer.cancel()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return stop
+
+
+class Board:
+    """What the loop leaves, and what follows from it for those who ask."""
+
+    def __init__(self, loop: Loop, gather: Callable[[], Iterable[Metric]], unready: Callable[[], str]) -> None:
+        self._loop = loop
+        self._gather = gather
+        self._unready = unready
+        self._metrics: tuple[Metric, ...] = ()
+        self._trouble = ""
+        self.registry = registry(lambda: self._metrics)
+
+    def keep(self) -> None:
+        """On the loop's thread."""
+        self._metrics = tuple(self._gather())
+        self._trouble = self._unready()
+
+    def unhealthy(self) -> str:
+        """Why the part should be started anew; empty: it lives."""
+        still_s = self._loop.still_s
+        return f"its loop has not turned for {still_s:.1f} s" if still_s > HEALTHY_S else ""
+
+    def unready(self) -> str:
+        """Why nothing should be sent here now; empty: it can serve."""
+        return self.unhealthy() or self._trouble
+
+
+class _Server(ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, board: Board) -> None:
+        self.board = board
+        self.address_family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self._free = threading.BoundedSemaphore(MAX_ASKING)
+        super().__init__((str(address[0]), port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), OSError):  # it went away, or sent nothing in time
+            log.exception("probe.failed")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = REQUEST_S
+    server_version = "pdbus"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        board, path = self.server.board, self.path.partition("?")[0]
+        if path == "/metrics":
+            encode, kind = choose_encoder(self.headers.get("Accept", ""))
+            self._answer(200, encode(board.registry), kind)
+        elif path == "/health":
+            self._tell(board.unhealthy())
+        elif path == "/ready":
+            self._tell(board.unready())
+        else:
+            self._answer(404, b"here are /metrics, /health and /ready\n")
+
+    do_HEAD = do_GET
+
+    def _tell(self, trouble: str) -> None:
+        self._answer(503 if trouble else 200, f"{trouble or 'ok'}\n".encode())
+
+    def _answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """A probe each few seconds is no event."""

@@ -1,0 +1,215 @@
+"""Sockets, and the only place that sets their options.
+
+Every queue is bounded (HWM), nothing lingers, no frame may exceed `MAXMSGSIZE`, dead TCP peers are found by ZMTP
+heartbeats. A part has one `Sockets` object (one Context) and closes it in the same `with`; the thread that made a
+socket owns it. Must not send, receive or decide.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket as unix
+import stat
+import time
+from pathlib import Path
+from types import TracebackType
+
+import zmq
+
+from bus.endpoints import is_exposed, private_dir
+from bus.errors import StartError
+from bus.runtime.logs import get_logger
+from bus.runtime.security import Domain, Gatekeeper, Keys
+
+HEADER_MAX = 1 << 20  # frames on control sockets that carry no payload
+PAYLOAD_MAX = 16 << 20  # prompts
+KV_MAX = 256 << 20  # KV blocks
+HWM = 10_000
+HANDSHAKE_MS = 5_000
+HEARTBEAT_MS = 1_000
+HEARTBEAT_TIMEOUT_MS = 3_000
+YOUNG_S = 5.0  # a socket file as young as this may not listen yet
+
+log = get_logger("bus")
+Socket = zmq.Socket[bytes]
+
+
+class Sockets:
+    """Makes, binds, connects and closes the sockets of one part."""
+
+    def __init__(self, *, keys: Keys | None = None, io_threads: int = 1, max_sockets: int = 4096) -> None:
+        """With `keys`, every tcp connection is CURVE-encrypted and every tcp port takes listed keys alone."""
+        self.context: zmq.Context[Socket] = zmq.Context(io_threads=io_threads)
+        self.context.set(zmq.MAX_SOCKETS, max_sockets)
+        self._open: list[Socket] = []
+        self._bound: list[tuple[Path, int]] = []  # ipc sockets of ours: path and inode
+        self._keys = keys
+        self.gatekeeper = Gatekeeper(self.context, keys) if keys and keys.server_secret else None
+
+    def __enter__(self) -> Sockets:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for path, inode in self._bound:  # ZeroMQ leaves them behind
+            if path.exists() and path.stat().st_ino == inode:
+                path.unlink()
+        self._bound.clear()
+        for socket in self._open:
+            socket.close(linger=0)
+        self._open.clear()
+        if self.gatekeeper is not None:
+            self.gatekeeper.close()
+        self.context.term()
+
+    def close_socket(self, socket: Socket, *, linger_ms: int = 0) -> None:
+        self._open.remove(socket)
+        socket.close(linger=linger_ms)
+
+    def release(self, socket: Socket) -> Socket:
+        """Hand `socket` to another thread, which closes it when it meets ContextTerminated; `close` waits for that."""
+        self._open.remove(socket)
+        return socket
+
+    # --- kinds ------------------------------------------------------------------------------------------------
+
+    def pub(self, connect: str) -> Socket:
+        return self._connect(self._new(zmq.PUB, HEADER_MAX), connect)
+
+    def sub(self, connect: str, topics: tuple[bytes, ...]) -> Socket:
+        socket = self._new(zmq.SUB, HEADER_MAX)
+        for topic in topics:
+            socket.setsockopt(zmq.SUBSCRIBE, topic)
+        return self._connect(socket, connect)
+
+    def xsub(self, *bind: str) -> Socket:
+        return self._bind_all(self._new(zmq.XSUB, HEADER_MAX), bind, "nodes")
+
+    def xpub(self, *bind: str) -> Socket:
+        return self._bind_all(self._new(zmq.XPUB, HEADER_MAX), bind, "nodes")
+
+    def dealer(self, connect: str, *, maximum: int = HEADER_MAX, hwm: int = HWM) -> Socket:
+        return self._connect(self._new(zmq.DEALER, maximum, hwm), connect)
+
+    def router(self, *bind: str, maximum: int = HEADER_MAX, hwm: int = HWM, domain: Domain = "nodes") -> Socket:
+        """`ROUTER_MANDATORY`: sending to a peer that is gone raises EHOSTUNREACH, to a full one EAGAIN.
+
+        `domain` says whose keys may connect over tcp when there are keys.
+        """
+        socket = self._new(zmq.ROUTER, maximum, hwm)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        return self._bind_all(socket, bind, domain)
+
+    def ephemeral_router(self, host: str, *, maximum: int = KV_MAX, hwm: int = HWM) -> tuple[Socket, str]:
+        """A ROUTER on a fresh endpoint: `host` is `ipc:///path` (used as it is) or `tcp://address` (any port).
+
+        A path `.../node-1f` is taken to be used once, so what dead processes left as `.../node-*` is removed.
+        """
+        if host.startswith("ipc://"):
+            _remove_dead(Path(host.removeprefix("ipc://")))
+        bind = host if host.startswith("ipc://") else f"{host}:*"
+        socket = self.router(bind, maximum=maximum, hwm=hwm, domain="clients")
+        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    # --- options ----------------------------------------------------------------------------------------------
+
+    def _new(self, kind: int, maximum: int, hwm: int = HWM) -> Socket:
+        socket = self.context.socket(kind)
+        self._open.append(socket)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, hwm)
+        socket.setsockopt(zmq.RCVHWM, hwm)
+        socket.setsockopt(zmq.MAXMSGSIZE, maximum)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        return socket
+
+    def _connect(self, socket: Socket, endpoint: str) -> Socket:
+        _watch_peers(socket, endpoint)
+        if self._keys is not None and endpoint.startswith("tcp://"):
+            socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server_public)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client_public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.client_secret)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            raise StartError(f"cannot connect to {endpoint}: {error.strerror}") from None
+        return socket
+
+    def _bind_all(self, socket: Socket, endpoints: tuple[str, ...], domain: Domain) -> Socket:
+        encrypted = self._keys is not None and any(endpoint.startswith("tcp://") for endpoint in endpoints)
+        if encrypted:
+            assert self._keys is not None
+            if self._keys.server_secret is None:
+                raise StartError("these keys have no server.secret: only a part with it can open a port")
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.server_secret)
+            socket.setsockopt(zmq.ZAP_DOMAIN, domain.encode())
+            assert self.gatekeeper is not None
+            self.gatekeeper.watch(socket, domain)
+        for endpoint in endpoints:
+            _watch_peers(socket, endpoint)
+            if endpoint.startswith("ipc://"):
+                path = Path(endpoint.removeprefix("ipc://"))
+                private_dir(path.parent)
+                _refuse_taken(endpoint, path)
+            if is_exposed(endpoint) and not encrypted:
+                log.warning(
+                    "endpoint.exposed",
+                    endpoint=endpoint,
+                    risk="whoever reaches this port can use it, unencrypted; give --keys DIR (pdbus keys new DIR)",
+                )
+            try:
+                socket.bind(endpoint)
+            except zmq.ZMQError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise StartError(f"{endpoint} is taken: stop what runs there or choose another address") from None
+                raise StartError(f"cannot bind {endpoint}: {error.strerror}") from None
+            if endpoint.startswith("ipc://"):
+                self._bound.append((path, path.stat().st_ino))
+        return socket
+
+
+def _watch_peers(socket: Socket, endpoint: str) -> None:
+    """Over tcp a dead peer's silence looks like any other; on one machine the kernel closes what a process leaves."""
+    if endpoint.startswith("tcp://"):
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+
+
+def _refuse_taken(endpoint: str, path: Path) -> None:
+    """ZeroMQ would silently steal an ipc path from a live process: look whether somebody answers there first."""
+    if path.exists() and not _is_dead(path):
+        raise StartError(f"{endpoint} is taken: stop what runs there or choose another address")
+
+
+def _remove_dead(fresh: Path) -> None:
+    """Remove the sockets beside `fresh` that are named like it and have lost their process."""
+    kind, dash, _ = fresh.name.rpartition("-")
+    if not dash or not fresh.parent.is_dir():
+        return
+    for path in fresh.parent.glob(f"{kind}-*"):
+        try:
+            info = path.lstat()
+            if stat.S_ISSOCK(info.st_mode) and time.time() - info.st_mtime > YOUNG_S and _is_dead(path):
+                path.unlink()
+        except OSError:
+            continue  # another node removes them too, or it is not ours
+
+
+def _is_dead(path: Path) -> bool:
+    """Whether no process listens at `path` any more. One whose queue of connections is full lives."""
+    with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return True
+        except OSError:
+            pass
+    return False

@@ -1,0 +1,1 @@
+"""The wire: messages, their codec, topics, hashes. Opens no socket."""

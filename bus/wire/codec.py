@@ -1,0 +1,100 @@
+"""Messages to bytes and back: the only part of pdbus that uses `msgpack`.
+
+A message frame is one version byte (`0x01`) followed by a MessagePack array `[tag, field, ...]`. Decoding checks
+size and version, parses with MessagePack's own limits, looks the tag up in the table of the socket it came from,
+and validates types and bounds (`msgspec.convert`, strict). What fails raises RemoteProtocolError with a `reason`
+fit for a metric label: `size`, `version`, `syntax`, `tag`, `schema`. Must not log, count or send.
+
+Nearly every frame is the very bytes that `encode` makes of a valid message. Those take a short way: read and
+validated in one pass, and proved to hold nothing else by being encoded again (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Union
+
+import msgpack
+import msgspec
+
+from bus.errors import LocalProtocolError, RemoteProtocolError
+from bus.wire.messages import Message
+
+VERSION = 1
+VERSION_BYTE = bytes([VERSION])
+MAX_HEADER_BYTES = 1 << 20
+MAX_ARRAY = 65_536  # no field is longer; so a few bytes cannot claim a huge array
+_BYTES = (bytes,)  # without it msgspec takes text for bytes, as base64
+
+Table = dict[str, type[Message]]
+
+_pack = msgspec.msgpack.Encoder().encode
+_readers: dict[int, Callable[[bytes], Message]] = {}  # by id of the table
+_tables: list[Table] = []  # kept alive, so that the ids stay theirs
+
+
+def encode(message: Message) -> bytes:
+    """One frame. Raises LocalProtocolError when the message is too large to be taken by a peer."""
+    frame = VERSION_BYTE + _pack(message)
+    if len(frame) > MAX_HEADER_BYTES:
+        raise LocalProtocolError("size", f"{type(message).__name__} takes {len(frame)} bytes")
+    return frame
+
+
+def decode(frame: bytes, table: Table) -> Message:
+    """The message in `frame`, one of `table`'s kinds, or RemoteProtocolError."""
+    size = len(frame)
+    if size < 3 or size > MAX_HEADER_BYTES:
+        raise RemoteProtocolError("size", f"{size} bytes")
+    if frame[0] != VERSION:
+        raise RemoteProtocolError("version", f"version {frame[0]}, this peer speaks {VERSION}")
+    read = _readers.get(id(table)) or _reader(table)
+    body = frame[1:]
+    try:
+        message = read(body)
+        if _pack(message) == body:
+            return message
+    except Exception:  # msgspec's errors, UnicodeDecodeError, RecursionError: the frame's fault, named below
+        pass
+    return _judge(body, table)
+
+
+def _reader(table: Table) -> Callable[[bytes], Message]:
+    kinds: Any = Union[tuple(table.values())]  # noqa: UP007
+    _tables.append(table)
+    read = _readers[id(table)] = msgspec.msgpack.Decoder(kinds).decode
+    return read
+
+
+def _judge(body: bytes, table: Table) -> Message:
+    """The long way: a message of a newer or another implementation, or RemoteProtocolError."""
+    try:
+        fields: Any = msgpack.unpackb(body, strict_map_key=True, max_array_len=MAX_ARRAY, max_ext_len=0)
+    except Exception as error:  # msgpack raises ValueError, its own classes, UnicodeDecodeError, RecursionError
+        raise RemoteProtocolError("syntax", type(error).__name__) from None
+    if type(fields) is not list or not fields or type(fields[0]) is not str:
+        raise RemoteProtocolError("syntax", "not an array that starts with a tag")
+    kind = table.get(fields[0])
+    if kind is None:
+        raise RemoteProtocolError("tag", fields[0][:32])
+    try:
+        return msgspec.convert(fields, kind, builtin_types=_BYTES)
+    except msgspec.ValidationError as error:
+        raise RemoteProtocolError("schema", f"{fields[0]}: {error}") from None
+
+
+def pack(value: Any) -> bytes:
+    """Plain MessagePack without our version byte, for formats that are not ours (engines' KV-cache events)."""
+    packed: bytes = msgpack.packb(value)
+    return packed
+
+
+def unpack(data: bytes) -> Any:
+    """The inverse of `pack`, of what other people's programs sent: builtins only, sizes bounded, or
+    RemoteProtocolError (`size`, `syntax`)."""
+    if len(data) > MAX_HEADER_BYTES:
+        raise RemoteProtocolError("size", f"{len(data)} bytes")
+    try:
+        return msgpack.unpackb(data, strict_map_key=True, max_array_len=MAX_ARRAY, max_map_len=1024, max_ext_len=0)
+    except Exception as error:  # as in `decode`
+        raise RemoteProtocolError("syntax", type(error).__name__) from None

@@ -1,0 +1,679 @@
+"""Every message of the protocol, typed and immutable, in one place.
+
+Owns shapes and bounds; must not encode, send or decide anything. On the wire each is a MessagePack array whose
+first element is the tag below (`bus.wire.codec`, `docs/protocol.md`). Fields are only ever appended, with a default,
+so that old and new peers understand each other within one protocol version.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta, Struct
+
+MAX_ROOM = 2**63 - 1
+MAX_ROOMS_PER_MESSAGE = 4096
+MAX_TOKENS_PER_MESSAGE = 16384
+MAX_DP_SIZE = 4096
+
+Role: TypeAlias = Literal["prefill", "decode", "unified"]
+Leg: TypeAlias = Literal["pair", "prefill", "decode", "unified"]
+NodeState: TypeAlias = Literal["starting", "ready", "draining", "gone"]
+RankState: TypeAlias = Literal["starting", "ready", "draining", "gone", "silent", "lost", "hung"]
+FoundBy: TypeAlias = Literal["", "told", "computed", "asked", "local"]
+FinishReason: TypeAlias = Literal["", "stop", "length", "cancelled", "failed"]
+
+# Why a request, a leg or a message was turned down; the sentence beside it is for people, this is for programs.
+Code: TypeAlias = Literal[
+    "ok",
+    "bad_request",  # malformed or self-contradictory header
+    "bad_room",  # bootstrap_room missing or out of range
+    "duplicate_room",  # the room belongs to another live request
+    "duplicate_rid",  # the rid belongs to another live request
+    "empty_prompt",
+    "too_long",  # longer than the context or than any rank's KV capacity
+    "bad_rank",  # the caller's rank or instance does not exist
+    "rank_unavailable",  # the caller's rank exists but is dead or draining
+    "no_rank",  # no live rank can take this leg now
+    "overloaded",
+    "deadline",
+    "cancelled",
+    "peer_lost",  # the process that ran it is gone
+    "unknown_room",  # nobody registered the room in time
+    "kv_failed",  # the KV cache could not be fetched intact
+    "prefill_failed",  # the other leg ended first
+    "decode_failed",
+    "engine_failed",
+    "poison",  # it took down every rank it was given to
+    "fenced",  # a newer attempt, or a later start of the rank, exists
+    "draining",
+    "shutting_down",
+    "bad_version",
+    "bad_message",
+    "too_many",  # a per-peer limit
+    "bad_identity",  # the peer speaks for a rank it has not claimed
+]
+RETRYABLE: frozenset[str] = frozenset(
+    {"no_rank", "rank_unavailable", "overloaded", "peer_lost", "unknown_room", "kv_failed", "prefill_failed",
+     "decode_failed", "draining", "shutting_down"}
+)  # fmt: skip
+
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+ENDPOINT = re.compile(r"[!-~]{0,150}")
+# The alphabets of these two are checked by the messages that carry them (`_Named`, `_At`), once for each string: a
+# pattern in Meta would run for every message again.
+Name: TypeAlias = Annotated[str, Meta(extra={"alphabet": NAME})]
+Rid: TypeAlias = Annotated[str, Meta(min_length=1, max_length=128)]
+Room: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
+Epoch: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_ROOM)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
+Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_DP_SIZE)]
+DpSize: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_DP_SIZE)]
+Attempt: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000)]
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
+AgeSeconds: TypeAlias = Annotated[float, Meta(ge=-1, le=1e9)]  # -1: never
+# Printable ASCII, and short enough that an Answer of MAX_ROOMS_PER_MESSAGE locations always fits in a frame.
+Endpoint: TypeAlias = Annotated[str, Meta(extra={"alphabet": ENDPOINT})]
+InstanceOrEmpty: TypeAlias = Annotated[str, Meta(max_length=64)]  # empty: any, or the only one
+Model: TypeAlias = Annotated[str, Meta(max_length=128)]
+Priority: TypeAlias = Annotated[int, Meta(ge=-1000, le=1000)]
+Sentence: TypeAlias = Annotated[str, Meta(max_length=1024)]
+MemberKey: TypeAlias = tuple[str, int]  # (instance, dp_rank)
+
+
+class Message(Struct, frozen=True, array_like=True, gc=False):
+    """Base of all messages: immutable, an array on the wire. Trees, so the garbage collector need not look at them."""
+
+
+_SEEN_MAX = 65_536
+_seen: dict[re.Pattern[str], set[str]] = {NAME: set(), ENDPOINT: set()}  # strings that were checked and are right
+_names, _endpoints = _seen[NAME], _seen[ENDPOINT]
+
+
+def _check(alphabet: re.Pattern[str], text: str) -> None:
+    """ValueError, which decoding turns into its own error."""
+    if alphabet.fullmatch(text) is None:
+        raise ValueError(f"{text[:80]!r} does not match {alphabet.pattern}")
+    if len(_seen[alphabet]) < _SEEN_MAX:
+        _seen[alphabet].add(text)
+
+
+class _Named(Message, frozen=True):
+    """Has an `instance`, which must be a Name."""
+
+    def __post_init__(self) -> None:
+        if self.instance not in _names:  # type: ignore[attr-defined]
+            _check(NAME, self.instance)  # type: ignore[attr-defined]
+
+
+class _At(Message, frozen=True):
+    """Has an `endpoint`."""
+
+    def __post_init__(self) -> None:
+        if self.endpoint not in _endpoints:  # type: ignore[attr-defined]
+            _check(ENDPOINT, self.endpoint)  # type: ignore[attr-defined]
+
+
+class _NamedAt(Message, frozen=True):
+    """Has both."""
+
+    def __post_init__(self) -> None:
+        if self.instance not in _names:  # type: ignore[attr-defined]
+            _check(NAME, self.instance)  # type: ignore[attr-defined]
+        if self.endpoint not in _endpoints:  # type: ignore[attr-defined]
+            _check(ENDPOINT, self.endpoint)  # type: ignore[attr-defined]
+
+
+class _OfController(Message, frozen=True):
+    """Has a `controller`, which must be a Name."""
+
+    def __post_init__(self) -> None:
+        if self.controller not in _names:  # type: ignore[attr-defined]
+            _check(NAME, self.controller)  # type: ignore[attr-defined]
+
+
+class Location(_NamedAt, frozen=True):
+    """Where a rank is: `endpoint` is its data socket, `epoch` this start of it."""
+
+    instance: Name
+    dp_rank: Rank
+    epoch: Epoch
+    endpoint: Endpoint
+
+
+# --- load ---------------------------------------------------------------------------------------------------
+
+
+class Ack(Message, frozen=True):
+    """What a node has ingested from one controller since the node's epoch began (cumulative)."""
+
+    controller_epoch: Epoch
+    dispatches: Count
+    tokens: Count  # sum of `Dispatch.charge`
+
+
+class Load(Message, frozen=True):
+    """What a scheduler says of itself, read with `acks` at one point of its loop, after it ingested its inbox."""
+
+    seq: Count  # rises with every report of this epoch
+    step: Count  # forward steps completed; stands still when the engine hangs
+    running: Count  # requests that hold a run slot
+    waiting: Count  # requests ingested that do not run yet
+    waiting_tokens: Count  # prompt tokens not yet computed or not yet fetched, of running and waiting requests
+    kv_tokens: Count  # KV tokens held by live requests (reclaimable prefix-cache blocks are not counted)
+    kv_capacity: Count
+    max_running: Count
+    acks: Annotated[tuple[Ack, ...], Meta(max_length=64)] = ()
+    prompt_tokens_total: Count = 0  # prompt tokens ingested since the epoch began
+    cached_tokens_total: Count = 0  # of those, served from the prefix cache
+    busy_us_total: Count = 0  # microseconds spent in forward steps
+
+
+# --- publications (PUB -> XSUB/XPUB -> SUB); `seq` rises by one per message of that tag and epoch -------------
+
+
+class LoadReport(_Named, frozen=True, tag="load"):
+    instance: Name
+    dp_rank: Rank
+    epoch: Epoch
+    seq: Count
+    load: Load
+
+
+class Registration(Message, frozen=True):
+    """`room` is (or will be) prefilled by the sender, as this attempt of its request."""
+
+    room: Room
+    attempt: Attempt = 1
+
+
+class Drop(Message, frozen=True):
+    """The sender is done with `room`; `code` is `ok`, or why no KV cache will come."""
+
+    room: Room
+    attempt: Attempt = 1
+    code: Code = "ok"
+
+
+class Rooms(_NamedAt, frozen=True, tag="rooms"):
+    """Rooms registered and dropped since the last one; a `snapshot` answers a resync and restates live rooms."""
+
+    instance: Name
+    dp_rank: Rank
+    epoch: Epoch
+    seq: Count
+    load: Load | None
+    endpoint: Endpoint
+    register: Annotated[tuple[Registration, ...], Meta(max_length=MAX_ROOMS_PER_MESSAGE)] = ()
+    drop: Annotated[tuple[Drop, ...], Meta(max_length=MAX_ROOMS_PER_MESSAGE)] = ()
+    snapshot: bool = False
+
+
+class Member(_NamedAt, frozen=True, tag="member"):
+    """Who the sender is, at least each `interval_s`; `rooms_seq` lets the broker notice a lost last message."""
+
+    instance: Name
+    dp_rank: Rank
+    epoch: Epoch
+    seq: Count
+    load: Load | None
+    role: Role
+    model: Model
+    dp_size: DpSize
+    state: NodeState
+    endpoint: Endpoint
+    follow_bootstrap_room: bool
+    rooms_seq: Count
+    interval_s: Seconds
+
+
+class SentTo(_Named, frozen=True):
+    instance: Name
+    dp_rank: Rank
+    epoch: Epoch
+    dispatches: Count
+    tokens: Count
+
+
+class Sent(_OfController, frozen=True, tag="sent"):
+    """A controller's cumulative sent counters: state, not events."""
+
+    controller: Name
+    epoch: Epoch
+    seq: Count
+    counters: Annotated[tuple[SentTo, ...], Meta(max_length=MAX_DP_SIZE)]
+
+
+class Beacon(Message, frozen=True, tag="beacon"):
+    """The broker lives; a new epoch asks every publisher to state its membership and rooms again."""
+
+    epoch: Epoch
+    seq: Count
+    interval_s: Seconds
+
+
+class Resync(_Named, frozen=True, tag="resync"):
+    """Broker to one publisher (topic `to/<instance>/<dp_rank>/`): restate your membership and live rooms."""
+
+    instance: Name
+    dp_rank: Rank
+    epoch: Epoch  # of the publisher concerned
+
+
+class Conflict(_Named, frozen=True, tag="conflict"):
+    """Broker to one publisher: two live epochs claim `room` with one attempt; the later claim was refused."""
+
+    instance: Name
+    dp_rank: Rank
+    epoch: Epoch
+    room: Room
+    attempt: Attempt
+    other: Location
+    kept: bool  # whether the claim of the publisher addressed stands
+
+
+# --- bootstrap (REQ or DEALER -> ROUTER) ---------------------------------------------------------------------
+
+
+class Query(Message, frozen=True, tag="query"):
+    """Where were these rooms prefilled? With `watch_s` > 0 the misses are watched and pushed when known."""
+
+    id: Count
+    rooms: Annotated[tuple[Room, ...], Meta(min_length=1, max_length=MAX_ROOMS_PER_MESSAGE)]
+    watch_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+
+
+class Found(Message, frozen=True):
+    """Rooms that one rank holds, each registered as `attempt`: a location is named once, not once a room."""
+
+    at: Location
+    attempt: Attempt
+    rooms: Annotated[tuple[Room, ...], Meta(min_length=1, max_length=MAX_ROOMS_PER_MESSAGE)]
+
+
+class Lost(Message, frozen=True):
+    """No location: `unknown_room` (deadline passed) or the reason its prefill leg gave."""
+
+    room: Room
+    code: Code
+    attempt: Count = 0  # the attempt that ended so; 0: not known
+
+
+class Answer(Message, frozen=True, tag="answer"):
+    """`pending` rooms are being watched; a later Answer with the same id settles each of them."""
+
+    id: Count
+    found: Annotated[tuple[Found, ...], Meta(max_length=MAX_ROOMS_PER_MESSAGE)] = ()
+    pending: Annotated[tuple[Room, ...], Meta(max_length=MAX_ROOMS_PER_MESSAGE)] = ()
+    lost: Annotated[tuple[Lost, ...], Meta(max_length=MAX_ROOMS_PER_MESSAGE)] = ()
+
+
+class Unwatch(Message, frozen=True, tag="unwatch"):
+    rooms: Annotated[tuple[Room, ...], Meta(min_length=1, max_length=MAX_ROOMS_PER_MESSAGE)]
+
+
+class TopologyQuery(Message, frozen=True, tag="topology"):
+    id: Count
+    instance: InstanceOrEmpty = ""  # empty: all
+
+
+class MemberInfo(_At, frozen=True):
+    dp_rank: Rank
+    epoch: Epoch
+    state: NodeState
+    endpoint: Endpoint
+    age_s: Seconds  # since the broker last heard of it
+
+
+class InstanceInfo(_Named, frozen=True):
+    instance: Name
+    role: Role
+    model: Model
+    dp_size: DpSize
+    ready: bool  # every dp_rank in 0..dp_size-1 is present and ready
+    follow_bootstrap_room: bool  # every rank says so
+    ranks: Annotated[tuple[MemberInfo, ...], Meta(max_length=MAX_DP_SIZE)]
+
+
+class Topology(Message, frozen=True, tag="instances"):
+    id: Count
+    broker_epoch: Epoch
+    instances: Annotated[tuple[InstanceInfo, ...], Meta(max_length=1024)]
+
+
+class BrokerStatusQuery(Message, frozen=True, tag="broker_status"):
+    id: Count
+
+
+class BrokerStatus(Message, frozen=True, tag="broker_counts"):
+    id: Count
+    epoch: Epoch
+    uptime_s: Seconds
+    counts: dict[str, int]
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """The request before it was not understood or not allowed; the connection stays usable."""
+
+    code: Code
+    message: Sentence
+    id: Count = 0
+
+
+# --- controller <-> node (DEALER -> ROUTER) ------------------------------------------------------------------
+
+
+class Hello(_NamedAt, frozen=True, tag="hello"):
+    """A node introduces itself: first message on a connection, repeated on `who`, on each change of state."""
+
+    instance: Name
+    dp_rank: Rank
+    epoch: Epoch
+    role: Role
+    model: Model
+    dp_size: DpSize
+    state: NodeState
+    endpoint: Endpoint
+    max_context: Count
+    kv_capacity: Count
+    max_running: Count
+    block_tokens: Count
+    running: Annotated[tuple[tuple[Rid, Attempt], ...], Meta(max_length=65536)] = ()  # what it still runs
+    started_us: Count = 0  # when this epoch began, since 1970: tells which of two starts is the later. 0: not said
+
+
+class Welcome(_OfController, frozen=True, tag="welcome"):
+    controller: Name
+    epoch: Epoch
+    follow_bootstrap_room: bool
+    lease_s: Seconds
+    dp_rank: Rank
+
+
+class Who(Message, frozen=True, tag="who"):
+    """The receiver does not know you (it restarted, or you reconnected): say hello again."""
+
+
+class Ping(Message, frozen=True, tag="ping"):
+    n: Count
+
+
+class Pong(Message, frozen=True, tag="pong"):
+    n: Count
+    step: Count
+    busy: bool
+
+
+class Dispatch(Message, frozen=True, tag="dispatch"):
+    """Run one leg. Frames: header, [prompt,] params; decode legs of a pair carry no prompt frame."""
+
+    rid: Rid
+    attempt: Attempt
+    leg: Role
+    dp_rank: Rank  # which rank of the receiving process
+    controller_epoch: Epoch
+    number: Count  # 1, 2, 3 ... for this (controller epoch, node epoch)
+    charge: Count  # tokens charged to the rank's estimate, to be acknowledged
+    prompt_tokens: Count
+    max_tokens: Count
+    offset: Count = 0  # output tokens the client already has; streaming starts at this index
+    bootstrap_room: Room | None = None
+    prefill: Location | None = None  # told: where the prefill leg runs
+    prefill_instance: InstanceOrEmpty = ""  # for `room % dp_size` when not told
+    disagg_prefill_dp_rank: Rank | None = None  # told by the caller, location to be looked up
+    deadline_s: Seconds = 0.0  # left when sent; 0: none
+    priority: Priority = 0
+
+
+class CancelLeg(Message, frozen=True, tag="cancel_leg"):
+    rid: Rid
+    attempt: Attempt  # this and all older attempts
+    code: Code = "cancelled"
+    if_unfetched: bool = False  # decode: only while its KV cache is still to be fetched (the prefill rank is lost)
+
+
+class Drain(Message, frozen=True, tag="drain"):
+    dp_rank: Rank
+
+
+class Ended(Message, frozen=True):
+    """One leg is over at the node; `code` is `ok`, or why not."""
+
+    rid: Rid
+    attempt: Attempt
+    leg: Role
+    code: Code
+    message: Sentence = ""
+    output_tokens: Count = 0
+    found_by: FoundBy = ""
+    first_token_s: Seconds = 0.0  # ingest to first token, at the node
+    cached_tokens: Count = 0
+
+
+class Progress(_Named, frozen=True, tag="progress"):
+    """Node to controller, at most one per step: legs that produced their first output, legs that ended."""
+
+    instance: Name
+    dp_rank: Rank
+    epoch: Epoch
+    started: Annotated[tuple[tuple[Rid, Attempt], ...], Meta(max_length=65536)] = ()
+    ended: Annotated[tuple[Ended, ...], Meta(max_length=65536)] = ()
+
+
+class Bye(_Named, frozen=True, tag="bye"):
+    instance: Name
+    dp_rank: Rank
+    epoch: Epoch
+
+
+# --- client <-> controller (DEALER -> ROUTER) ----------------------------------------------------------------
+
+
+class Submit(Message, frozen=True, tag="submit"):
+    """Frames: header, prompt (int32 little-endian token ids), params (`Params`). The controller reads the header.
+
+    `routed_dp_rank` fixes this leg's rank (in a pair: the decode leg's); `disagg_prefill_dp_rank` fixes the
+    prefill leg's rank in a pair and tells a decode leg where its prefill ran. `instance` and `prefill_instance`
+    name instances where there are several. Without `model` it runs the one that ready ranks serve; while they serve
+    several it fails with `no_rank`.
+    """
+
+    rid: Rid
+    leg: Leg
+    prompt_tokens: int
+    max_tokens: Count
+    bootstrap_room: int | None = None
+    routed_dp_rank: int | None = None
+    disagg_prefill_dp_rank: int | None = None
+    instance: InstanceOrEmpty = ""
+    prefill_instance: InstanceOrEmpty = ""
+    model: Model = ""
+    attempt: Attempt = 1
+    offset: Count = 0
+    deadline_s: Seconds = 0.0  # 0: none
+    priority: Priority = 0
+    block_tokens: Count = 0
+    block_hashes: Annotated[bytes, Meta(max_length=1 << 19)] = b""  # 8 bytes a full prompt block
+
+
+class Params(Message, frozen=True, tag="params"):
+    """How the engine samples; opaque to the controller. Temperature 0 is greedy."""
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    top_k: Annotated[int, Meta(ge=0, le=2**31)] = 0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    seed: Count = 0
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
+    ignore_eos: bool = False
+
+
+class Accepted(Message, frozen=True, tag="accepted"):
+    """The request was dispatched; attach to `decode.endpoint` for its tokens. Comes again on a new attempt."""
+
+    rid: Rid
+    attempt: Attempt
+    bootstrap_room: Room | None
+    prefill: Location | None
+    decode: Location | None
+
+
+class Failed(Message, frozen=True, tag="failed"):
+    rid: Annotated[str, Meta(max_length=128)]
+    attempt: Count
+    code: Code
+    message: Sentence
+    retryable: bool
+    retry_after_s: Seconds = 0.0
+
+
+class Done(Message, frozen=True, tag="done"):
+    """The request is over and well; `legs` are those that ended with `ok`, a lost prefill leg is not among them."""
+
+    rid: Rid
+    attempt: Attempt
+    legs: Annotated[tuple[Ended, ...], Meta(max_length=2)]
+
+
+class Cancel(Message, frozen=True, tag="cancel"):
+    rid: Rid
+
+
+class StatusQuery(Message, frozen=True, tag="status"):
+    id: Count
+
+
+class RankStatus(_NamedAt, frozen=True):
+    instance: Name
+    dp_rank: Rank
+    role: Role
+    model: Model
+    state: RankState
+    epoch: Epoch
+    endpoint: Endpoint
+    max_context: Count
+    report_age_s: AgeSeconds  # -1: none yet
+    load: Load | None
+    in_flight_requests: Count  # sent and not acknowledged
+    in_flight_tokens: Count
+    estimate_requests: Count
+    estimate_tokens: Count
+    outstanding: Count  # dispatched by this controller and not ended
+    dispatched_total: Count
+    ended_total: Count
+    failed_total: Count
+    block_tokens: Count = 0  # of its KV blocks; what `Submit.block_hashes` must be made with to be of use there
+
+
+class Status(_OfController, frozen=True, tag="status_is"):
+    id: Count
+    controller: Name
+    epoch: Epoch
+    uptime_s: Seconds
+    methods: dict[str, str]  # role -> load_balance_method in force
+    counts: dict[str, int]
+    ranks: Annotated[tuple[RankStatus, ...], Meta(max_length=MAX_DP_SIZE)]
+    remaining: Count = 0  # ranks that further messages of this id bring
+
+
+class DrainRank(_Named, frozen=True, tag="drain_rank"):
+    """An operator asks the controller to drain one rank."""
+
+    id: Count
+    instance: Name
+    dp_rank: Rank
+
+
+# --- data plane: client -> node (token streams), node -> node (KV cache), all on the node's ROUTER --------------
+
+
+class Attach(Message, frozen=True, tag="attach"):
+    """Send me the tokens of `rid` from index `have` on; repeat it to ask again."""
+
+    rid: Rid
+    attempt: Attempt
+    have: Count = 0
+
+
+class Tokens(Message, frozen=True, tag="tokens"):
+    """Output tokens `start`, `start`+1, ...; empty as a sign of life. `finish` closes the stream."""
+
+    rid: Rid
+    attempt: Attempt
+    start: Count
+    ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS_PER_MESSAGE)]
+    finish: FinishReason = ""
+    code: Code = "ok"
+    message: Sentence = ""
+    found_by: FoundBy = ""
+
+
+class Detach(Message, frozen=True, tag="detach"):
+    """I have all I want of `rid`: forget its output."""
+
+    rid: Rid
+    attempt: Attempt
+
+
+class KvPull(Message, frozen=True, tag="kv_pull"):
+    """Send meta (when `first` is 0) and blocks `first` .. `first`+`count`-1 of `room` as they become ready."""
+
+    room: Room
+    attempt: Attempt
+    epoch: Epoch  # the prefill node's, as located: fences a restarted node
+    first: Count
+    count: Annotated[int, Meta(ge=0, le=1024)]
+
+
+class KvMeta(Message, frozen=True, tag="kv_meta"):
+    room: Room
+    attempt: Attempt
+    prompt_tokens: Count
+    first_token: TokenId
+    blocks: Count
+    block_tokens: Count
+    layout: Annotated[str, Meta(max_length=128)]  # must equal the receiver's own
+    ready: bool = True  # false: a sign of life while the prompt is still being computed; the rest says nothing yet
+
+
+class KvBlock(Message, frozen=True, tag="kv_block"):
+    """Followed by one raw frame. `crc32` covers `room`, `attempt`, `index` and the bytes (see docs/protocol.md)."""
+
+    room: Room
+    attempt: Attempt
+    index: Count
+    tokens: Count
+    crc32: Annotated[int, Meta(ge=0, lt=2**32)]
+
+
+class KvDone(Message, frozen=True, tag="kv_done"):
+    room: Room
+    attempt: Attempt
+    code: Code = "ok"
+
+
+class KvFail(Message, frozen=True, tag="kv_fail"):
+    room: Room
+    attempt: Attempt
+    code: Code
+    message: Sentence = ""
+
+
+# --- who may say what to whom: one table per socket, so a port takes nothing that is not meant for it ----------
+
+
+def _table(*kinds: type[Message]) -> dict[str, type[Message]]:
+    return {str(kind.__struct_config__.tag): kind for kind in kinds}
+
+
+PUBLICATIONS = _table(LoadReport, Rooms, Member, Sent, Beacon, Resync, Conflict)
+TO_BROKER = _table(Query, Unwatch, TopologyQuery, BrokerStatusQuery)
+FROM_BROKER = _table(Answer, Topology, BrokerStatus, Refused)
+NODE_TO_CONTROLLER = _table(Hello, Pong, Progress, Bye)
+CONTROLLER_TO_NODE = _table(Welcome, Who, Ping, Dispatch, CancelLeg, Drain, Refused)
+CLIENT_TO_CONTROLLER = _table(Submit, Cancel, StatusQuery, DrainRank)
+CONTROLLER_TO_CLIENT = _table(Accepted, Failed, Done, Status, Refused)
+TO_NODE_DATA = _table(Attach, Detach, KvPull, KvDone)
+FROM_NODE_DATA = _table(Tokens, KvMeta, KvBlock, KvFail, Refused)
+PARAMS = _table(Params)

@@ -1,0 +1,36 @@
+"""Topics of the PUB/SUB bus: `kind/instance/dp_rank/`, so that a prefix subscribes to a kind, an instance or a rank.
+
+The closing slash keeps rank 1 from matching rank 10. Must not decode payloads.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from bus.wire.messages import MAX_DP_SIZE, Beacon, Conflict, LoadReport, Member, Message, Resync, Rooms, Sent
+
+LOAD = b"load/"
+ROOMS = b"rooms/"
+MEMBER = b"member/"
+SENT = b"sent/"
+BEACON = b"beacon/"
+TO = b"to/"  # broker to one publisher
+KV = b"kv/"  # KV-cache events, in the format of SGLang and vLLM
+
+_PREFIX: dict[type[Message], bytes] = {LoadReport: LOAD, Rooms: ROOMS, Member: MEMBER, Resync: TO, Conflict: TO}
+
+
+@lru_cache(4 * MAX_DP_SIZE)
+def for_rank(prefix: bytes, instance: str, dp_rank: int) -> bytes:
+    return b"%s%s/%d/" % (prefix, instance.encode(), dp_rank)
+
+
+def of(message: Message) -> bytes:
+    """The topic `message` must travel under."""
+    prefix = _PREFIX.get(type(message))
+    if prefix is not None:
+        return for_rank(prefix, message.instance, message.dp_rank)  # type: ignore[attr-defined]
+    if isinstance(message, Sent):
+        return SENT + message.controller.encode() + b"/"
+    assert isinstance(message, Beacon), message
+    return BEACON

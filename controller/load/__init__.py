@@ -1,0 +1,1 @@
+"""What is believed of each rank's load, and the least loaded of them."""

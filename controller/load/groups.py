@@ -1,0 +1,229 @@
+"""Views of candidates: which ranks a policy may choose from, and the least loaded of them.
+
+Owns the grouping of ranks by (role, model, instance) and their indexes; must not change a load. A `Group` answers in
+O(log n); a `Subset` narrows one for a single request (ranks to avoid, prompts that only some ranks can hold) and
+answers by looking at each. A set of seats is an integer with the bits of its ranks (`RankLoad.seat`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from enum import IntEnum
+from typing import Protocol
+
+from bus.wire.messages import Role
+from controller.load.index import NEVER, LeastIndex, SeatKeys
+from controller.load.rank import RankLoad
+
+
+class Metric(IntEnum):
+    """What a pick minimises; equals go to the rank picked least recently, so ties rotate."""
+
+    TURN = 0  # nothing: plain rotation
+    REQUESTS = 1
+    TOKENS = 2  # ties by requests
+
+
+def key_of(rank: RankLoad, metric: int) -> int:
+    """What `rank` counts in `metric` (a Metric), as one integer, its last turn in the low bits."""
+    if metric == 2:
+        requests = rank.requests
+        return (rank.tokens << 24 | (requests if requests < 0xFFFFFF else 0xFFFFFF)) << 48 | rank.picked
+    if metric == 1:
+        return rank.requests << 48 | rank.picked
+    return rank.picked
+
+
+class View(Protocol):
+    """What a policy sees. `least` and iteration cover ranks that are ready and have credit."""
+
+    def least(self, metric: Metric) -> RankLoad | None:
+        """The candidate with the least `metric`, or None."""
+
+    def least_of(self, seats: int) -> RankLoad | None:
+        """Of the candidates in `seats` (some that `alike` returned), the one with the least tokens, or None."""
+
+    def alike(self, block_tokens: int) -> int:
+        """The seats of the ranks with KV blocks of this size, whatever their state."""
+
+    def instances(self) -> Iterable[Mapping[int, RankLoad]]:
+        """The known ranks of each instance by dp_rank, whatever their state (`RankLoad.ready`)."""
+
+    def __iter__(self) -> Iterator[RankLoad]:
+        """All candidates, in no order."""
+
+
+class Group:
+    """All ranks of a role, of one model and instance where these are named."""
+
+    __slots__ = (
+        "_alike", "_facts", "_free", "_indexes", "_instances", "_seated", "_seats", "instance", "members", "model",
+        "ready", "role",
+    )  # fmt: skip
+
+    def __init__(self, role: Role, model: str, instance: str) -> None:
+        self.role, self.model, self.instance = role, model, instance
+        self.members: list[RankLoad | None] = []
+        self.ready: dict[str, int] = {}  # members that are ready, with credit or not, by model
+        self._facts: tuple[int, frozenset[str]] | None = None  # `facts`, until members change
+        self._alike: dict[int, int] | None = None  # `alike` by size, until members change
+        self._free: list[int] = []
+        self._indexes: dict[Metric, LeastIndex] = {}
+        self._instances: dict[str, dict[int, RankLoad]] = {}
+        self._seated: dict[int, RankLoad] = {}
+        self._seats: SeatKeys | None = None  # tokens by seat, from their first use
+
+    def takes(self, rank: RankLoad) -> bool:
+        """Whether `rank` belongs here."""
+        info = rank.info
+        return info.role == self.role and self.model in ("", info.model) and self.instance in ("", info.instance)
+
+    def least(self, metric: Metric) -> RankLoad | None:
+        index = self._indexes.get(metric) or self._index(metric)
+        leaf = index.least()
+        return self.members[leaf] if leaf >= 0 else None
+
+    def least_of(self, seats: int) -> RankLoad | None:
+        index = self._seats
+        if index is None:
+            index = self._seats = SeatKeys()
+            for rank in self._seated.values():
+                self._enter(rank, Metric.TOKENS, index, rank.seat)
+        seat = index.least(seats)
+        return self._seated[seat] if seat >= 0 else None
+
+    def alike(self, block_tokens: int) -> int:
+        if self._alike is None:
+            self._alike = {}
+            for seat, rank in self._seated.items():
+                size = rank.info.block_tokens
+                self._alike[size] = self._alike.get(size, 0) | 1 << seat
+        return self._alike.get(block_tokens, 0)
+
+    def instances(self) -> Iterable[Mapping[int, RankLoad]]:
+        return self._instances.values()
+
+    def __iter__(self) -> Iterator[RankLoad]:
+        return (rank for rank in self.members if rank is not None and rank.open)
+
+    def facts(self) -> tuple[int, frozenset[str]]:
+        """Most tokens of context that any member can hold, and the models that members serve, ready or not."""
+        if self._facts is None:
+            ranks = [rank for rank in self.members if rank is not None]
+            largest = max((rank.largest for rank in ranks), default=0)
+            self._facts = largest, frozenset(rank.info.model for rank in ranks)
+        return self._facts
+
+    def names(self) -> list[str]:
+        """The instances in this group."""
+        return list(self._instances)
+
+    # --- for the load table -----------------------------------------------------------------------------------
+
+    def add(self, rank: RankLoad) -> None:
+        leaf = self._free.pop() if self._free else len(self.members)
+        if leaf == len(self.members):
+            self.members.append(None)
+        self.members[leaf] = rank
+        self._seated[rank.seat] = rank
+        self._instances.setdefault(rank.info.instance, {})[rank.info.dp_rank] = rank
+        if rank.ready:
+            self._count(rank, 1)
+        rank.places.append((self, leaf))
+        for metric, index in self._indexes.items():
+            self._enter(rank, metric, index, leaf)
+        if self._seats is not None:
+            self._enter(rank, Metric.TOKENS, self._seats, rank.seat)
+        self.changed()
+
+    def remove(self, rank: RankLoad) -> None:
+        leaf = next(leaf for group, leaf in rank.places if group is self)
+        rank.places.remove((self, leaf))
+        for index in self._indexes.values():
+            index.update(leaf, NEVER)
+        if self._seats is not None:
+            self._seats.update(rank.seat, NEVER)
+        del self._seated[rank.seat]
+        mine = {id(index) for index in (*self._indexes.values(), self._seats)}
+        rank.leaves[:] = [entry for entry in rank.leaves if id(entry[0]) not in mine]
+        self.members[leaf] = None
+        self._free.append(leaf)
+        if rank.ready:
+            self._count(rank, -1)
+        ranks = self._instances[rank.info.instance]
+        del ranks[rank.info.dp_rank]
+        if not ranks:
+            del self._instances[rank.info.instance]
+        self.changed()
+
+    def turned(self, rank: RankLoad) -> None:
+        """A member became ready, or no longer is."""
+        self._count(rank, 1 if rank.ready else -1)
+
+    def changed(self) -> None:
+        """Members came, went, or state other facts."""
+        self._facts = self._alike = None
+
+    def validate(self) -> None:
+        """Counts and indexes agree with the members."""
+        ranks = [rank for rank in self.members if rank is not None]
+        assert self.ready == Counter(rank.info.model for rank in ranks if rank.ready), "ready count"
+        assert sum(len(ranks_of) for ranks_of in self._instances.values()) == len(ranks), "instances"
+        assert self._seated == {rank.seat: rank for rank in ranks}, "seats"
+        for member in ranks:
+            assert self.alike(member.info.block_tokens) >> member.seat & 1, "alike"
+            if self._seats is not None:
+                want = key_of(member, Metric.TOKENS) << 16 | member.seat if member.open else NEVER
+                assert self._seats.key(member.seat) == want, member
+        for metric, index in self._indexes.items():
+            index.validate()
+            for leaf, rank in enumerate(self.members):
+                want = NEVER if rank is None or not rank.open else key_of(rank, metric) << 16 | leaf
+                assert index.key(leaf) == want, (metric, leaf)
+
+    def _count(self, rank: RankLoad, by: int) -> None:
+        model = rank.info.model
+        left = self.ready.get(model, 0) + by
+        if left:
+            self.ready[model] = left
+        else:
+            del self.ready[model]
+
+    def _index(self, metric: Metric) -> LeastIndex:
+        index = self._indexes[metric] = LeastIndex()
+        for leaf, rank in enumerate(self.members):
+            if rank is not None:
+                self._enter(rank, metric, index, leaf)
+        return index
+
+    @staticmethod
+    def _enter(rank: RankLoad, metric: Metric, index: LeastIndex | SeatKeys, leaf: int) -> None:
+        rank.leaves.append((index, leaf, int(metric)))
+        index.update(leaf, key_of(rank, metric) << 16 | leaf if rank.open else NEVER)
+
+
+class Subset:
+    """Some ready ranks of a group, for one request."""
+
+    def __init__(self, ranks: Iterable[RankLoad]) -> None:
+        self._ranks = list(ranks)
+
+    def least(self, metric: Metric) -> RankLoad | None:
+        return min(self, key=lambda rank: key_of(rank, metric), default=None)
+
+    def least_of(self, seats: int) -> RankLoad | None:
+        some = (rank for rank in self if seats >> rank.seat & 1)
+        return min(some, key=lambda rank: key_of(rank, Metric.TOKENS), default=None)
+
+    def alike(self, block_tokens: int) -> int:
+        return sum(1 << rank.seat for rank in self._ranks if rank.info.block_tokens == block_tokens)
+
+    def instances(self) -> Iterable[Mapping[int, RankLoad]]:
+        by_instance: dict[str, dict[int, RankLoad]] = {}
+        for rank in self._ranks:
+            by_instance.setdefault(rank.info.instance, {})[rank.info.dp_rank] = rank
+        return by_instance.values()
+
+    def __iter__(self) -> Iterator[RankLoad]:
+        return (rank for rank in self._ranks if rank.open)

@@ -1,0 +1,147 @@
+"""The record of one rank (one start of it): facts, last report, counters, estimate. Decides nothing.
+
+`controller.load.table` changes its numbers, but for `routed_total`, which is `controller.placement`'s. What is no
+number belongs to who uses it: `peer` to `controller.members`, `work` to `controller.requests.life`, `inherited` to
+`controller.requests.adoption`, `follower` to `controller.feeds.nodes`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bus.wire.messages import Hello, Load, Location, MemberKey
+
+if TYPE_CHECKING:
+    from controller.feeds.follower import Follower
+    from controller.load.groups import Group
+    from controller.load.index import LeastIndex, SeatKeys
+
+UNLIMITED = 1 << 62
+
+
+class RankLoad:
+    """What the controller believes of `(instance, dp_rank)` in its epoch `epoch`. Requests and tokens are counts."""
+
+    __slots__ = (
+        "acked",
+        "acked_tokens",
+        "base_requests",
+        "base_tokens",
+        "counts_queue_only",
+        "dispatched_total",
+        "ended_total",
+        "epoch",
+        "failed_total",
+        "follower",
+        "hard_requests",
+        "info",
+        "inherited",
+        "interval_s",
+        "key",
+        "largest",
+        "leaves",
+        "limit_requests",
+        "limit_tokens",
+        "load",
+        "location",
+        "news",
+        "news_tokens",
+        "number",
+        "open",
+        "other_acks",
+        "others",
+        "others_requests",
+        "others_tokens",
+        "outstanding",
+        "outstanding_tokens",
+        "peer",
+        "picked",
+        "places",
+        "ready",
+        "rebase",
+        "reported_at",
+        "requests",
+        "routed_total",
+        "seat",
+        "sent",
+        "sent_tokens",
+        "skew",
+        "skew_tokens",
+        "slow",
+        "stale",
+        "tokens",
+        "work",
+    )
+
+    def __init__(self, info: Hello) -> None:
+        self.info = info
+        self.key: MemberKey = (info.instance, info.dp_rank)
+        self.seat = -1  # its number among the ranks there are, as small as can be; used again when it is closed
+        self.epoch = info.epoch
+        self.location = Location(info.instance, info.dp_rank, info.epoch, info.endpoint)
+        self.inherited = info.running  # what it ran before I had dispatched anything to it, until somebody takes that
+        # the last report, and when it came (None: none of this epoch yet)
+        self.load: Load | None = None
+        self.reported_at: float | None = None
+        self.stale = True
+        self.interval_s = 0.0  # it declares to report at least this often; 0: it has not said
+        self.counts_queue_only = info.role == "prefill"  # its KV tokens cost nobody any time
+        self.base_requests = 0
+        self.base_tokens = 0
+        # what I sent in this epoch, what the report says was ingested, and what is outstanding (not ended)
+        self.number = 0  # of the last dispatch
+        self.sent = 0
+        self.sent_tokens = 0
+        self.acked = 0
+        self.acked_tokens = 0
+        self.news = 0  # of `acked`, what the last report acknowledged first
+        self.news_tokens = 0
+        self.skew = 0  # acknowledged minus sent where the two were found apart (lost connection, nonsense)
+        self.skew_tokens = 0
+        self.rebase = False
+        self.outstanding = 0
+        self.outstanding_tokens = 0
+        # other controllers: sent and acknowledged, by controller epoch, and what is in flight of theirs in all
+        self.others: dict[int, tuple[int, int]] = {}
+        self.other_acks: dict[int, tuple[int, int]] = {}
+        self.others_requests = 0
+        self.others_tokens = 0
+        # the estimate, and what follows from it
+        self.requests = 0
+        self.tokens = 0
+        self.ready = False  # health says that it may be dispatched to
+        self.slow = False  # just back: one at a time until it reports
+        self.open = False  # ready and with credit: a candidate
+        self.limit_requests = UNLIMITED
+        self.limit_tokens = UNLIMITED
+        self.hard_requests = UNLIMITED
+        self.largest = UNLIMITED  # tokens of context (prompt and output) it can hold at all
+        self.picked = 0  # turn of its last dispatch
+        self.places: list[tuple[Group, int]] = []
+        self.leaves: list[tuple[LeastIndex | SeatKeys, int, int]] = []
+        # totals since the controller began, over all epochs of the rank
+        self.dispatched_total = 0
+        self.routed_total = 0
+        self.ended_total = 0
+        self.failed_total = 0
+        # not the load table's: its connection, and the live requests that have a leg here, by rid
+        self.peer: Any = None
+        self.work: dict[str, Any] = {}
+        self.follower: Follower | None = None  # of its KV events, from the first on
+
+    @property
+    def in_flight(self) -> int:
+        """Dispatches of mine that the last report did not acknowledge."""
+        return self.sent - self.acked
+
+    @property
+    def in_flight_tokens(self) -> int:
+        return self.sent_tokens - self.acked_tokens
+
+    @property
+    def full(self) -> bool:
+        """Past the bound that holds even for requests which can go nowhere else."""
+        return self.requests >= self.hard_requests
+
+    def __repr__(self) -> str:
+        return f"<rank {self.key[0]}/{self.key[1]} epoch {self.epoch} requests {self.requests} tokens {self.tokens}>"

@@ -1,0 +1,376 @@
+"""The load table: forced updates that never erase work in flight.
+
+The invariant, kept by every method below:
+
+    estimate(rank) = last report + (what I sent - what it acknowledges)
+                                 + for each other controller (what it says it sent - what the report acknowledges)
+
+A report overwrites what was believed (nothing is planned ahead); what it had not ingested when it was read is added,
+so each request counts exactly once whether reports are fresh, late, repeated, lost or overtaken. A report with an old
+`(epoch, seq)` is dropped; a new node epoch is a new record, so what the old one had not acknowledged is void. A report
+older than `stale_s`, and than two of the intervals that its rank declares, is not believed: the estimate falls back to
+my own dispatched-and-not-ended work.
+
+Tokens are what a dispatch waits behind: for prefill the prompt tokens not computed yet (KV that only waits for its
+transfer costs no time); for decode and unified the KV tokens held plus those still to be fetched or computed, since
+each step reads the one and memory must take the other.
+
+Owns counters and estimates; no sockets, no clock, and no idea of a request's life.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter
+
+from bus.defaults import STALE_INTERVALS, STALE_S, bounded_interval_s
+from bus.wire.messages import Ack, Hello, Load, MemberKey, Role, Sent, SentTo
+from controller.load.groups import Group, key_of
+from controller.load.index import NEVER
+from controller.load.rank import UNLIMITED, RankLoad
+
+MAX_CONTROLLERS = 64
+HARD_FACTOR = 4  # what cannot go elsewhere may queue at its rank up to this many times the credit
+
+
+class LoadTable:
+    """Loads of all ranks, as one controller (epoch `controller_epoch`) sees them.
+
+    `request_overcommit` x `max_running` requests and `token_overcommit[role]` x `kv_capacity` tokens are a rank's
+    credit; a capacity of 0 in its hello means "not stated" and does not limit. `counts` says what was dropped and why.
+    """
+
+    def __init__(
+        self,
+        controller_epoch: int,
+        *,
+        stale_s: float = STALE_S,
+        request_overcommit: float = 2.0,
+        kv_overcommit: float = 1.0,
+        prefill_overcommit: float = 4.0,
+        controller_ttl_s: float = 5.0,
+    ) -> None:
+        self.controller_epoch = controller_epoch
+        self.ranks: dict[MemberKey, RankLoad] = {}
+        self.counts: Counter[str] = Counter()
+        self._stale_s = stale_s
+        self._request_overcommit = request_overcommit
+        self._token_overcommit = {
+            "prefill": prefill_overcommit,
+            "decode": kv_overcommit,
+            "unified": kv_overcommit,
+        }
+        self._controller_ttl_s = controller_ttl_s
+        self._groups: dict[tuple[str, str, str], Group] = {}
+        self._free_seats: list[int] = []
+        self._seats = 0  # given out so far, free ones included
+        self.turn = 0  # dispatches charged so far
+        self._fresh: list[tuple[float, int, RankLoad]] = []  # heap: when to look whether a rank has reported since
+        self._order = itertools.count()
+        self._controllers: dict[int, tuple[int, float]] = {}  # epoch -> (seq of its last Sent, when)
+
+    # --- ranks come and go ------------------------------------------------------------------------------------
+
+    def open(self, info: Hello) -> RankLoad:
+        """A rank's record for this epoch, not ready yet. A record of another epoch is closed: what was in flight to it
+        is void. Totals carry over."""
+        old = self.ranks.get(info_key(info))
+        if old is not None:
+            self.close(old)
+        rank = RankLoad(info)
+        if old is not None:
+            rank.dispatched_total, rank.routed_total = old.dispatched_total, old.routed_total
+            rank.ended_total = old.ended_total + old.outstanding  # these end with it
+            rank.failed_total = old.failed_total + old.outstanding
+            rank.picked = old.picked
+        self._limit(rank)
+        if self._free_seats:
+            rank.seat = self._free_seats.pop()
+        else:
+            rank.seat, self._seats = self._seats, self._seats + 1
+        self.ranks[rank.key] = rank
+        for group in self._groups.values():
+            if group.takes(rank):
+                group.add(rank)
+        self._refresh(rank)
+        return rank
+
+    def revise(self, rank: RankLoad, info: Hello) -> None:
+        """The same start of a rank restates its facts; only its capacities may have changed."""
+        before = rank.largest, rank.info.block_tokens
+        rank.info = info
+        self._limit(rank)
+        if (rank.largest, info.block_tokens) != before:
+            for group, _ in rank.places:
+                group.changed()
+        self._refresh(rank)
+
+    def reconnected(self, rank: RankLoad) -> None:
+        """The same epoch came back over a new connection: what it had not ingested is lost, so the next report's
+        acknowledgement is by definition all that I sent (should it be early, the next one puts it right)."""
+        rank.rebase = True
+
+    def close(self, rank: RankLoad) -> None:
+        """Forget a rank. Its seat may go to another at once: who knows it by that must forget it too."""
+        for group, _ in list(rank.places):
+            group.remove(rank)
+        rank.ready = rank.open = False
+        if self.ranks.get(rank.key) is rank:
+            del self.ranks[rank.key]
+            self._free_seats.append(rank.seat)
+
+    def set_ready(self, rank: RankLoad, ready: bool, *, slow: bool = False) -> None:
+        """Whether health lets requests go there; `slow`: one at a time until its next report."""
+        if ready != rank.ready:
+            rank.ready = ready
+            for group, _ in rank.places:
+                group.turned(rank)
+        rank.slow = slow and ready
+        self._refresh(rank)
+
+    # --- what comes in ----------------------------------------------------------------------------------------
+
+    def apply(self, key: MemberKey, epoch: int, load: Load, now: float) -> RankLoad | None:
+        """Overwrite what was believed of a rank. None (and counted) when the report is old or of an unknown epoch."""
+        rank = self.ranks.get(key)
+        if rank is None or rank.epoch != epoch:
+            self.counts["report_unknown"] += 1
+            return None
+        last = rank.load
+        if last is not None and load.seq <= last.seq:
+            self.counts["report_old"] += 1
+            return None
+        rank.load = load
+        rank.reported_at = now
+        if rank.stale:
+            heapq.heappush(self._fresh, (now + self._stale_s, next(self._order), rank))
+        rank.stale = rank.slow = False
+        rank.base_requests = load.running + load.waiting
+        rank.base_tokens = load.waiting_tokens if rank.counts_queue_only else load.waiting_tokens + load.kv_tokens
+        self._acknowledge(rank, load.acks)
+        self._refresh(rank)
+        return rank
+
+    def declare(self, key: MemberKey, epoch: int, interval_s: float) -> None:
+        """A rank says that it reports at least each `interval_s`; its word is taken within bounds."""
+        rank = self.ranks.get(key)
+        if rank is not None and rank.epoch == epoch:
+            rank.interval_s = bounded_interval_s(interval_s)
+
+    def apply_sent(self, sent: Sent, now: float) -> bool:
+        """Another controller's cumulative counters. False (and counted) when old, mine, or one controller too many."""
+        if sent.epoch == self.controller_epoch:
+            return False
+        known = self._controllers.get(sent.epoch)
+        if known is None and len(self._controllers) >= MAX_CONTROLLERS:
+            self.counts["sent_too_many"] += 1
+            return False
+        if known is not None and sent.seq <= known[0]:
+            self.counts["sent_old"] += 1
+            return False
+        self._controllers[sent.epoch] = (sent.seq, now)
+        for counter in sent.counters:
+            rank = self.ranks.get((counter.instance, counter.dp_rank))
+            if rank is not None and rank.epoch == counter.epoch:
+                rank.others[sent.epoch] = (counter.dispatches, counter.tokens)
+                self._sum_others(rank)
+                self._refresh(rank)
+        return True
+
+    def age(self, now: float) -> list[RankLoad]:
+        """Stop believing reports that are too old (their ranks are returned), and counters of silent controllers."""
+        aged = []
+        while self._fresh and self._fresh[0][0] < now:
+            rank = heapq.heappop(self._fresh)[2]
+            if self.ranks.get(rank.key) is not rank:
+                continue
+            assert rank.reported_at is not None
+            believed_until = rank.reported_at + max(self._stale_s, STALE_INTERVALS * rank.interval_s)
+            if believed_until >= now:  # looked at earlier too: its interval may have become shorter by then
+                look_at = min(believed_until, now + self._stale_s)
+                heapq.heappush(self._fresh, (look_at, next(self._order), rank))
+                continue
+            rank.stale = True
+            self._refresh(rank)
+            aged.append(rank)
+        for epoch, (_, at) in list(self._controllers.items()):
+            if now - at > self._controller_ttl_s:
+                del self._controllers[epoch]
+                for rank in self.ranks.values():
+                    if rank.others.pop(epoch, None) is not None:
+                        self._sum_others(rank)
+                        self._refresh(rank)
+        return aged
+
+    # --- what goes out ----------------------------------------------------------------------------------------
+
+    def charge(self, rank: RankLoad, tokens: int) -> int:
+        """A dispatch of `tokens` goes to `rank`: its estimate rises at once. Returns the dispatch's number (1, 2, ...
+        for this controller epoch and node epoch)."""
+        rank.number += 1
+        rank.sent += 1
+        rank.sent_tokens += tokens
+        rank.outstanding += 1
+        rank.outstanding_tokens += tokens
+        rank.dispatched_total += 1
+        self.turn += 1
+        rank.picked = self.turn
+        self._refresh(rank)
+        return rank.number
+
+    def undo(self, rank: RankLoad, tokens: int) -> None:
+        """A dispatch charged before never left this process (its number is not used again)."""
+        rank.sent -= 1
+        rank.sent_tokens -= tokens
+        rank.dispatched_total -= 1
+        if rank.acked > rank.sent:  # a rebase had already taken it for ingested
+            rank.acked, rank.skew = rank.sent, rank.skew + rank.acked - rank.sent
+        if rank.acked_tokens > rank.sent_tokens:
+            rank.skew_tokens += rank.acked_tokens - rank.sent_tokens
+            rank.acked_tokens = rank.sent_tokens
+        rank.outstanding -= 1
+        rank.outstanding_tokens -= tokens
+        self._refresh(rank)
+
+    def end(self, rank: RankLoad, tokens: int, *, ok: bool = True) -> None:
+        """A dispatch of `tokens` is over, or given up: no longer outstanding (the estimate waits for a report)."""
+        rank.ended_total += 1
+        if not ok:
+            rank.failed_total += 1
+        rank.outstanding -= 1
+        rank.outstanding_tokens -= tokens
+        if rank.stale or rank.slow:
+            self._refresh(rank)
+
+    def counters(self, since: int = -1) -> tuple[SentTo, ...]:
+        """My cumulative counters, to be published (`Sent`): of the ranks dispatched to after turn `since`."""
+        return tuple(
+            SentTo(rank.key[0], rank.key[1], rank.epoch, rank.sent, rank.sent_tokens)
+            for rank in self.ranks.values()
+            if rank.picked > since
+        )
+
+    @property
+    def shared(self) -> bool:
+        """Whether other controllers have been heard of lately."""
+        return bool(self._controllers)
+
+    def group(self, role: Role, model: str = "", instance: str = "") -> Group:
+        """The ranks of a role (of one model or instance where named), indexed; made at its first use."""
+        group = self._groups.get((role, model, instance))
+        if group is None:
+            if len(self._groups) > 4 * len(self.ranks) + 64:  # names come from clients: keep only what has members
+                self._prune()
+            group = self._groups[(role, model, instance)] = Group(role, model, instance)
+            for rank in self.ranks.values():
+                if group.takes(rank):
+                    group.add(rank)
+        return group
+
+    def validate(self) -> None:
+        """Every sum and index is what its definition says (tests call this after each event)."""
+        for rank in self.ranks.values():
+            assert 0 <= rank.acked <= rank.sent, rank
+            assert 0 <= rank.acked_tokens <= rank.sent_tokens, rank
+            assert 0 <= rank.outstanding <= rank.sent, rank
+            assert rank.outstanding == rank.dispatched_total - rank.ended_total, rank
+            assert 0 <= rank.failed_total <= rank.ended_total, rank
+            assert rank.requests >= 0 <= rank.tokens, rank
+            assert rank.stale != any(rank is fresh for _, _, fresh in self._fresh), rank
+            want = (rank.outstanding, rank.outstanding_tokens) if rank.stale else _estimate(rank)
+            assert (rank.requests, rank.tokens) == want, (rank, want)
+            assert not rank.open or rank.ready, rank
+        seats = [*self._free_seats, *(rank.seat for rank in self.ranks.values())]
+        assert sorted(seats) == list(range(self._seats)), "every seat is taken once, or free"
+        for group in self._groups.values():
+            assert {rank.key for rank in group.members if rank} == {
+                rank.key for rank in self.ranks.values() if group.takes(rank)
+            }
+            group.validate()
+
+    # --- inside -----------------------------------------------------------------------------------------------
+
+    def _acknowledge(self, rank: RankLoad, acks: tuple[Ack, ...]) -> None:
+        mine = self.controller_epoch
+        acked, acked_tokens = -rank.skew, -rank.skew_tokens
+        others: dict[int, tuple[int, int]] | None = None
+        for ack in acks:
+            if ack.controller_epoch == mine:
+                acked, acked_tokens = ack.dispatches - rank.skew, ack.tokens - rank.skew_tokens
+            else:
+                others = others or {}
+                others[ack.controller_epoch] = (ack.dispatches, ack.tokens)
+        if others or rank.other_acks:
+            rank.other_acks = others or {}
+            self._sum_others(rank)
+        if rank.rebase or acked > rank.sent or acked_tokens > rank.sent_tokens:
+            if not rank.rebase:
+                self.counts["ack_ahead"] += 1
+            rank.skew += acked - rank.sent
+            rank.skew_tokens += acked_tokens - rank.sent_tokens
+            acked, acked_tokens = rank.sent, rank.sent_tokens
+            rank.rebase = False
+        elif acked < 0 or acked_tokens < 0:
+            acked, acked_tokens = max(0, acked), max(0, acked_tokens)
+        rank.news, rank.news_tokens = acked - rank.acked, acked_tokens - rank.acked_tokens
+        rank.acked, rank.acked_tokens = acked, acked_tokens
+
+    @staticmethod
+    def _sum_others(rank: RankLoad) -> None:
+        requests = tokens = 0
+        for epoch, (sent, sent_tokens) in rank.others.items():
+            acked, acked_tokens = rank.other_acks.get(epoch, (0, 0))
+            requests += max(0, sent - acked)  # acknowledged more than published: its counters are the late ones
+            tokens += max(0, sent_tokens - acked_tokens)
+        rank.others_requests, rank.others_tokens = requests, tokens
+
+    def _limit(self, rank: RankLoad) -> None:
+        info = rank.info
+        if info.max_running:
+            rank.limit_requests = max(1, int(self._request_overcommit * info.max_running))
+            rank.hard_requests = HARD_FACTOR * rank.limit_requests
+        # the last token's KV is never needed
+        rank.largest = min(info.max_context or UNLIMITED, info.kv_capacity + 1 if info.kv_capacity else UNLIMITED)
+        if info.kv_capacity:
+            rank.limit_tokens = max(1, int(self._token_overcommit[info.role] * info.kv_capacity))
+
+    def _refresh(self, rank: RankLoad) -> None:
+        """Recompute the estimate and what hangs on it. The hot path: one call a dispatch, one a report."""
+        if rank.stale:
+            requests, tokens = rank.outstanding, rank.outstanding_tokens
+        else:
+            requests = rank.base_requests + rank.sent - rank.acked + rank.others_requests
+            tokens = rank.base_tokens + rank.sent_tokens - rank.acked_tokens + rank.others_tokens
+        rank.requests, rank.tokens = requests, tokens
+        rank.open = can_take = (
+            rank.ready
+            and requests < rank.limit_requests
+            and tokens < rank.limit_tokens
+            and not (rank.slow and rank.outstanding)
+        )
+        for index, leaf, metric in rank.leaves:
+            index.update(leaf, key_of(rank, metric) << 16 | leaf if can_take else NEVER)
+
+    def _prune(self) -> None:
+        for name, group in list(self._groups.items()):
+            if not any(group.members):
+                del self._groups[name]
+
+
+def _estimate(rank: RankLoad) -> tuple[int, int]:
+    """The invariant, written out once more from the records alone: what `validate` holds the counters against."""
+    assert rank.load is not None
+    work = rank.load.waiting_tokens if rank.info.role == "prefill" else rank.load.waiting_tokens + rank.load.kv_tokens
+    requests = rank.load.running + rank.load.waiting + rank.in_flight
+    tokens = work + rank.in_flight_tokens
+    for epoch, (sent, sent_tokens) in rank.others.items():
+        acked, acked_tokens = rank.other_acks.get(epoch, (0, 0))
+        requests += max(0, sent - acked)
+        tokens += max(0, sent_tokens - acked_tokens)
+    return requests, tokens
+
+
+def info_key(info: Hello) -> MemberKey:
+    """`(instance, dp_rank)` of a hello."""
+    return info.instance, info.dp_rank

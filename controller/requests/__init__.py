@@ -1,0 +1,1 @@
+"""The life of requests: accepted, placed, dispatched, retried, ended exactly once."""

@@ -1,0 +1,477 @@
+"""The life of requests: accepted, placed, dispatched, retried, ended exactly once.
+
+Owns what happens to a request and when; `controller.requests.books` keeps what is alive, `controller.placement` chooses
+ranks, `controller.load.table` counts them. Pure: what must be sent is appended to `out`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal
+
+from bus.actions import Note
+from bus.wire.messages import (
+    RETRYABLE,
+    Accepted,
+    Attempt,
+    CancelLeg,
+    Code,
+    Dispatch,
+    Done,
+    Ended,
+    Failed,
+    Location,
+    Progress,
+    Rid,
+    Role,
+    Submit,
+)
+from controller.config import ControllerConfig
+from controller.events import Action, ToClient, ToNode
+from controller.load.rank import RankLoad
+from controller.load.table import LoadTable
+from controller.members import Loss
+from controller.placement import Placement
+from controller.requests.adoption import Adoption, Held
+from controller.requests.books import Books
+from controller.requests.request import (
+    MENDABLE,
+    ROLES,
+    LegRun,
+    Refusal,
+    Request,
+    State,
+    check,
+    dispatch_of,
+    same_request,
+)
+
+MAX_ATTEMPT = 1_000_000
+MAX_LOSSES = 4096
+# Failures of the cluster, logged with their rid. What a client got wrong or chose is not: it could fill the log.
+LOGGED: frozenset[Code] = frozenset(
+    {"peer_lost", "unknown_room", "kv_failed", "prefill_failed", "decode_failed", "engine_failed", "poison"}
+)
+_LEG_FAILED: dict[Role, Literal["prefill_failed", "decode_failed"]] = {
+    "prefill": "prefill_failed",
+    "decode": "decode_failed",
+    "unified": "decode_failed",
+}
+
+
+class Life:
+    """Live requests by rid. `settled` False holds everything back in the queue (the picture is still empty)."""
+
+    def __init__(
+        self,
+        config: ControllerConfig,
+        epoch: int,
+        table: LoadTable,
+        placement: Placement,
+        counts: Counter[str],
+        now: float,
+    ) -> None:
+        self._config = config
+        self._epoch = epoch
+        self._table = table
+        self._placement = placement
+        self._counts = counts
+        self._losses: OrderedDict[Rid, tuple[int, int]] = OrderedDict()  # of failed requests: (offset, ranks lost)
+        self._ends_s = 0.0  # recent ends a second
+        self._ends = 0
+        self.adoption = Adoption()
+        self.books = Books(config, now)
+        self.requests = self.books.requests
+        self.queue = self.books.queue
+        self.settled = False
+        self.trace = False  # a log line for each request
+
+    # --- from clients -----------------------------------------------------------------------------------------
+
+    def submit(self, peer: Any, submit: Submit, frames: Sequence[Any], now: float, out: list[Action]) -> None:
+        """Answered by Accepted (now, or when it leaves the queue) or by Failed."""
+        self._counts["submitted"] += 1
+        live = self.requests.get(submit.rid)
+        try:
+            if live is not None and submit.attempt <= live.attempt:
+                self._reattach(live, peer, submit, out)
+                return
+            check(submit, frames)
+            size = sum(map(len, frames))
+            self.books.check(peer, submit, size, live)
+        except Refusal as refusal:
+            self._refuse(peer, submit, refusal, out)
+            return
+        if live is not None:
+            self._supersede(live, peer, out)
+        request = Request(peer, submit, frames, size, now)
+        offset, losses = self._losses.pop(submit.rid, (0, 0))
+        request.losses = losses if offset == submit.offset else 0  # no token since: it may be what kills them
+        self.books.add(request)
+        try:
+            if not self._place(request, now, out, "submit"):
+                self._enqueue(request)
+        except Refusal as refusal:
+            self._fail(request, refusal.code, refusal.sentence, out, "submit")
+
+    def cancel(self, peer: Any, rid: Rid, out: list[Action]) -> None:
+        """End a request at once; whoever knows the rid may. Its owner hears the end, whoever asked for it, and so does
+        `peer`, which may be the owner over a new connection. Unknown ones are over already: no answer."""
+        for rank, attempt in self.adoption.take(rid).values():
+            out.append(ToNode(rank.peer, CancelLeg(rid, attempt), cause="cancel"))
+        request = self.requests.get(rid)
+        if request is not None:
+            sentence = "cancelled by the client" if peer == request.peer else "cancelled over another connection"
+            self._fail(request, "cancelled", sentence, out, "cancel")
+            if peer != request.peer:
+                failed = Failed(rid, request.attempt, "cancelled", sentence, retryable=False)
+                out.append(ToClient(peer, failed, cause="cancel"))
+
+    # --- from nodes -------------------------------------------------------------------------------------------
+
+    def progress(self, rank: RankLoad, progress: Progress, now: float, out: list[Action]) -> None:
+        """Legs that started or ended; what an older attempt says is fenced off here."""
+        for rid, attempt in progress.started:
+            leg = self._leg(rank, rid, attempt)
+            if leg is not None:
+                leg.started = True
+                request = rank.work[rid]
+                if leg.role != "prefill" or len(request.legs) == 1:
+                    self._streaming(request)
+        for ended in progress.ended:
+            leg = self._leg(rank, ended.rid, ended.attempt)
+            if leg is not None and leg.role == ended.leg:
+                self._ended(rank.work[ended.rid], leg, ended, now, out)
+
+    def lost(self, loss: Loss, now: float, out: list[Action]) -> None:
+        """A rank is gone, hung or restarted: what ran there is dispatched again, or failed."""
+        for rid, request in list(loss.rank.work.items()):
+            if (rid, request.attempt) in loss.kept:
+                continue
+            leg = self._leg(loss.rank, rid, request.attempt)
+            assert leg is not None, (rid, loss)
+            self._counts["legs_lost"] += 1
+            if loss.tell:
+                out.append(ToNode(loss.rank.peer, CancelLeg(rid, request.attempt, "fenced"), cause="rank.lost"))
+            self._over(leg, request)
+            request.losses += loss.died
+            self._leg_failed(request, leg, "peer_lost", loss.why, now, out, "rank.lost")
+
+    def undelivered(self, rank: RankLoad, dispatch: Dispatch, now: float, out: list[Action]) -> None:
+        """A dispatch could not be queued for its node: it never happened."""
+        leg = self._leg(rank, dispatch.rid, dispatch.attempt)
+        if leg is not None:
+            request = self.requests[dispatch.rid]
+            self._counts["undelivered"] += 1
+            self._table.undo(rank, leg.charge)
+            leg.over = True
+            del rank.work[request.rid]
+            sentence = f"rank {rank.key[0]}/{rank.key[1]} takes no more messages"
+            self._leg_failed(request, leg, "overloaded", sentence, now, out, "undelivered")
+
+    # --- time and credit --------------------------------------------------------------------------------------
+
+    def expire(self, now: float, out: list[Action]) -> None:
+        """Fail what is past its deadline."""
+        for rid in self.books.deadlines.due(now):
+            request = self.requests[rid]
+            request.deadline_at = None  # the wheel has let go of it
+            sentence = "its deadline passed" + (" while it waited for a rank" if request.lane is not None else "")
+            self._fail(request, "deadline", sentence, out, "deadline")
+
+    def drain(self, now: float, out: list[Action]) -> None:
+        """Dispatch from the queue what there is credit for."""
+        for lane in self.queue.lanes():
+            while (request := self.queue.head(lane)) is not None:
+                try:
+                    if not self._place(request, now, out, "credit"):
+                        break
+                except Refusal as refusal:
+                    self._fail(request, refusal.code, refusal.sentence, out, "credit")
+
+    def shutdown(self, out: list[Action]) -> None:
+        """End everything that lives."""
+        for request in list(self.requests.values()):
+            self._fail(request, "shutting_down", "the controller leaves", out, "shutdown")
+
+    def measure(self, interval_s: float) -> None:
+        """Each `interval_s`: how fast requests end, for retry hints."""
+        self._ends_s += 0.3 * (self._ends / interval_s - self._ends_s)
+        self._ends = 0
+
+    def retry_after_s(self, code: Code) -> float:
+        """When it may be worth trying again; 0: no hint."""
+        if code == "overloaded":
+            return round(min(5.0, max(0.05, (len(self.queue) + 1) / max(self._ends_s, 0.2))), 3)
+        return 0.5 if code in ("no_rank", "rank_unavailable", "peer_lost") else 0.0
+
+    def validate(self) -> None:
+        """Every sum and map is what its definition says (tests call this after each event)."""
+        self.books.validate()
+        live = self.requests.values()
+        running = [(leg, r) for r in live if r.state is State.RUNNING for leg in r.legs if not leg.over]
+        assert all(leg.rank.work.get(request.rid) is request for leg, request in running)
+        for rank in self._table.ranks.values():
+            mine = [leg for leg, _ in running if leg.rank is rank]
+            assert rank.outstanding == len(mine) == len(rank.work), rank
+            assert rank.outstanding_tokens == sum(leg.charge for leg in mine), rank
+        for request in live:
+            assert request.state is not State.ENDED
+            assert request.state is State.QUEUED or not all(leg.over for leg in request.legs), request.rid
+
+    # --- inside: begin ----------------------------------------------------------------------------------------
+
+    def _reattach(self, live: Request, peer: Any, submit: Submit, out: list[Action]) -> None:
+        if not same_request(live.submit, submit):
+            raise Refusal("duplicate_rid", "the rid belongs to another live request")
+        self._counts["reattached"] += 1
+        self.books.move(live, peer)
+        if live.state is State.RUNNING:
+            self._accept(live, out, "submit")
+        else:  # it waits: say that it is known, so that its client does not take us for dead
+            waits = Accepted(live.rid, live.attempt, live.submit.bootstrap_room, None, None)
+            out.append(ToClient(live.peer, waits, "submit"))
+
+    def _supersede(self, live: Request, peer: Any, out: list[Action]) -> None:
+        self._counts["superseded"] += 1
+        self._withdraw(live, "fenced", out, "submit")
+        if live.peer != peer:
+            failed = Failed(live.rid, live.attempt, "fenced", "a newer attempt was submitted", retryable=False)
+            out.append(ToClient(live.peer, failed, cause="submit"))
+        self.books.remove(live)
+
+    def _enqueue(self, request: Request) -> None:
+        if not self.queue.has_room(request.frames_bytes):
+            raise Refusal("overloaded", f"all ranks are busy and {len(self.queue)} requests wait already")
+        self.queue.add(_lane(request.submit), request)
+        self._counts["queued"] += 1
+
+    # --- inside: place and dispatch ---------------------------------------------------------------------------
+
+    def _place(self, request: Request, now: float, out: list[Action], cause: str) -> bool:
+        """Dispatch `request` if its legs have ranks; False: it waits. Raises Refusal where waiting does not help."""
+        if not self.settled:
+            return False
+        submit = request.submit
+        if not request.tries:
+            held = self.adoption.of(submit.rid)
+            if held and self._adopt(request, held, now, out):
+                return True
+            for role in ROLES[submit.leg]:
+                request.model = self._placement.check(role, submit, request.model)
+            if held:
+                self._disown(request, out)
+        if self.queue.requests and request.lane is None and self.queue.waits(_lane(submit)):
+            return False
+        chosen: list[tuple[Role, RankLoad]] = []
+        for role in ROLES[submit.leg]:
+            rank = self._placement.place(role, submit, request.avoid, request.model)
+            if rank is None:
+                return False
+            chosen.append((role, rank))
+        self._dispatch(request, chosen, now, out, cause)
+        return True
+
+    def _dispatch(
+        self, request: Request, chosen: list[tuple[Role, RankLoad]], now: float, out: list[Action], cause: str
+    ) -> None:
+        submit = request.submit
+        if request.lane is not None:
+            self.queue.remove(request)
+        request.to(State.RUNNING)
+        request.tries += 1
+        # Prefill computes the prompt and decode holds it; what decode may produce nobody knows, so it is not charged.
+        tokens = submit.prompt_tokens
+        request.legs = tuple([LegRun(role, rank, tokens) for role, rank in chosen])
+        prefill: Location | None = None
+        for role, rank in chosen:
+            rank.work[submit.rid] = request
+            number = self._table.charge(rank, tokens)
+            self._placement.dispatched(role, rank, submit)
+            frames = request.frames
+            told: Location | None = None
+            if role == "prefill":
+                prefill = rank.location
+            elif role == "decode":
+                frames = frames[1:]
+                told = prefill if submit.leg == "pair" else self._told(request)
+            out.append(
+                ToNode(rank.peer, dispatch_of(request, role, rank, number, self._epoch, now, told), frames, cause)
+            )
+        self._counts["dispatched" if request.tries == 1 else "redispatched"] += 1
+        self._accept(request, out, cause)
+        if self.trace:
+            ranks = {leg.role: f"{leg.rank.key[0]}/{leg.rank.key[1]}" for leg in request.legs}
+            out.append(
+                Note("request.dispatched", "debug", cause, {"rid": request.rid, "attempt": request.attempt} | ranks)
+            )
+
+    def _told(self, request: Request) -> Location | None:
+        """Where the caller says a lone decode leg's prefill ran, if this controller knows that rank."""
+        submit = request.submit
+        if submit.disagg_prefill_dp_rank is None:
+            return None
+        group = self._table.group("prefill", request.model, submit.prefill_instance)
+        names = group.names()
+        if len(names) != 1:
+            return None
+        rank = next(iter(group.instances())).get(submit.disagg_prefill_dp_rank)
+        return rank.location if rank is not None and rank.ready else None
+
+    def _adopt(self, request: Request, held: Held, now: float, out: list[Action]) -> bool:
+        """After my restart: a request that nodes still run goes on there, rather than being run twice, unless it is
+        not what they run: a newer attempt, or one that its legs' ranks could not have been given."""
+        submit = request.submit
+        attempt = max(attempt for _, attempt in held.values())
+        roles = ROLES[submit.leg]
+        legs = [(role, held[role][0]) for role in roles if role in held and held[role][1] == attempt]
+        if not legs or legs[-1][0] != roles[-1] or attempt < request.attempt:
+            return False
+        model = legs[-1][1].info.model
+        if not all(rank.info.model == model and self._placement.may_run(role, submit, rank) for role, rank in legs):
+            return False
+        self.adoption.take(submit.rid)
+        self._counts["adopted"] += 1
+        request.attempt, request.model = attempt, model
+        self._dispatch(request, legs, now, out, "adopted")
+        return True
+
+    def _disown(self, request: Request, out: list[Action]) -> None:
+        """What nodes still run of it is given up: it is run anew, under a higher attempt."""
+        for rank, old in self.adoption.take(request.rid).values():
+            out.append(ToNode(rank.peer, CancelLeg(request.rid, old, "fenced"), cause="adopted"))
+            request.attempt = max(request.attempt, min(old + 1, MAX_ATTEMPT))
+
+    def _accept(self, request: Request, out: list[Action], cause: str) -> None:
+        prefill = decode = None
+        for leg in request.legs:
+            if leg.role == "prefill":
+                prefill = leg.rank.location
+            else:
+                decode = leg.rank.location
+        accepted = Accepted(request.rid, request.attempt, request.submit.bootstrap_room, prefill, decode)
+        out.append(ToClient(request.peer, accepted, cause))
+
+    # --- inside: end ------------------------------------------------------------------------------------------
+
+    def _leg(self, rank: RankLoad, rid: Rid, attempt: Attempt) -> LegRun | None:
+        """The live leg of this attempt at `rank`."""
+        request: Request | None = rank.work.get(rid)
+        if request is None or request.attempt != attempt:
+            return None
+        for leg in request.legs:
+            if leg.rank is rank:
+                return leg
+        return None
+
+    def _over(self, leg: LegRun, request: Request, *, ok: bool = False) -> None:
+        leg.over = True
+        del leg.rank.work[request.rid]
+        self._table.end(leg.rank, leg.charge, ok=ok)
+
+    def _streaming(self, request: Request) -> None:
+        request.streaming = True
+        if request.frames:
+            self.books.release_payload(request)
+
+    def _ended(self, request: Request, leg: LegRun, ended: Ended, now: float, out: list[Action]) -> None:
+        self._over(leg, request, ok=ended.code == "ok")
+        leg.ended = ended
+        if ended.code == "ok":
+            if leg.role != "prefill":
+                self._streaming(request)
+        elif not (leg.role == "prefill" and len(request.legs) == 2 and request.streaming):
+            sentence = ended.message or f"the {leg.role} leg ended with {ended.code}"
+            self._leg_failed(request, leg, ended.code, sentence, now, out, "progress")
+            return
+        self._finish(request, out)
+
+    def _finish(self, request: Request, out: list[Action]) -> None:
+        """Done, once every leg is over."""
+        legs: tuple[Ended, ...] = ()
+        for leg in request.legs:
+            if not leg.over:
+                return
+            ended = leg.ended
+            if ended is not None and ended.code == "ok":
+                legs += (ended,)
+        self._counts["done"] += 1
+        self._ends += 1
+        out.append(ToClient(request.peer, Done(request.rid, request.attempt, legs), "progress"))
+        self.books.remove(request)
+
+    def _leg_failed(
+        self, request: Request, leg: LegRun, code: Code, sentence: str, now: float, out: list[Action], cause: str
+    ) -> None:
+        """One leg of `request` is over and not well: try again elsewhere, or fail both."""
+        if leg.role == "prefill" and len(request.legs) == 2 and request.streaming:
+            # Decode has its first token: only its own end decides now; but it need not wait for a rank that is lost.
+            for other in request.legs:
+                if not other.over:
+                    lost = CancelLeg(request.rid, request.attempt, "prefill_failed", if_unfetched=True)
+                    out.append(ToNode(other.rank.peer, lost, cause=cause))
+            self._finish(request, out)
+            return
+        retry = code in MENDABLE and not request.streaming and request.attempt < MAX_ATTEMPT
+        poison = retry and request.losses >= self._config.attempts
+        if retry and not poison and request.tries < self._config.attempts:
+            self._withdraw(request, "fenced", out, cause)
+            request.avoid += (leg.rank,)
+            request.attempt += 1
+            request.to(State.QUEUED)
+            try:
+                if not self._place(request, now, out, cause):
+                    self._enqueue(request)
+            except Refusal as refusal:
+                self._fail(request, code, f"{sentence}; then: {refusal.sentence}", out, cause)
+            return
+        if poison or (retry and request.losses >= request.tries > 1):
+            code, sentence = "poison", f"{request.losses} ranks were lost with it; the last: {sentence}"
+        self._fail(request, code, sentence, out, cause, withdraw=_LEG_FAILED[leg.role])
+
+    def _withdraw(self, request: Request, code: Code, out: list[Action], cause: str) -> None:
+        """Cancel the legs that still run, and count them no more."""
+        for leg in request.legs:
+            if not leg.over:
+                out.append(ToNode(leg.rank.peer, CancelLeg(request.rid, request.attempt, code), cause=cause))
+                self._over(leg, request)
+
+    def _fail(
+        self,
+        request: Request,
+        code: Code,
+        sentence: str,
+        out: list[Action],
+        cause: str,
+        *,
+        withdraw: Code | None = None,
+    ) -> None:
+        self._withdraw(request, withdraw or code, out, cause)
+        self._answer_failed(request.peer, request.rid, request.attempt, code, sentence, out, cause)
+        if request.losses:
+            self._losses[request.rid] = request.submit.offset, request.losses
+            if len(self._losses) > MAX_LOSSES:
+                self._losses.popitem(last=False)
+        self._ends += 1
+        self.books.remove(request)
+
+    def _refuse(self, peer: Any, submit: Submit, refusal: Refusal, out: list[Action]) -> None:
+        self._answer_failed(peer, submit.rid, submit.attempt, refusal.code, refusal.sentence, out, "submit")
+
+    def _answer_failed(
+        self, peer: Any, rid: Rid, attempt: int, code: Code, sentence: str, out: list[Action], cause: str
+    ) -> None:
+        self._counts["failed"] += 1
+        self._counts[f"failed_{code}"] += 1
+        failed = Failed(rid, attempt, code, sentence[:1024], code in RETRYABLE, self.retry_after_s(code))
+        out.append(ToClient(peer, failed, cause))
+        if self.trace or code in LOGGED:
+            fields = {"rid": rid, "attempt": attempt, "code": code, "why": sentence}
+            out.append(Note("request.failed", "warning" if code in LOGGED else "debug", cause, fields))
+
+
+def _lane(submit: Submit) -> Hashable:
+    """Requests of one lane wait for the same ranks. Those with a fixed rank wait apart: they hold up nobody."""
+    fixed = (submit.routed_dp_rank, submit.disagg_prefill_dp_rank if submit.leg == "pair" else None)
+    return submit.leg, submit.model, submit.instance, submit.prefill_instance, fixed

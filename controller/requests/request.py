@@ -1,0 +1,174 @@
+"""Requests and their legs: records, states, and the checks a submit must pass. Pure data and pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+from bus.wire.messages import MAX_DP_SIZE, MAX_ROOM, Code, Dispatch, Ended, Leg, Location, Role, Submit
+from controller.load.rank import RankLoad
+
+ROLES: dict[Leg, tuple[Role, ...]] = {
+    "pair": ("prefill", "decode"),
+    "prefill": ("prefill",),
+    "decode": ("decode",),
+    "unified": ("unified",),
+}
+# Ends that another attempt can mend, as long as the client has seen no token of this one.
+MENDABLE: frozenset[Code] = frozenset(
+    {"no_rank", "rank_unavailable", "overloaded", "peer_lost", "unknown_room", "kv_failed", "prefill_failed",
+     "decode_failed", "engine_failed", "fenced", "draining", "shutting_down"}
+)  # fmt: skip
+
+
+class State(Enum):
+    """Where a request is in its life at the controller."""
+
+    QUEUED = "queued"  # waits for credit
+    RUNNING = "running"  # dispatched
+    ENDED = "ended"  # answered, forgotten
+
+    __hash__ = object.__hash__  # Enum's own takes a call in Python; one object a state is all that counts
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.QUEUED: frozenset({State.RUNNING, State.ENDED}),
+    State.RUNNING: frozenset({State.QUEUED, State.ENDED}),
+    State.ENDED: frozenset(),
+}
+
+
+class Refusal(Exception):
+    """A request is turned down: `code` for programs, `sentence` for people."""
+
+    def __init__(self, code: Code, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code: Code = code
+        self.sentence = sentence
+
+
+class LegRun:
+    """One leg of one attempt at one rank (one start of it)."""
+
+    __slots__ = ("charge", "ended", "over", "rank", "role", "started")
+
+    def __init__(self, role: Role, rank: RankLoad, charge: int) -> None:
+        self.role: Role = role
+        self.rank = rank
+        self.charge = charge
+        self.started = False
+        self.over = False  # ended, or given up
+        self.ended: Ended | None = None  # what the node said of its end
+
+
+class Request:
+    """One accepted request. `frames` are its payload, kept until the legs that need it have started."""
+
+    __slots__ = (
+        "attempt",
+        "avoid",
+        "deadline_at",
+        "frames",
+        "frames_bytes",
+        "lane",
+        "legs",
+        "losses",
+        "model",
+        "peer",
+        "rid",
+        "state",
+        "streaming",
+        "submit",
+        "tries",
+    )
+
+    def __init__(self, peer: Any, submit: Submit, frames: Sequence[Any], size: int, now: float) -> None:
+        self.peer = peer
+        self.rid = submit.rid
+        self.submit = submit
+        self.model = submit.model  # of all its attempts; where it names none, settled when it is first placed
+        self.frames: tuple[Any, ...] = tuple(frames)
+        self.frames_bytes = size
+        self.attempt = submit.attempt
+        self.deadline_at = now + submit.deadline_s if submit.deadline_s else None
+        self.state = State.QUEUED
+        self.legs: tuple[LegRun, ...] = ()
+        self.streaming = False  # the client may have output of this attempt
+        self.tries = 0  # dispatches
+        self.losses = 0  # of those, ended by the loss of a rank
+        self.avoid: tuple[RankLoad, ...] = ()  # ranks that failed it
+        self.lane: Any = None  # the queue it waits in
+
+    def to(self, state: State) -> None:
+        """Move on; an illegal step is our bug and tells the story."""
+        assert state in TRANSITIONS[self.state], (
+            f"{self.rid}: {self.state.value} -> {state.value}, attempt {self.attempt}, tries {self.tries}, "
+            f"legs {[(leg.role, leg.rank.key, leg.started, leg.over) for leg in self.legs]}"
+        )
+        self.state = state
+
+
+def check(submit: Submit, frames: Sequence[Any]) -> None:
+    """Raise Refusal unless header and payload are sound by themselves (`frames`: prompt, params)."""
+    if submit.prompt_tokens < 1:
+        raise Refusal("empty_prompt", f"a prompt has at least 1 token, not {submit.prompt_tokens}")
+    if submit.max_tokens < 1:
+        raise Refusal("bad_request", "max_tokens must be at least 1")
+    if len(frames) != 2:
+        raise Refusal("bad_request", f"a submit has 2 payload frames (prompt, params), not {len(frames)}")
+    if len(frames[0]) != 4 * submit.prompt_tokens:
+        raise Refusal(
+            "bad_request", f"{len(frames[0])} bytes of prompt are not {submit.prompt_tokens} tokens of 4 bytes"
+        )
+    room = submit.bootstrap_room
+    if room is None and submit.leg != "unified":
+        raise Refusal("bad_room", f"a {submit.leg} request needs a bootstrap_room")
+    if room is not None and not 0 <= room <= MAX_ROOM:
+        raise Refusal("bad_room", f"bootstrap_room {room} is outside 0..2^63-1")
+    told = submit.disagg_prefill_dp_rank
+    if told is not None and not 0 <= told < MAX_DP_SIZE:
+        raise Refusal("bad_rank", f"disagg_prefill_dp_rank {told} is outside 0..{MAX_DP_SIZE - 1}")
+
+
+def same_request(a: Submit, b: Submit) -> bool:
+    """Whether two submits under one rid ask for the same thing, so that one is the other said again. A resumed one
+    differs in its offset and in what it may still produce."""
+    return (a.leg, a.bootstrap_room, a.model, a.instance, a.prefill_instance, a.routed_dp_rank) == (
+        b.leg, b.bootstrap_room, b.model, b.instance, b.prefill_instance, b.routed_dp_rank
+    ) and (a.prompt_tokens - a.offset, a.max_tokens + a.offset) == (
+        b.prompt_tokens - b.offset, b.max_tokens + b.offset
+    )  # fmt: skip
+
+
+def dispatch_of(
+    request: Request,
+    role: Role,
+    rank: RankLoad,
+    number: int,
+    controller_epoch: int,
+    now: float,
+    prefill: Location | None,
+) -> Dispatch:
+    """The header of one leg, at `rank`. `prefill` tells a decode leg where its prefill is; without it a lone decode leg
+    gets what its caller said, for the node to look up."""
+    submit = request.submit
+    lone = submit.leg == "decode"
+    return Dispatch(
+        submit.rid,
+        request.attempt,
+        role,
+        rank.key[1],
+        controller_epoch,
+        number,
+        submit.prompt_tokens,
+        submit.prompt_tokens,
+        submit.max_tokens,
+        submit.offset,
+        submit.bootstrap_room,
+        prefill,
+        submit.prefill_instance if lone else "",
+        submit.disagg_prefill_dp_rank if lone else None,
+        0.0 if request.deadline_at is None else max(0.001, request.deadline_at - now),
+        submit.priority,
+    )

@@ -1,0 +1,173 @@
+"""One rank's connection to one controller: hello, liveness, what comes in and goes out. Owns its DEALER.
+
+A controller may come late, vanish and return: the rank says hello until it is welcomed, and again when it has heard
+nothing for a lease. Requests of a vanished controller go on. What became of them is kept until the queue takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import zmq
+
+from bus.defaults import LEASE_S
+from bus.errors import LocalProtocolError, RemoteProtocolError
+from bus.runtime.logs import get_logger
+from bus.runtime.sockets import PAYLOAD_MAX, Socket, Sockets
+from bus.wire.codec import decode, encode
+from bus.wire.messages import (
+    CONTROLLER_TO_NODE,
+    Bye,
+    CancelLeg,
+    Dispatch,
+    Drain,
+    Ended,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Progress,
+    Refused,
+    Welcome,
+    Who,
+)
+
+HELLO_S = 1.0
+WHO_GAP_S = 0.05
+MAX_ENDED_PER_MESSAGE = 128  # so that both fit in a frame with the longest rids and sentences, in any script
+MAX_STARTED_PER_MESSAGE = 512
+MAX_OWED = 65_536  # beginnings, and ends, kept for a controller whose queue is full
+
+log = get_logger("node")
+
+
+class LinkedRank(Protocol):
+    """What a link needs of its rank."""
+
+    instance: str
+    dp_rank: int
+    epoch: int
+
+    def hello(self) -> Hello: ...
+    def welcomed(self, link: Link, welcome: Welcome, again: bool) -> None: ...
+    def dispatched(self, link: Link, dispatch: Dispatch, frames: list[bytes]) -> None: ...
+    def cancelled(self, link: Link, cancel: CancelLeg) -> None: ...
+    def drain(self, cause: str) -> None: ...
+    def pong(self, n: int) -> Pong: ...
+    def superseded(self, why: str) -> None: ...
+
+
+class Link:
+    """`key` names it to the rank's core as the owner of legs; `fenced` says why the controller does not take this start
+    of the rank; `unsent` counts how often the queue did not take a message."""
+
+    def __init__(
+        self, sockets: Sockets, rank: LinkedRank, key: int, endpoint: str, clock: Callable[[], float],
+        rejected: Callable[[str, RemoteProtocolError], None],
+    ) -> None:  # fmt: skip
+        self.rank = rank
+        self.key = key
+        self.endpoint = endpoint
+        self.welcome: Welcome | None = None
+        self.fenced = ""
+        self.unsent = 0
+        self._clock = clock
+        self._rejected = rejected
+        self._sockets = sockets
+        self._heard_at = float("-inf")
+        self._hello_at = float("-inf")
+        self._hello_owed = False
+        self._bye_owed = False
+        self._started: list[tuple[str, int]] = []
+        self._ended: list[Ended] = []
+        self.socket: Socket = sockets.dealer(endpoint, maximum=PAYLOAD_MAX)
+
+    @property
+    def silent(self) -> bool:
+        """Never welcomed, or nothing heard for a lease."""
+        return self.welcome is None or self._clock() - self._heard_at > (self.welcome.lease_s or LEASE_S)
+
+    @property
+    def owes(self) -> bool:
+        """Whether progress or the goodbye waits for space in the queue."""
+        return bool(self._started or self._ended or self._bye_owed)
+
+    def tick(self) -> None:
+        self._send_owed()
+        if (self.silent or self._hello_owed) and self._clock() - self._hello_at >= HELLO_S:
+            self.say_hello()
+
+    def say_hello(self) -> None:
+        self._hello_at = self._clock()
+        self._hello_owed = not self.send(self.rank.hello())
+
+    def say_bye(self) -> None:
+        """Behind all progress, since it ends what is not known to have ended."""
+        self._bye_owed = True
+        self._send_owed()
+
+    def progress(self, started: list[tuple[str, int]], ended: list[Ended]) -> None:
+        """Legs that began and legs that ended. Of more than MAX_OWED the oldest are dropped: who owns them has heard
+        nothing for as long, and hears of the remembered ends when it welcomes us again."""
+        self._started += started
+        self._ended += ended
+        self._send_owed()
+        del self._started[:-MAX_OWED], self._ended[:-MAX_OWED]
+
+    def _send_owed(self) -> None:
+        """Send what is owed: one message, or a few when there is very much to tell, as far as the queue takes it."""
+        rank = self.rank
+        while self._started or self._ended:
+            started, ended = self._started[:MAX_STARTED_PER_MESSAGE], self._ended[:MAX_ENDED_PER_MESSAGE]
+            if not self.send(Progress(rank.instance, rank.dp_rank, rank.epoch, tuple(started), tuple(ended))):
+                return
+            del self._started[: len(started)], self._ended[: len(ended)]
+        if self._bye_owed:
+            self._bye_owed = not self.send(Bye(rank.instance, rank.dp_rank, rank.epoch))
+
+    def send(self, message: Message) -> bool:
+        """False when the queue is full: the same may be sent later."""
+        try:
+            self.socket.send(encode(message), zmq.NOBLOCK)
+        except (zmq.Again, LocalProtocolError) as error:
+            if not self.unsent:
+                log.warning("controller.unsent", endpoint=self.endpoint, why=type(error).__name__)
+            self.unsent += 1
+            return not isinstance(error, zmq.Again)
+        return True
+
+    def receive(self, frames: list[bytes]) -> None:
+        try:
+            message = decode(frames[0], CONTROLLER_TO_NODE)
+            if len(frames) > 1 and not isinstance(message, Dispatch):
+                raise RemoteProtocolError("frames", f"{len(frames)} frames")
+        except RemoteProtocolError as error:
+            self._rejected("controller", error)
+            return
+        now = self._clock()
+        self._heard_at = now
+        rank = self.rank
+        if isinstance(message, Dispatch):
+            rank.dispatched(self, message, frames[1:])
+        elif isinstance(message, Ping):
+            self.send(rank.pong(message.n))
+        elif isinstance(message, CancelLeg):
+            rank.cancelled(self, message)
+        elif isinstance(message, Welcome):
+            again = self.welcome is not None
+            self.welcome, self.fenced = message, ""
+            rank.welcomed(self, message, again)
+        elif isinstance(message, Who):
+            if now - self._hello_at >= WHO_GAP_S:
+                self.say_hello()
+        elif isinstance(message, Drain):
+            rank.drain("drain")
+        elif isinstance(message, Refused):
+            log.warning("controller.refused", endpoint=self.endpoint, code=message.code, why=message.message)
+            if message.code == "fenced":
+                self.fenced = message.message
+                rank.superseded(message.message)
+
+    def close(self, *, linger_ms: int) -> None:
+        self._sockets.close_socket(self.socket, linger_ms=linger_ms)

@@ -1,0 +1,148 @@
+"""Moving KV blocks between nodes. Owns the transfer's sockets and bytes; decides nothing about legs.
+
+Blocks travel as ZeroMQ frames, straight out of the engine's memory where they are large, over one DEALER per peer,
+which all ranks of the process share.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import zmq
+
+from bus.actions import Send
+from bus.errors import RemoteProtocolError, StartError
+from bus.runtime.logs import get_logger
+from bus.runtime.loop import Loop
+from bus.runtime.sockets import KV_MAX, Socket, Sockets
+from bus.wire.codec import decode, encode
+from bus.wire.messages import FROM_NODE_DATA, KvBlock, KvDone, KvFail, KvMeta, KvPull
+from nodes.link.sender import SendBlock
+from nodes.own.fetch import block_crc32
+
+IDLE_S = 60.0
+MAX_PEERS = 1024
+Deliver = Callable[[KvMeta | KvBlock | KvFail, bytes | memoryview], None]
+
+log = get_logger("node")
+
+
+class _Peer:
+    __slots__ = ("pulls", "socket", "used_at")
+
+    def __init__(self, socket: Socket, now: float) -> None:
+        self.socket = socket
+        self.used_at = now
+        self.pulls: dict[int, dict[Deliver, None]] = {}  # room -> the ranks of this process that pull it
+
+
+class ZmqKv:
+    """`router` is the process's data ROUTER, over which pulls come in and blocks go out. Nothing here blocks or raises
+    for what a peer does."""
+
+    def __init__(self, sockets: Sockets, loop: Loop, router: Socket, *, linger_ms: int = 500) -> None:
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self.unsent_blocks = 0
+        self.rejected: Counter[str] = Counter()
+        self._sockets = sockets
+        self._loop = loop
+        self._router = router
+        self._linger_ms = linger_ms
+        self._peers: dict[str, _Peer] = {}
+
+    def request(self, endpoint: str, message: KvPull | KvDone, deliver: Deliver) -> None:
+        """Send it to the node at `endpoint`; what that says of the room goes to `deliver` too, until a KvDone."""
+        peer = self._peer(endpoint)
+        if peer is None:
+            if isinstance(message, KvPull):
+                fail = KvFail(message.room, message.attempt, "kv_failed", f"cannot connect to {endpoint[:128]!r}")
+                self._loop.call_later(0.0, lambda: deliver(fail, b""))
+            return
+        if isinstance(message, KvPull):
+            peer.pulls.setdefault(message.room, {})[deliver] = None
+        elif pullers := peer.pulls.pop(message.room, {}):
+            pullers.pop(deliver, None)
+            if pullers:
+                peer.pulls[message.room] = pullers
+        try:
+            peer.socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            self.rejected["unsent"] += isinstance(message, KvDone)  # a pull is repeated
+
+    def serve(self, block: SendBlock, data: memoryview) -> None:
+        """Send one block to a peer that pulled it; it asks again if it does not arrive."""
+        crc32 = block_crc32(block.room, block.attempt, block.index, data)
+        header = encode(KvBlock(block.room, block.attempt, block.index, block.tokens, crc32))
+        try:
+            self._router.send_multipart([block.peer, header, data], zmq.NOBLOCK, copy=False)
+            self.sent_bytes += len(data)
+        except zmq.ZMQError:  # its queue is full, or it is gone
+            self.unsent_blocks += 1
+
+    def tick(self, now: float) -> None:
+        """Close the connections over which nothing is pulled, nor was lately."""
+        for endpoint, peer in list(self._peers.items()):
+            if not peer.pulls and now - peer.used_at >= IDLE_S:
+                self._close_peer(endpoint)
+
+    def close(self) -> None:
+        for endpoint in list(self._peers):
+            self._close_peer(endpoint)
+
+    def _peer(self, endpoint: str) -> _Peer | None:
+        now = self._loop.clock()
+        peer = self._peers.get(endpoint)
+        if peer is None:
+            if not endpoint.startswith(("ipc:///", "tcp://")):
+                return None
+            if len(self._peers) >= MAX_PEERS:
+                self._close_peer(min(self._peers, key=self._use))
+            try:
+                socket = self._sockets.dealer(endpoint, maximum=KV_MAX)
+            except StartError as error:
+                log.warning("kv_peer.unreachable", endpoint=endpoint, error=str(error))
+                return None
+            peer = self._peers[endpoint] = _Peer(socket, now)
+            self._loop.add(socket, partial(self._receive, peer), copied=1)
+        peer.used_at = now
+        return peer
+
+    def _use(self, endpoint: str) -> tuple[bool, float]:
+        """The least is the first to go; one that is pulled from goes last, and is opened anew with its next pull."""
+        peer = self._peers[endpoint]
+        return bool(peer.pulls), peer.used_at
+
+    def _receive(self, peer: _Peer, frames: list[Any]) -> None:
+        try:
+            message = decode(frames[0], FROM_NODE_DATA)
+            data = frames[1].buffer if len(frames) == 2 else b""
+            if not isinstance(message, KvMeta | KvBlock | KvFail):
+                raise RemoteProtocolError("tag", type(message).__name__)
+            if len(frames) != (2 if isinstance(message, KvBlock) else 1):
+                raise RemoteProtocolError("frames", f"{len(frames)} frames")
+        except RemoteProtocolError as error:
+            if not self.rejected[error.reason]:
+                log.warning("message.rejected", reason=error.reason, detail=error.detail, socket="kv")
+            self.rejected[error.reason] += 1
+            return
+        self.received_bytes += len(data)
+        for deliver in tuple(peer.pulls.get(message.room, ())):
+            deliver(message, data)
+
+    def _close_peer(self, endpoint: str) -> None:
+        socket = self._peers.pop(endpoint).socket
+        self._loop.remove(socket)
+        self._sockets.close_socket(socket, linger_ms=self._linger_ms)
+
+
+def send_answer(router: Socket, send: Send) -> bool:
+    """Send one small message over a ROUTER without blocking; False when the peer is gone or its queue is full."""
+    try:
+        router.send_multipart([send.peer, encode(send.message), *send.frames], zmq.NOBLOCK)
+    except zmq.ZMQError:
+        return False
+    return True

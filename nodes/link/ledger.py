@@ -1,0 +1,87 @@
+"""What controllers are told of the legs at one rank: acknowledgements, beginnings, ends. Pure bookkeeping.
+
+Acknowledgements count everything ingested from a controller's epoch, in order, and are what its load estimate rests
+on. Ends are remembered for a while, so that a repeated dispatch or a returning controller gets the same answer again.
+All of it is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from bus.wire.messages import Ack, Dispatch, Ended
+from nodes.link.leg import Leg
+
+MAX_ACKS = 64
+MAX_REMEMBERED = 16_384
+MAX_RESTATED = 1024
+
+
+@dataclass(slots=True)
+class Report:
+    """For one owner: legs that produced their first output, and legs that ended."""
+
+    started: list[tuple[str, int]] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
+
+
+class Ledger:
+    """`owner` names the connection a dispatch came over."""
+
+    def __init__(self) -> None:
+        self._acks: OrderedDict[int, tuple[int, Ack]] = OrderedDict()  # controller epoch -> (last number, ack)
+        self._reports: dict[int, Report] = {}
+        self._remembered: OrderedDict[str, tuple[Ended, int]] = OrderedDict()  # rid -> (its last end, owner)
+
+    @property
+    def acks(self) -> tuple[Ack, ...]:
+        return tuple(ack for _, ack in self._acks.values())
+
+    def acknowledge(self, dispatch: Dispatch) -> Literal["counted", "gap", "repeated"]:
+        """Count it; a `gap` before it means that some were lost on the way, `repeated` that it was counted before."""
+        epoch = dispatch.controller_epoch
+        last, ack = self._acks.get(epoch, (0, Ack(epoch, 0, 0)))
+        if dispatch.number <= last:
+            return "repeated"
+        self._acks[epoch] = (dispatch.number, Ack(epoch, ack.dispatches + 1, ack.tokens + dispatch.charge))
+        self._acks.move_to_end(epoch)
+        if len(self._acks) > MAX_ACKS:
+            self._acks.popitem(last=False)
+        return "gap" if last and dispatch.number > last + 1 else "counted"
+
+    def started(self, leg: Leg) -> None:
+        self._report(leg.owner).started.append((leg.rid, leg.attempt))
+
+    def ended(self, owner: int, end: Ended) -> None:
+        """Report it, and remember nothing: it may be dispatched again."""
+        self._report(owner).ended.append(end)
+
+    def remember(self, owner: int, end: Ended) -> None:
+        """Report it, and give the same answer when the attempt, or an older one, comes again."""
+        self.ended(owner, end)
+        self._remembered[end.rid] = (end, owner)
+        self._remembered.move_to_end(end.rid)
+        if len(self._remembered) > MAX_REMEMBERED:
+            self._remembered.popitem(last=False)
+
+    def last_end(self, rid: str) -> Ended | None:
+        known = self._remembered.get(rid)
+        return known[0] if known is not None else None
+
+    def restate(self, owner: int, live: Iterable[Leg]) -> None:
+        """`owner`'s controller may have missed reports: say again what began and what ended of late."""
+        report = self._report(owner)
+        report.started += [(leg.rid, leg.attempt) for leg in live if leg.owner == owner and leg.started]
+        recent = list(self._remembered.values())[-MAX_RESTATED:]
+        report.ended += [end for end, of in recent if of == owner and end not in report.ended]
+
+    def take(self) -> dict[int, Report]:
+        """What is to be told since the last call, by owner."""
+        reports, self._reports = self._reports, {}
+        return reports
+
+    def _report(self, owner: int) -> Report:
+        return self._reports.setdefault(owner, Report())

@@ -1,0 +1,1 @@
+"""Our own way to run a rank's legs: scheduler, blocks, KV transfer, engines."""

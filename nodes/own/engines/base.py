@@ -1,0 +1,83 @@
+"""The interface between a scheduler and what computes. Owns the types; holds no logic.
+
+KV memory is paged: an engine owns `blocks` blocks of `block_tokens` tokens, the scheduler owns which block belongs
+to whom (`nodes.own.blocks`). A block's bytes are the same on every engine with an equal `layout`, so a block exported
+by one rank can be imported by another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from bus.wire.messages import Params
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What a scheduler must know. Sizes in tokens unless named otherwise."""
+
+    model: str
+    layout: str  # equal layouts exchange blocks
+    max_context: int
+    block_tokens: int
+    blocks: int  # KV capacity is blocks * block_tokens
+    block_bytes: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+
+    @property
+    def kv_capacity(self) -> int:
+        return self.blocks * self.block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's part of a step: feed `tokens` at positions `start`, `start`+1, ...
+
+    `table` lists the sequence's blocks: position p lives in `table[p // block_tokens]`. With `params` the engine
+    returns the next token after the last one fed (sampled with a seed made of `params.seed` and `output_index`,
+    so that the same output position gives the same draw on any rank); without, none (a chunk that isn't the last).
+    """
+
+    seq: int
+    tokens: Sequence[int]
+    start: int
+    table: Sequence[int]
+    params: Params | None
+    output_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    number: int
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The next token of each row that asked for one. `error` set: the whole step failed and no token counts."""
+
+    number: int
+    tokens: tuple[tuple[int, int], ...]  # (seq, token id)
+    duration_s: float
+    error: str = ""
+
+
+class Engine(Protocol):
+    """All methods are called on the loop's thread; none blocks for a forward step."""
+
+    spec: EngineSpec
+
+    def submit(self, plan: StepPlan, done: Callable[[StepResult], None]) -> None:
+        """Compute `plan` off this thread; call `done` exactly once, on the loop's thread. One plan at a time."""
+
+    def export_block(self, block: int) -> memoryview:
+        """The block's `block_bytes` bytes, without a copy where possible; stable until the block is reused."""
+
+    def import_block(self, block: int, data: memoryview | bytes) -> None:
+        """Fill a block that no running row uses. ValueError if the size is wrong."""
+
+    def close(self) -> None:
+        """Stop the worker; idempotent."""

@@ -1,0 +1,100 @@
+"""From settings to an engine. Owns defaults and checks; imports torch only when the torch engine is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bus.errors import ConfigError
+from bus.runtime.loop import Loop
+from nodes.own.engines import smollm2
+from nodes.own.engines.base import Engine
+from nodes.own.engines.cache import Progress, no_progress
+from nodes.own.engines.faults import NO_FAULTS, Faults
+from nodes.own.engines.needs import check_installed, needed_by
+from nodes.own.engines.sim import SIM_KV_TOKENS, SIM_MAX_CONTEXT, SIM_VOCAB_SIZE, SimEngine
+from nodes.own.engines.timing import SimTiming
+
+ENGINES = ("torch", "sim")
+TORCH_MODELS = (smollm2.NAME, "tiny")
+MAX_BLOCK_TOKENS = 4096
+TORCH_KV_TOKENS = 8192  # for smollm2 377 MB, taken as it is written
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one rank's engine; a size of 0 stands for the model's default. The last five are sim's alone,
+    but for `faults`, which tests may set for either."""
+
+    engine: str = "torch"
+    model: str = "smollm2"
+    kv_tokens: int = 0
+    block_tokens: int = 16
+    max_context: int = 0
+    timing: SimTiming = field(default_factory=SimTiming)
+    vocab_size: int = SIM_VOCAB_SIZE
+    kv_bytes_per_token: int = 0
+    faults: Faults = NO_FAULTS
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise ConfigError(f"unknown engine {self.engine!r}; choose one of {', '.join(ENGINES)}")
+        if not 1 <= self.block_tokens <= MAX_BLOCK_TOKENS:
+            raise ConfigError(f"--block-tokens must lie in 1..{MAX_BLOCK_TOKENS}, not {self.block_tokens}")
+        if self.kv_tokens < 0 or self.max_context < 0 or self.kv_bytes_per_token < 0:
+            raise ConfigError("--kv-tokens, --max-context and --kv-bytes-per-token must not be negative")
+        if 0 < self.kv_tokens < self.block_tokens:
+            raise ConfigError(f"--kv-tokens {self.kv_tokens} holds not even one block of {self.block_tokens} tokens")
+        if self.vocab_size <= 3:
+            raise ConfigError(f"the sim vocabulary must have more than its 3 special tokens, not {self.vocab_size}")
+
+    def blocks(self, default_kv_tokens: int) -> int:
+        return (self.kv_tokens or default_kv_tokens) // self.block_tokens
+
+
+def prepare(engine: str, model: str, progress: Progress = no_progress) -> None:
+    """What ranks need that is made once on a machine; at once where it is there. Errors as of `build_engine`, but known
+    before torch is imported."""
+    if engine != "torch":
+        return
+    check_installed("the torch engine", "torch", "numpy", "safetensors")
+    if model not in TORCH_MODELS:
+        names = ", ".join(TORCH_MODELS)
+        raise ConfigError(f"the torch engine has no model {model!r}; choose one of {names} (or --engine sim)")
+    if model == smollm2.NAME:
+        smollm2.converted(progress)
+
+
+def build_engine(config: EngineConfig, loop: Loop, progress: Progress = no_progress) -> Engine:
+    """The engine that `config` asks for, loaded and ready. `progress` is called while a model loads.
+
+    Raises ConfigError in one line when the model is unknown, a size does not fit it, or a package is missing.
+    """
+    if config.engine == "sim":
+        return SimEngine(
+            loop,
+            model=config.model,
+            blocks=config.blocks(SIM_KV_TOKENS),
+            block_tokens=config.block_tokens,
+            max_context=config.max_context or SIM_MAX_CONTEXT,
+            vocab_size=config.vocab_size,
+            timing=config.timing,
+            kv_bytes_per_token=config.kv_bytes_per_token,
+            faults=config.faults,
+        )
+    prepare(config.engine, config.model, progress)
+    with needed_by("the torch engine"):
+        import torch
+
+        from nodes.own.engines.torch_engine import TorchEngine
+        from nodes.own.engines.weights import load_model
+
+    torch.set_num_threads(1)
+    model = load_model(config.model, progress)
+    return TorchEngine(
+        loop,
+        model,
+        blocks=config.blocks(TORCH_KV_TOKENS),
+        block_tokens=config.block_tokens,
+        max_context=config.max_context,
+        faults=config.faults,
+    )

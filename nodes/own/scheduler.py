@@ -1,0 +1,351 @@
+"""Continuous batching of sequences over one engine. Owns who runs, who waits and who holds which blocks.
+
+Pure: no clock, sockets, messages or KV bytes. The same code runs in a node and, in virtual time, in the trace lab;
+there a prompt may be a `range` (ids that don't matter) with its block hashes given.
+
+Admission is strict first come, first served within a priority, by free run slots and KV blocks. A sequence reserves
+all blocks it can ever need (prompt and output) when it is admitted: memory is used less tightly than with growth and
+preemption, but an admitted sequence always finishes and nothing is ever computed twice. A step takes one token of
+every decoding sequence, then prompt tokens in order of admission up to `chunk_tokens` in all (chunked prefill).
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from bus.wire.hashing import ROOT, block_hashes, hash_block, token_bytes
+from bus.wire.messages import FinishReason, Params
+from nodes.own.blocks import BlockPool
+from nodes.own.engines.base import Row, StepPlan, StepResult
+
+
+class Phase(enum.Enum):
+    PARKED = "parked"  # ingested, not ready to be admitted (its KV cache is not located yet)
+    WAITING = "waiting"  # for a slot and blocks
+    FETCHING = "fetching"  # admitted; its prompt's KV cache is being copied in
+    PROMPT = "prompt"  # admitted; its prompt is being computed
+    DECODING = "decoding"
+    HELD = "held"  # finished prefill whose KV cache somebody will fetch; no slot
+    GONE = "gone"
+
+
+_SLOT_PHASES = frozenset({Phase.FETCHING, Phase.PROMPT, Phase.DECODING})
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One leg's computation. `imported`: the prompt's KV comes from elsewhere. `hold`: stop after the prompt's token
+    and keep the KV. `offset` is the output index of the first token produced here. `hashes`: None to compute them."""
+
+    id: int
+    prompt: Seq[int]
+    max_tokens: int
+    params: Params = field(default_factory=Params)
+    stop_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    imported: bool = False
+    hold: bool = False
+    offset: int = 0
+    hashes: list[int] | None = None
+
+    phase: Phase = Phase.WAITING
+    table: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    computed: int = 0  # tokens whose KV is in `table`
+    expected: int = 0  # prompt tokens still to compute or fetch, as counted in the load
+    committed: int = 0  # full blocks named in the prefix cache
+    output: list[int] = field(default_factory=list)
+    in_step: bool = False
+    doomed: bool = False
+
+    @property
+    def reserve_tokens(self) -> int:
+        """KV tokens it can ever need; the last output token's KV is never computed."""
+        return len(self.prompt) if self.hold else len(self.prompt) + max(0, self.max_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One new token of `seq`; `finish` says that it was the last. `error`: it has none and the sequence is gone."""
+
+    seq: int
+    token: int
+    finish: FinishReason = ""
+    error: str = ""
+
+
+class Scheduler:
+    """Calls in any order; `plan` and `complete` alternate. See the module's docstring for the rules."""
+
+    def __init__(self, pool: BlockPool, *, max_running: int, chunk_tokens: int) -> None:
+        self.pool = pool
+        self.max_running = max_running
+        self.chunk_tokens = chunk_tokens
+        self.step = 0
+        self.busy_us_total = 0
+        self.prompt_tokens_total = 0
+        self.cached_tokens_total = 0
+        self._sequences: dict[int, Sequence] = {}
+        self._queue: list[tuple[int, int, Sequence]] = []  # (-priority, order, sequence), a heap
+        self._order = 0
+        self._running: dict[int, Sequence] = {}  # holds a slot, in order of admission
+        self._admitted: list[Sequence] = []
+        self._in_step: dict[int, int] = {}  # seq -> tokens fed in the step under way
+        self._held = 0  # sequences in phase HELD
+        self._waiting_tokens = 0
+        self._kv_tokens = 0
+
+    # --- load figures -------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._sequences) - len(self._running) - self._held
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens not yet computed or fetched; what the prefix cache is expected to save is not counted."""
+        return self._waiting_tokens
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens in the KV memory of live sequences; never more than the blocks they hold (prefixes are shared)."""
+        return min(self._kv_tokens, self.pool.held * self.pool.block_tokens)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._in_step)
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __contains__(self, seq: int) -> bool:
+        return seq in self._sequences
+
+    def sequence(self, seq: int) -> Sequence:
+        """KeyError when it is not here (any more)."""
+        return self._sequences[seq]
+
+    # --- sequences come and go ----------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence, *, parked: bool = False) -> None:
+        """Queue it, or park it until `unpark`. ValueError when it could never be admitted."""
+        if self.pool.blocks_for(sequence.reserve_tokens) > self.pool.blocks:
+            raise ValueError(f"{sequence.reserve_tokens} tokens exceed the KV capacity")
+        if sequence.id in self._sequences or not len(sequence.prompt) or sequence.max_tokens < 1:
+            raise ValueError(f"sequence {sequence.id} is empty or known already")
+        if sequence.hashes is None:
+            sequence.hashes = [] if sequence.imported else block_hashes(sequence.prompt, self.pool.block_tokens)
+        self._sequences[sequence.id] = sequence
+        self.prompt_tokens_total += len(sequence.prompt)
+        cached = len(self.pool.match_prefix(self._reusable(sequence))) * self.pool.block_tokens
+        self._expect(sequence, len(sequence.prompt) - cached)
+        sequence.phase = Phase.PARKED
+        if not parked:
+            self.unpark(sequence.id)
+
+    def unpark(self, seq: int) -> None:
+        sequence = self._sequences[seq]
+        assert sequence.phase is Phase.PARKED, sequence
+        sequence.phase = Phase.WAITING
+        self._order += 1
+        heapq.heappush(self._queue, (-sequence.priority, self._order, sequence))
+        if len(self._queue) > 2 * len(self._sequences) + 64:  # mostly cancelled ones behind a large head
+            self._queue = [entry for entry in self._queue if entry[2].phase is Phase.WAITING]
+            heapq.heapify(self._queue)
+
+    def take_admitted(self) -> list[Sequence]:
+        """Imported sequences admitted since the last call: fill their `table`, then call `start`."""
+        self._admit()
+        admitted, self._admitted = self._admitted, []
+        return [s for s in admitted if s.phase is Phase.FETCHING]
+
+    def start(self, seq: int, first_token: int) -> None:
+        """The prompt's KV is in `table`; decode on from `first_token`, which is not reported again."""
+        sequence = self._sequences[seq]
+        assert sequence.phase is Phase.FETCHING, sequence
+        self._hold(sequence, len(sequence.prompt))
+        self._expect(sequence, 0)
+        sequence.output.append(first_token)
+        sequence.phase = Phase.DECODING
+
+    def cancel(self, seq: int) -> bool:
+        """Forget it and free its blocks (after the step under way, if it takes part). False when it is unknown."""
+        sequence = self._sequences.get(seq)
+        if sequence is None:
+            return False
+        if sequence.in_step:
+            sequence.doomed = True
+        else:
+            self._remove(sequence)
+        return True
+
+    release = cancel  # the holder of a HELD sequence's KV needs it no more
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute or a step is under way."""
+        if self._in_step:
+            return None
+        self._admit()
+        rows: list[Row] = []
+        budget = self.chunk_tokens
+        for sequence in self._running.values():
+            if sequence.phase is Phase.DECODING:
+                index = len(sequence.output)
+                row_at = len(sequence.prompt) + index - 1
+                rows.append(
+                    Row(sequence.id, (sequence.output[-1],), row_at, sequence.table, sequence.params,
+                        sequence.offset + index)
+                )  # fmt: skip
+                budget -= 1
+        budget = max(budget, self.pool.block_tokens)  # prompts progress however many sequences decode
+        for sequence in self._running.values():
+            if sequence.phase is Phase.PROMPT and budget > 0:
+                end = min(len(sequence.prompt), sequence.computed + budget)
+                last = end == len(sequence.prompt)
+                tokens = sequence.prompt[sequence.computed : end]
+                rows.append(
+                    Row(sequence.id, tokens, sequence.computed, sequence.table, sequence.params if last else None,
+                        sequence.offset)
+                )  # fmt: skip
+                budget -= len(tokens)
+        if not rows:
+            return None
+        for row in rows:
+            self._in_step[row.seq] = len(row.tokens)
+            self._sequences[row.seq].in_step = True
+        return StepPlan(self.step + 1, tuple(rows))
+
+    def complete(self, result: StepResult) -> list[Output]:
+        """Account for the step under way; the outputs of those still wanted, in the order of the plan's rows."""
+        tokens = dict(result.tokens)
+        fed, self._in_step = self._in_step, {}
+        self.step += 1
+        self.busy_us_total += round(result.duration_s * 1e6)
+        outputs: list[Output] = []
+        for seq, count in fed.items():
+            sequence = self._sequences[seq]
+            sequence.in_step = False
+            if sequence.doomed:
+                self._remove(sequence)
+            elif result.error:
+                self._remove(sequence)
+                outputs.append(Output(seq, 0, "failed", result.error))
+            else:
+                self._hold(sequence, count)
+                if sequence.phase is Phase.PROMPT:
+                    self._expect(sequence, len(sequence.prompt) - sequence.computed)
+                    if sequence.computed == len(sequence.prompt):
+                        sequence.phase = Phase.DECODING
+                self._commit(sequence)
+                if sequence.phase is Phase.DECODING:
+                    outputs.append(self._append(sequence, tokens[seq]))
+        return outputs
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _append(self, sequence: Sequence, token: int) -> Output:
+        sequence.output.append(token)
+        finish: FinishReason = ""
+        if token in sequence.stop_ids:
+            finish = "stop"
+        elif len(sequence.output) >= sequence.max_tokens:
+            finish = "length"
+        if sequence.hold:
+            sequence.phase = Phase.HELD
+            self._held += 1
+            del self._running[sequence.id]
+        elif finish:
+            self._remove(sequence)
+        return Output(sequence.id, token, finish)
+
+    def _reusable(self, sequence: Sequence) -> Seq[int]:
+        """At least one prompt token is always computed, since its output is what is wanted."""
+        assert sequence.hashes is not None
+        return sequence.hashes[: (len(sequence.prompt) - 1) // self.pool.block_tokens]
+
+    def _admit(self) -> None:
+        while self._queue and len(self._running) < self.max_running:
+            sequence = self._queue[0][2]
+            if sequence.phase is not Phase.WAITING:  # cancelled meanwhile
+                heapq.heappop(self._queue)
+                continue
+            taken = self.pool.take(self.pool.blocks_for(sequence.reserve_tokens), self._reusable(sequence))
+            if taken is None:
+                return
+            heapq.heappop(self._queue)
+            sequence.table, shared = taken
+            sequence.committed = shared
+            sequence.cached_tokens = shared * self.pool.block_tokens
+            self.cached_tokens_total += sequence.cached_tokens
+            self._hold(sequence, sequence.cached_tokens)
+            self._expect(sequence, len(sequence.prompt) - sequence.cached_tokens)
+            sequence.phase = Phase.FETCHING if sequence.imported else Phase.PROMPT
+            self._running[sequence.id] = sequence
+            if sequence.imported:
+                self._admitted.append(sequence)
+
+    def _commit(self, sequence: Sequence) -> None:
+        """Name the blocks that became full. Output blocks too: the next turn of a conversation begins with them."""
+        size = self.pool.block_tokens
+        hashes = sequence.hashes
+        assert hashes is not None
+        while (sequence.committed + 1) * size <= sequence.computed:
+            index = sequence.committed
+            if index >= len(hashes):
+                if sequence.imported or isinstance(sequence.prompt, range):
+                    return  # the ids before it are not known here
+                block = self._tokens(sequence, index * size, size)
+                hashes.append(hash_block(hashes[-1] if hashes else ROOT, token_bytes(block)))
+            parent = hashes[index - 1] if index else ROOT
+            self.pool.commit(sequence.table[index], hashes[index], parent, self._tokens(sequence, index * size, size))
+            sequence.committed += 1
+
+    @staticmethod
+    def _tokens(sequence: Sequence, start: int, count: int) -> list[int]:
+        length = len(sequence.prompt)
+        tokens = list(sequence.prompt[start : start + count])
+        if start + count > length:
+            tokens += sequence.output[max(0, start - length) : start + count - length]
+        return tokens
+
+    def _hold(self, sequence: Sequence, tokens: int) -> None:
+        sequence.computed += tokens
+        self._kv_tokens += tokens
+
+    def _expect(self, sequence: Sequence, tokens: int) -> None:
+        self._waiting_tokens += tokens - sequence.expected
+        sequence.expected = tokens
+
+    def _remove(self, sequence: Sequence) -> None:
+        self._expect(sequence, 0)
+        self._hold(sequence, -sequence.computed)
+        self.pool.release(sequence.table)
+        sequence.table = []
+        self._held -= sequence.phase is Phase.HELD
+        sequence.phase = Phase.GONE
+        self._running.pop(sequence.id, None)
+        del self._sequences[sequence.id]
+
+    def validate(self) -> None:
+        """AssertionError when the scheduler contradicts itself (for tests)."""
+        self.pool.validate()
+        live = self._sequences.values()
+        assert self._waiting_tokens == sum(s.expected for s in live)
+        assert self._kv_tokens == sum(s.computed for s in live)
+        assert list(self._running) == [s.id for s in self._running.values()]
+        assert {s.id for s in live if s.phase in _SLOT_PHASES} == set(self._running)
+        assert len(self._running) <= self.max_running
+        assert self._held == sum(s.phase is Phase.HELD for s in live)
+        assert self.waiting == sum(s.phase in (Phase.PARKED, Phase.WAITING) for s in live)
+        assert len({block for s in live for block in s.table}) == self.pool.held
+        assert all(s.computed <= len(s.table) * self.pool.block_tokens for s in live)
+        assert {s.id for s in live if s.in_step} == set(self._in_step)
