@@ -59,6 +59,9 @@ class Stage:
             self.seen.setsockopt(zmq.SUBSCRIBE, kind)
         self.broker = Process("-m", "bus", "--bus", self.bus, "--beacon-s", "0.05")
         self.broker.wait_ready()
+        self.seen.setsockopt(zmq.SUBSCRIBE, b"beacon")
+        receive(self.seen, WAIT_S)  # from here on it hears everything
+        self.seen.setsockopt(zmq.UNSUBSCRIBE, b"beacon")
         self.node = launch(directory, program, role, self.bus, controller_base)
         self.peer = b""
         self.number = 0
