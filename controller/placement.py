@@ -6,10 +6,10 @@ request's: one request may overshoot it, and the node queues what does not fit y
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from bus.wire.messages import Code, Role, Submit
-from controller.load.groups import Group, Subset
+from controller.load.groups import Group, Subset, exchange
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.policies import POLICIES, Policy
@@ -42,7 +42,8 @@ class Placement:
         instance, dp_rank = target_of(role, submit)
         model = model or submit.model
         group = self._table.group(role, model, instance)
-        largest, models = group.facts()
+        facts = group.facts()
+        largest, models = facts.largest, facts.models
         if not models:
             self._nobody(role, submit, model, instance)
         if dp_rank is not None:
@@ -53,13 +54,18 @@ class Placement:
                 (model,) = models
             else:
                 model = self._live_model(submit)
-                largest = self._table.group(role, model, instance).facts()[0]
+                largest = self._table.group(role, model, instance).facts().largest
         self._check_length(role, submit, largest)
+        if submit.needs and not facts.params.issuperset(submit.needs):
+            self._check_needs(role, submit, group)
         return model
 
-    def place(self, role: Role, submit: Submit, avoid: tuple[RankLoad, ...] = (), model: str = "") -> RankLoad | None:
+    def place(
+        self, role: Role, submit: Submit, avoid: tuple[RankLoad, ...] = (), model: str = "",
+        prefill: RankLoad | None = None,
+    ) -> RankLoad | None:  # fmt: skip
         """The rank for a leg, or None to wait. `avoid` names ranks to shun while there are others; `model` is what
-        `check` said."""
+        `check` said; `prefill` is where the leg before it goes."""
         instance, dp_rank = target_of(role, submit)
         model = model or submit.model
         group = self._table.group(role, model, instance)
@@ -67,6 +73,8 @@ class Placement:
             rank = self._pinned(group, role, dp_rank)
             if not rank.ready:
                 raise Refusal("rank_unavailable", f"rank {rank.key[0]}/{dp_rank} is not ready: it takes nothing now")
+            if (suits := self._suits(role, submit, group, model, prefill)) is not None and not suits(rank):
+                raise Refusal("bad_rank", f"rank {rank.key[0]}/{dp_rank} {_lacks(rank, submit)}")
             return _bounded(rank)
         policy = self._policies[role]
         if not group.ready:
@@ -78,16 +86,22 @@ class Placement:
             if rank_or_none is None:
                 raise Refusal("no_rank", f"the {role} rank of bootstrap_room {submit.bootstrap_room} is not there now")
             self._check_length(role, submit, rank_or_none.largest)
+            if (suits := self._suits(role, submit, group, model, prefill)) is not None and not suits(rank_or_none):
+                raise Refusal("no_rank", f"the {role} rank of the room {_lacks(rank_or_none, submit)}")
             return _bounded(rank_or_none)
-        if not avoid:
+        suits = self._suits(role, submit, group, model, prefill)
+        if not avoid and suits is None:
             chosen = policy.pick(group, submit, submit.prompt_tokens)
             if chosen is None or holds(chosen, role, submit):
                 return chosen
         large = [rank for rank in group.members if rank is not None and rank.ready and holds(rank, role, submit)]
-        if large:
-            others = [rank for rank in large if rank not in avoid]
-            return policy.pick(Subset(others or large), submit, submit.prompt_tokens)
-        raise Refusal("no_rank", f"no live {role} rank is large enough for {submit.prompt_tokens} prompt tokens")
+        if not large:
+            raise Refusal("no_rank", f"no live {role} rank is large enough for {submit.prompt_tokens} prompt tokens")
+        able = large if suits is None else [rank for rank in large if suits(rank)]
+        if not able:
+            raise Refusal("no_rank", f"no live {role} rank {_wanted(submit)}")
+        others = [rank for rank in able if rank not in avoid]
+        return policy.pick(Subset(others or able), submit, submit.prompt_tokens)
 
     def may_run(self, role: Role, submit: Submit, rank: RankLoad) -> bool:
         """Whether a leg that runs at `rank` already is where `place` might have put it, credit aside."""
@@ -99,8 +113,39 @@ class Placement:
             and submit.model in ("", info.model)
             and holds(rank, role, submit)
             and rank.ready
+            and rank.params.issuperset(submit.needs)
             and (dp_rank is not None or not policy.fixed or policy.pick(Subset([rank]), submit, 0) is rank)
         )
+
+    # --- what not every rank can do ---------------------------------------------------------------------------
+
+    def _suits(
+        self, role: Role, submit: Submit, group: Group, model: str, prefill: RankLoad | None
+    ) -> Callable[[RankLoad], bool] | None:
+        """What a rank must be for this leg, apart from large enough; None, nearly always: all of `group` are that."""
+        facts, needs = group.facts(), submit.needs
+        paired, kinds = submit.leg == "pair", facts.kv_kinds
+        if paired:
+            other = self._table.group("decode", model, submit.instance)
+            kinds = other.facts().kv_kinds if prefill is None else frozenset((prefill.kv_kind,))
+        if kinds == facts.kv_kinds and len(kinds) == 1 and (not needs or facts.params.issuperset(needs)):
+            return None
+        if paired and prefill is None:  # prefill goes where some decode rank can follow, at once if there is one
+            ranks = [rank for rank in other.members if rank is not None and rank.ready]
+            kinds = frozenset(rank.kv_kind for rank in [rank for rank in ranks if rank.open] or ranks) or kinds
+        return lambda rank: (
+            rank.params.issuperset(needs) and (not paired or any(exchange(rank.kv_kind, kind) for kind in kinds))
+        )
+
+    @staticmethod
+    def _check_needs(role: Role, submit: Submit, group: Group) -> None:
+        """Refusal when no rank knows all of them: waiting does not help."""
+        ranks = [rank for rank in group.members if rank is not None]
+        if not any(rank.params.issuperset(submit.needs) for rank in ranks):
+            known = frozenset[str]().union(*(rank.params for rank in ranks))
+            unknown = sorted(set(submit.needs) - known)
+            what = f"knows {', '.join(unknown)}" if unknown else f"knows all of {', '.join(submit.needs)}"
+            raise Refusal("bad_request", f"no {role} rank {what}")
 
     # --- the caller's rank ------------------------------------------------------------------------------------
 
@@ -171,6 +216,21 @@ def context_of(role: Role, submit: Submit) -> int:
 def _of(model: str) -> str:
     """For sentences about ranks."""
     return f" of {model}" if model else ""
+
+
+def _wanted(submit: Submit) -> str:
+    """For sentences: what nobody is."""
+    knows = f"knows {', '.join(submit.needs)}" if submit.needs else ""
+    pairs = "can exchange KV caches with the other role's" if submit.leg == "pair" else ""
+    return " and ".join(filter(None, (knows, pairs)))
+
+
+def _lacks(rank: RankLoad, submit: Submit) -> str:
+    unknown = sorted(set(submit.needs) - rank.params)
+    if unknown:
+        return f"does not know {', '.join(unknown)}"
+    transfer, layout = rank.kv_kind
+    return f"exchanges KV caches by {transfer!r} of {layout!r} only"
 
 
 def holds(rank: RankLoad, role: Role, submit: Submit) -> bool:

@@ -1,6 +1,6 @@
 """The scheduler processes: blocks, batching, legs, KV transfer, token streams, engines. Knows `bus`, not `controller`.
 
-Pure cores: `BlockPool` and `Scheduler`, which the replay lab runs too, `Legs`, `Streams`. The shell around them:
+Pure cores: `BlockPool` and `Scheduler`, which the replay lab runs too, `RankCore`, `Streams`. The shell around them:
 `Node`, one process with one or several ranks (`python -m nodes.prefill|decode|unified`). Names are loaded when they are
 first used; torch only when its engine is built.
 """
@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nodes.config import NodeConfig
-    from nodes.link.core import Legs, Limits
-    from nodes.link.host import Node
+    from nodes.link.core import Limits, RankCore
+    from nodes.link.embed import RankLink
+    from nodes.link.runner import RankFacts
     from nodes.link.streams import Streams
+    from nodes.node import Node
     from nodes.own.blocks import BlockPool
     from nodes.own.engines.factory import EngineConfig, build_engine
     from nodes.own.scheduler import Scheduler, Sequence
@@ -24,10 +26,12 @@ if TYPE_CHECKING:
 _HOMES = {
     "BlockPool": "own.blocks",
     "EngineConfig": "own.engines.factory",
-    "Legs": "link.core",
+    "RankCore": "link.core",
     "Limits": "link.core",
-    "Node": "link.host",
+    "Node": "node",
     "NodeConfig": "config",
+    "RankFacts": "link.runner",
+    "RankLink": "link.embed",
     "Scheduler": "own.scheduler",
     "Sequence": "own.scheduler",
     "Streams": "link.streams",
@@ -37,10 +41,12 @@ _HOMES = {
 __all__ = [
     "BlockPool",
     "EngineConfig",
-    "Legs",
     "Limits",
     "Node",
     "NodeConfig",
+    "RankCore",
+    "RankFacts",
+    "RankLink",
     "Scheduler",
     "Sequence",
     "Streams",

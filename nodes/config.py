@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from bus import defaults
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.errors import ConfigError
 from bus.wire.messages import MAX_DP_SIZE, Role
 from nodes.link.core import Limits
+from nodes.link.rank import LinkConfig
 from nodes.own.engines.factory import EngineConfig
 
 ROLES: tuple[Role, ...] = ("prefill", "decode", "unified")
@@ -80,11 +80,21 @@ class NodeConfig:
         elif rest in ("*", "0.0.0.0", "[::]", "::"):
             raise ConfigError(f"--data {self.data!r}: name an address that the other machines can reach")
 
-    def data_bind(self, epoch: int) -> str:
-        """What to bind the data ROUTER to; `epoch` makes an ipc path unique."""
-        if self.data.startswith("ipc://"):
-            return f"ipc://{Path(self.data.removeprefix('ipc://')) / f'node-{epoch:016x}'}"
-        return self.data
+    @property
+    def link(self) -> LinkConfig:
+        """What the ranks' link must know of it."""
+        return LinkConfig(
+            role=self.role,
+            instance=self.instance,
+            dp_size=self.dp_size,
+            bus=self.bus,
+            controllers=self.controllers,
+            data=self.data,
+            report_interval_s=self.report_interval_s,
+            room_ttl_s=self.room_ttl_s,
+            limits=self.limits,
+            keys=self.keys,
+        )
 
 
 def parse_ranks(values: tuple[str, ...]) -> tuple[int, ...]:

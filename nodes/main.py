@@ -18,12 +18,16 @@ from bus.runtime.loop import Loop
 from bus.wire.messages import Role
 from nodes.config import NodeConfig, parse_ranks
 from nodes.link.core import Limits
-from nodes.link.host import Node
+from nodes.node import Node
+from nodes.own.blocks import BlockPool
 from nodes.own.engines.base import Engine
 from nodes.own.engines.factory import ENGINES, EngineConfig, build_engine
 from nodes.own.engines.faults import Faults
 from nodes.own.engines.sim import SIM_VOCAB_SIZE
 from nodes.own.engines.timing import TIMINGS, SimTiming, timing_named
+from nodes.own.kv_events import KvEventLog
+from nodes.own.runner import OwnRunner
+from nodes.own.scheduler import Scheduler
 
 _WORK = {
     "prefill": "Compute prompts; decode ranks fetch the KV cache.",
@@ -147,7 +151,9 @@ def serve(config: NodeConfig, *, watch_parent: bool = False) -> None:
     engines: list[Engine] = []
     try:
         _load(config, loop, engines)
-        with Node(config, loop, engines) as node:
+        pairs = zip(config.dp_ranks, engines, strict=True)
+        runners = {dp_rank: own_runner(config, dp_rank, engine) for dp_rank, engine in pairs}
+        with Node(config, loop, runners) as node:
             loop.on_signals(node.on_signal)
             if watch_parent:
                 cli.leave_with_parent(node.leave)
@@ -155,6 +161,15 @@ def serve(config: NodeConfig, *, watch_parent: bool = False) -> None:
     finally:
         for engine in engines:
             engine.close()
+
+
+def own_runner(config: NodeConfig, dp_rank: int, engine: Engine) -> OwnRunner:
+    """The runner of one rank, over `engine`."""
+    spec = engine.spec
+    told = config.role != "decode"  # decode ranks keep no prefixes
+    pool = BlockPool(spec.blocks, spec.block_tokens, record_events=told)
+    scheduler = Scheduler(pool, max_running=config.max_running, chunk_tokens=config.chunk_tokens)
+    return OwnRunner(engine, scheduler, KvEventLog(config.instance, dp_rank, spec.block_tokens) if told else None)
 
 
 def _load(config: NodeConfig, loop: Loop, engines: list[Engine]) -> None:
@@ -184,6 +199,6 @@ def _say_ready(node: Node) -> None:
         role=config.role,
         instance=config.instance,
         dp_ranks=",".join(map(str, config.dp_ranks)),
-        endpoint=node.endpoint,
-        epochs=",".join(str(rank.epoch) for rank in node.ranks.values()),
+        endpoint=node.host.endpoint,
+        epochs=",".join(str(rank.epoch) for rank in node.host.ranks.values()),
     )

@@ -77,6 +77,8 @@ AgeSeconds: TypeAlias = Annotated[float, Meta(ge=-1, le=1e9)]  # -1: never
 # Printable ASCII, and short enough that an Answer of MAX_ROOMS_PER_MESSAGE locations always fits in a frame.
 Endpoint: TypeAlias = Annotated[str, Meta(extra={"alphabet": ENDPOINT})]
 InstanceOrEmpty: TypeAlias = Annotated[str, Meta(max_length=64)]  # empty: any, or the only one
+Word: TypeAlias = Annotated[str, Meta(max_length=32)]
+Layout: TypeAlias = Annotated[str, Meta(max_length=128)]
 Model: TypeAlias = Annotated[str, Meta(max_length=128)]
 Priority: TypeAlias = Annotated[int, Meta(ge=-1000, le=1000)]
 Sentence: TypeAlias = Annotated[str, Meta(max_length=1024)]
@@ -382,6 +384,10 @@ class Hello(_NamedAt, frozen=True, tag="hello"):
     block_tokens: Count
     running: Annotated[tuple[tuple[Rid, Attempt], ...], Meta(max_length=65536)] = ()  # what it still runs
     started_us: Count = 0  # when this epoch began, since 1970: tells which of two starts is the later. 0: not said
+    wants_prompt: bool = False  # decode: its dispatches carry the prompt frame too
+    kv_transfer: Word = "blocks"  # how KV caches travel; prefill and decode ranks that differ are never paired
+    kv_layout: Layout = ""  # model revision, dtype, block shape ...: likewise, unless one of them does not say
+    params: Annotated[tuple[Word, ...], Meta(max_length=64)] = ()  # sampling parameters beyond those of `Params`
 
 
 class Welcome(_OfController, frozen=True, tag="welcome"):
@@ -407,7 +413,7 @@ class Pong(Message, frozen=True, tag="pong"):
 
 
 class Dispatch(Message, frozen=True, tag="dispatch"):
-    """Run one leg. Frames: header, [prompt,] params; decode legs of a pair carry no prompt frame."""
+    """Run one leg. Frames: header, [prompt,] params; decode legs carry no prompt frame unless the rank wants it."""
 
     rid: Rid
     attempt: Attempt
@@ -496,6 +502,7 @@ class Submit(Message, frozen=True, tag="submit"):
     priority: Priority = 0
     block_tokens: Count = 0
     block_hashes: Annotated[bytes, Meta(max_length=1 << 19)] = b""  # 8 bytes a full prompt block
+    needs: Annotated[tuple[Word, ...], Meta(max_length=64)] = ()  # sampling parameters that its ranks must know
 
 
 class Params(Message, frozen=True, tag="params"):
@@ -627,14 +634,17 @@ class KvPull(Message, frozen=True, tag="kv_pull"):
 
 
 class KvMeta(Message, frozen=True, tag="kv_meta"):
+    """Followed by one frame, the engine's own handle, where KV caches do not travel as blocks."""
+
     room: Room
     attempt: Attempt
     prompt_tokens: Count
     first_token: TokenId
     blocks: Count
     block_tokens: Count
-    layout: Annotated[str, Meta(max_length=128)]  # must equal the receiver's own
+    layout: Layout  # must equal the receiver's own
     ready: bool = True  # false: a sign of life while the prompt is still being computed; the rest says nothing yet
+    valid_s: Seconds = 0.0  # how long the KV cache is kept yet, whoever asks; 0: as long as it is asked for
 
 
 class KvBlock(Message, frozen=True, tag="kv_block"):

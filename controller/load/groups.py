@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from bus.wire.messages import Role
 from controller.load.index import NEVER, LeastIndex, SeatKeys
@@ -33,6 +33,23 @@ def key_of(rank: RankLoad, metric: int) -> int:
     if metric == 1:
         return rank.requests << 48 | rank.picked
     return rank.picked
+
+
+KvKind: TypeAlias = tuple[str, str]  # (transfer, layout) as ranks say in their hello
+
+
+def exchange(one: KvKind, other: KvKind) -> bool:
+    """Whether ranks of these kinds can hand KV caches to each other. Who states no layout finds out by trying."""
+    return one[0] == other[0] and (one[1] == other[1] or not one[1] or not other[1])
+
+
+class Facts(NamedTuple):
+    """Of all members of a group, ready or not."""
+
+    largest: int  # most tokens of context that any of them can hold
+    models: frozenset[str]
+    kv_kinds: frozenset[KvKind]
+    params: frozenset[str]  # sampling parameters that each of them knows
 
 
 class View(Protocol):
@@ -66,7 +83,7 @@ class Group:
         self.role, self.model, self.instance = role, model, instance
         self.members: list[RankLoad | None] = []
         self.ready: dict[str, int] = {}  # members that are ready, with credit or not, by model
-        self._facts: tuple[int, frozenset[str]] | None = None  # `facts`, until members change
+        self._facts: Facts | None = None  # `facts`, until members change
         self._alike: dict[int, int] | None = None  # `alike` by size, until members change
         self._free: list[int] = []
         self._indexes: dict[Metric, LeastIndex] = {}
@@ -107,12 +124,15 @@ class Group:
     def __iter__(self) -> Iterator[RankLoad]:
         return (rank for rank in self.members if rank is not None and rank.open)
 
-    def facts(self) -> tuple[int, frozenset[str]]:
-        """Most tokens of context that any member can hold, and the models that members serve, ready or not."""
+    def facts(self) -> Facts:
         if self._facts is None:
             ranks = [rank for rank in self.members if rank is not None]
-            largest = max((rank.largest for rank in ranks), default=0)
-            self._facts = largest, frozenset(rank.info.model for rank in ranks)
+            self._facts = Facts(
+                max((rank.largest for rank in ranks), default=0),
+                frozenset(rank.info.model for rank in ranks),
+                frozenset(rank.kv_kind for rank in ranks),
+                frozenset.intersection(*(rank.params for rank in ranks)) if ranks else frozenset(),
+            )
         return self._facts
 
     def names(self) -> list[str]:

@@ -38,6 +38,7 @@ class RankLoad:
         "inherited",
         "interval_s",
         "key",
+        "kv_kind",
         "largest",
         "leaves",
         "limit_requests",
@@ -54,6 +55,7 @@ class RankLoad:
         "others_tokens",
         "outstanding",
         "outstanding_tokens",
+        "params",
         "peer",
         "picked",
         "places",
@@ -78,6 +80,8 @@ class RankLoad:
         self.key: MemberKey = (info.instance, info.dp_rank)
         self.seat = -1  # its number among the ranks there are, as small as can be; used again when it is closed
         self.epoch = info.epoch
+        self.kv_kind = (info.kv_transfer, info.kv_layout)
+        self.params = frozenset(info.params)
         self.location = Location(info.instance, info.dp_rank, info.epoch, info.endpoint)
         self.inherited = info.running  # what it ran before I had dispatched anything to it, until somebody takes that
         # the last report, and when it came (None: none of this epoch yet)

@@ -266,7 +266,8 @@ class Life:
             return False
         chosen: list[tuple[Role, RankLoad]] = []
         for role in ROLES[submit.leg]:
-            rank = self._placement.place(role, submit, request.avoid, request.model)
+            prefill = chosen[0][1] if chosen else None
+            rank = self._placement.place(role, submit, request.avoid, request.model, prefill)
             if rank is None:
                 return False
             chosen.append((role, rank))
@@ -294,7 +295,8 @@ class Life:
             if role == "prefill":
                 prefill = rank.location
             elif role == "decode":
-                frames = frames[1:]
+                if not rank.info.wants_prompt:
+                    frames = frames[1:]
                 told = prefill if submit.leg == "pair" else self._told(request)
             out.append(
                 ToNode(rank.peer, dispatch_of(request, role, rank, number, self._epoch, now, told), frames, cause)
@@ -474,4 +476,4 @@ class Life:
 def _lane(submit: Submit) -> Hashable:
     """Requests of one lane wait for the same ranks. Those with a fixed rank wait apart: they hold up nobody."""
     fixed = (submit.routed_dp_rank, submit.disagg_prefill_dp_rank if submit.leg == "pair" else None)
-    return submit.leg, submit.model, submit.instance, submit.prefill_instance, fixed
+    return submit.leg, submit.model, submit.instance, submit.prefill_instance, submit.needs, fixed

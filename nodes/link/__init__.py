@@ -1,1 +1,23 @@
-"""A rank's link to the rest: controllers, clients, the bus, other ranks."""
+"""A rank's link to the rest: controllers, clients, the bus, other ranks. Importable without torch and our scheduler.
+
+An engine with a scheduler of its own embeds `RankLink`. `Runner` is the seam under it, for engines that run on the
+link's own loop (`Host`); ours is `nodes.own.runner`.
+"""
+
+from nodes.link.actions import Cancel, Release, Start
+from nodes.link.embed import Draining, RankLink
+from nodes.link.leg import Leg
+from nodes.link.runner import KvHandle, RankFacts, Runner, RunnerLoad
+
+__all__ = [
+    "Cancel",
+    "Draining",
+    "KvHandle",
+    "Leg",
+    "RankFacts",
+    "RankLink",
+    "Release",
+    "Runner",
+    "RunnerLoad",
+    "Start",
+]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from bus.actions import Note, Send
 from bus.wire.messages import Code
-from nodes.link.sender import SendBlock
+from nodes.link.leg import Leg
+
+# --- for the bus -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +44,61 @@ class Unlocate:
 
 
 @dataclass(frozen=True, slots=True)
-class ImportBlock:
-    block: int
+class PublishFrames:
+    """Publish what the runner made, as it is."""
+
+    messages: Sequence[tuple[bytes, ...]]
+
+
+# --- for the runner ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The leg is over before the runner said so."""
+
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Nobody needs the KV cache that the leg holds."""
+
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class SendBlock:
+    """Send block `index` of a held leg, which has `tokens` tokens in it, to `peer`."""
+
+    peer: bytes
+    leg: Leg
+    index: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeBlock:
+    """A block came for a leg that the runner has."""
+
+    leg: Leg
+    index: int
     data: bytes | memoryview
+    intact: bool
 
 
-Action = Send | SendBlock | Register | Unregister | Locate | Unlocate | ImportBlock | Note
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The runner is dead: the rank is over, for `reason`."""
+
+    reason: str
+
+
+ForBus: TypeAlias = Register | Unregister | Locate | Unlocate | PublishFrames
+ForRunner: TypeAlias = Start | Cancel | Release | TakeBlock
+Action: TypeAlias = Send | SendBlock | Leave | Note | ForBus | ForRunner

@@ -42,28 +42,28 @@ MAX_OWED = 65_536  # beginnings, and ends, kept for a controller whose queue is 
 log = get_logger("node")
 
 
-class LinkedRank(Protocol):
-    """What a link needs of its rank."""
+class Speaker(Protocol):
+    """What a connection needs of its rank."""
 
     instance: str
     dp_rank: int
     epoch: int
 
     def hello(self) -> Hello: ...
-    def welcomed(self, link: Link, welcome: Welcome, again: bool) -> None: ...
-    def dispatched(self, link: Link, dispatch: Dispatch, frames: list[bytes]) -> None: ...
-    def cancelled(self, link: Link, cancel: CancelLeg) -> None: ...
+    def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None: ...
+    def dispatched(self, connection: Connection, dispatch: Dispatch, frames: list[bytes]) -> None: ...
+    def cancelled(self, connection: Connection, cancel: CancelLeg) -> None: ...
     def drain(self, cause: str) -> None: ...
     def pong(self, n: int) -> Pong: ...
     def superseded(self, why: str) -> None: ...
 
 
-class Link:
+class Connection:
     """`key` names it to the rank's core as the owner of legs; `fenced` says why the controller does not take this start
     of the rank; `unsent` counts how often the queue did not take a message."""
 
     def __init__(
-        self, sockets: Sockets, rank: LinkedRank, key: int, endpoint: str, clock: Callable[[], float],
+        self, sockets: Sockets, rank: Speaker, key: int, endpoint: str, clock: Callable[[], float],
         rejected: Callable[[str, RemoteProtocolError], None],
     ) -> None:  # fmt: skip
         self.rank = rank

@@ -1,16 +1,16 @@
 """All legs of one rank: what it takes in, what it turns down, how each leg ends. Pure; the shell does the actions.
 
-Every leg ends exactly once and is reported to the controller that owns it, again where that may have missed it
-(`ledger`). Everything that was dispatched is acknowledged, in order, taken or not, which is what the controller's load
-invariant rests on. A decode leg learns its prefill rank before it holds any memory, and asks for memory only when the
-KV cache is ready to be fetched, so prefill and decode ranks cannot wait for each other's memory in a circle.
+Every leg ends exactly once and is reported once to the controller that owns it (`ledger`). Everything that was
+dispatched is acknowledged, in order, taken or not, which is what the controller's load invariant rests on.
+A decode leg goes to its runner only when its KV cache is ready to be fetched: before, it holds no memory, so prefill
+and decode ranks cannot wait for each other's memory in a circle; and a handle that lapses never waits in a queue here.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from bus.actions import Note, Send
 from bus.wire.messages import (
@@ -29,21 +29,49 @@ from bus.wire.messages import (
     Location,
     Role,
 )
-from nodes.link.actions import Action, ImportBlock, Locate, Register, Unlocate, Unregister
-from nodes.link.ingest import Rejected, check
+from nodes.link.actions import (
+    Action,
+    Cancel,
+    Leave,
+    Locate,
+    PublishFrames,
+    Register,
+    Release,
+    Start,
+    TakeBlock,
+    Unlocate,
+    Unregister,
+)
+from nodes.link.checksum import block_crc32
 from nodes.link.ledger import Ledger
-from nodes.link.leg import Leg, LegState
-from nodes.link.sender import Offers
+from nodes.link.leg import Leg, LegState, Rejected, leg_of
+from nodes.link.runner import (
+    FOR_EVER,
+    OVER_THE_BUS,
+    Began,
+    CacheChanged,
+    Dead,
+    Event,
+    Fetched,
+    Finished,
+    Held,
+    KvHandle,
+    LegFailed,
+    Output,
+    Pull,
+    RankFacts,
+    RunnerLoad,
+    Stepped,
+)
+from nodes.link.sender import KvSender, blocks_of
 from nodes.link.streams import Streams
-from nodes.own.engines.base import EngineSpec, StepPlan, StepResult
-from nodes.own.fetch import Fetch, block_crc32, window_for
-from nodes.own.scheduler import Output, Scheduler, Sequence
 
 LOCATE_S = 30.0  # for the broker to learn where a room is prefilled
-ASK_S = 1.0  # a waiting decode leg shows its prefill rank that it lives
+ASK_S = 1.0  # a decode leg that waits or fetches shows its prefill rank that it lives
 PREFILL_SILENT_S = 5.0
 MAX_LIVE = 65_535  # legs, and bytes of their names, that one hello can list
 MAX_NAMES_BYTES = 1_000_000
+MAX_HANDLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,31 +83,34 @@ class Limits:
     hold_s: float = 60.0
 
 
-class Legs:
-    """The core of one rank. `owner` is any number that names the connection a dispatch came over."""
+class RankCore:
+    """The core of one rank. `owner` is any number that names the connection a dispatch came over; `runner_load` reads
+    the runner's load as it is now."""
 
     def __init__(
-        self, role: Role, dp_rank: int, epoch: int, spec: EngineSpec, scheduler: Scheduler, streams: Streams,
+        self, role: Role, dp_rank: int, facts: RankFacts, streams: Streams, runner_load: Callable[[], RunnerLoad],
         limits: Limits | None = None,
     ) -> None:  # fmt: skip
         self.role: Role = role
         self.dp_rank = dp_rank
-        self.spec = spec
-        self.scheduler = scheduler
+        self.facts = facts
         self.streams = streams
         self.limits = limits or Limits()
-        self.offers = Offers(spec, epoch, hold_s=self.limits.hold_s)
+        self.sender = KvSender(facts, hold_s=self.limits.hold_s)
         self.ledger = Ledger()
         self.draining = False
-        self.counts: dict[str, int] = {}  # ended legs by code, damaged blocks, gaps
+        self.counts: Counter[str] = Counter()  # ended legs by code, damaged blocks, gaps
         self.first_token_s: deque[float] = deque(maxlen=4096)  # of legs that began, until the owner takes them
         self.fetch_s: deque[float] = deque(maxlen=4096)  # of KV caches fetched, likewise
+        self.step_s: deque[float] = deque(maxlen=4096)  # of forward steps, likewise
+        self._runner_load = runner_load
         self._legs: dict[str, Leg] = {}
-        self._by_seq: dict[int, Leg] = {}
         self._by_room: dict[int, Leg] = {}
+        self._waiting = 0  # decode legs whose KV cache is not ready, which the runner does not know yet
+        self._waiting_tokens = 0  # their prompts' tokens
         self._prompt_bytes = 0
         self._names_bytes = 0
-        self._next_seq = 0
+        self._seq = 0
         self._load_seq = 0
 
     def __len__(self) -> int:
@@ -87,52 +118,37 @@ class Legs:
 
     # --- from the controller ------------------------------------------------------------------------------------
 
-    def ingest(self, owner: int, dispatch: Dispatch, frames: Seq[bytes], now: float) -> list[Action]:
+    def ingest(self, owner: int, dispatch: Dispatch, frames: Sequence[bytes], now: float) -> list[Action]:
         """Take in one dispatch, or turn it down; either way it is acknowledged."""
         actions: list[Action] = []
         counted = self.ledger.acknowledge(dispatch)
         if counted != "counted":
-            self._count(f"dispatch_{counted}")
+            self.counts[f"dispatch_{counted}"] += 1
             actions.append(Note(f"dispatch.{counted}", "warning", fields={"number": dispatch.number}))
-        if counted == "repeated":
+        if counted == "repeated" or self._told_again(owner, dispatch):
             return actions
-        current = self._legs.get(dispatch.rid)
-        known = self.ledger.last_end(dispatch.rid)
-        if current is not None and current.attempt == dispatch.attempt:
-            current.owner = owner  # a controller that came back takes its request over
-            if current.started:
-                self.ledger.started(current)
-            return actions
-        if known is not None and known.attempt == dispatch.attempt:
-            self.ledger.ended(owner, known)
-            return actions
-        if max(current.attempt if current else 0, known.attempt if known else 0) > dispatch.attempt:
-            return actions + self._reject(owner, dispatch, Rejected("fenced", "a newer attempt was here"))
-        if current is not None:
-            actions += self._end(current, "fenced", "a newer attempt came", now, "dispatch")
         try:
-            if self.draining:
-                raise Rejected("draining", "this rank is draining")
-            leg = check(dispatch, frames, role=self.role, dp_rank=self.dp_rank, spec=self.spec, now=now)
-            if leg.room in self._by_room:
-                raise Rejected("duplicate_room", "the room belongs to another request here")
-            waiting_bytes = self._prompt_bytes + 4 * len(leg.prompt)
-            if self.scheduler.waiting >= self.limits.max_waiting or waiting_bytes > self.limits.max_waiting_bytes:
-                raise Rejected("overloaded", f"{self.scheduler.waiting} requests are waiting at this rank")
-            if len(self._legs) >= MAX_LIVE or self._names_bytes + _name_bytes(leg.rid) > MAX_NAMES_BYTES:
-                raise Rejected("overloaded", f"{len(self._legs)} requests are at this rank")
+            self._check_newest(dispatch)
+            current = self._legs.get(dispatch.rid)
+            if current is not None:
+                actions += self._end(current, "fenced", "a newer attempt came", now)
+            leg = self._take(dispatch, frames, now)
         except Rejected as refusal:
-            return actions + self._reject(owner, dispatch, refusal)
+            end = Ended(dispatch.rid, dispatch.attempt, self.role, refusal.code, refusal.sentence)
+            self.ledger.ended(owner, end)
+            self.counts[refusal.code] += 1
+            fields = {"rid": dispatch.rid, "attempt": dispatch.attempt, "code": refusal.code, "why": refusal.sentence}
+            return [*actions, Note("leg.rejected", "info", fields=fields)]
         leg.owner = owner
         return actions + self._begin(leg, dispatch, now)
 
     def cancel(self, owner: int, cancel: CancelLeg, now: float) -> list[Action]:
         """End `attempt` and older ones; what is not here is remembered as cancelled, in case it comes late."""
         leg = self._legs.get(cancel.rid)
-        if cancel.if_unfetched and (leg is None or leg.kind != "decode" or leg.state is LegState.SCHEDULED):
+        if cancel.if_unfetched and (leg is None or leg.role != "decode" or not _unfetched(leg)):
             return []
         if leg is not None:
-            return self._end(leg, cancel.code, "", now, "cancel_leg") if leg.attempt <= cancel.attempt else []
+            return self._end(leg, cancel.code, "", now) if leg.attempt <= cancel.attempt else []
         known = self.ledger.last_end(cancel.rid)
         if known is not None and known.attempt >= cancel.attempt:
             self.ledger.ended(owner, known)
@@ -143,6 +159,10 @@ class Legs:
     def drain(self) -> None:
         """Take nothing new from now on."""
         self.draining = True
+
+    def end_all(self, code: Code, message: str, now: float) -> list[Action]:
+        """Whatever lives here ends now."""
+        return [action for leg in list(self._legs.values()) for action in self._end(leg, code, message, now)]
 
     def restate(self, owner: int) -> None:
         """`owner`'s controller may have missed reports: repeat what began and how the remembered ones ended."""
@@ -160,11 +180,11 @@ class Legs:
         leg.found_by = found_by
         if location is None:
             why = "no rank registered the room in time" if code == "unknown_room" else "the prefill leg ended first"
-            return self._end(leg, _end_code(code), why, now, "located")
+            return self._end(leg, _end_code(code), why, now)
         return self._ask(leg, location, attempt, now)
 
     def kv_message(self, message: KvMeta | KvBlock | KvFail, data: bytes | memoryview, now: float) -> list[Action]:
-        """From a prefill rank that was asked."""
+        """From a prefill rank that was asked; `data` is the frame after the header."""
         leg = self._by_room.get(message.room)
         if leg is None or not leg.kv_open:
             return []
@@ -172,79 +192,93 @@ class Legs:
             return self._other_attempt(leg, message, now)
         leg.heard_at = now
         if isinstance(message, KvFail):
-            code = _end_code(message.code) if leg.fetch is None else "kv_failed"
-            return self._end(leg, code, message.message or f"the prefill rank says {message.code}", now, "kv_fail")
+            code = _end_code(message.code) if leg.state is LegState.ASKING else "kv_failed"
+            return self._end(leg, code, message.message or f"the prefill rank says {message.code}", now)
         if isinstance(message, KvMeta):
-            return self._meta(leg, message, now) if leg.state is LegState.LOCATED and message.ready else []
-        return self._block(leg, message, data, now) if leg.state is LegState.FETCHING else []
+            return (
+                self._handed(leg, message, bytes(data), now) if leg.state is LegState.ASKING and message.ready else []
+            )
+        if leg.state is not LegState.RUNNING:
+            return []
+        if block_crc32(leg.room, leg.kv_attempt, message.index, data) == message.crc32:
+            return [TakeBlock(leg, message.index, data, intact=True)]
+        self.counts["kv_block_damaged"] += 1
+        fields = {"rid": leg.rid, "room": leg.room, "index": message.index, "bytes": len(data)}
+        return [
+            Note("kv_block.damaged", "warning", fields=fields), TakeBlock(leg, message.index, data, intact=False)
+        ]  # fmt: skip
 
     # --- prefill: serving the KV cache --------------------------------------------------------------------------
 
     def pulled(self, peer: bytes, message: KvPull | KvDone, now: float) -> list[Action]:
         if isinstance(message, KvPull):
-            return list(self.offers.pull(peer, message, now))
+            return list(self.sender.pull(peer, message, now))
         leg = self._by_room.get(message.room)
-        if leg is None or not self.offers.done(peer, message):
+        if leg is None or not self.sender.done(peer, message):
             return []
         if message.code == "ok":
-            return self._end(leg, "ok", "", now, "kv_done")
+            return self._end(leg, "ok", "", now)
         code: Code = message.code if message.code in ("cancelled", "deadline", "fenced") else "decode_failed"
-        return self._end(leg, code, f"the decode leg ended: {message.code}", now, "kv_done")
+        return self._end(leg, code, f"the decode leg ended: {message.code}", now)
 
-    # --- computing ----------------------------------------------------------------------------------------------
+    # --- what the runner says -----------------------------------------------------------------------------------
 
-    def advance(self, now: float) -> list[Action]:
-        """After each turn: let what was admitted begin to fetch."""
-        actions: list[Action] = []
-        for sequence in self.scheduler.take_admitted():
-            leg = self._by_seq[sequence.id]
-            assert leg.location is not None
-            leg.move(LegState.FETCHING, "admitted")
-            leg.asked_at = now
-            blocks = self.scheduler.pool.blocks_for(leg.prompt_tokens)
-            leg.fetch = Fetch(
-                leg.room, leg.kv_attempt, leg.location.epoch, blocks, window=window_for(self.spec.block_bytes)
-            )
-            actions += self._to_prefill(leg, leg.fetch.begin(now))
-        return actions
-
-    def plan(self) -> StepPlan | None:
-        return self.scheduler.plan()
-
-    def stepped(self, result: StepResult, now: float) -> list[Action]:
-        """A forward step is done: tokens to the streams, ends, KV caches offered."""
-        actions: list[Action] = []
-        for output in self.scheduler.complete(result):
-            leg = self._by_seq[output.seq]
-            if output.error:
-                actions += self._end(leg, "engine_failed", output.error, now, "step")
-            elif leg.kind == "prefill":
-                actions += self._computed(leg, output, now)
-            else:
-                self._token(leg, output.token, now)
-                if output.finish:
-                    actions += self._end(leg, "ok", output.finish, now, "step")
-        return actions
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """What is said of a leg that is over counts for nothing."""
+        if isinstance(event, Dead):
+            why = f"the engine died: {event.reason}"
+            return [*self.end_all("peer_lost", why, now), Leave(event.reason)]
+        if isinstance(event, Stepped):
+            if event.seconds:
+                self.step_s.append(event.seconds)
+            return []
+        if isinstance(event, CacheChanged):
+            return [PublishFrames(event.messages)]
+        leg = event.leg
+        if not leg.live:
+            return []
+        match event:
+            case Began():
+                leg.cached_tokens = event.cached_tokens
+            case Output():
+                self._started(leg, now)
+                leg.output_tokens += len(event.tokens)
+                self.streams.push(leg.rid, leg.attempt, event.tokens, leg.found_by)
+            case Held():
+                leg.step("held")
+                self._started(leg, now)
+                return list(self.sender.ready(leg, event.first_token, event.handle, event.valid_s, now))
+            case Pull():
+                assert leg.location is not None
+                leg.asked_at = now
+                return self._to_prefill(
+                    leg, KvPull(leg.room, leg.kv_attempt, leg.location.epoch, event.first, event.count)
+                )
+            case Fetched():
+                self.fetch_s.append(event.seconds)
+                leg.kv_open = False
+                return self._to_prefill(leg, KvDone(leg.room, leg.kv_attempt))
+            case Finished():
+                return self._end(leg, "ok", event.reason, now, told=False)
+            case LegFailed():
+                return self._end(leg, event.code, event.message, now, told=False)
+        return []
 
     def tick(self, now: float) -> list[Action]:
-        """A few times a second: deadlines, signs of life, stalls."""
+        """A few times a second: deadlines, signs of life, silence."""
         actions: list[Action] = []
         for leg in list(self._legs.values()):
             if leg.deadline is not None and now >= leg.deadline:
-                actions += self._end(leg, "deadline", "the deadline passed", now, "tick")
-            elif leg.state in (LegState.LOCATED, LegState.ADMITTING):
+                actions += self._end(leg, "deadline", "the deadline passed", now)
+            elif leg.kv_open:
                 if now - leg.heard_at >= PREFILL_SILENT_S:
-                    actions += self._end(leg, "prefill_failed", "the prefill rank does not answer", now, "tick")
+                    actions += self._end(leg, "prefill_failed", "the prefill rank does not answer", now)
                 elif now - leg.asked_at >= ASK_S:
                     actions += self._poke(leg, now)
-            elif leg.state is LegState.FETCHING:
-                assert leg.fetch is not None
-                actions += self._to_prefill(leg, leg.fetch.tick(now))
-                actions += self._check_fetch(leg, now)
-        lost, answers = self.offers.tick(now)
+        lost, answers = self.sender.tick(now)
         for room in lost:
             why = "no decode rank fetched the KV cache in time"
-            actions += self._end(self._by_room[room], "decode_failed", why, now, "tick")
+            actions += self._end(self._by_room[room], "decode_failed", why, now)
         return actions + answers
 
     # --- what the controller and the bus are told ---------------------------------------------------------------
@@ -253,74 +287,95 @@ class Legs:
     def live(self) -> tuple[tuple[str, int], ...]:
         return tuple((leg.rid, leg.attempt) for leg in self._legs.values())
 
+    def figures(self) -> RunnerLoad:
+        """The runner's load and what waits here."""
+        load = self._runner_load()
+        return replace(
+            load, waiting=load.waiting + self._waiting, waiting_tokens=load.waiting_tokens + self._waiting_tokens
+        )
+
     def load(self) -> Load:
         """Read it after the inbox was ingested: load and acknowledgements are then of one moment."""
         self._load_seq += 1
-        s = self.scheduler
+        runner = self._runner_load()
         return Load(
             seq=self._load_seq,
-            step=s.step,
-            running=s.running,
-            waiting=s.waiting,
-            waiting_tokens=s.waiting_tokens,
-            kv_tokens=s.kv_tokens,
-            kv_capacity=self.spec.kv_capacity,
-            max_running=s.max_running,
+            step=runner.step,
+            running=runner.running,
+            waiting=runner.waiting + self._waiting,
+            waiting_tokens=runner.waiting_tokens + self._waiting_tokens,
+            kv_tokens=runner.kv_tokens,
+            kv_capacity=self.facts.kv_capacity,
+            max_running=self.facts.max_running,
             acks=self.ledger.acks,
-            prompt_tokens_total=s.prompt_tokens_total,
-            cached_tokens_total=s.cached_tokens_total,
-            busy_us_total=s.busy_us_total,
+            prompt_tokens_total=runner.prompt_tokens_total,
+            cached_tokens_total=runner.cached_tokens_total,
+            busy_us_total=runner.busy_us_total,
         )
 
     # --- inside: a leg's beginning ------------------------------------------------------------------------------
 
+    def _told_again(self, owner: int, dispatch: Dispatch) -> bool:
+        """The attempt is here, or was: `owner` is told what is known of it."""
+        current = self._legs.get(dispatch.rid)
+        if current is not None and current.attempt == dispatch.attempt:
+            current.owner = owner  # a controller that came back takes its request over
+            if current.started:
+                self.ledger.started(current)
+            return True
+        known = self.ledger.last_end(dispatch.rid)
+        if known is not None and known.attempt == dispatch.attempt:
+            self.ledger.ended(owner, known)
+            return True
+        return False
+
+    def _check_newest(self, dispatch: Dispatch) -> None:
+        current, known = self._legs.get(dispatch.rid), self.ledger.last_end(dispatch.rid)
+        if max(current.attempt if current else 0, known.attempt if known else 0) > dispatch.attempt:
+            raise Rejected("fenced", "a newer attempt was here")
+
+    def _take(self, dispatch: Dispatch, frames: Sequence[bytes], now: float) -> Leg:
+        """The leg, if there is room for it; Rejected otherwise."""
+        if self.draining:
+            raise Rejected("draining", "this rank is draining")
+        leg = leg_of(dispatch, frames, role=self.role, dp_rank=self.dp_rank, facts=self.facts, now=now)
+        if leg.room in self._by_room:
+            raise Rejected("duplicate_room", "the room belongs to another request here")
+        waiting = self._waiting + self._runner_load().waiting
+        waiting_bytes = self._prompt_bytes + 4 * len(leg.prompt)
+        if waiting >= self.limits.max_waiting or waiting_bytes > self.limits.max_waiting_bytes:
+            raise Rejected("overloaded", f"{waiting} requests are waiting at this rank")
+        if len(self._legs) >= MAX_LIVE or self._names_bytes + _name_bytes(leg.rid) > MAX_NAMES_BYTES:
+            raise Rejected("overloaded", f"{len(self._legs)} requests are at this rank")
+        return leg
+
     def _begin(self, leg: Leg, dispatch: Dispatch, now: float) -> list[Action]:
-        self._next_seq += 1
-        leg.seq = self._next_seq
-        self._legs[leg.rid] = self._by_seq[leg.seq] = leg
+        self._seq += 1
+        leg.seq = self._seq
+        self._legs[leg.rid] = leg
         self._prompt_bytes += 4 * len(leg.prompt)
         self._names_bytes += _name_bytes(leg.rid)
-        imported = leg.kind == "decode"
-        self.scheduler.add(
-            Sequence(
-                leg.seq,
-                range(leg.prompt_tokens) if imported else leg.prompt,
-                leg.max_tokens,
-                leg.params,
-                leg.stop_ids,
-                leg.priority,
-                imported=imported,
-                hold=leg.kind == "prefill",
-                offset=leg.offset,
-            ),
-            parked=imported,
-        )
-        if leg.kind != "prefill":
+        if leg.role != "prefill":
             self.streams.open(leg.rid, leg.attempt, leg.offset, now)
-        if leg.kind == "unified":
+        if leg.role == "unified":
             leg.found_by = "local"
-            return []
+            return [Start(leg)]
         self._by_room[leg.room] = leg
-        if leg.kind == "prefill":
-            self.offers.open(leg.room, leg.attempt, leg.prompt_tokens, now)
-            return [Register(leg.room, leg.attempt)]
+        if leg.role == "prefill":
+            self.sender.open(leg, now)
+            return [Register(leg.room, leg.attempt), Start(leg)]
+        self._waiting += 1
+        self._waiting_tokens += leg.prompt_tokens
         if dispatch.prefill is not None:
             leg.found_by, leg.told = "told", True
             return self._ask(leg, dispatch.prefill, leg.attempt, now)
         until = now + LOCATE_S if leg.deadline is None else min(now + LOCATE_S, leg.deadline)
         return [Locate(leg.room, leg.prefill_instance, dispatch.disagg_prefill_dp_rank, until)]
 
-    def _reject(self, owner: int, dispatch: Dispatch, refusal: Rejected) -> list[Action]:
-        end = Ended(dispatch.rid, dispatch.attempt, self.role, refusal.code, refusal.sentence)
-        self.ledger.ended(owner, end)
-        self._count(refusal.code)
-        fields = {"rid": dispatch.rid, "attempt": dispatch.attempt, "code": refusal.code, "why": refusal.sentence}
-        return [Note("leg.rejected", "info", "dispatch", fields)]
-
     # --- inside: the decode leg's way to its KV cache -----------------------------------------------------------
 
     def _ask(self, leg: Leg, location: Location, attempt: int, now: float) -> list[Action]:
-        leg.move(LegState.LOCATED, f"found by {leg.found_by}")
+        leg.step("located")
         leg.location, leg.kv_attempt, leg.kv_open = location, attempt, True
         leg.heard_at = now
         return self._poke(leg, now)
@@ -328,130 +383,100 @@ class Legs:
     def _other_attempt(self, leg: Leg, message: KvMeta | KvBlock | KvFail, now: float) -> list[Action]:
         """The prefill rank has the room under another attempt. Where one controller dispatched both legs they must
         agree; where each has its own, they count attempts apart, and the one at the prefill rank is right."""
-        if not isinstance(message, KvMeta) or leg.state is not LegState.LOCATED:
+        if not isinstance(message, KvMeta) or leg.state is not LegState.ASKING:
             return []
         if not leg.told:
             leg.kv_attempt = message.attempt
             return self._poke(leg, now)
         if message.attempt > leg.kv_attempt:
-            return self._end(leg, "prefill_failed", "a newer attempt prefills the room", now, "kv_meta")
+            return self._end(leg, "prefill_failed", "a newer attempt prefills the room", now)
         leg.heard_at = now  # its dispatch is on the way there
         return []
 
     def _poke(self, leg: Leg, now: float) -> list[Action]:
-        """Ask for no block: the meta when it is ready, and a sign of life until then."""
+        """Ask for no block: the meta when it is ready, and a sign of life."""
         assert leg.location is not None
         leg.asked_at = now
-        return self._to_prefill(leg, [KvPull(leg.room, leg.kv_attempt, leg.location.epoch, 0, 0)])
+        return self._to_prefill(leg, KvPull(leg.room, leg.kv_attempt, leg.location.epoch, 0, 0))
 
-    def _to_prefill(self, leg: Leg, messages: Seq[KvPull | KvDone]) -> list[Action]:
+    def _to_prefill(self, leg: Leg, message: KvPull | KvDone) -> list[Action]:
         assert leg.location is not None
-        return [Send(leg.location.endpoint, message, cause=leg.rid) for message in messages]
+        return [Send(leg.location.endpoint, message)]
 
-    def _meta(self, leg: Leg, meta: KvMeta, now: float) -> list[Action]:
-        ours = (self.spec.layout, self.spec.block_tokens, leg.prompt_tokens)
-        theirs = (meta.layout, meta.block_tokens, meta.prompt_tokens)
-        blocks = self.scheduler.pool.blocks_for(leg.prompt_tokens)
-        if theirs != ours or meta.blocks != blocks or meta.first_token >= self.spec.vocab_size:
-            why = f"the prefill rank's KV cache {theirs} is not ours {ours}"
-            return self._end(leg, "kv_failed", why, now, "kv_meta")
-        leg.first_token = meta.first_token
-        self._token(leg, meta.first_token, now)
-        if meta.first_token in leg.stop_ids or leg.max_tokens == 1:
-            leg.kv_open = False
-            done = self._to_prefill(leg, [KvDone(leg.room, leg.kv_attempt)])
-            reason = "stop" if meta.first_token in leg.stop_ids else "length"
-            return done + self._end(leg, "ok", reason, now, "kv_meta")
-        leg.move(LegState.ADMITTING, "kv_meta")
-        self.scheduler.unpark(leg.seq)
-        return []
+    def _handed(self, leg: Leg, meta: KvMeta, data: bytes, now: float) -> list[Action]:
+        """The prompt is computed: the runner gets the leg, if what was handed over is of use to it."""
+        facts = self.facts
+        ours = (facts.kv_layout, facts.block_tokens, leg.prompt_tokens, blocks_of(leg, facts))
+        theirs = (meta.layout, meta.block_tokens, meta.prompt_tokens, meta.blocks)
+        if theirs != ours or (facts.vocab_size and meta.first_token >= facts.vocab_size):
+            return self._end(leg, "kv_failed", f"the prefill rank's KV cache {theirs} is not ours {ours}", now)
+        if (facts.kv_transfer == OVER_THE_BUS) == bool(data) or len(data) > MAX_HANDLE_BYTES:
+            return self._end(leg, "kv_failed", f"a handle of {len(data)} bytes for {facts.kv_transfer!r}", now)
+        if 0 < meta.valid_s < facts.handle_margin_s:
+            why = f"the KV cache lapses in {meta.valid_s:.3g} s; fetching it may take {facts.handle_margin_s:g} s"
+            return self._end(leg, "kv_failed", why, now)
+        assert leg.location is not None
+        valid_until = now + meta.valid_s if meta.valid_s else FOR_EVER
+        leg.handle = KvHandle(leg.location, leg.kv_attempt, meta.first_token, meta.blocks, data, valid_until)
+        self._waits_no_more(leg)
+        leg.step("handed")
+        return [Start(leg)]
 
-    def _block(self, leg: Leg, block: KvBlock, data: bytes | memoryview, now: float) -> list[Action]:
-        fetch = leg.fetch
-        assert fetch is not None
-        if not fetch.wants(block.index):
-            return []
-        intact = (
-            len(data) == self.spec.block_bytes
-            and block_crc32(leg.room, leg.kv_attempt, block.index, data) == block.crc32
-        )
-        actions: list[Action] = []
-        if intact:
-            actions.append(ImportBlock(self.scheduler.sequence(leg.seq).table[block.index], data))
-        else:
-            self._count("kv_block_damaged")
-            fields = {"rid": leg.rid, "room": leg.room, "index": block.index, "bytes": len(data)}
-            actions.append(Note("kv_block.damaged", "warning", "kv_block", fields))
-        actions += self._to_prefill(leg, fetch.received(block.index, intact, now))
-        return actions + self._check_fetch(leg, now)
-
-    def _check_fetch(self, leg: Leg, now: float) -> list[Action]:
-        assert leg.fetch is not None
-        if leg.fetch.failure:
-            return self._end(leg, "kv_failed", leg.fetch.failure, now, "fetch")
-        if not leg.fetch.complete:
-            return []
-        leg.move(LegState.SCHEDULED, "fetched")
-        self.fetch_s.append(now - leg.asked_at)
-        leg.kv_open = False
-        self.scheduler.start(leg.seq, leg.first_token)
-        return self._to_prefill(leg, [KvDone(leg.room, leg.kv_attempt)])
+    def _waits_no_more(self, leg: Leg) -> None:
+        if leg.state in (LegState.LOCATING, LegState.ASKING):
+            self._waiting -= 1
+            self._waiting_tokens -= leg.prompt_tokens
 
     # --- inside: output and end ---------------------------------------------------------------------------------
 
-    def _computed(self, leg: Leg, output: Output, now: float) -> list[Action]:
-        leg.move(LegState.HOLDING, "step")
-        self._first(leg, now)
-        table = self.scheduler.sequence(leg.seq).table
-        return list(self.offers.ready(leg.room, table, output.token, now))
-
-    def _token(self, leg: Leg, token: int, now: float) -> None:
-        if not leg.started:
-            self._first(leg, now)
-        leg.output_tokens += 1
-        self.streams.push(leg.rid, leg.attempt, [token], leg.found_by)
-
-    def _first(self, leg: Leg, now: float) -> None:
+    def _started(self, leg: Leg, now: float) -> None:
+        if leg.started:
+            return
         leg.started = True
         leg.first_token_s = max(0.0, now - leg.began)
-        leg.cached_tokens = self.scheduler.sequence(leg.seq).cached_tokens if leg.seq in self.scheduler else 0
         self.first_token_s.append(leg.first_token_s)
         self.ledger.started(leg)
 
-    def _end(self, leg: Leg, code: Code, message: str, now: float, cause: str) -> list[Action]:
-        """The only way out. With `ok`, `message` is the finish reason."""
+    def _end(self, leg: Leg, code: Code, message: str, now: float, *, told: bool = True) -> list[Action]:
+        """The only way out. With `ok`, `message` is the finish reason; `told`: the runner must hear of it."""
         before = leg.state
-        leg.move(LegState.ENDED, cause)
+        self._waits_no_more(leg)
+        leg.step("over")
         actions: list[Action] = []
-        del self._legs[leg.rid], self._by_seq[leg.seq]
+        del self._legs[leg.rid]
         self._prompt_bytes -= 4 * len(leg.prompt)
         self._names_bytes -= _name_bytes(leg.rid)
-        self.scheduler.cancel(leg.seq)
         self._by_room.pop(leg.room, None)
-        if leg.kind == "prefill":
-            actions += self.offers.close(leg.room, code, message)
+        if before is LegState.HOLDING:
+            actions.append(Release(leg))
+        elif before is LegState.RUNNING and told:
+            actions.append(Cancel(leg))
+        if leg.role == "prefill":
+            actions += self.sender.close(leg.room, code, message)
             actions.append(Unregister(leg.room, leg.attempt, code))
-        elif leg.kind == "decode":
+        elif leg.role == "decode":
             if before is LegState.LOCATING:
                 actions.append(Unlocate(leg.room))
             if leg.kv_open:
                 leg.kv_open = False
-                actions += self._to_prefill(leg, [KvDone(leg.room, leg.kv_attempt, code)])
-        if leg.kind != "prefill":
+                actions += self._to_prefill(leg, KvDone(leg.room, leg.kv_attempt, code))
+        if leg.role != "prefill":
             if code == "ok":
                 self.streams.finish(leg.rid, leg.attempt, "stop" if message == "stop" else "length", now)
             else:
                 reason: FinishReason = "cancelled" if code == "cancelled" else "failed"
                 self.streams.finish(leg.rid, leg.attempt, reason, now, code, message)
-        self.ledger.remember(leg.owner, leg.ended(code, "" if code == "ok" else message))
-        self._count(code)
+        self.ledger.remember(leg.owner, leg.end(code, "" if code == "ok" else message))
+        self.counts[code] += 1
         if code != "ok":
             fields = {"rid": leg.rid, "attempt": leg.attempt, "code": code, "why": message, "state": before.value}
-            actions.append(Note("leg.ended", "info", cause, fields))
+            actions.append(Note("leg.ended", "info", fields=fields))
         return actions
 
-    def _count(self, what: str) -> None:
-        self.counts[what] = self.counts.get(what, 0) + 1
+
+def _unfetched(leg: Leg) -> bool:
+    """A decode leg that still needs its prefill rank."""
+    return leg.kv_open or leg.state is LegState.LOCATING
 
 
 def _name_bytes(rid: str) -> int:

@@ -1,4 +1,4 @@
-"""Moving KV blocks between nodes. Owns the transfer's sockets and bytes; decides nothing about legs.
+"""Other nodes, as those whose KV caches are pulled and who are served. Owns these sockets; decides nothing about legs.
 
 Blocks travel as ZeroMQ frames, straight out of the engine's memory where they are large, over one DEALER per peer,
 which all ranks of the process share.
@@ -20,11 +20,12 @@ from bus.runtime.loop import Loop
 from bus.runtime.sockets import KV_MAX, Socket, Sockets
 from bus.wire.codec import decode, encode
 from bus.wire.messages import FROM_NODE_DATA, KvBlock, KvDone, KvFail, KvMeta, KvPull
-from nodes.link.sender import SendBlock
-from nodes.own.fetch import block_crc32
+from nodes.link.actions import SendBlock
+from nodes.link.checksum import block_crc32
 
 IDLE_S = 60.0
 MAX_PEERS = 1024
+FRAMES = {KvMeta: (1, 2), KvBlock: (2,), KvFail: (1,)}  # a meta may come with the engine's handle
 Deliver = Callable[[KvMeta | KvBlock | KvFail, bytes | memoryview], None]
 
 log = get_logger("node")
@@ -39,7 +40,7 @@ class _Peer:
         self.pulls: dict[int, dict[Deliver, None]] = {}  # room -> the ranks of this process that pull it
 
 
-class ZmqKv:
+class KvPeers:
     """`router` is the process's data ROUTER, over which pulls come in and blocks go out. Nothing here blocks or raises
     for what a peer does."""
 
@@ -75,8 +76,9 @@ class ZmqKv:
 
     def serve(self, block: SendBlock, data: memoryview) -> None:
         """Send one block to a peer that pulled it; it asks again if it does not arrive."""
-        crc32 = block_crc32(block.room, block.attempt, block.index, data)
-        header = encode(KvBlock(block.room, block.attempt, block.index, block.tokens, crc32))
+        leg = block.leg
+        crc32 = block_crc32(leg.room, leg.attempt, block.index, data)
+        header = encode(KvBlock(leg.room, leg.attempt, block.index, block.tokens, crc32))
         try:
             self._router.send_multipart([block.peer, header, data], zmq.NOBLOCK, copy=False)
             self.sent_bytes += len(data)
@@ -122,7 +124,7 @@ class ZmqKv:
             data = frames[1].buffer if len(frames) == 2 else b""
             if not isinstance(message, KvMeta | KvBlock | KvFail):
                 raise RemoteProtocolError("tag", type(message).__name__)
-            if len(frames) != (2 if isinstance(message, KvBlock) else 1):
+            if len(frames) not in FRAMES[type(message)]:
                 raise RemoteProtocolError("frames", f"{len(frames)} frames")
         except RemoteProtocolError as error:
             if not self.rejected[error.reason]:

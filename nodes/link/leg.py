@@ -1,73 +1,79 @@
-"""One leg of a request at a node: its record and the table of its life. Decides nothing (`nodes.link.core` does)."""
+"""One leg of a request at a rank: its record, the table of its life, and what a dispatch must be to become one."""
 
 from __future__ import annotations
 
 import enum
 from array import array
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
-from bus.wire.messages import Code, Ended, FoundBy, Location, Params, Role
-from nodes.own.fetch import Fetch
-
-
-class LegState(enum.Enum):
-    """Where a leg is. Decode legs pass from LOCATING to SCHEDULED; the others begin there."""
-
-    LOCATING = "locating"  # decode: which rank prefills the room?
-    LOCATED = "located"  # decode: asked that rank, which has not finished the prompt yet
-    ADMITTING = "admitting"  # decode: first token known; waits for a run slot and KV blocks
-    FETCHING = "fetching"  # decode: KV blocks are coming in
-    SCHEDULED = "scheduled"  # the scheduler computes it, or will
-    HOLDING = "holding"  # prefill: computed; the KV cache waits to be fetched
-    ENDED = "ended"
-
-
-_S = LegState
-TRANSITIONS: dict[LegState, frozenset[LegState]] = {
-    _S.LOCATING: frozenset({_S.LOCATED, _S.ENDED}),
-    _S.LOCATED: frozenset({_S.ADMITTING, _S.ENDED}),
-    _S.ADMITTING: frozenset({_S.FETCHING, _S.ENDED}),
-    _S.FETCHING: frozenset({_S.SCHEDULED, _S.ENDED}),
-    _S.SCHEDULED: frozenset({_S.HOLDING, _S.ENDED}),
-    _S.HOLDING: frozenset({_S.ENDED}),
-    _S.ENDED: frozenset(),
-}
+from bus.errors import RemoteProtocolError
+from bus.wire.codec import decode
+from bus.wire.hashing import tokens_of
+from bus.wire.messages import PARAMS, Code, Dispatch, Ended, FoundBy, Location, Params, Role
+from nodes.link.runner import KvHandle, RankFacts
 
 NO_ROOM = -1
 
 
-class IllegalTransition(AssertionError):
-    """A bug of ours; the message tells the leg's whole life."""
+class LegState(enum.Enum):
+    """Where a leg is. Decode legs begin at LOCATING, the others at RUNNING."""
+
+    LOCATING = "locating"  # decode: which rank prefills the room?
+    ASKING = "asking"  # decode: that rank was asked for the KV cache, and has not finished the prompt yet
+    RUNNING = "running"  # the runner has it
+    HOLDING = "holding"  # prefill: the prompt is computed; the KV cache waits to be fetched
+    ENDED = "ended"
+
+
+Step: TypeAlias = Literal["located", "handed", "held", "over"]
+_S = LegState
+NEXT: dict[tuple[Role, LegState, Step], LegState] = {
+    ("decode", _S.LOCATING, "located"): _S.ASKING,
+    ("decode", _S.LOCATING, "over"): _S.ENDED,
+    ("decode", _S.ASKING, "handed"): _S.RUNNING,
+    ("decode", _S.ASKING, "over"): _S.ENDED,
+    ("decode", _S.RUNNING, "over"): _S.ENDED,
+    ("prefill", _S.RUNNING, "held"): _S.HOLDING,
+    ("prefill", _S.RUNNING, "over"): _S.ENDED,
+    ("prefill", _S.HOLDING, "over"): _S.ENDED,
+    ("unified", _S.RUNNING, "over"): _S.ENDED,
+}
+
+
+class IllegalStep(AssertionError):
+    """A bug of ours, or of a runner; the message tells what the leg was doing."""
 
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """`owner` is the connection whose controller hears of its progress; `seq` names it to the scheduler."""
+    """What a runner is given, and what the link keeps of it (from `owner` on; a runner leaves that alone)."""
 
     rid: str
     attempt: int
-    kind: Role
-    owner: int
-    seq: int
+    role: Role
+    dp_rank: int
+    seq: int  # names the leg at its rank; never used twice
     room: int  # NO_ROOM for unified legs
-    prompt: array[int]
+    prompt: array[int]  # token ids; empty for a decode leg unless the rank wants the prompt
     prompt_tokens: int
-    max_tokens: int
-    offset: int
+    max_tokens: int  # output tokens wanted, those of a resumed request's past not counted
+    offset: int  # index of the first output token among all of the request's
     priority: int
     params: Params
-    state: LegState
-    began: float
-    deadline: float | None
-    stop_ids: frozenset[int] = frozenset()
-    prefill_instance: str = ""
+    stop_ids: frozenset[int]  # end the output, and are the last of it
+    deadline: float | None  # on this process's monotonic clock
+    handle: KvHandle | None = None  # decode: the KV cache to fetch
 
-    story: list[tuple[str, str]] = field(default_factory=list)  # (state, cause), as it went
-    started: bool = False
-    first_token: int = 0
+    owner: int = 0  # the connection whose controller hears of it
+    state: LegState = LegState.RUNNING
+    began: float = 0.0  # when it was ingested
+    started: bool = False  # its first output exists
     first_token_s: float = 0.0
     output_tokens: int = 0
     cached_tokens: int = 0
+    prefill_instance: str = ""
     found_by: FoundBy = ""
     location: Location | None = None  # decode: of the prefill leg
     told: bool = False  # decode: its controller dispatched the prefill leg too
@@ -75,24 +81,26 @@ class Leg:
     kv_open: bool = False  # decode: the prefill rank has been asked and not been told that we are done
     asked_at: float = 0.0
     heard_at: float = 0.0
-    fetch: Fetch | None = None
 
-    def move(self, to: LegState, cause: str) -> None:
-        """IllegalTransition when the table does not allow it."""
-        if to not in TRANSITIONS[self.state]:
-            steps = " -> ".join(f"{state} ({why})" for state, why in self.story)
-            raise IllegalTransition(
-                f"{self.kind} leg {self.rid}/{self.attempt} cannot go from {self.state.value} to {to.value} "
-                f"on {cause}; so far: {steps or 'nothing'}"
+    @property
+    def live(self) -> bool:
+        return self.state is not LegState.ENDED
+
+    def step(self, step: Step) -> None:
+        """Move on as the table says."""
+        to = NEXT.get((self.role, self.state, step))
+        if to is None:
+            raise IllegalStep(
+                f"{self.role} leg {self.rid}/{self.attempt} is {self.state.value} and cannot be {step} "
+                f"(started {self.started}, {self.output_tokens} tokens, found by {self.found_by or 'nobody'})"
             )
-        self.story.append((to.value, cause))
         self.state = to
 
-    def ended(self, code: Code, message: str) -> Ended:
+    def end(self, code: Code, message: str) -> Ended:
         return Ended(
             self.rid,
             self.attempt,
-            self.kind,
+            self.role,
             code,
             message[:1024],
             self.output_tokens,
@@ -100,3 +108,83 @@ class Leg:
             self.first_token_s,
             self.cached_tokens,
         )
+
+
+# --- what a dispatch must be ------------------------------------------------------------------------------------
+
+
+class Rejected(Exception):
+    """The dispatch is turned down: `code` for programs, `sentence` for people."""
+
+    def __init__(self, code: Code, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code: Code = code
+        self.sentence = sentence
+
+
+def leg_of(
+    dispatch: Dispatch, frames: Sequence[bytes], *, role: Role, dp_rank: int, facts: RankFacts, now: float
+) -> Leg:
+    """The leg that `dispatch` asks for, or Rejected. `frames` are those after the header."""
+    if dispatch.leg != role:
+        raise Rejected("bad_request", f"a {dispatch.leg} leg for a {role} rank")
+    if dispatch.dp_rank != dp_rank:
+        raise Rejected("bad_rank", f"a leg for dp_rank {dispatch.dp_rank} came to {dp_rank}")
+    if dispatch.prompt_tokens < 1:
+        raise Rejected("empty_prompt", "the prompt is empty")
+    if dispatch.max_tokens < 1:
+        raise Rejected("bad_request", "max_tokens must be at least 1")
+    if role != "unified" and dispatch.bootstrap_room is None:
+        raise Rejected("bad_room", f"a {role} leg needs a bootstrap_room")
+    _check_length(dispatch, role, facts)
+    prompt, params = _payload(dispatch, frames, role, facts)
+    stop_ids = frozenset(params.stop_token_ids)
+    return Leg(
+        rid=dispatch.rid,
+        attempt=dispatch.attempt,
+        role=role,
+        dp_rank=dp_rank,
+        seq=0,
+        room=NO_ROOM if dispatch.bootstrap_room is None or role == "unified" else dispatch.bootstrap_room,
+        prompt=prompt,
+        prompt_tokens=dispatch.prompt_tokens,
+        max_tokens=dispatch.max_tokens,
+        offset=dispatch.offset,
+        priority=dispatch.priority,
+        params=params,
+        stop_ids=stop_ids if params.ignore_eos else stop_ids | frozenset(facts.eos_ids),
+        deadline=now + dispatch.deadline_s if dispatch.deadline_s else None,
+        state=LegState.LOCATING if role == "decode" else LegState.RUNNING,
+        began=now,
+        prefill_instance=dispatch.prefill_instance,
+    )
+
+
+def _check_length(dispatch: Dispatch, role: Role, facts: RankFacts) -> None:
+    context = dispatch.prompt_tokens + (1 if role == "prefill" else dispatch.max_tokens)
+    if context > facts.max_context:
+        raise Rejected("too_long", f"{context} tokens exceed the context of {facts.max_context}")
+    kv_tokens = context - 1  # the last token's KV is never needed
+    block = facts.block_tokens or 1
+    if facts.kv_capacity and -(-kv_tokens // block) * block > facts.kv_capacity:
+        raise Rejected("too_long", f"{kv_tokens} tokens exceed this rank's KV capacity of {facts.kv_capacity}")
+
+
+def _payload(dispatch: Dispatch, frames: Sequence[bytes], role: Role, facts: RankFacts) -> tuple[array[int], Params]:
+    bare = role == "decode" and not facts.wants_prompt
+    expected = 1 if bare else 2
+    if len(frames) != expected:
+        raise Rejected("bad_message", f"{len(frames)} payload frames, not {expected}")
+    try:
+        params = decode(frames[-1], PARAMS)
+    except RemoteProtocolError as error:
+        raise Rejected("bad_message", f"sampling parameters: {error}") from None
+    assert isinstance(params, Params)
+    if bare:
+        return array("i"), params
+    if len(frames[0]) != 4 * dispatch.prompt_tokens:
+        raise Rejected("bad_message", f"{len(frames[0])} prompt bytes for {dispatch.prompt_tokens} tokens")
+    prompt = tokens_of(frames[0])
+    if min(prompt) < 0 or (facts.vocab_size and max(prompt) >= facts.vocab_size):
+        raise Rejected("bad_message", f"a token id outside 0..{(facts.vocab_size or 1 << 31) - 1}")
+    return prompt, params

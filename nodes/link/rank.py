@@ -1,129 +1,174 @@
-"""One rank: its cores, its engine, its links to controllers. Carries out what the cores decide; decides nothing.
+"""One rank of a process: its core, its runner, its connections to controllers. Carries out what the core decides.
 
-The shell calls `turn` after every turn of the loop in which something happened to this rank: work is planned, load and
+The host calls `turn` after every turn of the loop in which something happened to this rank: the runner plans, load and
 acknowledgements are read at that one point, after the inbox, and leave with whatever else is published.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, cast
 
-from bus.actions import Note, Send
+from bus import defaults
+from bus.actions import Note, Publish, Send
 from bus.embed.publications import PublisherCore
+from bus.errors import RemoteProtocolError
 from bus.runtime.epochs import new_epoch
 from bus.runtime.logs import get_logger
+from bus.runtime.loop import Loop
 from bus.runtime.sockets import Sockets
 from bus.wire.messages import (
     CancelLeg,
+    Code,
     Conflict,
     Dispatch,
+    FoundBy,
     Hello,
     KvBlock,
     KvDone,
     KvFail,
     KvMeta,
     KvPull,
+    Location,
     Member,
     Message,
     NodeState,
     Pong,
+    Role,
     Welcome,
 )
-from nodes.link.actions import Action, ImportBlock, Locate, Register, Unlocate, Unregister
-from nodes.link.connection import Link
-from nodes.link.core import Legs
-from nodes.link.sender import SendBlock
-from nodes.own.blocks import BlockPool
-from nodes.own.engines.base import Engine, StepResult
-from nodes.own.kv_events import KvEventLog
-from nodes.own.scheduler import Scheduler
+from nodes.link.actions import (
+    Action,
+    Leave,
+    Locate,
+    PublishFrames,
+    Register,
+    SendBlock,
+    Unlocate,
+    Unregister,
+)
+from nodes.link.connection import Connection
+from nodes.link.core import Limits, RankCore
+from nodes.link.data import KvPeers
+from nodes.link.join import Joint
+from nodes.link.runner import BlockRunner, Runner
+from nodes.link.streams import Streams
 
-if TYPE_CHECKING:
-    from nodes.link.host import Node
+
+@dataclass(frozen=True, kw_only=True)
+class LinkConfig:
+    """Who the ranks of a process are, and where they find the rest. Durations in seconds."""
+
+    role: Role
+    instance: str
+    dp_size: int = 1
+    bus: str
+    controllers: tuple[str, ...]
+    data: str  # where the data socket goes: ipc:///directory or tcp://host
+    report_interval_s: float = defaults.REPORT_INTERVAL_S
+    room_ttl_s: float = defaults.ROOM_TTL_S
+    limits: Limits = field(default_factory=Limits)
+    keys: str = ""
 
 
-class Rank:
-    """Made by the shell, which owns the sockets that ranks share."""
+class Services(Protocol):
+    """What a rank needs of the process that hosts it."""
 
-    def __init__(self, node: Node, dp_rank: int, engine: Engine) -> None:
-        config = node.config
-        self.node = node
-        self.engine = engine
+    config: LinkConfig
+    loop: Loop
+    streams: Streams
+    kv: KvPeers
+    endpoint: str
+
+    @property
+    def now(self) -> float: ...
+    def publish(self, publications: list[Publish]) -> None: ...
+    def publish_frames(self, frames: Sequence[bytes]) -> None: ...
+    def answer(self, send: Send) -> None: ...
+    def locate(self, dp_rank: int, want: Locate) -> None: ...
+    def unlocate(self, dp_rank: int, room: int) -> None: ...
+    def reject(self, socket: str, error: RemoteProtocolError, peer: bytes = b"") -> None: ...
+    def runner_died(self, dp_rank: int, reason: str) -> None: ...
+    def superseded(self, why: str) -> None: ...
+
+
+class LinkedRank:
+    """Made by the host, which owns the sockets that ranks share. `epoch` is this start of it."""
+
+    def __init__(self, host: Services, dp_rank: int, runner: Runner) -> None:
+        config = host.config
         self.instance = config.instance
         self.dp_rank = dp_rank
         self.epoch = new_epoch()
         self.started_us = time.time_ns() // 1000
+        self.runner = runner
         self.state: NodeState = "ready"
-        self.dirty = True
+        self.drained_at: float | None = None
+        self.on_the_bus: NodeState | None = None  # our state as subscribers hear it; None: not heard yet
+        self.connections: list[Connection] = []
         self.log = get_logger("node").bind(dp_rank=dp_rank)
-        spec = engine.spec
-        pool = BlockPool(spec.blocks, spec.block_tokens, record_events=config.role != "decode")
-        self.scheduler = Scheduler(pool, max_running=config.max_running, chunk_tokens=config.chunk_tokens)
-        self.legs = Legs(
-            config.role, dp_rank, self.epoch, spec, self.scheduler, node.streams, config.limits
-        )  # fmt: skip
+        self.core = RankCore(config.role, dp_rank, runner.facts, host.streams, runner.load, config.limits)
         self.publisher = PublisherCore(
             instance=config.instance,
             dp_rank=dp_rank,
             epoch=self.epoch,
             role=config.role,
-            model=spec.model,
+            model=runner.facts.model,
             dp_size=config.dp_size,
-            endpoint=node.endpoint,
+            endpoint=host.endpoint,
             interval_s=config.report_interval_s,
             room_ttl_s=config.room_ttl_s,
             state="ready",
             on_conflict=self._conflict,
         )
-        self.kv_events = KvEventLog(config.instance, dp_rank, spec.block_tokens)
-        self.links: list[Link] = []
+        self._host = host
         self._reported_at = float("-inf")
-        self.drained_at: float | None = None
-        self.on_the_bus: NodeState | None = None  # our state as subscribers hear it; None: not heard yet
+        self.joint = Joint(self.core, runner, self._do, host.loop.clock)
 
-    def add_link(self, sockets: Sockets, key: int, endpoint: str) -> None:
-        """Connect to one more controller; `key` counts from 0."""
-        assert key == len(self.links)
-        node = self.node
-        link = Link(sockets, self, key, endpoint, node.loop.clock, node.reject)
-        self.links.append(link)
-        node.loop.add(link.socket, link.receive)
+    def connect(self, sockets: Sockets, endpoint: str) -> None:
+        """Connect to one more controller."""
+        host = self._host
+        connection = Connection(sockets, self, len(self.connections), endpoint, host.loop.clock, host.reject)
+        self.connections.append(connection)
+        host.loop.add(connection.socket, connection.receive)
 
     def close(self, *, linger_ms: int) -> None:
-        self.engine.close()
-        for link in self.links:
-            link.close(linger_ms=linger_ms)
+        self.runner.close()
+        for connection in self.connections:
+            connection.close(linger_ms=linger_ms)
 
-    # --- from controllers (LinkedRank) --------------------------------------------------------------------------
+    # --- from controllers (connection.Speaker) ------------------------------------------------------------------
 
     def hello(self) -> Hello:
-        config, spec = self.node.config, self.engine.spec
+        config, facts = self._host.config, self.runner.facts
         return Hello(
-            self.instance, self.dp_rank, self.epoch, config.role, spec.model, config.dp_size, self.state,
-            self.node.endpoint, spec.max_context, spec.kv_capacity, config.max_running, spec.block_tokens,
-            self.legs.live, self.started_us,
+            self.instance, self.dp_rank, self.epoch, config.role, facts.model, config.dp_size, self.state,
+            self._host.endpoint, facts.max_context, facts.kv_capacity, facts.max_running, facts.block_tokens,
+            self.core.live, self.started_us, facts.wants_prompt, facts.kv_transfer, facts.kv_layout, facts.params,
         )  # fmt: skip
 
-    def welcomed(self, link: Link, welcome: Welcome, again: bool) -> None:
+    def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None:
         self.log.info("controller.welcomed", controller=welcome.controller, again=again)
-        self.dirty = True
+        self.joint.stirred = True
         if again:
-            self.legs.restate(link.key)
-        follow = all(each.welcome is not None and each.welcome.follow_bootstrap_room for each in self.links)
-        self.node.publish(self.publisher.set_follow(follow, self.node.now))
+            self.core.restate(connection.key)
+        follow = all(each.welcome is not None and each.welcome.follow_bootstrap_room for each in self.connections)
+        self._host.publish(self.publisher.set_follow(follow, self._host.now))
 
-    def dispatched(self, link: Link, dispatch: Dispatch, frames: list[bytes]) -> None:
-        self.do(self.legs.ingest(link.key, dispatch, frames, self.node.now))
+    def dispatched(self, connection: Connection, dispatch: Dispatch, frames: list[bytes]) -> None:
+        self.joint.carry_out(self.core.ingest(connection.key, dispatch, frames, self._host.now))
 
-    def cancelled(self, link: Link, cancel: CancelLeg) -> None:
-        self.do(self.legs.cancel(link.key, cancel, self.node.now))
+    def cancelled(self, connection: Connection, cancel: CancelLeg) -> None:
+        self.joint.carry_out(self.core.cancel(connection.key, cancel, self._host.now))
 
     def pong(self, n: int) -> Pong:
-        return Pong(n, self.scheduler.step, self.scheduler.busy)
+        load = self.runner.load()
+        return Pong(n, load.step, load.busy)
 
     def superseded(self, why: str) -> None:
-        self.node.superseded(why)
+        self._host.superseded(why)
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -131,83 +176,77 @@ class Rank:
         """Take nothing new; `turn` says goodbye when all is finished. Idempotent."""
         if self.state != "ready":
             return
-        self.log.info("rank.draining", cause=cause, live=len(self.legs))
+        self.log.info("rank.draining", cause=cause, live=len(self.core))
         self._set_state("draining")
-        self.legs.drain()
-        self.dirty = True
+        self.core.drain()
+        self.joint.stirred = True
 
     @property
     def said_goodbye(self) -> bool:
         """Whether the bus has carried our goodbye, and every controller's queue has taken it."""
-        return self.on_the_bus == "gone" and not any(link.owes for link in self.links)
+        return self.on_the_bus == "gone" and not any(connection.owes for connection in self.connections)
 
-    def abandon(self) -> None:
-        """There is no time to finish: what still runs is ended with `shutting_down`."""
-        for rid, attempt in self.legs.live:
-            self.do(self.legs.cancel(0, CancelLeg(rid, attempt, "shutting_down"), self.node.now))
+    def abandon(self, code: Code = "shutting_down", message: str = "") -> None:
+        """There is no time to finish: what still runs ends now with `code`."""
+        self.joint.carry_out(self.core.end_all(code, message, self._host.now))
 
     def _set_state(self, state: NodeState) -> None:
         self.state = state
-        self.node.publish(self.publisher.set_state(state, self.node.now))
-        for link in self.links:
+        self._host.publish(self.publisher.set_state(state, self._host.now))
+        for connection in self.connections:
             if state == "gone":
-                link.say_bye()
+                connection.say_bye()
             else:
-                link.say_hello()
+                connection.say_hello()
 
-    # --- events -------------------------------------------------------------------------------------------------
+    # --- from the bus and from peers ----------------------------------------------------------------------------
+
+    def located(self, room: int, location: Location | None, attempt: int, code: Code, found_by: FoundBy) -> None:
+        self.joint.carry_out(self.core.located(room, location, attempt, code, found_by, self._host.now))
 
     def pulled(self, peer: bytes, message: KvPull | KvDone) -> None:
-        self.do(self.legs.pulled(peer, message, self.node.now))
+        self.joint.carry_out(self.core.pulled(peer, message, self._host.now))
 
     def kv_received(self, message: KvMeta | KvBlock | KvFail, data: bytes | memoryview) -> None:
-        self.do(self.legs.kv_message(message, data, self.node.now))
+        self.joint.carry_out(self.core.kv_message(message, data, self._host.now))
 
     def from_bus(self, message: Message) -> None:
-        self.node.publish(self.publisher.on_message(message, self.node.now))
+        self._host.publish(self.publisher.on_message(message, self._host.now))
 
     def came_back(self, member: Member) -> None:
         """A `member` as every subscriber gets it: ours has passed the broker."""
         if (member.instance, member.epoch) == (self.instance, self.epoch):
             self.on_the_bus = member.state
 
+    # --- time ---------------------------------------------------------------------------------------------------
+
     def tick(self) -> None:
-        now = self.node.now
-        self.do(self.legs.tick(now), dirty=False)
-        if now - self._reported_at >= self.node.config.report_interval_s:
+        now = self._host.now
+        self.runner.tick(now)
+        self.joint.carry_out(self.core.tick(now))
+        if now - self._reported_at >= self._host.config.report_interval_s:
             self._report(now)  # an idle rank's report is as fresh as a busy one's
-        self.node.publish(self.publisher.tick(now))
-        for link in self.links:
-            link.tick()
+        self._host.publish(self.publisher.tick(now))
+        for connection in self.connections:
+            connection.tick()
 
     def turn(self) -> None:
         """After the inbox was read: plan, then report."""
-        self.dirty = False
-        now = self.node.now
-        plan = self.legs.plan()
-        if plan is not None:
-            self.engine.submit(plan, self._stepped)
-        self.do(self.legs.advance(now), dirty=False)
+        self.joint.stirred = False
+        now = self._host.now
+        self.runner.turn(now)
         self._report(now)
-        self.node.publish(self.publisher.flush(now))
-        if events := self.scheduler.pool.take_events():
-            self.node.publish_kv_events(self.kv_events.messages(events, time.time()))
-        for owner, report in self.legs.ledger.take().items():
-            self.links[owner].progress(report.started, report.ended)
-        if self.state == "draining" and not len(self.legs) and not len(self.scheduler):
+        self._host.publish(self.publisher.flush(now))
+        for owner, report in self.core.ledger.take().items():
+            self.connections[owner].progress(report.started, report.ended)
+        if self.state == "draining" and not len(self.core):
             self._set_state("gone")
             self.drained_at = now
             self.log.info("rank.drained")
 
     def _report(self, now: float) -> None:
         self._reported_at = now
-        self.publisher.report(self.legs.load(), now)
-
-    def _stepped(self, result: StepResult) -> None:
-        if result.error:
-            self.log.error("step.failed", step=result.number, error=result.error)
-        self.node.step_s.observe(result.duration_s)
-        self.do(self.legs.stepped(result, self.node.now))
+        self.publisher.report(self.core.load(), now)
 
     def _conflict(self, conflict: Conflict) -> None:
         other = conflict.other
@@ -215,31 +254,29 @@ class Rank:
             "room.conflict", room=conflict.room, kept=conflict.kept, other=f"{other.instance}/{other.dp_rank}"
         )
 
-    # --- actions ------------------------------------------------------------------------------------------------
-
-    def do(self, actions: list[Action], *, dirty: bool = True) -> None:
-        self.dirty = self.dirty or dirty or bool(actions)
-        for action in actions:
-            self._do(action)
+    # --- actions that are not for the runner --------------------------------------------------------------------
 
     def _do(self, action: Action) -> None:
-        node, now = self.node, self.node.now
+        host, now = self._host, self._host.now
         match action:
-            case Send(message=KvPull() | KvDone() as message):
-                node.kv.request(action.peer, message, self.kv_received)
-            case Send():
-                node.answer(action)
             case SendBlock():
-                node.kv.serve(action, self.engine.export_block(action.block))
-            case ImportBlock():
-                self.engine.import_block(action.block, action.data)
+                host.kv.serve(action, cast(BlockRunner, self.runner).export(action.leg, action.index))
+            case Send(message=KvPull() | KvDone() as message):
+                host.kv.request(action.peer, message, self.kv_received)
+            case Send():
+                host.answer(action)
+            case PublishFrames():
+                for frames in action.messages:
+                    host.publish_frames(frames)  # one that is dropped leaves a hole in the numbers: followers see it
             case Register():
-                node.publish(self.publisher.register(action.room, action.attempt, now))
+                host.publish(self.publisher.register(action.room, action.attempt, now))
             case Unregister():
-                node.publish(self.publisher.drop(action.room, action.attempt, action.code, now))
+                host.publish(self.publisher.drop(action.room, action.attempt, action.code, now))
             case Locate():
-                node.locate(self, action)
+                host.locate(self.dp_rank, action)
             case Unlocate():
-                node.unlocate(self, action.room)
+                host.unlocate(self.dp_rank, action.room)
+            case Leave():
+                host.runner_died(self.dp_rank, action.reason)
             case Note():
-                getattr(self.log, action.level)(action.event, cause=action.cause, **action.fields)
+                getattr(self.log, action.level)(action.event, **action.fields)

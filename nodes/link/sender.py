@@ -1,18 +1,20 @@
-"""The KV caches a prefill rank holds for decode ranks. Owns who asked for what and for how long it is kept; pure.
+"""The sender's side of KV transfer: the caches that a prefill rank holds for decode ranks. Pure.
 
-A pull may come before the prompt is computed, or before the room is even known here; it is then answered with a sign
-of life and remembered. A room that failed is remembered for a while, so that a late pull learns why.
+Owns who asked for what, what they are told, and for how long a cache is kept. A pull may come before the prompt is
+computed, or before the room is even known here; it is then answered with a sign of life and remembered. A room that
+failed is remembered for a while, so that a late pull learns why.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bus.actions import Send
 from bus.wire.messages import Code, KvDone, KvFail, KvMeta, KvPull
-from nodes.own.engines.base import EngineSpec
+from nodes.link.actions import SendBlock
+from nodes.link.leg import Leg
+from nodes.link.runner import FOR_EVER, OVER_THE_BUS, RankFacts
 
 HOLD_S = 60.0  # for a decode rank that never asked
 PULLER_SILENT_S = 10.0  # for one that asked, and asks again each second while it lives
@@ -22,28 +24,15 @@ MAX_REMEMBERED = 16_384
 MAX_PULLERS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class SendBlock:
-    """Send block `index` of the room, which lies in the engine's block `block`, to `peer`."""
-
-    peer: bytes
-    room: int
-    attempt: int
-    index: int
-    tokens: int
-    block: int
-
-
 @dataclass(slots=True, eq=False)
-class _Offer:
-    room: int
-    attempt: int
-    prompt_tokens: int
+class _Held:
+    leg: Leg
     heard_at: float
     pullers: dict[bytes, None] = field(default_factory=dict)
     ready: bool = False
     first_token: int = 0
-    table: Sequence[int] = ()
+    data: bytes = b""  # the runner's handle
+    valid_until: float = FOR_EVER
 
 
 @dataclass(slots=True, eq=False)
@@ -53,78 +42,82 @@ class _Parked:
     pullers: dict[bytes, None] = field(default_factory=dict)
 
 
-class Offers:
-    """Of one rank. A room has at most one offer: its highest attempt."""
+class KvSender:
+    """Of one rank. A room has at most one cache: that of its highest attempt."""
 
-    def __init__(self, spec: EngineSpec, epoch: int, *, hold_s: float = HOLD_S) -> None:
-        self.spec = spec
-        self.epoch = epoch
+    def __init__(self, facts: RankFacts, *, hold_s: float = HOLD_S) -> None:
         self.hold_s = hold_s
-        self._offers: dict[int, _Offer] = {}
+        self._facts = facts
+        self._held: dict[int, _Held] = {}
         self._parked: OrderedDict[int, _Parked] = OrderedDict()
         self._ended: OrderedDict[int, tuple[int, Code]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._offers)
+        return len(self._held)
 
-    def open(self, room: int, attempt: int, prompt_tokens: int, now: float) -> None:
-        """The room's prompt will be computed here. The caller has closed a lower attempt's offer."""
-        assert room not in self._offers
-        offer = self._offers[room] = _Offer(room, attempt, prompt_tokens, now)
-        parked = self._parked.get(room)
-        if parked is not None and parked.attempt <= attempt:
-            del self._parked[room]
-            if parked.attempt == attempt:
-                offer.pullers.update(parked.pullers)
+    def __contains__(self, room: int) -> bool:
+        return room in self._held
 
-    def ready(self, room: int, table: Sequence[int], first_token: int, now: float) -> list[Send]:
+    def open(self, leg: Leg, now: float) -> None:
+        """The room's prompt will be computed here. The caller has closed a lower attempt's."""
+        assert leg.room not in self._held
+        held = self._held[leg.room] = _Held(leg, now)
+        parked = self._parked.get(leg.room)
+        if parked is not None and parked.attempt <= leg.attempt:
+            del self._parked[leg.room]
+            if parked.attempt == leg.attempt:
+                held.pullers.update(parked.pullers)
+
+    def ready(self, leg: Leg, first_token: int, data: bytes, valid_s: float, now: float) -> list[Send]:
         """The prompt is computed; whoever asked is told."""
-        offer = self._offers[room]
-        offer.ready, offer.table, offer.first_token = True, table, first_token
-        offer.heard_at = now
-        return [Send(peer, self._meta(offer), cause="prompt.computed") for peer in offer.pullers]
+        held = self._held[leg.room]
+        held.ready, held.first_token, held.data, held.valid_until = True, first_token, data, now + valid_s
+        held.heard_at = now
+        return [self._meta(peer, held, now) for peer in held.pullers]
 
     def close(self, room: int, code: Code, message: str = "") -> list[Send]:
-        """The offer ends; pullers that still wait are told, unless all went well."""
-        offer = self._offers.pop(room)
+        """The leg ends; pullers that still wait are told, unless all went well."""
+        held = self._held.pop(room)
         self._ended.pop(room, None)
         if code == "ok":  # not remembered: the room may be used again
             return []
-        self._ended[room] = (offer.attempt, code)
+        self._ended[room] = (held.leg.attempt, code)
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
-        return [Send(peer, KvFail(room, offer.attempt, code, message[:1024])) for peer in offer.pullers]
+        return [Send(peer, KvFail(room, held.leg.attempt, code, message[:1024])) for peer in held.pullers]
 
     def pull(self, peer: bytes, pull: KvPull, now: float) -> list[Send | SendBlock]:
         """Answer a pull addressed to this rank's epoch."""
-        offer = self._offers.get(pull.room)
-        if offer is None or offer.attempt < pull.attempt:
+        held = self._held.get(pull.room)
+        if held is None or held.leg.attempt < pull.attempt:
             ended = self._ended.get(pull.room)
             if ended is not None and ended[0] >= pull.attempt:
                 return [Send(peer, KvFail(pull.room, pull.attempt, ended[1], "the prefill leg has ended"))]
-            return self._park(peer, pull, offer, now)
-        if offer.attempt > pull.attempt:  # `kv_meta` tells which one: who located the room itself adopts it
-            return [Send(peer, self._not_ready(pull.room, offer.attempt))]
-        offer.heard_at = now
-        if peer not in offer.pullers and len(offer.pullers) >= MAX_PULLERS:
-            offer.pullers.pop(next(iter(offer.pullers)))
-        offer.pullers[peer] = None
-        if not offer.ready:
+            return self._park(peer, pull, held, now)
+        if held.leg.attempt > pull.attempt:  # `kv_meta` tells which one: who located the room itself adopts it
+            return [Send(peer, self._not_ready(pull.room, held.leg.attempt))]
+        if peer not in held.pullers:
+            if held.ready and now >= held.valid_until:
+                return [Send(peer, KvFail(pull.room, pull.attempt, "kv_failed", "the KV cache is kept no longer"))]
+            if len(held.pullers) >= MAX_PULLERS:
+                held.pullers.pop(next(iter(held.pullers)))
+        held.heard_at = now
+        held.pullers[peer] = None
+        if not held.ready:
             return [Send(peer, self._not_ready(pull.room, pull.attempt))]
-        answers: list[Send | SendBlock] = [Send(peer, self._meta(offer))] if pull.first == 0 else []
-        size = self.spec.block_tokens
-        for index in range(pull.first, min(pull.first + pull.count, self._blocks(offer))):
-            tokens = min(size, offer.prompt_tokens - index * size)
-            answers.append(SendBlock(peer, offer.room, offer.attempt, index, tokens, offer.table[index]))
+        answers: list[Send | SendBlock] = [self._meta(peer, held, now)] if pull.first == 0 else []
+        size = self._facts.block_tokens
+        for index in range(pull.first, min(pull.first + pull.count, self._blocks(held.leg))):
+            answers.append(SendBlock(peer, held.leg, index, min(size, held.leg.prompt_tokens - index * size)))
         return answers
 
     def done(self, peer: bytes, done: KvDone) -> bool:
-        """Whether `peer`, who pulled it, is done with the offer; the caller then closes it."""
-        offer = self._offers.get(done.room)
-        if offer is not None and offer.attempt == done.attempt and peer in offer.pullers:
+        """Whether `peer`, who pulled it, is done with the cache; the caller then closes it."""
+        held = self._held.get(done.room)
+        if held is not None and held.leg.attempt == done.attempt and peer in held.pullers:
             if done.code == "ok":
-                return offer.ready
-            del offer.pullers[peer]  # it knows
+                return held.ready
+            del held.pullers[peer]  # it knows
             return True
         parked = self._parked.get(done.room)
         if parked is not None and parked.attempt == done.attempt:
@@ -134,9 +127,14 @@ class Offers:
     def tick(self, now: float) -> tuple[list[int], list[Send]]:
         """(rooms whose decode rank has gone or never came, answers to pulls of rooms that never came)."""
         lost = [
-            offer.room
-            for offer in self._offers.values()
-            if offer.ready and now - offer.heard_at >= (PULLER_SILENT_S if offer.pullers else self.hold_s)
+            room
+            for room, held in self._held.items()
+            if held.ready
+            and (
+                now - held.heard_at >= PULLER_SILENT_S  # while a puller lives, it says so, and may renew the handle
+                if held.pullers
+                else now >= min(held.heard_at + self.hold_s, held.valid_until)
+            )
         ]
         answers: list[Send] = []
         while self._parked:
@@ -148,7 +146,7 @@ class Offers:
             answers += [Send(peer, fail) for peer in parked.pullers]
         return lost, answers
 
-    def _park(self, peer: bytes, pull: KvPull, offer: _Offer | None, now: float) -> list[Send | SendBlock]:
+    def _park(self, peer: bytes, pull: KvPull, held: _Held | None, now: float) -> list[Send | SendBlock]:
         parked = self._parked.get(pull.room)
         if parked is None or parked.attempt != pull.attempt:
             self._parked.pop(pull.room, None)
@@ -157,21 +155,24 @@ class Offers:
             parked = self._parked[pull.room] = _Parked(pull.attempt, now)
         if len(parked.pullers) < MAX_PULLERS:
             parked.pullers[peer] = None
-        return [Send(peer, self._not_ready(pull.room, offer.attempt if offer else pull.attempt))]
+        return [Send(peer, self._not_ready(pull.room, held.leg.attempt if held else pull.attempt))]
 
-    def _blocks(self, offer: _Offer) -> int:
-        return -(-offer.prompt_tokens // self.spec.block_tokens)
+    def _blocks(self, leg: Leg) -> int:
+        """How many travel over the bus."""
+        return blocks_of(leg, self._facts)
 
-    def _meta(self, offer: _Offer) -> KvMeta:
-        return KvMeta(
-            offer.room,
-            offer.attempt,
-            offer.prompt_tokens,
-            offer.first_token,
-            self._blocks(offer),
-            self.spec.block_tokens,
-            self.spec.layout,
-        )
+    def _meta(self, peer: bytes, held: _Held, now: float) -> Send:
+        facts, leg = self._facts, held.leg
+        meta = KvMeta(
+            leg.room, leg.attempt, leg.prompt_tokens, held.first_token, self._blocks(leg), facts.block_tokens,
+            facts.kv_layout, valid_s=0.0 if held.valid_until == FOR_EVER else max(0.001, held.valid_until - now),
+        )  # fmt: skip
+        return Send(peer, meta, (held.data,) if held.data else ())
 
     def _not_ready(self, room: int, attempt: int) -> KvMeta:
-        return KvMeta(room, attempt, 0, 0, 0, self.spec.block_tokens, self.spec.layout, ready=False)
+        return KvMeta(room, attempt, 0, 0, 0, self._facts.block_tokens, self._facts.kv_layout, ready=False)
+
+
+def blocks_of(leg: Leg, facts: RankFacts) -> int:
+    """Blocks of the leg's prompt that travel over the bus."""
+    return -(-leg.prompt_tokens // facts.block_tokens) if facts.kv_transfer == OVER_THE_BUS else 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bus.actions import Send
@@ -90,7 +91,7 @@ class Streams:
             peer, request, _ = self._pending.pop(rid)
             self._attach(stream, peer, request, now)
 
-    def push(self, rid: str, attempt: int, ids: list[int], found_by: FoundBy = "") -> None:
+    def push(self, rid: str, attempt: int, ids: Sequence[int], found_by: FoundBy = "") -> None:
         stream = self._streams.get(rid)
         if stream is None or stream.attempt != attempt or stream.finish:
             return

@@ -318,10 +318,9 @@ def test_cancel_reaches_both_legs(cluster: Cluster) -> None:
     cluster.node("decode", "--sim-base-s", "0.05")
     cluster.ready(P, D)
     pair(cluster, "r", PROMPT, 5, max_tokens=1000)
-    reader = cluster.reader(D)
-    reader.read("r", stop_after=3)
+    cluster.reader(D).read("r", stop_after=3)
     cluster.controller.tell(D, CancelLeg("r", 1))
-    _, last = reader.read("r", have=0)
+    _, last = cluster.reader(D).read("r", have=0)  # a connection on which nothing of before is under way
     assert last.finish == "cancelled"
     cluster.controller.until(lambda: cluster.controller.codes("r") == {"decode": "cancelled", "prefill": "ok"})
 

@@ -103,7 +103,7 @@ class LegsMachine(RuleBasedStateMachine):
         name, rid, attempt = data.draw(st.sampled_from(sorted(self.legs)))
         rank = self.rank(name)
         if not rank.dead:
-            rank.do(rank.legs.cancel(0, CancelLeg(rid, attempt), self.world.now))
+            rank.do(rank.core.cancel(0, CancelLeg(rid, attempt), self.world.now))
 
     @rule(seconds=st.sampled_from([0.001, 0.01, 0.03, 0.2, 1.5]))
     def wait(self, seconds: float) -> None:
@@ -131,7 +131,7 @@ class LegsMachine(RuleBasedStateMachine):
             if rank.dead:
                 continue
             assert rank.idle(), f"{rank.name} still holds something"
-            told = [(ack.dispatches, ack.tokens) for ack in rank.legs.ledger.acks]
+            told = [(ack.dispatches, ack.tokens) for ack in rank.core.ledger.acks]
             sent = (self.sent[rank.name], self.charged[rank.name])
             assert told == ([sent] if sent[0] else [])
         for name, rid, attempt in self.legs:
@@ -142,7 +142,7 @@ class LegsMachine(RuleBasedStateMachine):
             # an attempt that ended and comes again after a newer one is told `fenced` as well
             assert len({end.code for end in ends} - {"fenced"}) <= 1, ends
             assert ends
-            if rank.legs.role == "decode" and "ok" in {end.code for end in ends} and self.attempts[rid] == attempt:
+            if rank.core.role == "decode" and "ok" in {end.code for end in ends} and self.attempts[rid] == attempt:
                 last: Tokens = rank.finishes[rid]
                 assert (last.finish, rank.tokens[rid]) == (
                     "length",

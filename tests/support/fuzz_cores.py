@@ -56,12 +56,14 @@ from bus.wire.messages import Ended as EndedLeg
 from controller.config import ControllerConfig
 from controller.core import ControllerCore
 from controller.events import FromClient, FromNode, Published, Tick, ToClient, ToNode, Undelivered, Unreachable
-from nodes.link.actions import ImportBlock
-from nodes.link.core import Legs
+from nodes.link.actions import SendBlock
+from nodes.link.core import RankCore
+from nodes.link.join import Joint
 from nodes.link.streams import SendFailure, Streams
 from nodes.own.blocks import BlockPool
-from nodes.own.engines.base import StepResult
+from nodes.own.engines.base import StepPlan, StepResult
 from nodes.own.engines.sim import SimEngine
+from nodes.own.runner import OwnRunner
 from nodes.own.scheduler import Scheduler
 from pdbus.client.core import Begin, CancelAsked, ClientCore, Received
 from pdbus.client.core import Tick as ClientTick
@@ -293,7 +295,7 @@ class ControllerFuzz(Core):
 
 
 class NodeFuzz(Core):
-    """Legs, scheduler, offers and streams of one rank, with the sim engine's memory."""
+    """Core, runner and streams of one rank, with the sim engine's memory."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng)
@@ -301,8 +303,12 @@ class NodeFuzz(Core):
         self.engine = SimEngine(self, blocks=12, block_tokens=4, vocab_size=64)  # type: ignore[arg-type]
         self.scheduler = Scheduler(BlockPool(12, 4), max_running=3, chunk_tokens=8)
         self.streams = Streams()
-        self.legs = Legs(role, 0, 1, self.engine.spec, self.scheduler, self.streams)  # type: ignore[arg-type]
-        self.plan: Any = None
+        self.steps: list[tuple[StepPlan, Callable[[StepResult], None]]] = []
+        self.engine.submit = lambda plan, done: self.steps.append((plan, done))  # type: ignore[method-assign]
+        runner = OwnRunner(self.engine, self.scheduler)
+        self.runner = runner
+        self.legs = RankCore(role, 0, runner.facts, self.streams, runner.load)  # type: ignore[arg-type]
+        self.joint = Joint(self.legs, runner, self.check, self.clock)
 
     def clock(self) -> float:
         return self.now
@@ -358,12 +364,13 @@ class NodeFuzz(Core):
                 rng.randrange(4), location if found else None, rng.randrange(1, 4), "unknown_room", "asked", now
             )
         elif dice < 0.85:
+            self.runner.tick(now)
             out = legs.tick(now)
             self.streams.tick(now)
         else:
-            out = self.compute()
-        self.check(out)
-        self.check(legs.advance(now))
+            self.compute()
+        self.joint.carry_out(out)
+        self.runner.turn(now)
         self.flush()
 
     def frames(self, dispatch: Dispatch) -> list[bytes]:
@@ -376,24 +383,23 @@ class NodeFuzz(Core):
         frames = [params] if dispatch.leg == "decode" else [prompt, params]
         return frames if rng.random() < 0.95 else [rng.randbytes(9) for _ in range(rng.randrange(4))]
 
-    def compute(self) -> Iterable[Any]:
-        if self.plan is None:
-            self.plan = self.legs.plan()
-            return []
-        plan, self.plan = self.plan, None
+    def compute(self) -> None:
+        if not self.steps:
+            return
+        ((plan, done),) = self.steps
+        self.steps.clear()
         error = "broken" if self.rng.random() < 0.1 else ""
         tokens = tuple((row.seq, self.rng.randrange(3, 64)) for row in plan.rows if row.params is not None)
-        return self.legs.stepped(StepResult(plan.number, () if error else tokens, 0.001, error), self.now)
+        done(StepResult(plan.number, () if error else tokens, 0.001, error))
 
-    def check(self, actions: Iterable[Any]) -> None:
-        for action in actions:
-            if isinstance(action, Send):
-                table = TO_NODE_DATA if isinstance(action.message, KvPull | KvDone) else FROM_NODE_DATA
-                fits(action.message, table)
-            elif isinstance(action, ImportBlock):
-                self.engine.import_block(action.block, action.data)
-            else:
-                assert isinstance(action, Note) or type(action).__module__.startswith("nodes."), action
+    def check(self, action: Any) -> None:
+        if isinstance(action, Send):
+            table = TO_NODE_DATA if isinstance(action.message, KvPull | KvDone) else FROM_NODE_DATA
+            fits(action.message, table)
+        elif isinstance(action, SendBlock):
+            assert len(self.runner.export(action.leg, action.index)) == self.engine.spec.block_bytes
+        else:
+            assert isinstance(action, Note) or type(action).__module__.startswith("nodes."), action
 
     def flush(self) -> None:
         for send in self.streams.flush(self.now):

@@ -24,14 +24,22 @@ from bus.wire.messages import (
     Role,
     Tokens,
 )
-from nodes.link.actions import Action, ImportBlock, Locate, Register, Unlocate, Unregister
-from nodes.link.core import Legs, Limits
-from nodes.link.sender import SendBlock
+from nodes.link.actions import (
+    Action,
+    Locate,
+    Register,
+    SendBlock,
+    Unlocate,
+    Unregister,
+)
+from nodes.link.checksum import block_crc32
+from nodes.link.core import Limits, RankCore
+from nodes.link.join import Joint
+from nodes.link.runner import Runner
 from nodes.link.streams import Streams
 from nodes.own.blocks import BlockPool
-from nodes.own.engines.base import StepResult
 from nodes.own.engines.sim import SimEngine
-from nodes.own.fetch import block_crc32
+from nodes.own.runner import OwnRunner
 from nodes.own.scheduler import Scheduler
 
 VOCAB = 512
@@ -68,11 +76,15 @@ class World:
             self.now = max(self.now, due)
             if self._events and self._events[0][0] <= self.now:
                 heapq.heappop(self._events)[2]()
+                for rank in self.ranks.values():
+                    if rank.joint.stirred and not rank.dead:
+                        rank.turn()
             else:
                 next_tick += tick_s
                 for rank in self.ranks.values():
                     if not rank.dead:
-                        rank.do(rank.legs.tick(self.now))
+                        rank.runner.tick(self.now)
+                        rank.do(rank.core.tick(self.now))
                         rank.streams.tick(self.now)
 
 
@@ -84,7 +96,10 @@ class _Timer:
 class Rank:
     """One rank's shell, in memory."""
 
-    def __init__(self, world: World, role: Role, name: str, blocks: int = 64, limits: Limits | None = None) -> None:
+    def __init__(
+        self, world: World, role: Role, name: str, blocks: int = 64, limits: Limits | None = None,
+        runner: Runner | None = None,
+    ) -> None:  # fmt: skip
         self.world = world
         self.name = name
         self.epoch = 1000 + len(world.ranks)
@@ -92,7 +107,9 @@ class Rank:
         self.pool = BlockPool(blocks, 4)
         self.scheduler = Scheduler(self.pool, max_running=4, chunk_tokens=8)
         self.streams = Streams()
-        self.legs = Legs(role, 0, self.epoch, self.engine.spec, self.scheduler, self.streams, limits)
+        self.runner: Any = runner or OwnRunner(self.engine, self.scheduler)
+        self.core = RankCore(role, 0, self.runner.facts, self.streams, self.runner.load, limits)
+        self.joint = Joint(self.core, self.runner, self._do, world.clock)
         self.tokens: dict[str, list[int]] = {}
         self.finishes: dict[str, Tokens] = {}
         self.ended: dict[tuple[str, int], list[Ended]] = {}
@@ -110,21 +127,27 @@ class Rank:
     def dispatch(self, rid: str, prompt: list[int], **changes: Any) -> None:
         self.number = getattr(self, "number", 0) + 1
         fields: dict[str, Any] = {
-            "rid": rid, "attempt": 1, "leg": self.legs.role, "dp_rank": 0, "controller_epoch": 7,
+            "rid": rid, "attempt": 1, "leg": self.core.role, "dp_rank": 0, "controller_epoch": 7,
             "number": self.number, "charge": len(prompt), "prompt_tokens": len(prompt), "max_tokens": 6,
             "bootstrap_room": 5,
         } | changes  # fmt: skip
-        frames = [encode(Params())] if self.legs.role == "decode" else [token_bytes(prompt), encode(Params())]
-        self.do(self.legs.ingest(0, Dispatch(**fields), frames, self.world.now))
+        bare = self.core.role == "decode" and not self.core.facts.wants_prompt
+        frames = [encode(Params())] if bare else [token_bytes(prompt), encode(Params())]
+        self.do(self.core.ingest(0, Dispatch(**fields), frames, self.world.now))
 
     def read(self, rid: str, attempt: int = 1, have: int = 0) -> None:
         self.tokens.setdefault(rid, [])
         self.streams.attach(b"client", Attach(rid, attempt, have), self.world.now)
 
     def do(self, actions: list[Action]) -> None:
-        for action in actions:
-            self._do(action)
-        self._turn()
+        self.joint.carry_out(actions)
+        self.turn()
+
+    def turn(self) -> None:
+        """As the host's, after each turn of the loop."""
+        self.joint.stirred = False
+        self.runner.turn(self.world.now)
+        self._report()
 
     def _do(self, action: Action) -> None:
         world = self.world
@@ -133,14 +156,14 @@ class Rank:
                 self.sent[type(message).__name__] += 1
                 self._deliver(peer, message, b"")
             case Send(peer=peer, message=message):
-                self._deliver(peer.decode(), message, b"")
+                self._deliver(peer.decode(), message, b"".join(action.frames))
             case SendBlock():
-                data = bytes(self.engine.export_block(action.block))
-                crc = block_crc32(action.room, action.attempt, action.index, data)
-                header = KvBlock(action.room, action.attempt, action.index, action.tokens, crc)
-                self._deliver(action.peer.decode(), header, data)
-            case ImportBlock(block=block, data=data):
-                self.engine.import_block(block, data)
+                leg = action.leg
+                data = bytes(self.runner.export(leg, action.index))
+                crc = block_crc32(leg.room, leg.attempt, action.index, data)
+                self._deliver(
+                    action.peer.decode(), KvBlock(leg.room, leg.attempt, action.index, action.tokens, crc), data
+                )
             case Register(room=room, attempt=attempt):
                 world.rooms[room] = (self.location, attempt)
                 for rank in world.ranks.values():
@@ -171,7 +194,7 @@ class Rank:
 
     def _located(self, room: int, location: Location | None, attempt: int, code: Code) -> None:
         if not self.dead:
-            self.do(self.legs.located(room, location, attempt, code, "asked" if location else "", self.world.now))
+            self.do(self.core.located(room, location, attempt, code, "asked" if location else "", self.world.now))
 
     def _deliver(self, to: str, message: Any, data: bytes) -> None:
         changed = self.world.tamper(message, data)
@@ -183,20 +206,15 @@ class Rank:
             if target.dead:
                 return
             if isinstance(message, KvPull | KvDone):
-                target.do(target.legs.pulled(self.name.encode(), message, self.world.now))
+                target.do(target.core.pulled(self.name.encode(), message, self.world.now))
             else:
-                target.do(target.legs.kv_message(message, changed, self.world.now))
+                target.do(target.core.kv_message(message, changed, self.world.now))
 
         for _ in range(self.world.copies()):
             self.world.call_later(0.0005 + self.world.jitter(), arrive)
 
-    def _turn(self) -> None:
-        plan = self.legs.plan()
-        if plan is not None:
-            self.engine.submit(plan, self._stepped)
-        for action in self.legs.advance(self.world.now):
-            self._do(action)
-        for report in self.legs.ledger.take().values():
+    def _report(self) -> None:
+        for report in self.core.ledger.take().values():
             self.started += report.started
             for end in report.ended:
                 self.ended.setdefault((end.rid, end.attempt), []).append(end)
@@ -211,12 +229,8 @@ class Rank:
         self.scheduler.validate()
         self.streams.validate()
 
-    def _stepped(self, result: StepResult) -> None:
-        if not self.dead:
-            self.do(self.legs.stepped(result, self.world.now))
-
     def idle(self) -> bool:
-        return not len(self.legs) and not len(self.scheduler) and self.pool.held == 0 and not len(self.legs.offers)
+        return not len(self.core) and not len(self.scheduler) and self.pool.held == 0 and not len(self.core.sender)
 
     def code(self, rid: str, attempt: int = 1) -> str:
         ends = set(self.ended[rid, attempt])  # a late cancel or a repeated dispatch is told the same end again

@@ -1,22 +1,27 @@
-"""Fetching KV blocks: credit, repair, stalls; and what an offer answers."""
+"""KV caches on their way: the receiver's credit, repairs and stalls; what the sender answers and for how long."""
 
 from __future__ import annotations
 
 import struct
 import zlib
+from array import array
 
 import pytest
 
-from bus.wire.messages import KvDone, KvFail, KvMeta, KvPull
-from nodes.link.sender import HOLD_S, MAX_PULLERS, PARK_S, PULLER_SILENT_S, Offers, SendBlock
-from nodes.own.engines.base import EngineSpec
-from nodes.own.fetch import MAX_REPAIRS, MAX_STALLS, STALL_S, Fetch, block_crc32, window_for
+from bus.wire.messages import KvDone, KvFail, KvMeta, KvPull, Params
+from nodes.link.actions import SendBlock
+from nodes.link.checksum import block_crc32
+from nodes.link.leg import Leg
+from nodes.link.runner import FOR_EVER, RankFacts
+from nodes.link.sender import HOLD_S, MAX_PULLERS, PARK_S, PULLER_SILENT_S, KvSender
+from nodes.own.receiver import MAX_REPAIRS, MAX_STALLS, STALL_S, KvReceiver, window_for
 
-SPEC = EngineSpec("m", "lay", 100, 4, 10, 16, 50, ())
+FACTS = RankFacts(model="m", max_context=100, kv_capacity=40, block_tokens=4, kv_layout="lay")
 
 
-def ask(pulls: list[KvPull]) -> list[tuple[int, int]]:
-    return [(pull.first, pull.count) for pull in pulls]
+def leg(attempt: int = 1) -> Leg:
+    """A prefill leg of six tokens in room 5."""
+    return Leg("r", attempt, "prefill", 0, 1, 5, array("i"), 6, 1, 0, 0, Params(), frozenset(), None)
 
 
 def test_the_checksum_covers_place_and_bytes() -> None:
@@ -26,54 +31,53 @@ def test_the_checksum_covers_place_and_bytes() -> None:
 
 
 def test_no_more_than_a_window_is_ever_on_its_way() -> None:
-    fetch = Fetch(1, 1, 7, 20, window=6)
-    pulls = fetch.begin(0.0)
+    receiver = KvReceiver(20, window=6)
+    pulls = receiver.begin(0.0)
     on_the_way: list[int] = []
     asked = 0
-    while not fetch.complete:
-        for pull in pulls:
-            assert (pull.room, pull.attempt, pull.epoch) == (1, 1, 7)
-            on_the_way += range(pull.first, pull.first + pull.count)
-            asked += pull.count
+    while not receiver.complete:
+        for first, count in pulls:
+            on_the_way += range(first, first + count)
+            asked += count
         assert len(on_the_way) <= 6
-        pulls = fetch.received(on_the_way.pop(0), True, 0.0)
+        pulls = receiver.received(on_the_way.pop(0), True, 0.0)
     assert asked == 20
     assert on_the_way == []
 
 
 def test_a_damaged_block_alone_is_asked_for_again_and_not_for_ever() -> None:
-    fetch = Fetch(1, 1, 7, 3, window=6)
-    fetch.begin(0.0)
+    receiver = KvReceiver(3, window=6)
+    receiver.begin(0.0)
     for _ in range(MAX_REPAIRS):
-        assert ask(fetch.received(1, False, 0.0)) == [(1, 1)]
-        assert not fetch.failure
-    assert fetch.received(1, False, 0.0) == []
-    assert "damaged" in fetch.failure
-    assert not fetch.wants(1)
+        assert receiver.received(1, False, 0.0) == [(1, 1)]
+        assert not receiver.failure
+    assert receiver.received(1, False, 0.0) == []
+    assert "damaged" in receiver.failure
+    assert not receiver.wants(1)
 
 
 def test_a_stall_asks_for_everything_missing_in_runs_then_fails() -> None:
-    fetch = Fetch(1, 1, 7, 6, window=6)
-    fetch.begin(0.0)
-    fetch.received(2, True, 0.0)
-    assert fetch.tick(STALL_S - 0.01) == []
+    receiver = KvReceiver(6, window=6)
+    receiver.begin(0.0)
+    receiver.received(2, True, 0.0)
+    assert receiver.tick(STALL_S - 0.01) == []
     now = STALL_S
-    assert ask(fetch.tick(now)) == [(0, 2), (3, 3)]
-    assert fetch.tick(now) == []
+    assert receiver.tick(now) == [(0, 2), (3, 3)]
+    assert receiver.tick(now) == []
     for _ in range(MAX_STALLS - 1):
         now += STALL_S
-        assert fetch.tick(now)
-    assert fetch.tick(now + STALL_S) == []
-    assert fetch.failure
+        assert receiver.tick(now)
+    assert receiver.tick(now + STALL_S) == []
+    assert receiver.failure
 
 
 def test_duplicates_and_strangers_are_not_wanted() -> None:
-    fetch = Fetch(1, 1, 7, 2, window=2)
-    fetch.begin(0.0)
-    fetch.received(0, True, 0.0)
-    assert not fetch.wants(0)
-    assert not fetch.wants(2)
-    assert fetch.wants(1)
+    receiver = KvReceiver(2, window=2)
+    receiver.begin(0.0)
+    receiver.received(0, True, 0.0)
+    assert not receiver.wants(0)
+    assert not receiver.wants(2)
+    assert receiver.wants(1)
 
 
 @pytest.mark.parametrize(("size", "window"), [(64, 64), (1 << 20, 8), (1 << 28, 2)])
@@ -81,7 +85,7 @@ def test_windows_hold_a_few_megabytes(size: int, window: int) -> None:
     assert window_for(size) == window
 
 
-# --- offers -----------------------------------------------------------------------------------------------------
+# --- sender -----------------------------------------------------------------------------------------------------
 
 D = b"decode"
 
@@ -91,73 +95,99 @@ def pull(first: int = 0, count: int = 0, attempt: int = 1) -> KvPull:
 
 
 def test_a_pull_before_the_dispatch_is_answered_once_the_prompt_is_computed() -> None:
-    offers = Offers(SPEC, 1)
-    (early,) = offers.pull(D, pull(), 0.0)
+    sender = KvSender(FACTS)
+    (early,) = sender.pull(D, pull(), 0.0)
     assert early.message == KvMeta(5, 1, 0, 0, 0, 4, "lay", ready=False)  # type: ignore[union-attr]
-    offers.open(5, 1, 6, 0.0)
-    (told,) = offers.ready(5, [8, 9], 33, 1.0)
+    prefill = leg()
+    sender.open(prefill, 0.0)
+    (told,) = sender.ready(prefill, 33, b"", FOR_EVER, 1.0)
     assert told.peer == D
     assert told.message == KvMeta(5, 1, 6, 33, 2, 4, "lay")
-    assert offers.pull(D, pull(1, 9), 1.0) == [SendBlock(D, 5, 1, 1, 2, 9)]  # the rest of the prompt is 2 tokens
+    assert sender.pull(D, pull(1, 9), 1.0) == [SendBlock(D, prefill, 1, 2)]  # the rest of the prompt is 2 tokens
 
 
 def test_a_pull_nobody_dispatches_fails_and_one_of_a_failed_room_at_once() -> None:
-    offers = Offers(SPEC, 1)
-    offers.pull(D, pull(), 0.0)
-    assert offers.tick(PARK_S - 0.1) == ([], [])
-    offers.pull(D, pull(), PARK_S - 0.1)
-    _, (answer,) = offers.tick(PARK_S)
+    sender = KvSender(FACTS)
+    sender.pull(D, pull(), 0.0)
+    assert sender.tick(PARK_S - 0.1) == ([], [])
+    sender.pull(D, pull(), PARK_S - 0.1)
+    _, (answer,) = sender.tick(PARK_S)
     assert answer.message.code == "unknown_room"  # type: ignore[attr-defined]
-    offers.open(5, 1, 6, 0.0)
-    offers.close(5, "engine_failed")
-    (answer,) = offers.pull(D, pull(), 0.0)  # type: ignore[assignment]
+    sender.open(leg(), 0.0)
+    sender.close(5, "engine_failed")
+    (answer,) = sender.pull(D, pull(), 0.0)  # type: ignore[assignment]
     assert answer.message == KvFail(5, 1, "engine_failed", "the prefill leg has ended")
-    (answer,) = offers.pull(D, pull(attempt=2), 0.0)  # type: ignore[assignment]
+    (answer,) = sender.pull(D, pull(attempt=2), 0.0)  # type: ignore[assignment]
     assert isinstance(answer.message, KvMeta)
 
 
 def test_pullers_hear_of_a_failure_but_a_stranger_cannot_cause_one() -> None:
-    offers = Offers(SPEC, 1)
-    offers.open(5, 1, 6, 0.0)
-    offers.pull(D, pull(), 0.0)
-    assert not offers.done(b"stranger", KvDone(5, 1, "cancelled"))
-    assert not offers.done(D, KvDone(5, 2))
-    assert not offers.done(D, KvDone(5, 1))  # nobody can have fetched what is not computed
-    (fail,) = offers.close(5, "cancelled", "why")
+    sender = KvSender(FACTS)
+    sender.open(leg(), 0.0)
+    sender.pull(D, pull(), 0.0)
+    assert not sender.done(b"stranger", KvDone(5, 1, "cancelled"))
+    assert not sender.done(D, KvDone(5, 2))
+    assert not sender.done(D, KvDone(5, 1))  # nobody can have receivered what is not computed
+    (fail,) = sender.close(5, "cancelled", "why")
     assert (fail.peer, fail.message) == (D, KvFail(5, 1, "cancelled", "why"))
 
 
 def test_who_gives_up_is_not_told_that_it_failed() -> None:
-    offers = Offers(SPEC, 1)
-    offers.open(5, 1, 6, 0.0)
-    offers.pull(D, pull(), 0.0)
-    assert offers.done(D, KvDone(5, 1, "kv_failed"))
-    assert offers.close(5, "decode_failed") == []
+    sender = KvSender(FACTS)
+    sender.open(leg(), 0.0)
+    sender.pull(D, pull(), 0.0)
+    assert sender.done(D, KvDone(5, 1, "kv_failed"))
+    assert sender.close(5, "decode_failed") == []
 
 
 def test_the_kv_cache_is_kept_for_pullers_that_live() -> None:
-    offers = Offers(SPEC, 1)
-    offers.open(5, 1, 6, 0.0)
-    assert offers.tick(10 * HOLD_S)[0] == []  # still computing
-    offers.ready(5, [8, 9], 33, 0.0)
-    assert offers.tick(HOLD_S - 1)[0] == []
-    assert offers.tick(HOLD_S)[0] == [5]
-    offers.pull(D, pull(), HOLD_S - 1)
-    assert offers.tick(HOLD_S + PULLER_SILENT_S - 1.1)[0] == []
-    assert offers.tick(HOLD_S + PULLER_SILENT_S - 1)[0] == [5]
+    sender = KvSender(FACTS)
+    prefill = leg()
+    sender.open(prefill, 0.0)
+    assert sender.tick(10 * HOLD_S)[0] == []  # still computing
+    sender.ready(prefill, 33, b"", FOR_EVER, 0.0)
+    assert sender.tick(HOLD_S - 1)[0] == []
+    assert sender.tick(HOLD_S)[0] == [5]
+    sender.pull(D, pull(), HOLD_S - 1)
+    assert sender.tick(HOLD_S + PULLER_SILENT_S - 1.1)[0] == []
+    assert sender.tick(HOLD_S + PULLER_SILENT_S - 1)[0] == [5]
 
 
 def test_another_attempt_is_told_which_one_is_here() -> None:
-    offers = Offers(SPEC, 1)
-    offers.open(5, 3, 6, 0.0)
+    sender = KvSender(FACTS)
+    sender.open(leg(3), 0.0)
     for attempt in (1, 4):
-        (answer,) = offers.pull(D, pull(attempt=attempt), 0.0)
+        (answer,) = sender.pull(D, pull(attempt=attempt), 0.0)
         assert (answer.message.attempt, answer.message.ready) == (3, False)  # type: ignore[union-attr]
 
 
 def test_pullers_of_one_room_are_bounded() -> None:
-    offers = Offers(SPEC, 1)
-    offers.open(5, 1, 6, 0.0)
+    sender = KvSender(FACTS)
+    prefill = leg()
+    sender.open(prefill, 0.0)
     for number in range(50):
-        offers.pull(b"%d" % number, pull(), 0.0)
-    assert len(offers.ready(5, [1, 2], 3, 0.0)) == MAX_PULLERS
+        sender.pull(b"%d" % number, pull(), 0.0)
+    assert len(sender.ready(prefill, 3, b"", FOR_EVER, 0.0)) == MAX_PULLERS
+
+
+def test_a_handle_goes_with_the_meta_and_its_time_runs_out() -> None:
+    sender = KvSender(FACTS)
+    prefill = leg()
+    sender.open(prefill, 0.0)
+    sender.pull(D, pull(), 0.0)
+    (told,) = sender.ready(prefill, 33, b"opaque", 30.0, 1.0)
+    assert (told.frames, told.message.valid_s) == ((b"opaque",), 30.0)  # type: ignore[attr-defined]
+    (again,) = sender.pull(D, pull(), 26.0)
+    assert again.message.valid_s == 5.0  # type: ignore[union-attr]
+    (late,) = sender.pull(b"another", pull(), 31.0)
+    assert late.message == KvFail(5, 1, "kv_failed", "the KV cache is kept no longer")  # type: ignore[union-attr]
+    assert sender.tick(31.0)[0] == [], "who asked in time may have it still"
+
+
+def test_a_handle_that_nobody_asked_for_ends_when_it_lapses() -> None:
+    sender = KvSender(FACTS)
+    prefill = leg()
+    sender.open(prefill, 0.0)
+    sender.ready(prefill, 33, b"opaque", 30.0, 0.0)
+    assert sender.tick(29.9)[0] == []
+    assert sender.tick(30.0)[0] == [5]

@@ -1,4 +1,4 @@
-"""ZmqKv: which rank of the process hears what a peer answers, and how long a connection to a peer is kept."""
+"""KvPeers: which rank of the process hears what a peer answers, and how long a connection to a peer is kept."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bus.runtime.loop import Loop
 from bus.runtime.sockets import Socket, Sockets
 from bus.wire.codec import decode, encode
 from bus.wire.messages import TO_NODE_DATA, KvDone, KvFail, KvMeta, KvPull
-from nodes.link.data import IDLE_S, ZmqKv
+from nodes.link.data import IDLE_S, KvPeers
 
 WAIT_S = 15.0
 
@@ -40,7 +40,7 @@ class World:
         self.loop = Loop(clock=lambda: self.now)
         self.router: Socket
         self.router, _ = sockets.ephemeral_router("tcp://127.0.0.1")
-        self.kv = ZmqKv(sockets, self.loop, self.router, linger_ms=0)
+        self.kv = KvPeers(sockets, self.loop, self.router, linger_ms=0)
         self.heard: list[tuple[str, Any]] = []
         self.ranks: dict[str, Callable[..., None]] = {name: self._rank(name) for name in ("one", "two")}
 

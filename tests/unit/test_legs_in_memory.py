@@ -90,7 +90,7 @@ def test_a_damaged_block_is_fetched_again(world: World, pair: tuple[Rank, Rank])
     world.run(1.0)
     assert damaged
     assert pair[1].tokens["r"] == sim_generate(PROMPT, 6, VOCAB)
-    assert pair[1].legs.counts["kv_block_damaged"] == 1
+    assert pair[1].core.counts["kv_block_damaged"] == 1
 
 
 def test_blocks_swapped_on_the_way_are_noticed(world: World, pair: tuple[Rank, Rank]) -> None:
@@ -108,7 +108,7 @@ def test_blocks_swapped_on_the_way_are_noticed(world: World, pair: tuple[Rank, R
     world.tamper = swap
     start(pair)
     world.run(1.0)
-    assert pair[1].legs.counts["kv_block_damaged"] == 1
+    assert pair[1].core.counts["kv_block_damaged"] == 1
     assert pair[1].tokens["r"] == sim_generate(PROMPT, 6, VOCAB)
 
 
@@ -157,7 +157,7 @@ def test_a_cancel_at_any_moment_ends_both_legs_and_frees_everything(
     start(pair, max_tokens=50)
     world.run(after_s)
     rank = pair[side]
-    rank.do(rank.legs.cancel(0, CancelLeg("r", 1), world.now))
+    rank.do(rank.core.cancel(0, CancelLeg("r", 1), world.now))
     world.run(20.0)
     assert rank.code("r") in ("cancelled", "ok")
     assert pair[1 - side].code("r")
@@ -177,7 +177,7 @@ def test_a_lost_prefill_rank_ends_the_decode_legs_that_still_fetch_and_no_others
     world.run(0.1)
     assert decode.tokens["r"] == sim_generate(PROMPT, 1, VOCAB)
     prefill.dead = True
-    decode.do(decode.legs.cancel(0, lost, world.now))
+    decode.do(decode.core.cancel(0, lost, world.now))
     assert decode.code("r") == "prefill_failed"
     assert decode.idle()
 
@@ -185,8 +185,8 @@ def test_a_lost_prefill_rank_ends_the_decode_legs_that_still_fetch_and_no_others
     start(pair, "s", max_tokens=10, bootstrap_room=6)
     world.run(0.07)
     assert 1 < len(decode.tokens["s"]) < 10
-    decode.do(decode.legs.cancel(0, CancelLeg("s", 1, "prefill_failed", if_unfetched=True), world.now))
-    decode.do(decode.legs.cancel(0, CancelLeg("unheard-of", 1, "prefill_failed", if_unfetched=True), world.now))
+    decode.do(decode.core.cancel(0, CancelLeg("s", 1, "prefill_failed", if_unfetched=True), world.now))
+    decode.do(decode.core.cancel(0, CancelLeg("unheard-of", 1, "prefill_failed", if_unfetched=True), world.now))
     world.run(1.0)
     assert decode.code("s") == "ok"
     assert decode.tokens["s"] == sim_generate(PROMPT, 10, VOCAB)
@@ -202,8 +202,8 @@ def test_a_higher_attempt_ends_the_lower_and_a_late_lower_one_is_fenced(world: W
     assert [end.code for end in decode.ended["r", 1]] == ["fenced", "fenced"]
     assert decode.code("r", 2) == prefill.code("r", 2) == "ok"
     assert decode.tokens["r"] == sim_generate(PROMPT, 40, VOCAB)
-    assert decode.legs.ledger.acks[0].dispatches == 3
-    assert decode.legs.ledger.acks[0].tokens == 3 * len(PROMPT)
+    assert decode.core.ledger.acks[0].dispatches == 3
+    assert decode.core.ledger.acks[0].tokens == 3 * len(PROMPT)
 
 
 def test_a_repeated_attempt_is_acknowledged_and_told_again_but_not_run_again(
@@ -216,7 +216,7 @@ def test_a_repeated_attempt_is_acknowledged_and_told_again_but_not_run_again(
     prefill, decode = pair
     assert decode.ended["r", 1][0] == decode.ended["r", 1][1]
     assert len(decode.ended["r", 1]) == 2
-    assert decode.legs.ledger.acks[0].dispatches == 2
+    assert decode.core.ledger.acks[0].dispatches == 2
     assert decode.idle()
     assert prefill.idle()
 
@@ -225,7 +225,7 @@ def test_a_message_delivered_twice_counts_once(world: World, pair: tuple[Rank, R
     decode = pair[1]
     decode.dispatch("r", PROMPT)
     decode.dispatch("r", PROMPT, number=1)
-    assert decode.legs.ledger.acks[0].dispatches == 1
+    assert decode.core.ledger.acks[0].dispatches == 1
 
 
 def test_prefill_that_dies_is_noticed(world: World, pair: tuple[Rank, Rank]) -> None:
@@ -259,7 +259,7 @@ def test_a_restarted_prefill_rank_is_another_one(world: World, pair: tuple[Rank,
     prefill, decode = pair
     decode.dispatch("r", PROMPT, prefill=prefill.location)
     world.run(0.5)
-    decode.do(decode.legs.kv_message(KvFail(5, 1, "prefill_failed"), b"", world.now))
+    decode.do(decode.core.kv_message(KvFail(5, 1, "prefill_failed"), b"", world.now))
     assert decode.code("r") == "prefill_failed"
 
 
@@ -302,7 +302,7 @@ def test_a_full_decode_rank_does_not_deadlock_with_a_full_prefill_rank(world: Wo
 def test_what_a_rank_turns_down(world: World, pair: tuple[Rank, Rank], changes: dict[str, Any], code: str) -> None:
     pair[1].dispatch("r", PROMPT, **changes)
     assert pair[1].code("r") == code
-    assert pair[1].legs.ledger.acks[0].dispatches == 1
+    assert pair[1].core.ledger.acks[0].dispatches == 1
     assert pair[1].idle()
 
 
@@ -318,12 +318,11 @@ def test_what_a_rank_turns_down(world: World, pair: tuple[Rank, Rank], changes: 
     ],
 )
 def test_a_bad_payload_is_rejected_and_acknowledged(world: World, frames: list[bytes], why: str) -> None:
-    """M69"""
     rank = Rank(world, "prefill", "p")
-    rank.do(rank.legs.ingest(0, Dispatch("r", 1, "prefill", 0, 7, 1, 3, 3, 6, bootstrap_room=1), frames, world.now))
+    rank.do(rank.core.ingest(0, Dispatch("r", 1, "prefill", 0, 7, 1, 3, 3, 6, bootstrap_room=1), frames, world.now))
     assert rank.code("r") == "bad_message"
     assert why in rank.ended["r", 1][0].message
-    assert rank.legs.ledger.acks[0].tokens == 3
+    assert rank.core.ledger.acks[0].tokens == 3
 
 
 def test_overload_and_drain_are_refused_early(world: World) -> None:
@@ -332,12 +331,12 @@ def test_overload_and_drain_are_refused_early(world: World) -> None:
         rank.dispatch(f"r{number}", PROMPT)
     assert rank.ended.keys() == {("r7", 1), ("r8", 1)} or len(rank.ended) >= 1
     assert {end[0].code for end in rank.ended.values()} == {"overloaded"}
-    rank.legs.drain()
+    rank.core.drain()
     rank.dispatch("late", PROMPT)
     assert rank.code("late") == "draining"
     world.run(3.0)
     assert rank.idle()
-    assert rank.legs.ledger.acks[0].dispatches == 10
+    assert rank.core.ledger.acks[0].dispatches == 10
 
 
 def test_a_room_that_two_requests_claim_is_refused(world: World, pair: tuple[Rank, Rank]) -> None:
@@ -366,7 +365,7 @@ def test_a_cached_prefix_is_reused_and_reported(world: World) -> None:
     world.run(1.0)
     assert rank.tokens["b"] == sim_generate(PROMPT, 6, VOCAB)
     assert rank.ended["b", 1][0].cached_tokens == 8  # two full blocks of 4; the last token is always computed
-    assert rank.legs.load().cached_tokens_total == 8
+    assert rank.core.load().cached_tokens_total == 8
 
 
 def test_the_next_turn_of_a_conversation_reuses_the_answers_blocks(world: World) -> None:
@@ -384,11 +383,11 @@ def test_the_next_turn_of_a_conversation_reuses_the_answers_blocks(world: World)
 def test_load_counts_each_prompt_token_once_from_ingest_to_kv(world: World, pair: tuple[Rank, Rank]) -> None:
     prefill = pair[0]
     prefill.dispatch("r", PROMPT)
-    load = prefill.legs.load()
+    load = prefill.core.load()
     assert load.waiting_tokens + load.kv_tokens == len(PROMPT)
     assert load.acks[0].dispatches == 1
     world.run(0.5)
-    load = prefill.legs.load()
+    load = prefill.core.load()
     assert (load.waiting_tokens, load.kv_tokens, load.running, load.waiting) == (0, len(PROMPT), 0, 0)
 
 
@@ -396,7 +395,7 @@ def test_meta_of_another_layout_is_refused(world: World, pair: tuple[Rank, Rank]
     prefill, decode = pair
     decode.dispatch("r", PROMPT, prefill=prefill.location)
     meta = KvMeta(5, 1, len(PROMPT), 3, 3, 4, "another/layout")
-    decode.do(decode.legs.kv_message(meta, b"", world.now))
+    decode.do(decode.core.kv_message(meta, b"", world.now))
     assert decode.code("r") == "kv_failed"
 
 
@@ -406,7 +405,7 @@ def test_a_returning_controller_hears_again_what_it_may_have_missed(world: World
     world.run(1.0)
     start(pair, "running", bootstrap_room=6, max_tokens=100)
     world.run(0.3)
-    decode.legs.restate(0)
+    decode.core.restate(0)
     decode.do([])
     assert decode.started.count(("running", 1)) == 2
     assert len(decode.ended["done", 1]) == 2
@@ -421,7 +420,7 @@ def test_a_refused_leg_has_no_stream_and_a_failed_one_ends_its_own(world: World)
     rank.dispatch("failed", PROMPT)
     assert rank.code("refused") == "empty_prompt"
     assert len(rank.streams) == 1
-    rank.do(rank.legs.cancel(0, CancelLeg("failed", 1, "prefill_failed"), world.now))
+    rank.do(rank.core.cancel(0, CancelLeg("failed", 1, "prefill_failed"), world.now))
     assert (rank.finishes["failed"].finish, rank.finishes["failed"].code) == ("failed", "prefill_failed")
     assert "refused" not in rank.finishes
     world.run(6.0)

@@ -214,7 +214,7 @@ def test_groups_follow_model_and_instance_and_keep_only_what_is_used() -> None:
     a, b = table.open(hello("a", model="x")), table.open(hello("b", model="y"))
     for rank in (a, b):
         table.set_ready(rank, True)
-    assert table.group("unified").facts()[1] == {"x", "y"}
+    assert table.group("unified").facts().models == {"x", "y"}
     assert list(table.group("unified", "x")) == [a]
     assert list(table.group("unified", "", "b")) == [b]
     for n in range(1000):

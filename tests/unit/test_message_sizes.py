@@ -39,8 +39,8 @@ from bus.wire.messages import (
 from bus.wire.status import join, split
 from controller.events import FromClient, Tick
 from controller.load.table import LoadTable
-from nodes.link import core as legs
-from nodes.link.connection import MAX_ENDED_PER_MESSAGE, MAX_STARTED_PER_MESSAGE, Link
+from nodes.link import core as rank_core
+from nodes.link.connection import MAX_ENDED_PER_MESSAGE, MAX_STARTED_PER_MESSAGE, Connection
 
 NAME, MODEL, RID, ENDPOINT = "n" * 64, "\U0001f600" * 128, "\U0001f600" * 128, "e" * 150
 LOAD = Load(*(MAX_ROOM,) * 8, (), *(MAX_ROOM,) * 3)
@@ -121,7 +121,7 @@ class Wire:
 
     def __init__(self) -> None:
         self.frames: list[bytes] = []
-        self.link = Link(self, self, 0, "", lambda: 0.0, lambda socket, error: None)  # type: ignore[arg-type]
+        self.link = Connection(self, self, 0, "", lambda: 0.0, lambda socket, error: None)  # type: ignore[arg-type]
         self.instance, self.dp_rank, self.epoch = NAME, 4095, MAX_ROOM
 
     def dealer(self, endpoint: str, *, maximum: int) -> Any:
@@ -151,21 +151,21 @@ def test_progress_of_very_many_legs_loses_none() -> None:
 
 @pytest.mark.parametrize("rid", ["{}", "a-usual-length-of-request-id-{:06}", RID[:120] + "{:08}"])
 def test_a_rank_takes_no_more_than_its_hello_can_list(rid: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(legs, "MAX_NAMES_BYTES", 2_000)  # in proportion
+    monkeypatch.setattr(rank_core, "MAX_NAMES_BYTES", 2_000)  # in proportion
     rank = Rank(LegsWorld(), "unified", "u")
     count = 0
     while not rank.ended:
         rank.dispatch(rid.format(count), [5])
         count += 1
     assert rank.code(rid.format(count - 1)) == "overloaded"
-    live = rank.legs.live
+    live = rank.core.live
     assert len(live) == count - 1
     rest = Hello(NAME, 4095, MAX_ROOM, "prefill", MODEL, 4096, "draining", ENDPOINT, *(MAX_ROOM,) * 4)
     listed = len(codec.encode(replace(rest, running=live))) - len(codec.encode(rest))
     assert 900 < listed <= 2_000 + 4
     assert len(codec.encode(rest)) + 1_000_000 + 4 <= codec.MAX_HEADER_BYTES
     for gone, _ in live[:2]:
-        rank.do(rank.legs.cancel(0, cancel(gone), 0.0))
+        rank.do(rank.core.cancel(0, cancel(gone), 0.0))
     rank.dispatch("x", [5])
     assert ("x", 1) not in rank.ended, "there is room again"
 

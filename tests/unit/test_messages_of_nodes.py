@@ -29,13 +29,14 @@ from bus.wire.messages import (
     Role,
     Tokens,
 )
-from nodes.link.actions import ImportBlock
-from nodes.link.core import Legs, Limits
-from nodes.link.sender import SendBlock
+from nodes.link.actions import Action, SendBlock
+from nodes.link.checksum import block_crc32
+from nodes.link.core import Limits, RankCore
+from nodes.link.join import Joint
 from nodes.link.streams import SendFailure, Streams
 from nodes.own.blocks import BlockPool
 from nodes.own.engines.sim import SimEngine, sim_generate
-from nodes.own.fetch import block_crc32
+from nodes.own.runner import OwnRunner
 from nodes.own.scheduler import Scheduler
 
 PROMPT = list(range(5, 25))  # a full block of 16 and a part of one
@@ -67,11 +68,13 @@ class Node:
         self.engine = SimEngine(self.timers, blocks=64)
         pool = BlockPool(64, self.engine.spec.block_tokens)
         self.streams = Streams()
-        scheduler = Scheduler(pool, max_running=4, chunk_tokens=64)
-        self.legs = Legs(role, 0, 11, self.engine.spec, scheduler, self.streams, Limits(**limits))
+        self.scheduler = Scheduler(pool, max_running=4, chunk_tokens=64)
+        self.runner = OwnRunner(self.engine, self.scheduler)
+        self.core = RankCore(role, 0, self.runner.facts, self.streams, self.runner.load, Limits(**limits))
         self.role: Role = role
         self.number = 0
         self.actions: list[Any] = []
+        self.joint = Joint(self.core, self.runner, self.actions.append, self.timers.clock)
         self.started: list[tuple[str, int]] = []
         self.ended: list[Ended] = []
 
@@ -85,29 +88,31 @@ class Node:
         header |= fields
         message = Dispatch(rid=rid, attempt=attempt, dp_rank=0, controller_epoch=77, number=self.number, **header)
         frames = [PARAMS] if self.role == "decode" else [token_bytes(PROMPT), PARAMS]
-        self.actions += self.legs.ingest(0, message, frames, self.timers.now)
+        self.say(self.core.ingest(0, message, frames, self.timers.now))
         self.collect()
+
+    def say(self, actions: list[Action]) -> list[Any]:
+        """Do them; what of it, and of what comes of it, is not for the runner."""
+        before = len(self.actions)
+        self.joint.carry_out(actions)
+        return self.actions[before:]
 
     def run(self) -> None:
         """Compute until there is nothing left to compute."""
-        while True:
-            self.actions += self.legs.advance(self.timers.now)
-            if (plan := self.legs.plan()) is not None:
-                self.engine.submit(plan, lambda result: self.actions.extend(self.legs.stepped(result, self.timers.now)))
-            elif not self.timers.events:
-                break
-            if self.timers.events:
-                self.timers.now, _, function = heapq.heappop(self.timers.events)
-                function()
+        self.runner.turn(self.timers.now)
+        while self.timers.events:
+            self.timers.now, _, function = heapq.heappop(self.timers.events)
+            function()
+            self.runner.turn(self.timers.now)
         self.collect()
 
     def collect(self) -> None:
-        for started, ended in ((report.started, report.ended) for report in self.legs.ledger.take().values()):
+        for started, ended in ((report.started, report.ended) for report in self.core.ledger.take().values()):
             self.started += started
             self.ended += ended
 
     def pull(self, first: int, count: int, *, room: int = 7, attempt: int = 1, peer: bytes = b"d") -> list[Any]:
-        return self.legs.pulled(peer, KvPull(room, attempt, 11, first, count), self.timers.now)
+        return self.say(self.core.pulled(peer, KvPull(room, attempt, 11, first, count), self.timers.now))
 
     def tokens(self) -> list[Tokens]:
         return [send.message for send in self.streams.flush(self.timers.now) if isinstance(send.message, Tokens)]
@@ -123,8 +128,8 @@ def test_every_dispatch_is_acknowledged_whatever_becomes_of_it() -> None:
     node.dispatch("bad", prompt_tokens=0)
     node.dispatch("good", 1)
     node.dispatch("cancelled")
-    node.actions += node.legs.cancel(0, CancelLeg("cancelled", 1), node.timers.now)
-    (ack,) = node.legs.load().acks
+    node.say(node.core.cancel(0, CancelLeg("cancelled", 1), node.timers.now))
+    (ack,) = node.core.load().acks
     assert (ack.controller_epoch, ack.dispatches, ack.tokens) == (77, 4, 40)
     node.run()
     assert {(e.rid, e.attempt): e.code for e in node.ended} == {
@@ -141,7 +146,7 @@ def test_load_and_acknowledgement_are_of_one_moment() -> None:
     node = Node("unified")
     for sent in range(1, 10):
         node.dispatch(f"r{sent}")
-        load = node.legs.load()
+        load = node.core.load()
         assert load.running + load.waiting == load.acks[0].dispatches == sent
 
 
@@ -151,8 +156,8 @@ def test_a_repeated_number_is_not_counted_again() -> None:
     node.dispatch("a", number=1)
     node.dispatch("b", number=2)
     node.dispatch("c", number=2)
-    assert node.legs.load().acks[0].dispatches == 2
-    assert len(node.legs) == 2
+    assert node.core.load().acks[0].dispatches == 2
+    assert len(node.core) == 2
 
 
 def test_acknowledgements_are_kept_for_each_controller() -> None:
@@ -160,8 +165,8 @@ def test_acknowledgements_are_kept_for_each_controller() -> None:
     node = Node("unified")
     node.dispatch("a")
     other = Dispatch("b", 1, "unified", 0, 88, 1, 5, len(PROMPT), 4)
-    node.legs.ingest(1, other, [token_bytes(PROMPT), PARAMS], node.timers.now)
-    acks = {ack.controller_epoch: (ack.dispatches, ack.tokens) for ack in node.legs.load().acks}
+    node.say(node.core.ingest(1, other, [token_bytes(PROMPT), PARAMS], node.timers.now))
+    acks = {ack.controller_epoch: (ack.dispatches, ack.tokens) for ack in node.core.load().acks}
     assert acks == {77: (1, 10), 88: (1, 5)}
 
 
@@ -169,7 +174,7 @@ def test_a_draining_rank_takes_nothing_new_and_finishes_what_it_has() -> None:
     """M47."""
     node = Node("unified")
     node.dispatch("before")
-    node.legs.drain()
+    node.core.drain()
     node.dispatch("after")
     node.run()
     assert {e.rid: e.code for e in node.ended} == {"before": "ok", "after": "draining"}
@@ -182,14 +187,14 @@ def test_attempts_are_fenced_and_none_runs_twice() -> None:
     node.dispatch("r", 2)
     node.dispatch("r", 1)
     node.dispatch("r", 2)
-    assert len(node.legs) == 1
+    assert len(node.core) == 1
     node.run()
     node.dispatch("r", 2)
     node.run()
     ends = [(e.attempt, e.code, e.output_tokens) for e in node.ended]
     assert ends.count((2, "ok", 4)) == len([e for e in ends if e[0] == 2])
     assert {e[:2] for e in ends} == {(1, "fenced"), (2, "ok")}
-    assert node.legs.scheduler.prompt_tokens_total == 2 * len(PROMPT)  # attempts 1 and 2, once each
+    assert node.scheduler.prompt_tokens_total == 2 * len(PROMPT)  # attempts 1 and 2, once each
 
 
 # --- token streams ----------------------------------------------------------------------------------------------------
@@ -304,8 +309,8 @@ def test_a_pull_is_answered_at_once_and_again_when_the_prompt_is_computed() -> N
     assert isinstance(send.message, KvMeta)
     assert not send.message.ready
     node.run()
-    metas = [a.message for a in node.actions if isinstance(a, Send) and isinstance(a.message, KvMeta)]
-    (meta,) = metas
+    early, meta = [a.message for a in node.actions if isinstance(a, Send) and isinstance(a.message, KvMeta)]
+    assert early == send.message
     assert (meta.ready, meta.prompt_tokens, meta.blocks, meta.block_tokens) == (True, 20, 2, 16)
     assert meta.first_token == sim_generate(PROMPT, 1)[0]
 
@@ -344,21 +349,16 @@ class Fetching:
 
     def answer(self, meta: KvMeta) -> None:
         node = self.decode
-        node.actions += node.legs.kv_message(meta, b"", node.timers.now)
+        node.say(node.core.kv_message(meta, b"", node.timers.now))
         node.run()
 
     def block(self, index: int) -> bytes:
         action = next(a for a in self.prefill.pull(index, 1) if isinstance(a, SendBlock))
-        return bytes(self.prefill.engine.export_block(action.block))
+        return bytes(self.prefill.runner.export(action.leg, index))
 
     def give(self, index: int, data: bytes, check: int) -> list[Any]:
         node = self.decode
-        actions = node.legs.kv_message(KvBlock(7, 1, index, 16, check), data, node.timers.now)
-        node.actions += actions
-        for action in actions:
-            if isinstance(action, ImportBlock):
-                node.engine.import_block(action.block, action.data)
-        return actions
+        return node.say(node.core.kv_message(KvBlock(7, 1, index, 16, check), data, node.timers.now))
 
 
 def test_a_decode_rank_fetches_from_the_epoch_it_located() -> None:
@@ -379,7 +379,6 @@ def test_a_damaged_block_is_not_used_and_asked_for_again(damage: str) -> None:
     check = block_crc32(7, 1, 0, good)
     data = {"flipped": bytes([good[0] ^ 1]) + good[1:], "short": good[:-1], "misplaced": pair.block(1)}[damage]
     actions = pair.give(0, data, check)
-    assert not [a for a in actions if isinstance(a, ImportBlock)]
     assert [a.message for a in actions if isinstance(a, Send)] == [KvPull(7, 1, 22, 0, 1)]
     pair.give(0, good, check)
     last = pair.block(1)
@@ -401,7 +400,7 @@ def test_a_failed_room_answers_a_pull() -> None:
     """M66."""
     node = Node("prefill")
     node.dispatch()
-    node.legs.cancel(0, CancelLeg("r", 1), node.timers.now)
+    node.say(node.core.cancel(0, CancelLeg("r", 1), node.timers.now))
     (send,) = node.pull(0, 0)
     assert send.message == KvFail(7, 1, "cancelled", send.message.message)
 
@@ -422,11 +421,11 @@ def test_done_frees_the_cache_and_may_be_repeated() -> None:
     node.dispatch()
     node.pull(0, 2)
     node.run()
-    assert node.legs.load().kv_tokens == len(PROMPT)
+    assert node.core.load().kv_tokens == len(PROMPT)
     for _ in range(3):
-        node.legs.pulled(b"d", KvDone(7, 1), node.timers.now)
+        node.say(node.core.pulled(b"d", KvDone(7, 1), node.timers.now))
         node.collect()
-        assert node.legs.load().kv_tokens == 0
+        assert node.core.load().kv_tokens == 0
         assert [(e.rid, e.code) for e in node.ended] == [("r", "ok")]
 
 
@@ -440,4 +439,4 @@ def test_block_bytes_of_the_sim_layout_are_what_the_example_makes() -> None:
     for token in PROMPT:
         state = crc32(struct.pack("<i", token), state)
         states.append(state)
-    assert bytes(node.engine.export_block(action.block)) == struct.pack("<4I", *states[16:]).ljust(64, b"\0")
+    assert bytes(node.runner.export(action.leg, 1)) == struct.pack("<4I", *states[16:]).ljust(64, b"\0")

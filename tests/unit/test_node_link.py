@@ -10,7 +10,7 @@ import zmq
 from bus.wire.codec import decode, encode
 from bus.wire.messages import NODE_TO_CONTROLLER, Bye, Ended, Hello, Message, NodeState, Progress, Refused, Welcome
 from nodes.link import connection as module
-from nodes.link.connection import HELLO_S, MAX_ENDED_PER_MESSAGE, Link
+from nodes.link.connection import HELLO_S, MAX_ENDED_PER_MESSAGE, Connection
 
 ENDS = [Ended(f"r{n}", 1, "unified", "ok") for n in range(3 * MAX_ENDED_PER_MESSAGE)]
 
@@ -26,7 +26,7 @@ class World:
         self.queue: list[Message] = []
         self.state: NodeState = "ready"
         self.why: list[str] = []
-        self.link = Link(self, self, 0, "", lambda: self.now, lambda socket, error: None)  # type: ignore[arg-type]
+        self.link = Connection(self, self, 0, "", lambda: self.now, lambda socket, error: None)  # type: ignore[arg-type]
 
     def dealer(self, endpoint: str, *, maximum: int) -> Any:
         return self
@@ -40,7 +40,7 @@ class World:
     def hello(self) -> Hello:
         return Hello(self.instance, self.dp_rank, self.epoch, "unified", "m", 1, self.state, "ipc:///u", 9, 9, 9, 4)
 
-    def welcomed(self, link: Link, welcome: Welcome, again: bool) -> None: ...
+    def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None: ...
 
     def superseded(self, why: str) -> None:
         self.why.append(why)

@@ -1,0 +1,65 @@
+"""A rank's core and its runner, joined: what the core asks of the runner is done, what the runner says the core hears.
+
+Pure as far as the runner is: the live ranks, the tests in memory and the fuzz all stand on it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import cast
+
+from nodes.link.actions import Action, Cancel, Release, Start, TakeBlock
+from nodes.link.core import RankCore
+from nodes.link.runner import EVENTS, BlockRunner, Event, Runner
+
+
+class Joint:
+    """`do` gets every action that is not for the runner, in order. `stirred` says that something happened since the
+    owner last put it to False: a `turn` of the runner and a report are due."""
+
+    def __init__(
+        self, core: RankCore, runner: Runner, do: Callable[[Action], None], clock: Callable[[], float]
+    ) -> None:
+        self.stirred = True
+        self._core = core
+        self._runner = runner
+        self._do_outside = do
+        self._clock = clock
+        self._todo: deque[Action | Event] = deque()
+        self._doing = False
+        runner.attach(self._tell)
+
+    def carry_out(self, actions: Iterable[Action]) -> None:
+        """Do `actions`, and what comes of them; what the runner says meanwhile waits until the one at hand is done."""
+        self._todo.extend(actions)
+        if self._doing or not self._todo:
+            return
+        self._doing = self.stirred = True
+        try:
+            while self._todo:
+                item = self._todo.popleft()
+                if type(item) in EVENTS:
+                    for action in self._core.handle(cast(Event, item), self._clock()):
+                        self._do(action)
+                else:
+                    self._do(cast(Action, item))
+        finally:
+            self._doing = False
+
+    def _tell(self, event: Event) -> None:
+        self._todo.append(event)
+        self.carry_out(())
+
+    def _do(self, action: Action) -> None:
+        if isinstance(action, Start):
+            self._runner.start(action.leg)
+        elif isinstance(action, Cancel):
+            self._runner.cancel(action.leg)
+        elif isinstance(action, Release):
+            self._runner.release(action.leg)
+        elif isinstance(action, TakeBlock):
+            runner = cast(BlockRunner, self._runner)
+            runner.received(action.leg, action.index, action.data, action.intact, self._clock())
+        else:
+            self._do_outside(action)

@@ -1,0 +1,194 @@
+"""The seam for engines: a rank takes legs, and a runner runs them. Owns the types; holds no logic.
+
+A runner is told of a leg by `start`, and says what becomes of it by events. All its methods are called on the link's
+thread, and so is `tell`; none may block. What a runner says of a leg that is over is ignored, so a late output after
+a cancel does no harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+from bus.wire.messages import Code, Location
+
+if TYPE_CHECKING:
+    from nodes.link.leg import Leg
+
+FOR_EVER = float("inf")
+OVER_THE_BUS = "blocks"  # RankFacts.kv_transfer of runners that serve and take KV blocks over the bus (BlockRunner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts:
+    """What a rank says of itself in `hello`. Sizes in tokens; 0: not stated, and not checked."""
+
+    model: str
+    max_context: int  # prompt and output together
+    kv_capacity: int = 0
+    max_running: int = 0
+    block_tokens: int = 0
+    vocab_size: int = 0
+    eos_ids: tuple[int, ...] = ()
+    kv_layout: str = ""  # ranks exchange KV caches where this is equal: model revision, dtype, block shape ...
+    kv_transfer: str = OVER_THE_BUS  # or the name of the engine's own connector
+    wants_prompt: bool = False  # decode legs come with the prompt's ids, and the runner samples the first token itself
+    params: tuple[str, ...] = ()  # sampling parameters it knows beyond those that every rank knows
+    handle_margin_s: float = 5.0  # a handle with less time left is refused: the fetch must be over before it lapses
+
+
+@dataclass(frozen=True, slots=True)
+class KvHandle:
+    """A prompt's KV cache at the rank that computed it, for the decode leg that fetches it."""
+
+    source: Location
+    attempt: int  # under which the room was registered
+    first_token: int  # sampled by the prefill leg
+    blocks: int
+    data: bytes = b""  # the engine's own, as its prefill side gave it; empty where blocks travel over the bus
+    valid_until: float = FOR_EVER  # on this process's monotonic clock
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerLoad:
+    """Of all legs that were started and are not over. Requests and tokens as in `bus.wire.messages.Load`."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    kv_tokens: int = 0
+    step: int = 0  # forward steps done; one that stands still while `busy` is taken for a hang
+    busy: bool = False
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    busy_us_total: int = 0
+
+
+# --- events: what a runner says -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """Its computation has begun; `cached_tokens` of its prompt came from the prefix cache."""
+
+    leg: Leg
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Decode and unified legs: the next output tokens."""
+
+    leg: Leg
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A prefill leg's prompt is computed, and its KV cache kept for `valid_s` or until `release`, if sooner."""
+
+    leg: Leg
+    first_token: int
+    handle: bytes = b""
+    valid_s: float = FOR_EVER
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """A decode leg wants blocks `first` .. `first`+`count`-1 (BlockRunner)."""
+
+    leg: Leg
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A decode leg's KV cache is here: the rank it came from may free it."""
+
+    leg: Leg
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A decode or unified leg is over and well; all its output was told."""
+
+    leg: Leg
+    reason: Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class LegFailed:
+    """A leg is over, and why. Usual codes: `engine_failed` (another rank may do better), `kv_failed`."""
+
+    leg: Leg
+    code: Code
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A forward step is done, or the load has changed otherwise: a `turn` and a report are due."""
+
+    seconds: float = 0.0  # how long the step took; 0: not told
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChanged:
+    """KV-cache events to publish as they are: `[topic, sequence number, payload]` each, in the field's own format."""
+
+    messages: Sequence[tuple[bytes, bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """The engine is gone for good, and all its legs with it: the process says so, leaves, and is started anew."""
+
+    reason: str
+
+
+Event: TypeAlias = Began | Output | Held | Pull | Fetched | Finished | LegFailed | Stepped | CacheChanged | Dead
+EVENTS = frozenset({Began, Output, Held, Pull, Fetched, Finished, LegFailed, Stepped, CacheChanged, Dead})
+Tell: TypeAlias = Callable[[Event], None]
+
+
+class Runner(Protocol):
+    """Runs the legs of one rank."""
+
+    facts: RankFacts
+
+    def attach(self, tell: Tell) -> None:
+        """Called once, before anything else: where events go. On the link's thread only."""
+
+    def start(self, leg: Leg) -> None:
+        """Run it: now, or when there is room for it (it counts in `load` from here on). A decode leg has a `handle`."""
+
+    def cancel(self, leg: Leg) -> None:
+        """Give it up, wherever it is, and free what it holds. Called once for each leg that did not end by itself."""
+
+    def release(self, leg: Leg) -> None:
+        """A held KV cache was fetched, or nobody wants it any more: free it."""
+
+    def load(self) -> RunnerLoad:
+        """As it is now: read right after the inbox, so that load and acknowledgements are of one moment."""
+
+    def turn(self, now: float) -> None:
+        """After each turn of the loop in which something came for this rank: plan the next step, say."""
+
+    def tick(self, now: float) -> None:
+        """About 20 times a second: what is due by time."""
+
+    def close(self) -> None:
+        """Stop; idempotent."""
+
+
+class BlockRunner(Runner, Protocol):
+    """A runner whose KV caches travel block by block over the bus."""
+
+    def export(self, leg: Leg, index: int) -> memoryview:
+        """The bytes of block `index` of a held leg, without a copy where possible."""
+
+    def received(self, leg: Leg, index: int, data: bytes | memoryview, intact: bool, now: float) -> None:
+        """A block that a decode leg may have pulled; `intact`: its checksum was right."""

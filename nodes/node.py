@@ -1,0 +1,124 @@
+"""The node process: linked ranks and their runners on a loop; signals, readiness, metrics. Decides nothing."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Mapping
+
+from bus.endpoints import why_silent
+from bus.errors import BusError, StartError
+from bus.runtime import metrics, probes
+from bus.runtime.logs import get_logger
+from bus.runtime.loop import Loop
+from nodes.config import NodeConfig
+from nodes.link.host import LINGER_MS, STREAM_GRACE_S, Host
+from nodes.link.runner import Runner
+from nodes.metrics import NodeFigures, snapshot
+
+CHECK_S = 0.25
+SAY_WAITING_S = 2.0
+
+log = get_logger("node")
+
+
+class Node:
+    """`with Node(config, loop, runners) as node: node.run(on_ready)`; `runners` by dp_rank."""
+
+    def __init__(self, config: NodeConfig, loop: Loop, runners: Mapping[int, Runner]) -> None:
+        self.config = config
+        self.loop = loop
+        self.failure: BusError | None = None
+        self._figures = NodeFigures()
+        self.host = Host(config.link, loop, runners)
+        self._on_ready: Callable[[Node], None] | None = None
+        self._began = self._said = loop.clock()
+        self._drain_began: float | None = None
+        self._left = False
+        self._stop_metrics: Callable[[], None] = lambda: None
+        loop.call_every(CHECK_S, self._check)
+        if config.metrics_port:
+            try:
+                self._stop_metrics = probes.serve(
+                    loop, config.metrics_host, config.metrics_port, self._snapshot, self.host.unready
+                )
+            except StartError:
+                self.host.close(linger_ms=0)
+                raise
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    def run(self, on_ready: Callable[[Node], None]) -> None:
+        """Until drained or stopped. StartError when bus or controllers are not there within `wait_s`, or when one of
+        our ranks was started again elsewhere; EngineDied when a runner is dead."""
+        self._on_ready = on_ready
+        self.loop.run()
+        failure = self.failure or self.host.failure
+        if failure is not None:
+            raise failure
+
+    def on_signal(self, number: int) -> None:
+        """The first drains, the second leaves at once."""
+        if self._drain_began is not None or self._on_ready is not None:
+            self._left = True
+            self.loop.stop()
+            return
+        self.drain(signal.Signals(number).name)
+
+    def drain(self, cause: str) -> None:
+        """All ranks: take nothing new, finish what runs, say goodbye; the loop then stops."""
+        if self._drain_began is None:
+            self._drain_began = self.loop.clock()
+        self.host.drain(cause)
+
+    def leave(self) -> None:
+        """At once; may be called from any thread."""
+        self._left = True
+        self.loop.stop()
+
+    def close(self) -> None:
+        self._stop_metrics()
+        self.host.close(linger_ms=0 if self._left else LINGER_MS)
+        self.loop.close()
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        now = self.loop.clock()
+        if self._on_ready is not None:
+            self._check_ready(now)
+        if self.host.failure is not None and self._drain_began is None:
+            self._drain_began = now
+        draining_s = -1.0 if self._drain_began is None else now - self._drain_began
+        if draining_s >= self.config.drain_s:
+            for rank in self.host.ranks.values():
+                rank.abandon()
+        hangs = self.host.failure is not None and draining_s >= STREAM_GRACE_S  # an engine that hangs holds nobody up
+        if hangs or self.host.drained():
+            self.loop.stop()
+
+    def _check_ready(self, now: float) -> None:
+        missing = self.host.missing()
+        if not missing:
+            on_ready, self._on_ready = self._on_ready, None
+            assert on_ready is not None
+            self.host.serving = True
+            on_ready(self)
+        elif now - self._began >= self.config.wait_s:
+            why = why_silent(missing[0].partition(" at ")[2], self.config.keys)
+            silent = f"{' and '.join(missing)} did not answer (waited {self.config.wait_s:g} s): {why}"
+            fenced = self.host.fenced()
+            self.failure = StartError(f"{fenced}; this one leaves" if fenced else silent)
+            self.leave()
+        elif now - self._said >= SAY_WAITING_S:
+            self._said = now
+            left_s = round(self.config.wait_s - (now - self._began), 1)
+            log.info("node.waiting", waits_for=missing, waited_s=round(now - self._began, 1), gives_up_in_s=left_s)
+
+    def _snapshot(self) -> Iterator[metrics.Metric]:
+        return snapshot(self.host, self._figures)

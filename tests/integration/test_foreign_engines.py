@@ -1,0 +1,194 @@
+"""Engines that are not ours, as processes: a toy scheduler on the rank link (examples/embed_rank.py), and a runner that
+behaves as vLLM's (tests/support/vllm_like.py). Controllers and engines are killed meanwhile."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_like import DEADLY, VOCAB
+
+from bus.errors import PeerLost, RequestFailed
+from nodes.own.engines.sim import sim_generate
+from pdbus.client import Client
+from pdbus.launcher.child import Child
+from pdbus.launcher.spec import PartSpec
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 30.0
+
+
+class Processes:
+    """A bus and a controller at fixed addresses, and engines beside them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bus, self.controller = f"ipc://{folder}/bus", f"ipc://{folder}/ctl"
+        self.children: dict[str, Child] = {}
+
+    def begin(self) -> None:
+        self.start("bus", "bus", "--bus", self.bus)
+        self.start_controller()
+
+    def start_controller(self) -> None:
+        methods = ("--prefill-method", "total_tokens", "--decode-method", "total_requests")
+        self.start("controller", "controller", "--bus", self.bus, "--controller", self.controller, *methods)
+
+    def start(self, name: str, module: str, *args: str) -> Child:
+        if name in self.children:
+            self.children.pop(name).close()
+        env = {"PYTHONPATH": f"{ROOT / 'tests' / 'support'}:{ROOT / 'examples'}"}
+        child = Child(PartSpec(name, "node", module, args), self.folder / f"{name}.log", env)
+        self.children[name] = child
+        until(lambda: (child.read() and child.ready) or child.returncode is not None, f"{name} is ready")
+        assert child.returncode is None, child.tail()
+        return child
+
+    def engine(self, role: str, name: str, *, lease_s: float = 30.0) -> Child:
+        return self.start(name, "vllm_like", role, self.bus, self.controller, str(self.folder), name, str(lease_s))
+
+    def close(self) -> None:
+        for child in reversed(self.children.values()):
+            child.send(signal.SIGTERM)
+        for child in reversed(self.children.values()):
+            child.wait(5)
+            child.close()
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    with tempfile.TemporaryDirectory(prefix="pd") as folder:
+        made = Processes(Path(folder))
+        try:
+            made.begin()
+            yield made
+        finally:
+            made.close()
+
+
+def until(true: Callable[[], Any], what: str) -> Any:
+    end = time.monotonic() + WAIT_S
+    while not (found := true()):
+        assert time.monotonic() < end, f"waited {WAIT_S:g} s until {what}"
+        time.sleep(0.01)
+    return found
+
+
+def ready(client: Client, count: int) -> None:
+    def serving() -> bool:
+        try:
+            return sum(rank.state == "ready" for rank in client.status().ranks) >= count
+        except PeerLost:
+            return False
+
+    until(serving, f"{count} ranks are ready")
+
+
+# --- a scheduler of one's own ------------------------------------------------------------------------------------
+
+
+def test_a_toy_scheduler_serves_survives_a_controllers_restart_and_drains(processes: Processes) -> None:
+    toy = processes.start("toy", "embed_rank", processes.bus, processes.controller)
+    text = "a longer text, said again " * 60
+    with Client(processes.controller) as client:
+        ready(client, 1)
+        assert client.generate("hello", chat=False, max_tokens=99).text() == "HELLO"
+        answers = [client.generate(f"request {n}", chat=False, max_tokens=9 + n) for n in range(12)]
+        assert [answer.text() for answer in answers] == [f"REQUEST {n}"[: 9 + n] for n in range(12)]
+
+        longer = client.generate(text, chat=False, max_tokens=4000)
+        pieces = iter(longer)
+        said = next(pieces).text
+        processes.children["controller"].send(signal.SIGKILL)
+        processes.children["controller"].wait(5)
+        processes.start_controller()
+        assert said + "".join(piece.text for piece in pieces) == text.upper()
+        ready(client, 1)
+        assert client.generate("again", chat=False, max_tokens=99).text() == "AGAIN"
+
+        cancelled = client.generate(text, chat=False, max_tokens=4000)
+        next(iter(cancelled))
+        cancelled.cancel()
+        until(lambda: client.status().ranks[0].outstanding == 0, "the cancelled one is over")
+        until(lambda: sum_load(client) == 0, "and the scheduler has let go of it")
+
+        last = client.generate(text, chat=False, max_tokens=4000)
+        pieces = iter(last)
+        said = next(pieces).text
+        toy.send(signal.SIGTERM)
+        until(lambda: client.status().ranks[0].state != "ready", "it drains")
+        with Client(processes.controller, retries=0) as another, pytest.raises(RequestFailed):
+            another.generate_tokens([5, 6], max_tokens=3, leg="unified").tokens()
+        assert said + "".join(piece.text for piece in pieces) == text.upper(), "what runs is finished"
+    assert toy.wait(10)
+    assert toy.returncode == 0, toy.tail()
+
+
+def sum_load(client: Client) -> int:
+    loads = [rank.load for rank in client.status().ranks]
+    return sum(load.running + load.waiting for load in loads if load is not None)
+
+
+# --- an engine like vLLM's ----------------------------------------------------------------------------------------
+
+
+def prompt_of(number: int) -> list[int]:
+    return [3 + (number * 31 + i * 7) % 500 for i in range(number % 40 + 1)]
+
+
+def run(client: Client, numbers: range, max_tokens: int = 12) -> None:
+    streams = [client.generate_tokens(prompt_of(number), max_tokens=max_tokens) for number in numbers]
+    for number, stream in zip(numbers, streams, strict=True):
+        assert stream.tokens() == sim_generate(prompt_of(number), max_tokens, VOCAB), number
+
+
+def test_a_cluster_of_engines_with_their_own_connector(processes: Processes) -> None:
+    for name in ("p0", "p1"):
+        processes.engine("prefill", name)
+    for name in ("d0", "d1"):
+        processes.engine("decode", name)
+    with Client(processes.controller, retries=20) as client:
+        ready(client, 4)
+        run(client, range(40))
+        used = {rank.instance: rank.ended_total for rank in client.status().ranks}
+        assert min(used.values()) > 4, used
+
+        for victim in ("d0", "p1"):  # killed under load: each request ends as if nothing had been
+            streams = [client.generate_tokens(prompt_of(number), max_tokens=150) for number in range(16)]
+            pieces = [iter(stream) for stream in streams]
+            if victim == "d0":  # it decodes by then; p1 is killed while it computes prompts
+                for each in pieces:
+                    next(each)
+            processes.children[victim].send(signal.SIGKILL)
+            for number, (stream, rest) in enumerate(zip(streams, pieces, strict=True)):
+                assert sum(len(piece.ids) for piece in rest) <= 150
+                assert list(stream.result.ids) == sim_generate(prompt_of(number), 150, VOCAB), number
+            assert victim != "d0" or max(stream.result.attempts for stream in streams) > 1, "it held some of them"
+            processes.engine("prefill" if victim[0] == "p" else "decode", victim)
+            ready(client, 4)
+        run(client, range(40, 60))
+
+
+@pytest.mark.parametrize("role", ["prefill", "unified"])
+def test_an_engine_that_dies_for_good_leaves_and_comes_back(processes: Processes, role: str) -> None:
+    first = processes.engine(role, "mortal")
+    if role == "prefill":
+        processes.engine("decode", "d0")
+    count = 2 if role == "prefill" else 1
+    with Client(processes.controller, retries=0) as client:
+        ready(client, count)
+        run(client, range(8))
+        with pytest.raises(RequestFailed) as failure:
+            client.generate_tokens([5, DEADLY], max_tokens=4).tokens()
+        assert failure.value.code in ("peer_lost", "prefill_failed", "no_rank")
+        assert first.wait(15), "the process leaves"
+        assert first.returncode == 1, "so that whoever supervises it starts it again"
+        assert "error: mortal/0: its engine died: EngineDeadError" in first.tail()
+        processes.engine(role, "mortal")
+        ready(client, count)
+        run(client, range(8, 16))
