@@ -88,6 +88,7 @@ class Dispatcher:
         priority: int = 0,
         block_tokens: int = 0,
         block_hashes: bytes = b"",
+        needs: tuple[str, ...] = (),
     ) -> bool:
         """Hand over one request: `frames` are the prompt (int32 little-endian token ids) and its params, passed on as
         they are; the rest is what `bus.wire.messages.Submit` carries. For `cache_aware`, `block_tokens` is the size of
@@ -119,6 +120,7 @@ class Dispatcher:
             priority=priority,
             block_tokens=block_tokens,
             block_hashes=block_hashes,
+            needs=needs,
         )
         with self._arrived:
             if len(self._live) >= self._max_handed_over or rid in self._live:

@@ -134,8 +134,8 @@ def check(submit: Submit, frames: Sequence[Any]) -> None:
 def same_request(a: Submit, b: Submit) -> bool:
     """Whether two submits under one rid ask for the same thing, so that one is the other said again. A resumed one
     differs in its offset and in what it may still produce."""
-    return (a.leg, a.bootstrap_room, a.model, a.instance, a.prefill_instance, a.routed_dp_rank) == (
-        b.leg, b.bootstrap_room, b.model, b.instance, b.prefill_instance, b.routed_dp_rank
+    return (a.leg, a.bootstrap_room, a.model, a.instance, a.prefill_instance, a.routed_dp_rank, a.needs) == (
+        b.leg, b.bootstrap_room, b.model, b.instance, b.prefill_instance, b.routed_dp_rank, b.needs
     ) and (a.prompt_tokens - a.offset, a.max_tokens + a.offset) == (
         b.prompt_tokens - b.offset, b.max_tokens + b.offset
     )  # fmt: skip
