@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from controller.core import ControllerCore
     from controller.dispatcher import Dispatcher
     from controller.load.table import LoadTable
-    from controller.policies import POLICIES, Policy
+    from controller.policies import POLICIES, Policy, PolicySettings, PrefixPolicy
     from controller.shell import Controller
 
 _HOMES = {
@@ -28,9 +28,14 @@ _HOMES = {
     "Dispatcher": "dispatcher",
     "LoadTable": "load.table",
     "Policy": "policies",
+    "PolicySettings": "policies",
+    "PrefixPolicy": "policies",
 }
 
-__all__ = ["POLICIES", "Controller", "ControllerConfig", "ControllerCore", "Dispatcher", "LoadTable", "Policy"]
+__all__ = [
+    "POLICIES", "Controller", "ControllerConfig", "ControllerCore", "Dispatcher", "LoadTable", "Policy",
+    "PolicySettings", "PrefixPolicy",
+]  # fmt: skip
 
 _spec = find_spec("bus")
 _bus = _spec and (_spec.origin or next(iter(_spec.submodule_search_locations or ()), None))

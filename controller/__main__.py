@@ -31,7 +31,7 @@ GUIDANCE = (
 
 @click.command(
     context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
-    epilog=f"Methods: {METHODS}. {GUIDANCE}",
+    epilog=f"Methods: {METHODS}, the name of one that is installed, or module:Class of your own. {GUIDANCE}",
 )
 @click.option("--name", default="controller-0", help="This controller's name.")
 @click.option("--bus", default=default_bus, show_default=default_bus(), metavar="BASE", help="Where the broker is.")

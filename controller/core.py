@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from bus.actions import Publish
+from bus.actions import Note, Publish
 from bus.wire.messages import (
     MAX_DP_SIZE,
     Bye,
@@ -59,9 +59,9 @@ from controller.health import DEAD, Health
 from controller.load.table import LoadTable
 from controller.members import Loss, Members
 from controller.placement import Placement
-from controller.policies import Policy
-from controller.policies.cache_aware import CacheAware
+from controller.policies import Policy, PolicySettings, make_policy
 from controller.policies.prefix_index import PrefixIndex
+from controller.policies.registry import guarded
 from controller.regret import Regret
 from controller.requests.life import Life
 from controller.status import rank_status
@@ -88,16 +88,11 @@ class ControllerCore:
         )
         self.health = Health(lease_s=config.lease_s, hang_s=config.hang_s, settle_s=config.settle_s, now=now)
         self.members = Members(config, epoch, self.table, self.health, self.counts)
-        self.prefixes = PrefixIndex()
         self.regret = Regret()
-        aware = {
-            role: CacheAware(self.prefixes, weight=config.cache_weight)
-            for role, method in config.methods.items()
-            if method == "cache_aware"
-        }
-        self.cache_aware = bool(aware)
-        placement = Placement(self.table, {**config.methods, **aware, **(policies or {})})
-        self.life = Life(config, epoch, self.table, placement, self.counts, now)
+        self._faults: dict[tuple[Role, str], Note | None] = {}  # of policies, by role and hook; None: told already
+        self.policies = {role: self._policy(role, (policies or {}).get(role)) for role in config.methods}
+        self.uses_hashes = tuple(role for role, policy in self.policies.items() if policy.uses_hashes)
+        self.life = Life(config, epoch, self.table, Placement(self.table, self.policies), self.counts, now)
         self._started_at = now
         self._pings = 0
         self._ping_at = now
@@ -183,6 +178,11 @@ class ControllerCore:
         methods = {str(role): method for role, method in self.config.methods.items()}
         return Status(id, self.config.name, self.epoch, max(0.0, now - self._started_at), methods, self.tally(), ranks)
 
+    @property
+    def prefixes(self) -> dict[Role, PrefixIndex]:
+        """What the policies know of caches, where they keep an index."""
+        return {role: policy.prefixes for role, policy in self.policies.items() if policy.prefixes is not None}
+
     def tally(self) -> dict[str, int]:
         """Counts by name: what happened so far, and what is alive (`requests`, `queue_*`, `payload_bytes`)."""
         life = self.life
@@ -194,7 +194,7 @@ class ControllerCore:
             "queue_bytes": life.queue.bytes,
             "payload_bytes": life.books.payload_bytes,
             "adoptable": len(life.adoption),
-            "prefix_blocks": len(self.prefixes),
+            "prefix_blocks": sum(len(index) for index in self.prefixes.values()),
             "regret_tokens": self.regret.tokens,
             "regret_dispatches": self.regret.dispatches,
         }
@@ -203,11 +203,28 @@ class ControllerCore:
         """Assert that all parts agree (tests call this after every event)."""
         self.table.validate()
         self.life.validate()
-        self.prefixes.validate({rank.seat for rank in self.table.ranks.values()})
+        for role, index in self.prefixes.items():
+            index.validate({rank.seat for rank in self.table.ranks.values() if rank.info.role == role})
         assert set(self.health.pulses) == set(self.table.ranks)
         for key, rank in self.table.ranks.items():
             assert rank.ready == (self.health.pulses[key].state == "ready"), rank
         self.members.validate()
+
+    # --- policies ---------------------------------------------------------------------------------------------
+
+    def _policy(self, role: Role, given: Policy | None) -> Policy:
+        method = self.config.methods[role]
+
+        def on_fault(hook: str, why: str) -> None:
+            """Counted, and told once: it may come with every request."""
+            self.counts["policy_faults"] += 1
+            if (role, hook) not in self._faults:
+                fields = {"role": role, "method": method, "hook": hook, "why": why}
+                self._faults[(role, hook)] = Note("policy.failed", "error", "policy", fields)
+
+        if given is not None:
+            return guarded(given, type(given).__name__, on_fault)
+        return make_policy(method, PolicySettings(role, self.config.cache_weight, self.epoch), on_fault)
 
     # --- from clients -----------------------------------------------------------------------------------------
 
@@ -254,7 +271,9 @@ class ControllerCore:
     def _lose(self, losses: list[Loss], now: float, out: list[Action]) -> None:
         for loss in losses:
             if self.table.ranks.get(loss.rank.key) is not loss.rank or self.members.state(loss.rank) in DEAD:
-                self.prefixes.forget(loss.rank.seat)  # its cache is gone with it, or will be when it is back
+                self.policies[loss.rank.info.role].forgotten(
+                    loss.rank
+                )  # its cache is gone with it, or will be when it is back
             self.life.adoption.forget(loss.rank)
             self.life.lost(loss, now, out)
 
@@ -288,13 +307,14 @@ class ControllerCore:
         if rank is None:
             self.counts["cache_unknown"] += 1
             return
+        policy = self.policies[rank.info.role]
         for change in event.changes:
             if isinstance(change, Stored):
-                self.prefixes.stored(rank.seat, change.hashes)
+                policy.stored(rank, change.hashes)
             elif isinstance(change, Removed):
-                self.prefixes.removed(rank.seat, change.hashes)
+                policy.removed(rank, change.hashes)
             else:
-                self.prefixes.forget(rank.seat)
+                policy.forgotten(rank)
 
     def _on_engine_load(self, event: EngineLoad, now: float, out: list[Action]) -> None:
         """Without an acknowledgement all that can be done is to overwrite: what was sent counts as ingested."""
@@ -318,7 +338,8 @@ class ControllerCore:
     def _on_tick(self, now: float, out: list[Action]) -> None:
         self._settle(now)
         self.table.age(now)
-        self.prefixes.advance(now)
+        for policy in self.policies.values():
+            policy.tick(now)
         self.life.expire(now, out)
         if now >= self._sweep_at:
             self._sweep_at = now + self.config.lease_s / 12
@@ -331,6 +352,10 @@ class ControllerCore:
         if now >= self._measure_at:
             self.life.measure(now - self._measure_at + MEASURE_S)
             self._measure_at = now + MEASURE_S
+        for fault, note in self._faults.items():
+            if note is not None:
+                out.append(note)
+                self._faults[fault] = None
         self._publish_sent(now, out)
 
     def _publish_sent(self, now: float, out: list[Action]) -> None:

@@ -169,8 +169,9 @@ class Dispatcher:
         if leg != "unified":
             if leg in ROLES:
                 raise ConfigError(f"a {leg} request needs a bootstrap_room: draw one at random from 0..2^63-1")
-        elif routed_dp_rank is None and self.controller.config.unified_method == "follow_bootstrap_room":
-            raise ConfigError("follow_bootstrap_room picks the rank by bootstrap_room: give one, or a routed_dp_rank")
+        elif routed_dp_rank is None and self.controller.core.policies["unified"].fixed:
+            method = self.controller.config.unified_method
+            raise ConfigError(f"{method} picks the rank by bootstrap_room: give one, or a routed_dp_rank")
 
     def _complete_status(self) -> Status | None:
         return None if self._status is None or self._status.remaining else self._status

@@ -12,28 +12,25 @@ from bus.wire.messages import Code, Role, Submit
 from controller.load.groups import Group, Subset, exchange
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
-from controller.policies import POLICIES, Policy
-from controller.policies.cache_aware import CacheAware
+from controller.policies import Policy
 from controller.requests.request import ROLES, Refusal
 
 
 class Placement:
-    """Chooses by `methods` (role -> a name of `POLICIES`, or a Policy object) among the ranks of `table`."""
+    """Chooses by `policies` among the ranks of `table`. `learns` are those that want to know of ends."""
 
-    def __init__(self, table: LoadTable, methods: Mapping[Role, str | Policy]) -> None:
+    def __init__(self, table: LoadTable, policies: Mapping[Role, Policy]) -> None:
         self._table = table
-        self._policies: dict[Role, Policy] = {
-            role: POLICIES[method]() if isinstance(method, str) else method for role, method in methods.items()
-        }
+        self._policies = policies
+        self._watches = _overriding("dispatched", policies)
+        self.learns = _overriding("ended", policies)
 
-    def dispatched(self, role: Role, rank: RankLoad, submit: Submit) -> None:
+    def dispatched(self, role: Role, rank: RankLoad, submit: Submit, now: float) -> None:
         """A leg went to `rank`, whoever chose it: a policy that learns from that does."""
         if submit.routed_dp_rank is not None or submit.disagg_prefill_dp_rank is not None:
             rank.routed_total += target_of(role, submit)[1] is not None
-        if submit.block_hashes:
-            policy = self._policies[role]
-            if type(policy) is CacheAware:
-                policy.dispatched(rank, submit)
+        if role in self._watches:
+            self._watches[role].dispatched(rank, submit, now)
 
     def check(self, role: Role, submit: Submit, model: str = "") -> str:
         """The model that this leg is to run: `model`, which the leg before it runs, the one that the submit names, or
@@ -199,6 +196,11 @@ class Placement:
         if submit.model and (models := self._table.group(role).ready):
             raise Refusal("bad_request", f"model {submit.model} is not served; {', '.join(sorted(models))} is")
         raise Refusal("no_rank", f"no {role} rank{_of(model)} has joined")
+
+
+def _overriding(hook: str, policies: Mapping[Role, Policy]) -> dict[Role, Policy]:
+    """Those with a `hook` of their own: the others need no call at every request."""
+    return {role: each for role, each in policies.items() if getattr(type(each), hook) is not getattr(Policy, hook)}
 
 
 def target_of(role: Role, submit: Submit) -> tuple[str, int | None]:

@@ -133,7 +133,7 @@ class Controller(Service):
     def _follow(self, exits: ExitStack) -> None:
         """The caches of our nodes, and the engines of other people (whose ports are plaintext)."""
         self._caches = NodeCaches(self.core.table.ranks, self.core.counts)
-        if self.core.cache_aware:
+        if self.core.uses_hashes:
             events = self._sockets.sub(BusAddress(self.config.bus).subscribe, (topics.KV,))
             self.loop.add(events, self._on_kv_event, budget=512)
             self.loop.rest(events, True)

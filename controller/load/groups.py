@@ -67,6 +67,9 @@ class View(Protocol):
     def instances(self) -> Iterable[Mapping[int, RankLoad]]:
         """The known ranks of each instance by dp_rank, whatever their state (`RankLoad.ready`)."""
 
+    def has(self, rank: RankLoad) -> bool:
+        """Whether `rank` is one of these, whatever its state."""
+
     def __iter__(self) -> Iterator[RankLoad]:
         """All candidates, in no order."""
 
@@ -120,6 +123,9 @@ class Group:
 
     def instances(self) -> Iterable[Mapping[int, RankLoad]]:
         return self._instances.values()
+
+    def has(self, rank: RankLoad) -> bool:
+        return self._seated.get(rank.seat) is rank
 
     def __iter__(self) -> Iterator[RankLoad]:
         return (rank for rank in self.members if rank is not None and rank.open)
@@ -244,6 +250,9 @@ class Subset:
         for rank in self._ranks:
             by_instance.setdefault(rank.info.instance, {})[rank.info.dp_rank] = rank
         return by_instance.values()
+
+    def has(self, rank: RankLoad) -> bool:
+        return any(each is rank for each in self._ranks)
 
     def __iter__(self) -> Iterator[RankLoad]:
         return (rank for rank in self._ranks if rank.open)

@@ -1,8 +1,8 @@
-"""The load balancing methods, and the table of their names."""
+"""The load balancing methods, the table of their names, and what it takes to write one."""
 
 from __future__ import annotations
 
-from controller.policies.base import Policy
-from controller.policies.registry import AUTO, POLICIES, resolve
+from controller.policies.base import Policy, PolicySettings, PrefixPolicy
+from controller.policies.registry import POLICIES, make_policy, resolve
 
-__all__ = ["AUTO", "POLICIES", "Policy", "resolve"]
+__all__ = ["POLICIES", "Policy", "PolicySettings", "PrefixPolicy", "make_policy", "resolve"]

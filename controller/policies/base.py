@@ -1,23 +1,103 @@
-"""What a policy is: a small pure object that gets candidates and a request's header and returns a rank.
+"""What a policy is: an object that gets candidates and a request's header and returns a rank, and may learn.
 
-To add one: a file beside this one, and a line in the table of `controller.policies`.
+Owns the contract; `docs/policies.md` ("Write your own") tells it with an example. Policies run on the controller's
+thread and in the lab's virtual time: they take time from their arguments and randomness from their seed.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
-from bus.wire.messages import Submit
+from bus.wire.hashing import unpack_hashes
+from bus.wire.messages import Ended, Role, Submit
 from controller.load.groups import View
 from controller.load.rank import RankLoad
+from controller.policies.prefix_index import PrefixIndex
 
 
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """What a policy is made with."""
+
+    role: Role = "unified"  # of the ranks it picks
+    cache_weight: float = 1.0  # worth of a token to compute, in tokens queued
+    seed: int | str = 0  # for `random.Random`; another one for each controller
+
+
+@runtime_checkable
 class Policy(Protocol):
-    """`fixed` says that the request alone determines the rank: such a request does not wait in the central queue for
-    a rank to free up (no other would do), but goes to its rank's own queue."""
+    """Picks ranks of one role for one controller. A subclass overrides `pick` and whatever else it needs; what it is
+    given it must not change. `rank` is the same object for as long as the rank's process lives."""
 
-    fixed: bool
+    fixed: bool = False
+    """The request's `bootstrap_room` alone determines the rank: such a request is refused without one, and does not
+    wait in the central queue for a rank to free up (no other would do), but goes to its rank's own queue."""
+
+    uses_hashes: bool = False
+    """It looks at block hashes: clients are told to send them (`Submit.block_hashes`), and the ranks' KV events come
+    to `stored`, `removed` and `forgotten`."""
+
+    prefixes: PrefixIndex | None = None
+    """What it knows of caches, where it keeps an index (`pdbus_controller_prefix_blocks` counts the entries)."""
+
+    def __init__(self, settings: PolicySettings | None = None) -> None:
+        """A policy class is its own factory: called with the settings, when the controller starts."""
 
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
-        """One of `view`'s candidates for `request`, which will charge `tokens`; None when none will do. A `fixed`
-        policy may return a rank without credit, but only one that is ready."""
+        """One of `view`'s candidates for `request`, which will charge `tokens` to it (counts); None when there is no
+        candidate. A `fixed` policy may return a rank without credit, but only one that is ready, and None besides."""
+
+    def dispatched(self, rank: RankLoad, request: Submit, now: float) -> None:
+        """A leg of `request` went to `rank`, by this policy's choice or the caller's. Comes before its `ended`."""
+        return
+
+    def ended(self, rank: RankLoad, request: Submit, end: Ended | None, took_s: float) -> None:
+        """That leg is over, `took_s` seconds after its dispatch: `end` is what the rank said of it (code, output and
+        cached tokens). None, and 0 s, when it was given up: cancelled, too late, superseded, or lost with its rank."""
+        return
+
+    def stored(self, rank: RankLoad, hashes: Sequence[int]) -> None:
+        """`rank` caches these blocks (`bus.wire.hashing`) from now on."""
+        return
+
+    def removed(self, rank: RankLoad, hashes: Sequence[int]) -> None:
+        """It caches them no more."""
+        return
+
+    def forgotten(self, rank: RankLoad) -> None:
+        """It cleared its cache, restarted or is gone: nothing that was known of its cache holds. Its seat may be
+        another rank's soon."""
+        return
+
+    def tick(self, now: float) -> None:
+        """Time goes on (seconds, monotonic): each 50 to 250 ms live, before each pick in the lab."""
+        return
+
+
+class PrefixPolicy(Policy):
+    """A policy that knows who caches what: keeps `prefixes` from KV events and from dispatches. Add a `pick`."""
+
+    uses_hashes = True
+    prefixes: PrefixIndex
+
+    def __init__(self, settings: PolicySettings | None = None) -> None:
+        self.prefixes = PrefixIndex()
+
+    def dispatched(self, rank: RankLoad, request: Submit, now: float) -> None:
+        """The rank will soon hold the prompt's prefix."""
+        if request.block_hashes and rank.info.block_tokens == request.block_tokens:
+            self.prefixes.expected(rank.seat, unpack_hashes(request.block_hashes))
+
+    def stored(self, rank: RankLoad, hashes: Sequence[int]) -> None:
+        self.prefixes.stored(rank.seat, hashes)
+
+    def removed(self, rank: RankLoad, hashes: Sequence[int]) -> None:
+        self.prefixes.removed(rank.seat, hashes)
+
+    def forgotten(self, rank: RankLoad) -> None:
+        self.prefixes.forget(rank.seat)
+
+    def tick(self, now: float) -> None:
+        self.prefixes.advance(now)

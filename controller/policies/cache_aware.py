@@ -6,26 +6,24 @@ from bus.wire.hashing import unpack_hashes
 from bus.wire.messages import Submit
 from controller.load.groups import Metric, View
 from controller.load.rank import RankLoad
-from controller.policies.prefix_index import PrefixIndex
+from controller.policies.base import PolicySettings, PrefixPolicy
 
 
-class CacheAware:
+class CacheAware(PrefixPolicy):
     """Goes to a cached prefix unless the queue there costs more than the prefix saves.
 
-    `weight` multiplies the tokens to compute: above 1 holds on to caches longer (fewer tokens computed in all), below
-    1 spreads sooner. Ties as elsewhere: fewer requests, then the longest without a turn. Requests without hashes, or
-    hashed in blocks of another size than a rank's, count as cached nowhere, which is `total_tokens`.
+    `cache_weight` multiplies the tokens to compute: above 1 holds on to caches longer (fewer tokens computed in all),
+    below 1 spreads sooner. Ties as elsewhere: fewer requests, then the longest without a turn. Requests without hashes,
+    or hashed in blocks of another size than a rank's, count as cached nowhere, which is `total_tokens`.
 
     Of ranks that hold the same run of blocks the least loaded is the best. So one candidate stands for each depth at
     which the holders of the prompt get fewer, and the least loaded of all stands for those that hold less than it
     does. The walk down the prompt ends where nobody who goes on can win any more.
     """
 
-    fixed = False
-
-    def __init__(self, index: PrefixIndex | None = None, *, weight: float = 1.0) -> None:
-        self.index = index if index is not None else PrefixIndex()
-        self.weight = weight
+    def __init__(self, settings: PolicySettings | None = None) -> None:
+        super().__init__(settings)
+        self.weight = (settings or PolicySettings()).cache_weight
 
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
         best = view.least(Metric.TOKENS)
@@ -38,7 +36,7 @@ class CacheAware:
         chosen, least = best, best.tokens + weight * compute
         rank: RankLoad | None = best
         before = 0
-        for depth, ranks in self.index.runs(hashes):
+        for depth, ranks in self.prefixes.runs(hashes):
             if ranks != before:
                 before, holders = ranks, ranks & alike
                 rank = best if holders >> best.seat & 1 else view.least_of(holders)
@@ -50,8 +48,3 @@ class CacheAware:
             if rank.tokens + at_least > least or (rank is chosen and not holders & (holders - 1)):
                 break
         return chosen
-
-    def dispatched(self, rank: RankLoad, request: Submit) -> None:
-        """`request` went to `rank`, which will soon hold its prefix."""
-        if request.block_hashes and rank.info.block_tokens == request.block_tokens:
-            self.index.expected(rank.seat, unpack_hashes(request.block_hashes))

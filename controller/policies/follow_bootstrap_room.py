@@ -5,9 +5,10 @@ from __future__ import annotations
 from bus.wire.messages import Submit
 from controller.load.groups import View
 from controller.load.rank import RankLoad
+from controller.policies.base import Policy
 
 
-class FollowBootstrapRoom:
+class FollowBootstrapRoom(Policy):
     """Never another rank than the one that decode computes: where it is not ready, there is none. Of several
     instances, the one whose rank had its turn longest ago. Requests without a room have no rank."""
 

@@ -8,32 +8,27 @@ from __future__ import annotations
 from bus.wire.messages import Submit
 from controller.load.groups import Metric, View
 from controller.load.rank import RankLoad
+from controller.policies.base import Policy
 
 
-class RoundRobin:
+class RoundRobin(Policy):
     """The next live rank, whatever it has to do. Assumes equal requests and equal ranks."""
-
-    fixed = False
 
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
         return view.least(Metric.TURN)
 
 
-class TotalRequests:
+class TotalRequests(Policy):
     """Least running + waiting + in flight. Assumes that a step costs much the same for every request in it: decode with
     plenty of KV memory."""
-
-    fixed = False
 
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
         return view.least(Metric.REQUESTS)
 
 
-class TotalTokens:
+class TotalTokens(Policy):
     """Least tokens held or queued + in flight; ties by requests. Assumes that cost goes by tokens: prefill always,
     decode when KV memory is scarce."""
-
-    fixed = False
 
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
         return view.least(Metric.TOKENS)

@@ -1,18 +1,36 @@
-"""The table of load balancing methods. Owns the names users give; picks nothing itself."""
+"""The one table of load balancing methods: the names users give, and the factory that each stands for.
+
+A method is a name in `POLICIES`, an entry point of the group `pdbus.policies`, or `module:Class`, where the module may
+be the path of a file. Picks nothing itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
 
 from bus.errors import ConfigError
 from bus.runtime.logs import get_logger
 from bus.wire.messages import Role
-from controller.policies.base import Policy
+from controller.policies.base import Policy, PolicySettings
 from controller.policies.cache_aware import CacheAware
 from controller.policies.follow_bootstrap_room import FollowBootstrapRoom
+from controller.policies.guard import Guard, OnFault, fail_on, story
 from controller.policies.least import RoundRobin, TotalRequests, TotalTokens
 
-POLICIES: dict[str, Callable[[], Policy]] = {
+Factory: TypeAlias = Callable[[PolicySettings], Policy]
+
+GROUP = "pdbus.policies"  # of entry points
+OUR_OWN = (RoundRobin, FollowBootstrapRoom, TotalRequests, TotalTokens, CacheAware)
+POLICIES: dict[str, Factory] = {
     "round_robin": RoundRobin,
     "follow_bootstrap_room": FollowBootstrapRoom,
     "total_requests": TotalRequests,
@@ -34,8 +52,8 @@ log = get_logger("controller")
 
 
 def resolve(method: str, role: Role) -> str:
-    """The name in `POLICIES` that `method` stands for. Old names are taken with a warning; ConfigError for removed and
-    unknown ones."""
+    """The method that `method` stands for, as `find` knows it. Old names are taken with a warning; ConfigError for
+    removed and unknown ones, and for what cannot be loaded."""
     if method == "auto":
         return AUTO[role]
     if replacement := DEPRECATED.get(method):
@@ -43,7 +61,94 @@ def resolve(method: str, role: Role) -> str:
         return replacement
     if replacement := REMOVED.get(method):
         raise ConfigError(f"load_balance_method {method} is gone: use {replacement}")
-    if method not in POLICIES:
-        known = ", ".join(["auto", *POLICIES])
-        raise ConfigError(f"unknown load_balance_method {method!r} for {role}: choose one of {known}")
+    if find(method) is None:
+        raise unknown(f"load_balance_method {method!r} for {role}", method, ["auto", *POLICIES])
     return method
+
+
+def find(method: str) -> Factory | None:
+    """What makes policies of `method`; None when no name is like that. ConfigError when it can't be loaded."""
+    if method in POLICIES:
+        return POLICIES[method]
+    return _load(method) if ":" in method else _plugged_in(method)
+
+
+def make_policy(method: str, settings: PolicySettings | None = None, on_fault: OnFault | None = None) -> Policy:
+    """A policy of `method` (as `resolve` gave it), under a Guard unless it is one of ours; without `on_fault` a fault
+    is a BusError. ConfigError when it can't be made."""
+    factory = find(method)
+    assert factory is not None, method
+    try:
+        policy = factory(settings or PolicySettings())
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{method} could not be made with its settings: {story(error)}") from error
+    return guarded(policy, method, on_fault or fail_on(method))
+
+
+def guarded(policy: Policy, method: str, on_fault: OnFault) -> Policy:
+    """`policy` itself where it is ours, else a Guard of it. ConfigError for what is no policy."""
+    if type(policy) in OUR_OWN:
+        return policy
+    if not isinstance(policy, Policy):
+        raise ConfigError(f"{method} makes a {type(policy).__name__}, which is no policy: subclass controller.Policy")
+    return Guard(policy, on_fault)
+
+
+def unknown(what: str, method: str, known: Iterable[str]) -> ConfigError:
+    """For a name that nobody knows: what there is, and the nearest."""
+    names = [*known, *sorted(entry.name for entry in entry_points(group=GROUP))]
+    near = difflib.get_close_matches(method, names, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return ConfigError(f"unknown {what}{hint}: choose from {', '.join(names)}, or give module:Class of your own")
+
+
+@cache
+def _plugged_in(name: str) -> Factory | None:
+    for entry in entry_points(group=GROUP, name=name):
+        return _factory(f"{name} ({entry.value})", entry.load)
+    return None
+
+
+@cache
+def _load(method: str) -> Factory:
+    where, _, name = method.rpartition(":")
+
+    def get() -> Any:
+        found: Any = _module_at(Path(where)) if where.endswith(".py") else import_module(where)
+        for part in name.split("."):
+            found = getattr(found, part)
+        return found
+
+    return _factory(method, get)
+
+
+def _factory(method: str, get: Callable[[], Any]) -> Factory:
+    """What `get` imports; whatever that raises is one line."""
+    try:
+        found = get()
+    except (Exception, SystemExit) as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(
+            f"cannot load the policy {method}: {what} (a module must be installed or on PYTHONPATH; "
+            "path/to/file.py:Class names a file)"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"{method} is a {type(found).__name__}: name a class or function that makes a policy")
+    return found  # type: ignore[no-any-return]
+
+
+def _module_at(path: Path) -> ModuleType:
+    """The module in a file, by its path, so that it hides no other module."""
+    name = str(path.resolve())
+    spec = spec_from_file_location(name, path)
+    assert spec is not None, "a name that ends in .py has a loader"
+    assert spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

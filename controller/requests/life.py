@@ -76,6 +76,7 @@ class Life:
         self._epoch = epoch
         self._table = table
         self._placement = placement
+        self._learns = placement.learns
         self._counts = counts
         self._losses: OrderedDict[Rid, tuple[int, int]] = OrderedDict()  # of failed requests: (offset, ranks lost)
         self._ends_s = 0.0  # recent ends a second
@@ -167,6 +168,7 @@ class Life:
             self._table.undo(rank, leg.charge)
             leg.over = True
             del rank.work[request.rid]
+            self._learn(leg, request, now)
             sentence = f"rank {rank.key[0]}/{rank.key[1]} takes no more messages"
             self._leg_failed(request, leg, "overloaded", sentence, now, out, "undelivered")
 
@@ -284,12 +286,12 @@ class Life:
         request.tries += 1
         # Prefill computes the prompt and decode holds it; what decode may produce nobody knows, so it is not charged.
         tokens = submit.prompt_tokens
-        request.legs = tuple([LegRun(role, rank, tokens) for role, rank in chosen])
+        request.legs = tuple([LegRun(role, rank, tokens, now) for role, rank in chosen])
         prefill: Location | None = None
         for role, rank in chosen:
             rank.work[submit.rid] = request
             number = self._table.charge(rank, tokens)
-            self._placement.dispatched(role, rank, submit)
+            self._placement.dispatched(role, rank, submit, now)
             frames = request.frames
             told: Location | None = None
             if role == "prefill":
@@ -367,10 +369,20 @@ class Life:
                 return leg
         return None
 
-    def _over(self, leg: LegRun, request: Request, *, ok: bool = False) -> None:
+    def _over(self, leg: LegRun, request: Request, ended: Ended | None = None, now: float = 0.0) -> None:
+        """`ended` is what its rank said; None: it is given up."""
         leg.over = True
+        leg.ended = ended
         del leg.rank.work[request.rid]
-        self._table.end(leg.rank, leg.charge, ok=ok)
+        self._table.end(leg.rank, leg.charge, ok=ended is not None and ended.code == "ok")
+        if self._learns:
+            self._learn(leg, request, now)
+
+    def _learn(self, leg: LegRun, request: Request, now: float) -> None:
+        policy = self._learns.get(leg.role)
+        if policy is not None:
+            ended = leg.ended
+            policy.ended(leg.rank, request.submit, ended, 0.0 if ended is None else now - leg.began)
 
     def _streaming(self, request: Request) -> None:
         request.streaming = True
@@ -378,8 +390,7 @@ class Life:
             self.books.release_payload(request)
 
     def _ended(self, request: Request, leg: LegRun, ended: Ended, now: float, out: list[Action]) -> None:
-        self._over(leg, request, ok=ended.code == "ok")
-        leg.ended = ended
+        self._over(leg, request, ended, now)
         if ended.code == "ok":
             if leg.role != "prefill":
                 self._streaming(request)

@@ -51,12 +51,13 @@ class Refusal(Exception):
 class LegRun:
     """One leg of one attempt at one rank (one start of it)."""
 
-    __slots__ = ("charge", "ended", "over", "rank", "role", "started")
+    __slots__ = ("began", "charge", "ended", "over", "rank", "role", "started")
 
-    def __init__(self, role: Role, rank: RankLoad, charge: int) -> None:
+    def __init__(self, role: Role, rank: RankLoad, charge: int, began: float) -> None:
         self.role: Role = role
         self.rank = rank
         self.charge = charge
+        self.began = began  # dispatched at
         self.started = False
         self.over = False  # ended, or given up
         self.ended: Ended | None = None  # what the node said of its end

@@ -13,7 +13,7 @@ from typing import Any
 from bus.wire.hashing import pack_hashes
 from bus.wire.messages import Hello, Load, Submit
 from controller.load.table import LoadTable
-from controller.policies import POLICIES, Policy
+from controller.policies import POLICIES, Policy, make_policy
 from controller.policies.cache_aware import CacheAware
 from pdbus.bench.harness import Aim, Row, Scope, in_child, row
 
@@ -93,7 +93,7 @@ def cached(table: LoadTable, hits: Hits, count: int, seed: int) -> tuple[CacheAw
         hashes = [rng.getrandbits(64) for _ in range(hits.blocks)]
         families.append(pack_hashes(hashes))
         for rank in rng.sample(ranks, hits.holders):
-            policy.index.stored(rank.seat, hashes)
+            policy.prefixes.stored(rank.seat, hashes)
     tokens = hits.blocks * BLOCK_TOKENS + 1
     submits = [
         Submit(f"r{n}", "unified", tokens, 1, n, block_tokens=BLOCK_TOKENS, block_hashes=rng.choice(families))
@@ -105,7 +105,7 @@ def cached(table: LoadTable, hits: Hits, count: int, seed: int) -> tuple[CacheAw
 def measure(method: str, ranks: int, picks: int) -> dict[str, Any]:
     """Of picks by `method`, for requests without hashes."""
     table = table_of(ranks)
-    return timed(table, POLICIES[method](), requests(picks, seed=ranks))
+    return timed(table, make_policy(method), requests(picks, seed=ranks))
 
 
 def measure_hits(ranks: int, picks: int, blocks: int, holders: int) -> dict[str, Any]:

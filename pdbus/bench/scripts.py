@@ -27,7 +27,7 @@ from bus.wire.messages import (
 )
 from controller.events import FromClient, FromNode, Tick, ToNode
 from controller.load.table import LoadTable
-from controller.policies import POLICIES, Policy
+from controller.policies import Policy, make_policy
 from pdbus.bench.controller_parts import core_of, publication_handler
 from pdbus.bench.pick import BLOCK_TOKENS, INSTANCE, Hits, cached, requests, table_of
 from pdbus.bench.report import frames_of
@@ -40,7 +40,7 @@ Script = Callable[[], None]
 
 def pick(method: str, ranks: int = RANKS) -> Script:
     table = table_of(ranks)
-    return _picks(table, POLICIES[method](), requests(TIMES, seed=1))
+    return _picks(table, make_policy(method), requests(TIMES, seed=1))
 
 
 def pick_hits(ranks: int, blocks: int, holders: int) -> Script:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from bus.errors import ConfigError
 from bus.wire.hashing import unpack_hashes
-from bus.wire.messages import Hello, Load, MemberKey, Role, Sent, Submit
-from controller.load.groups import Metric
+from bus.wire.messages import Ended, Hello, Load, MemberKey, Role, Sent, Submit
+from controller.load.groups import Metric, View
+from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
-from controller.policies import POLICIES, Policy
-from controller.policies.cache_aware import CacheAware
+from controller.policies import Policy, PolicySettings, make_policy
+from controller.policies.registry import find, unknown
 from nodes.own.blocks import BlockStored, KvEvent
 from pdbus.lab.config import LabConfig
 
@@ -41,8 +41,8 @@ class Chooser(Protocol):
     def least_tokens(self) -> int:
         """What the least loaded rank is believed to have queued."""
 
-    def ended(self, dp_rank: int, tokens: int) -> None:
-        """A request charged there is over."""
+    def ended(self, dp_rank: int, ended: Ended, now: float) -> None:
+        """The request `ended.rid`, charged there, is over."""
 
     def report(self, dp_rank: int, load: Load, now: float) -> None:
         """A load report arrived."""
@@ -63,7 +63,7 @@ class Deaf:
     def least_tokens(self) -> int:
         return 0
 
-    def ended(self, dp_rank: int, tokens: int) -> None:
+    def ended(self, dp_rank: int, ended: Ended, now: float) -> None:
         pass
 
     def report(self, dp_rank: int, load: Load, now: float) -> None:
@@ -88,6 +88,7 @@ class TableChooser(Deaf):
         self._epoch = controller + 1
         self._seq = 0
         self.table = LoadTable(self._epoch, stale_s=config.stale_s)
+        self._live: dict[str, tuple[Submit, float]] = {}  # by rid: what was dispatched, and when
         self._keys: list[MemberKey] = [(role, dp_rank) for dp_rank in range(ranks)]
         for dp_rank in range(ranks):
             hello = Hello(role, dp_rank, EPOCH, role, "sim", ranks, "ready", "", 0, 0, 0, block_tokens)
@@ -96,13 +97,12 @@ class TableChooser(Deaf):
 
     def pick(self, request: Submit, now: float) -> int:
         self.table.age(now)
-        if isinstance(self.policy, CacheAware):
-            self.policy.index.advance(now)
+        self.policy.tick(now)
         rank = self.policy.pick(self._group, request, request.prompt_tokens)
         assert rank is not None, "ranks without stated limits are always candidates"
         self.table.charge(rank, request.prompt_tokens)
-        if isinstance(self.policy, CacheAware):
-            self.policy.dispatched(rank, request)
+        self.policy.dispatched(rank, request, now)
+        self._live[request.rid] = request, now
         return rank.key[1]
 
     def least_tokens(self) -> int:
@@ -110,8 +110,11 @@ class TableChooser(Deaf):
         assert rank is not None, "ranks without stated limits are always candidates"
         return rank.tokens
 
-    def ended(self, dp_rank: int, tokens: int) -> None:
-        self.table.end(self.table.ranks[self._keys[dp_rank]], tokens)
+    def ended(self, dp_rank: int, ended: Ended, now: float) -> None:
+        rank = self.table.ranks[self._keys[dp_rank]]
+        request, began = self._live.pop(ended.rid)
+        self.table.end(rank, request.prompt_tokens)
+        self.policy.ended(rank, request, ended, now - began)
 
     def report(self, dp_rank: int, load: Load, now: float) -> None:
         self.table.apply(self._keys[dp_rank], EPOCH, load, now)
@@ -124,29 +127,22 @@ class TableChooser(Deaf):
         self.table.apply_sent(sent, now)
 
     def kv_events(self, dp_rank: int, events: Sequence[KvEvent]) -> None:
-        if not isinstance(self.policy, CacheAware):
-            return
-        index, seat = self.policy.index, self.table.ranks[self._keys[dp_rank]].seat
+        rank = self.table.ranks[self._keys[dp_rank]]
         for event in events:
-            if isinstance(event, BlockStored):
-                index.stored(seat, (event.block_hash,))
-            else:
-                index.removed(seat, (event.block_hash,))
+            changed = self.policy.stored if isinstance(event, BlockStored) else self.policy.removed
+            changed(rank, (event.block_hash,))
 
 
-class TwoChoices(TableChooser):
+class PowerOfTwo(Policy):
     """The better of two ranks drawn at random, by the same estimates (Mitzenmacher 2001)."""
 
-    def __init__(self, rng: random.Random, role: Role, ranks: int, controller: int, config: LabConfig) -> None:
-        super().__init__(POLICIES["total_tokens"](), role, ranks, controller, config, 0)
-        self._rng = rng
+    def __init__(self, settings: PolicySettings | None = None) -> None:
+        self._rng = random.Random((settings or PolicySettings()).seed)
 
-    def pick(self, request: Submit, now: float) -> int:
-        self.table.age(now)
-        drawn = self._rng.sample(self._keys, min(2, len(self._keys)))
-        rank = min((self.table.ranks[key] for key in drawn), key=lambda r: (r.tokens, r.requests, r.picked))
-        self.table.charge(rank, request.prompt_tokens)
-        return rank.key[1]
+    def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
+        ranks = [*view]
+        drawn = self._rng.sample(ranks, min(2, len(ranks)))
+        return min(drawn, key=lambda rank: (rank.tokens, rank.requests, rank.picked), default=None)
 
 
 class Overwrite(Deaf):
@@ -218,12 +214,21 @@ METHODS: dict[str, Method] = {
     "oracle": Method("fewest tokens queued, perfect instant knowledge"),
     "oracle_cache": Method("fewest tokens queued + to be computed, perfect instant knowledge"),
 }
+LATE = {"late_tokens": "total_tokens", "late_cache": "cache_aware"}  # the policy that each binds late
+
+
+def method_of(name: str) -> Method:
+    """The row of `METHODS`, or what a policy from outside lives on; ConfigError with the names there are."""
+    if name in METHODS:
+        return METHODS[name]
+    if find(name) is None:
+        raise unknown(f"method {name!r} for replay", name, METHODS)
+    return Method("a policy of yours", kv_events=make_policy(name).uses_hashes)
 
 
 def check_method(name: str) -> str:
     """`name`, or ConfigError with the names there are."""
-    if name not in METHODS:
-        raise ConfigError(f"unknown method {name!r} for replay: choose from {', '.join(METHODS)}")
+    method_of(name)
     return name
 
 
@@ -231,15 +236,12 @@ def build_chooser(
     name: str, role: Role, ranks: int, controller: int, config: LabConfig, truth: Truth, block_tokens: int
 ) -> Chooser:
     """The chooser of one controller for one role."""
-    if name == "power_of_two":
-        rng = random.Random(f"{config.seed}/{controller}")
-        return TwoChoices(rng, role, ranks, controller, config)
     if name in ("oracle", "oracle_cache"):
         return Oracle(truth, ranks, cache=name == "oracle_cache")
     if name == "overwrite":
         return Overwrite(ranks, lambda load: load.waiting_tokens, lambda tokens: tokens)
     if name == "vllm_counts":
         return Overwrite(ranks, lambda load: 4 * load.waiting + load.running, lambda tokens: 4)
-    name = {"late_tokens": "total_tokens", "late_cache": "cache_aware"}.get(name, name)
-    policy: Policy = CacheAware(weight=config.cache_weight) if name == "cache_aware" else POLICIES[name]()
+    settings = PolicySettings(role, config.cache_weight, f"{config.seed}/{controller}")
+    policy = PowerOfTwo(settings) if name == "power_of_two" else make_policy(LATE.get(name, name), settings)
     return TableChooser(policy, role, ranks, controller, config, block_tokens)

@@ -14,7 +14,7 @@ from random import Random
 
 from bus.errors import BusError, ConfigError, RequestFailed
 from bus.wire.messages import Status
-from controller.policies import POLICIES
+from controller.policies.registry import POLICIES, find
 from nodes.own.engines.sim import SIM_VOCAB_SIZE, SPECIALS
 from pdbus.client.sync import Client, Stream
 from pdbus.lab.capacity import stretch
@@ -42,8 +42,8 @@ def comparable(config: LabConfig) -> LabConfig:
 def run_live(trace: Trace, method: str, config: LabConfig, on_progress: Callable[[str], None]) -> Outcome:
     """Replay `trace` under `method` in real time. ConfigError when that method has no live form; BusError when a
     request fails, since figures without it would flatter."""
-    if method not in POLICIES or config.decode_method not in POLICIES:
-        raise ConfigError(f"--live runs the controller's own methods: {', '.join(POLICIES)}")
+    if any(find(name) is None for name in (method, config.decode_method)):
+        raise ConfigError(f"--live runs what a controller can: {', '.join(POLICIES)}, or module:Class of your own")
     if not config.decode_ranks:
         raise ConfigError("--live needs decode ranks")
     stretched = stretch(trace, config)

@@ -16,11 +16,11 @@ from functools import partial
 
 from bus.errors import ConfigError
 from bus.wire.hashing import pack_hashes
-from bus.wire.messages import Load, Sent, Submit
+from bus.wire.messages import Ended, Load, Sent, Submit
 from nodes.own.blocks import KvEvent
 from nodes.own.scheduler import Sequence
 from pdbus.lab.capacity import stretch
-from pdbus.lab.choosers import METHODS, Chooser, build_chooser, check_method
+from pdbus.lab.choosers import Chooser, build_chooser, check_method, method_of
 from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.config import LabConfig
 from pdbus.lab.rank import VirtualRank
@@ -101,7 +101,7 @@ class _Truth:
 class _Run:
     def __init__(self, trace: Trace, method: str, config: LabConfig) -> None:
         self.trace, self.method, self.config = trace, method, config
-        self.kind = METHODS[method]
+        self.kind = method_of(method)
         self.loop = VirtualLoop()
         self.rng = random.Random(config.seed)
         self.courses = [Course(request) for request in trace.requests]
@@ -235,11 +235,13 @@ class _Run:
 
     def _prefill_ended(self, number: int) -> None:
         course = self.courses[number]
-        self.choosers[self.owner[number]].ended(course.prefill_rank, course.request.prompt_tokens)
+        ended = Ended(str(number), 1, "prefill", "ok", output_tokens=1, cached_tokens=course.cached_tokens)
+        self.choosers[self.owner[number]].ended(course.prefill_rank, ended, self.loop.now)
 
     def _decode_ended(self, number: int) -> None:
         course = self.courses[number]
-        self.decode_choosers[self.owner[number]].ended(course.decode_rank, course.request.prompt_tokens)
+        ended = Ended(str(number), 1, "decode", "ok", output_tokens=max(1, course.request.output_tokens))
+        self.decode_choosers[self.owner[number]].ended(course.decode_rank, ended, self.loop.now)
 
     def _finish(self, number: int, at_s: float) -> None:
         self.courses[number].finished_s = at_s
@@ -257,7 +259,7 @@ class _Run:
     # --- reports ----------------------------------------------------------------------------------------------
 
     def _start_reports(self, ranks: list[VirtualRank], choosers: Seq[Chooser], method: str) -> None:
-        kind = METHODS[method]
+        kind = method_of(method)
         if not choosers or method.startswith("oracle"):
             return
         interval_s = kind.report_interval_s or self.config.report_interval_s

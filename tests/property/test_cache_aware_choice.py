@@ -11,6 +11,7 @@ from bus.wire.messages import Hello, Load, Submit
 from controller.load.groups import Subset
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
+from controller.policies import PolicySettings
 from controller.policies.cache_aware import CacheAware
 
 SIZE = 16
@@ -39,7 +40,7 @@ RANKS = st.fixed_dictionaries({
 def test_the_choice_is_the_least_of_all_candidates(
     ranks: list[dict[str, object]], blocks: int, rest: int, weight: float, narrow: bool
 ) -> None:
-    table, policy = LoadTable(1), CacheAware(weight=weight)
+    table, policy = LoadTable(1), CacheAware(PolicySettings(cache_weight=weight))
     held: dict[int, set[int]] = {}
     for dp_rank, facts in enumerate(ranks):
         hello = Hello("p", dp_rank, 1, "prefill", "m", len(ranks), "ready", "", 0, 0, 0, facts["size"])  # type: ignore[arg-type]
@@ -48,7 +49,7 @@ def test_the_choice_is_the_least_of_all_candidates(
         table.apply(rank.key, 1, Load(1, 0, 0, facts["waiting"], facts["queued"], 0, 0, 0), 0.0)  # type: ignore[arg-type]
         depth, holes = facts["run"]  # type: ignore[misc]
         held[rank.seat] = set(CHAIN[:depth]) - holes
-        policy.index.stored(rank.seat, sorted(held[rank.seat]))
+        policy.prefixes.stored(rank.seat, sorted(held[rank.seat]))
         for _ in range(int(facts["charges"])):  # type: ignore[call-overload]
             table.charge(rank, 0)
     hashes = CHAIN[:blocks]

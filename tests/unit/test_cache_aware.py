@@ -13,6 +13,7 @@ from controller.config import ControllerConfig
 from controller.events import CacheChanged, FromNode
 from controller.feeds.changes import Stored
 from controller.load.table import LoadTable
+from controller.policies import PolicySettings
 from controller.policies.cache_aware import CacheAware
 
 SIZE = 16
@@ -28,7 +29,7 @@ def request(tokens: int = len(PROMPT), hashes: list[int] | None = None, size: in
 class Table:
     def __init__(self, *queued: int, weight: float = 1.0) -> None:
         self.table = LoadTable(EPOCH)
-        self.policy = CacheAware(weight=weight)
+        self.policy = CacheAware(PolicySettings(cache_weight=weight))
         for dp_rank, tokens in enumerate(queued):
             rank = self.table.open(
                 Hello("p", dp_rank, 1, "prefill", "m", len(queued), "ready", "", 0, 0, 0, SIZE)
@@ -45,7 +46,7 @@ class Table:
 def test_a_cached_prefix_wins_while_it_saves_more_than_the_queue_costs() -> None:
     for queued, chosen in ((159, 1), (161, 0)):
         table = Table(0, queued)
-        table.policy.index.stored(1, HASHES[:10])  # 160 tokens
+        table.policy.prefixes.stored(1, HASHES[:10])  # 160 tokens
         assert table.pick(request()) == chosen
 
 
@@ -53,27 +54,27 @@ def test_a_long_run_is_followed_to_its_end_where_the_last_block_decides() -> Non
     hashes = list(range(1, 34))  # the first chance to stop is a block before the end
     for queued, chosen in ((520, 1), (528, 0), (536, 0)):
         table = Table(0, queued)
-        table.policy.index.stored(1, hashes)
+        table.policy.prefixes.stored(1, hashes)
         assert table.pick(request(33 * SIZE + 1, hashes)) == chosen
 
 
 def test_the_weight_moves_the_balance() -> None:
     for weight, chosen in ((0.5, 0), (1.0, 0), (2.0, 1)):
         table = Table(0, 200, weight=weight)
-        table.policy.index.stored(1, HASHES[:10])
+        table.policy.prefixes.stored(1, HASHES[:10])
         assert table.pick(request()) == chosen
 
 
 def test_of_two_hits_the_sum_decides() -> None:
     table = Table(500, 100, 0)
-    table.policy.index.stored(0, HASHES)
-    table.policy.index.stored(1, HASHES[:15])
+    table.policy.prefixes.stored(0, HASHES)
+    table.policy.prefixes.stored(1, HASHES[:15])
     assert table.pick(request()) == 1
 
 
 def test_without_hashes_or_with_another_block_size_it_is_total_tokens() -> None:
     table = Table(20, 10, 30)
-    table.policy.index.stored(2, HASHES)
+    table.policy.prefixes.stored(2, HASHES)
     assert table.pick(request(hashes=[])) == 1
     assert table.pick(request(size=SIZE * 2)) == 1
 
@@ -81,7 +82,7 @@ def test_without_hashes_or_with_another_block_size_it_is_total_tokens() -> None:
 def test_ties_rotate() -> None:
     table = Table(0, 0, 0)
     for dp_rank in range(3):
-        table.policy.index.stored(dp_rank, HASHES)
+        table.policy.prefixes.stored(dp_rank, HASHES)
     seen = []
     for _ in range(6):
         dp_rank = table.pick(request())
@@ -96,7 +97,7 @@ def test_ties_rotate() -> None:
 
 def test_a_rank_that_cannot_be_dispatched_to_is_no_candidate_however_much_it_caches() -> None:
     table = Table(1000, 0)
-    table.policy.index.stored(1, HASHES)
+    table.policy.prefixes.stored(1, HASHES)
     table.table.set_ready(table.table.ranks[("p", 1)], False)
     assert table.pick(request()) == 0
 
@@ -126,9 +127,9 @@ def test_the_controller_learns_from_its_own_dispatches_and_forgets_a_restarted_r
     world.report(nodes[first], acks=[(EPOCH, 1, len(PROMPT))])  # ingested, done, idle again
     world.submit(aware_submit("b"))
     assert world.dispatches()[1].dp_rank == first  # total_tokens would have rotated
-    assert hits(world.core.prefixes, HASHES) == {seat(first): len(HASHES)}
+    assert hits(world.core.prefixes["unified"], HASHES) == {seat(first): len(HASHES)}
     world.join(hello("u", first, epoch=2, **BIG))  # type: ignore[arg-type]
-    assert seat(first) not in hits(world.core.prefixes, HASHES)
+    assert seat(first) not in hits(world.core.prefixes["unified"], HASHES)
     assert world.core.tally()["prefix_blocks"] == len(HASHES)  # the second went to the other rank
 
 
@@ -141,7 +142,7 @@ def test_the_callers_rank_is_learned_too() -> None:
     request = submit("a", prompt_tokens=len(PROMPT), block_tokens=SIZE, block_hashes=pack_hashes(HASHES),
                      routed_dp_rank=1)  # fmt: skip
     world.submit(request)
-    assert hits(world.core.prefixes, HASHES) == {world.rank(node).seat: len(HASHES)}
+    assert hits(world.core.prefixes["unified"], HASHES) == {world.rank(node).seat: len(HASHES)}
 
 
 def test_a_rank_that_is_forgotten_leaves_nothing_in_the_index_whenever_its_events_come() -> None:
@@ -152,11 +153,11 @@ def test_a_rank_that_is_forgotten_leaves_nothing_in_the_index_whenever_its_event
         world.report(each)
     world.feed(CacheChanged(("u", 0), (Stored((1, 2)),)))
     world.feed(FromNode(peer_of(node), Bye("u", 0, 1)))
-    assert len(world.core.prefixes) == 0
+    assert len(world.core.prefixes["unified"]) == 0
     world.feed(CacheChanged(("u", 0), (Stored((3, 4)),)))  # the bus was slower than its goodbye
     world.pass_time(6.0, alive=[other])
     assert ("u", 0) not in world.core.table.ranks
-    assert len(world.core.prefixes) == 0
+    assert len(world.core.prefixes["unified"]) == 0
 
 
 def test_bad_weight() -> None:

@@ -12,7 +12,7 @@ from controller.load.groups import Metric, Subset
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.placement import Placement
-from controller.policies import POLICIES, resolve
+from controller.policies import POLICIES, make_policy, resolve
 from controller.requests.request import Refusal
 
 
@@ -28,7 +28,7 @@ def table_of(count: int, instances: int = 1, dp_size: int | None = None) -> tupl
 
 
 def picks(table: LoadTable, method: str, count: int, room: int = 0) -> list[tuple[str, int] | None]:
-    policy, group = POLICIES[method](), table.group("unified")
+    policy, group = make_policy(method), table.group("unified")
     chosen = []
     for n in range(count):
         request = submit(f"r{n}", bootstrap_room=room)
@@ -139,7 +139,7 @@ def test_a_bad_setting_is_one_clear_line(field: str, value: object) -> None:
 
 class TestPlacement:
     def place(self, table: LoadTable, method: str = "round_robin", **wish: object) -> Placement:
-        return Placement(table, {"unified": method})
+        return Placement(table, {"unified": make_policy(method)})
 
     def test_the_callers_rank_wins_even_without_credit(self) -> None:
         table, ranks = table_of(2)
@@ -208,7 +208,7 @@ class TestPlacement:
 
     def test_who_serves_nothing_of_it_is_said(self) -> None:
         table, _ = table_of(1)
-        placement = Placement(table, {"unified": "round_robin", "decode": "round_robin"})
+        placement = Placement(table, {"unified": make_policy("round_robin"), "decode": make_policy("round_robin")})
         for role, wish, code in (
             ("decode", {}, "no_rank"),
             ("decode", {"instance": "i0"}, "bad_rank"),

@@ -1,0 +1,86 @@
+"""A policy from outside, held to its contract: what it raises or gets wrong costs a pick by tokens, not the controller.
+
+Owns the checks; whoever makes a Guard says what becomes of a fault. It can't help against a policy that takes its time.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bus.errors import BusError
+from bus.wire.messages import Ended, Submit
+from controller.load.groups import Metric, View
+from controller.load.rank import RankLoad
+from controller.policies.base import Policy
+from controller.policies.prefix_index import PrefixIndex
+
+OnFault = Callable[[str, str], None]  # gets the hook's name and what went wrong, one line
+
+
+class Guard(Policy):
+    """`policy`, whose exceptions go to `on_fault`. A pick that fails, or names no candidate, is the least loaded
+    rank's by tokens."""
+
+    def __init__(self, policy: Policy, on_fault: OnFault) -> None:
+        self.policy = policy
+        self.fixed = bool(policy.fixed)
+        self.uses_hashes = bool(policy.uses_hashes)
+        self.prefixes = policy.prefixes if isinstance(policy.prefixes, PrefixIndex) else None
+        self._on_fault = on_fault
+
+    def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
+        try:
+            rank = self.policy.pick(view, request, tokens)
+        except Exception as error:
+            self._on_fault("pick", story(error))
+        else:
+            if isinstance(rank, RankLoad) and (rank.open or (self.fixed and rank.ready)) and view.has(rank):
+                return rank
+            least = view.least(Metric.TOKENS)
+            if rank is None and (self.fixed or least is None):
+                return None
+            what = f"rank {rank.key[0]}/{rank.key[1]}" if isinstance(rank, RankLoad) else type(rank).__name__
+            self._on_fault("pick", f"it returned {what}, which is none of the candidates")
+        return view.least(Metric.TOKENS)
+
+    def dispatched(self, rank: RankLoad, request: Submit, now: float) -> None:
+        self._tell("dispatched", rank, request, now)
+
+    def ended(self, rank: RankLoad, request: Submit, end: Ended | None, took_s: float) -> None:
+        self._tell("ended", rank, request, end, took_s)
+
+    def stored(self, rank: RankLoad, hashes: Sequence[int]) -> None:
+        self._tell("stored", rank, hashes)
+
+    def removed(self, rank: RankLoad, hashes: Sequence[int]) -> None:
+        self._tell("removed", rank, hashes)
+
+    def forgotten(self, rank: RankLoad) -> None:
+        self._tell("forgotten", rank)
+
+    def tick(self, now: float) -> None:
+        self._tell("tick", now)
+
+    def _tell(self, hook: str, *arguments: Any) -> None:
+        try:
+            getattr(self.policy, hook)(*arguments)
+        except Exception as error:
+            self._on_fault(hook, story(error))
+
+
+def story(error: BaseException) -> str:
+    """An exception in one line: what, and the file and line that raised it."""
+    what = " ".join(traceback.format_exception_only(error)[-1].split())[:400]
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{what} ({frames[-1].filename}:{frames[-1].lineno})" if frames else what
+
+
+def fail_on(method: str) -> OnFault:
+    """Ends the run with one line: where nobody waits for an answer, figures of another policy would only mislead."""
+
+    def on_fault(hook: str, why: str) -> None:
+        raise BusError(f"policy {method} failed in {hook}: {why}")
+
+    return on_fault
