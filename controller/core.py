@@ -176,7 +176,10 @@ class ControllerCore:
             for _, rank in sorted(self.table.ranks.items(), key=lambda item: item[0])
         )
         methods = {str(role): method for role, method in self.config.methods.items()}
-        return Status(id, self.config.name, self.epoch, max(0.0, now - self._started_at), methods, self.tally(), ranks)
+        return Status(
+            id, self.config.name, self.epoch, max(0.0, now - self._started_at), methods, self.tally(), ranks,
+            uses_hashes=self.uses_hashes,
+        )  # fmt: skip
 
     @property
     def prefixes(self) -> dict[Role, PrefixIndex]:

@@ -582,6 +582,7 @@ class Status(_OfController, frozen=True, tag="status_is"):
     counts: dict[str, int]
     ranks: Annotated[tuple[RankStatus, ...], Meta(max_length=MAX_DP_SIZE)]
     remaining: Count = 0  # ranks that further messages of this id bring
+    uses_hashes: Annotated[tuple[Role, ...], Meta(max_length=3)] = ()  # whose methods look at `Submit.block_hashes`
 
 
 class DrainRank(_Named, frozen=True, tag="drain_rank"):

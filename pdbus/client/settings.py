@@ -163,8 +163,7 @@ def leg_for(status: Status) -> Leg | None:
 
 def block_tokens_for(status: Status) -> int:
     """The block size to hash prompts with; 0 where no method in force looks at hashes, or ranks differ in it."""
-    aware = {role for role, method in status.methods.items() if method == "cache_aware"}
-    sizes = {rank.block_tokens for rank in status.ranks if rank.role in aware and rank.state != "gone"}
+    sizes = {rank.block_tokens for rank in status.ranks if rank.role in status.uses_hashes and rank.state != "gone"}
     return sizes.pop() if len(sizes) == 1 else 0
 
 
