@@ -1,4 +1,4 @@
-"""What a feed tells the prefix index about one rank's cache. Owns the shapes; hashes are ours (`bus.wire.hashing`)."""
+"""What a feed tells the policies about one rank's cache. Owns the shapes; hashes are ours (`bus.wire.hashing`)."""
 
 from __future__ import annotations
 

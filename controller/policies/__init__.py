@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from controller.load.groups import Metric, View
+from controller.load.rank import RankLoad
 from controller.policies.base import Policy, PolicySettings, PrefixPolicy
 from controller.policies.registry import POLICIES, make_policy, resolve
 
-__all__ = ["POLICIES", "Policy", "PolicySettings", "PrefixPolicy", "make_policy", "resolve"]
+__all__ = [
+    "POLICIES", "Metric", "Policy", "PolicySettings", "PrefixPolicy", "RankLoad", "View", "make_policy", "resolve",
+]  # fmt: skip

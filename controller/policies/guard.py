@@ -16,6 +16,7 @@ from controller.load.rank import RankLoad
 from controller.policies.base import Policy
 from controller.policies.prefix_index import PrefixIndex
 
+FAULTS = (Exception, SystemExit)  # Ctrl-C is nobody's fault
 OnFault = Callable[[str, str], None]  # gets the hook's name and what went wrong, one line
 
 
@@ -33,7 +34,7 @@ class Guard(Policy):
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
         try:
             rank = self.policy.pick(view, request, tokens)
-        except Exception as error:
+        except FAULTS as error:
             self._on_fault("pick", story(error))
         else:
             if isinstance(rank, RankLoad) and (rank.open or (self.fixed and rank.ready)) and view.has(rank):
@@ -66,7 +67,7 @@ class Guard(Policy):
     def _tell(self, hook: str, *arguments: Any) -> None:
         try:
             getattr(self.policy, hook)(*arguments)
-        except Exception as error:
+        except FAULTS as error:
             self._on_fault(hook, story(error))
 
 

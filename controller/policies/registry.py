@@ -9,10 +9,10 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Callable, Iterable
-from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -23,7 +23,7 @@ from bus.wire.messages import Role
 from controller.policies.base import Policy, PolicySettings
 from controller.policies.cache_aware import CacheAware
 from controller.policies.follow_bootstrap_room import FollowBootstrapRoom
-from controller.policies.guard import Guard, OnFault, fail_on, story
+from controller.policies.guard import FAULTS, Guard, OnFault, fail_on, story
 from controller.policies.least import RoundRobin, TotalRequests, TotalTokens
 
 Factory: TypeAlias = Callable[[PolicySettings], Policy]
@@ -82,7 +82,7 @@ def make_policy(method: str, settings: PolicySettings | None = None, on_fault: O
         policy = factory(settings or PolicySettings())
     except ConfigError:
         raise
-    except Exception as error:
+    except FAULTS as error:
         raise ConfigError(f"{method} could not be made with its settings: {story(error)}") from error
     return guarded(policy, method, on_fault or fail_on(method))
 
@@ -104,31 +104,26 @@ def unknown(what: str, method: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(f"unknown {what}{hint}: choose from {', '.join(names)}, or give module:Class of your own")
 
 
-@cache
 def _plugged_in(name: str) -> Factory | None:
     for entry in entry_points(group=GROUP, name=name):
         return _factory(f"{name} ({entry.value})", entry.load)
     return None
 
 
-@cache
 def _load(method: str) -> Factory:
     where, _, name = method.rpartition(":")
 
-    def get() -> Any:
-        found: Any = _module_at(Path(where)) if where.endswith(".py") else import_module(where)
-        for part in name.split("."):
-            found = getattr(found, part)
-        return found
-
-    return _factory(method, get)
+    return _factory(
+        method,
+        lambda: attrgetter(name)(_module_at(Path(where)) if where.endswith(".py") else import_module(where)),
+    )
 
 
 def _factory(method: str, get: Callable[[], Any]) -> Factory:
     """What `get` imports; whatever that raises is one line."""
     try:
         found = get()
-    except (Exception, SystemExit) as error:
+    except FAULTS as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(
             f"cannot load the policy {method}: {what} (a module must be installed or on PYTHONPATH; "
@@ -140,8 +135,10 @@ def _factory(method: str, get: Callable[[], Any]) -> Factory:
 
 
 def _module_at(path: Path) -> ModuleType:
-    """The module in a file, by its path, so that it hides no other module."""
+    """The module in a file, imported once, by its path: so it hides no other module."""
     name = str(path.resolve())
+    if name in sys.modules:
+        return sys.modules[name]
     spec = spec_from_file_location(name, path)
     assert spec is not None, "a name that ends in .py has a loader"
     assert spec.loader is not None

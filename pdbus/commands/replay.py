@@ -50,7 +50,8 @@ def _setting(name: str, text: str) -> Decorator:
 
 @click.command(epilog="Methods: " + "; ".join(f"{name} ({kind.about})" for name, kind in METHODS.items()) + ".")
 @click.argument("trace", required=False, type=click.Path(path_type=Path, dir_okay=False))
-@_option("--methods", default=DEFAULT_METHODS, metavar="A,B,...", help="What to compare; `all` for every method.")
+@_option("--methods", default=DEFAULT_METHODS, metavar="A,B,...",
+         help="What to compare: `all` of these, or your own as module:Class or file.py:Class.")  # fmt: skip
 @_setting("ranks", "Prefill ranks.")
 @_setting("decode_ranks", "Decode ranks; 0: look at prefill alone.")
 @_setting("load", "Share of what the prefill ranks can do without cache hits; 0: the trace's own times.")

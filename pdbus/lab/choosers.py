@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from bus.errors import BusError
 from bus.wire.hashing import unpack_hashes
 from bus.wire.messages import Ended, Hello, Load, MemberKey, Role, Sent, Submit
 from controller.load.groups import Metric, View
@@ -99,7 +100,8 @@ class TableChooser(Deaf):
         self.table.age(now)
         self.policy.tick(now)
         rank = self.policy.pick(self._group, request, request.prompt_tokens)
-        assert rank is not None, "ranks without stated limits are always candidates"
+        if rank is None:  # which only a `fixed` one may say: ranks without stated limits are always candidates
+            raise BusError(f"a policy has no rank for request {request.rid}, though all are there")
         self.table.charge(rank, request.prompt_tokens)
         self.policy.dispatched(rank, request, now)
         self._live[request.rid] = request, now

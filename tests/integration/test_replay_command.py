@@ -73,7 +73,7 @@ def test_markdown() -> None:
         (("--load", "-1"), "--load must not be negative"),
         (("--report-loss", "1"), "--report-loss must lie in 0..1"),
         (("--duration-s", "0"), "--duration-s must lie"),
-        (("--live", "--methods", "oracle"), "--live runs the controller's own methods"),
+        (("--live", "--methods", "oracle"), "--live runs what a controller can"),
         (("--ranks", "many"), "'many' is not a valid integer"),
     ],
 )

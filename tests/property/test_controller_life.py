@@ -27,7 +27,7 @@ class Life(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = World(
-            prefill_method="total_tokens", decode_method="total_requests", unified_method="total_tokens",
+            prefill_method="total_tokens", decode_method="total_requests", unified_method="odd_policies:Erratic",
             queue_requests=4, client_requests=12, request_overcommit=1.0,
         )  # fmt: skip
         self.nodes: dict[tuple[str, int], Hello] = {}
@@ -216,6 +216,14 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def no_work_of_mine_counts_as_a_former_controllers(self) -> None:
         assert not len(self.world.core.life.adoption)
+
+    @invariant()
+    def a_policy_knows_of_each_leg_that_runs_whatever_it_breaks(self) -> None:
+        policy = self.world.core.policies["unified"].policy  # type: ignore[attr-defined]
+        ranks = self.world.core.table.ranks.values()
+        assert sorted(policy.running) == sorted(
+            (rid, rank.key) for rank in ranks for rid in rank.work if rank.key[0] == "u"
+        )
 
     def teardown(self) -> None:
         """All clients give up: nothing is left."""

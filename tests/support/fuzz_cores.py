@@ -209,7 +209,7 @@ class ResolverFuzz(Core):
 class ControllerFuzz(Core):
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng)
-        method = rng.choice(("auto", "total_tokens", "cache_aware", "follow_bootstrap_room"))
+        method = rng.choice(("auto", "total_tokens", "cache_aware", "follow_bootstrap_room", "odd_policies:Erratic"))
         config = ControllerConfig(
             bus="ipc:///b",
             controller="ipc:///c",
@@ -221,6 +221,7 @@ class ControllerFuzz(Core):
             payload_bytes=4000,
             prefill_method=method,
             decode_method=rng.choice(("auto", "total_requests")),
+            unified_method=rng.choice(("auto", "odd_policies:Erratic")),
         )
         self.core = ControllerCore(config, 7, 0.0)
         self.sent: list[ToNode] = []
