@@ -274,9 +274,8 @@ class ControllerCore:
     def _lose(self, losses: list[Loss], now: float, out: list[Action]) -> None:
         for loss in losses:
             if self.table.ranks.get(loss.rank.key) is not loss.rank or self.members.state(loss.rank) in DEAD:
-                self.policies[loss.rank.info.role].forgotten(
-                    loss.rank
-                )  # its cache is gone with it, or will be when it is back
+                # its cache is gone with it, or will be when it is back
+                self.policies[loss.rank.info.role].forgotten(loss.rank)
             self.life.adoption.forget(loss.rank)
             self.life.lost(loss, now, out)
 
