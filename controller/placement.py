@@ -86,7 +86,8 @@ class Placement:
             if (suits := self._suits(role, submit, group, model, prefill)) is not None and not suits(rank_or_none):
                 raise Refusal("no_rank", f"the {role} rank of the room {_lacks(rank_or_none, submit)}")
             return _bounded(rank_or_none)
-        suits = self._suits(role, submit, group, model, prefill)
+        wants = submit.leg == "pair" or submit.needs  # more of a rank than that it is large enough
+        suits = self._suits(role, submit, group, model, prefill) if wants else None
         if not avoid and suits is None:
             chosen = policy.pick(group, submit, submit.prompt_tokens)
             if chosen is None or holds(chosen, role, submit):
