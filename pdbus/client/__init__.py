@@ -5,8 +5,8 @@ from pdbus.names import check_names
 check_names()  # before `bus` is imported
 
 from pdbus.client.aio import AsyncClient, AsyncStream
-from pdbus.client.outcome import Piece, Result
-from pdbus.client.settings import Options
+from pdbus.client.options import Options
+from pdbus.client.output import Piece, Result
 from pdbus.client.sync import Client, Stream
 
 __all__ = ["AsyncClient", "AsyncStream", "Client", "Options", "Piece", "Result", "Stream"]

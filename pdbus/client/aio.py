@@ -10,8 +10,7 @@ from typing import Unpack
 
 from bus.wire.messages import DrainRank, Leg, Status, StatusQuery
 from pdbus.client.channel import Channel, Update
-from pdbus.client.outcome import Piece, Result
-from pdbus.client.settings import (
+from pdbus.client.options import (
     Options,
     block_tokens_for,
     check_options,
@@ -22,7 +21,7 @@ from pdbus.client.settings import (
     patience,
     where,
 )
-from pdbus.client.text import Texts, Writer
+from pdbus.client.output import Piece, Result, Texts, Writer
 
 
 class AsyncClient:

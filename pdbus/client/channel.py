@@ -27,9 +27,8 @@ from bus.wire import codec
 from bus.wire.messages import CONTROLLER_TO_CLIENT, FROM_NODE_DATA, Failed, Message, Refused, Status
 from bus.wire.status import join
 from pdbus.client.core import Begin, CancelAsked, ClientCore, Event, Received, Tick
-from pdbus.client.outcome import Result, failure
-from pdbus.client.plan import RequestPlan
-from pdbus.client.request import Deliver, Patience
+from pdbus.client.output import Result, failure
+from pdbus.client.request import Deliver, Patience, RequestPlan
 
 TICK_S = 0.05
 IDLE_S = 30.0  # connections to nodes that nobody uses are closed after so long

@@ -10,8 +10,7 @@ import random
 from dataclasses import dataclass
 
 from bus.wire.messages import Accepted, Done, Failed, Message, Tokens
-from pdbus.client.plan import RequestPlan
-from pdbus.client.request import Action, Ended, LegRun, Patience, Request
+from pdbus.client.request import Action, Ended, LegRun, Patience, Request, RequestPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,13 @@ from bus.wire.messages import (
     Failed,
     FinishReason,
     FoundBy,
+    Leg,
     Location,
+    Params,
+    Submit,
     Tokens,
 )
-from pdbus.client.outcome import Result
-from pdbus.client.plan import LegPlan, RequestPlan, submit_header
+from pdbus.client.output import Result
 
 SILENCE_S = 3.0  # a stream that shows no sign of life for so long is asked again, and then given up
 VERDICT_S = 2.0  # after a stream failed, how long its controller may take to say what becomes of the request
@@ -40,6 +42,62 @@ GAP_S = 0.25  # between two requests to fill the same gap
 BACKOFF_S = 0.1
 MAX_ATTEMPT = 1_000_000  # of the protocol
 BACKOFF_MAX_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class LegPlan:
+    """One submit: `leg` to the controller whose client endpoint is `controller`. `suffix` keeps rids apart."""
+
+    controller: str
+    leg: Leg
+    suffix: str = ""
+    instance: str = ""
+    prefill_instance: str = ""
+    routed_dp_rank: int | None = None
+    disagg_prefill_dp_rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPlan:
+    """`legs[0]` is the leg whose end is the request's: it streams the tokens, unless it is a lone prefill leg."""
+
+    prompt: bytes  # int32 little-endian
+    max_tokens: int
+    params: Params
+    legs: tuple[LegPlan, ...]
+    bootstrap_room: int | None
+    model: str = ""
+    deadline_s: float = 0.0
+    priority: int = 0
+    block_tokens: int = 0
+    block_hashes: bytes = b""
+    stop_ids: frozenset[int] = frozenset()  # known end tokens, beside those in `params`
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt) // 4
+
+
+def submit_header(plan: RequestPlan, leg: LegPlan, rid: str, attempt: int, have: int, deadline_s: float) -> Submit:
+    """The header for one leg; `have` output tokens are there already and follow the prompt in its frame."""
+    return Submit(
+        rid=rid + leg.suffix,
+        leg=leg.leg,
+        prompt_tokens=plan.prompt_tokens + have,
+        max_tokens=plan.max_tokens - have,
+        bootstrap_room=plan.bootstrap_room,
+        routed_dp_rank=leg.routed_dp_rank,
+        disagg_prefill_dp_rank=leg.disagg_prefill_dp_rank,
+        instance=leg.instance,
+        prefill_instance=leg.prefill_instance,
+        model=plan.model,
+        attempt=attempt,
+        offset=have,
+        deadline_s=deadline_s,
+        priority=plan.priority,
+        block_tokens=plan.block_tokens,
+        block_hashes=plan.block_hashes,
+    )
 
 
 @dataclass(frozen=True, slots=True)

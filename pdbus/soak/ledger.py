@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pdbus.client.outcome import Result
+from pdbus.client.output import Result
 
 TOLD_MAX = 20
 

@@ -15,7 +15,7 @@ from bus.errors import ConfigError
 from bus.wire.messages import Leg
 from nodes.own.engines.reference import generate_alone
 from pdbus.client.channel import Channel, Update
-from pdbus.client.settings import Options, make_plan, patience, where
+from pdbus.client.options import Options, make_plan, patience, where
 from pdbus.launcher import Cluster, ClusterSpec
 from pdbus.soak.chaos import Chaos
 from pdbus.soak.ledger import Ledger

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fault_rig import CONTROLLER_ARGS, TIMING, Rig, rig
 
-from pdbus.client.settings import where
+from pdbus.client.options import where
 from pdbus.launcher import Cluster, ClusterSpec
 from pdbus.launcher.child import Child
 from pdbus.launcher.spec import PartSpec

@@ -15,9 +15,9 @@ from bus.wire.hashing import tokens_of
 from bus.wire.messages import Accepted, Attach, Cancel, Detach, Failed, Location, Message, Params, Submit, Tokens
 from nodes.own.engines.sim import sim_generate
 from pdbus.client.core import Begin, CancelAsked, ClientCore, Received, Tick
-from pdbus.client.outcome import Result
-from pdbus.client.plan import RequestPlan, make_legs, prompt_bytes
-from pdbus.client.request import Deliver, Ended, Patience
+from pdbus.client.options import make_legs, prompt_bytes
+from pdbus.client.output import Result
+from pdbus.client.request import Deliver, Ended, Patience, RequestPlan
 
 CONTROLLER = "ipc:///c.clients"
 PROMPT = [5, 6, 7, 8]

@@ -14,8 +14,8 @@ from bus.errors import PeerLost
 from bus.wire.messages import RankStatus, Role, Status, StatusQuery
 from nodes.own.engines.sim import sim_generate
 from pdbus.client.channel import Channel, Update
-from pdbus.client.outcome import Result
-from pdbus.client.settings import Options, make_plan, patience, where
+from pdbus.client.options import Options, make_plan, patience, where
+from pdbus.client.output import Result
 from pdbus.launcher import Cluster
 from pdbus.soak.ledger import Ledger
 

@@ -67,8 +67,8 @@ from nodes.own.runner import OwnRunner
 from nodes.own.scheduler import Scheduler
 from pdbus.client.core import Begin, CancelAsked, ClientCore, Received
 from pdbus.client.core import Tick as ClientTick
-from pdbus.client.plan import RequestPlan, make_legs
-from pdbus.client.request import Deliver, Ended, Patience
+from pdbus.client.options import make_legs
+from pdbus.client.request import Deliver, Ended, Patience, RequestPlan
 
 PEERS = ("a", "b", "c")
 VALIDATE_EVERY = 16

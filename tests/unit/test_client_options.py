@@ -10,8 +10,16 @@ import pytest
 from bus.errors import ConfigError
 from bus.wire.messages import RankState, RankStatus, Status
 from pdbus.client import AsyncClient, Client
-from pdbus.client.plan import make_params, prompt_bytes
-from pdbus.client.settings import DEFAULT_MAX_TOKENS, Options, make_plan, model_of, patience, where
+from pdbus.client.options import (
+    DEFAULT_MAX_TOKENS,
+    Options,
+    make_params,
+    make_plan,
+    model_of,
+    patience,
+    prompt_bytes,
+    where,
+)
 
 AT = where("ipc:///tmp/pdx/c", None, None)
 

@@ -23,9 +23,9 @@ from bus.wire.messages import (
     Tokens,
 )
 from pdbus.client.core import Begin, CancelAsked, ClientCore, Received, Tick
-from pdbus.client.outcome import Result
-from pdbus.client.plan import LegPlan, RequestPlan, make_legs, prompt_bytes
-from pdbus.client.request import SILENCE_S, VERDICT_S, Deliver, Ended, Patience
+from pdbus.client.options import make_legs, prompt_bytes
+from pdbus.client.output import Result
+from pdbus.client.request import SILENCE_S, VERDICT_S, Deliver, Ended, LegPlan, Patience, RequestPlan
 
 C = "ipc:///c.clients"
 P = "ipc:///p.clients"

@@ -19,8 +19,8 @@ from bus.wire.messages import Failed, StatusQuery
 from controller import ControllerConfig, Dispatcher
 from controller.shell import Controller
 from pdbus.client.channel import Channel
-from pdbus.client.outcome import Result
-from pdbus.client.settings import Where, make_plan, patience
+from pdbus.client.options import Where, make_plan, patience
+from pdbus.client.output import Result
 
 WAIT_S = 30.0
 

@@ -10,7 +10,7 @@ import pytest
 
 from bus.errors import ConfigError
 from bus.wire.messages import Code, FinishReason
-from pdbus.client.outcome import Result
+from pdbus.client.output import Result
 from pdbus.soak import Ledger, SoakConfig
 from pdbus.soak.run import Verdict
 from pdbus.soak.usage import Usage, usage_of

@@ -1,11 +1,20 @@
-"""What a caller gets: pieces of output as they come, and how the request went. Owns these shapes alone."""
+"""What a caller gets: pieces of output as they come, and how the request went; and text, where a tokenizer is at work.
+
+Owns these shapes, and a client's tokenizers, which are loaded only when text is used.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bus.errors import RequestFailed
 from bus.wire.messages import Code, FinishReason, FoundBy, Location
+
+if TYPE_CHECKING:
+    from nodes.own.engines.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +58,41 @@ class Result:
 def failure(rid: str, code: Code, message: str) -> Result:
     """Of a request that never began."""
     return Result(rid, "failed", (), 1, None, None, None, "", 0.0, 0.0, code, message)
+
+
+class Texts:
+    """A client's tokenizers by model, each loaded once. Any thread."""
+
+    def __init__(self, model: str = "") -> None:
+        self.model = model
+        self._lock = threading.Lock()
+        self._tokenizers: dict[str, Tokenizer] = {}
+
+    def learn(self, model: str) -> str:
+        self.model = model
+        return model
+
+    def tokenizer(self, model: str) -> Tokenizer:
+        """ConfigError when the model's packages are missing."""
+        from nodes.own.engines.tokenizer import tokenizer_for
+
+        with self._lock:
+            found = self._tokenizers.get(model)
+            if found is None:
+                found = self._tokenizers[model] = tokenizer_for(model)
+            return found
+
+
+class Writer:
+    """The text of one request's output; bytes of a character that is not whole yet are held back."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        from nodes.own.engines.tokenizer import StreamDecoder
+
+        self._decoder = StreamDecoder(tokenizer)
+
+    def push(self, ids: Sequence[int]) -> str:
+        return self._decoder.push(ids)
+
+    def finish(self) -> str:
+        return self._decoder.finish()

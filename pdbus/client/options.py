@@ -1,6 +1,8 @@
 """How a client is set up and how a request's options become a plan; shared by the sync and the async client.
 
-Owns names, defaults and their meaning; talks to nobody.
+Owns names, defaults and their meaning; sends and keeps nothing. Only what could not be put on the wire is refused here.
+Everything else (an empty prompt, a rank that does not exist, a room out of range) is the controller's to judge, so that
+there is one judge.
 """
 
 from __future__ import annotations
@@ -9,16 +11,21 @@ import difflib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import TypedDict, TypeVar
+
+import msgspec
 
 from bus.endpoints import ControllerAddress, default_controller
 from bus.errors import ConfigError
-from bus.wire.messages import Leg, Status
+from bus.runtime.sockets import PAYLOAD_MAX
+from bus.wire.hashing import block_hashes, pack_hashes, token_bytes
+from bus.wire.messages import Leg, Message, Params, Status, Submit
 from pdbus.client.channel import Channel
-from pdbus.client.plan import RequestPlan, check_plan, hash_prompt, make_legs, make_params, prompt_bytes
-from pdbus.client.request import Patience
+from pdbus.client.request import LegPlan, Patience, RequestPlan, submit_header
 
 DEFAULT_MAX_TOKENS = 128
+_M = TypeVar("_M", bound=Message)
+MAX_PROMPT_TOKENS = PAYLOAD_MAX // 4 - 1024  # leaves room for the output so far, when a request is resumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +158,71 @@ def make_plan(
     rid = options.get("rid") or channel.new_rid()
     check_plan(plan, rid)
     return rid, plan
+
+
+def check_plan(plan: RequestPlan, rid: str) -> None:
+    """ConfigError when a header of `plan` could not be put on the wire."""
+    for leg in plan.legs:
+        header = submit_header(plan, leg, rid, 1, 0, plan.deadline_s)
+        _convert(msgspec.to_builtins(header, builtin_types=(bytes,)), Submit)
+
+
+def prompt_bytes(ids: Sequence[int]) -> bytes:
+    """The prompt frame; ConfigError for what is no list of token ids."""
+    if len(ids) > MAX_PROMPT_TOKENS:
+        raise ConfigError(f"a prompt has at most {MAX_PROMPT_TOKENS} tokens, this one has {len(ids)}")
+    try:
+        frame = token_bytes(ids)
+    except (OverflowError, TypeError):
+        raise ConfigError("token ids are integers from 0 to 2147483647") from None
+    if ids and min(ids) < 0:
+        raise ConfigError(f"token ids are integers from 0 to 2147483647, not {min(ids)}")
+    return frame
+
+
+def make_params(
+    temperature: float, top_k: int, top_p: float, seed: int, stop_token_ids: Sequence[int], ignore_eos: bool
+) -> Params:
+    """Sampling parameters within the bounds of the protocol; ConfigError says which one is not."""
+    return _convert(["params", temperature, top_k, top_p, seed, list(stop_token_ids), ignore_eos], Params)
+
+
+def _convert(fields: object, kind: type[_M]) -> _M:
+    try:
+        return msgspec.convert(fields, kind, builtin_types=(bytes,))
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$[")
+        name = ("tag", *kind.__struct_fields__)[int(path.split("]")[0])] if path else str(kind.__struct_config__.tag)
+        raise ConfigError(f"{name}: {reason[0].lower()}{reason[1:]}") from None
+
+
+def make_legs(
+    leg: Leg | None,
+    controller: str,
+    prefill_controller: str,
+    *,
+    instance: str = "",
+    prefill_instance: str = "",
+    routed_dp_rank: int | None = None,
+    disagg_prefill_dp_rank: int | None = None,
+) -> tuple[LegPlan, ...]:
+    """One submit, or two that share a room when `prefill_controller` is another one than `controller` or `leg` is None.
+
+    The options mean the same either way: `instance` and `routed_dp_rank` are decode's, the other two are prefill's.
+    """
+    if leg is not None:
+        return (
+            LegPlan(controller, leg, "", instance, prefill_instance, routed_dp_rank, disagg_prefill_dp_rank),
+        )  # fmt: skip
+    return (
+        LegPlan(controller, "decode", "", instance, prefill_instance, routed_dp_rank, disagg_prefill_dp_rank),
+        LegPlan(prefill_controller, "prefill", ".prefill", prefill_instance, "", disagg_prefill_dp_rank),
+    )
+
+
+def hash_prompt(ids: Sequence[int], block_tokens: int) -> bytes:
+    """`Submit.block_hashes` for a controller that is aware of prefix caches; empty with `block_tokens` 0."""
+    return pack_hashes(block_hashes(ids, block_tokens)) if block_tokens else b""
 
 
 def leg_for(status: Status) -> Leg | None:
