@@ -4,46 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from types import TracebackType
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
-from bus.wire.messages import DrainRank, Leg, Status, StatusQuery
+from bus.wire.messages import Status
+from pdbus.client.base import BaseClient, BaseStream
 from pdbus.client.channel import Channel, Update
-from pdbus.client.options import (
-    Options,
-    block_tokens_for,
-    check_options,
-    check_text,
-    leg_for,
-    make_plan,
-    model_of,
-    patience,
-    where,
-)
-from pdbus.client.output import Piece, Result, Texts, Writer
+from pdbus.client.options import Options, check_options, check_text
+from pdbus.client.output import Piece, Result
+
+if TYPE_CHECKING:
+    from nodes.own.engines.tokenizer import Tokenizer
 
 
-class AsyncClient:
-    """As `Client`, for asyncio: the same options and errors."""
-
-    def __init__(
-        self,
-        controller: str | None = None,
-        *,
-        prefill_controller: str | None = None,
-        decode_controller: str | None = None,
-        retries: int = 6,
-        connect_timeout_s: float = 10.0,
-        keys: str | Path = "",
-        model: str = "",
-        seed: int | None = None,
-    ) -> None:
-        self._where = where(controller, prefill_controller, decode_controller)
-        self._channel = Channel(self._where.endpoints, patience(retries, connect_timeout_s), keys=keys, seed=seed)
-        self._texts = Texts(model)
-        self._leg: Leg | None = None if self._where.prefill is None else "pair"
-        self._block_tokens = 0
+class AsyncClient(BaseClient):
+    """As `Client`, for asyncio: the same arguments, options and errors."""
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -60,58 +35,49 @@ class AsyncClient:
     async def generate(
         self, text: str, *, chat: bool = True, system: str | None = None, **options: Unpack[Options]
     ) -> AsyncStream:
-        """Submit `text`; see `Client.generate`. Returns once submitted."""
+        """As `Client.generate`. Returns once submitted."""
         check_text(text)
         check_options(options)
-        model = options.get("model") or self._texts.model or self._texts.learn(model_of(await self.status()))
+        model = options.get("model") or self._texts.model
+        if not model:
+            model = self._learn_model(await asyncio.wrap_future(self._ask_cluster()))
         tokenizer = await asyncio.to_thread(self._texts.tokenizer, model)
         ids = tokenizer.chat(text, system) if chat else tokenizer.encode(text)
-        return await self._begin(ids, options, Writer(tokenizer), tokenizer.eos_ids)
+        return await self._begin(ids, options, tokenizer)
 
     async def generate_tokens(self, ids: Sequence[int], **options: Unpack[Options]) -> AsyncStream:
-        """Submit token ids; the stream's pieces carry ids alone."""
+        """As `Client.generate_tokens`. Returns once submitted."""
         check_options(options)
-        return await self._begin(ids, options, None, ())
+        return await self._begin(ids, options, None)
 
     async def status(self, *, timeout_s: float | None = None) -> Status:
-        """What the controller (of the decode legs) knows of its ranks. PeerLost when none answers in time."""
-        answer = await asyncio.wrap_future(self._channel.ask(self._where.decode, StatusQuery, timeout_s))
-        assert isinstance(answer, Status)
-        return answer
+        """As `Client.status`."""
+        return await asyncio.wrap_future(self._ask_status(timeout_s))
 
     async def drain(self, instance: str, dp_rank: int, *, timeout_s: float | None = None) -> None:
-        """Let a rank finish what it has and leave. RequestFailed when the controller knows no such rank."""
-        question = self._channel.ask(self._where.decode, lambda id: DrainRank(id, instance, dp_rank), timeout_s)
-        await asyncio.wrap_future(question)
+        """As `Client.drain`."""
+        await asyncio.wrap_future(self._ask_drain(instance, dp_rank, timeout_s))
 
-    async def _begin(
-        self, ids: Sequence[int], options: Options, writer: Writer | None, eos_ids: Sequence[int]
-    ) -> AsyncStream:
+    async def _begin(self, ids: Sequence[int], options: Options, tokenizer: Tokenizer | None) -> AsyncStream:
         if self._leg is None and "leg" not in options:
-            status = await self.status()
-            self._leg, self._block_tokens = leg_for(status), block_tokens_for(status)
-        rid, plan = make_plan(
-            ids, options, self._where, self._leg or "pair", eos_ids, self._channel, self._block_tokens
-        )
-        stream = AsyncStream(self._channel, rid, tuple(ids), writer)
-        self._channel.begin(rid, plan, stream._sink)
+            self._learn_leg(await asyncio.wrap_future(self._ask_cluster()))
+        request = self._request(ids, options, tokenizer)
+        stream = AsyncStream(self._channel, request.rid, ids, tokenizer)
+        self._channel.begin(request, stream._sink)
         return stream
 
 
-class AsyncStream:
-    """The output of one request: `async for` gives `Piece`s; one task may iterate, any may cancel.
+class AsyncStream(BaseStream):
+    """The output of one request: `async for` gives `Piece`s; one task may iterate, any may cancel. RequestFailed at the
+    end when the request failed.
 
     Leaving the loop early cancels the request (as does `async with`). `result` is there once the iteration ended.
     """
 
-    def __init__(self, channel: Channel, rid: str, prompt_ids: tuple[int, ...], writer: Writer | None) -> None:
-        self.rid = rid
-        self.prompt_ids = prompt_ids
-        self._channel = channel
-        self._writer = writer
+    def __init__(self, channel: Channel, rid: str, prompt_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
+        super().__init__(channel, rid, prompt_ids, tokenizer)
         self._loop = asyncio.get_running_loop()
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
-        self._result: Result | None = None
 
     @property
     def result(self) -> Result | None:
@@ -144,10 +110,6 @@ class AsyncStream:
         assert self._result is not None
         self._result.raise_if_failed()
 
-    def cancel(self) -> None:
-        """End the request now; the iteration stops, and `result.finish` is `cancelled`."""
-        self._channel.cancel(self.rid)
-
     async def text(self) -> str:
         """All the text (of what was not read yet). RequestFailed when the request fails."""
         return "".join([piece.text async for piece in self])
@@ -158,13 +120,8 @@ class AsyncStream:
 
     async def _pieces(self) -> AsyncIterator[Piece]:
         while self._result is None:
-            update = await self._updates.get()
-            if isinstance(update, Result):
-                self._result = update
-                if self._writer is not None and (rest := self._writer.finish()):
-                    yield Piece((), rest)
-            else:
-                yield Piece(update, self._writer.push(update) if self._writer is not None else "")
+            if (piece := self._piece(await self._updates.get())) is not None:
+                yield piece
 
     def _sink(self, update: Update) -> None:
         try:

@@ -1,7 +1,11 @@
-"""All requests of one client: who a message is for, and what asks for which connection. Pure, like `request`.
+"""All requests of one client, from submit to their single end. Pure: what happened and `now` in, actions out.
 
-`handle(event, now) -> actions`. A peer is an endpoint: `Send.peer` is where to connect, `Received.peer` where a message
-came from. Every request that began ends with exactly one `Ended`.
+A peer is an endpoint: `Send.peer` is where to connect, and `received` says where a message came from.
+
+Tokens are numbered from 0, the request's first output token, over all attempts; what is not the next one is dropped or
+asked for again, so none is delivered twice or out of order. When the rank that streams is lost, the request is
+submitted under the same rid and the next attempt: the prompt frame is prompt and output so far, `offset` counts the
+latter.
 """
 
 from __future__ import annotations
@@ -9,37 +13,59 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from bus.wire.messages import Accepted, Done, Failed, Message, Tokens
-from pdbus.client.request import Action, Ended, LegRun, Patience, Request, RequestPlan
+from bus.actions import Send
+from bus.wire.messages import (
+    RETRYABLE,
+    Accepted,
+    Attach,
+    Cancel,
+    Code,
+    Detach,
+    Done,
+    Failed,
+    FinishReason,
+    Location,
+    Message,
+    Tokens,
+)
+from pdbus.client.output import Result
+from pdbus.client.request import GAP_S, Event, Request, State, Submission, SubmissionState
+
+SILENCE_S = 3.0  # a stream that shows no sign of life for so long is asked again, and then given up
+VERDICT_S = 2.0  # after a stream failed, how long its controller may take to say what becomes of the request
+RESEND_S = 1.0  # a submit without an answer is repeated (which is harmless), at doubling intervals
+RESEND_MAX_S = 4.0
+BACKOFF_S = 0.1
+BACKOFF_MAX_S = 2.0
+MAX_ATTEMPT = 1_000_000  # of the protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
-    """Submit this request under a rid that no live one has."""
+class Patience:
+    """`retries` without a new token in between, then the failure is final; `connect_timeout_s` for a controller that
+    does not answer."""
+
+    retries: int = 6
+    connect_timeout_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """New output tokens, in order."""
 
     rid: str
-    plan: RequestPlan
+    ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
-    """`message` came from the controller or node at `peer`."""
+class Ended:
+    """The last action of every request."""
 
-    peer: str
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class CancelAsked:
     rid: str
+    result: Result
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed: deadlines, silence, back-off. Several a second while there are requests."""
-
-
-Event = Begin | Received | CancelAsked | Tick
+Action = Send | Deliver | Ended
 
 
 class ClientCore:
@@ -47,52 +73,255 @@ class ClientCore:
         self._patience = patience
         self._rng = rng
         self._requests: dict[str, Request] = {}
-        self._legs: dict[tuple[str, str], tuple[Request, LegRun]] = {}  # (controller, rid of the leg)
+        self._submissions: dict[tuple[str, str], tuple[Request, Submission]] = {}  # by controller and rid
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def __contains__(self, request: Request) -> bool:
+        """Whether a rid of `request` belongs to a live one."""
+        return any((one.controller, one.header.rid) in self._submissions for one in request.submissions)
 
     @property
     def endpoints(self) -> set[str]:
         """Where requests are attached."""
         return {request.endpoint for request in self._requests.values() if request.endpoint}
 
-    def handle(self, event: Event, now: float) -> list[Action]:
-        if isinstance(event, Received):
-            return self._received(event.peer, event.message, now)
-        if isinstance(event, Begin):
-            assert event.rid not in self._requests, f"{event.rid} is live already"
-            request = Request(event.rid, event.plan, self._patience, self._rng, now)
-            self._requests[event.rid] = request
-            self._legs.update(((leg.plan.controller, leg.rid), (request, leg)) for leg in request.legs)
-            return request.begin(now)
-        if isinstance(event, CancelAsked):
-            cancelled = self._requests.get(event.rid)
-            return self._forget_ended(cancelled.cancel(now)) if cancelled is not None else []
-        actions: list[Action] = []
-        for request in list(self._requests.values()):
-            actions += self._forget_ended(request.tick(now))
-        return actions
+    # --- what happens -------------------------------------------------------------------------------------------
 
-    def _received(self, peer: str, message: Message, now: float) -> list[Action]:
+    def begin(self, request: Request, now: float) -> list[Action]:
+        """Submit it. None of its rids may belong to a live one."""
+        assert request not in self, f"{request.rid} is live already"
+        self._requests[request.rid] = request
+        for submission in request.submissions:
+            self._submissions[submission.controller, submission.header.rid] = request, submission
+        request.began_at = now
+        if deadline_s := request.main.header.deadline_s:
+            request.deadline_at = now + deadline_s
+        return self._submit(request, now)
+
+    def received(self, peer: str, message: Message, now: float) -> list[Action]:
+        """`message` came from the controller or node at `peer`. What comes too late means nothing."""
         if isinstance(message, Tokens):
             request = self._requests.get(message.rid)
-            if request is not None:
-                return self._forget_ended(request.tokens(peer, message, now))
-        elif isinstance(message, Accepted | Failed | Done):
-            found = self._legs.get((peer, message.rid))
-            if found is not None:
-                request, leg = found
-                if isinstance(message, Accepted):
-                    return self._forget_ended(request.accepted(leg, message, now))
-                if isinstance(message, Failed):
-                    return self._forget_ended(request.failed(leg, message, now))
-                return self._forget_ended(request.done(leg, message, now))
-        return []  # about a request that has ended, or never was
+            return self._tokens(request, peer, message, now) if request is not None else []
+        if not isinstance(message, Accepted | Failed | Done):
+            return []
+        request, submission = self._submissions.get((peer, message.rid), (None, None))
+        if request is None or submission is None:
+            return []
+        if isinstance(message, Accepted):
+            return self._accepted(request, submission, message, now)
+        if isinstance(message, Failed):
+            return self._failed(request, submission, message, now)
+        return self._done(request, submission, message, now)
 
-    def _forget_ended(self, actions: list[Action]) -> list[Action]:
-        if actions and isinstance(ended := actions[-1], Ended):
-            request = self._requests.pop(ended.rid)
-            for leg in request.legs:
-                del self._legs[leg.plan.controller, leg.rid]
+    def cancel(self, rid: str, now: float) -> list[Action]:
+        """End it, if it is live."""
+        request = self._requests.get(rid)
+        return self._end(request, "cancelled", now, "cancelled", "cancelled by the caller") if request else []
+
+    def tick(self, now: float) -> list[Action]:
+        """Time passed: deadlines, silence, back-off. Several times a second while there are requests."""
+        return [action for request in list(self._requests.values()) for action in self._tick(request, now)]
+
+    # --- inside: of one request ---------------------------------------------------------------------------------
+
+    def _accepted(self, request: Request, submission: Submission, message: Accepted, now: float) -> list[Action]:
+        if message.attempt < submission.attempt:
+            return []
+        news = message.attempt > submission.attempt or submission.state is SubmissionState.ASKED
+        submission.attempt = message.attempt
+        if message.prefill is None and message.decode is None:
+            submission.move(Event.QUEUED)
+            submission.asked_at = now
+            return []
+        submission.move(Event.ACCEPTED)
+        request.prefill = message.prefill or request.prefill
+        if submission is not request.main or not news or not request.takes(Event.ACCEPTED):
+            return []
+        request.move(Event.ACCEPTED)
+        request.heard_at = now
+        return self._attach(request, message.decode) if message.decode is not None else []
+
+    def _done(self, request: Request, submission: Submission, message: Done, now: float) -> list[Action]:
+        if message.attempt < submission.attempt or not submission.takes(Event.DONE):
+            return []
+        submission.move(Event.DONE)
+        lone_prefill = submission is request.main and submission.header.leg == "prefill"
+        return self._end(request, "stop", now) if lone_prefill else []
+
+    def _failed(self, request: Request, submission: Submission, message: Failed, now: float) -> list[Action]:
+        if 0 < message.attempt < submission.attempt or not submission.takes(Event.FAILED):
+            return []
+        submission.move(Event.FAILED)
+        if request.state is State.BACKOFF and (message.code in RETRYABLE or message.code in ("cancelled", "fenced")):
+            return []  # as the other submission failed already; a graver reason would be the end
+        return self._retry(request, message.code, message.message, message.retry_after_s, now)
+
+    def _tokens(self, request: Request, endpoint: str, message: Tokens, now: float) -> list[Action]:
+        if request.state is not State.RUNNING or endpoint != request.endpoint or message.attempt != request.attached:
+            return []
+        request.heard_at = now
+        request.asked_again = False
+        request.found_by = message.found_by or request.found_by
+        have, most = len(request.ids), request.max_tokens
+        if message.start > have:
+            return self._ask_for_gap(request, now)
+        actions: list[Action] = []
+        if new := message.ids[have - message.start : most - message.start]:
+            request.ids.extend(new)
+            request.retries = 0
+            if request.first_token_at is None:
+                request.first_token_at = now
+            actions.append(Deliver(request.rid, new))
+        if message.finish in ("stop", "length"):
+            return actions + self._end(request, message.finish, now)
+        if message.finish:
+            request.move(Event.STREAM_FAILED)
+            request.doubt = (message.code if message.code != "ok" else "decode_failed", message.message)
+            request.due_at = now + VERDICT_S
+            return actions
+        return actions + self._end(request, "length", now) if len(request.ids) >= most else actions
+
+    def _tick(self, request: Request, now: float) -> list[Action]:
+        if request.deadline_at is not None and now >= request.deadline_at:
+            why = f"no end within {request.main.header.deadline_s:g} s"
+            return self._end(request, "failed", now, "deadline", why)
+        if request.state is State.BACKOFF:
+            return self._submit(request, now) if now >= request.due_at else []
+        if request.state is State.DOUBTFUL:
+            return self._retry(request, *request.doubt, 0.0, now) if now >= request.due_at else []
+        actions = self._resend(request, now)
+        if request.state is State.RUNNING and now - request.heard_at >= SILENCE_S:
+            actions += self._break_silence(request, now)
         return actions
+
+    # --- inside: submitting -------------------------------------------------------------------------------------
+
+    def _submit(self, request: Request, now: float) -> list[Action]:
+        request.move(Event.SUBMIT)
+        attempt = request.attempt + 1
+        for submission in request.submissions:
+            submission.attempt = attempt
+        return [self._ask(request, submission, now) for submission in request.submissions]
+
+    def _ask(self, request: Request, submission: Submission, now: float) -> Send:
+        """Submit; from now on its controller may take `connect_timeout_s` to answer."""
+        submission.move(Event.SUBMIT)
+        submission.asked_at, submission.resend_s, submission.resend_at = now, RESEND_S, now + RESEND_S
+        return self._say(request, submission, now)
+
+    def _say(self, request: Request, submission: Submission, now: float) -> Send:
+        return Send(submission.controller, request.header(submission, now), request.frames(), cause="submit")
+
+    def _resend(self, request: Request, now: float) -> list[Action]:
+        """Say again what was not answered; a controller that came back knows nothing of it, another ignores it."""
+        actions: list[Action] = []
+        for submission in request.submissions:
+            if submission.state is not SubmissionState.ASKED:
+                continue
+            if now - submission.asked_at >= self._patience.connect_timeout_s:
+                waited = f"{self._patience.connect_timeout_s:g} s"
+                why = f"no controller answers at {submission.controller} (waited {waited})"
+                return self._end(request, "failed", now, "peer_lost", why)
+            if now < submission.resend_at:
+                continue
+            submission.resend_s = min(RESEND_MAX_S, 2 * submission.resend_s)
+            submission.resend_at = now + submission.resend_s
+            actions.append(self._say(request, submission, now))
+        return actions
+
+    # --- inside: the stream -------------------------------------------------------------------------------------
+
+    def _attach(self, request: Request, decode: Location) -> list[Action]:
+        actions = self._detach(request) if request.endpoint != decode.endpoint else []
+        request.decode, request.endpoint, request.attached = decode, decode.endpoint, request.main.attempt
+        request.asked_again, request.gap_at = False, -GAP_S
+        return [*actions, self._ask_stream(request, "accepted")]
+
+    def _ask_stream(self, request: Request, cause: str) -> Send:
+        """For all from the first token that is missing."""
+        return Send(request.endpoint, Attach(request.rid, request.attached, len(request.ids)), cause=cause)
+
+    def _detach(self, request: Request) -> list[Action]:
+        if not request.endpoint:
+            return []
+        endpoint, request.endpoint = request.endpoint, ""
+        return [Send(endpoint, Detach(request.rid, request.attached), cause="detach")]
+
+    def _ask_for_gap(self, request: Request, now: float) -> list[Action]:
+        if now - request.gap_at < GAP_S:
+            return []
+        request.gap_at = now
+        return [self._ask_stream(request, "gap")]
+
+    def _break_silence(self, request: Request, now: float) -> list[Action]:
+        request.heard_at = now
+        if not request.endpoint:  # a lone prefill leg: its controller may have been replaced; so submit again
+            return [self._ask(request, request.main, now)]
+        if not request.asked_again:
+            request.asked_again = True
+            return [self._ask_stream(request, "silence")]
+        where = f"{request.decode.instance}/{request.decode.dp_rank}" if request.decode else request.endpoint
+        return self._retry(request, "peer_lost", f"{where} fell silent", 0.0, now)
+
+    # --- inside: trying again, and the end ----------------------------------------------------------------------
+
+    def _retry(self, request: Request, code: Code, message: str, retry_after_s: float, now: float) -> list[Action]:
+        """Submit again after a while, if that can help; else this is the end."""
+        if len(request.ids) >= request.max_tokens:
+            return self._end(request, "length", now)  # the last message was lost, the output is whole
+        if request.ids and request.ids[-1] in request.stop_ids:
+            return self._end(request, "stop", now)
+        caller_chose = any(one.header.routed_dp_rank is not None for one in request.submissions)
+        if (
+            (code not in RETRYABLE and code != "fenced")
+            or (code == "rank_unavailable" and caller_chose)
+            or request.attempt >= MAX_ATTEMPT
+            or request.retries >= self._patience.retries
+        ):
+            return self._end(request, "failed", now, code, message, retry_after_s)
+        actions = self._detach(request) + self._cancel_submissions(request, code)
+        backoff_s = min(BACKOFF_MAX_S, BACKOFF_S * 2**request.retries) * self._rng.uniform(0.5, 1.0)
+        request.retries += 1
+        request.due_at = now + max(backoff_s, retry_after_s)
+        request.move(Event.RETRY)
+        return actions
+
+    def _end(
+        self, request: Request, finish: FinishReason, now: float, code: Code = "ok", message: str = "",
+        retry_after_s: float = 0.0,
+    ) -> list[Action]:  # fmt: skip
+        actions = self._detach(request)
+        if code != "ok":
+            actions += self._cancel_submissions(request, code)
+        request.move(Event.END)
+        del self._requests[request.rid]
+        for submission in request.submissions:
+            del self._submissions[submission.controller, submission.header.rid]
+        result = Result(
+            rid=request.rid,
+            finish=finish,
+            ids=tuple(request.ids),
+            attempts=request.attempt,
+            bootstrap_room=request.main.header.bootstrap_room,
+            prefill=request.prefill,
+            decode=request.decode,
+            found_by=request.found_by,
+            ttft_s=request.first_token_at - request.began_at if request.first_token_at is not None else 0.0,
+            total_s=now - request.began_at,
+            code=code,
+            message=message,
+            retry_after_s=retry_after_s,
+            retryable=code in RETRYABLE,
+        )
+        return [*actions, Ended(request.rid, result)]
+
+    def _cancel_submissions(self, request: Request, cause: str) -> list[Action]:
+        """Those that are not over."""
+        return [
+            Send(one.controller, Cancel(one.header.rid), cause=cause)
+            for one in request.submissions
+            if one.state is not SubmissionState.OVER
+        ]

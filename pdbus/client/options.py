@@ -1,14 +1,15 @@
-"""How a client is set up and how a request's options become a plan; shared by the sync and the async client.
+"""What a caller says: the controllers of a client, and the options of a request, which become its record.
 
-Owns names, defaults and their meaning; sends and keeps nothing. Only what could not be put on the wire is refused here.
-Everything else (an empty prompt, a rank that does not exist, a room out of range) is the controller's to judge, so that
-there is one judge.
+Owns names, defaults and their meaning, and what a client reads from a status; sends and keeps nothing. Only
+what could not be put on the wire is refused here. Everything else (an empty prompt, a rank that does not exist, a room
+out of range) is the controller's to judge, so that there is one judge.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypedDict, TypeVar
@@ -18,10 +19,11 @@ import msgspec
 from bus.endpoints import ControllerAddress, default_controller
 from bus.errors import ConfigError
 from bus.runtime.sockets import PAYLOAD_MAX
-from bus.wire.hashing import block_hashes, pack_hashes, token_bytes
+from bus.wire.codec import encode
+from bus.wire.hashing import hash_chain, pack_hashes, token_bytes
 from bus.wire.messages import Leg, Message, Params, Status, Submit
-from pdbus.client.channel import Channel
-from pdbus.client.request import LegPlan, Patience, RequestPlan, submit_header
+from pdbus.client.core import Patience
+from pdbus.client.request import Request, Submission
 
 DEFAULT_MAX_TOKENS = 128
 _M = TypeVar("_M", bound=Message)
@@ -102,69 +104,82 @@ def check_text(text: object) -> None:
         )
 
 
-def make_plan(
+def make_request(
     ids: Sequence[int],
     options: Options,
     at: Where,
-    default_leg: Leg,
-    eos_ids: Sequence[int],
-    channel: Channel,
-    default_block_tokens: int = 0,
-) -> tuple[str, RequestPlan]:
-    """The rid and plan of a request; ConfigError when the options cannot be meant."""
+    rng: random.Random,
+    *,
+    leg: Leg = "pair",
+    block_tokens: int = 0,
+    eos_ids: Sequence[int] = (),
+) -> Request:
+    """The request of prompt `ids`; ConfigError when the options cannot be meant. `leg` and `block_tokens` are what the
+    options' defaults are, and `eos_ids` the tokens that end the output; `rng` draws room, seed and rid."""
     max_tokens = options.get("max_tokens", DEFAULT_MAX_TOKENS)
     if max_tokens < 1:
         raise ConfigError(f"max_tokens must be at least 1, not {max_tokens}")
     deadline_s = options.get("deadline_s", 0.0)
     if not 0 <= deadline_s < math.inf:
         raise ConfigError(f"deadline_s must be a number of seconds (0: none), not {deadline_s:g}")
-    leg = options.get("leg")
-    if at.prefill is not None and leg not in (None, "pair"):
+    if at.prefill is None:
+        leg = options.get("leg") or leg
+    elif options.get("leg") not in (None, "pair"):
         raise ConfigError("with a controller for each leg, a request is a pair")
-    legs = make_legs(
-        leg or default_leg if at.prefill is None else None,
-        at.decode,
-        at.prefill or "",
-        instance=options.get("instance", ""),
-        prefill_instance=options.get("prefill_instance", ""),
+    prompt = prompt_bytes(ids)
+    room = options.get("bootstrap_room")
+    if room is None and (at.prefill is not None or leg in ("pair", "unified")):
+        room = rng.getrandbits(63)
+    params = _checked(
+        Params(
+            temperature=options.get("temperature", 0.0),
+            top_k=options.get("top_k", 0),
+            top_p=options.get("top_p", 1.0),
+            seed=options["seed"] if "seed" in options else rng.getrandbits(32),
+            stop_token_ids=tuple(options.get("stop_token_ids", ())),
+            ignore_eos=options.get("ignore_eos", False),
+        )
+    )
+    block_tokens = options.get("block_tokens", block_tokens)
+    header = Submit(
+        rid=options.get("rid") or f"{rng.getrandbits(64):016x}",
+        leg="decode" if at.prefill is not None else leg,
+        prompt_tokens=len(ids),
+        max_tokens=max_tokens,
+        bootstrap_room=room,
         routed_dp_rank=options.get("routed_dp_rank"),
         disagg_prefill_dp_rank=options.get("disagg_prefill_dp_rank"),
-    )
-    room = options.get("bootstrap_room")
-    if room is None and (at.prefill is not None or legs[0].leg in ("pair", "unified")):
-        room = channel.new_room()
-    params = make_params(
-        options.get("temperature", 0.0),
-        options.get("top_k", 0),
-        options.get("top_p", 1.0),
-        options["seed"] if "seed" in options else channel.new_room() >> 31,
-        options.get("stop_token_ids", ()),
-        options.get("ignore_eos", False),
-    )
-    block_tokens = options.get("block_tokens", default_block_tokens)
-    plan = RequestPlan(
-        prompt=prompt_bytes(ids),
-        max_tokens=max_tokens,
-        params=params,
-        legs=legs,
-        bootstrap_room=room,
+        instance=options.get("instance", ""),
+        prefill_instance=options.get("prefill_instance", ""),
         model=options.get("model", ""),
         deadline_s=deadline_s,
         priority=options.get("priority", 0),
         block_tokens=block_tokens,
-        block_hashes=hash_prompt(ids, block_tokens),
+        block_hashes=pack_hashes(hash_chain(prompt, block_tokens)) if block_tokens else b"",
+    )
+    submissions = [Submission(at.decode, _checked(header))]
+    if at.prefill is not None:
+        submissions.append(Submission(at.prefill, _checked(_of_prefill(header))))
+    return Request(
+        rid=header.rid,
+        submissions=tuple(submissions),
+        prompt=prompt,
+        params=encode(params),
         stop_ids=frozenset(() if params.ignore_eos else eos_ids) | frozenset(params.stop_token_ids),
     )
-    rid = options.get("rid") or channel.new_rid()
-    check_plan(plan, rid)
-    return rid, plan
 
 
-def check_plan(plan: RequestPlan, rid: str) -> None:
-    """ConfigError when a header of `plan` could not be put on the wire."""
-    for leg in plan.legs:
-        header = submit_header(plan, leg, rid, 1, 0, plan.deadline_s)
-        _convert(msgspec.to_builtins(header, builtin_types=(bytes,)), Submit)
+def _of_prefill(decode: Submit) -> Submit:
+    """The other submit of a pair at two controllers. One controller may serve both, so it has a rid of its own."""
+    return msgspec.structs.replace(
+        decode,
+        rid=f"{decode.rid}.prefill",
+        leg="prefill",
+        instance=decode.prefill_instance,
+        prefill_instance="",
+        routed_dp_rank=decode.disagg_prefill_dp_rank,
+        disagg_prefill_dp_rank=None,
+    )
 
 
 def prompt_bytes(ids: Sequence[int]) -> bytes:
@@ -180,57 +195,29 @@ def prompt_bytes(ids: Sequence[int]) -> bytes:
     return frame
 
 
-def make_params(
-    temperature: float, top_k: int, top_p: float, seed: int, stop_token_ids: Sequence[int], ignore_eos: bool
-) -> Params:
-    """Sampling parameters within the bounds of the protocol; ConfigError says which one is not."""
-    return _convert(["params", temperature, top_k, top_p, seed, list(stop_token_ids), ignore_eos], Params)
-
-
-def _convert(fields: object, kind: type[_M]) -> _M:
+def _checked(message: _M) -> _M:
+    """`message` with the types and bounds of the protocol; ConfigError says which field has not."""
+    kind = type(message)
+    tag = str(kind.__struct_config__.tag)
     try:
-        return msgspec.convert(fields, kind, builtin_types=(bytes,))
+        return msgspec.convert((tag, *msgspec.structs.astuple(message)), kind, builtin_types=(bytes,))
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$[")
-        name = ("tag", *kind.__struct_fields__)[int(path.split("]")[0])] if path else str(kind.__struct_config__.tag)
+        name = (tag, *kind.__struct_fields__)[int(path.split("]")[0])] if path else tag
         raise ConfigError(f"{name}: {reason[0].lower()}{reason[1:]}") from None
 
 
-def make_legs(
-    leg: Leg | None,
-    controller: str,
-    prefill_controller: str,
-    *,
-    instance: str = "",
-    prefill_instance: str = "",
-    routed_dp_rank: int | None = None,
-    disagg_prefill_dp_rank: int | None = None,
-) -> tuple[LegPlan, ...]:
-    """One submit, or two that share a room when `prefill_controller` is another one than `controller` or `leg` is None.
-
-    The options mean the same either way: `instance` and `routed_dp_rank` are decode's, the other two are prefill's.
-    """
-    if leg is not None:
-        return (
-            LegPlan(controller, leg, "", instance, prefill_instance, routed_dp_rank, disagg_prefill_dp_rank),
-        )  # fmt: skip
-    return (
-        LegPlan(controller, "decode", "", instance, prefill_instance, routed_dp_rank, disagg_prefill_dp_rank),
-        LegPlan(prefill_controller, "prefill", ".prefill", prefill_instance, "", disagg_prefill_dp_rank),
-    )
-
-
-def hash_prompt(ids: Sequence[int], block_tokens: int) -> bytes:
-    """`Submit.block_hashes` for a controller that is aware of prefix caches; empty with `block_tokens` 0."""
-    return pack_hashes(block_hashes(ids, block_tokens)) if block_tokens else b""
+def any_rank(status: Status) -> bool:
+    """Whether a rank has joined, so that `status` says something of the cluster."""
+    return any(rank.state != "gone" for rank in status.ranks)
 
 
 def leg_for(status: Status) -> Leg | None:
-    """`unified` where all ranks are, else `pair`; None while there are no ranks to tell from."""
+    """`unified` where all ranks are, `pair` where they split; None while too few have joined to tell."""
     roles = {rank.role for rank in status.ranks if rank.state != "gone"}
-    if not roles:
-        return None
-    return "unified" if roles == {"unified"} else "pair"
+    if roles == {"unified"}:
+        return "unified"
+    return "pair" if roles >= {"prefill", "decode"} else None
 
 
 def block_tokens_for(status: Status) -> int:

@@ -6,7 +6,6 @@ Owns these shapes, and a client's tokenizers, which are loaded only when text is
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from bus.errors import RequestFailed
 from bus.wire.messages import Code, FinishReason, FoundBy, Location
 
 if TYPE_CHECKING:
-    from nodes.own.engines.tokenizer import Tokenizer
+    from nodes.own.engines.tokenizer import StreamDecoder, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +63,9 @@ class Texts:
     """A client's tokenizers by model, each loaded once. Any thread."""
 
     def __init__(self, model: str = "") -> None:
-        self.model = model
+        self.model = model  # of text for which the caller names none; empty while it is unknown
         self._lock = threading.Lock()
         self._tokenizers: dict[str, Tokenizer] = {}
-
-    def learn(self, model: str) -> str:
-        self.model = model
-        return model
 
     def tokenizer(self, model: str) -> Tokenizer:
         """ConfigError when the model's packages are missing."""
@@ -82,17 +77,9 @@ class Texts:
                 found = self._tokenizers[model] = tokenizer_for(model)
             return found
 
-
-class Writer:
-    """The text of one request's output; bytes of a character that is not whole yet are held back."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    @staticmethod
+    def decoder(tokenizer: Tokenizer) -> StreamDecoder:
+        """For the text of one request's output; bytes of a character that is not whole yet are held back."""
         from nodes.own.engines.tokenizer import StreamDecoder
 
-        self._decoder = StreamDecoder(tokenizer)
-
-    def push(self, ids: Sequence[int]) -> str:
-        return self._decoder.push(ids)
-
-    def finish(self) -> str:
-        return self._decoder.finish()
+        return StreamDecoder(tokenizer)

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import TracebackType
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
-from bus.wire.messages import DrainRank, Leg, Status, StatusQuery
+from bus.wire.messages import Status
+from pdbus.client.base import BaseClient, BaseStream
 from pdbus.client.channel import Channel, Update
-from pdbus.client.options import (
-    Options,
-    block_tokens_for,
-    check_options,
-    check_text,
-    leg_for,
-    make_plan,
-    model_of,
-    patience,
-    where,
-)
-from pdbus.client.output import Piece, Result, Texts, Writer
+from pdbus.client.options import Options, check_options, check_text
+from pdbus.client.output import Piece, Result
+
+if TYPE_CHECKING:
+    from nodes.own.engines.tokenizer import Tokenizer
 
 
-class Client:
+class Client(BaseClient):
     """Submits requests to a controller and streams their output from the ranks. Any thread may use it.
 
     Args:
@@ -43,24 +36,6 @@ class Client:
     request that fails raises RequestFailed from its stream.
     """
 
-    def __init__(
-        self,
-        controller: str | None = None,
-        *,
-        prefill_controller: str | None = None,
-        decode_controller: str | None = None,
-        retries: int = 6,
-        connect_timeout_s: float = 10.0,
-        keys: str | Path = "",
-        model: str = "",
-        seed: int | None = None,
-    ) -> None:
-        self._where = where(controller, prefill_controller, decode_controller)
-        self._channel = Channel(self._where.endpoints, patience(retries, connect_timeout_s), keys=keys, seed=seed)
-        self._texts = Texts(model)
-        self._leg: Leg | None = None if self._where.prefill is None else "pair"
-        self._block_tokens = 0
-
     def __enter__(self) -> Client:
         return self
 
@@ -76,60 +51,51 @@ class Client:
     def generate(
         self, text: str, *, chat: bool = True, system: str | None = None, **options: Unpack[Options]
     ) -> Stream:
-        """Submit `text`: as a user's turn in the model's chat template, or as it is with `chat` false.
-
-        Options: see `Options`. The stream's pieces carry text.
-        """
+        """Submit `text`: as a user's turn in the model's chat template (after the system message `system`), or as it is
+        with `chat` false. The stream's pieces carry text. ConfigError also when the model is unknown, because no rank
+        joins the controller within `connect_timeout_s` or because ranks serve several."""
         check_text(text)
         check_options(options)
-        model = options.get("model") or self._texts.model or self._learn_model()
+        model = options.get("model") or self._texts.model or self._learn_model(self._ask_cluster().result())
         tokenizer = self._texts.tokenizer(model)
         ids = tokenizer.chat(text, system) if chat else tokenizer.encode(text)
-        return self._begin(ids, options, Writer(tokenizer), tokenizer.eos_ids)
+        return self._begin(ids, options, tokenizer)
 
     def generate_tokens(self, ids: Sequence[int], **options: Unpack[Options]) -> Stream:
-        """Submit token ids; the stream's pieces carry ids alone."""
+        """Submit token ids (each from 0 to 2147483647); the stream's pieces carry ids alone."""
         check_options(options)
-        return self._begin(ids, options, None, ())
+        return self._begin(ids, options, None)
 
     def status(self, *, timeout_s: float | None = None) -> Status:
-        """What the controller (of the decode legs) knows of its ranks. PeerLost when none answers in time."""
-        answer = self._channel.ask(self._where.decode, StatusQuery, timeout_s).result()
-        assert isinstance(answer, Status)
-        return answer
+        """What the controller (of the decode legs) knows of its ranks. PeerLost when none answers within `timeout_s`
+        (default: `connect_timeout_s`)."""
+        return self._ask_status(timeout_s).result()
 
     def drain(self, instance: str, dp_rank: int, *, timeout_s: float | None = None) -> None:
-        """Let a rank finish what it has and leave. RequestFailed when the controller knows no such rank."""
-        self._channel.ask(self._where.decode, lambda id: DrainRank(id, instance, dp_rank), timeout_s).result()
+        """Let a rank finish what it has and leave. RequestFailed when the controller knows no such rank, ConfigError
+        when there can be none of that name, PeerLost as with `status`."""
+        self._ask_drain(instance, dp_rank, timeout_s).result()
 
-    def _begin(self, ids: Sequence[int], options: Options, writer: Writer | None, eos_ids: Sequence[int]) -> Stream:
+    def _begin(self, ids: Sequence[int], options: Options, tokenizer: Tokenizer | None) -> Stream:
         if self._leg is None and "leg" not in options:
-            status = self.status()
-            self._leg, self._block_tokens = leg_for(status), block_tokens_for(status)
-        rid, plan = make_plan(
-            ids, options, self._where, self._leg or "pair", eos_ids, self._channel, self._block_tokens
-        )
-        stream = Stream(self._channel, rid, tuple(ids), writer)
-        self._channel.begin(rid, plan, stream._updates.put)
+            self._learn_leg(self._ask_cluster().result())
+        request = self._request(ids, options, tokenizer)
+        stream = Stream(self._channel, request.rid, ids, tokenizer)
+        self._channel.begin(request, stream._updates.put)
         return stream
 
-    def _learn_model(self) -> str:
-        return self._texts.learn(model_of(self.status()))
 
-
-class Stream:
-    """The output of one request: iterate to get `Piece`s; one thread may iterate, any may cancel.
+class Stream(BaseStream):
+    """The output of one request: iterate to get `Piece`s; one thread may iterate, any may cancel. RequestFailed at the
+    end when the request failed.
 
     Leaving the loop early cancels the request. `result` is there once the iteration ended (also by RequestFailed).
+    `rid` is the request's id, `prompt_ids` the prompt's tokens, those of a chat template included.
     """
 
-    def __init__(self, channel: Channel, rid: str, prompt_ids: tuple[int, ...], writer: Writer | None) -> None:
-        self.rid = rid
-        self.prompt_ids = prompt_ids
-        self._channel = channel
-        self._writer = writer
+    def __init__(self, channel: Channel, rid: str, prompt_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
+        super().__init__(channel, rid, prompt_ids, tokenizer)
         self._updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
-        self._result: Result | None = None
 
     @property
     def result(self) -> Result:
@@ -148,10 +114,6 @@ class Stream:
         assert self._result is not None
         self._result.raise_if_failed()
 
-    def cancel(self) -> None:
-        """End the request now; the iteration stops, and `result.finish` is `cancelled`."""
-        self._channel.cancel(self.rid)
-
     def text(self) -> str:
         """All the text (of what was not read yet). RequestFailed when the request fails."""
         return "".join(piece.text for piece in self)
@@ -162,10 +124,5 @@ class Stream:
 
     def _pieces(self) -> Iterator[Piece]:
         while self._result is None:
-            update = self._updates.get()
-            if isinstance(update, Result):
-                self._result = update
-                if self._writer is not None and (rest := self._writer.finish()):
-                    yield Piece((), rest)
-            else:
-                yield Piece(update, self._writer.push(update) if self._writer is not None else "")
+            if (piece := self._piece(self._updates.get())) is not None:
+                yield piece

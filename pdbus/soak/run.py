@@ -15,7 +15,7 @@ from bus.errors import ConfigError
 from bus.wire.messages import Leg
 from nodes.own.engines.reference import generate_alone
 from pdbus.client.channel import Channel, Update
-from pdbus.client.options import Options, make_plan, patience, where
+from pdbus.client.options import Options, make_request, patience, where
 from pdbus.launcher import Cluster, ClusterSpec
 from pdbus.soak.chaos import Chaos
 from pdbus.soak.ledger import Ledger
@@ -211,8 +211,8 @@ class _Soak:
             options["deadline_s"] = self._rng.choice((0.05, 0.3))
         rid = self._ledger.begin(expected, time.monotonic())
         options["rid"] = rid
-        rid, plan = make_plan(prompt, options, self._where, "pair", (), self._channel)
-        self._channel.begin(rid, plan, lambda update: self._updates.put((rid, update)))
+        request = make_request(prompt, options, self._where, self._channel.rng)
+        self._channel.begin(request, lambda update: self._updates.put((rid, update)))
         if self._rng.random() < 0.02:
             self._channel.cancel(rid)
 

@@ -6,18 +6,18 @@ Whatever happens: tokens come once, in order, and are the right ones; each reque
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.actions import Send
 from bus.wire.hashing import tokens_of
-from bus.wire.messages import Accepted, Attach, Cancel, Detach, Failed, Location, Message, Params, Submit, Tokens
+from bus.wire.messages import Accepted, Attach, Cancel, Detach, Failed, Location, Message, Submit, Tokens
 from nodes.own.engines.sim import sim_generate
-from pdbus.client.core import Begin, CancelAsked, ClientCore, Received, Tick
-from pdbus.client.options import make_legs, prompt_bytes
+from pdbus.client.core import ClientCore, Deliver, Ended, Patience
+from pdbus.client.options import Options, Where, make_request
 from pdbus.client.output import Result
-from pdbus.client.request import Deliver, Ended, Patience, RequestPlan
 
 CONTROLLER = "ipc:///c.clients"
 PROMPT = [5, 6, 7, 8]
@@ -33,14 +33,8 @@ class World:
         self.max_tokens = max_tokens
         self.now = 0.0
         self.core = ClientCore(Patience(retries=8, connect_timeout_s=20.0), rng)
-        plan = RequestPlan(
-            prompt_bytes(PROMPT),
-            max_tokens,
-            Params(),
-            make_legs("pair" if legs == 1 else None, CONTROLLER, CONTROLLER + "2"),
-            77,
-            deadline_s=deadline_s,
-        )
+        options = Options(rid="r", max_tokens=max_tokens, bootstrap_room=77, deadline_s=deadline_s)
+        at = Where(CONTROLLER, None if legs == 1 else CONTROLLER + "2")
         self.expected = sim_generate(PROMPT, max_tokens)
         self.wire: list[tuple[str, Message]] = []  # on its way to the client
         self.known: dict[str, tuple[int, Accepted]] = {}  # the controller's: attempt and answer
@@ -48,12 +42,12 @@ class World:
         self.delivered: list[int] = []
         self.results: list[Result] = []
         self.attempts: list[int] = []
-        self.do(self.core.handle(Begin("r", plan), self.now))
+        self.do(self.core.begin(make_request(PROMPT, options, at, rng), self.now))
 
     def lucky(self) -> bool:
         return self.rng.random() >= self.trouble
 
-    def do(self, actions: list[object]) -> None:
+    def do(self, actions: Sequence[object]) -> None:
         for action in actions:
             assert not self.results, "nothing may follow the end"
             if isinstance(action, Deliver):
@@ -128,8 +122,8 @@ class World:
             if not self.lucky():
                 continue
             for _ in range(1 if self.lucky() else 2):
-                self.do(self.core.handle(Received(peer, message), self.now))
-        self.do(self.core.handle(Tick(), self.now))
+                self.do(self.core.received(peer, message, self.now))
+        self.do(self.core.tick(self.now))
 
     def run_leg(self, endpoint: str, leg: dict[str, object]) -> None:
         made = min(self.max_tokens, int(str(leg["made"])) + self.rng.randrange(3))
@@ -162,7 +156,7 @@ def test_every_request_ends_once_with_the_right_tokens(
         if world.results:
             break
         if step == cancel_at:
-            world.do(world.core.handle(CancelAsked("r"), world.now))
+            world.do(world.core.cancel("r", world.now))
         world.step()
     assert len(world.results) == 1, "it never ended"
     result = world.results[0]

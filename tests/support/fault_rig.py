@@ -14,7 +14,7 @@ from bus.errors import PeerLost
 from bus.wire.messages import RankStatus, Role, Status, StatusQuery
 from nodes.own.engines.sim import sim_generate
 from pdbus.client.channel import Channel, Update
-from pdbus.client.options import Options, make_plan, patience, where
+from pdbus.client.options import Options, make_request, patience, where
 from pdbus.client.output import Result
 from pdbus.launcher import Cluster
 from pdbus.soak.ledger import Ledger
@@ -48,8 +48,8 @@ class Rig:
         rid = self.ledger.begin(sim_generate(prompt, max_tokens), time.monotonic())
         self.tokens[rid] = []
         options = {"leg": "pair"} | options | {"rid": rid, "max_tokens": max_tokens}
-        rid, plan = make_plan(prompt, Options(**options), self._where, "pair", (), self.channel)  # type: ignore[typeddict-item]
-        self.channel.begin(rid, plan, lambda update: self._updates.put((rid, update)))
+        request = make_request(prompt, Options(**options), self._where, self.channel.rng)  # type: ignore[typeddict-item]
+        self.channel.begin(request, lambda update: self._updates.put((rid, update)))
         return rid
 
     @property

@@ -65,10 +65,8 @@ from nodes.own.engines.base import StepPlan, StepResult
 from nodes.own.engines.sim import SimEngine
 from nodes.own.runner import OwnRunner
 from nodes.own.scheduler import Scheduler
-from pdbus.client.core import Begin, CancelAsked, ClientCore, Received
-from pdbus.client.core import Tick as ClientTick
-from pdbus.client.options import make_legs
-from pdbus.client.request import Deliver, Ended, Patience, RequestPlan
+from pdbus.client.core import ClientCore, Deliver, Ended, Patience
+from pdbus.client.options import Options, Where, make_request
 
 PEERS = ("a", "b", "c")
 VALIDATE_EVERY = 16
@@ -426,24 +424,27 @@ class ClientFuzz(Core):
     def step(self) -> None:
         rng = self.rng
         dice = rng.random()
-        event: Any = ClientTick()
         if dice < 0.1:
             rid = rng.choice(("r0", "r1", "r2", "r3"))
             if rid in self.begun:
                 return
-            legs = make_legs(rng.choice(("pair", "prefill", "unified", None)), "ipc:///c", "ipc:///c2")
-            event = Begin(
-                rid, RequestPlan(bytes(20), rng.randint(1, 9), Params(), legs, 5, deadline_s=rng.choice((0.0, 9.0)))
+            leg: Any = rng.choice(("pair", "prefill", "unified", None))
+            options = Options(
+                rid=rid, max_tokens=rng.randint(1, 9), bootstrap_room=5, deadline_s=rng.choice((0.0, 9.0)), leg=leg
             )
+            at = Where("ipc:///c", None if leg else "ipc:///c2")
+            actions = self.core.begin(make_request([0] * 5, options, at, rng), self.now)
             self.begun.add(rid)
         elif dice < 0.12:
-            event = CancelAsked(rng.choice(("r0", "r1", "r2", "r3")))
+            actions = self.core.cancel(rng.choice(("r0", "r1", "r2", "r3")), self.now)
         elif dice < 0.9:
             message = self.draw(CONTROLLER_TO_CLIENT | {"tokens": FROM_NODE_DATA["tokens"]})
             if message is None:
                 return
-            event = Received(rng.choice(self.places), message)
-        for action in self.core.handle(event, self.now):
+            actions = self.core.received(rng.choice(self.places), message, self.now)
+        else:
+            actions = self.core.tick(self.now)
+        for action in actions:
             self.check(action)
 
     def check(self, action: object) -> None:

@@ -3,48 +3,55 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Any
 
 import pytest
 
 from bus.errors import ConfigError
-from bus.wire.messages import RankState, RankStatus, Status
+from bus.wire.codec import decode
+from bus.wire.messages import Params, RankState, RankStatus, Status, Submit
 from pdbus.client import AsyncClient, Client
 from pdbus.client.options import (
     DEFAULT_MAX_TOKENS,
     Options,
-    make_params,
-    make_plan,
+    make_request,
     model_of,
     patience,
     prompt_bytes,
     where,
 )
+from pdbus.client.request import Request
 
 AT = where("ipc:///tmp/pdx/c", None, None)
 
 
-class Rooms:
-    """What a plan needs of a channel."""
+class Drawn(random.Random):
+    """Draws the largest number of as many bits."""
 
-    def new_room(self) -> int:
-        return 2**62 + 1
-
-    def new_rid(self) -> str:
-        return "drawn"
+    def getrandbits(self, bits: int) -> int:
+        return 2**bits - 1
 
 
-def plan(ids: list[int], **options: Any) -> Any:
-    return make_plan(ids, Options(**options), AT, "pair", (2,), Rooms())  # type: ignore[arg-type]
+def request(ids: list[int], **options: Any) -> Request:
+    return make_request(ids, Options(**options), AT, Drawn(), eos_ids=(2,))  # type: ignore[typeddict-item]
+
+
+def params(**options: Any) -> Params:
+    decoded = decode(request([5], **options).params, {"params": Params})
+    assert isinstance(decoded, Params)
+    return decoded
 
 
 def test_defaults() -> None:
-    rid, made = plan([5])
-    assert (rid, made.max_tokens, made.bootstrap_room, made.stop_ids) == (
-        "drawn", DEFAULT_MAX_TOKENS, 2**62 + 1, frozenset({2}),
+    made = request([5])
+    assert (made.rid, made.main.header, made.stop_ids) == (
+        "f" * 16, Submit("f" * 16, "pair", 1, DEFAULT_MAX_TOKENS, 2**63 - 1), frozenset({2}),
     )  # fmt: skip
-    assert plan([5], leg="prefill")[1].bootstrap_room is None  # who sends a lone leg knows the room
-    assert plan([5], ignore_eos=True, stop_token_ids=(7,))[1].stop_ids == frozenset({7})
+    assert request([5], leg="prefill").main.header.bootstrap_room is None  # who sends a lone leg knows the room
+    assert request([5], ignore_eos=True, stop_token_ids=(7,)).stop_ids == frozenset({7})
+    assert params() == Params(seed=2**32 - 1)
+    assert params(seed=7, stop_token_ids=[9]) == Params(seed=7, stop_token_ids=(9,))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +73,7 @@ def test_defaults() -> None:
 )
 def test_what_cannot_be_sent_is_one_clear_line(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        plan([5], **options)
+        request([5], **options)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -79,7 +86,7 @@ def test_token_ids(ids: list[Any]) -> None:
 
 def test_the_controller_judges_the_rest() -> None:
     for options in ({"bootstrap_room": -3}, {"routed_dp_rank": 4000}, {"routed_dp_rank": -1}, {"instance": "nowhere"}):
-        plan([], **options)
+        request([], **options)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +106,7 @@ def test_addresses(arguments: tuple[str | None, str | None, str | None]) -> None
 
 
 def test_params_keep_their_bounds() -> None:
-    assert make_params(1, 0, 1.0, 0, (), False).temperature == 1.0
+    assert params(temperature=1).temperature == 1.0
 
 
 def status_of(*ranks: tuple[str, RankState]) -> Status:

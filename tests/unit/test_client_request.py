@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -18,36 +20,35 @@ from bus.wire.messages import (
     Failed,
     Location,
     Message,
-    Params,
     Submit,
     Tokens,
 )
-from pdbus.client.core import Begin, CancelAsked, ClientCore, Received, Tick
-from pdbus.client.options import make_legs, prompt_bytes
+from pdbus.client.core import SILENCE_S, VERDICT_S, ClientCore, Deliver, Ended, Patience
+from pdbus.client.options import Options, Where, make_request
 from pdbus.client.output import Result
-from pdbus.client.request import SILENCE_S, VERDICT_S, Deliver, Ended, LegPlan, Patience, RequestPlan
 
 C = "ipc:///c.clients"
 P = "ipc:///p.clients"
 RANK_0 = Location("decode-0", 0, 1, "ipc:///d0")
 RANK_1 = Location("decode-0", 1, 1, "ipc:///d1")
 PREFILL = Location("prefill-0", 3, 1, "ipc:///p3")
+ONE = Where(C, None)
 
 
 class Driver:
     """Feeds a core and keeps what it did."""
 
-    def __init__(self, legs: tuple[LegPlan, ...] | None = None, *, retries: int = 3, **plan: object) -> None:
+    def __init__(self, at: Where = ONE, *, retries: int = 3, eos_ids: tuple[int, ...] = (), **options: Any) -> None:
         self.now = 100.0
         self.core = ClientCore(Patience(retries, 10.0), random.Random(1))
         self.sent: list[Send] = []
         self.ids: list[int] = []
         self.result: Result | None = None
-        fields: dict[str, object] = {"max_tokens": 4, "params": Params(), "bootstrap_room": 9} | plan
-        self.plan = RequestPlan(prompt=prompt_bytes([5, 6]), legs=legs or make_legs("pair", C, ""), **fields)  # type: ignore[arg-type]
-        self.take(self.core.handle(Begin("r", self.plan), self.now))
+        chosen = Options(rid="r", max_tokens=4, bootstrap_room=9) | Options(**options)  # type: ignore[typeddict-item]
+        self.request = make_request([5, 6], chosen, at, random.Random(2), eos_ids=eos_ids)
+        self.take(self.core.begin(self.request, self.now))
 
-    def take(self, actions: list[object]) -> list[Message]:
+    def take(self, actions: Sequence[object]) -> list[Message]:
         sends = [action for action in actions if isinstance(action, Send)]
         self.sent += sends
         for action in actions:
@@ -59,14 +60,14 @@ class Driver:
         return [send.message for send in sends]
 
     def receive(self, message: Message, peer: str = C) -> list[Message]:
-        return self.take(self.core.handle(Received(peer, message), self.now))
+        return self.take(self.core.received(peer, message, self.now))
 
     def wait(self, seconds: float) -> list[Message]:
         out: list[Message] = []
         until = self.now + seconds
         while self.now < until:
             self.now += 0.05
-            out += self.take(self.core.handle(Tick(), self.now))
+            out += self.take(self.core.tick(self.now))
         return out
 
     def accept(self, attempt: int = 1, rank: Location = RANK_0) -> list[Message]:
@@ -242,7 +243,7 @@ def test_final_codes_are_final(code: Code) -> None:
 
 
 def test_a_rank_the_caller_chose_is_not_replaced() -> None:
-    d = Driver(make_legs("pair", C, "", routed_dp_rank=1))
+    d = Driver(routed_dp_rank=1)
     d.receive(Failed("r", 0, "rank_unavailable", "dead", True, 0.5))
     assert d.result is not None
     assert d.result.code == "rank_unavailable"
@@ -252,7 +253,7 @@ def test_cancel_tells_controller_and_rank() -> None:
     d = Driver()
     d.accept()
     d.tokens(0, 10)
-    assert d.take(d.core.handle(CancelAsked("r"), d.now)) == [Detach("r", 1), Cancel("r")]
+    assert d.take(d.core.cancel("r", d.now)) == [Detach("r", 1), Cancel("r")]
     assert d.result is not None
     assert (d.result.finish, d.result.ids) == ("cancelled", (10,))
     assert d.tokens(1, 11) == []  # too late
@@ -268,7 +269,7 @@ def test_the_deadline_is_kept_here_too() -> None:
 
 
 def test_output_that_is_whole_needs_no_other_attempt() -> None:
-    d = Driver(stop_ids=frozenset({2}))
+    d = Driver(eos_ids=(2,))
     d.accept()
     d.tokens(0, 10, 2)
     d.receive(Failed("r", 1, "peer_lost", "gone", True))
@@ -277,7 +278,7 @@ def test_output_that_is_whole_needs_no_other_attempt() -> None:
 
 
 def two_controllers() -> Driver:
-    return Driver(make_legs(None, C, P, prefill_instance="prefill-0", routed_dp_rank=1, disagg_prefill_dp_rank=3))
+    return Driver(Where(C, P), prefill_instance="prefill-0", routed_dp_rank=1, disagg_prefill_dp_rank=3)
 
 
 def test_two_controllers_get_one_room_and_their_own_ranks() -> None:
@@ -320,7 +321,7 @@ def test_the_graver_reason_wins() -> None:
 
 
 def test_a_lone_prefill_leg_is_over_with_done() -> None:
-    d = Driver(make_legs("prefill", C, ""))
+    d = Driver(leg="prefill")
     d.receive(Accepted("r", 1, 9, PREFILL, None))
     again = d.wait(SILENCE_S + 0.1)  # a controller that restarted would know nothing of it
     assert submit_in(again).attempt == 1

@@ -19,8 +19,9 @@ from bus.wire.messages import Failed, StatusQuery
 from controller import ControllerConfig, Dispatcher
 from controller.shell import Controller
 from pdbus.client.channel import Channel
-from pdbus.client.options import Where, make_plan, patience
+from pdbus.client.options import Where, make_request, patience
 from pdbus.client.output import Result
+from pdbus.client.request import Request
 
 WAIT_S = 30.0
 
@@ -50,6 +51,10 @@ def config(folder: str, **settings: Any) -> ControllerConfig:
 
 def controller(folder: str) -> Controller:
     return Controller(config(folder))
+
+
+def a_request(part: Channel) -> Request:
+    return make_request([1, 2], {}, Where("ipc:///x", None), part.rng)
 
 
 def channel(folder: str) -> Channel:
@@ -131,7 +136,10 @@ CALLS: list[tuple[Callable[[str], Any], dict[str, Callable[[Any], object]]]] = [
     ),
     (broker, {"raise_if_failed": lambda part: part.raise_if_failed()}),
     (controller, {"submit_local": lambda part: part.submit_local(StatusQuery(0))}),
-    (channel, {"ask": lambda part: part.ask("x", StatusQuery), "begin": lambda part: part.begin("x", None, print)}),
+    (
+        channel,
+        {"ask": lambda part: part.ask("x", StatusQuery), "begin": lambda part: part.begin(a_request(part), print)},
+    ),
 ]
 
 
@@ -222,8 +230,8 @@ def test_a_client_that_broke_ends_every_request_also_those_it_never_began(folder
         raise ZeroDivisionError("a bug")
 
     for rid in ("begun", "queued"):
-        _, plan = make_plan([1, 2], {"rid": rid}, where, "unified", (), part)
-        part.begin(rid, plan, lambda update, rid=rid: ends.setdefault(rid, update))
+        request = make_request([1, 2], {"rid": rid}, where, part.rng, leg="unified")
+        part.begin(request, lambda update, rid=rid: ends.setdefault(rid, update))
         if rid == "begun":
             part.loop.call_threadsafe(hold)
             assert held.wait(WAIT_S)

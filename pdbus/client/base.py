@@ -1,0 +1,93 @@
+"""What the sync and the async client share: what one knows of its cluster, and how updates become pieces.
+
+Starts no thread and waits for nothing: that is where the two differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bus.wire.messages import DrainRank, Leg, Refused, Status, StatusQuery
+from pdbus.client.channel import Channel, Update
+from pdbus.client.options import Options, any_rank, block_tokens_for, leg_for, make_request, model_of, patience, where
+from pdbus.client.output import Piece, Result, Texts
+from pdbus.client.request import Request
+
+if TYPE_CHECKING:
+    from nodes.own.engines.tokenizer import Tokenizer
+
+
+class BaseClient:
+    def __init__(
+        self,
+        controller: str | None = None,
+        *,
+        prefill_controller: str | None = None,
+        decode_controller: str | None = None,
+        retries: int = 6,
+        connect_timeout_s: float = 10.0,
+        keys: str | Path = "",
+        model: str = "",
+        seed: int | None = None,
+    ) -> None:
+        self._where = where(controller, prefill_controller, decode_controller)
+        self._channel = Channel(self._where.endpoints, patience(retries, connect_timeout_s), keys=keys, seed=seed)
+        self._texts = Texts(model)
+        self._leg: Leg | None = None if self._where.prefill is None else "pair"
+        self._block_tokens = 0
+
+    def _ask_status(self, timeout_s: float | None) -> Future[Status]:
+        return self._channel.ask(self._where.decode, StatusQuery, timeout_s)
+
+    def _ask_cluster(self) -> Future[Status]:
+        """The status once a rank has joined; after `connect_timeout_s`, as it is."""
+        return self._channel.ask(self._where.decode, StatusQuery, until=any_rank)
+
+    def _ask_drain(self, instance: str, dp_rank: int, timeout_s: float | None) -> Future[Refused]:
+        return self._channel.ask(self._where.decode, lambda id: DrainRank(id, instance, dp_rank), timeout_s)
+
+    def _learn_model(self, status: Status) -> str:
+        self._learn_leg(status)
+        self._texts.model = model_of(status)
+        return self._texts.model
+
+    def _learn_leg(self, status: Status) -> None:
+        if self._leg is None:
+            self._leg, self._block_tokens = leg_for(status), block_tokens_for(status)
+
+    def _request(self, ids: Sequence[int], options: Options, tokenizer: Tokenizer | None) -> Request:
+        return make_request(
+            ids,
+            options,
+            self._where,
+            self._channel.rng,
+            leg=self._leg or "pair",
+            block_tokens=self._block_tokens,
+            eos_ids=tokenizer.eos_ids if tokenizer is not None else (),
+        )
+
+
+class BaseStream:
+    """`rid` names the request and `prompt_ids` are its prompt's tokens, those of a chat template included."""
+
+    def __init__(self, channel: Channel, rid: str, prompt_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
+        self.rid = rid
+        self.prompt_ids = tuple(prompt_ids)
+        self._channel = channel
+        self._decoder = Texts.decoder(tokenizer) if tokenizer is not None else None
+        self._result: Result | None = None
+
+    def cancel(self) -> None:
+        """End the request now; the iteration stops, and `result.finish` is `cancelled`."""
+        self._channel.cancel(self.rid)
+
+    def _piece(self, update: Update) -> Piece | None:
+        """What `update` is to the reader. The last one is the result, and may have text that was held back."""
+        if isinstance(update, tuple):
+            return Piece(update, self._decoder.push(update) if self._decoder is not None else "")
+        self._result = update
+        rest = self._decoder.finish() if self._decoder is not None else ""
+        return Piece((), rest) if rest else None
