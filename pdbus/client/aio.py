@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
@@ -17,8 +19,37 @@ if TYPE_CHECKING:
     from nodes.own.engines.tokenizer import Tokenizer
 
 
+class _Post:
+    """Updates on their way from the channel's thread to an event loop, which is woken once for all that are there."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._updates: deque[tuple[AsyncStream, Update]] = deque()
+        self._woken = False
+
+    def put(self, stream: AsyncStream, update: Update) -> None:
+        self._updates.append((stream, update))
+        if self._woken:
+            return
+        self._woken = True
+        try:
+            self.loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # the loop has ended: nobody reads any more
+            self._woken = False
+            self._updates.clear()
+            stream.cancel()
+
+    def _deliver(self) -> None:
+        self._woken = False  # before it looks, so that none which comes now is forgotten
+        while self._updates:
+            stream, update = self._updates.popleft()
+            stream._updates.put_nowait(update)
+
+
 class AsyncClient(BaseClient):
     """As `Client`, for asyncio: the same arguments, options and errors."""
+
+    _post: _Post | None = None
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -62,8 +93,11 @@ class AsyncClient(BaseClient):
         if self._leg is None and "leg" not in options:
             self._learn_leg(await asyncio.wrap_future(self._ask_cluster()))
         request = self._request(ids, options, tokenizer)
+        loop = asyncio.get_running_loop()
+        if self._post is None or self._post.loop is not loop:
+            self._post = _Post(loop)
         stream = AsyncStream(self._channel, request.rid, ids, tokenizer)
-        self._channel.begin(request, stream._sink)
+        self._channel.begin(request, partial(self._post.put, stream))
         return stream
 
 
@@ -76,7 +110,6 @@ class AsyncStream(BaseStream):
 
     def __init__(self, channel: Channel, rid: str, prompt_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
         super().__init__(channel, rid, prompt_ids, tokenizer)
-        self._loop = asyncio.get_running_loop()
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
 
     @property
@@ -122,9 +155,3 @@ class AsyncStream(BaseStream):
         while self._result is None:
             if (piece := self._piece(await self._updates.get())) is not None:
                 yield piece
-
-    def _sink(self, update: Update) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
-        except RuntimeError:  # its event loop has ended: nobody reads any more
-            self._channel.cancel(self.rid)

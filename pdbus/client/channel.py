@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 
 from bus.actions import Send
-from bus.errors import ConfigError, PartFailed, RemoteProtocolError
+from bus.errors import ConfigError, PartFailed, RemoteProtocolError, StartError
 from bus.runtime import frames
 from bus.runtime.logs import get_logger
 from bus.runtime.security import load_keys
@@ -173,13 +173,16 @@ class Channel(Service):
             frames.send(self._connect(action.peer), [codec.encode(action.message), *action.frames])
         except zmq.Again:
             log.debug("message.unsent", peer=action.peer, cause=action.cause)  # the core repeats what matters
+        except StartError as error:  # a controller may name any endpoint as a rank's; to the core it is a silent one
+            log.warning("rank.unreachable", peer=action.peer, error=str(error))
 
     def _connect(self, endpoint: str) -> Socket:
+        """StartError where nobody can be."""
         peer = self._peers.get(endpoint)
         if peer is None:
             peer = _Peer(self._sockets.dealer(endpoint, maximum=PAYLOAD_MAX), self.loop.clock())
             self._peers[endpoint] = peer
-            self.loop.add(peer.socket, lambda frames: self._received(endpoint, frames))
+            self.loop.add(peer.socket, lambda received: self._received(endpoint, received))
         peer.used_at = self.loop.clock()
         return peer.socket
 

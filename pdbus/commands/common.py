@@ -30,7 +30,11 @@ controller_option = click.option(
     help="The controller: ipc:///dir/controller or tcp://host:port.",
 )
 wait_option = click.option(
-    "--wait-s", type=cli.Seconds(0.1), default=10.0, show_default=True, help="How long to wait for a controller."
+    "--wait-s",
+    type=cli.Seconds(0.1),
+    default=10.0,
+    show_default=True,
+    help="How long to wait for a controller, and for its first rank where one is needed.",
 )
 keys_option = click.option("--keys", default="", metavar="DIR", help="Directory of CURVE keys, for tcp.")
 

@@ -106,7 +106,7 @@ def _begin(client: Client, text: str, options: dict[str, Any]) -> Stream:
     if options["tokens"]:
         return client.generate_tokens(_ids(text), **chosen)
     with Teller().telling() as teller:
-        teller.say("loading the tokenizer ...")
+        teller.say("waiting for a rank, loading the tokenizer ...")
         return client.generate(text, chat=not options["raw"], system=options["system"], **chosen)
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import zmq
 from structlog.testing import capture_logs
 
-from bus.errors import PeerLost, RequestFailed
+from bus.errors import ConfigError, PeerLost, RequestFailed
 from bus.runtime.sockets import Socket, Sockets
 from bus.wire.codec import decode, encode
 from bus.wire.messages import (
@@ -25,6 +26,7 @@ from bus.wire.messages import (
     Failed,
     Location,
     Message,
+    RankState,
     RankStatus,
     Refused,
     Status,
@@ -137,13 +139,10 @@ def test_questions_are_repeated_until_answered_or_too_late(peers: tuple[Peer, Pe
             first = await asyncio.to_thread(controller.hear)
             assert isinstance(first, StatusQuery)
             assert await asyncio.to_thread(controller.hear) == first
-            ranks = tuple(
-                RankStatus("u", n, "unified", "m", "ready", 1, "", 0, 0.0, None, 0, 0, 0, 0, 0, 0, 0, 0)
-                for n in range(3)
-            )
-            controller.say(Status(first.id, "c", 1, 0.0, {}, {}, ranks[:2], remaining=1))
-            controller.say(Status(first.id, "c", 1, 0.0, {}, {}, ranks[2:]))
-            assert (await asked) == Status(first.id, "c", 1, 0.0, {}, {}, ranks)
+            three = ranks("ready", "ready", "ready")
+            controller.say(Status(first.id, "c", 1, 0.0, {}, {}, three[:2], remaining=1))
+            controller.say(Status(first.id, "c", 1, 0.0, {}, {}, three[2:]))
+            assert (await asked) == Status(first.id, "c", 1, 0.0, {}, {}, three)
 
             draining = asyncio.create_task(client.drain("decode-0", 4))
             order = await asyncio.to_thread(controller.hear)
@@ -179,3 +178,112 @@ def test_an_async_stream_and_its_early_end(peers: tuple[Peer, Peer], base: str) 
                 await failing.tokens()
 
     asyncio.run(run())
+
+
+def ranks(*states: RankState) -> tuple[RankStatus, ...]:
+    return tuple(
+        RankStatus("u", n, "unified", "sim", state, 1, "", 0, 0.0, None, 0, 0, 0, 0, 0, 0, 0, 0)
+        for n, state in enumerate(states)
+    )
+
+
+def answer(controller: Peer, *states: RankState) -> int:
+    """Take a question, and say that there are ranks in these states; the question's number."""
+    query = controller.hear()
+    assert isinstance(query, StatusQuery), query
+    controller.say(Status(query.id, "c", 1, 0.0, {}, {}, ranks(*states)))
+    return query.id
+
+
+def in_a_loop(base: str) -> None:
+    async def run() -> None:
+        async with AsyncClient(base, connect_timeout_s=WAIT_MS / 1000) as client:
+            await client.generate("hi", rid="r")
+
+    asyncio.run(run())
+
+
+def in_a_thread(base: str) -> None:
+    with Client(base, connect_timeout_s=WAIT_MS / 1000) as client:
+        client.generate("hi", rid="r")
+
+
+@pytest.mark.parametrize("generate", [in_a_thread, in_a_loop])
+def test_text_waits_for_the_first_rank_of_a_controller_that_has_just_started(
+    peers: tuple[Peer, Peer], base: str, generate: Callable[[str], None]
+) -> None:
+    """Then the model is known, and whether ranks split."""
+    controller, _ = peers
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(generate, base)
+        asked = [answer(controller), answer(controller, "gone"), answer(controller, "gone", "starting")]
+        assert len(set(asked)) == 3, "a late answer to one question must not be taken for that to the next"
+        submit = controller.hear()
+        assert isinstance(submit, Submit)
+        assert (submit.rid, submit.leg) == ("r", "unified")
+        done.result(WAIT_MS / 1000)
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_patience_with_a_controller_without_ranks_has_an_end(
+    peers: tuple[Peer, Peer], base: str, kind: type[Client] | type[AsyncClient]
+) -> None:
+    """Text needs a model; tokens are for the controller to judge."""
+    controller, _ = peers
+
+    async def ask() -> None:
+        async with AsyncClient(base, connect_timeout_s=0.5) as client:
+            with pytest.raises(ConfigError, match="no rank has joined this controller yet"):
+                await client.generate("hi")
+            await client.generate_tokens([5], rid="r")
+
+    def ask_in_a_thread() -> None:
+        with Client(base, connect_timeout_s=0.5) as client:
+            with pytest.raises(ConfigError, match="no rank has joined this controller yet"):
+                client.generate("hi")
+            client.generate_tokens([5], rid="r")
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(ask_in_a_thread) if kind is Client else pool.submit(asyncio.run, ask())
+        while isinstance(message := controller.hear(), StatusQuery):
+            controller.say(Status(message.id, "c", 1, 0.0, {}, {}, ()))
+        assert isinstance(message, Submit)
+        assert (message.rid, message.leg) == ("r", "pair")
+        done.result(WAIT_MS / 1000)
+
+
+def test_no_endpoint_that_a_controller_names_breaks_the_client(peers: tuple[Peer, Peer], base: str) -> None:
+    controller, _ = peers
+    with capture_logs() as logs, Client(base) as client:
+        for endpoint in ("nowhere", "", "udp://1.2.3.4:5", "tcp://[:1"):
+            stream = client.generate_tokens([5], leg="pair")
+            submit = controller.hear()
+            assert isinstance(submit, Submit)
+            controller.say(Accepted(submit.rid, 1, submit.bootstrap_room, None, Location("d", 0, 1, endpoint)))
+            controller.say(Failed(submit.rid, 1, "poison", "so that it ends", False))
+            assert stream.result.code == "poison"
+        stream = client.generate_tokens([5], leg="pair")
+        begin(peers, base)
+        stream.cancel()
+    assert next(line["peer"] for line in logs if line["event"] == "rank.unreachable") == "nowhere"
+
+
+def test_a_stream_whose_event_loop_has_ended_is_cancelled_and_the_client_lives_on(
+    peers: tuple[Peer, Peer], base: str
+) -> None:
+    controller, node = peers
+    client = AsyncClient(base)
+    left = asyncio.run(client.generate_tokens([5], max_tokens=9, leg="pair"))
+    submit = begin(peers, base)
+    node.say(Tokens(submit.rid, 1, 0, (10,)))
+    assert controller.hear() == Cancel(left.rid)
+    assert node.hear() == Detach(left.rid, 1)
+
+    async def again() -> list[int]:
+        async with client:
+            stream = await client.generate_tokens([5], max_tokens=1, leg="pair")
+            submit = await asyncio.to_thread(begin, peers, base)
+            node.say(Tokens(submit.rid, 1, 0, (10,), "length"))
+            return await stream.tokens()
+
+    assert asyncio.run(again()) == [10]

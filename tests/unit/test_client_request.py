@@ -26,6 +26,7 @@ from bus.wire.messages import (
 from pdbus.client.core import SILENCE_S, VERDICT_S, ClientCore, Deliver, Ended, Patience
 from pdbus.client.options import Options, Where, make_request
 from pdbus.client.output import Result
+from pdbus.client.request import NEXT, SUBMISSION_NEXT, Event, State
 
 C = "ipc:///c.clients"
 P = "ipc:///p.clients"
@@ -329,3 +330,52 @@ def test_a_lone_prefill_leg_is_over_with_done() -> None:
     d.receive(Done("r", 1, ()))
     assert d.result is not None
     assert (d.result.finish, d.result.prefill, d.result.ids) == ("stop", PREFILL, ())
+
+
+def test_what_a_controller_says_between_two_attempts_is_not_taken_up() -> None:
+    """M73: the attempt was cancelled, whatever its controller did meanwhile; the next one is above what was told."""
+    d = Driver()
+    d.accept()
+    assert Cancel("r") in d.wait(2 * SILENCE_S + 0.1)
+    assert d.request.state is State.BACKOFF
+    assert d.accept(2, RANK_1) == []
+    assert d.receive(Failed("r", 2, "cancelled", "as asked", False)) == []
+    assert submit_in(d.wait(0.5)).attempt == 3
+    assert d.accept(3, RANK_1) == [Attach("r", 3, 0)]
+
+
+def test_a_cancel_between_two_attempts_bothers_nobody_who_is_done() -> None:
+    d = two_controllers()
+    d.accept()
+    d.receive(Failed("r", 1, "peer_lost", "gone", True))
+    assert d.take(d.core.cancel("r", d.now)) == [Cancel("r.prefill")]
+    assert d.result is not None
+    assert (d.result.finish, d.result.attempts) == ("cancelled", 1)
+
+
+def test_a_rid_is_taken_as_long_as_any_submit_of_its_request_lives() -> None:
+    """One controller may serve both legs, where the second has the rid of the first with `.prefill`."""
+    d = Driver(Where(C, C))
+    rng = random.Random(3)
+    other = make_request([5], {"rid": "r.prefill"}, Where(C, C), rng)
+    assert other in d.core
+    d.take(d.core.cancel("r", d.now))
+    assert other not in d.core
+
+
+@pytest.mark.parametrize("table", [NEXT, SUBMISSION_NEXT], ids=["request", "submission"])
+def test_the_tables_are_whole(table: dict[Any, dict[Event, Any]]) -> None:
+    """Each state has its row, can be reached, and can be left unless it is the last one."""
+    kinds = type(next(iter(table)))
+    assert set(table) == set(kinds)
+    reached = {next(iter(table))}.union(*(row.values() for row in table.values()))
+    assert reached == set(kinds)
+    assert {state for state, row in table.items() if not row} <= {State.ENDED}
+
+
+def test_what_the_table_does_not_know_is_our_bug_and_tells_the_story() -> None:
+    d = Driver()
+    with pytest.raises(AssertionError, match=r"rid='r'.*SUBMITTED.* cannot take Event.SUBMIT$"):
+        d.request.move(Event.SUBMIT)
+    with pytest.raises(AssertionError, match=r"rid='r'.*ASKED.* cannot take Event.RETRY$"):
+        d.request.main.move(Event.RETRY)

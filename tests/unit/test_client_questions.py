@@ -1,0 +1,102 @@
+"""What a client asks a controller: whose answer counts, and when it is too late."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from bus.errors import PeerLost, RequestFailed
+from bus.wire.messages import DrainRank, RankState, RankStatus, Refused, Status, StatusQuery
+from pdbus.client.options import any_rank, block_tokens_for, leg_for
+from pdbus.client.questions import LOOK_AGAIN_S, REPEAT_S, Questions
+
+C = "ipc:///c.clients"
+
+
+def status(number: int, *roles: Any, state: RankState = "ready") -> Status:
+    ranks = [
+        RankStatus("i", n, role, "m", state, 1, "", 0, 0.0, None, 0, 0, 0, 0, 0, 0, 0, 0)
+        for n, role in enumerate(roles)
+    ]
+    return Status(number, "c", 1, 0.0, {}, {}, tuple(ranks))
+
+
+def asked(make: Any = StatusQuery, enough: Any = None) -> tuple[Questions, Future[Any]]:
+    """A question of ten seconds, said once."""
+    questions, answer = Questions(), Future[Any]()
+    questions.ask(C, make, enough, answer, 0.0, 10.0)
+    assert [(send.peer, send.message) for send in questions.tick(0.0)] == [(C, make(1))]
+    return questions, answer
+
+
+def drain(number: int) -> DrainRank:
+    return DrainRank(number, "decode-0", 4)
+
+
+def test_a_question_is_repeated_until_it_is_too_late() -> None:
+    questions, answer = asked()
+    assert questions.tick(REPEAT_S / 2) == []
+    assert [send.message for send in questions.tick(REPEAT_S)] == [StatusQuery(1)]
+    assert questions.tick(10.0) == []
+    with pytest.raises(PeerLost, match="no controller answers at ipc:///c"):
+        answer.result(0)
+    questions.answered(C, status(1), 10.1)  # too late
+
+
+@pytest.mark.parametrize(
+    ("make", "wrong"),
+    [(StatusQuery, Refused("ok", "", 1)), (drain, status(1)), (StatusQuery, status(2))],
+)
+def test_what_answers_another_question_is_no_answer(make: Any, wrong: Status | Refused) -> None:
+    questions, answer = asked(make)
+    questions.answered(C, wrong, 0.1)
+    assert not answer.done()
+
+
+def test_only_who_was_asked_answers() -> None:
+    """A rank may say `refused` too, with any number."""
+    questions, answer = asked(drain)
+    for code in ("ok", "bad_rank"):
+        questions.answered("ipc:///node", Refused(code, "", 1), 0.1)
+    assert not answer.done()
+    questions.answered(C, Refused("bad_rank", "no such rank", 1), 0.2)
+    with pytest.raises(RequestFailed, match="no such rank"):
+        answer.result(0)
+
+
+def test_a_status_that_is_not_enough_is_asked_for_again_soon() -> None:
+    questions, answer = asked(enough=any_rank)
+    questions.answered(C, status(1), 1.0)
+    assert questions.tick(1.0 + LOOK_AGAIN_S / 2) == []
+    assert [send.message for send in questions.tick(1.0 + LOOK_AGAIN_S)] == [StatusQuery(2)]
+    questions.answered(C, status(1, "decode"), 1.2)  # the answer to the first, come twice
+    assert not answer.done()
+    questions.answered(C, status(2, "decode"), 1.3)
+    assert answer.result(0) == status(2, "decode")
+
+
+def test_when_time_is_up_the_last_status_will_do() -> None:
+    questions, answer = asked(enough=any_rank)
+    questions.answered(C, status(1, "decode", state="gone"), 1.0)
+    questions.tick(10.0)
+    assert answer.result(0) == status(1, "decode", state="gone")
+
+
+def test_who_gave_up_is_not_answered() -> None:
+    questions, answer = asked()
+    answer.cancel()
+    questions.answered(C, status(1), 0.1)
+    assert answer.cancelled()
+    assert questions.tick(5.0) == []
+
+
+def test_what_is_told_of_a_cluster_that_still_gathers_is_not_kept() -> None:
+    """So a client that asked too early splits its pairs and sends its hashes from the time that all roles are there."""
+    assert [leg_for(status(1, *roles)) for roles in ((), ("decode",), ("prefill",), ("unified", "decode"))] == [
+        None
+    ] * 4
+    assert leg_for(status(1, "unified")) == "unified"
+    assert leg_for(status(1, "unified", "decode", "prefill")) == "pair"
+    assert block_tokens_for(status(1, "prefill", "decode")) == 0
