@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bus.wire.messages import DrainRank, Leg, Refused, Status, StatusQuery
+from bus.wire.messages import DrainRank, Leg, Status, StatusQuery
 from pdbus.client.channel import Channel, Update
 from pdbus.client.options import Options, any_rank, block_tokens_for, leg_for, make_request, model_of, patience, where
 from pdbus.client.output import Piece, Result, Texts
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 
 class BaseClient:
+    """Asks the controller what it must know before it submits, each time until it knows it. See `Client`."""
+
     def __init__(
         self,
         controller: str | None = None,
@@ -46,7 +48,7 @@ class BaseClient:
         """The status once a rank has joined; after `connect_timeout_s`, as it is."""
         return self._channel.ask(self._where.decode, StatusQuery, until=any_rank)
 
-    def _ask_drain(self, instance: str, dp_rank: int, timeout_s: float | None) -> Future[Refused]:
+    def _ask_drain(self, instance: str, dp_rank: int, timeout_s: float | None) -> Future[Status]:
         return self._channel.ask(self._where.decode, lambda id: DrainRank(id, instance, dp_rank), timeout_s)
 
     def _learn_model(self, status: Status) -> str:

@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import zmq
 
@@ -57,7 +56,7 @@ class Channel(Service):
     ) -> None:
         self._patience = patience
         self._keys = load_keys(keys, server=False) if keys else None
-        self.rng = random.Random(seed)  # also draws rids and rooms; `seed` is for tests
+        self.rng = random.Random(seed)  # any thread draws from it: a single draw is atomic
         self._controllers = frozenset(controllers)
         self._core = ClientCore(patience, self.rng)
         self._peers: dict[str, _Peer] = {}
@@ -81,7 +80,7 @@ class Channel(Service):
         rid = request.rid
 
         def start() -> None:
-            if request in self._core:
+            if self._core.is_taken(request):
                 sink(failure(rid, "duplicate_rid", f"this client has a live request with the rid {rid!r}"))
                 return
             self._sinks[rid] = sink
@@ -100,18 +99,18 @@ class Channel(Service):
         make: Callable[[int], Message],
         timeout_s: float | None = None,
         until: Callable[[Status], bool] | None = None,
-    ) -> Future[Any]:
-        """Send `make(id)` until the answer to it comes: a Status, or Refused with the code `ok`. ConfigError when
-        `make` takes exception to its arguments.
+    ) -> Future[Status]:
+        """Send `make(id)` until the status comes that answers it. ConfigError when `make` takes exception to its
+        arguments.
 
-        With `until` a status is asked for again until it meets that, and the last one is the answer when time is up.
-        The future fails with PeerLost after `timeout_s` (default: `connect_timeout_s`) without any answer, or with
+        With `until` it is sent again until the status meets that, and the last one is the answer when time is up. The
+        future fails with PeerLost after `timeout_s` (default: `connect_timeout_s`) without any answer, or with
         RequestFailed when the controller refuses."""
         try:
             make(0)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        answer: Future[Any] = Future()
+        answer: Future[Status] = Future()
         wait_s = self._patience.connect_timeout_s if timeout_s is None else timeout_s
 
         def start() -> None:

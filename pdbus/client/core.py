@@ -78,7 +78,7 @@ class ClientCore:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def __contains__(self, request: Request) -> bool:
+    def is_taken(self, request: Request) -> bool:
         """Whether a rid of `request` belongs to a live one."""
         return any((one.controller, one.header.rid) in self._submissions for one in request.submissions)
 
@@ -91,7 +91,7 @@ class ClientCore:
 
     def begin(self, request: Request, now: float) -> list[Action]:
         """Submit it. None of its rids may belong to a live one."""
-        assert request not in self, f"{request.rid} is live already"
+        assert not self.is_taken(request), f"{request.rid} is live already"
         self._requests[request.rid] = request
         for submission in request.submissions:
             self._submissions[submission.controller, submission.header.rid] = request, submission
@@ -101,7 +101,7 @@ class ClientCore:
         return self._submit(request, now)
 
     def received(self, peer: str, message: Message, now: float) -> list[Action]:
-        """`message` came from the controller or node at `peer`. What comes too late means nothing."""
+        """`message` came from the controller or node at `peer`; what comes too late means nothing."""
         if isinstance(message, Tokens):
             request = self._requests.get(message.rid)
             return self._tokens(request, peer, message, now) if request is not None else []

@@ -56,12 +56,14 @@ def where(controller: str | None, prefill_controller: str | None, decode_control
 class Options(TypedDict, total=False):
     """What `generate` takes beside the prompt.
 
-    Sampling: `max_tokens`, `temperature` (0: greedy), `top_k` (0: off), `top_p`, `seed` (default: drawn),
-    `stop_token_ids`, `ignore_eos`. Placement: `leg` (default: a pair, or unified where no rank splits), `instance` and
-    `routed_dp_rank` of the leg that decodes (or of the only leg), `prefill_instance` and `disagg_prefill_dp_rank` of
-    prefill, `bootstrap_room` (default: drawn). Others: `deadline_s`, `priority`, `rid` (default: drawn), `model`,
-    `block_tokens` (send hashes of prompt blocks of this size, for `cache_aware`; default: of the ranks' size where the
-    controller says that it uses them; 0: none).
+    Sampling: `max_tokens` (at least 1; default 128), `temperature` (0, the default: greedy), `top_k` (0: off), `top_p`
+    (above 0, to 1), `seed` (default: drawn), `stop_token_ids` (at most 64), `ignore_eos`.
+    Placement: `leg` (default: a pair, or unified where no rank splits), `instance` and `routed_dp_rank` of the leg that
+    decodes (or of the only leg), `prefill_instance` and `disagg_prefill_dp_rank` of prefill, `bootstrap_room` (0 to
+    2^63 - 1; default: drawn).
+    Others: `deadline_s` (seconds from the submit; 0: none), `priority` (-1000 to 1000, higher first), `rid` (at most
+    128 characters; default: drawn), `model`, `block_tokens` (send hashes of prompt blocks of this size, for
+    `cache_aware`; default: of the ranks' size where the controller says that it uses them; 0: none).
     """
 
     max_tokens: int

@@ -1,4 +1,5 @@
-"""What a client asks a controller besides requests (its status, the drain of a rank), until answered or too late.
+"""What a client asks a controller besides requests (its status, the drain of a rank), until answered or too late. The
+answer to either is a status.
 
 Owns the questions and the futures of those who asked; opens no socket and reads no clock.
 """
@@ -8,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 from bus.actions import Send
 from bus.errors import PeerLost, RequestFailed
-from bus.wire.messages import Message, Refused, Status, StatusQuery
+from bus.wire.messages import Message, Refused, Status
 from bus.wire.status import join
 
 REPEAT_S = 1.0  # a question without an answer
@@ -24,7 +24,7 @@ class _Question:
     peer: str
     make: Callable[[int], Message]
     enough: Callable[[Status], bool] | None
-    answer: Future[Any]
+    answer: Future[Status]
     next_at: float
     end_at: float
     part: Status | None = None  # the answer as far as it has come
@@ -41,7 +41,7 @@ class Questions:
         peer: str,
         make: Callable[[int], Message],
         enough: Callable[[Status], bool] | None,
-        answer: Future[Any],
+        answer: Future[Status],
         now: float,
         wait_s: float,
     ) -> None:
@@ -55,13 +55,8 @@ class Questions:
         if question is None or question.peer != peer:
             return
         if isinstance(message, Refused):
-            if message.code == "ok" and question.make is StatusQuery:
-                return
             del self._open[message.id]
-            failure = RequestFailed(message.code, message.message) if message.code != "ok" else None
-            settle(question.answer, failure or message)
-            return
-        if question.make is not StatusQuery:
+            settle(question.answer, RequestFailed(message.code, message.message))
             return
         question.part = status = join(question.part, message)
         if status.remaining:
@@ -101,7 +96,7 @@ class Questions:
         self._open[self._number] = question
 
 
-def settle(answer: Future[Any], outcome: Message | Exception) -> None:
+def settle(answer: Future[Status], outcome: Status | Exception) -> None:
     """Unless whoever asked gave up, which another thread may do at this very moment: set_result alone would raise."""
     if answer.done() or not answer.set_running_or_notify_cancel():
         return

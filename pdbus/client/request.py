@@ -71,7 +71,7 @@ class Submission:
     """One submit to the controller whose client endpoint is `controller`, and what that said of it."""
 
     controller: str
-    header: Submit  # of the first attempt
+    header: Submit = field(repr=False)  # of the first attempt
     state: SubmissionState = SubmissionState.ASKED
     attempt: int = 0  # the last that was submitted, or that the controller told of
     asked_at: float = 0.0  # first submit of this attempt, or last sign that the controller knows of it
@@ -83,7 +83,7 @@ class Submission:
         return event in SUBMISSION_NEXT[self.state]
 
     def move(self, event: Event) -> None:
-        assert self.takes(event), f"{self} cannot take {event}"
+        assert self.takes(event), f"{self.header.rid}: {self} cannot take {event}"
         self.state = SUBMISSION_NEXT[self.state][event]
 
 
@@ -94,8 +94,8 @@ class Request:
 
     rid: str
     submissions: tuple[Submission, ...]
-    prompt: bytes  # int32 little-endian
-    params: bytes  # the frame
+    prompt: bytes = field(repr=False)  # int32 little-endian
+    params: bytes = field(repr=False)  # the frame
     stop_ids: frozenset[int]  # the tokens that are known to end the output
     state: State = State.NEW
     ids: list[int] = field(default_factory=list)  # the output so far

@@ -13,6 +13,7 @@ from bus.errors import BusError, ConfigError, PeerLost, RequestFailed
 from bus.runtime import cli
 from bus.wire.messages import Location
 from pdbus.client import Client, Options, Result, Stream
+from pdbus.client.options import any_rank
 from pdbus.commands.common import (
     Teller,
     controller_option,
@@ -63,8 +64,8 @@ def generate(text: str, controller: str, wait_s: float, **options: Any) -> None:
             connect_timeout_s=wait_s,
             keys=options["keys"],
         ) as client:
-            wait_for_controller(client, split or controller, wait_s, keys=options["keys"])
-            stream = _begin(client, text, options)
+            status = wait_for_controller(client, split or controller, wait_s, keys=options["keys"])
+            stream = _begin(client, text, options, "" if any_rank(status) else "waiting for a first rank to join ...")
             rid = stream.rid
             _show(stream, as_json=options["as_json"], tokens=options["tokens"])
     except BusError as error:
@@ -94,7 +95,7 @@ def _show(stream: Stream, *, as_json: bool, tokens: bool) -> None:
         print(cli.printable(_facts(stream.result, len(stream.prompt_ids))), file=sys.stderr)
 
 
-def _begin(client: Client, text: str, options: dict[str, Any]) -> Stream:
+def _begin(client: Client, text: str, options: dict[str, Any], waits: str) -> Stream:
     chosen: Options = {name: options[name] for name in _PLACEMENT if options[name] not in (None, "")}  # type: ignore[assignment]
     chosen["max_tokens"] = options["max_tokens"]
     chosen["temperature"] = options["temperature"]
@@ -103,10 +104,11 @@ def _begin(client: Client, text: str, options: dict[str, Any]) -> Stream:
     chosen["deadline_s"] = options["deadline_s"]
     if options["seed"] is not None:
         chosen["seed"] = options["seed"]
-    if options["tokens"]:
-        return client.generate_tokens(_ids(text), **chosen)
     with Teller().telling() as teller:
-        teller.say("waiting for a rank, loading the tokenizer ...")
+        if options["tokens"]:
+            teller.say(waits)
+            return client.generate_tokens(_ids(text), **chosen)
+        teller.say(waits or "loading the tokenizer ...")
         return client.generate(text, chat=not options["raw"], system=options["system"], **chosen)
 
 

@@ -88,6 +88,9 @@ def test_the_only_controller_the_broker_and_a_node_die_under_load(directory: Pat
         for part in ("controller-0", "broker", "decode-0/0"):
             load.right(6)
             up.kill_and_await(part)
+            if part == "controller-0":
+                with Client(up.controller, connect_timeout_s=30.0) as fresh:  # whether or not a rank has joined by now
+                    assert len(fresh.generate("hi", max_tokens=4).tokens()) == 4
             assert re.search(
                 rf"^pdbus up: {part}: ended by SIGKILL; last words: .*; starts again in 0.25 s \(1 of at most 5\)$",
                 up.said["stderr"], re.M,
