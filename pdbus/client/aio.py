@@ -29,7 +29,7 @@ class _Post:
 
     def put(self, stream: AsyncStream, update: Update) -> None:
         self._updates.append((stream, update))
-        if self._woken:
+        if self._woken and not self.loop.is_closed():  # one that was closed does not run what it was woken for
             return
         self._woken = True
         try:

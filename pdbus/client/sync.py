@@ -26,7 +26,8 @@ class Client(BaseClient):
             failure of one leg cancels the other.
         retries: how often a request is tried anew without a new token in between. Zero: every failure is final, so
             that nothing is resumed either.
-        connect_timeout_s: how long a controller may leave a submit unanswered.
+        connect_timeout_s: how long a controller may leave a submit unanswered, or have no rank yet to tell this client
+            the model and whether prefill and decode are split.
         keys: directory of CURVE keys, for tcp.
         model: for text; default: what the controller's ranks serve.
         seed: of the random rids and rooms, for tests.

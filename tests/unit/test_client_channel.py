@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zmq
@@ -35,6 +38,7 @@ from bus.wire.messages import (
     Tokens,
 )
 from pdbus.client import AsyncClient, Client
+from pdbus.client.aio import _Post
 
 WAIT_MS = 30_000
 
@@ -266,6 +270,17 @@ def test_no_endpoint_that_a_controller_names_breaks_the_client(peers: tuple[Peer
         begin(peers, base)
         stream.cancel()
     assert next(line["peer"] for line in logs if line["event"] == "rank.unreachable") == "nowhere"
+
+
+def test_an_event_loop_that_closes_before_it_reads_holds_nothing_back() -> None:
+    loop = asyncio.new_event_loop()
+    post, cancelled = _Post(loop), threading.Event()
+    stream: Any = SimpleNamespace(cancel=cancelled.set)
+    post.put(stream, (1,))
+    loop.close()
+    assert not cancelled.is_set()
+    post.put(stream, (2,))
+    assert cancelled.is_set()
 
 
 def test_a_stream_whose_event_loop_has_ended_is_cancelled_and_the_client_lives_on(
