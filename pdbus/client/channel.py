@@ -196,7 +196,7 @@ class Channel(Service):
                 self._peers[endpoint].rejected = True
                 log.warning("message.rejected", peer=endpoint, reason=error.reason, detail=error.detail[:200])
             return
-        if isinstance(message, Status | Refused):
+        if isinstance(message, (Status, Refused)):
             self._questions.answered(endpoint, message, self.loop.clock())
         elif isinstance(message, Failed) and not message.rid:
             log.warning("client.refused", peer=endpoint, code=message.code, message=message.message)

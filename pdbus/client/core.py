@@ -105,7 +105,7 @@ class ClientCore:
         if isinstance(message, Tokens):
             request = self._requests.get(message.rid)
             return self._tokens(request, peer, message, now) if request is not None else []
-        if not isinstance(message, Accepted | Failed | Done):
+        if not isinstance(message, (Accepted, Failed, Done)):
             return []
         request, submission = self._submissions.get((peer, message.rid), (None, None))
         if request is None or submission is None:
