@@ -1,7 +1,4 @@
-"""Virtual time: events in order of their time, ties in order of scheduling. Owns the queue; knows nothing of what runs.
-
-It offers what the sim engine asks of a loop (`clock`, `call_later`), so the same engine code can run on it.
-"""
+"""Virtual time: events in order of their time, ties in order of scheduling. Owns the queue alone."""
 
 from __future__ import annotations
 
@@ -10,44 +7,41 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Event:
-    """A pending call; `cancel()` forgets it."""
-
-    __slots__ = ("active", "arguments", "function")
-
-    def __init__(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        self.function = function
-        self.arguments = arguments
-        self.active = True
-
-    def cancel(self) -> None:
-        self.active = False
-
-
 class VirtualLoop:
     """Deterministic: the same calls give the same order of events."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._events: list[tuple[float, int, Event]] = []
-        self._order = 0
+        self.order = 0  # of the event under way: it was the so-many-th to be scheduled
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._scheduled = 0
+        self._cancelled: set[int] = set()
 
-    def clock(self) -> float:
-        return self.now
+    def next_order(self) -> int:
+        """The place among its equals of something that will happen at some time."""
+        self._scheduled += 1
+        return self._scheduled
 
-    def call_at(self, time_s: float, function: Callable[..., None], *arguments: Any) -> Event:
-        event = Event(function, arguments)
-        self._order += 1
-        heapq.heappush(self._events, (max(time_s, self.now), self._order, event))
-        return event
+    def call_at(self, time_s: float, function: Callable[..., None], *arguments: Any) -> int:
+        """Call it then, or at once when that is past. Returns what `cancel` takes."""
+        self._scheduled += 1
+        now = self.now
+        heapq.heappush(self._events, (time_s if time_s > now else now, self._scheduled, function, arguments))
+        return self._scheduled
 
-    def call_later(self, delay_s: float, function: Callable[..., None], *arguments: Any) -> Event:
+    def call_later(self, delay_s: float, function: Callable[..., None], *arguments: Any) -> int:
         return self.call_at(self.now + delay_s, function, *arguments)
+
+    def cancel(self, event: int) -> None:
+        """Forget a pending call."""
+        self._cancelled.add(event)
 
     def run(self, done: Callable[[], bool]) -> None:
         """Until `done()` or nothing is left."""
-        events = self._events
+        events, cancelled, pop = self._events, self._cancelled, heapq.heappop
         while events and not done():
-            self.now, _, event = heapq.heappop(events)
-            if event.active:
-                event.function(*event.arguments)
+            self.now, self.order, function, arguments = pop(events)
+            if cancelled and self.order in cancelled:
+                cancelled.remove(self.order)
+            else:
+                function(*arguments)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from bus.wire.messages import Ack, Load, MemberKey
 from nodes.own.blocks import BlockPool, KvEvent
 from nodes.own.engines.base import StepResult
 from nodes.own.engines.timing import SimTiming
 from nodes.own.scheduler import Sequence
-from pdbus.lab.clock import Event, VirtualLoop
+from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.scheduler import NO_TOKEN, DecodeRun, LabScheduler
 
 
@@ -39,23 +41,25 @@ class VirtualRank:
         self.pool = BlockPool(blocks, block_tokens, record_events=kv_events)
         self.scheduler = LabScheduler(self.pool, max_running=max_running, chunk_tokens=chunk_tokens)
         self.steps_taken: list[Callable[[], None]] = []  # called after each computed step (not within decode runs)
+        self.changed: list[Callable[[], None]] = []  # called after each change of `state`
         self._loop = loop
         self._timing = timing
         self._on_output = on_output
         self._on_admitted = on_admitted
         self._stepping = False
         self._run: DecodeRun | None = None
-        self._run_end: Event | None = None
-        self._acks: dict[int, tuple[int, int]] = {}
-        self._load_seq = 0
+        self._run_end = 0  # the event at the end of the run
+        self._acks: dict[int, Ack] = {}  # by controller epoch
+        self._acks_now: tuple[Ack, ...] = ()
         self._fresh: list[int] = []  # prompt tokens of what arrived since the step under way began
 
     # --- what reaches it --------------------------------------------------------------------------------------
 
     def ingest(self, sequence: Sequence, controller_epoch: int, charge: int) -> None:
         """A dispatch arrives: acknowledge and queue it (a decode leg stays parked until its KV cache is ready)."""
-        dispatches, tokens = self._acks.get(controller_epoch, (0, 0))
-        self._acks[controller_epoch] = (dispatches + 1, tokens + charge)
+        last = self._acks.get(controller_epoch, Ack(controller_epoch, 0, 0))
+        self._acks[controller_epoch] = Ack(controller_epoch, last.dispatches + 1, last.tokens + charge)
+        self._acks_now = tuple(self._acks.values())
         if not sequence.imported:
             self._interrupt()
         self.scheduler.add(sequence, parked=sequence.imported)
@@ -81,28 +85,32 @@ class VirtualRank:
     # --- what it says of itself -------------------------------------------------------------------------------
 
     def load(self, *, before_ingest: bool = False) -> Load:
-        """Load and acknowledgements of this moment. `before_ingest`: as a scheduler that runs its step on the same
-        thread would say it, blind to what arrived since the step began."""
+        """Load and acknowledgements of this moment, not numbered. `before_ingest`: as a scheduler that runs its step
+        on the same thread would say it, blind to what arrived since the step began."""
+        load, run = self.state(before_ingest)
+        return load if run is None else replace(load, kv_tokens=load.kv_tokens + run.rows * run.done(self._loop.now))
+
+    def state(self, before_ingest: bool = False) -> tuple[Load, DecodeRun | None]:
+        """What `load` is made of, until something changes: only the KV tokens of the decode run grow meanwhile."""
         s = self.scheduler
-        self._load_seq += 1
-        kv_tokens = s.kv_tokens
-        if self._run is not None:
-            kv_tokens += self._run.rows * self._run.done(self._loop.now)
-        fresh = self._fresh if before_ingest else ()
-        return Load(
-            seq=self._load_seq,
+        waiting, waiting_tokens = s.waiting, s.waiting_tokens
+        if before_ingest:
+            waiting, waiting_tokens = max(0, waiting - len(self._fresh)), max(0, waiting_tokens - sum(self._fresh))
+        load = Load(
+            seq=0,
             step=s.step,
             running=s.running,
-            waiting=max(0, s.waiting - len(fresh)),
-            waiting_tokens=max(0, s.waiting_tokens - sum(fresh)),
-            kv_tokens=kv_tokens,
+            waiting=waiting,
+            waiting_tokens=waiting_tokens,
+            kv_tokens=s.kv_tokens,
             kv_capacity=self.pool.blocks * self.pool.block_tokens,
             max_running=s.max_running,
-            acks=tuple(Ack(epoch, *counts) for epoch, counts in self._acks.items()),
+            acks=self._acks_now,
             prompt_tokens_total=s.prompt_tokens_total,
             cached_tokens_total=s.cached_tokens_total,
             busy_us_total=s.busy_us_total,
         )
+        return load, self._run
 
     def take_kv_events(self) -> list[KvEvent]:
         return self.pool.take_events()
@@ -110,20 +118,21 @@ class VirtualRank:
     # --- steps ------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Admit what there is memory for, and begin the next step, unless one is under way."""
+        """Something has changed: admit what there is memory for, and begin the next step, unless one is under way."""
         for sequence in self.scheduler.take_admitted():
             self._on_admitted(sequence)
-        if self._stepping:
-            return
-        now = self._loop.now
-        self._fresh.clear()
-        run = self.scheduler.decode_run(self._timing, now)
-        if run is not None:
-            self._stepping = True
-            self._run = run
-            self._run_end = self._loop.call_at(run.ends_s(run.steps), self._run_ended)
-        else:
-            self._step(now)
+        if not self._stepping:
+            now = self._loop.now
+            self._fresh.clear()
+            run = self.scheduler.decode_run(self._timing, now)
+            if run is not None:
+                self._stepping = True
+                self._run = run
+                self._run_end = self._loop.call_at(run.ends_s(run.steps), self._run_ended)
+            else:
+                self._step(now)
+        for function in self.changed:
+            function()
 
     def _step(self, began_s: float) -> None:
         plan = self.scheduler.plan()
@@ -138,8 +147,7 @@ class VirtualRank:
         run, self._run = self._run, None
         if run is None:
             return
-        assert self._run_end is not None
-        self._run_end.cancel()
+        self._loop.cancel(self._run_end)
         done = run.done(self._loop.now)
         self.scheduler.skip(run, done)
         self._step(run.ends_s(done))

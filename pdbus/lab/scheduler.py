@@ -6,6 +6,7 @@ number of them exactly as `plan` and `complete` would one by one (a test holds t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from nodes.own.engines.timing import SimTiming
@@ -33,14 +34,15 @@ class DecodeRun:
 
     def done(self, now: float) -> int:
         """How many are done at `now`; never the last, which the scheduler itself completes."""
-        low, high = 0, self.steps - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.ends_s(middle) <= now:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        elapsed_s, linear_s = max(0.0, now - self.began_s), self.first_s - self.growth_s / 2
+        root = linear_s + math.sqrt(linear_s**2 + 2 * self.growth_s * elapsed_s)
+        about = 2 * elapsed_s / root if root else math.inf  # where `ends_s` reaches `now`
+        steps = int(min(about, self.steps - 1))
+        while steps and self.ends_s(steps) > now:  # it decides; `about` is rounded
+            steps -= 1
+        while steps < self.steps - 1 and self.ends_s(steps + 1) <= now:
+            steps += 1
+        return steps
 
 
 class LabScheduler(Scheduler):

@@ -7,6 +7,7 @@ the KV cache and decodes. Reports travel back with the delay and loss asked for.
 
 from __future__ import annotations
 
+import math
 import random
 from array import array
 from collections import deque
@@ -16,14 +17,14 @@ from functools import partial
 
 from bus.errors import ConfigError
 from bus.wire.hashing import pack_hashes
-from bus.wire.messages import Ended, Load, Sent, Submit
-from nodes.own.blocks import KvEvent
+from bus.wire.messages import Ended, Role, Sent, Submit
 from nodes.own.scheduler import Sequence
 from pdbus.lab.capacity import stretch
-from pdbus.lab.choosers import Chooser, build_chooser, check_method, method_of
+from pdbus.lab.choosers import build_chooser, check_method, method_of
 from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.config import LabConfig
 from pdbus.lab.rank import VirtualRank
+from pdbus.lab.reports import Listener, Reports
 from pdbus.lab.traces import Trace, TraceRequest
 
 RESTATE_S = 1.0
@@ -103,6 +104,7 @@ class _Run:
         self.trace, self.method, self.config = trace, method, config
         self.kind = method_of(method)
         self.loop = VirtualLoop()
+        self.delay_s = config.hop_s + config.report_delay_s
         self.rng = random.Random(config.seed)
         self.courses = [Course(request) for request in trace.requests]
         self.left = len(self.courses)
@@ -118,15 +120,10 @@ class _Run:
                 for n in range(config.decode_ranks)
             ]
         )
-        self.choosers = [
-            build_chooser(method, "prefill", config.ranks, n, config, self.prefill, size)
-            for n in range(config.controllers)
-        ]
-        self.decode_choosers = [
-            build_chooser(config.decode_method, "decode", config.decode_ranks, n, config, self.decode, size)
-            for n in range(config.controllers if config.decode_ranks else 0)
-        ]
+        self.choosers = self._listeners("prefill", method, self.prefill)
+        self.decode_choosers = self._listeners("decode", config.decode_method, self.decode)
         self.waiting: list[deque[int]] = [deque() for _ in range(config.controllers)]
+        self.wakes = [math.inf] * config.controllers  # when something is tried again for what waits
         self.sharing = config.controllers > 1 and config.shared_counters
         self.share_due: dict[tuple[int, int], float] = {}
         self.outcome = Outcome(method, self.courses, config.sample_s)
@@ -135,8 +132,6 @@ class _Run:
         for number, course in enumerate(self.courses):
             arrive = self._queue if self.kind.late else self._submit
             self.loop.call_at(course.request.arrival_s + self.config.hop_s, arrive, number)
-        self._start_reports(self.prefill.ranks, self.choosers, self.method)
-        self._start_reports(self.decode.ranks, self.decode_choosers, self.config.decode_method)
         if self.sharing:
             for choosers in (self.choosers, self.decode_choosers):
                 for number in range(len(choosers)):
@@ -162,6 +157,18 @@ class _Run:
         waiting = self.waiting[owner]
         while waiting and self.choosers[owner].least_tokens() < self.config.late_tokens:
             self._submit(waiting.popleft())
+        if waiting:  # until a report comes
+            self._wake_at(owner, self.choosers[owner].next_s())
+
+    def _wake_at(self, owner: int, at_s: float) -> None:
+        if self.loop.now <= at_s < self.wakes[owner]:
+            self.wakes[owner] = at_s
+            self.loop.call_at(at_s, self._wake, owner, at_s)
+
+    def _wake(self, owner: int, at_s: float) -> None:
+        if at_s == self.wakes[owner]:  # else one that came sooner took its place
+            self.wakes[owner] = math.inf
+            self._bind(owner)
 
     def _submit(self, number: int) -> None:
         course, now = self.courses[number], self.loop.now
@@ -236,12 +243,12 @@ class _Run:
     def _prefill_ended(self, number: int) -> None:
         course = self.courses[number]
         ended = Ended(str(number), 1, "prefill", "ok", output_tokens=1, cached_tokens=course.cached_tokens)
-        self.choosers[self.owner[number]].ended(course.prefill_rank, ended, self.loop.now)
+        self.choosers[self.owner[number]].chooser.ended(course.prefill_rank, ended, self.loop.now)
 
     def _decode_ended(self, number: int) -> None:
         course = self.courses[number]
         ended = Ended(str(number), 1, "decode", "ok", output_tokens=max(1, course.request.output_tokens))
-        self.decode_choosers[self.owner[number]].ended(course.decode_rank, ended, self.loop.now)
+        self.decode_choosers[self.owner[number]].chooser.ended(course.decode_rank, ended, self.loop.now)
 
     def _finish(self, number: int, at_s: float) -> None:
         self.courses[number].finished_s = at_s
@@ -258,59 +265,58 @@ class _Run:
 
     # --- reports ----------------------------------------------------------------------------------------------
 
-    def _start_reports(self, ranks: list[VirtualRank], choosers: Seq[Chooser], method: str) -> None:
-        kind = method_of(method)
-        if not choosers or method.startswith("oracle"):
-            return
-        interval_s = kind.report_interval_s or self.config.report_interval_s
-        for dp_rank, rank in enumerate(ranks):
-            first_s = self.rng.random() * interval_s
-            arguments = (dp_rank, rank, choosers, interval_s, kind.before_ingest)
-            self.loop.call_later(first_s, self._report_each, *arguments)
+    def _listeners(self, role: Role, method: str, truth: _Truth) -> list[Listener]:
+        """A chooser for each controller, and the reports that its ranks send it."""
+        config, kind = self.config, method_of(method)
+        if not truth.ranks:
+            return []
+        interval_s = kind.report_interval_s or config.report_interval_s
+        reports = []
+        for dp_rank, rank in enumerate(truth.ranks if not method.startswith("oracle") else ()):
+            rng = random.Random(f"{config.seed}/reports/{role}/{dp_rank}")
+            mine = Reports(self.loop, rank, rng, config.controllers, interval_s=interval_s, delay_s=self.delay_s,
+                           loss=config.report_loss, before_ingest=kind.before_ingest)  # fmt: skip
+            reports.append(mine)
             if kind.report_interval_s is None:
-                rank.steps_taken.append(partial(self._report, dp_rank, rank, choosers, False))
-            if kind.kv_events:
-                rank.steps_taken.append(partial(self._kv_events, dp_rank, rank, choosers))
+                rank.steps_taken.append(mine.say)
+            if kind.late:
+                rank.steps_taken.append(self._news)
+        size = self.trace.block_tokens
+        listeners = [
+            Listener(build_chooser(method, role, len(truth.ranks), n, config, truth, size), n, reports)
+            for n in range(config.controllers)
+        ]
+        if kind.kv_events:
+            for dp_rank, rank in enumerate(truth.ranks):
+                rank.steps_taken.append(partial(self._kv_events, dp_rank, rank, listeners))
+        return listeners
 
-    def _report_each(
-        self, dp_rank: int, rank: VirtualRank, choosers: Seq[Chooser], interval_s: float, before_ingest: bool
-    ) -> None:
-        self._report(dp_rank, rank, choosers, before_ingest)
-        self.loop.call_later(interval_s, self._report_each, dp_rank, rank, choosers, interval_s, before_ingest)
+    def _news(self) -> None:
+        """A report was sent after a step: what waits is tried when it comes."""
+        for owner, waiting in enumerate(self.waiting):
+            if waiting:
+                self._wake_at(owner, self.loop.now + self.delay_s)
 
-    def _report(self, dp_rank: int, rank: VirtualRank, choosers: Seq[Chooser], before_ingest: bool) -> None:
-        load = rank.load(before_ingest=before_ingest)
-        delay_s = self.config.hop_s + self.config.report_delay_s
-        for chooser in choosers:
-            if self.rng.random() >= self.config.report_loss:
-                self.loop.call_later(delay_s, self._deliver, chooser, dp_rank, load)
-
-    def _deliver(self, chooser: Chooser, dp_rank: int, load: Load) -> None:
-        chooser.report(dp_rank, load, self.loop.now)
-        if self.kind.late and chooser in self.choosers:
-            self._bind(self.choosers.index(chooser))
-
-    def _kv_events(self, dp_rank: int, rank: VirtualRank, choosers: Seq[Chooser]) -> None:
+    def _kv_events(self, dp_rank: int, rank: VirtualRank, choosers: Seq[Listener]) -> None:
         """Events lost on the way are asked for again (sequence numbers), so they are late but never missing."""
-        events: list[KvEvent] = rank.take_kv_events()
+        events = rank.take_kv_events()
         if events:
             for chooser in choosers:
-                delay_s = self.config.hop_s + self.config.report_delay_s
-                self.loop.call_later(delay_s, chooser.kv_events, dp_rank, events)
+                self.loop.call_later(self.delay_s, chooser.chooser.kv_events, dp_rank, events)
 
-    def _share(self, choosers: Seq[Chooser], number: int) -> None:
+    def _share(self, choosers: Seq[Listener], number: int) -> None:
         """Controller `number` publishes its counters: when it has sent something, and each RESTATE_S in any case."""
-        sent = choosers[number].sent()
+        sent = choosers[number].chooser.sent()
         if sent is not None:
             for other in range(len(choosers)):
                 if other != number and self.rng.random() >= self.config.report_loss:
                     self.loop.call_later(self.config.hop_s, self._hear, choosers[other], sent)
 
-    def _restate(self, choosers: Seq[Chooser], number: int) -> None:
+    def _restate(self, choosers: Seq[Listener], number: int) -> None:
         self._share(choosers, number)
         self.loop.call_later(RESTATE_S, self._restate, choosers, number)
 
-    def _share_soon(self, choosers: Seq[Chooser], number: int) -> None:
+    def _share_soon(self, choosers: Seq[Listener], number: int) -> None:
         """At once, or `sent_interval_s` after the last time."""
         now, due = self.loop.now, self.share_due.get((id(choosers), number), 0.0)
         if due <= now:
@@ -320,8 +326,8 @@ class _Run:
             self.share_due[(id(choosers), number)] = due + self.config.sent_interval_s
             self.loop.call_at(due, self._share, choosers, number)
 
-    def _hear(self, chooser: Chooser, sent: Sent) -> None:
-        chooser.heard(sent, self.loop.now)
+    def _hear(self, listener: Listener, sent: Sent) -> None:
+        listener.chooser.heard(sent, self.loop.now)
 
     def _sample(self) -> None:
         self.outcome.load.append(array("q", (self.prefill.queued_tokens(n) for n in range(self.config.ranks))))

@@ -1,0 +1,112 @@
+"""Load reports on their way from ranks to choosers. Owns when they are made, which are lost, and which come last.
+
+A report informs later decisions and calls for none, so it needs no event of its own: those due since a rank last
+changed are made when it changes again or when a chooser looks, of the state in between. Of what has come to a chooser
+the last one counts, since each overwrites the one before. A test holds this equal to making each at its time.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+
+from msgspec.structs import replace
+
+from bus.wire.messages import Load, Submit
+from pdbus.lab.choosers import Chooser
+from pdbus.lab.clock import VirtualLoop
+from pdbus.lab.rank import VirtualRank
+from pdbus.lab.scheduler import DecodeRun
+
+
+class Reports:
+    """What one rank tells `readers` choosers: each `interval_s`, and when `say` is called. Each of them loses a report
+    with probability `loss`, or gets it `delay_s` later."""
+
+    def __init__(
+        self, loop: VirtualLoop, rank: VirtualRank, rng: random.Random, readers: int, *,
+        interval_s: float, delay_s: float, loss: float, before_ingest: bool,
+    ) -> None:  # fmt: skip
+        self._loop = loop
+        self._rank = rank
+        self._rng = rng
+        self._interval_s = interval_s
+        self._delay_s = delay_s
+        self._loss = loss
+        self._before_ingest = before_ingest
+        self._next_s = rng.random() * interval_s
+        self._said = 0
+        self._coming: list[deque[tuple[float, int, Load, DecodeRun | None]]] = [deque() for _ in range(readers)]
+        self._state = rank.state(before_ingest)
+        rank.changed.append(self._changed)
+
+    def say(self) -> None:
+        """Report now."""
+        self.catch_up()
+        self._say(self._loop.now)
+
+    def catch_up(self) -> None:
+        """Make the reports that were due by now."""
+        while self._next_s <= self._loop.now:
+            self._say(self._next_s)
+            self._next_s += self._interval_s
+
+    def last(self, reader: int) -> tuple[float, Load] | None:
+        """The last report that has come to `reader` since it asked, and when it came."""
+        self.catch_up()
+        coming, come = self._coming[reader], None
+        while coming and coming[0][0] + self._delay_s <= self._loop.now:
+            come = coming.popleft()
+        if come is None:
+            return None
+        said_s, number, load, run = come
+        held = load.kv_tokens + (run.rows * run.done(said_s) if run is not None else 0)
+        return said_s + self._delay_s, replace(load, seq=number, kv_tokens=held)
+
+    def next_s(self, reader: int) -> float:
+        """When the next report may come to `reader`, if nothing changes until then."""
+        self.catch_up()
+        coming = self._coming[reader]
+        return (coming[0][0] if coming else self._next_s) + self._delay_s
+
+    def _changed(self) -> None:
+        self.catch_up()  # of the state until now
+        self._state = self._rank.state(self._before_ingest)
+
+    def _say(self, at_s: float) -> None:
+        self._said += 1
+        come = at_s + self._delay_s <= self._loop.now
+        for coming in self._coming:
+            if self._rng.random() >= self._loss:
+                if come:
+                    coming.clear()  # overtaken before anybody looked
+                coming.append((at_s, self._said, *self._state))
+
+
+class Listener:
+    """A chooser that reads its reports when it decides; the `reader`-th of each of `reports`, in the order of ranks."""
+
+    def __init__(self, chooser: Chooser, reader: int, reports: list[Reports]) -> None:
+        self.chooser = chooser
+        self._reader = reader
+        self._reports = reports
+
+    def read(self) -> None:
+        """Tell the chooser what has come by now."""
+        for dp_rank, reports in enumerate(self._reports):
+            come = reports.last(self._reader)
+            if come is not None:
+                self.chooser.report(dp_rank, come[1], come[0])
+
+    def next_s(self) -> float:
+        """When something may come; never, if no rank reports."""
+        return min((reports.next_s(self._reader) for reports in self._reports), default=math.inf)
+
+    def pick(self, request: Submit, now: float) -> int:
+        self.read()
+        return self.chooser.pick(request, now)
+
+    def least_tokens(self) -> int:
+        self.read()
+        return self.chooser.least_tokens()
