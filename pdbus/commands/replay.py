@@ -6,30 +6,33 @@ import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
+from rich.text import Text
 
 from bus.errors import ConfigError
 from bus.runtime import cli
 from nodes.own.engines.timing import TIMINGS, timing_named
 from pdbus.lab.choosers import METHODS, check_method
-from pdbus.lab.compare import Result, compare, result_of
+from pdbus.lab.compare import Result, Run, compare, result_of
 from pdbus.lab.config import LabConfig
 from pdbus.lab.generator import generate
 from pdbus.lab.live import comparable, run_live
-from pdbus.lab.plots import write_plots
+from pdbus.lab.plots import prepare, write_plots
+from pdbus.lab.progress import Progress
 from pdbus.lab.simulate import simulate
-from pdbus.lab.tables import json_of, markdown_of, table_of
+from pdbus.lab.tables import COLUMNS, json_of, markdown_of, table_of
 from pdbus.lab.traces import Trace, read_trace
 
 Decorator = Callable[[Any], Any]
 
 DEFAULT_METHODS = "follow_bootstrap_room,round_robin,total_tokens,cache_aware,oracle"
 GENERATED_S = 600.0
-WIDTH = 132  # of a table that does not go to a terminal
+WIDTH = 160  # of a table that does not go to a terminal
 _FROM_OPTIONS = (
     "ranks", "decode_ranks", "load", "cache_blocks", "decode_kv_tokens", "decode_method", "chunk_tokens",
     "prefill_running", "decode_running", "hop_s", "report_interval_s", "report_delay_s", "report_loss", "controllers",
@@ -48,7 +51,15 @@ def _setting(name: str, text: str) -> Decorator:
     return _option("--" + name.replace("_", "-"), type=kind, default=default, help=text)
 
 
-@click.command(epilog="Methods: " + "; ".join(f"{name} ({kind.about})" for name, kind in METHODS.items()) + ".")
+class _Command(click.Command):
+    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Methods"):
+            formatter.write_dl([(name, kind.about) for name, kind in METHODS.items()])
+        with formatter.section("Columns"):
+            formatter.write_dl([(" ".join(c.heading).replace("- ", ""), c.about) for c in COLUMNS if c.about])
+
+
+@click.command(cls=_Command)
 @click.argument("trace", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @_option("--methods", default=DEFAULT_METHODS, metavar="A,B,...",
          help="What to compare: `all` of these, or your own as module:Class or file.py:Class.")  # fmt: skip
@@ -77,10 +88,12 @@ def _setting(name: str, text: str) -> Decorator:
 @_setting("slo_tpot_s", "... and each further one within this, on average.")
 @_option("--duration-s", type=cli.Seconds(), default=None, show_default=False,
          help=f"The trace's first seconds; with no TRACE: its length [default: all, {GENERATED_S:g}]")  # fmt: skip
-@_setting("seed", "For all that is drawn at random.")
+@_setting("seed", "For all that is drawn at random: jitter, lost reports, a made-up trace.")
+@_option("--seeds", type=click.IntRange(1, 1000), metavar="N", default=1,
+         help="Runs of each method, from --seed on: means, with 95 % confidence intervals.")  # fmt: skip
 @_option("--live", is_flag=True, show_default=False,
          help="Run it in real time on sim nodes of this machine, and once more in virtual time beside it.")  # fmt: skip
-@_option("--jobs", type=click.IntRange(1, 64), default=min(4, os.cpu_count() or 1), help="Methods replayed at once.")
+@_option("--jobs", type=click.IntRange(1, 64), default=min(4, os.cpu_count() or 1), help="Runs at once.")
 @_option("--out", type=click.Path(path_type=Path, file_okay=False), default=None, help="Write plots and JSON there.")
 @_option("--markdown", is_flag=True, help="Print the table for a document.")
 @_option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
@@ -92,22 +105,33 @@ def replay(trace: Path | None, **options: Any) -> None:
     timing = timing_named(options["timing"]).scaled(options["timing_scale"])
     config = LabConfig(timing=timing, **{name: options[name] for name in _FROM_OPTIONS})
     methods = _methods(options["methods"])
-    requests = _trace(trace, options["duration_s"], config.seed)
-    label = str(trace) if trace else requests.name
+    if options["live"] and options["seeds"] > 1:
+        raise ConfigError("--live takes as long as its trace and runs one seed: leave out --seeds")
+    if options["out"] is not None:
+        prepare(options["out"])
+    seeds = range(config.seed, config.seed + options["seeds"])
+    traces = _traces(trace, options["duration_s"], seeds)
     console = Console(stderr=True, quiet=options["as_json"])
     if options["live"]:
-        results = _live(requests, methods, config, console)
+        results = _live(traces[0], methods, config, console)
     else:
-        results = _virtual(requests, methods, config, options["jobs"], console)
-    title = _title(requests, config)
-    found = json_of(results, label, len(requests), config)
+        runs = [
+            Run(requests, method, replace(config, seed=seed))
+            for method in methods
+            for seed, requests in zip(seeds, traces, strict=True)
+        ]
+        results = _virtual(runs, options["jobs"], console)
+    title = _title(traces, config)
+    asked = {name: options[name] for name in ("methods", "seeds", "duration_s", "timing", "timing_scale", "live")}
+    found = json_of(results, str(trace) if trace else traces[0].name, len(traces[0]), config, asked)
     if options["as_json"]:
         click.echo(json.dumps(found))
     elif options["markdown"]:
         click.echo(markdown_of(results))
     else:
         terminal = Console()
-        Console(width=None if terminal.is_terminal else WIDTH).print(table_of(results, title))
+        width = terminal.width if terminal.is_terminal or "COLUMNS" in os.environ else WIDTH
+        Console(width=width).print(table_of(results, title, width))
     if options["out"] is not None:
         paths = write_plots(results, options["out"], title)
         table = options["out"] / "replay.json"
@@ -115,17 +139,24 @@ def replay(trace: Path | None, **options: Any) -> None:
         console.print("wrote " + ", ".join(map(str, [*paths, table])))
 
 
-def _virtual(requests: Trace, methods: list[str], config: LabConfig, jobs: int, console: Console) -> list[Result]:
+def _virtual(runs: list[Run], jobs: int, console: Console) -> list[Result]:
+    """A line that keeps up on a terminal, a line for each run that ends elsewhere."""
+    progress = Progress([str(run) for run in runs])
     began = time.monotonic()
-    with console.status(f"replaying {len(requests):,} requests under {len(methods)} methods") as status:
-        left = list(methods)
+    longest = max(len(run.trace) for run in runs)
+    at_once = min(jobs, len(runs))
+    console.print(f"replaying up to {longest:,} requests a run: {len(runs)} runs, {at_once} at once", highlight=False)
+    with console.status("starting") as status:
 
-        def done(method: str) -> None:
-            left.remove(method)
-            console.print(f"{method} done after {time.monotonic() - began:.0f} s")
-            status.update(f"still replaying {', '.join(left)}")
+        def on_share(number: int, share: float) -> None:
+            progress.share(number, share)
+            text = progress.text(time.monotonic() - began)
+            if console.is_terminal:
+                status.update(Text(text, no_wrap=True, overflow="ellipsis"))
+            elif share == 1.0:
+                console.print(f"{runs[number]} done; {text}", highlight=False, soft_wrap=True)
 
-        return compare(requests, methods, config, jobs=jobs, on_done=done)
+        return compare(runs, jobs=jobs, on_share=on_share)
 
 
 def _live(requests: Trace, methods: list[str], config: LabConfig, console: Console) -> list[Result]:
@@ -149,20 +180,26 @@ def _methods(text: str) -> list[str]:
     return [check_method(name) for name in dict.fromkeys(names)]
 
 
-def _trace(path: Path | None, duration_s: float | None, seed: int) -> Trace:
+def _traces(path: Path | None, duration_s: float | None, seeds: range) -> list[Trace]:
+    """One for each seed: of a file the same one, whose jitter the seed draws later."""
     if duration_s is not None and not 1 <= duration_s <= 1e7:
         raise ConfigError(f"--duration-s must lie between 1 and 1e7, not {duration_s}")
     if path is None:
-        return generate(duration_s or GENERATED_S, seed=seed)
+        return [generate(duration_s or GENERATED_S, seed=seed) for seed in seeds]
     found = read_trace(path)
-    return found if duration_s is None else found.first(duration_s)
+    return [found if duration_s is None else found.first(duration_s)] * len(seeds)
 
 
-def _title(trace: Trace, config: LabConfig) -> str:
+def _title(traces: list[Trace], config: LabConfig) -> str:
+    first, last = traces[0], traces[-1]
+    name = first.name if first.name == last.name else f"{first.name} to {last.name}"
+    counts = sorted({len(trace) for trace in traces})
+    requests = f"{counts[0]:,} requests" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,} requests"
+    seeds = f", {len(traces)} seeds" if len(traces) > 1 else ""
     load = f"{config.load:.0%} load" if config.load else "its own rate"
     reports = f"reports {config.report_delay_s * 1e3:g} ms late, {config.report_loss:.0%} lost"
     several = f", {config.controllers} controllers" if config.controllers > 1 else ""
     return (
-        f"{trace.name}, {len(trace):,} requests, {config.ranks} prefill + {config.decode_ranks} decode ranks, {load}, "
-        f"{reports}{several}"
+        f"{name}, {requests}, {config.ranks} prefill + {config.decode_ranks} decode ranks, {load}, {reports}{several}"
+        f"{seeds}"
     )

@@ -1,4 +1,4 @@
-"""Several methods on one trace, side by side in processes of their own. Owns the division of work, nothing of a run."""
+"""Several runs side by side in processes of their own. Owns the division of work, nothing of a run."""
 
 from __future__ import annotations
 
@@ -21,92 +21,134 @@ from pdbus.lab.traces import Trace
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """One method on one trace; its seed is the config's."""
+
+    trace: Trace
+    method: str
+    config: LabConfig
+
+    def __str__(self) -> str:
+        return f"{self.method} seed {self.config.seed}"
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """What tables and plots need of one run: TTFTs sorted (s), tokens queued by sample and rank."""
 
     method: str
+    seed: int
     summary: Summary
     ttfts: list[float]
     sample_s: float
     load: list[list[int]]
 
 
-def replay(trace: Trace, method: str, config: LabConfig) -> Result:
-    """One method, in this process."""
-    return result_of(simulate(trace, method, config), config)
-
-
 def result_of(outcome: Outcome, config: LabConfig, name: str = "") -> Result:
     """`outcome` summed up, under its method's name or another one."""
     load = [list(row) for row in outcome.load]
-    return Result(name or outcome.method, summarise(outcome, config), ttfts(outcome), outcome.sample_s, load)
+    summary = summarise(outcome, config)
+    return Result(name or outcome.method, config.seed, summary, ttfts(outcome), outcome.sample_s, load)
 
 
 def compare(
-    trace: Trace, methods: Sequence[str], config: LabConfig, *, jobs: int = 1, on_done: Callable[[str], None] = print
+    runs: Sequence[Run], *, jobs: int = 1, on_share: Callable[[int, float], None] = lambda number, share: None
 ) -> list[Result]:
-    """Each of `methods`, in the order given, up to `jobs` at a time. A run's own ConfigError comes through."""
-    results: dict[str, Result] = {}
-    if jobs <= 1 or len(methods) == 1:
-        for method in methods:
-            results[method] = replay(trace, method, config)
-            on_done(method)
+    """The result of each of `runs`, in their order, up to `jobs` at a time. A run's own ConfigError comes through.
+
+    `on_share(number, share)` hears how far each run is; 1 is its end.
+    """
+    if jobs <= 1 or len(runs) == 1:
+        results = {}
+        for number, run in enumerate(runs):
+            results[number] = _replay(run, lambda share, number=number: on_share(number, share))  # type: ignore[misc]
+            on_share(number, 1.0)
     else:
-        for method, result in _side_by_side(trace, methods, config, jobs):
-            results[method] = result
-            on_done(method)
-    return [results[method] for method in methods]
+        results = dict(_side_by_side(runs, jobs, on_share))
+    return [results[number] for number in range(len(runs))]
 
 
-def _side_by_side(trace: Trace, methods: Sequence[str], config: LabConfig, jobs: int) -> Iterator[tuple[str, Result]]:
-    """Each result as it comes, from up to `jobs` processes at a time. Whatever ends this ends them."""
+def _replay(run: Run, on_share: Callable[[float], None]) -> Result:
+    return result_of(simulate(run.trace, run.method, run.config, on_share), run.config)
+
+
+@dataclass(slots=True)
+class _Worker:
+    process: SpawnProcess
+    number: int = -1  # of the run it works on
+    trace: Trace | None = None  # the one that it has
+
+
+def _side_by_side(
+    runs: Sequence[Run], jobs: int, on_share: Callable[[int, float], None]
+) -> Iterator[tuple[int, Result]]:
+    """Each result as it comes, from `jobs` processes. Whatever ends this ends them."""
     context = multiprocessing.get_context("spawn")
-    left = list(methods)
-    running: dict[Any, tuple[str, SpawnProcess]] = {}  # by the connection to it
+    left = iter(enumerate(runs))
+    workers: dict[Any, _Worker] = {}  # by the connection to it
     try:
-        while left or running:
-            started = []
-            while left and len(running) < jobs:
-                here, there = context.Pipe()
-                process = context.Process(target=_serve, args=(there, left[0], config))
-                with _interrupt_kept_from_children():
-                    process.start()
-                    running[here] = left.pop(0), process
-                there.close()
-                started.append(here)
-            for here in started:  # when all of them have begun to import what they need
-                with suppress(BrokenPipeError, ConnectionResetError):  # it has died, as its missing answer will tell
-                    here.send(trace)
-            come: list[Any] = wait(list(running))
-            for ready in come:
-                method, process = running[ready]
-                yield method, _answer(ready, method)
-                del running[ready]
-                ready.close()
-                process.join()
+        for _ in range(min(jobs, len(runs))):
+            here, there = context.Pipe()
+            with _interrupt_kept_from_children():
+                process = context.Process(target=_serve, args=(there,))
+                process.start()
+                workers[here] = _Worker(process)
+            there.close()
+        for connection, worker in workers.items():  # when all of them have begun to import what they need
+            _give(connection, worker, *next(left))
+        while workers:
+            ready: Any
+            for ready in wait(list(workers)):
+                worker = workers[ready]
+                answer = _answer(ready, runs[worker.number])
+                if isinstance(answer, float):
+                    on_share(worker.number, answer)
+                    continue
+                on_share(worker.number, 1.0)
+                yield worker.number, answer
+                following = next(left, None)
+                if following is not None:
+                    _give(ready, worker, *following)
+                else:
+                    del workers[ready]
+                    ready.close()
+                    worker.process.join()
     finally:
-        for _, process in running.values():
-            process.terminate()
-        for connection, (_, process) in running.items():
-            process.join()
+        for worker in workers.values():
+            worker.process.terminate()
+        for connection, worker in workers.items():
+            worker.process.join()
             connection.close()
 
 
-def _serve(connection: Connection, method: str, config: LabConfig) -> None:
-    try:
-        connection.send(replay(connection.recv(), method, config))
-    except BusError as error:
-        connection.send(error)
+def _give(connection: Any, worker: _Worker, number: int, run: Run) -> None:
+    worker.number = number
+    with suppress(BrokenPipeError, ConnectionResetError):  # it has died, as its missing answer will tell
+        connection.send((run.trace if run.trace is not worker.trace else None, run.method, run.config))
+    worker.trace = run.trace
 
 
-def _answer(connection: Any, method: str) -> Result:
+def _serve(connection: Connection) -> None:
+    """Run what comes until nothing more does; answers are shares done, then a Result or an error."""
+    trace: Any = None
+    with suppress(EOFError):
+        while True:
+            fresh, method, config = connection.recv()
+            trace = fresh or trace
+            try:
+                connection.send(_replay(Run(trace, method, config), connection.send))
+            except BusError as error:
+                connection.send(error)
+
+
+def _answer(connection: Any, run: Run) -> float | Result:
     try:
         answer = connection.recv()
     except (EOFError, ConnectionResetError):
-        raise BusError(f"the process that replayed {method} ended without a result") from None
+        raise BusError(f"the process that replayed {run.method} ended without a result") from None
     if isinstance(answer, BusError):
         raise answer
-    assert isinstance(answer, Result)
+    assert isinstance(answer, float | Result)
     return answer
 
 

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pdbus.lab.config import LabConfig
 from pdbus.lab.simulate import Outcome
 
+# for 1, 2, ... degrees of freedom
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -31,6 +34,32 @@ class Summary:
     prefill_busy: float
     decode_busy: float
     duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over runs with different seeds. `half_width`: of its 95 % confidence interval by Student's t, which takes
+    the runs as independent and their means as normal; NaN of a single run."""
+
+    mean: float
+    half_width: float
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """NaN when any of `values` is NaN."""
+    count, mean = len(values), _mean(values)
+    if count < 2:
+        return Estimate(mean, math.nan)
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
+    return Estimate(mean, student_t(count - 1) * deviation / math.sqrt(count))
+
+
+def student_t(freedom: int) -> float:
+    """The 97.5 % quantile of Student's distribution."""
+    if freedom <= len(_T):
+        return _T[freedom - 1]
+    z = 1.959964
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)  # Abramowitz, 26.7.5
 
 
 def quantile(values: Sequence[float], share: float) -> float:

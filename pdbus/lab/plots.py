@@ -1,80 +1,170 @@
-"""Plots of a comparison (matplotlib, the `bench` extra). Owns their look; computes nothing."""
+"""Plots of a comparison (matplotlib, the `bench` extra). Owns their look; defines no figure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import textwrap
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bus.errors import ConfigError
 from pdbus.lab.compare import Result
+from pdbus.lab.metrics import estimate
+from pdbus.lab.tables import COLUMNS, by_method, estimate_of, written
 
 MAX_COLUMNS = 400
 FEW_TOKENS = 1_000  # shown as empty
+POINTS = 300  # of a curve
+# Paul Tol's "muted" scheme, told apart by colour-blind readers too; a method has the same look in every plot, whatever
+# it is compared with. Late binding shares the colour of the method that it binds late, an oracle is black or grey.
+LOOKS: dict[str, tuple[str, Any]] = {
+    "round_robin": ("#CC6677", (0, (6, 2))),
+    "follow_bootstrap_room": ("#882255", (0, (1, 1))),
+    "total_requests": ("#88CCEE", (0, (6, 2))),
+    "total_tokens": ("#332288", "-"),
+    "cache_aware": ("#117733", "-"),
+    "late_tokens": ("#332288", (0, (6, 2, 1, 2))),
+    "late_cache": ("#117733", (0, (6, 2, 1, 2))),
+    "overwrite": ("#999933", (0, (3, 1))),
+    "vllm_counts": ("#AA4499", (0, (6, 2, 1, 2))),
+    "power_of_two": ("#44AA99", (0, (3, 1, 1, 1, 1, 1))),
+    "oracle": ("#888888", (0, (1, 2))),
+    "oracle_cache": ("#000000", (0, (1, 2))),
+}
+OTHERS = ("#DDCC77", "#EE7733", "#0077BB", "#BB5566")  # for methods of other people, by name
+MARKS = ("TTFT mean", "ttft_mean_s"), ("TTFT p99", "ttft_p99_s"), ("SLO kept", "slo_attainment")
 
 
-def write_plots(results: Sequence[Result], directory: Path, title: str) -> list[Path]:
-    """`ttft.png` and `load.png` in `directory`. ConfigError when matplotlib is missing or nothing can be written."""
+def prepare(directory: Path) -> None:
+    """Make `directory` before a long run whose plots go there. ConfigError when none can be drawn or written."""
     try:
         import matplotlib
 
         matplotlib.use("Agg")
-        from matplotlib import pyplot
     except ImportError:
         raise ConfigError("plots need matplotlib: pip install matplotlib, or leave out --out") from None
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        paths = [directory / "ttft.png", directory / "load.png"]
-        for path, draw in zip(paths, (_draw_ttft, _draw_load), strict=True):
-            figure = draw(pyplot, results, title)
-            figure.savefig(path, dpi=120)
-            pyplot.close(figure)
     except OSError as error:
         raise ConfigError(f"cannot write plots to {directory}: {error.strerror}") from None
+
+
+def write_plots(results: Sequence[Result], directory: Path, title: str) -> list[Path]:
+    """`methods.png`, `ttft.png` and `load.png` in `directory`. ConfigError when that cannot be done."""
+    prepare(directory)
+    from matplotlib import pyplot
+
+    draws: dict[str, Callable[..., Any]] = {"methods": _draw_methods, "ttft": _draw_ttft, "load": _draw_load}
+    paths = []
+    for name, draw in draws.items():
+        paths.append(directory / f"{name}.png")
+        figure = draw(pyplot, _best_first(results), textwrap.fill(title, 100))
+        try:
+            figure.savefig(paths[-1], dpi=120)
+        except OSError as error:
+            raise ConfigError(f"cannot write {paths[-1]}: {error.strerror}") from None
+        pyplot.close(figure)
     return paths
 
 
-def _draw_ttft(pyplot: Any, results: Sequence[Result], title: str) -> Any:
-    """Share of requests by TTFT; the legend from best to worst mean."""
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    colors = pyplot.get_cmap("tab10").colors
-    styles = ("-", "--", ":")
-    for order, result in enumerate(sorted(results, key=lambda r: r.summary.ttft_mean_s)):
-        count = len(result.ttfts)
-        shares = [(number + 1) / count for number in range(count)]
-        axes.plot(
-            result.ttfts,
-            shares,
-            color=colors[order % len(colors)],
-            linestyle=styles[order // len(colors) % len(styles)],
-            label=f"{result.method}  (mean {result.summary.ttft_mean_s:.2f} s)",
-        )
+def look_of(method: str) -> dict[str, Any]:
+    """Colour and line of a method, `NAME (virtual)` thinner than the live NAME."""
+    name, _, variant = method.partition(" ")
+    color, style = LOOKS.get(name) or (OTHERS[zlib.crc32(name.encode()) % len(OTHERS)], (0, (4, 1, 1, 1)))
+    return {"color": color, "linestyle": style, "linewidth": 1.2 if variant else 2.0}
+
+
+def _best_first(results: Sequence[Result]) -> dict[str, list[Result]]:
+    methods = by_method(results)
+    return dict(sorted(methods.items(), key=lambda item: estimate_of(item[1], "ttft_mean_s").mean))
+
+
+def _draw_methods(pyplot: Any, methods: dict[str, list[Result]], title: str) -> Any:
+    """A dot and its interval for each method and figure, the best method on top."""
+    several = max(map(len, methods.values())) > 1
+    figure, panels = pyplot.subplots(
+        1, len(MARKS), figsize=(10, 1.7 + 0.34 * len(methods)), sharey=True, layout="constrained"
+    )
+    columns = {column.field: column for column in COLUMNS}
+    for axes, (heading, field) in zip(panels, MARKS, strict=True):
+        found = [estimate_of(runs, field) for runs in methods.values()]
+        scale = columns[field].scale
+        for number, (method, each) in enumerate(zip(methods, found, strict=True)):
+            half_width = 0.0 if math.isnan(each.half_width) else each.half_width
+            color = look_of(method)["color"]
+            axes.errorbar(each.mean * scale, number, xerr=half_width * scale, fmt="o", color=color, capsize=3)
+            axes.annotate(
+                written(columns[field], each), (each.mean * scale, number), xytext=(0, 5),
+                textcoords="offset points", ha="center", fontsize=7, color="#444444",
+            )  # fmt: skip
+        if field == "slo_attainment":
+            axes.set_xlim(0, 100)
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}%")
+            axes.set_xlabel("requests; further right is better", fontsize=8)
+        else:
+            axes.set_xlim(0, 1.18 * max(e.mean + (0 if math.isnan(e.half_width) else e.half_width) for e in found))
+            axes.set_xlabel("seconds; further left is better", fontsize=8)
+        axes.set_title(heading, fontsize=10)
+        axes.margins(y=0.08)
+        axes.grid(axis="x", alpha=0.3)
+        axes.tick_params(axis="y", length=0)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    panels[0].set_yticks(range(len(methods)), list(methods), fontsize=9)
+    panels[0].set_ylim(len(methods) - 0.4, -0.8)
+    bars = ": mean and 95 % confidence interval over seeds" if several else ""
+    figure.suptitle(f"Methods side by side{bars}\n{title}", fontsize=10, x=0.01, ha="left")
+    return figure
+
+
+def _draw_ttft(pyplot: Any, methods: dict[str, list[Result]], title: str) -> Any:
+    """Share of requests by TTFT, the mean over seeds with its interval; the legend from best to worst mean.
+
+    The best is drawn last, above all others but the oracles, whose dots let what is below them be seen."""
+    figure, axes = pyplot.subplots(figsize=(9, 5.6), layout="constrained")
+    least = max(0.01, min(run.ttfts[len(run.ttfts) // 100] for runs in methods.values() for run in runs))
+    most = max(run.ttfts[-1] for runs in methods.values() for run in runs)
+    times = [least * (most / least) ** (point / POINTS) for point in range(POINTS + 1)]
+    for place, (method, runs) in enumerate(methods.items()):
+        shares = [estimate([bisect_right(run.ttfts, at_s) / len(run.ttfts) for run in runs]) for at_s in times]
+        look = look_of(method)
+        above = 100 if method.startswith("oracle") else 50 - place
+        mean = written(COLUMNS[0], estimate_of(runs, "ttft_mean_s"))
+        axes.plot(times, [each.mean for each in shares], label=f"{method}  (mean {mean} s)", zorder=above, **look)
+        if len(runs) > 1:
+            low = [max(0.0, each.mean - each.half_width) for each in shares]
+            high = [min(1.0, each.mean + each.half_width) for each in shares]
+            axes.fill_between(times, low, high, color=look["color"], alpha=0.1, linewidth=0, zorder=1)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlim(left=max(0.01, min(result.ttfts[len(result.ttfts) // 100] for result in results)))
+    axes.set_xlim(least, most)
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_xlabel("time to first token, seconds (log scale)")
     axes.set_ylabel("share of requests that had it by then")
-    axes.set_title(f"Time to first token: further left is better\n{title}", loc="left", fontsize=10)
+    bands = "; bands: 95 % confidence over seeds" if max(map(len, methods.values())) > 1 else ""
+    axes.set_title(f"Time to first token: further left is better{bands}\n{title}", loc="left", fontsize=10)
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right", fontsize=9)
+    axes.legend(loc="lower right", fontsize=8, handlelength=4)
     return figure
 
 
-def _draw_load(pyplot: Any, results: Sequence[Result], title: str) -> Any:
-    """A strip a method: ranks from top to bottom, time from left to right, colour for the tokens queued."""
+def _draw_load(pyplot: Any, methods: dict[str, list[Result]], title: str) -> Any:
+    """A strip a method (of its first seed): ranks from top to bottom, time from left to right, colour for the tokens
+    queued."""
     from matplotlib.colors import LogNorm
 
-    grids = [_binned(result.load) for result in results]
+    firsts = {method: runs[0] for method, runs in methods.items()}
+    grids = [_binned(result.load) for result in firsts.values()]
     most = max(max(max(row) for row in grid) for grid in grids)
     norm = LogNorm(FEW_TOKENS, max(FEW_TOKENS * 10, most), clip=False)
     figure, panels = pyplot.subplots(
-        len(results), 1, figsize=(9, 0.8 + 1.15 * len(results)), sharex=True, squeeze=False, layout="constrained"
+        len(firsts), 1, figsize=(9, 0.9 + 1.05 * len(firsts)), sharex=True, squeeze=False, layout="constrained"
     )
     colormap = pyplot.get_cmap("inferno_r").with_extremes(under="white", bad="white")
-    for (axes,), result, grid in zip(panels, results, grids, strict=True):
+    for (axes,), (method, result), grid in zip(panels, firsts.items(), grids, strict=True):
         minutes = len(result.load) * result.sample_s / 60
         image = axes.imshow(
             grid,
@@ -86,16 +176,20 @@ def _draw_load(pyplot: Any, results: Sequence[Result], title: str) -> Any:
         )
         axes.set_yticks([0, len(grid) - 1])
         axes.set_ylabel("rank", fontsize=8)
+        queued = sum(map(sum, result.load)) / sum(map(len, result.load))
         axes.set_title(
-            f"{result.method}: mean TTFT {result.summary.ttft_mean_s:.2f} s, fullest rank holds "
-            f"{result.summary.imbalance:.1f}x the mean",
+            f"{method}: mean TTFT {result.summary.ttft_mean_s:.2f} s, {queued / 1000:,.1f} k tokens queued at a rank "
+            "on average",
             loc="left",
             fontsize=9,
         )
     panels[-1][0].set_xlabel("minutes")
     bar = figure.colorbar(image, ax=[row[0] for row in panels], label="prompt tokens queued at a rank", pad=0.01)
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:g} k")
-    figure.suptitle(f"Load by rank over time: pale is idle, dark is a long queue\n{title}", fontsize=10)
+    seed = f", seed {next(iter(firsts.values())).seed}"
+    figure.suptitle(
+        f"Load by rank over time{seed}: pale is idle, dark is a long queue\n{title}", fontsize=10, x=0.01, ha="left"
+    )
     return figure
 
 

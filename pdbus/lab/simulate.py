@@ -11,6 +11,7 @@ import math
 import random
 from array import array
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,7 @@ from pdbus.lab.reports import Listener, Reports
 from pdbus.lab.traces import Trace, TraceRequest
 
 RESTATE_S = 1.0
+SHARE_STEP = 0.02
 
 
 @dataclass(slots=True)
@@ -58,8 +60,13 @@ class Outcome:
     cache_hit_rate: float | None = None  # where the courses do not say what was cached
 
 
-def simulate(trace: Trace, method: str, config: LabConfig) -> Outcome:
-    """Replay `trace` under `method`. ConfigError when a prompt exceeds what a rank can hold."""
+def simulate(
+    trace: Trace, method: str, config: LabConfig, on_share: Callable[[float], None] = lambda share: None
+) -> Outcome:
+    """Replay `trace` under `method`. ConfigError when a prompt exceeds what a rank can hold.
+
+    `on_share` hears now and then which share of the requests has ended.
+    """
     check_method(method)
     check_method(config.decode_method)
     longest = max(request.prompt_tokens for request in trace.requests)
@@ -68,7 +75,7 @@ def simulate(trace: Trace, method: str, config: LabConfig) -> Outcome:
         raise ConfigError(f"{blocks} cannot hold a prompt of {longest} tokens")
     if config.decode_ranks and max(r.prompt_tokens + r.output_tokens for r in trace.requests) > config.decode_kv_tokens:
         raise ConfigError(f"--decode-kv-tokens {config.decode_kv_tokens} cannot hold the trace's longest request")
-    return _Run(stretch(trace, config), method, config).run()
+    return _Run(stretch(trace, config), method, config, on_share).run()
 
 
 class _Truth:
@@ -100,8 +107,10 @@ class _Truth:
 
 
 class _Run:
-    def __init__(self, trace: Trace, method: str, config: LabConfig) -> None:
+    def __init__(self, trace: Trace, method: str, config: LabConfig, on_share: Callable[[float], None]) -> None:
         self.trace, self.method, self.config = trace, method, config
+        self.on_share = on_share
+        self.told = 0.0  # the share last told
         self.kind = method_of(method)
         self.loop = VirtualLoop()
         self.delay_s = config.hop_s + config.report_delay_s
@@ -332,6 +341,10 @@ class _Run:
     def _sample(self) -> None:
         self.outcome.load.append(array("q", (self.prefill.queued_tokens(n) for n in range(self.config.ranks))))
         self.outcome.decode_load.append(array("q", (self.decode.requests(n) for n in range(self.config.decode_ranks))))
+        share = 1 - self.left / len(self.courses)
+        if share >= self.told + SHARE_STEP:
+            self.told = share
+            self.on_share(share)
         self.loop.call_later(self.config.sample_s, self._sample)
 
     def _rank(self, role: str, dp_rank: int, blocks: int, max_running: int) -> VirtualRank:

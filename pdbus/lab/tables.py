@@ -1,77 +1,158 @@
-"""The lab's table and its JSON. Owns their form; computes nothing."""
+"""The lab's table and its JSON. Owns what a column is, how figures are written, and their form; computes nothing."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from pdbus.lab.compare import Result
 from pdbus.lab.config import LabConfig
-from pdbus.lab.metrics import Summary
+from pdbus.lab.metrics import Estimate, Summary, estimate
+
+PADDING = 3  # columns of the terminal beside each cell
 
 
-def table_of(results: Sequence[Result], title: str) -> Table:
-    """One row a method, in the order given; the best mean TTFT stands out."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("method", no_wrap=True)
-    for heading in ("TTFT mean", "p50", "p99", "TPOT mean", "p99", "SLO", "imbalance", "cache hits", "regret", "busy"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    best = min(result.summary.ttft_mean_s for result in results)
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A field of Summary: `scale` and `unit` of what is shown, with up to `digits` decimals."""
+
+    field: str
+    heading: tuple[str, str]
+    about: str
+    digits: int
+    scale: float = 1.0
+    unit: str = ""
+
+
+COLUMNS = (
+    Column("ttft_mean_s", ("TTFT", "mean s"), "from a request's arrival to its first token at the client, seconds", 3),
+    Column("ttft_p50_s", ("TTFT", "p50"), "", 3),
+    Column("ttft_p99_s", ("TTFT", "p99"), "", 2),
+    Column("tpot_mean_s", ("TPOT", "mean ms"), "a token after the first, milliseconds", 2, 1e3),
+    Column("tpot_p99_s", ("TPOT", "p99"), "", 2, 1e3),
+    Column("slo_attainment", ("SLO", "kept"), "requests within both --slo-ttft-s and --slo-tpot-s", 1, 1e2, "%"),
+    Column("imbalance", ("imba-", "lance"),
+           "tokens queued at the fullest rank over those at the mean rank, over the whole run: 1 is even. Not bad in "
+           "itself: where queues are short, one long prompt makes it large", 2),
+    Column("cache_hit_rate", ("cache", "hits"), "share of all prompt tokens that were found cached", 1, 1e2, "%"),
+    Column("regret_mean_tokens", ("regret", "tokens"),
+           "tokens to be computed before the first one at the rank chosen, beyond those at the rank that was best at "
+           "that moment, caches included; 0 is a perfect choice each time", 0),
+    Column("prefill_busy", ("busy", ""), "share of the time that prefill ranks computed", 0, 1e2, "%"),
+)  # fmt: skip
+
+
+def by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """The runs of each method, in the order in which they come."""
+    found: dict[str, list[Result]] = {}
     for result in results:
-        s = result.summary
-        table.add_row(
-            result.method, *_cells(s), style="bold" if s.ttft_mean_s == best and len(results) > 1 else None
-        )  # fmt: skip
-    table.caption = "TTFT in s, TPOT in ms, regret in tokens; busy: share of the time that prefill ranks computed"
-    table.caption_justify = "left"
-    return table
+        found.setdefault(result.method, []).append(result)
+    return found
+
+
+def estimate_of(runs: Sequence[Result], field: str) -> Estimate:
+    return estimate([getattr(run.summary, field) for run in runs])
+
+
+def table_of(results: Sequence[Result], title: str, width: int) -> Group:
+    """One row a method, in the order given; the best mean TTFT stands out. As many tables as `width` makes it."""
+    methods = by_method(results)
+    means = {method: estimate_of(runs, "ttft_mean_s").mean for method, runs in methods.items()}
+    best = min(means, key=lambda method: means[method]) if len(means) > 1 else None
+    cells = {column: [_cell(column, runs) for runs in methods.values()] for column in COLUMNS}
+    room = width - 1 - max(map(cell_len, methods)) - PADDING
+    tables = []
+    for columns in _fitting(cells, room):
+        table = Table(box=SIMPLE_HEAD)
+        table.add_column("method", no_wrap=True)
+        for column in columns:
+            table.add_column("\n".join(column.heading), justify="right", no_wrap=True)
+        for number, method in enumerate(methods):
+            row = (cells[column][number] for column in columns)
+            table.add_row(method, *row, style="bold" if method == best else None)
+        tables.append(table)
+    return Group(Text(title, style="italic"), *tables, Text(_caption(methods), style="dim"))
 
 
 def markdown_of(results: Sequence[Result]) -> str:
     """The same rows for a document."""
-    lines = [
-        "| method | TTFT mean s | p50 | p99 | TPOT mean ms | p99 | SLO | imbalance | cache hits | regret | busy |",
-        "| --- |" + " ---: |" * 10,
-    ]
-    lines += [f"| `{result.method}` | {' | '.join(_cells(result.summary))} |" for result in results]
+    headings = [" ".join(column.heading).replace("- ", "").strip() for column in COLUMNS]
+    lines = [f"| method | {' | '.join(headings)} |", "| --- |" + " ---: |" * len(COLUMNS)]
+    for method, runs in by_method(results).items():
+        lines.append(f"| `{method}` | {' | '.join(_cell(column, runs) for column in COLUMNS)} |")
     return "\n".join(lines)
 
 
-def json_of(results: Sequence[Result], trace: str, requests: int, config: LabConfig) -> dict[str, Any]:
-    """`trace`, `ranks`, `methods` by name, and the settings that gave them."""
+def json_of(
+    results: Sequence[Result], trace: str, requests: int, config: LabConfig, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Means by method, their 95 % intervals where there are several seeds, every run, and what gave them."""
+    methods = by_method(results)
+    names = [field.name for field in fields(Summary)]
+    estimates = {m: {name: estimate_of(runs, name) for name in names} for m, runs in methods.items()}
     return {
+        "version": version("pdbus"),
         "trace": trace,
         "requests": requests,
         "ranks": config.ranks,
+        "seeds": list(dict.fromkeys(result.seed for result in results)),
+        "options": options,
         "settings": asdict(config),
-        "methods": {
-            result.method: {name: _number(value) for name, value in asdict(result.summary).items()}
-            for result in results
+        "methods": {m: {name: _number(found.mean) for name, found in row.items()} for m, row in estimates.items()},
+        "half_width_95": {
+            m: {name: _number(found.half_width) for name, found in row.items()} for m, row in estimates.items()
         },
+        "runs": [
+            {"method": result.method, "seed": result.seed}
+            | {name: _number(value) for name, value in asdict(result.summary).items()}
+            for result in results
+        ],
     }
 
 
-def _cells(s: Summary) -> list[str]:
-    return [
-        f"{s.ttft_mean_s:.3f}",
-        f"{s.ttft_p50_s:.3f}",
-        f"{s.ttft_p99_s:.2f}",
-        _milliseconds(s.tpot_mean_s),
-        _milliseconds(s.tpot_p99_s),
-        f"{s.slo_attainment:.1%}",
-        f"{s.imbalance:.2f}",
-        f"{s.cache_hit_rate:.1%}",
-        "–" if math.isnan(s.regret_mean_tokens) else f"{s.regret_mean_tokens:,.0f}",
-        f"{s.prefill_busy:.0%}",
-    ]
+def written(column: Column, found: Estimate) -> str:
+    """`found` with the interval's two leading digits at most, which is what the mean is known to."""
+    mean, half_width = found.mean * column.scale, found.half_width * column.scale
+    if math.isnan(mean):
+        return "–"
+    digits = column.digits
+    if half_width > 0:  # not NaN
+        digits = min(digits, max(0, 1 - math.floor(math.log10(half_width))))
+    interval = "" if math.isnan(half_width) else f" ±{half_width:,.{digits}f}"
+    return f"{mean:,.{digits}f}{interval}{column.unit}"
 
 
-def _milliseconds(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value * 1e3:.2f}"
+def _cell(column: Column, runs: Sequence[Result]) -> str:
+    return written(column, estimate_of(runs, column.field))
+
+
+def _caption(methods: dict[str, list[Result]]) -> str:
+    seeds = max(map(len, methods.values()))
+    interval = f"mean of {seeds} seeds ±95 % confidence interval (Student's t); " if seeds > 1 else ""
+    return f"{interval}TTFT in s, TPOT in ms, regret in tokens; what a column is: pdbus replay --help"
+
+
+def _fitting(cells: dict[Column, list[str]], room: int) -> Iterator[list[Column]]:
+    """The columns in groups no wider than `room`, one column a group at least."""
+    group: list[Column] = []
+    left = room
+    for column, texts in cells.items():
+        wide = max(map(cell_len, (*column.heading, *texts))) + PADDING
+        if group and wide > left:
+            yield group
+            group, left = [], room
+        group.append(column)
+        left -= wide
+    yield group
 
 
 def _number(value: float) -> float | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -22,7 +23,8 @@ from bus.errors import ConfigError
 
 BLOCK_TOKENS = 512
 MAX_TOKENS = 10_000_000
-AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]  # among others, in any order
+_ZONE = re.compile(r"(Z|[+-]\d\d:?\d\d)$")  # the same in all rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def read_trace(path: Path) -> Trace:
             lines.seek(0)
             if first.lstrip().startswith("{"):
                 return _checked(path.stem, _mooncake(path, lines), BLOCK_TOKENS)
-            if [cell.strip() for cell in first.split(",")] == AZURE_HEADER:
+            if set(AZURE_HEADER) <= set(_names(first.split(","))):
                 return _checked(path.stem, _azure(path, lines), BLOCK_TOKENS)
     except OSError as error:
         raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from None
@@ -114,20 +116,26 @@ def _mooncake(path: Path, lines: Iterable[str]) -> Iterator[TraceRequest]:
 
 def _azure(path: Path, lines: Iterable[str]) -> Iterator[TraceRequest]:
     rows = csv.reader(lines)
-    next(rows)
+    header = _names(next(rows))
+    at_place, prompt_place, output_place = (header.index(name) for name in AZURE_HEADER)
     start: datetime | None = None
     for row in rows:
         if not row:
             continue
         try:
-            if len(row) != len(AZURE_HEADER):
-                raise ValueError(f"{len(row)} columns, not {len(AZURE_HEADER)}")
-            at = datetime.fromisoformat(row[0][:26])  # the seventh decimal is beyond what datetime takes
+            if len(row) != len(header):
+                raise ValueError(f"{len(row)} columns, not {len(header)}")
+            at = datetime.fromisoformat(_ZONE.sub("", row[at_place].strip())[:26])  # datetime takes six decimals
             start = start or at
-            prompt_tokens = _count(int(row[1]), "ContextTokens", 1)
-            yield TraceRequest((at - start).total_seconds(), prompt_tokens, _count(int(row[2]), "GeneratedTokens"))
+            prompt_tokens = _count(int(row[prompt_place]), "ContextTokens", 1)
+            output_tokens = _count(int(row[output_place]), "GeneratedTokens")
+            yield TraceRequest((at - start).total_seconds(), prompt_tokens, output_tokens)
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{path}:{rows.line_num}: {error}") from None
+
+
+def _names(cells: Iterable[str]) -> list[str]:
+    return [cell.strip() for cell in cells]
 
 
 def _checked(name: str, requests: Iterable[TraceRequest], block_tokens: int) -> Trace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from pdbus.lab.choosers import METHODS
+from pdbus.lab.metrics import estimate
+from pdbus.lab.tables import COLUMNS, written
 
 SHORT = ("--duration-s", "40", "--jobs", "1")
 
@@ -53,9 +56,53 @@ def test_a_mooncake_file_all_methods_table_and_plots(tmp_path: Path) -> None:
     done = replay(str(trace), "--methods", "all", "--jobs", "1", "--out", str(out))
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in METHODS)
-    for name in ("ttft.png", "load.png"):
+    for name in ("methods.png", "ttft.png", "load.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG\r\n")
     assert json.loads((out / "replay.json").read_text())["requests"] == 60
+
+
+def test_seeds_give_means_and_intervals_and_progress_from_the_start() -> None:
+    arguments = ("--methods", "round_robin,total_tokens", "--ranks", "2", "--seeds", "3", "--seed", "7")
+    done = replay("--duration-s", "40", "--jobs", "2", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "mean of 3 seeds ±95 % confidence interval" in done.stdout
+    assert "generated-7 to generated-9" in done.stdout
+    first, *others = done.stderr.splitlines()
+    assert first.endswith("6 runs, 2 at once")
+    assert len(others) == 6
+    assert any(line.startswith("total_tokens seed 9 done; ") for line in others)
+    assert "6 of 6 runs done" in others[-1]
+    found = json.loads(replay("--duration-s", "40", "--jobs", "1", *arguments, "--json").stdout)
+    assert found["seeds"] == [7, 8, 9]
+    assert found["options"]["seeds"] == 3
+    means = [run["ttft_mean_s"] for run in found["runs"] if run["method"] == "total_tokens"]
+    assert found["methods"]["total_tokens"]["ttft_mean_s"] == pytest.approx(sum(means) / 3, abs=1e-5)
+    assert f" {written(COLUMNS[0], estimate(means))} " in done.stdout
+
+
+def test_sixty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    done = replay(*SHORT, "--methods", "follow_bootstrap_room,oracle", "--seeds", "2")
+    assert max(map(len, done.stdout.splitlines())) <= 60
+    assert "…" not in done.stdout
+    shown = replay("--help").stdout
+    assert max(map(len, shown.splitlines())) <= 60
+    told = " ".join(shown.split())
+    assert "tokens queued at the fullest rank over those at the mean rank" in told
+    assert "beyond those at the rank that was best at that moment" in told
+
+
+def test_plots_that_cannot_be_drawn_are_said_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ImportError")
+    command = [sys.executable, "-m", "pdbus", "replay", "--duration-s", "3600", "--out", str(tmp_path / "plots")]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "pdbus: error: plots need matplotlib: pip install matplotlib, or leave out --out\n"
+    (tmp_path / "file").touch()
+    done = replay("--duration-s", "3600", "--out", str(tmp_path / "file" / "plots"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"pdbus: error: cannot write plots to {tmp_path}/file/plots: Not a directory\n"
 
 
 def test_markdown() -> None:
@@ -74,6 +121,8 @@ def test_markdown() -> None:
         (("--report-loss", "1"), "--report-loss must lie in 0..1"),
         (("--duration-s", "0"), "--duration-s must lie"),
         (("--live", "--methods", "oracle"), "--live runs what a controller can"),
+        (("--live", "--seeds", "2"), "--live takes as long as its trace and runs one seed"),
+        (("--seeds", "0"), "0 is not in the range"),
         (("--ranks", "many"), "'many' is not a valid integer"),
     ],
 )

@@ -44,6 +44,17 @@ def test_azure_with_windows_line_ends(tmp_path: Path) -> None:
     assert not any(r.hashes for r in trace.requests)
 
 
+def test_azure_with_a_time_zone_and_columns_of_somebodys_own(tmp_path: Path) -> None:
+    lines = [
+        "Model, GeneratedTokens, TIMESTAMP, ContextTokens",
+        "a,44,2024-05-10 00:00:00+00:00,374",
+        "b,109,2024-05-10 00:00:01.250000+00:00,396",
+        "b,1,2024-05-10 00:00:02Z,7",
+    ]
+    trace = read_trace(write(tmp_path / "c.csv", "\n".join(lines)))
+    assert trace.requests == (TraceRequest(0.0, 374, 44), TraceRequest(1.25, 396, 109), TraceRequest(2.0, 7, 1))
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
