@@ -94,7 +94,8 @@ class _Command(click.Command):
 @_option("--live", is_flag=True, show_default=False,
          help="Run it in real time on sim nodes of this machine, and once more in virtual time beside it.")  # fmt: skip
 @_option("--jobs", type=click.IntRange(1, 64), default=min(4, os.cpu_count() or 1), help="Runs at once.")
-@_option("--out", type=click.Path(path_type=Path, file_okay=False), default=None, help="Write plots and JSON there.")
+@_option("--out", type=click.Path(path_type=Path, file_okay=False), default=None,
+         help="Write methods.png, ttft.png, load.png and replay.json there.")  # fmt: skip
 @_option("--markdown", is_flag=True, help="Print the table for a document.")
 @_option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def replay(trace: Path | None, **options: Any) -> None:
@@ -142,19 +143,20 @@ def replay(trace: Path | None, **options: Any) -> None:
 def _virtual(runs: list[Run], jobs: int, console: Console) -> list[Result]:
     """A line that keeps up on a terminal, a line for each run that ends elsewhere."""
     progress = Progress([str(run) for run in runs])
-    began = time.monotonic()
     longest = max(len(run.trace) for run in runs)
     at_once = min(jobs, len(runs))
     console.print(f"replaying up to {longest:,} requests a run: {len(runs)} runs, {at_once} at once", highlight=False)
     with console.status("starting") as status:
 
         def on_share(number: int, share: float) -> None:
-            progress.share(number, share)
-            text = progress.text(time.monotonic() - began)
+            now = time.monotonic()
+            progress.share(number, share, now)
+            text = Text(progress.text(now))
             if console.is_terminal:
-                status.update(Text(text, no_wrap=True, overflow="ellipsis"))
+                text.truncate(console.width - 2, overflow="ellipsis")  # beside the spinner
+                status.update(text)
             elif share == 1.0:
-                console.print(f"{runs[number]} done; {text}", highlight=False, soft_wrap=True)
+                console.print(f"{runs[number]} done;", text, highlight=False, soft_wrap=True)
 
         return compare(runs, jobs=jobs, on_share=on_share)
 

@@ -6,21 +6,32 @@ from collections.abc import Sequence
 
 
 class Progress:
-    """`names` of the runs; `share` says how far one is, `text` how far all are."""
+    """`names` of the runs; `share` says how far one is, `text` how far all are. Times in seconds, of any one clock."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._shares = [0.0] * len(names)
+        self._first: tuple[float, float] | None = None  # when anything was heard, and how far all were
 
-    def share(self, number: int, share: float) -> None:
+    def share(self, number: int, share: float, now: float) -> None:
         """Run `number` is so far; 1 is its end."""
         self._shares[number] = share
+        if self._first is None:
+            self._first = now, self._total
 
-    def text(self, elapsed_s: float) -> str:
-        """Runs done, seconds left if the rest goes on as before, and what is under way."""
+    def text(self, now: float) -> str:
+        """Runs done, seconds left if the rest goes on as it has since the first news, and what is under way."""
         done = sum(share == 1.0 for share in self._shares)
-        total = sum(self._shares) / len(self._shares)
-        left = f", about {elapsed_s * (1 - total) / total:.0f} s left" if total else ""
         names = zip(self._names, self._shares, strict=True)
         under_way = ", ".join(f"{name} {share:.0%}" for name, share in names if 0 < share < 1)
-        return f"{done} of {len(self._shares)} runs done{left}" + (f": {under_way}" if under_way else "")
+        return f"{done} of {len(self._shares)} runs done{self._left(now)}" + (f": {under_way}" if under_way else "")
+
+    def _left(self, now: float) -> str:
+        if self._first is None or self._total <= self._first[1]:
+            return ""
+        began, total = self._first
+        return f", about {(now - began) * (1 - self._total) / (self._total - total):.0f} s left"
+
+    @property
+    def _total(self) -> float:
+        return sum(self._shares) / len(self._shares)

@@ -115,11 +115,12 @@ def test_markdown_has_a_cell_a_column() -> None:
 def test_progress_says_what_runs_how_many_are_done_and_what_is_left() -> None:
     progress = Progress(["a", "b", "c", "d"])
     assert progress.text(0.5) == "0 of 4 runs done"
-    progress.share(1, 0.2)
-    assert progress.text(2.0) == "0 of 4 runs done, about 38 s left: b 20%"
-    progress.share(0, 1.0)
-    progress.share(1, 0.6)
-    assert progress.text(8.0) == "1 of 4 runs done, about 12 s left: b 60%"
+    progress.share(1, 0.2, 10.0)  # the time before is that of the start
+    assert progress.text(10.0) == "0 of 4 runs done: b 20%"
+    progress.share(1, 0.6, 12.0)
+    assert progress.text(12.0) == "0 of 4 runs done, about 17 s left: b 60%"
+    progress.share(0, 1.0, 13.0)
+    assert progress.text(14.0) == "1 of 4 runs done, about 7 s left: b 60%"
 
 
 def test_every_method_has_a_look_of_its_own() -> None:
