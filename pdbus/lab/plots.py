@@ -18,23 +18,23 @@ from pdbus.lab.tables import COLUMNS, by_method, estimate_of, written
 MAX_COLUMNS = 400
 FEW_TOKENS = 1_000  # shown as empty
 POINTS = 300  # of a curve
-# Paul Tol's "muted" scheme, told apart by colour-blind readers too; a method has the same look in every plot, whatever
-# it is compared with. Late binding shares the colour of the method that it binds late, an oracle is black or grey.
+# Paul Tol's "muted" scheme and an orange, told apart by colour-blind readers too. A method has the same look in every
+# plot, whatever it is compared with; the broken lines show what lies below them.
 LOOKS: dict[str, tuple[str, Any]] = {
     "round_robin": ("#CC6677", (0, (6, 2))),
     "follow_bootstrap_room": ("#882255", (0, (1, 1))),
     "total_requests": ("#88CCEE", (0, (6, 2))),
     "total_tokens": ("#332288", "-"),
     "cache_aware": ("#117733", "-"),
-    "late_tokens": ("#332288", (0, (6, 2, 1, 2))),
-    "late_cache": ("#117733", (0, (6, 2, 1, 2))),
+    "late_tokens": ("#EE7733", (0, (3, 3))),
+    "late_cache": ("#DDCC77", (0, (3, 3))),
     "overwrite": ("#999933", (0, (3, 1))),
     "vllm_counts": ("#AA4499", (0, (6, 2, 1, 2))),
     "power_of_two": ("#44AA99", (0, (3, 1, 1, 1, 1, 1))),
     "oracle": ("#888888", (0, (1, 2))),
     "oracle_cache": ("#000000", (0, (1, 2))),
 }
-OTHERS = ("#DDCC77", "#EE7733", "#0077BB", "#BB5566")  # for methods of other people, by name
+OTHERS = ("#EE3377", "#0077BB", "#CCBB44", "#AA3377")  # for methods of other people, by name
 MARKS = ("TTFT mean", "ttft_mean_s"), ("TTFT p99", "ttft_p99_s"), ("SLO kept", "slo_attainment")
 
 
@@ -61,7 +61,7 @@ def write_plots(results: Sequence[Result], directory: Path, title: str) -> list[
     paths = []
     for name, draw in draws.items():
         paths.append(directory / f"{name}.png")
-        figure = draw(pyplot, _best_first(results), textwrap.fill(title, 100))
+        figure = draw(pyplot, _best_first(results), textwrap.fill(title, 115))
         try:
             figure.savefig(paths[-1], dpi=120)
         except OSError as error:
@@ -90,22 +90,26 @@ def _draw_methods(pyplot: Any, methods: dict[str, list[Result]], title: str) -> 
     )
     columns = {column.field: column for column in COLUMNS}
     for axes, (heading, field) in zip(panels, MARKS, strict=True):
-        found = [estimate_of(runs, field) for runs in methods.values()]
-        scale = columns[field].scale
-        for number, (method, each) in enumerate(zip(methods, found, strict=True)):
-            half_width = 0.0 if math.isnan(each.half_width) else each.half_width
+        column = columns[field]
+        bars = []
+        for runs in methods.values():
+            found = estimate_of(runs, field)
+            half_width = 0.0 if math.isnan(found.half_width) else found.half_width
+            bars.append((found.mean * column.scale, half_width * column.scale, written(column, found)))
+        most = 100.0 if field == "slo_attainment" else 1.3 * max(mean + half for mean, half, _ in bars)
+        for number, (method, (mean, half, text)) in enumerate(zip(methods, bars, strict=True)):
             color = look_of(method)["color"]
-            axes.errorbar(each.mean * scale, number, xerr=half_width * scale, fmt="o", color=color, capsize=3)
+            axes.errorbar(mean, number, xerr=half, fmt="o", markersize=5, color=color, capsize=3)
+            left = mean - half > most - mean - half  # where there is more room
             axes.annotate(
-                written(columns[field], each), (each.mean * scale, number), xytext=(0, 5),
-                textcoords="offset points", ha="center", fontsize=7, color="#444444",
+                text, (mean - half if left else mean + half, number), xytext=(-7 if left else 7, 0),
+                textcoords="offset points", ha="right" if left else "left", va="center", fontsize=8, color="#444444",
             )  # fmt: skip
+        axes.set_xlim(0, most)
         if field == "slo_attainment":
-            axes.set_xlim(0, 100)
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}%")
             axes.set_xlabel("requests; further right is better", fontsize=8)
         else:
-            axes.set_xlim(0, 1.18 * max(e.mean + (0 if math.isnan(e.half_width) else e.half_width) for e in found))
             axes.set_xlabel("seconds; further left is better", fontsize=8)
         axes.set_title(heading, fontsize=10)
         axes.margins(y=0.08)
@@ -114,15 +118,15 @@ def _draw_methods(pyplot: Any, methods: dict[str, list[Result]], title: str) -> 
         axes.spines[["top", "right", "left"]].set_visible(False)
     panels[0].set_yticks(range(len(methods)), list(methods), fontsize=9)
     panels[0].set_ylim(len(methods) - 0.4, -0.8)
-    bars = ": mean and 95 % confidence interval over seeds" if several else ""
-    figure.suptitle(f"Methods side by side{bars}\n{title}", fontsize=10, x=0.01, ha="left")
+    what = ": mean and 95 % confidence interval over seeds" if several else ""
+    figure.suptitle(f"Methods side by side{what}\n{title}", fontsize=9, x=0.01, ha="left")
     return figure
 
 
 def _draw_ttft(pyplot: Any, methods: dict[str, list[Result]], title: str) -> Any:
     """Share of requests by TTFT, the mean over seeds with its interval; the legend from best to worst mean.
 
-    The best is drawn last, above all others but the oracles, whose dots let what is below them be seen."""
+    Of lines of a kind the best is drawn last; broken ones lie on solid ones, and the oracles' dots on all."""
     figure, axes = pyplot.subplots(figsize=(9, 5.6), layout="constrained")
     least = max(0.01, min(run.ttfts[len(run.ttfts) // 100] for runs in methods.values() for run in runs))
     most = max(run.ttfts[-1] for runs in methods.values() for run in runs)
@@ -130,7 +134,7 @@ def _draw_ttft(pyplot: Any, methods: dict[str, list[Result]], title: str) -> Any
     for place, (method, runs) in enumerate(methods.items()):
         shares = [estimate([bisect_right(run.ttfts, at_s) / len(run.ttfts) for run in runs]) for at_s in times]
         look = look_of(method)
-        above = 100 if method.startswith("oracle") else 50 - place
+        above = 300 if method.startswith("oracle") else 100 - place if look["linestyle"] == "-" else 200 - place
         mean = written(COLUMNS[0], estimate_of(runs, "ttft_mean_s"))
         axes.plot(times, [each.mean for each in shares], label=f"{method}  (mean {mean} s)", zorder=above, **look)
         if len(runs) > 1:
@@ -145,7 +149,7 @@ def _draw_ttft(pyplot: Any, methods: dict[str, list[Result]], title: str) -> Any
     axes.set_xlabel("time to first token, seconds (log scale)")
     axes.set_ylabel("share of requests that had it by then")
     bands = "; bands: 95 % confidence over seeds" if max(map(len, methods.values())) > 1 else ""
-    axes.set_title(f"Time to first token: further left is better{bands}\n{title}", loc="left", fontsize=10)
+    axes.set_title(f"Time to first token: further left is better{bands}\n{title}", loc="left", fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", fontsize=8, handlelength=4)
     return figure
@@ -188,7 +192,7 @@ def _draw_load(pyplot: Any, methods: dict[str, list[Result]], title: str) -> Any
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:g} k")
     seed = f", seed {next(iter(firsts.values())).seed}"
     figure.suptitle(
-        f"Load by rank over time{seed}: pale is idle, dark is a long queue\n{title}", fontsize=10, x=0.01, ha="left"
+        f"Load by rank over time{seed}: pale is idle, dark is a long queue\n{title}", fontsize=9, x=0.01, ha="left"
     )
     return figure
 
