@@ -12,15 +12,9 @@ class VirtualLoop:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.order = 0  # of the event under way: it was the so-many-th to be scheduled
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._scheduled = 0
         self._cancelled: set[int] = set()
-
-    def next_order(self) -> int:
-        """The place among its equals of something that will happen at some time."""
-        self._scheduled += 1
-        return self._scheduled
 
     def call_at(self, time_s: float, function: Callable[..., None], *arguments: Any) -> int:
         """Call it then, or at once when that is past. Returns what `cancel` takes."""
@@ -40,8 +34,8 @@ class VirtualLoop:
         """Until `done()` or nothing is left."""
         events, cancelled, pop = self._events, self._cancelled, heapq.heappop
         while events and not done():
-            self.now, self.order, function, arguments = pop(events)
-            if cancelled and self.order in cancelled:
-                cancelled.remove(self.order)
+            self.now, event, function, arguments = pop(events)
+            if cancelled and event in cancelled:
+                cancelled.remove(event)
             else:
                 function(*arguments)

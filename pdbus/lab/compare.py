@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -61,7 +62,7 @@ def compare(
     if jobs <= 1 or len(runs) == 1:
         results = {}
         for number, run in enumerate(runs):
-            results[number] = _replay(run, lambda share, number=number: on_share(number, share))  # type: ignore[misc]
+            results[number] = _replay(run, partial(on_share, number))
             on_share(number, 1.0)
     else:
         results = dict(_side_by_side(runs, jobs, on_share))
