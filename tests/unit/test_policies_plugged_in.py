@@ -21,7 +21,7 @@ from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.policies import POLICIES, Policy, PolicySettings, make_policy, resolve
 from controller.policies.guard import Guard
-from pdbus.client.settings import block_tokens_for
+from pdbus.client.options import block_tokens_for
 from pdbus.lab.choosers import METHODS, check_method
 from pdbus.lab.config import LabConfig
 from pdbus.lab.generator import generate
