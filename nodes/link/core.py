@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from bus.actions import Note, Send
 from bus.wire.messages import (
@@ -225,25 +227,30 @@ class RankCore:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """What is said of a leg that is over counts for nothing."""
-        if isinstance(event, Dead):
-            why = f"the engine died: {event.reason}"
-            return [*self.end_all("peer_lost", why, now), Leave(event.reason)]
-        if isinstance(event, Stepped):
-            if event.seconds:
-                self.step_s.append(event.seconds)
+        if type(event) is Output:  # one for each token, hence the short way
+            leg = event.leg
+            if leg.state is not LegState.ENDED:
+                if not leg.started:
+                    self._started(leg, now)
+                leg.output_tokens += len(event.tokens)
+                self.streams.push(leg.rid, leg.attempt, event.tokens, leg.found_by)
             return []
-        if isinstance(event, CacheChanged):
-            return [PublishFrames(event.messages)]
+        match event:
+            case Stepped():
+                if event.seconds:
+                    self.step_s.append(event.seconds)
+                return []
+            case CacheChanged():
+                return [PublishFrames(event.messages)]
+            case Dead():
+                why = f"the engine died: {event.reason}"
+                return [*self.end_all("peer_lost", why, now), Leave(event.reason)]
         leg = event.leg
         if not leg.live:
             return []
         match event:
             case Began():
                 leg.cached_tokens = event.cached_tokens
-            case Output():
-                self._started(leg, now)
-                leg.output_tokens += len(event.tokens)
-                self.streams.push(leg.rid, leg.attempt, event.tokens, leg.found_by)
             case Held():
                 leg.step("held")
                 self._started(leg, now)

@@ -20,8 +20,10 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+from msgspec.structs import replace
 
 from bus import defaults
 from bus.errors import BusError, ConfigError

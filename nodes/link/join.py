@@ -48,8 +48,12 @@ class Joint:
             self._doing = False
 
     def _tell(self, event: Event) -> None:
-        self._todo.append(event)
-        self.carry_out(())
+        if self._doing:
+            self._todo.append(event)
+            return
+        self.stirred = True
+        if actions := self._core.handle(event, self._clock()):  # seldom any: most events are output
+            self.carry_out(actions)
 
     def _do(self, action: Action) -> None:
         if isinstance(action, Start):
