@@ -54,7 +54,10 @@ class Speaker(Protocol):
     def dispatched(self, connection: Connection, dispatch: Dispatch, frames: list[bytes]) -> None: ...
     def cancelled(self, connection: Connection, cancel: CancelLeg) -> None: ...
     def drain(self, cause: str) -> None: ...
-    def pong(self, n: int) -> Pong: ...
+    def steps(self) -> tuple[int, bool]:
+        """(forward steps done, whether one is under way)"""
+        ...
+
     def superseded(self, why: str) -> None: ...
 
 
@@ -151,7 +154,7 @@ class Connection:
         if isinstance(message, Dispatch):
             rank.dispatched(self, message, frames[1:])
         elif isinstance(message, Ping):
-            self.send(rank.pong(message.n))
+            self.send(Pong(message.n, *rank.steps()))
         elif isinstance(message, CancelLeg):
             rank.cancelled(self, message)
         elif isinstance(message, Welcome):

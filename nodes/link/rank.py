@@ -35,7 +35,6 @@ from bus.wire.messages import (
     Member,
     Message,
     NodeState,
-    Pong,
     Role,
     Welcome,
 )
@@ -53,7 +52,7 @@ from nodes.link.connection import Connection
 from nodes.link.core import Limits, RankCore
 from nodes.link.data import KvPeers
 from nodes.link.join import Joint
-from nodes.link.runner import BlockRunner, Runner
+from nodes.link.runner import BlockRunner, RankFacts, Runner
 from nodes.link.streams import Streams
 
 
@@ -71,6 +70,18 @@ class LinkConfig:
     room_ttl_s: float = defaults.ROOM_TTL_S
     limits: Limits = field(default_factory=Limits)
     keys: str = ""
+
+
+def hello_of(
+    config: LinkConfig, facts: RankFacts, dp_rank: int, epoch: int, state: NodeState, endpoint: str, *,
+    running: tuple[tuple[str, int], ...] = (), started_us: int = 0,
+) -> Hello:  # fmt: skip
+    """How one start of a rank introduces itself; `running`: `(rid, attempt)` of its legs."""
+    return Hello(
+        config.instance, dp_rank, epoch, config.role, facts.model, config.dp_size, state, endpoint, facts.max_context,
+        facts.kv_capacity, facts.max_running, facts.block_tokens, running, started_us, facts.wants_prompt,
+        facts.kv_transfer, facts.kv_layout, facts.params,
+    )  # fmt: skip
 
 
 class Services(Protocol):
@@ -142,11 +153,10 @@ class LinkedRank:
     # --- from controllers (connection.Speaker) ------------------------------------------------------------------
 
     def hello(self) -> Hello:
-        config, facts = self._host.config, self.runner.facts
-        return Hello(
-            self.instance, self.dp_rank, self.epoch, config.role, facts.model, config.dp_size, self.state,
-            self._host.endpoint, facts.max_context, facts.kv_capacity, facts.max_running, facts.block_tokens,
-            self.core.live, self.started_us, facts.wants_prompt, facts.kv_transfer, facts.kv_layout, facts.params,
+        host = self._host
+        return hello_of(
+            host.config, self.runner.facts, self.dp_rank, self.epoch, self.state, host.endpoint,
+            running=self.core.live, started_us=self.started_us,
         )  # fmt: skip
 
     def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None:
@@ -163,9 +173,9 @@ class LinkedRank:
     def cancelled(self, connection: Connection, cancel: CancelLeg) -> None:
         self.joint.carry_out(self.core.cancel(connection.key, cancel, self._host.now))
 
-    def pong(self, n: int) -> Pong:
+    def steps(self) -> tuple[int, bool]:
         load = self.runner.load()
-        return Pong(n, load.step, load.busy)
+        return load.step, load.busy
 
     def superseded(self, why: str) -> None:
         self._host.superseded(why)

@@ -1,0 +1,228 @@
+"""The hand-over between a rank on the link's thread and a scheduler on its own: who knows of which legs, and the load.
+
+Both sides keep the same books (`KnownLegs`), a hand-over apart. What the scheduler says of its load is kept as the
+difference from its own books at that moment, so it stays right while legs come, begin and end before it says more. Owns
+no thread and no socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias, get_args
+
+from msgspec import Struct
+
+from bus.wire.messages import Code
+from nodes.link.actions import Cancel, Release, Start
+from nodes.link.core import MAX_HANDLE_BYTES
+from nodes.link.leg import Leg, LegState
+from nodes.link.runner import (
+    Began,
+    Dead,
+    Fetched,
+    Finished,
+    Held,
+    LegFailed,
+    Output,
+    RankFacts,
+    RunnerLoad,
+    Stepped,
+    Tell,
+)
+
+MAX_TOKEN_ID = (1 << 31) - 1
+
+
+class LoadSaid(Struct, frozen=True):
+    """What the scheduler says of its load; the first four less what its own books hold (so they may be negative)."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    kv_tokens: int = 0
+    step: int = 0
+    busy: bool = False
+
+
+class Nonsense(Struct, frozen=True):
+    """The scheduler said something of a leg that means nothing: the leg can't go on."""
+
+    leg: Leg
+    why: str
+
+
+OfLeg: TypeAlias = Began | Output | Held | Fetched | Finished | LegFailed
+Said: TypeAlias = OfLeg | Dead | LoadSaid | Nonsense
+Orders: TypeAlias = Callable[[Leg, Start | Cancel | Release], None]
+
+
+class KnownLegs:
+    """The legs that one side knows of, and which of them run. Prompts of those that do count as KV cache."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.waiting_tokens = 0
+        self.kv_tokens = 0
+        self._runs: dict[Leg, bool] = {}
+
+    def __contains__(self, leg: Leg) -> bool:
+        return leg in self._runs
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._runs) - self.running
+
+    def start(self, leg: Leg) -> None:
+        self._runs[leg] = False
+        self.waiting_tokens += leg.prompt_tokens
+
+    def end(self, leg: Leg) -> None:
+        """Of one that is unknown or over: nothing."""
+        runs = self._runs.pop(leg, None)
+        if runs:
+            self.running -= 1
+            self.kv_tokens -= leg.prompt_tokens
+        elif runs is not None:
+            self.waiting_tokens -= leg.prompt_tokens
+
+    def note(self, event: Said) -> None:
+        """What the scheduler says, as far as it changes the books."""
+        if isinstance(event, Output | Began | Held):
+            leg = event.leg
+            if self._runs.get(leg) is False:
+                self._runs[leg] = True
+                self.running += 1
+                self.waiting_tokens -= leg.prompt_tokens
+                self.kv_tokens += leg.prompt_tokens
+        elif isinstance(event, Finished | LegFailed):
+            self.end(event.leg)
+
+
+class HandedRunner:
+    """One rank's runner, whose legs run on the scheduler's thread; this object lives on the link's."""
+
+    def __init__(self, facts: RankFacts, order: Orders) -> None:
+        self.facts = facts
+        self._order = order
+        self._legs = KnownLegs()
+        self._said = LoadSaid()
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._outputs = 0  # stands for steps where the scheduler does not tell them
+
+    def attach(self, tell: Tell) -> None:
+        self._tell = tell
+
+    def start(self, leg: Leg) -> None:
+        self._legs.start(leg)
+        self._prompt_tokens += leg.prompt_tokens
+        self._order(leg, Start(leg))
+
+    def cancel(self, leg: Leg) -> None:
+        self._end(leg)
+        self._order(leg, Cancel(leg))
+
+    def release(self, leg: Leg) -> None:
+        self._end(leg)
+        self._order(leg, Release(leg))
+
+    def load(self) -> RunnerLoad:
+        legs, said = self._legs, self._said
+        return RunnerLoad(
+            running=max(0, legs.running + said.running),
+            waiting=max(0, legs.waiting + said.waiting),
+            waiting_tokens=max(0, legs.waiting_tokens + said.waiting_tokens),
+            kv_tokens=max(0, legs.kv_tokens + said.kv_tokens),
+            step=said.step or self._outputs,
+            busy=said.busy,
+            prompt_tokens_total=self._prompt_tokens,
+            cached_tokens_total=self._cached_tokens,
+        )
+
+    def turn(self, now: float) -> None:
+        pass
+
+    def tick(self, now: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    # --- from the scheduler, on the link's thread ---------------------------------------------------------------
+
+    def hear(self, said: Said) -> None:
+        if isinstance(said, LoadSaid):
+            self._said = said
+            self._tell(Stepped())
+        elif isinstance(said, Dead):
+            self._tell(said)
+        elif said.leg not in self._legs:
+            return  # over meanwhile
+        elif isinstance(said, Nonsense):
+            self.give_up(said.leg, said.why)
+        elif why := _nonsense(said, self.facts):
+            self.give_up(said.leg, f"{type(said).__name__}: {why}")
+        else:
+            if isinstance(said, Output):
+                self._outputs += 1
+            elif isinstance(said, Began):
+                self._cached_tokens += said.cached_tokens
+            self._legs.note(said)
+            self._settle()
+            self._tell(said)
+
+    def give_up(self, leg: Leg, why: str) -> None:
+        """What the scheduler said of it is lost, or means nothing: it can't go on."""
+        if leg in self._legs:
+            self.cancel(leg)
+            self._tell(LegFailed(leg, "engine_failed", why))
+
+    def _end(self, leg: Leg) -> None:
+        self._legs.end(leg)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Without legs nothing of ours waits or runs, in whatever way the scheduler counted them before."""
+        if not self._legs:
+            self._said = LoadSaid(step=self._said.step)
+
+
+def _nonsense(event: OfLeg, facts: RankFacts) -> str:
+    """Why it can't be: it would go out to others as it is."""
+    vocab = facts.vocab_size or MAX_TOKEN_ID + 1
+    match event:
+        case Output(leg, tokens):
+            if leg.role == "prefill":
+                return "a prefill leg has none: its first token comes with Held"
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
+                return f"token ids outside 0..{vocab - 1}"
+        case Began(cached_tokens=count):
+            return "" if count >= 0 else f"{count} cached tokens"
+        case Held(leg, first_token, handle, valid_s):
+            if leg.role != "prefill" or leg.state is not LegState.RUNNING:
+                return "a leg that is no prefill leg, or that is held already"
+            if not 0 <= first_token < vocab:
+                return f"a first token outside 0..{vocab - 1}"
+            if not 0 < len(handle) <= MAX_HANDLE_BYTES:
+                return f"a handle of {len(handle)} bytes; 1 to {MAX_HANDLE_BYTES} can be handed over"
+            return "" if valid_s > 0 else f"kept for {valid_s} s"
+        case Fetched(leg, seconds):
+            return "" if leg.role == "decode" and seconds >= 0 else f"a {leg.role} leg, {seconds} s"
+        case Finished(leg, reason):
+            if leg.role == "prefill":
+                return "a prefill leg ends when its KV cache is released"
+            return "" if reason in ("stop", "length") else f"for {reason!r}"
+        case LegFailed(code=code):
+            return "" if code in get_args(Code) and code != "ok" else f"with code {code!r}"
+    return ""
+
+
+def said_of(leg: Leg, make: Callable[[], OfLeg]) -> OfLeg | Nonsense:
+    """The event that `make` makes of what an engine gave, or Nonsense where that is of no use."""
+    try:
+        return make()
+    except (TypeError, ValueError, OverflowError) as error:
+        return Nonsense(leg, f"{type(error).__name__}: {error}")
