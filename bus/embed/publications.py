@@ -35,7 +35,7 @@ from bus.wire.messages import (
 
 CHUNK = 1024  # registrations in a message: decoding and applying one takes the broker about a millisecond
 CHUNKS_PER_FLUSH = 4  # of a restatement or refresh, so that a turn stays short
-REPORT_GAP_S = 0.05  # a changing load is published at most this often
+REPORT_GAP_S = 0.05  # a changing load is published at most this often, unless said otherwise
 RESTATE_GAP_S = 0.05
 IDLE_AFTER_INTERVALS = 4  # a rank is idle when nothing has changed for so many
 MAX_ATTEMPT = 1_000_000
@@ -67,6 +67,7 @@ class PublisherCore:
         dp_size: int,
         endpoint: Endpoint,
         interval_s: float = REPORT_INTERVAL_S,
+        report_gap_s: float = REPORT_GAP_S,
         room_ttl_s: float = ROOM_TTL_S,
         max_rooms: int = 100_000,
         state: NodeState = "starting",
@@ -81,6 +82,7 @@ class PublisherCore:
         self.dp_size = dp_size
         self.endpoint = endpoint
         self.interval_s = interval_s
+        self.report_gap_s = report_gap_s
         self.room_ttl_s = room_ttl_s
         self.state: NodeState = state
         self.follow_bootstrap_room = follow_bootstrap_room
@@ -222,7 +224,7 @@ class PublisherCore:
         if self._restate_wanted and self._restated_at is not None:
             due = min(due, self._restated_at + RESTATE_GAP_S)
         if self._load_changed and self._load_sent_at is not None:
-            due = min(due, self._load_sent_at + REPORT_GAP_S)
+            due = min(due, self._load_sent_at + self.report_gap_s)
         if self._live:
             due = min(due, next(iter(self._live.values())).refreshed_at + self.room_ttl_s / 2)
         return max(0.0, due - now)
@@ -246,7 +248,7 @@ class PublisherCore:
         if self._load_sent_at is None:
             return True
         age_s = now - self._load_sent_at
-        return age_s >= (REPORT_GAP_S if self._load_changed else self._interval_s(now))
+        return age_s >= (self.report_gap_s if self._load_changed else self._interval_s(now))
 
     def _interval_s(self, now: float) -> float:
         """How often this rank speaks although nothing changes."""

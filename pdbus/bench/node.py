@@ -1,8 +1,9 @@
 """The node process of a benchmark: takes a dispatch and ends it at once, so that what is measured is the way to it.
 
 `ours` speaks the whole protocol of a node (hello, welcome, pongs, membership, load reports with acknowledgements at
-`report_hz`, progress once a turn), for any number of ranks, and computes nothing; `bare` echoes frames. Both note how
-long each dispatch was on its way, when its prompt starts with the time of its submit.
+`report_hz`, progress once a turn), for any number of ranks, and computes nothing: it stands on the connection and ledger
+of nodes/link, and makes no legs of dispatches. `bare` echoes frames. Both note how long each dispatch was on its way,
+when its prompt starts with the time of its submit.
 """
 
 from __future__ import annotations
@@ -16,31 +17,24 @@ from typing import Any
 
 import zmq
 
+from bus.actions import Publish
+from bus.embed.publications import PublisherCore
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.runtime.epochs import new_epoch
 from bus.runtime.loop import Loop
-from bus.runtime.sockets import PAYLOAD_MAX, Socket, Sockets
+from bus.runtime.sockets import Socket, Sockets
 from bus.wire import codec, topics
-from bus.wire.messages import (
-    CONTROLLER_TO_NODE,
-    Ack,
-    Dispatch,
-    Ended,
-    Hello,
-    Load,
-    LoadReport,
-    Member,
-    Ping,
-    Pong,
-    Progress,
-    Role,
-    Welcome,
-    Who,
-)
+from bus.wire.messages import CancelLeg, Dispatch, Ended, Hello, Load, Role, Welcome
+from nodes.link.connection import Connection
+from nodes.link.ledger import Ledger
+from nodes.link.rank import LinkConfig, hello_of
+from nodes.link.runner import RankFacts
 from pdbus.bench.bare import BUDGET, NO_COPY_FROM
 from pdbus.bench.child import STDIN, Parent
 
 KV_TOKENS = 1 << 40
+MANY = 1 << 20
+FACTS = RankFacts(model="bench", max_context=MANY, kv_capacity=KV_TOKENS, max_running=MANY, block_tokens=16)
 MEMBER_S = 0.25
 
 
@@ -100,11 +94,11 @@ def ours(
     loop = Loop()
     with Sockets() as sockets:
         pub = sockets.pub(BusAddress(bus).publish)
-        address = ControllerAddress(controller).nodes
-        nodes = [
-            _Rank(loop, sockets.dealer(address, maximum=PAYLOAD_MAX), pub, instance, dp_rank, dp_size, role, journeys)
-            for dp_rank in ranks
-        ]
+        config = LinkConfig(
+            role=role, instance=instance, dp_size=dp_size, bus=bus, controllers=(controller,), data="",
+            report_interval_s=MEMBER_S,
+        )  # fmt: skip
+        nodes = [_Rank(loop, sockets, pub, config, dp_rank, journeys, 0.5 / report_hz) for dp_rank in ranks]
         waiting = set(nodes)
 
         def commands() -> None:
@@ -115,8 +109,8 @@ def ours(
 
         def announce() -> None:
             for node in nodes:
-                node.member()
-            welcomed = {node for node in waiting if node.welcomed}
+                node.connection.tick()
+            welcomed = {node for node in waiting if node.connection.welcome is not None}
             waiting.difference_update(welcomed)
             if welcomed and not waiting:
                 parent.ready()
@@ -156,79 +150,62 @@ def watch_stdin(loop: Loop, function: Callable[[], None]) -> None:
 
 
 class _Rank:
+    """What a connection needs of a rank (`nodes.link.connection.Speaker`), and nothing of a rank's core."""
+
     def __init__(
-        self,
-        loop: Loop,
-        socket: Socket,
-        pub: Socket,
-        instance: str,
-        dp_rank: int,
-        dp_size: int,
-        role: Role,
-        journeys: Journeys,
-    ) -> None:
-        self.socket, self.pub, self.journeys = socket, pub, journeys
-        self.who = (instance, dp_rank, new_epoch())
-        self.role, self.dp_size = role, dp_size
-        self.endpoint = f"ipc:///nowhere/{instance}-{dp_rank}"
-        self.welcomed = False
-        self.controller_epoch = 0
-        self.dispatches = self.tokens = self.step = 0
-        self.load_seq = self.member_seq = 0
+        self, loop: Loop, sockets: Sockets, pub: Socket, config: LinkConfig, dp_rank: int, journeys: Journeys,
+        report_gap_s: float,
+    ) -> None:  # fmt: skip
+        self.instance, self.dp_rank, self.epoch = config.instance, dp_rank, new_epoch()
         self.taken: list[tuple[str, int]] = []
-        loop.add(socket, self.on_message, copied=1)
-        self.hello()
-
-    def hello(self) -> None:
-        instance, dp_rank, epoch = self.who
-        hello = Hello(
-            instance, dp_rank, epoch, self.role, "bench", self.dp_size, "ready", self.endpoint,
-            max_context=1 << 20, kv_capacity=KV_TOKENS, max_running=1 << 20, block_tokens=16,
+        self._config = config
+        self._endpoint = f"ipc:///nowhere/{config.instance}-{dp_rank}"
+        self._clock = loop.clock
+        self._pub = pub
+        self._journeys = journeys
+        self._ledger = Ledger()
+        self._step = 0
+        self._publisher = PublisherCore(
+            instance=config.instance, dp_rank=dp_rank, epoch=self.epoch, role=config.role, model=FACTS.model,
+            dp_size=config.dp_size, endpoint=self._endpoint, interval_s=config.report_interval_s,
+            report_gap_s=report_gap_s, state="ready",
         )  # fmt: skip
-        self.socket.send(codec.encode(hello))
-
-    def on_message(self, frames: list[Any]) -> None:
-        message = codec.decode(frames[0], CONTROLLER_TO_NODE)
-        if isinstance(message, Dispatch):
-            if message.controller_epoch == self.controller_epoch:
-                self.dispatches += 1
-                self.tokens += message.charge
-            self.taken.append((message.rid, message.attempt))
-            if len(frames) == 3:
-                self.journeys.note(frames[1].buffer)
-        elif isinstance(message, Ping):
-            self.socket.send(codec.encode(Pong(message.n, self.step, False)))
-        elif isinstance(message, Welcome):
-            self.welcomed = True
-            self.controller_epoch = message.epoch
-        elif isinstance(message, Who):
-            self.hello()
+        endpoint = ControllerAddress(config.controllers[0]).nodes
+        self.connection = Connection(sockets, self, 0, endpoint, loop.clock, lambda socket, error: None)
+        loop.add(self.connection.socket, self.connection.receive, copied=1)
+        self.connection.say_hello()
 
     def progress(self) -> None:
         """Everything of this turn started and ended; the report that acknowledges it follows at its time."""
-        self.step += 1
+        self._step += 1
         taken, self.taken = self.taken, []
-        for first in range(0, len(taken), 1024):
-            part = tuple(taken[first : first + 1024])
-            ended = tuple(Ended(rid, attempt, self.role, "ok", "", 1) for rid, attempt in part)
-            self.socket.send(codec.encode(Progress(*self.who, part, ended)))
-
-    def load(self) -> Load:
-        acks = (Ack(self.controller_epoch, self.dispatches, self.tokens),) if self.controller_epoch else ()
-        self.load_seq += 1
-        return Load(self.load_seq, self.step, 0, 0, 0, 0, KV_TOKENS, 1 << 20, acks)
+        self.connection.progress(taken, [Ended(rid, attempt, self._config.role, "ok", "", 1) for rid, attempt in taken])
 
     def report(self) -> None:
-        load = self.load()
-        self.publish(LoadReport(*self.who, load.seq, load))
+        now = self._clock()
+        load = Load(0, self._step, 0, 0, 0, 0, KV_TOKENS, MANY, self._ledger.acks)
+        self._publish(self._publisher.report(load, now))
+        self._publish(self._publisher.tick(now))
 
-    def member(self) -> None:
-        self.member_seq += 1
-        member = Member(
-            *self.who, self.member_seq, self.load(), self.role, "bench", self.dp_size, "ready", self.endpoint,
-            follow_bootstrap_room=False, rooms_seq=0, interval_s=MEMBER_S,
-        )  # fmt: skip
-        self.publish(member)
+    def _publish(self, publications: list[Publish]) -> None:
+        for publication in publications:
+            self._pub.send_multipart((topics.of(publication.message), codec.encode(publication.message)))
 
-    def publish(self, message: LoadReport | Member) -> None:
-        self.pub.send_multipart((topics.of(message), codec.encode(message)))
+    # --- from the controller (connection.Speaker) -----------------------------------------------------------------
+
+    def dispatched(self, connection: Connection, dispatch: Dispatch, frames: list[Any]) -> None:
+        self._ledger.acknowledge(dispatch)
+        self.taken.append((dispatch.rid, dispatch.attempt))
+        if len(frames) == 2:
+            self._journeys.note(frames[0].buffer)
+
+    def hello(self) -> Hello:
+        return hello_of(self._config, FACTS, self.dp_rank, self.epoch, "ready", self._endpoint)
+
+    def steps(self) -> tuple[int, bool]:
+        return self._step, False
+
+    def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None: ...
+    def cancelled(self, connection: Connection, cancel: CancelLeg) -> None: ...
+    def drain(self, cause: str) -> None: ...
+    def superseded(self, why: str) -> None: ...
