@@ -1,60 +1,49 @@
 """An engine that embeds the dispatcher in place of its own data-parallel controller.
 
-Two engine ranks (here minimal ones that answer at once: `examples/foreign_scheduler.py` shows a whole one) join over
-ZeroMQ; the process that holds the requests dispatches to them without blocking.
+Two engine ranks (here a toy scheduler that answers with one token; `embed_rank.py` shows a whole one) take requests
+over ZeroMQ; the process that holds the requests dispatches to them without blocking.
 """
 
 from __future__ import annotations
 
 import tempfile
 import threading
-import time
 
-import zmq
-
-from bus.endpoints import ControllerAddress
-from bus.runtime.epochs import new_epoch
 from bus.wire import codec
-from bus.wire.messages import CONTROLLER_TO_NODE, Dispatch, Ended, Hello, Ping, Pong, Progress
+from bus.wire.messages import Params
 from controller import ControllerConfig, Dispatcher
+from nodes.link import RankFacts, RankLink, Start
 
 
-def engine_rank(dp_rank: int, endpoint: str, leave: threading.Event) -> None:
-    """What every engine has: a loop that takes requests in and says when they have ended."""
-    epoch = new_epoch()
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.linger = 0
-        socket.connect(endpoint)
-        socket.send(codec.encode(Hello("engine", dp_rank, epoch, "unified", "m", 2, "ready", "", 8192, 0, 0, 16)))
-        while not leave.is_set():
-            if socket.poll(50):
-                message = codec.decode(socket.recv_multipart()[0], CONTROLLER_TO_NODE)
-                if isinstance(message, Ping):
-                    socket.send(codec.encode(Pong(message.n, 0, False)))
-                elif isinstance(message, Dispatch):
-                    ended = (Ended(message.rid, message.attempt, "unified", "ok"),)
-                    socket.send(codec.encode(Progress("engine", dp_rank, epoch, (), ended)))
+def engine(link: RankLink) -> None:
+    """What every engine has: a loop that takes requests in and says what has become of them."""
+    while not link.drained:
+        for order in link.poll(timeout_s=0.05):
+            if isinstance(order, Start):
+                link.output(order.leg, [order.leg.prompt[0]])
+                link.finish(order.leg, "stop")
 
 
-leave = threading.Event()
 with tempfile.TemporaryDirectory(prefix="pd") as folder:
     config = ControllerConfig(
         bus=f"ipc://{folder}/bus", controller=f"ipc://{folder}/c", with_broker=True, unified_method="total_tokens"
     )
-    with Dispatcher(config) as dispatcher:  # ten lines from here
-        endpoint = ControllerAddress(config.controller).nodes
-        ranks = [threading.Thread(target=engine_rank, args=(n, endpoint, leave)) for n in range(2)]
-        for rank in ranks:
-            rank.start()
-        while sum(rank.state == "ready" for rank in dispatcher.status().ranks) < 2:
-            time.sleep(0.02)
-        for n in range(4):
-            dispatcher.dispatch(f"request-{n}", [bytes(4 * 100), b""], max_tokens=16)  # a prompt of 100 token ids
+    facts = RankFacts(model="m", max_context=8192, block_tokens=16)
+    with (
+        Dispatcher(config) as dispatcher,  # ten lines from here
+        RankLink(
+            config.bus, controllers=[config.controller], role="unified", instance="engine", facts=facts,
+            data=f"ipc://{folder}", dp_ranks=(0, 1), dp_size=2,
+        ) as link,
+    ):  # fmt: skip
+        ranks = threading.Thread(target=engine, args=(link,))
+        ranks.start()
+        link.wait_ready(30)
+        for n in range(4):  # a prompt of 100 token ids, and sampling parameters
+            dispatcher.dispatch(f"request-{n}", [bytes(4 * 100), codec.encode(Params())], max_tokens=16)
         ended = 0
         while ended < 4:  # an engine would just poll once a step
             for answer in dispatcher.poll(timeout_s=0.1):
                 ended += type(answer).__name__ in ("Done", "Failed")
                 print(answer.rid, type(answer).__name__, getattr(getattr(answer, "decode", None), "dp_rank", ""))
-        leave.set()
-        for rank in ranks:
-            rank.join()
+    ranks.join()

@@ -131,13 +131,14 @@ class RankLink(Service):
         for rank in self._host.ranks.values():
             rank.abandon()
             rank.turn()
+        self._drained.set()
+        self._wake()
         self.loop.stop()
 
     def _failed(self) -> None:
         self._joined.set()
         self._drained.set()
-        with self._came:
-            self._came.notify_all()
+        self._wake()
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until bus and controllers have been heard. For start-up, not for a scheduler's loop."""
@@ -152,7 +153,7 @@ class RankLink(Service):
 
     @property
     def drained(self) -> bool:
-        """All ranks have said goodbye, and what they produced has been read (or had its time)."""
+        """All ranks have said goodbye, and what they produced has been read (or had its time); or the link stopped."""
         return self._drained.is_set()
 
     # --- for the scheduler, from any thread: nothing here blocks (but `poll`, for as long as it is told); PartFailed
@@ -263,6 +264,10 @@ class RankLink(Service):
                 del self._inbox[leg]  # the scheduler never hears of it
                 return
             self._inbox[leg] = order
+            self._came.notify_all()
+
+    def _wake(self) -> None:
+        with self._came:
             self._came.notify_all()
 
     def _take(self) -> None:

@@ -1,9 +1,9 @@
 """The node process of a benchmark: takes a dispatch and ends it at once, so that what is measured is the way to it.
 
 `ours` speaks the whole protocol of a node (hello, welcome, pongs, membership, load reports with acknowledgements at
-`report_hz`, progress once a turn), for any number of ranks, and computes nothing: it stands on the connection and ledger
-of nodes/link, and makes no legs of dispatches. `bare` echoes frames. Both note how long each dispatch was on its way,
-when its prompt starts with the time of its submit.
+`report_hz`, progress once a turn), for any number of ranks, and computes nothing: it stands on the connection and the
+ledger of nodes/link, and makes no legs of dispatches. `bare` echoes frames. Both note how long each dispatch was on its
+way, when its prompt starts with the time of its submit.
 """
 
 from __future__ import annotations
@@ -194,10 +194,10 @@ class _Rank:
     # --- from the controller (connection.Speaker) -----------------------------------------------------------------
 
     def dispatched(self, connection: Connection, dispatch: Dispatch, frames: list[Any]) -> None:
-        self._ledger.acknowledge(dispatch)
-        self.taken.append((dispatch.rid, dispatch.attempt))
         if len(frames) == 2:
             self._journeys.note(frames[0].buffer)
+        self._ledger.acknowledge(dispatch)
+        self.taken.append((dispatch.rid, dispatch.attempt))
 
     def hello(self) -> Hello:
         return hello_of(self._config, FACTS, self.dp_rank, self.epoch, "ready", self._endpoint)

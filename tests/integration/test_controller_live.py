@@ -103,7 +103,7 @@ def test_a_pair_from_submit_to_done_with_its_payload_untouched(sockets: Sockets,
         assert [f for m, f in decode.got if m is told] == [[b"xyz"]]
         accepted = client.wait(Accepted)[0]
         assert accepted.decode is not None
-        assert accepted.decode.endpoint == decode.hello.endpoint
+        assert accepted.decode.endpoint == decode.info.endpoint
         assert told.prefill == accepted.prefill
         prefill.end(dispatch)
         decode.end(told)

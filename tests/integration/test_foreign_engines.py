@@ -1,5 +1,6 @@
-"""Engines that are not ours, as processes: a toy scheduler on the rank link (examples/embed_rank.py), and a runner that
-behaves as vLLM's (tests/support/vllm_like.py). Controllers and engines are killed meanwhile."""
+"""Engines that are not ours, as processes: toy schedulers on the rank link (examples/embed_rank.py and
+embed_connector.py), and a runner that behaves as vLLM's (tests/support/vllm_like.py). Controllers and engines are
+killed meanwhile."""
 
 from __future__ import annotations
 
@@ -132,6 +133,34 @@ def test_a_toy_scheduler_serves_survives_a_controllers_restart_and_drains(proces
 def sum_load(client: Client) -> int:
     loads = [rank.load for rank in client.status().ranks]
     return sum(load.running + load.waiting for load in loads if load is not None)
+
+
+def test_an_engine_with_a_connector_of_its_own_shares_its_caches_by_handle(processes: Processes) -> None:
+    def start(role: str) -> None:
+        processes.start(role, "embed_connector", role, processes.bus, processes.controller, role)
+
+    start("prefill")
+    start("decode")
+    text = "a longer text, said again " * 60
+    with Client(processes.controller, retries=20) as client:
+        ready(client, 2)
+        answers = [client.generate(f"request {n}", chat=False, max_tokens=9 + n) for n in range(12)]
+        assert [answer.text() for answer in answers] == [f"REQUEST {n}"[: 9 + n] for n in range(12)]
+        for victim in ("prefill", "decode"):  # each while requests run
+            longer = client.generate(text, chat=False, max_tokens=4000)
+            pieces = iter(longer)
+            said = next(pieces).text
+            processes.children[victim].send(signal.SIGKILL)
+            processes.children[victim].wait(5)
+            start(victim)
+            assert said + "".join(piece.text for piece in pieces) == text.upper(), victim
+            ready(client, 2)
+        until(lambda: sum_load(client) == 0, "every cache is let go of")
+    for child in processes.children.values():
+        if child.spec.name in ("prefill", "decode"):
+            child.send(signal.SIGTERM)
+            assert child.wait(10), child.tail()
+            assert child.returncode == 0, child.tail()
 
 
 # --- an engine like vLLM's ----------------------------------------------------------------------------------------

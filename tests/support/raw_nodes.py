@@ -1,4 +1,7 @@
-"""A fake node and a fake client on raw sockets, polled with deadlines, for tests of a live controller."""
+"""A node and a client for tests of a live controller: no threads, read when the test says so, with deadlines.
+
+The node is a bare connection of nodes/link: it has no legs, and ends what it was dispatched when the test says so.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,25 @@ from typing import TypeVar
 
 import zmq
 
+from bus.embed.publications import PublisherCore
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.runtime.sockets import Socket, Sockets
 from bus.wire import codec, topics
 from bus.wire.messages import (
     CONTROLLER_TO_CLIENT,
     CONTROLLER_TO_NODE,
-    Ack,
-    Bye,
+    CancelLeg,
+    Code,
     Dispatch,
     Ended,
     Hello,
     Load,
-    LoadReport,
     Message,
-    Ping,
-    Pong,
-    Progress,
     Submit,
     Welcome,
-    Who,
 )
+from nodes.link.connection import Connection
+from nodes.link.ledger import Ledger
 
 M = TypeVar("M", bound=Message)
 WAIT_S = 15.0
@@ -52,10 +53,10 @@ class Peer:
         header, *frames = self.socket.recv_multipart()
         message = codec.decode(header, self.table)
         self.got.append((message, frames))
-        self.react(message, frames)
+        self.react([header, *frames])
         return True
 
-    def react(self, message: Message, frames: list[bytes]) -> None:
+    def react(self, frames: list[bytes]) -> None:
         """What a subclass does at once."""
 
     def wait(self, kind: type[M], count: int = 1, where: Callable[[M], bool] = lambda message: True) -> list[M]:
@@ -81,47 +82,61 @@ class Client(Peer):
 class Node(Peer):
     """Answers pings and `who`; counts and acknowledges dispatches; ends legs when told, or at once (`eager`)."""
 
-    def __init__(self, sockets: Sockets, hello: Hello, controller: str, bus: str = "", *, eager: bool = False) -> None:
-        super().__init__(sockets.dealer(ControllerAddress(controller).nodes), CONTROLLER_TO_NODE)
-        self.hello = hello
+    def __init__(self, sockets: Sockets, info: Hello, controller: str, bus: str = "", *, eager: bool = False) -> None:
+        self.instance, self.dp_rank, self.epoch = info.instance, info.dp_rank, info.epoch
+        self.info = info
         self.eager = eager
         self.pub = sockets.pub(BusAddress(bus).publish) if bus else None
         self.legs: list[Dispatch] = []
-        self.ingested = 0
-        self.tokens = 0
-        self.epoch = 0
-        self.seq = 0
-        self.say(hello)
+        self._ledger = Ledger()
+        self._publisher = PublisherCore(
+            instance=info.instance, dp_rank=info.dp_rank, epoch=info.epoch, role=info.role, model=info.model,
+            dp_size=info.dp_size, endpoint=info.endpoint, interval_s=0.0, report_gap_s=0.0,
+        )  # fmt: skip
+        endpoint = ControllerAddress(controller).nodes
+        self._connection = Connection(sockets, self, 0, endpoint, time.monotonic, _rejected)
+        super().__init__(self._connection.socket, CONTROLLER_TO_NODE)
+        self._connection.say_hello()
 
-    def react(self, message: Message, frames: list[bytes]) -> None:
-        if isinstance(message, Ping):
-            self.say(Pong(message.n, 0, False))
-        elif isinstance(message, Who):
-            self.say(self.hello)
-        elif isinstance(message, Welcome):
-            self.epoch = message.epoch
-        elif isinstance(message, Dispatch):
-            self.legs.append(message)
-            self.ingested += 1
-            self.tokens += message.charge
-            if self.eager:
-                self.end(message)
+    def react(self, frames: list[bytes]) -> None:
+        self._connection.receive(frames)
 
-    def end(self, leg: Dispatch, code: str = "ok") -> None:
+    def end(self, leg: Dispatch, code: Code = "ok") -> None:
         self.legs.remove(leg)
-        started = ((leg.rid, leg.attempt),) if code == "ok" else ()
-        ended = Ended(leg.rid, leg.attempt, leg.leg, code)  # type: ignore[arg-type]
-        self.say(Progress(self.hello.instance, self.hello.dp_rank, self.hello.epoch, started, (ended,)))
+        started = [(leg.rid, leg.attempt)] if code == "ok" else []
+        self._connection.progress(started, [Ended(leg.rid, leg.attempt, leg.leg, code)])
 
     def report(self) -> None:
         """Publish the load as it is: all legs run."""
         assert self.pub is not None
-        self.seq += 1
         tokens = sum(leg.prompt_tokens for leg in self.legs)
-        acks = (Ack(self.epoch, self.ingested, self.tokens),) if self.epoch else ()
-        load = Load(self.seq, self.seq, len(self.legs), 0, 0, tokens, self.hello.kv_capacity, 4, acks)
-        report = LoadReport(self.hello.instance, self.hello.dp_rank, self.hello.epoch, self.seq, load)
-        self.pub.send_multipart((topics.of(report), codec.encode(report)))
+        load = Load(0, 0, len(self.legs), 0, 0, tokens, self.info.kv_capacity, 4, self._ledger.acks)
+        now = time.monotonic()
+        for publication in [*self._publisher.report(load, now), *self._publisher.flush(now)]:
+            self.pub.send_multipart((topics.of(publication.message), codec.encode(publication.message)))
 
     def bye(self) -> None:
-        self.say(Bye(self.hello.instance, self.hello.dp_rank, self.hello.epoch))
+        self._connection.say_bye()
+
+    # --- what the connection needs of a rank (connection.Speaker) -------------------------------------------------
+
+    def hello(self) -> Hello:
+        return self.info
+
+    def steps(self) -> tuple[int, bool]:
+        return 0, False
+
+    def dispatched(self, connection: Connection, dispatch: Dispatch, frames: list[bytes]) -> None:
+        self.legs.append(dispatch)
+        self._ledger.acknowledge(dispatch)
+        if self.eager:
+            self.end(dispatch)
+
+    def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None: ...
+    def cancelled(self, connection: Connection, cancel: CancelLeg) -> None: ...
+    def drain(self, cause: str) -> None: ...
+    def superseded(self, why: str) -> None: ...
+
+
+def _rejected(socket: str, error: Exception) -> None:
+    raise AssertionError(f"the controller said nonsense: {error}")

@@ -1,0 +1,272 @@
+"""What an engine's scheduler says through the rank link, and what it is told: books, overflow, nonsense; no socket."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from link_world import SETTINGS, Engine
+
+from bus.errors import ConfigError
+from nodes.link import Cancel, RankFacts, RankLink, Release
+from nodes.link.actions import Leave
+
+# --- load ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_report_the_legs_are_counted() -> None:
+    engine = Engine()
+    engine.dispatch()
+    engine.dispatch()
+    assert engine.load() == (0, 2, 22)
+    one, two = engine.legs()
+    engine.link.output(one, [5])
+    engine.take()
+    assert engine.load() == (1, 1, 11)
+    assert engine.rank.core.load().kv_tokens == 11
+    engine.link.finish(one)
+    engine.link.finish(two)
+    engine.take()
+    assert engine.load() == (0, 0, 0)
+
+
+def test_a_report_speaks_of_what_was_handed_over_and_the_rest_is_added() -> None:
+    engine = Engine()
+    engine.dispatch()
+    (one,) = engine.legs()
+    engine.link.report(running=1, waiting=0, waiting_tokens=3, kv_tokens=8)  # chunks of its prompt are still to come
+    engine.dispatch()  # before the report was taken, and not handed over
+    engine.take()
+    assert engine.load() == (1, 1, 14)
+    engine.dispatch()
+    assert engine.load() == (1, 2, 25)
+    engine.legs()
+    engine.link.output(one, [5])
+    engine.link.report(running=3, waiting=0, waiting_tokens=0)
+    engine.take()
+    assert engine.load() == (3, 0, 0)
+
+
+def test_a_leg_that_is_over_after_the_last_report_counts_no_more() -> None:
+    """An engine that then waits for orders reports nothing."""
+    engine = Engine()
+    rid = engine.dispatch()
+    engine.dispatch()
+    _, two = engine.legs()
+    engine.link.report(running=0, waiting=2, waiting_tokens=22)
+    engine.take()
+    engine.cancel(rid)
+    assert engine.load() == (0, 1, 11)
+    engine.link.output(two, [5])
+    engine.link.finish(two)
+    engine.take()
+    assert engine.load() == (0, 0, 0)
+    assert [type(order) for order in engine.link.poll()] == [Cancel]
+    engine.dispatch()
+    assert engine.load() == (0, 1, 11)
+
+
+def test_whatever_the_scheduler_counted_is_forgotten_with_its_last_leg() -> None:
+    engine = Engine()
+    engine.dispatch()
+    (leg,) = engine.legs()
+    engine.link.output(leg, [5])
+    engine.link.report(running=0, waiting=1, waiting_tokens=50, step=9, busy=True)  # preempted
+    engine.take()
+    assert engine.load() == (0, 1, 50)
+    assert engine.runner.load().busy
+    engine.link.finish(leg)
+    engine.take()
+    assert engine.load() == (0, 0, 0)
+    assert engine.runner.load().step == 9
+    assert not engine.runner.load().busy
+
+
+# --- orders -------------------------------------------------------------------------------------------------------
+
+
+def test_a_leg_that_is_cancelled_before_it_is_handed_over_never_is() -> None:
+    engine = Engine()
+    for _ in range(50):  # a scheduler that hangs, clients that give up
+        engine.cancel(engine.dispatch())
+    assert engine.link.poll() == []
+    assert engine.load() == (0, 0, 0)
+
+
+def test_cancel_and_finish_may_cross() -> None:
+    engine = Engine()
+    rid = engine.dispatch()
+    (leg,) = engine.legs()
+    engine.link.output(leg, [5, 6])
+    engine.link.finish(leg, "stop")
+    engine.cancel(rid)  # before what was said is taken
+    engine.take()
+    assert engine.code(rid) == "cancelled"
+    assert engine.rank.tokens[rid] == []
+    assert engine.link.poll() == [Cancel(leg)]
+    assert engine.load() == (0, 0, 0)
+
+    rid = engine.dispatch()
+    (leg,) = engine.legs()
+    engine.link.finish(leg)
+    engine.take()
+    engine.cancel(rid)
+    assert engine.code(rid) == "ok"
+    assert engine.link.poll() == []
+
+
+def test_a_held_cache_is_released_once() -> None:
+    engine = Engine("prefill", transfer="files")
+    rid = engine.dispatch()
+    (leg,) = engine.legs()
+    engine.link.held(leg, 5, b"handle", 30.0)
+    engine.take()
+    assert engine.load() == (1, 0, 0)
+    engine.cancel(rid)
+    assert engine.link.poll() == [Release(leg)]
+    assert engine.load() == (0, 0, 0)
+
+
+# --- what can't be taken -------------------------------------------------------------------------------------------
+
+
+def test_a_leg_whose_tokens_found_no_room_fails_and_no_other() -> None:
+    engine = Engine(queue_max=4)
+    lost, kept = engine.dispatch(), engine.dispatch()
+    one, two = engine.legs()
+    for token in range(3):
+        engine.link.output(two, [token])
+    for token in range(3):
+        engine.link.output(one, [token])
+    engine.link.finish(one, "stop")
+    engine.take()
+    assert engine.link.overflows == 3
+    assert engine.code(lost) == "engine_failed"
+    assert "fell behind" in engine.rank.ended[lost, 1][0].message
+    assert engine.rank.tokens[lost] in ([], [0]), "what was lost leaves no gap"
+    assert engine.link.poll() == [Cancel(one)]
+    engine.link.output(one, [9])  # the scheduler had not heard
+    engine.link.finish(two)
+    engine.take()
+    assert engine.code(kept) == "ok"
+    assert engine.rank.tokens[kept] == [0, 1, 2]
+    assert engine.load() == (0, 0, 0)
+
+
+def test_that_the_engine_died_arrives_however_full_the_hand_over_is() -> None:
+    engine = Engine(queue_max=1)
+    left: list[Any] = []
+    engine.rank.joint._do_outside = left.append
+    rid = engine.dispatch()
+    engine.legs()
+    engine.link.report(running=1, waiting=0, waiting_tokens=0)
+    engine.link.die("CUDA error")
+    engine.take()
+    assert engine.code(rid) == "peer_lost"
+    assert [action.reason for action in left if isinstance(action, Leave)] == ["CUDA error"]
+
+
+class Number:
+    """As numpy's and torch's are: not an int, good for an index."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    engine = Engine()
+    rid = engine.dispatch()
+    (leg,) = engine.legs()
+    numbers: Any = [Number(5), Number(6)]
+    engine.link.output(leg, numbers)
+    engine.link.report(running=Number(1), waiting=Number(0), waiting_tokens=Number(0))  # type: ignore[arg-type]
+    engine.take()
+    assert engine.rank.tokens[rid] == [5, 6]
+    assert type(engine.rank.core.load().running) is int
+
+
+NONSENSE: dict[str, Any] = {
+    "a token too large": lambda link, leg: link.output(leg, [512]),
+    "a negative token": lambda link, leg: link.output(leg, [-1]),
+    "no tokens": lambda link, leg: link.output(leg, None),
+    "text": lambda link, leg: link.output(leg, "ab"),
+    "a reason": lambda link, leg: link.finish(leg, "done"),
+    "a code": lambda link, leg: link.fail(leg, "oops"),
+    "ok is no failure": lambda link, leg: link.fail(leg, "ok"),
+    "cached": lambda link, leg: link.began(leg, -1),
+    "held by a unified rank": lambda link, leg: link.held(leg, 5, b"handle"),
+    "fetched by a unified rank": lambda link, leg: link.fetched(leg),
+}
+
+
+@pytest.mark.parametrize("say", NONSENSE.values(), ids=NONSENSE)
+def test_nonsense_fails_its_leg_and_the_link_lives(say: Any) -> None:
+    engine = Engine()
+    bad, good = engine.dispatch(), engine.dispatch()
+    one, two = engine.legs()
+    say(engine.link, one)
+    engine.link.finish(two)
+    engine.take()
+    assert engine.code(bad) == "engine_failed"
+    assert engine.code(good) == "ok"
+    assert engine.link.poll() == [Cancel(one)]
+
+
+@pytest.mark.parametrize(
+    "say",
+    [
+        lambda link, leg: link.held(leg, 5, b"x", float("nan")),
+        lambda link, leg: link.held(leg, 600, b"x"),
+        lambda link, leg: link.held(leg, 5, b""),
+        lambda link, leg: link.held(leg, 5, bytes(2 << 20)),
+        lambda link, leg: (link.held(leg, 5, b"x"), link.held(leg, 5, b"x")),
+        lambda link, leg: link.finish(leg),
+        lambda link, leg: link.output(leg, [5]),
+    ],
+)
+def test_a_prefill_legs_nonsense(say: Any) -> None:
+    engine = Engine("prefill", transfer="files")
+    rid = engine.dispatch()
+    (leg,) = engine.legs()
+    say(engine.link, leg)
+    engine.take()
+    assert engine.code(rid) == "engine_failed"
+    assert engine.load() == (0, 0, 0)
+
+
+def test_a_report_that_makes_no_sense_changes_nothing() -> None:
+    engine = Engine()
+    engine.dispatch()
+    none: Any = None
+    engine.link.report(running=none, waiting=0, waiting_tokens=0)
+    engine.link.report(7, running=1, waiting=0, waiting_tokens=0)
+    engine.take()
+    assert engine.link.invalid == 2
+    assert engine.load() == (0, 1, 11)
+    engine.link.report(running=-5, waiting=-5, waiting_tokens=-5)
+    engine.take()
+    assert engine.load() == (0, 0, 6), "never below nothing"
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"instance": ""}, "rank link of ''"), ({"controllers": []}, "at least one"),
+        ({"controllers": ["udp://x"]}, "udp"),
+        ({"dp_ranks": (2,), "dp_size": 2}, "dp_ranks"), ({"role": "prefill"}, "kv_transfer"),
+        ({"facts": RankFacts(model="m", max_context=-1)}, "rank link of 'u'"), ({"role": "worker"}, "worker"),
+    ],
+)  # fmt: skip
+def test_a_bad_argument_is_said_at_once(changes: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        RankLink("ipc:///b", **({"role": "unified"} | SETTINGS | changes))
+
+
+def test_before_the_start_nothing_has_happened() -> None:
+    link = RankLink("ipc:///b", role="unified", **SETTINGS)
+    assert link.left is None
+    assert not link.drained
+    assert link.poll() == []
