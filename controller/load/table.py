@@ -35,7 +35,12 @@ HARD_FACTOR = 4  # what cannot go elsewhere may queue at its rank up to this man
 
 
 class LoadTable:
-    """Loads of all ranks, as one controller (epoch `controller_epoch`) sees them.
+    """Loads of all ranks, as one controller sees them. Public, and usable without a process, thread or socket of ours
+    (examples/load_table.py): its ranks count dispatches by `controller_epoch`, any number that no other controller, and
+    no other start of this one, uses.
+
+    `now` is in seconds of any clock that never goes back, the same for all methods; requests and tokens are counts.
+    Nothing raises for what a rank reports: what makes no sense is dropped or bounded.
 
     `request_overcommit` x `max_running` requests and `token_overcommit[role]` x `kv_capacity` tokens are a rank's
     credit; a capacity of 0 in its hello means "not stated" and does not limit. `counts` says what was dropped and why.
@@ -73,8 +78,8 @@ class LoadTable:
     # --- ranks come and go ------------------------------------------------------------------------------------
 
     def open(self, info: Hello) -> RankLoad:
-        """A rank's record for this epoch, not ready yet. A record of another epoch is closed: what was in flight to it
-        is void. Totals carry over."""
+        """A rank's record for this epoch, not ready yet; its `requests` and `tokens` are the estimate. A record of
+        another epoch is closed: what was in flight to it is void. Totals carry over."""
         old = self.ranks.get(info_key(info))
         if old is not None:
             self.close(old)
@@ -132,7 +137,9 @@ class LoadTable:
     # --- what comes in ----------------------------------------------------------------------------------------
 
     def apply(self, key: MemberKey, epoch: int, load: Load, now: float) -> RankLoad | None:
-        """Overwrite what was believed of a rank. None (and counted) when the report is old or of an unknown epoch."""
+        """Overwrite what was believed of the rank `(instance, dp_rank)` in its epoch `epoch`. `load.acks` says of each
+        controller epoch how many dispatches, of how many tokens, had been taken in when the load was read; `load.seq`
+        rises with each report. None (and counted) when the report is old or of an unknown epoch."""
         rank = self.ranks.get(key)
         if rank is None or rank.epoch != epoch:
             self.counts["report_unknown"] += 1
@@ -153,7 +160,7 @@ class LoadTable:
         return rank
 
     def declare(self, key: MemberKey, epoch: int, interval_s: float) -> None:
-        """A rank says that it reports at least each `interval_s`; its word is taken within bounds."""
+        """A rank says that it reports at least each `interval_s` seconds; its word is taken within bounds."""
         rank = self.ranks.get(key)
         if rank is not None and rank.epoch == epoch:
             rank.interval_s = bounded_interval_s(interval_s)
@@ -179,7 +186,8 @@ class LoadTable:
         return True
 
     def age(self, now: float) -> list[RankLoad]:
-        """Stop believing reports that are too old (their ranks are returned), and counters of silent controllers."""
+        """To be called now and then, each second say: stop believing reports that are too old (their ranks are
+        returned), and counters of silent controllers."""
         aged = []
         while self._fresh and self._fresh[0][0] < now:
             rank = heapq.heappop(self._fresh)[2]
@@ -206,8 +214,9 @@ class LoadTable:
     # --- what goes out ----------------------------------------------------------------------------------------
 
     def charge(self, rank: RankLoad, tokens: int) -> int:
-        """A dispatch of `tokens` goes to `rank`: its estimate rises at once. Returns the dispatch's number (1, 2, ...
-        for this controller epoch and node epoch)."""
+        """A dispatch of `tokens` (of its prompt) goes to `rank`: its estimate rises at once. Each is to be undone or
+        ended once, with the same `tokens`. Returns the dispatch's number (1, 2, ... for this controller epoch and node
+        epoch)."""
         rank.number += 1
         rank.sent += 1
         rank.sent_tokens += tokens
@@ -257,7 +266,8 @@ class LoadTable:
         return bool(self._controllers)
 
     def group(self, role: Role, model: str = "", instance: str = "") -> Group:
-        """The ranks of a role (of one model or instance where named), indexed; made at its first use."""
+        """The ranks of a role (of one model or instance where named), indexed; made at its first use. Its `least`
+        picks the one with the least load of those that are ready and have credit, or None."""
         group = self._groups.get((role, model, instance))
         if group is None:
             if len(self._groups) > 4 * len(self.ranks) + 64:  # names come from clients: keep only what has members
