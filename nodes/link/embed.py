@@ -33,7 +33,7 @@ from bus.wire.codec import decode, encode
 from bus.wire.messages import NODE_TO_CONTROLLER, Code, Role
 from nodes.link.actions import Cancel, Release, Start
 from nodes.link.core import Limits
-from nodes.link.handover import HandedRunner, KnownLegs, LoadSaid, Nonsense, OfLeg, Said, said_of
+from nodes.link.handover import HandedRunner, KnownLegs, LoadSaid, OfLeg, Said, said_of
 from nodes.link.host import Host
 from nodes.link.leg import Leg
 from nodes.link.rank import LinkConfig, hello_of
@@ -276,9 +276,7 @@ class RankLink(Service):
             said, self._outbox = self._outbox, deque()
             spilled, self._spilled = self._spilled, {}
         for dp_rank, one in said:
-            if isinstance(one, Nonsense):
-                self.invalid += 1
-            self._runners[dp_rank].hear(one)
+            self.invalid += not self._runners[dp_rank].hear(one)
         for leg in spilled:
             self._runners[leg.dp_rank].give_up(leg, "the link to the rank's scheduler fell behind")
 

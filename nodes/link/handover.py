@@ -153,19 +153,20 @@ class HandedRunner:
 
     # --- from the scheduler, on the link's thread ---------------------------------------------------------------
 
-    def hear(self, said: Said) -> None:
+    def hear(self, said: Said) -> bool:
+        """False when it made no sense: its leg has failed."""
         if isinstance(said, LoadSaid):
             self._said = said
             self._tell(Stepped())
         elif isinstance(said, Dead):
             self._tell(said)
         elif said.leg not in self._legs:
-            return  # over meanwhile
-        elif isinstance(said, Nonsense):
-            self.give_up(said.leg, said.why)
-        elif why := _nonsense(said, self.facts):
-            self.give_up(said.leg, f"{type(said).__name__}: {why}")
+            return True  # over meanwhile
+        elif why := said.why if isinstance(said, Nonsense) else _nonsense(said, self.facts):
+            self.give_up(said.leg, f"the rank's scheduler said nonsense: {type(said).__name__}: {why}")
+            return False
         else:
+            assert not isinstance(said, Nonsense)
             if isinstance(said, Output):
                 self._outputs += 1
             elif isinstance(said, Began):
@@ -173,6 +174,7 @@ class HandedRunner:
             self._legs.note(said)
             self._settle()
             self._tell(said)
+        return True
 
     def give_up(self, leg: Leg, why: str) -> None:
         """What the scheduler said of it is lost, or means nothing: it can't go on."""
