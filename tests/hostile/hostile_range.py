@@ -1,0 +1,123 @@
+"""A live cluster, attackers in a process of their own, an honest client beside them, and what became of all three."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fault_rig import Rig, rig
+
+from bus.endpoints import BusAddress, ControllerAddress
+from pdbus.launcher import Cluster, ClusterSpec
+from pdbus.soak.usage import usage_of
+
+HERE = Path(__file__).parent
+ATTACK_S = 60.0  # an attack that is not over by then is ended
+QUICK = ("--sim-base-s", "0.002", "--sim-prefill-s-per-token", "0.0001")
+
+
+@dataclass
+class Outcome:
+    """What an attack did: parts that ended, the highest resident memory of one part, latencies of honest requests."""
+
+    died: list[str] = field(default_factory=list)
+    rss_bytes: dict[str, int] = field(default_factory=dict)
+    grown_bytes: dict[str, int] = field(default_factory=dict)
+    honest_s: list[float] = field(default_factory=list)
+    back_s: float = 0.0
+
+
+class Range:
+    """`with firing_range("ipc") as range_: outcome = range_.under("long_topic")`."""
+
+    def __init__(self, cluster: Cluster, rig: Rig) -> None:
+        self.cluster = cluster
+        self.rig = rig
+
+    def ports(self) -> dict[str, str]:
+        bus, controller = BusAddress(self.cluster.bus), ControllerAddress(self.cluster.controller)
+        ranks = {f"data {rank.instance}": rank.endpoint for rank in self.rig.status().ranks}
+        return {
+            "publish": bus.publish, "subscribe": bus.subscribe, "bootstrap": bus.bootstrap,
+            "clients": controller.clients, "nodes": controller.nodes, **ranks,
+        }  # fmt: skip
+
+    def under(self, attack: str, ports: dict[str, str] | None = None) -> Outcome:
+        """Requests one after the other while `attack` goes on (at other `ports` than the cluster's), and one after."""
+        pids = {name: child.pid for name, child in self.cluster.children.items()}
+        outcome = Outcome()
+        with _watched(pids, outcome), attacking(attack, ports or self.ports()) as going:
+            while not outcome.honest_s or going():
+                outcome.honest_s.append(self.request_s())
+                if self.cluster.poll():
+                    break
+        outcome.died = self.cluster.poll()
+        if not outcome.died:
+            outcome.back_s = self.request_s()
+        return outcome
+
+    def request_s(self) -> float:
+        began = time.monotonic()
+        self.rig.ended(self.rig.begin(20, 8))
+        return time.monotonic() - began
+
+
+@contextmanager
+def attacking(attack: str, ports: dict[str, str]) -> Iterator[Callable[[], bool]]:
+    """While this lasts, `attack` runs at `ports`; what is handed out says whether it still does."""
+    path = os.pathsep.join((str(HERE), str(HERE.parent / "support")))
+    child = subprocess.Popen(
+        [sys.executable, str(HERE / "hostile_attacks.py"), attack],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert child.stdin is not None
+    with child.stdin as pipe:
+        pipe.write(json.dumps(ports).encode())
+    until = time.monotonic() + ATTACK_S
+    try:
+        yield lambda: child.poll() is None and time.monotonic() < until
+        failed = child.poll() not in (None, 0)
+        assert not failed, f"the attack {attack} itself failed"
+    finally:
+        child.kill()
+        child.wait()
+
+
+@contextmanager
+def _watched(pids: dict[str, int], outcome: Outcome) -> Iterator[None]:
+    """Note each part's highest resident memory, looked at every 20 ms."""
+    start = {name: usage_of([pid]).rss_bytes for name, pid in pids.items()}
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.02):
+            for name, pid in pids.items():
+                rss = usage_of([pid]).rss_bytes
+                outcome.rss_bytes[name] = max(rss, outcome.rss_bytes.get(name, 0))
+                outcome.grown_bytes[name] = outcome.rss_bytes[name] - start[name]
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def firing_range(transport: str, keys: str = "") -> Iterator[Range]:
+    spec = ClusterSpec(
+        prefill=1, decode=1, engine="sim", model="sim", transport=transport, keys=keys, node_args=QUICK,  # type: ignore[arg-type]
+    )  # fmt: skip
+    with Cluster(spec) as cluster, rig(cluster) as made:
+        yield Range(cluster, made)

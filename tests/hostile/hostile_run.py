@@ -1,0 +1,100 @@
+"""`make hostile`: every attack against a live cluster, over ipc, over tcp, and over tcp with keys, each with an honest
+client beside it. The last line is a JSON object; the exit code is 1 when a part died or a request was not right.
+
+The honest client's p99 is set against what it is while the same attack runs at a port that only swallows. With keys the
+attackers have none: what they reach is the handshake.
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket as unix
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from hostile_attacks import ATTACKS
+from hostile_range import Outcome, firing_range
+
+from bus.runtime.security import new_keys
+
+RUNS = (("ipc", False), ("tcp", False), ("tcp", True))
+
+
+def main() -> None:
+    verdict = {"attacks": 0, "parts_died": 0, "honest_p99_ratio_max": 0.0, "rss_max_bytes": 0}
+    ledger = {"lost": 0, "duplicated": 0, "wrong": 0}
+    with tempfile.TemporaryDirectory(prefix="pd") as directory:
+        new_keys(Path(directory) / "keys")
+        for transport, keyed in RUNS:
+            for attack in ATTACKS:
+                with firing_range(transport, f"{directory}/keys" if keyed else "") as range_:
+                    with swallowing() as port:
+                        calm = range_.under(attack, dict.fromkeys(range_.ports(), port))
+                    outcome = range_.under(attack)
+                    verdict["attacks"] += 1
+                    verdict["parts_died"] += len(outcome.died)
+                    ratio = p99(outcome) / p99(calm)
+                    verdict["honest_p99_ratio_max"] = max(verdict["honest_p99_ratio_max"], round(ratio, 2))
+                    rss = max(outcome.rss_bytes.values())
+                    verdict["rss_max_bytes"] = max(verdict["rss_max_bytes"], rss)
+                    told = range_.rig.ledger
+                    for name, count in (("lost", told.live), ("duplicated", told.duplicated), ("wrong", told.wrong)):
+                        ledger[name] += count
+                    where = f"{transport}{' with keys' if keyed else ''}"
+                    print(
+                        f"{attack:20} {where:14} died {outcome.died or 'none'}, p99 {p99(outcome) * 1e3:.0f} ms (calm "
+                        f"{p99(calm) * 1e3:.0f}), back after {outcome.back_s * 1e3:.0f} ms, the largest part "
+                        f"{rss >> 20} MiB (grown by {max(outcome.grown_bytes.values()) >> 20})",
+                        file=sys.stderr,
+                    )
+    print(json.dumps(verdict | ledger), flush=True)
+    sys.exit(bool(verdict["parts_died"] or any(ledger.values())))
+
+
+def p99(outcome: Outcome) -> float:
+    return sorted(outcome.honest_s)[int(0.99 * (len(outcome.honest_s) - 1))]
+
+
+@contextmanager
+def swallowing() -> Iterator[str]:
+    """A tcp port of this process that takes every connection and forgets what it says."""
+    over = threading.Event()
+
+    def swallow(server: unix.socket) -> None:
+        with selectors.DefaultSelector() as selector, ExitStack() as held:
+            selector.register(server, selectors.EVENT_READ)
+            while not over.is_set():
+                for key, _ in selector.select(0.05):
+                    if key.fileobj is server:
+                        peer, _ = server.accept()
+                        peer.setblocking(False)
+                        peer.sendall(b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + b"\0" * 48 + b"\4\6\5READY")
+                        selector.register(held.enter_context(peer), selectors.EVENT_READ)
+                    elif not _swallowed(key.fileobj):
+                        selector.unregister(key.fileobj)
+
+    with unix.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=swallow, args=(server,))
+        thread.start()
+        try:
+            yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            over.set()
+            thread.join()
+
+
+def _swallowed(peer: object) -> bool:
+    assert isinstance(peer, unix.socket)
+    try:
+        return bool(peer.recv(1 << 16))
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    main()
