@@ -106,7 +106,9 @@ class Controller(Service):
         if config.with_broker:
             self._broker = exits.enter_context(Broker(BrokerConfig(config.bus, keys=config.keys)))
         self._sockets = exits.enter_context(Sockets(keys=keys))
-        self._clients = self._sockets.router(address.clients, maximum=PAYLOAD_MAX, domain="clients")
+        self._clients = self._sockets.router(
+            address.clients, maximum=PAYLOAD_MAX, domain="clients", answers_one_frame=True
+        )
         self._nodes = self._sockets.router(address.nodes)
         self._sub = self._sockets.sub(bus.subscribe, SUBSCRIPTIONS)
         self._pub = self._sockets.pub(bus.publish)

@@ -1,8 +1,9 @@
 """The broker's shell: the C proxy for publications, the bootstrap ROUTER, the clock. Decides nothing.
 
 `Broker` runs on a thread of its own (`with Broker("ipc:///dir/bus") as broker:`) or, for `python -m bus`, on the
-caller's (`open`, `loop.run`, `close`). Publications are forwarded by `zmq.proxy` on one more thread, outside Python;
-the broker's own PUB and SUB reach the proxy over inproc, so it sees what every other subscriber sees. While nobody
+caller's (`open`, `loop.run`, `close`). Publications are forwarded by `zmq.proxy` on one more thread, outside Python,
+from a SUB of all our topics to a PUB: subscriptions go no further than the broker, and cost publishers nothing. The
+broker's own PUB and SUB reach the proxy over inproc, so it sees what every other subscriber sees. While nobody
 watches a room, publications change nothing that anybody could see until somebody asks, so they rest (`Loop.rest`):
 read before the next question is answered, or with the next tick.
 """
@@ -89,8 +90,8 @@ class Broker(Service):
         config = self.config
         keys = load_keys(config.keys, server=True) if config.keys else None
         self._sockets = exits.enter_context(Sockets(keys=keys))
-        xsub = self._sockets.xsub(self.address.publish, _PUB_INSIDE)
-        xpub = self._sockets.xpub(self.address.subscribe, _SUB_INSIDE)
+        into = self._sockets.bus_in(topics.ALL, self.address.publish, _PUB_INSIDE)
+        out = self._sockets.bus_out(self.address.subscribe, _SUB_INSIDE)
         self._router = self._sockets.router(self.address.bootstrap)
         self._pub = self._sockets.pub(_PUB_INSIDE)
         self._sub = self._sockets.sub(_SUB_INSIDE, (topics.ROOMS, topics.MEMBER))
@@ -103,10 +104,10 @@ class Broker(Service):
             max_watches_per_peer=config.max_watches_per_peer,
         )
         self.core = BrokerCore(limits, self.epoch, self.loop.clock())
-        self._proxy = threading.Thread(target=_forward, args=(xsub, xpub), name="broker-proxy", daemon=True)
+        self._proxy = threading.Thread(target=_forward, args=(into, out), name="broker-proxy", daemon=True)
         self._proxy.start()
-        self._sockets.release(xsub)
-        self._sockets.release(xpub)
+        self._sockets.release(into)
+        self._sockets.release(out)
         self.loop.add(self._sub, self._on_publication, budget=512)
         self.loop.add(self._router, self._on_request)
         self.loop.after_turn(self._rest)
@@ -218,15 +219,15 @@ class Broker(Service):
         )
 
 
-def _forward(xsub: Socket, xpub: Socket) -> None:
+def _forward(into: Socket, out: Socket) -> None:
     """Until the Context ends; both sockets belong to this thread from its start on."""
     try:
-        zmq.proxy(xsub, xpub)
+        zmq.proxy(into, out)
     except zmq.ContextTerminated:
         pass
     finally:
-        xsub.close(linger=0)
-        xpub.close(linger=0)
+        into.close(linger=0)
+        out.close(linger=0)
 
 
 def _id_of(message: Message) -> int:

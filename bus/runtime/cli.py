@@ -19,6 +19,7 @@ import click
 
 from bus.defaults import METRICS_HOST
 from bus.errors import BusError, ConfigError, StartError
+from bus.runtime.doors import raise_file_limit
 from bus.runtime.interrupt import EXIT_INTERRUPTED, leave_at_once
 from bus.runtime.logs import LEVELS
 
@@ -32,6 +33,7 @@ _NoArguments: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())  # since 
 def run(command: click.Command, program: str) -> None:
     """Run `command` and leave; whatever a user can cause is one line on stderr and a non-zero exit."""
     _make_streams_safe()
+    raise_file_limit()
     try:
         _run(command, program)
     finally:

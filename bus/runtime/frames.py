@@ -16,6 +16,8 @@ from zmq.backend import zmq_poll
 from bus.runtime.sockets import Socket
 
 ALL = 1 << 30
+FRAMES_MAX = 64  # of a message; ours have five at most
+SKIP_MAX = 4096  # frames thrown away at a time
 _NOW = int(zmq.NOBLOCK)
 _NOW_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _send, _receive = Backend.send, Backend.recv
@@ -32,14 +34,39 @@ def send(socket: Socket, frames: Sequence[Any]) -> None:
     _send(socket, frames[last], _NOW)
 
 
+class TooManyFrames(Exception):
+    """A message goes on beyond FRAMES_MAX: `skip` what is left of it. `descriptor`: its connection's, or -1."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor)
+        self.descriptor = descriptor
+
+
 def receive(socket: Socket, copied: int = ALL) -> list[Any]:
-    """One message: its first `copied` frames (at least one) as bytes, the others as they are, zmq.Frames."""
+    """One message: its first `copied` frames (at least one) as bytes, the others as they are, zmq.Frames.
+
+    TooManyFrames where it has more than FRAMES_MAX.
+    """
     frame = _receive(socket, _NOW, False)  # a Frame knows whether more follow; to ask the socket costs more than this
     frames: list[Any] = [frame.bytes]
     while frame.more:
+        if len(frames) == FRAMES_MAX:
+            raise TooManyFrames(_descriptor(frame))
         frame = _receive(socket, _NOW, False)
         frames.append(frame.bytes if len(frames) < copied else frame)
     return frames
+
+
+def skip(socket: Socket) -> bool:
+    """Throw away what is left of a message, SKIP_MAX frames at most; False when there is more of it."""
+    return any(not _receive(socket, _NOW, False).more for _ in range(SKIP_MAX))
+
+
+def _descriptor(frame: zmq.Frame) -> int:
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:  # over inproc there is none
+        return -1
 
 
 def has_message(socket: Socket) -> bool:

@@ -1,7 +1,8 @@
 """A poll loop: sockets, timers, wake-ups from other threads, signals. Owns waiting; decides nothing.
 
 One thread runs a Loop and owns every socket added to it. Each turn drains at most `budget` messages a socket, so
-that no peer can starve another or the timers, then runs what is due, then the `after_turn` hooks (batching).
+that no peer can starve another or the timers, then runs what is due, then the `after_turn` hooks (batching). A message
+of too many frames is thrown away, some thousands of them a turn, and its sender cut off.
 
 A socket whose news matter only once something has to be decided may rest: it wakes nobody, and is read first thing in
 whichever turn comes next. That costs a socket of many small messages no wake-up of its own, and none of them is missed.
@@ -22,11 +23,15 @@ from typing import Any
 
 import zmq
 
-from bus.runtime.frames import ALL, has_message, receive
+from bus.runtime.doors import hang_up
+from bus.runtime.frames import ALL, TooManyFrames, has_message, receive, skip
+from bus.runtime.logs import get_logger
 from bus.runtime.sockets import Socket
 
 Handler = Callable[[list[Any]], None]
 MAX_IDLE_MS = 1_000
+
+log = get_logger("bus")
 
 
 class Timer:
@@ -50,6 +55,7 @@ class Loop:
         self._poller = zmq.Poller()
         self._handlers: dict[Any, tuple[Handler, int, int]] = {}
         self._resting: list[Socket] = []
+        self._skipping: set[Any] = set()  # sockets in the midst of a message with too many frames
         self._behind = False  # a resting socket has more than its budget
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
@@ -74,6 +80,7 @@ class Loop:
 
     def remove(self, socket: Socket) -> None:
         self.rest(socket, False)
+        self._skipping.discard(socket)
         del self._handlers[socket]
         self._poller.unregister(socket)
 
@@ -160,11 +167,20 @@ class Loop:
     def _drain(self, socket: Any) -> bool:
         """Handle what has come, as far as the socket's budget goes; False: there may be more."""
         handler, budget, copied = self._handlers[socket]
+        if socket in self._skipping:
+            if not skip(socket):
+                return False
+            self._skipping.discard(socket)
         for _ in range(budget):
             try:
                 frames = receive(socket, copied)
             except zmq.Again:
                 return True
+            except TooManyFrames as error:
+                log.warning("peer.cut_off", why="too_many_frames")
+                hang_up(error.descriptor)
+                self._skipping.add(socket)
+                return False
             handler(frames)
             if socket not in self._handlers:
                 return True

@@ -12,14 +12,13 @@ import os
 import re
 import stat
 import threading
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import zmq
 import zmq.utils.z85
-from zmq.utils.monitor import recv_monitor_message
 
 from bus.errors import ConfigError
 from bus.runtime.allowlist import Allowlist, read_key
@@ -28,8 +27,7 @@ from bus.runtime.logs import get_logger
 Domain = Literal["nodes", "clients"]
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 REFUSALS_LOGGED = 1000  # a domain; all are counted
-_STOP, _WATCH = b"stop", b"watch"
-_NO_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_STOP = b"stop"
 
 log = get_logger("bus")
 
@@ -94,49 +92,36 @@ class Gatekeeper:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(ZAP_ENDPOINT)
-        self._watched: deque[tuple[str, zmq.Socket[bytes]]] = deque()  # on their way to the thread
         self._orders = context.socket(zmq.PULL)
         self._orders.setsockopt(zmq.LINGER, 0)
         self._orders.bind(f"inproc://gatekeeper-orders-{id(self)}")
         self._thread = threading.Thread(target=self._run, name="gatekeeper", daemon=True)
         self._thread.start()
 
-    def watch(self, socket: zmq.Socket[bytes], domain: Domain) -> None:
-        """Count who fails at `socket` before there is a key to judge: plaintext, another protocol, noise."""
-        self._watched.append((domain, socket.get_monitor_socket(_NO_HANDSHAKE)))
-        self._tell(_WATCH)
+    def no_handshake(self, domain: str, endpoint: str) -> None:
+        """Count a peer that failed before there was a key to judge: plaintext, another protocol, noise."""
+        self._refuse(domain, endpoint, "no CURVE handshake")
 
     def close(self) -> None:
-        self._tell(_STOP)
-        self._thread.join(5)
-
-    def _tell(self, what: bytes) -> None:
         with self._context.socket(zmq.PUSH) as caller:
             caller.setsockopt(zmq.LINGER, 1000)
             caller.connect(f"inproc://gatekeeper-orders-{id(self)}")
-            caller.send(what)
+            caller.send(_STOP)
+        self._thread.join(5)
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._orders, zmq.POLLIN)
-        monitors: dict[zmq.Socket[bytes], str] = {}
         while True:
             ready = dict(poller.poll())
             if self._socket in ready:
                 frames = self._socket.recv_multipart()
                 self._socket.send_multipart([frames[0], b"", *self.answer(frames[2:])])
             if self._orders in ready and self._orders.recv() == _STOP:
-                for socket in (*monitors, *(monitor for _, monitor in self._watched), self._socket, self._orders):
+                for socket in (self._socket, self._orders):
                     socket.close(linger=0)
                 return
-            while self._watched:
-                domain, monitor = self._watched.popleft()
-                monitors[monitor] = domain
-                poller.register(monitor, zmq.POLLIN)
-            for monitor in monitors.keys() & ready.keys():
-                event = recv_monitor_message(monitor)
-                self._refuse(monitors[monitor], event["endpoint"].decode(errors="replace"), "no CURVE handshake")
 
     def answer(self, request: list[bytes]) -> list[bytes]:
         """The reply to one ZAP request (RFC 27): 200 for an allowed CURVE key, 400 for anything else."""
@@ -178,9 +163,15 @@ def _write_pair(directory: Path, name: str) -> bytes:
 
 
 def _write(path: Path, key: bytes, mode: int) -> None:
+    """The whole file appears at once (a part may be reading the list), and never in the place of another."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(key + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(fresh, path)  # unlike a rename it fails where there is one
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(key + b"\n")
+    finally:
+        fresh.unlink(missing_ok=True)

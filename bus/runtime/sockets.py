@@ -1,16 +1,19 @@
 """Sockets, and the only place that sets their options.
 
-Every queue is bounded (HWM), nothing lingers, no frame may exceed `MAXMSGSIZE`, dead TCP peers are found by ZMTP
-heartbeats. A part has one `Sockets` object (one Context) and closes it in the same `with`; the thread that made a
-socket owns it. Must not send, receive or decide.
+Every queue is bounded (HWM), nothing lingers, no frame may exceed `MAXMSGSIZE`, connections are counted
+(`bus.runtime.doors`), dead TCP peers are found by ZMTP heartbeats. A part has one `Sockets` object (one Context) and
+closes it in the same `with`; the thread that made a socket owns it. Must not send, receive or decide.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import os
 import socket as unix
 import stat
 import time
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 
@@ -18,16 +21,24 @@ import zmq
 
 from bus.endpoints import is_exposed, private_dir
 from bus.errors import StartError
+from bus.runtime.doors import Doors
 from bus.runtime.logs import get_logger
 from bus.runtime.security import Domain, Gatekeeper, Keys
 
+# To take a topic back libzmq recurses once a byte, and overran its stack. A CURVE handshake needs 300 bytes.
+TOPIC_MAX = 512
+DATA_MAX = 4096  # frames to a node's data port: attaches, pulls
 HEADER_MAX = 1 << 20  # frames on control sockets that carry no payload
 PAYLOAD_MAX = 16 << 20  # prompts
 KV_MAX = 256 << 20  # KV blocks
 HWM = 10_000
+SUBSCRIPTIONS_READ = 100  # ahead of what is taken in: a byte of a topic takes some 40 in the broker
 HANDSHAKE_MS = 5_000
 HEARTBEAT_MS = 1_000
 HEARTBEAT_TIMEOUT_MS = 3_000
+KEEPALIVE = (
+    (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 1), (zmq.TCP_KEEPALIVE_INTVL, 1), (zmq.TCP_KEEPALIVE_CNT, 3),
+)  # fmt: skip
 YOUNG_S = 5.0  # a socket file as young as this may not listen yet
 
 log = get_logger("bus")
@@ -45,6 +56,7 @@ class Sockets:
         self._bound: list[tuple[Path, int]] = []  # ipc sockets of ours: path and inode
         self._keys = keys
         self.gatekeeper = Gatekeeper(self.context, keys) if keys and keys.server_secret else None
+        self.doors: Doors | None = None  # once something is bound
 
     def __enter__(self) -> Sockets:
         return self
@@ -62,6 +74,8 @@ class Sockets:
         for socket in self._open:
             socket.close(linger=0)
         self._open.clear()
+        if self.doors is not None:
+            self.doors.close()
         if self.gatekeeper is not None:
             self.gatekeeper.close()
         self.context.term()
@@ -86,25 +100,46 @@ class Sockets:
             socket.setsockopt(zmq.SUBSCRIBE, topic)
         return self._connect(socket, connect)
 
-    def xsub(self, *bind: str) -> Socket:
-        return self._bind_all(self._new(zmq.XSUB, HEADER_MAX), bind, "nodes")
+    def bus_in(self, topics: tuple[bytes, ...], *bind: str) -> Socket:
+        """Where publishers connect. What is under none of `topics` stays with them."""
+        socket = self._new(zmq.SUB, HEADER_MAX)
+        for topic in topics:
+            socket.setsockopt(zmq.SUBSCRIBE, topic)
+        return self._bind_all(socket, bind, "nodes")
 
-    def xpub(self, *bind: str) -> Socket:
-        return self._bind_all(self._new(zmq.XPUB, HEADER_MAX), bind, "nodes")
+    def bus_out(self, *bind: str) -> Socket:
+        """Where subscribers connect: all they may send is subscriptions, which go no further."""
+        socket = self._new(zmq.PUB, TOPIC_MAX)
+        socket.setsockopt(zmq.RCVHWM, SUBSCRIPTIONS_READ)
+        return self._bind_all(socket, bind, "nodes", listeners=True)
 
     def dealer(self, connect: str, *, maximum: int = HEADER_MAX, hwm: int = HWM) -> Socket:
         return self._connect(self._new(zmq.DEALER, maximum, hwm), connect)
 
-    def router(self, *bind: str, maximum: int = HEADER_MAX, hwm: int = HWM, domain: Domain = "nodes") -> Socket:
+    def router(
+        self,
+        *bind: str,
+        maximum: int = HEADER_MAX,
+        hwm: int = HWM,
+        domain: Domain = "nodes",
+        answers_one_frame: bool = False,
+    ) -> Socket:
         """`ROUTER_MANDATORY`: sending to a peer that is gone raises EHOSTUNREACH, to a full one EAGAIN.
 
-        `domain` says whose keys may connect over tcp when there are keys.
+        `domain` says whose keys may connect over tcp when there are keys. Where all messages sent here have one frame
+        (`answers_one_frame`), no peer chooses its routing id (`_number_all`).
         """
+        _seed_routing_ids()
         socket = self._new(zmq.ROUTER, maximum, hwm)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        return self._bind_all(socket, bind, domain)
+        self._bind_all(socket, bind, domain)
+        if answers_one_frame:
+            _number_all(socket)
+        return socket
 
-    def ephemeral_router(self, host: str, *, maximum: int = KV_MAX, hwm: int = HWM) -> tuple[Socket, str]:
+    def ephemeral_router(
+        self, host: str, *, maximum: int = DATA_MAX, hwm: int = HWM, answers_one_frame: bool = False
+    ) -> tuple[Socket, str]:
         """A ROUTER on a fresh endpoint: `host` is `ipc:///path` (used as it is) or `tcp://address` (any port).
 
         A path `.../node-1f` is taken to be used once, so what dead processes left as `.../node-*` is removed.
@@ -112,7 +147,7 @@ class Sockets:
         if host.startswith("ipc://"):
             _remove_dead(Path(host.removeprefix("ipc://")))
         bind = host if host.startswith("ipc://") else f"{host}:*"
-        socket = self.router(bind, maximum=maximum, hwm=hwm, domain="clients")
+        socket = self.router(bind, maximum=maximum, hwm=hwm, domain="clients", answers_one_frame=answers_one_frame)
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     # --- options ----------------------------------------------------------------------------------------------
@@ -130,7 +165,7 @@ class Sockets:
         return socket
 
     def _connect(self, socket: Socket, endpoint: str) -> Socket:
-        _watch_peers(socket, endpoint)
+        _watch_peers(socket, endpoint, binds=False)
         if self._keys is not None and endpoint.startswith("tcp://"):
             socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server_public)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client_public)
@@ -141,7 +176,13 @@ class Sockets:
             raise StartError(f"cannot connect to {endpoint}: {error.strerror}") from None
         return socket
 
-    def _bind_all(self, socket: Socket, endpoints: tuple[str, ...], domain: Domain) -> Socket:
+    def _bind_all(
+        self, socket: Socket, endpoints: tuple[str, ...], domain: Domain, *, listeners: bool = False
+    ) -> Socket:
+        if self.doors is None:
+            gatekeeper = self.gatekeeper
+            self.doors = Doors(self.context, gatekeeper.no_handshake if gatekeeper else None)
+        self.doors.watch(socket, domain, listeners=listeners)
         encrypted = self._keys is not None and any(endpoint.startswith("tcp://") for endpoint in endpoints)
         if encrypted:
             assert self._keys is not None
@@ -150,10 +191,8 @@ class Sockets:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.server_secret)
             socket.setsockopt(zmq.ZAP_DOMAIN, domain.encode())
-            assert self.gatekeeper is not None
-            self.gatekeeper.watch(socket, domain)
         for endpoint in endpoints:
-            _watch_peers(socket, endpoint)
+            _watch_peers(socket, endpoint, binds=True)
             if endpoint.startswith("ipc://"):
                 path = Path(endpoint.removeprefix("ipc://"))
                 private_dir(path.parent)
@@ -175,11 +214,38 @@ class Sockets:
         return socket
 
 
-def _watch_peers(socket: Socket, endpoint: str) -> None:
-    """Over tcp a dead peer's silence looks like any other; on one machine the kernel closes what a process leaves."""
-    if endpoint.startswith("tcp://"):
+@cache
+def _seed_routing_ids() -> None:
+    """A ROUTER numbers its peers from libc's `rand()` on, which libzmq (4.3.5) does not seed, and aborts when it comes
+    to a number that a peer has chosen for itself: so nobody shall know where it begins."""
+    ctypes.CDLL(None).srand(ctypes.c_uint(int.from_bytes(os.urandom(4))))
+
+
+def _number_all(socket: Socket) -> None:
+    """Have a bound ROUTER number every peer, whatever id the peer claims.
+
+    ROUTER_RAW makes it do so, and send each frame as a message of its own; connections still speak ZMTP, because each
+    endpoint keeps the options the socket had when it was bound. Set back, so that an empty frame hangs up on nobody.
+    """
+    socket.setsockopt(zmq.ROUTER_RAW, 1)
+    socket.setsockopt(zmq.ROUTER_RAW, 0)
+
+
+def _watch_peers(socket: Socket, endpoint: str, *, binds: bool) -> None:
+    """Over tcp a dead peer's silence looks like any other; on one machine the kernel closes what a process leaves.
+
+    Who connects pings, and says with each ping how long its silence may last. Who binds only answers, and the kernel
+    looks after peers that do not ping: libzmq (4.3.5) aborts when it is to ping a peer that left with its queue full.
+    """
+    if not endpoint.startswith("tcp://"):
+        return
+    if binds:
+        for option, value in KEEPALIVE:
+            socket.setsockopt(option, value)
+    else:
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
 
 
 def _refuse_taken(endpoint: str, path: Path) -> None:

@@ -16,6 +16,7 @@ SENT = b"sent/"
 BEACON = b"beacon/"
 TO = b"to/"  # broker to one publisher
 KV = b"kv/"  # KV-cache events, in the format of SGLang and vLLM
+ALL = (LOAD, ROOMS, MEMBER, SENT, BEACON, TO, KV)
 
 _PREFIX: dict[type[Message], bytes] = {LoadReport: LOAD, Rooms: ROOMS, Member: MEMBER, Resync: TO, Conflict: TO}
 

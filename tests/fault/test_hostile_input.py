@@ -13,7 +13,7 @@ import zmq
 from fault_rig import Rig, rig
 
 from bus.endpoints import BusAddress, ControllerAddress
-from bus.runtime.sockets import HEADER_MAX, KV_MAX, PAYLOAD_MAX, Socket, Sockets
+from bus.runtime.sockets import DATA_MAX, HEADER_MAX, PAYLOAD_MAX, Socket, Sockets
 from bus.wire import codec, topics
 from bus.wire.hashing import token_bytes
 from bus.wire.messages import (
@@ -212,7 +212,7 @@ def test_bad_messages_on_every_socket(live: Rig) -> None:
 def test_a_frame_above_the_limit_costs_its_sender_the_connection_and_nobody_else(live: Rig) -> None:
     with Sockets() as sockets:
         for name, socket, prefix in list(everywhere(sockets, live)):
-            limit = KV_MAX if name.endswith("data") else PAYLOAD_MAX if name == "clients" else HEADER_MAX
+            limit = DATA_MAX if name.endswith("data") else PAYLOAD_MAX if name == "clients" else HEADER_MAX
             socket.send_multipart([*prefix, b"topic", bytes(limit + 1)])
         live.ended(live.begin(60))
 
@@ -223,11 +223,11 @@ def test_a_strangers_publications_under_others_names_change_nothing(live: Rig) -
     decode = before["decode"]
     with Sockets() as sockets:
         pub = sockets.pub(BusAddress(live.cluster.bus).publish)
-        probe = sockets.sub(BusAddress(live.cluster.bus).subscribe, (b"probe/",))
+        probe = sockets.sub(BusAddress(live.cluster.bus).subscribe, (b"sent/probe/",))
         heard = []
 
         def ready() -> bool:
-            pub.send_multipart([b"probe/", b"x"])
+            pub.send_multipart([b"sent/probe/", b"x"])
             if probe.poll(20):
                 heard.append(probe.recv_multipart())
             return bool(heard)
@@ -241,7 +241,7 @@ def test_a_strangers_publications_under_others_names_change_nothing(live: Rig) -
             for message in (gone, load, rooms, Resync("decode-0", 0, epoch)):
                 pub.send_multipart([topics.of(message), codec.encode(message)])
                 pub.send_multipart([b"load/decode-0/0/", codec.encode(message)])
-        pub.send_multipart([b"probe/", b"last"])
+        pub.send_multipart([b"sent/probe/", b"last"])
         live.until(lambda: probe.poll(20) and probe.recv_multipart()[1] == b"last", "they have passed the broker")
     rids = [live.begin(60) for _ in range(4)]
     live.ended(*rids)

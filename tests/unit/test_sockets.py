@@ -6,12 +6,15 @@ import errno
 import os
 import shutil
 import socket as unix
+import struct
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
+from raw_zmtp import COMMAND, frame, greet, pour
 from structlog.testing import capture_logs
 
 from bus.errors import ConfigError, StartError
@@ -152,8 +155,8 @@ def test_every_socket_is_bounded_and_lingers_not(directory: Path, sockets: Socke
     made = [
         sockets.pub(f"ipc://{directory}/in"),
         sockets.sub(f"ipc://{directory}/out", (b"load/",)),
-        sockets.xsub(f"ipc://{directory}/xin"),
-        sockets.xpub(f"ipc://{directory}/xout"),
+        sockets.bus_in((b"load/",), f"ipc://{directory}/xin"),
+        sockets.bus_out(f"ipc://{directory}/xout"),
         sockets.dealer(f"ipc://{directory}/r"),
         sockets.router(f"ipc://{directory}/r"),
     ]
@@ -168,8 +171,31 @@ def test_every_socket_is_bounded_and_lingers_not(directory: Path, sockets: Socke
 
 def test_over_tcp_dead_peers_are_found_by_heartbeats(sockets: Sockets) -> None:
     router, endpoint = sockets.ephemeral_router("tcp://127.0.0.1")
-    for socket in (router, sockets.dealer(endpoint), sockets.sub(endpoint, (b"load/",))):
+    for socket in (sockets.dealer(endpoint), sockets.sub(endpoint, (b"load/",))):
         assert 0 < socket.getsockopt(zmq.HEARTBEAT_IVL) < socket.getsockopt(zmq.HEARTBEAT_TIMEOUT)
+        assert socket.getsockopt(zmq.HEARTBEAT_TTL) == socket.getsockopt(zmq.HEARTBEAT_TIMEOUT)
+    assert router.getsockopt(zmq.TCP_KEEPALIVE) == 1
+
+
+def test_who_binds_takes_a_peer_that_promised_to_ping_for_dead_when_it_does_not(sockets: Sockets) -> None:
+    _, endpoint = sockets.ephemeral_router("tcp://127.0.0.1")
+    with greet(endpoint) as peer:
+        peer.sendall(frame(b"\4PING" + struct.pack(">H", 2), COMMAND))  # it will within 0.2 s
+        peer.settimeout(10.0)
+        while peer.recv(4096):
+            pass
+
+
+def test_a_peer_that_leaves_while_its_queue_is_full_aborts_nobody(sockets: Sockets) -> None:
+    """As libzmq does when the side that is flooded is to ping the peer."""
+    router = sockets.router("tcp://127.0.0.1:*", hwm=10)
+    with greet(router.getsockopt_string(zmq.LAST_ENDPOINT), timeout_s=0.5) as peer:
+        peer.sendall(frame(b"\4PING" + struct.pack(">H", 5), COMMAND))
+        pour(peer, frame(b"x") * 100, 20_000)
+        peer.setsockopt(unix.SOL_SOCKET, unix.SO_LINGER, struct.pack("ii", 1, 0))  # it leaves with a RST
+    time.sleep(1.5)  # until a ping would have been due
+    while router.poll(100):
+        router.recv_multipart()
 
 
 def test_closing_closes_all_even_with_messages_unsent(directory: Path) -> None:

@@ -1,0 +1,249 @@
+"""Who is connected to the endpoints of a part, how many may be, and who is cut off. ZeroMQ takes every connection that
+the process has descriptors for, so each bound socket's monitor tells a thread here of those that come and go.
+
+Owns that thread and the counting of connections; keys are judged in `bus.runtime.security`, messages elsewhere. A
+connection is cut off by shutting its descriptor down, which ZeroMQ sees as a peer that left; before that it is looked
+up again, as the descriptor may have been closed and be another connection's by now.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import resource
+import select
+import socket as unix
+import struct
+import termios
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from bus.errors import StartError
+from bus.runtime.logs import get_logger
+
+FILES_MIN = 512  # a part that binds cannot do with fewer descriptors
+FILES_WANTED = 65_536
+TALK_MAX = 1 << 16  # bytes a listener may say: some 2,000 subscriptions
+TALK_PER_S = 256  # heartbeats, encrypted
+LOOK_MIN = 4096  # what one wake-up counts over ipc, where the kernel does not count bytes
+CUTS_LOGGED = 1000
+_STOP, _WATCH = b"stop", b"watch"
+_NO_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+_BYTES_RECEIVED = 128  # where struct tcp_info has tcpi_bytes_received
+
+log = get_logger("bus")
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may, up to FILES_WANTED. For programs of ours, at their start."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, FILES_WANTED)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def file_limit() -> int:
+    """How many files this process may open. StartError when they are too few for a part that others connect to."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = FILES_WANTED if soft == resource.RLIM_INFINITY else min(soft, FILES_WANTED)
+    if limit < FILES_MIN:
+        raise StartError(f"this process may open {limit} files: raise the limit to {FILES_MIN} or more (ulimit -n)")
+    return limit
+
+
+@dataclass(slots=True)
+class _Peer:
+    door: _Door
+    source: str  # the process (ipc) or the host (tcp) it belongs to
+    began: float
+    said_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Door:
+    """A bound socket. Who connects to one of `listeners` has little to say: its subscriptions."""
+
+    domain: str
+    listeners: bool
+    peers: dict[int, _Peer] = field(default_factory=dict)  # by descriptor, the newest last
+    by_source: Counter[str] = field(default_factory=Counter)
+
+
+class Doors:
+    """`on_refused(domain, endpoint)` hears, on this thread, of each peer that broke the handshake off."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], on_refused: Callable[[str, str], None] | None = None
+    ) -> None:
+        limit = file_limit()
+        self.most_each, self._most = limit // 4, limit * 3 // 8
+        self.cut: Counter[str] = Counter()  # by reason
+        self._on_refused = on_refused
+        self._context = context
+        self._doors: dict[zmq.Socket[bytes], _Door] = {}  # by their monitors
+        self._coming: deque[tuple[zmq.Socket[bytes], _Door]] = deque()  # on their way to the thread
+        self._numbers = itertools.count()
+        self._orders = context.socket(zmq.PULL)
+        self._orders.setsockopt(zmq.LINGER, 0)
+        self._orders.bind(f"inproc://doors-{id(self)}")
+        self._talk = select.epoll()  # edges: nothing to do while nobody says anything
+        self._thread = threading.Thread(target=self._run, name="doors", daemon=True)
+        self._thread.start()
+
+    def watch(self, socket: zmq.Socket[bytes], domain: str, *, listeners: bool = False) -> None:
+        """From now on; before the socket is bound."""
+        events = _EVENTS | (_NO_HANDSHAKE if self._on_refused is not None else 0)
+        endpoint = f"inproc://door-{id(self)}-{next(self._numbers)}"
+        socket.monitor(endpoint, events)
+        monitor = self._context.socket(zmq.PAIR)
+        monitor.setsockopt(zmq.RCVHWM, 0)  # at a bound, ZeroMQ's thread would wait for ours with all else it has to do
+        monitor.connect(endpoint)
+        self._coming.append((monitor, _Door(domain, listeners)))
+        self._tell(_WATCH)
+
+    def close(self) -> None:
+        self._tell(_STOP)
+        self._thread.join(5)
+        self._talk.close()
+
+    # --- its own thread ---------------------------------------------------------------------------------------------
+
+    def _tell(self, what: bytes) -> None:
+        with self._context.socket(zmq.PUSH) as caller:
+            caller.setsockopt(zmq.LINGER, 1000)
+            caller.connect(f"inproc://doors-{id(self)}")
+            caller.send(what)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._orders, zmq.POLLIN)
+        poller.register(self._talk.fileno(), zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._orders in ready and self._orders.recv() == _STOP:
+                break
+            while self._coming:
+                monitor, door = self._coming.popleft()
+                self._doors[monitor] = door
+                poller.register(monitor, zmq.POLLIN)
+            for monitor in self._doors.keys() & ready.keys():
+                self._read(monitor)
+            if self._talk.fileno() in ready:
+                self._listen()
+        for monitor in (*self._doors, *(monitor for monitor, _ in self._coming), self._orders):
+            monitor.close(linger=0)
+
+    def _read(self, monitor: zmq.Socket[bytes]) -> None:
+        door = self._doors[monitor]
+        with suppress(zmq.Again):
+            while True:
+                told = recv_monitor_message(monitor, zmq.NOBLOCK)
+                kind, number, endpoint = told["event"], told["value"], told["endpoint"].decode(errors="replace")
+                if kind == zmq.EVENT_ACCEPTED:
+                    self._came(door, number, endpoint)
+                elif kind == zmq.EVENT_DISCONNECTED:
+                    self._left(door, number)
+                elif self._on_refused is not None:
+                    self._on_refused(door.domain, endpoint)
+
+    def _came(self, door: _Door, number: int, endpoint: str) -> None:
+        source = _source(number, endpoint)
+        if source is None:
+            return  # gone already
+        self._left(door, number)
+        door.peers[number] = _Peer(door, source, time.monotonic())
+        door.by_source[source] += 1
+        if len(door.peers) > self.most_each or sum(len(each.peers) for each in self._doors.values()) > self._most:
+            self._cut_newest_of_most(door, endpoint)
+        elif door.listeners:
+            with suppress(OSError):
+                self._talk.register(number, select.EPOLLIN | select.EPOLLET)
+
+    def _left(self, door: _Door, number: int) -> None:
+        peer = door.peers.pop(number, None)
+        if peer is not None:
+            door.by_source[peer.source] -= 1
+            if not door.by_source[peer.source]:
+                del door.by_source[peer.source]
+
+    def _cut_newest_of_most(self, door: _Door, endpoint: str) -> None:
+        """The source with most connections loses its newest: the established ones of everybody else stay."""
+        most = max(door.by_source, key=lambda source: door.by_source[source])
+        number = next(number for number in reversed(door.peers) if door.peers[number].source == most)
+        self._cut(door, number, endpoint, "too_many_connections")
+
+    def _listen(self) -> None:
+        """Somebody on a door of listeners says something: count it."""
+        now = time.monotonic()
+        for number, _ in self._talk.poll(0):
+            for door in self._doors.values():
+                peer = door.peers.get(number) if door.listeners else None
+                if peer is not None:
+                    peer.said_bytes = _said(number, peer.said_bytes)
+                    if peer.said_bytes > TALK_MAX + TALK_PER_S * (now - peer.began):
+                        self._cut(door, number, peer.source, "too_many_subscriptions")
+
+    def _cut(self, door: _Door, number: int, at: str, why: str) -> None:
+        self.cut[why] += 1
+        if self.cut[why] <= CUTS_LOGGED:
+            log.warning("peer.cut_off", domain=door.domain, peer=door.peers[number].source, why=why, endpoint=at)
+        source = door.peers[number].source
+        self._left(door, number)
+        hang_up(number, source)
+
+
+def hang_up(number: int, source: str | None = None) -> None:
+    """Shut the connection with this descriptor down; with `source`, only if it is still that source's."""
+    with suppress(OSError, ValueError):  # ValueError: -1
+        socket = unix.socket(fileno=number)
+        try:
+            if source is None or _origin(socket) == source:
+                socket.shutdown(unix.SHUT_RDWR)
+        finally:
+            socket.detach()
+
+
+def _origin(socket: unix.socket) -> str:
+    if socket.family == unix.AF_UNIX:
+        pid, uid, _ = struct.unpack("3i", socket.getsockopt(unix.SOL_SOCKET, unix.SO_PEERCRED, 12))
+        return f"pid {pid} of uid {uid}"
+    return str(socket.getpeername()[0])
+
+
+def _source(number: int, endpoint: str) -> str | None:
+    """Whose connection to `endpoint` this is; None when it is none (any more)."""
+    try:
+        socket = unix.socket(fileno=number)
+        try:
+            at = socket.getsockname()
+            here = f"ipc://{at}" if socket.family == unix.AF_UNIX else f":{at[1]}"
+            return _origin(socket) if endpoint.endswith(here) else None
+        finally:
+            socket.detach()
+    except OSError:
+        return None
+
+
+def _said(number: int, so_far: int) -> int:
+    """Bytes that have come over this connection: exact over tcp; what is seen of them over ipc."""
+    try:
+        socket = unix.socket(fileno=number)
+        try:
+            if socket.family == unix.AF_UNIX:
+                unread = struct.unpack("i", fcntl.ioctl(number, termios.FIONREAD, b"\0" * 4))[0]
+                return so_far + max(LOOK_MIN, int(unread))
+            info = socket.getsockopt(unix.IPPROTO_TCP, unix.TCP_INFO, _BYTES_RECEIVED + 8)
+            return int(struct.unpack_from("Q", info, _BYTES_RECEIVED)[0])
+        finally:
+            socket.detach()
+    except (OSError, struct.error):
+        return so_far

@@ -1,0 +1,250 @@
+"""Connections are counted and cut: how many an endpoint takes, how much a subscriber may say, whom a cut hits."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket as unix
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+import zmq
+from raw_zmtp import frame, greet, pour
+
+from bus.errors import StartError
+from bus.runtime import doors
+from bus.runtime.doors import FILES_MIN, LOOK_MIN, TALK_MAX, hang_up
+from bus.runtime.sockets import TOPIC_MAX, Sockets
+
+WAIT_S = 10.0
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="pd"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES_MIN, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def until(true: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < end, what
+        time.sleep(0.005)
+
+
+def hung_up(peer: unix.socket) -> bool:
+    """Whether the other side has closed; what it said before is read and forgotten."""
+    peer.setblocking(False)
+    try:
+        while peer.recv(4096):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_an_endpoint_takes_its_share_of_connections_and_those_it_has_stay(
+    directory: Path, few_files: None, transport: str
+) -> None:
+    with Sockets() as sockets, ExitStack() as held:
+        router = sockets.router(f"ipc://{directory}/r" if transport == "ipc" else "tcp://127.0.0.1:*")
+        endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        assert sockets.doors is not None
+        most = sockets.doors.most_each
+        first = [held.enter_context(greet(endpoint)) for _ in range(most)]
+        more = []
+        for _ in range(20):
+            try:
+                more.append(held.enter_context(greet(endpoint)))
+            except OSError:
+                continue  # cut off before its handshake was over
+        until(lambda: all(map(hung_up, more)), "the connections above the share are cut off")
+        assert not any(map(hung_up, first))
+        assert sockets.doors.cut["too_many_connections"] >= 20
+        first.pop().close()
+        until(lambda: not hung_up(held.enter_context(greet(endpoint))), "there is room again")
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_a_subscriber_that_subscribes_without_end_is_cut_off_and_another_hears_all(
+    directory: Path, transport: str
+) -> None:
+    with Sockets() as sockets:
+        out = sockets.bus_out(f"ipc://{directory}/s" if transport == "ipc" else "tcp://127.0.0.1:*")
+        endpoint = out.getsockopt_string(zmq.LAST_ENDPOINT)
+        topics = tuple(b"to/instance/%d/" % rank for rank in range(500))
+        honest = sockets.sub(endpoint, topics)
+        with greet(endpoint, b"SUB") as peer:
+            sent = pour(peer, b"".join(frame(b"\1to/" + os.urandom(200)) for _ in range(50)), 10_000)
+            assert sent < 50_000_000
+            until(lambda: hung_up(peer), "it is cut off")
+        assert sockets.doors is not None
+        assert sockets.doors.cut == {"too_many_subscriptions": 1}
+
+        def heard() -> bool:
+            out.send_multipart([topics[-1], b"x"])
+            return bool(honest.poll(20))
+
+        until(heard, "the honest subscriber hears its last topic")
+
+
+def test_a_subscription_may_be_as_long_as_a_topic_and_no_longer(directory: Path) -> None:
+    with Sockets() as sockets:
+        endpoint = f"ipc://{directory}/s"
+        sockets.bus_out(endpoint)
+        with greet(endpoint, b"SUB") as peer:
+            pour(peer, frame(b"\1" + b"x" * (TOPIC_MAX - 1)), 1)
+            pour(peer, frame(b"\1" + b"x" * TOPIC_MAX), 1)
+            until(lambda: hung_up(peer), "it is cut off")
+
+
+def test_what_a_subscriber_says_is_counted_in_bytes_over_tcp_and_by_looking_over_ipc() -> None:
+    ours, theirs = unix.socketpair()
+    with ours, theirs:
+        theirs.send(b"x")
+        assert doors._said(ours.fileno(), 5) == 5 + LOOK_MIN
+        theirs.send(bytes(LOOK_MIN))
+        assert doors._said(ours.fileno(), 0) == LOOK_MIN + 1
+    with (
+        unix.create_server(("127.0.0.1", 0)) as server,
+        unix.create_connection(server.getsockname()) as peer,
+        server.accept()[0] as accepted,
+    ):
+        peer.sendall(bytes(TALK_MAX))
+        until(lambda: doors._said(accepted.fileno(), 0) == TALK_MAX, "the kernel has counted them")
+
+
+def test_only_the_connection_that_was_meant_is_hung_up_on() -> None:
+    ours, theirs = unix.socketpair()
+    with ours, theirs:
+        hang_up(ours.fileno(), "10.0.0.1")  # the descriptor is another's by now
+        ours.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            ours.recv(1)
+        hang_up(ours.fileno())
+        assert theirs.recv(1) == b""
+    with tempfile.TemporaryFile() as file:
+        hang_up(file.fileno())  # no socket at all
+        file.write(b"still open")
+    hang_up(-1)
+
+
+def test_too_low_a_limit_on_open_files_is_refused_with_a_line(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (FILES_MIN - 1, FILES_MIN - 1))
+    with Sockets() as sockets, pytest.raises(StartError, match=r"raise the limit to 512 or more \(ulimit -n\)"):
+        sockets.router(f"ipc://{directory}/r")
+
+
+@pytest.mark.parametrize(("limit", "code", "line"), [(64, 3, "ulimit -n"), (FILES_MIN, None, "")])
+def test_idle_connections_beyond_the_limit_on_open_files_abort_nobody(
+    directory: Path, limit: int, code: int | None, line: str
+) -> None:
+    """Over ipc libzmq aborts its process when a connection comes and there is no descriptor left for it."""
+    bus = f"ipc://{directory}/bus"
+    argv = ["bash", "-c", f'ulimit -n {limit}; exec "$@"', "-", sys.executable, "-m", "bus", "--bus", bus]
+    with (
+        subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as broker,
+        ExitStack() as held,
+    ):
+        try:
+            assert broker.stdout is not None
+            assert broker.stderr is not None
+            if code is not None:
+                assert broker.wait(WAIT_S) == code
+                said = broker.stderr.read()
+                assert (said.count("\n"), line in said) == (1, True)
+                return
+            assert broker.stdout.readline().startswith("READY")
+            for suffix in ("pub", "sub", "bootstrap"):
+                for _ in range(limit):
+                    peer = held.enter_context(unix.socket(unix.AF_UNIX))
+                    peer.setblocking(False)
+                    with suppress(BlockingIOError):  # more than the kernel queues
+                        peer.connect(f"{directory}/bus.{suffix}")
+            held.close()
+            until(lambda: bool(greet(f"{bus}.bootstrap").close() is None), "it serves")
+            assert broker.poll() is None
+        finally:
+            broker.kill()
+
+
+ROUTER = """
+import sys, zmq
+from bus.runtime.sockets import TOPIC_MAX, Sockets
+with Sockets() as sockets:
+    router = sockets.router(sys.argv[1], answers_one_frame=sys.argv[2] == "one")
+    while True:
+        peer, what = router.recv_multipart()
+        router.send_multipart([peer, peer])
+"""
+
+
+@pytest.mark.parametrize(("answers", "survives"), [("one", True), ("several", False)])
+def test_who_claims_the_id_that_a_router_comes_to_next_harms_only_one_that_answers_with_several_frames(
+    directory: Path, answers: str, survives: bool
+) -> None:
+    """The second half is libzmq's own: when it fails, libzmq has mended it and `answers_one_frame` can go."""
+    endpoint = f"ipc://{directory}/r"
+    argv = [sys.executable, "-c", ROUTER, endpoint, answers]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE) as process, Sockets() as sockets:
+        try:
+            until((directory / "r").exists, "it is bound")
+            dealer = sockets.dealer(endpoint)
+            dealer.send(b"who am I?")
+            assert dealer.poll(WAIT_S * 1000)
+            (number,) = struct.unpack(">xI", dealer.recv())
+            claim = sockets.context.socket(zmq.DEALER)
+            claim.setsockopt(zmq.LINGER, 0)
+            claim.setsockopt(zmq.ROUTING_ID, struct.pack(">xI", number + 3))
+            claim.connect(endpoint)
+            claim.send(b"x")
+            if survives:
+                assert claim.poll(WAIT_S * 1000)
+                assert claim.recv() != struct.pack(">xI", number + 3)
+                dealer.send(b"still there?")
+                assert dealer.poll(WAIT_S * 1000)
+                assert dealer.recv() == struct.pack(">xI", number)
+            else:
+                assert claim.poll(WAIT_S * 1000)
+                for _ in range(6):
+                    sockets.dealer(endpoint).send(b"x")
+                assert process.wait(WAIT_S) < 0
+            claim.close()
+        finally:
+            process.kill()
+
+
+def test_routers_of_two_processes_number_their_peers_from_different_starts(directory: Path) -> None:
+    numbers = set()
+    for name in ("a", "b"):
+        endpoint = f"ipc://{directory}/{name}"
+        with subprocess.Popen([sys.executable, "-c", ROUTER, endpoint, "several"]) as process, Sockets() as sockets:
+            try:
+                until((directory / name).exists, "it is bound")
+                dealer = sockets.dealer(endpoint)
+                dealer.send(b"who am I?")
+                assert dealer.poll(WAIT_S * 1000)
+                numbers.add(dealer.recv())
+            finally:
+                process.kill()
+    assert len(numbers) == 2
