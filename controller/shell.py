@@ -22,9 +22,10 @@ from bus.endpoints import BusAddress, ControllerAddress
 from bus.errors import LocalProtocolError, RemoteProtocolError
 from bus.runtime import probes
 from bus.runtime.epochs import new_epoch
-from bus.runtime.frames import send
+from bus.runtime.frames import name_of, send
 from bus.runtime.logs import get_logger
 from bus.runtime.metrics import Metric
+from bus.runtime.ration import Ration
 from bus.runtime.security import load_keys
 from bus.runtime.service import Service
 from bus.runtime.sockets import PAYLOAD_MAX, Socket, Sockets
@@ -93,6 +94,7 @@ class Controller(Service):
         self._on_local = on_local
         self._on_failure = on_failure
         self._rejecters: set[bytes] = set()
+        self._ration = Ration()
         self._outbox: list[Any] = []
         self._dozing = False
         self._broker: Broker | None = None
@@ -237,7 +239,7 @@ class Controller(Service):
         self.core.counts[f"rejected_{error.reason}"] += 1
         if peer not in self._rejecters and len(self._rejecters) < PEERS_REMEMBERED:
             self._rejecters.add(peer)
-            log.warning("message.rejected", peer=repr(peer[:100]), reason=error.reason, detail=error.detail[:200])
+            log.warning("message.rejected", peer=name_of(peer), reason=error.reason, detail=error.detail[:200])
 
     # --- out ----------------------------------------------------------------------------------------------------------
 
@@ -271,6 +273,8 @@ class Controller(Service):
             header = codec.encode(
                 Refused("too_many", "the answer does not fit in a message", getattr(message, "id", 0))
             )
+        if not self._ration.allows(peer, len(header), self.loop.clock()):
+            return errno.EAGAIN
         try:
             send(router, (peer, header, *frames))
         except zmq.ZMQError as error:

@@ -25,13 +25,14 @@ from bus.endpoints import BusAddress
 from bus.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from bus.runtime import metrics, probes
 from bus.runtime.epochs import new_epoch
-from bus.runtime.frames import send
+from bus.runtime.frames import name_of, send
 from bus.runtime.logs import get_logger
+from bus.runtime.ration import Ration
 from bus.runtime.security import load_keys
 from bus.runtime.service import Service
 from bus.runtime.sockets import Socket, Sockets
 from bus.wire import codec, topics
-from bus.wire.messages import PUBLICATIONS, TO_BROKER, Code, Message, Query, Refused
+from bus.wire.messages import PUBLICATIONS, TO_BROKER, Code, Message, Query, Refused, Topology
 
 TICK_S = 0.025
 IDLE_TICK_S = 0.25  # what rests is not left for longer
@@ -82,6 +83,7 @@ class Broker(Service):
         self.rejected: Counter[str] = Counter()
         self._batches = metrics.Histogram(metrics.SIZES)
         self._rejecters: set[bytes] = set()
+        self._ration = Ration()
         self._dozing = False
 
     # --- life -------------------------------------------------------------------------------------------------------
@@ -150,7 +152,7 @@ class Broker(Service):
         self.rejected[error.reason] += 1
         if peer not in self._rejecters and len(self._rejecters) < PEERS_REMEMBERED:
             self._rejecters.add(peer)
-            log.warning("message.rejected", peer=repr(peer[:100]), reason=error.reason, detail=error.detail[:200])
+            log.warning("message.rejected", peer=name_of(peer), reason=error.reason, detail=error.detail[:200])
 
     # --- out --------------------------------------------------------------------------------------------------------
 
@@ -187,6 +189,9 @@ class Broker(Service):
         except LocalProtocolError:
             refusal = Refused("too_many", "the answer does not fit in a message; ask for less", _id_of(message))
             frame = codec.encode(refusal)
+        if isinstance(message, Topology) and not self._ration.allows(peer, len(frame), self.loop.clock()):
+            self.core.tally["answers_dropped"] += 1
+            return
         try:
             send(self._router, (peer, b"", frame))
         except zmq.ZMQError as error:

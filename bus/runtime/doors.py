@@ -30,6 +30,7 @@ from bus.runtime.logs import get_logger
 
 FILES_MIN = 512  # a part that binds cannot do with fewer descriptors
 FILES_WANTED = 65_536
+EACH_MAX = 8192  # twice as many ranks as there may be
 TALK_MAX = 1 << 16  # bytes a listener may say: some 2,000 subscriptions
 TALK_PER_S = 256  # heartbeats, encrypted
 LOOK_MIN = 4096  # what one wake-up counts over ipc, where the kernel does not count bytes
@@ -85,7 +86,7 @@ class Doors:
         self, context: zmq.Context[zmq.Socket[bytes]], on_refused: Callable[[str, str], None] | None = None
     ) -> None:
         limit = file_limit()
-        self.most_each, self._most = limit // 4, limit * 3 // 8
+        self.most_each, self._most = min(EACH_MAX, limit // 4), limit * 3 // 8
         self.cut: Counter[str] = Counter()  # by reason
         self._on_refused = on_refused
         self._context = context
@@ -105,7 +106,7 @@ class Doors:
         endpoint = f"inproc://door-{id(self)}-{next(self._numbers)}"
         socket.monitor(endpoint, events)
         monitor = self._context.socket(zmq.PAIR)
-        monitor.setsockopt(zmq.RCVHWM, 0)  # at a bound, ZeroMQ's thread would wait for ours with all else it has to do
+        monitor.setsockopt(zmq.RCVHWM, 1)  # some 1,000 events with ZeroMQ's own end: it accepts so many ahead of us
         monitor.connect(endpoint)
         self._coming.append((monitor, _Door(domain, listeners)))
         self._tell(_WATCH)
@@ -147,7 +148,7 @@ class Doors:
         with suppress(zmq.Again):
             while True:
                 told = recv_monitor_message(monitor, zmq.NOBLOCK)
-                kind, number, endpoint = told["event"], told["value"], told["endpoint"].decode(errors="replace")
+                kind, number, endpoint = told["event"], int(told["value"]), told["endpoint"].decode(errors="replace")
                 if kind == zmq.EVENT_ACCEPTED:
                     self._came(door, number, endpoint)
                 elif kind == zmq.EVENT_DISCONNECTED:

@@ -6,7 +6,9 @@ Owns no socket; must not wait, decode or decide. Both raise what pyzmq raises, z
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 import zmq
@@ -18,6 +20,7 @@ from bus.runtime.sockets import Socket
 ALL = 1 << 30
 FRAMES_MAX = 64  # of a message; ours have five at most
 SKIP_MAX = 4096  # frames thrown away at a time
+_DISGUISE = os.urandom(16)
 _NOW = int(zmq.NOBLOCK)
 _NOW_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _send, _receive = Backend.send, Backend.recv
@@ -32,6 +35,14 @@ def send(socket: Socket, frames: Sequence[Any]) -> None:
     for index in range(last):
         _send(socket, frames[index], _NOW_MORE)
     _send(socket, frames[last], _NOW)
+
+
+def name_of(first: bytes) -> str:
+    """For logs, whom a message came from by its first frame: a topic, or a ROUTER's own id in disguise, since those to
+    come follow from it."""
+    if first.startswith(b"\0"):
+        return blake2b(first, key=_DISGUISE, digest_size=4).hexdigest()
+    return repr(first[:100])
 
 
 class TooManyFrames(Exception):

@@ -164,7 +164,7 @@ def _write_pair(directory: Path, name: str) -> bytes:
 
 def _write(path: Path, key: bytes, mode: int) -> None:
     """The whole file appears at once (a part may be reading the list), and never in the place of another."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")  # no .key: nobody reads it
     try:
         with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(key + b"\n")

@@ -91,19 +91,18 @@ def empty_frames(ports: Ports) -> None:
 
 def full_queue_and_gone(ports: Ports) -> None:
     """Pour in more than is read, and leave with a RST: over tcp libzmq aborts when it then comes to ping that peer."""
-    busy = [greet(endpoint, timeout_s=5.0) for endpoint in _routers(ports)]
-    for peer in busy:  # half a million frames to read, and nothing else meanwhile
-        pour(peer, frame(b"", MORE) * 10_000, 50)
-        pour(peer, frame(b""), 1)
-    for endpoint in _routers(ports):
-        for _ in range(4):
+    with ExitStack() as held:
+        for endpoint in _routers(ports):  # half a million frames to read, and nothing else meanwhile
+            with suppress(OSError):
+                busy = held.enter_context(greet(endpoint))
+                pour(busy, frame(b"", MORE) * 10_000, 50)
+                pour(busy, frame(b""), 1)
+        for endpoint in _routers(ports) * 4:
             with suppress(OSError), greet(endpoint, timeout_s=0.3) as peer:
                 pour(peer, frame(b"x") * 1000, 200)
                 if endpoint.startswith("tcp:"):
                     peer.setsockopt(unix.SOL_SOCKET, unix.SO_LINGER, struct.pack("ii", 1, 0))
-    time.sleep(2.0)
-    for peer in busy:
-        peer.close()
+        time.sleep(2.0)
 
 
 def huge_frame(ports: Ports) -> None:

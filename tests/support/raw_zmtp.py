@@ -28,7 +28,11 @@ def connect(endpoint: str, timeout_s: float = 5.0) -> unix.socket:
     if endpoint.startswith("ipc://"):
         peer = unix.socket(unix.AF_UNIX)
         peer.settimeout(timeout_s)
-        peer.connect(endpoint.removeprefix("ipc://"))
+        try:
+            peer.connect(endpoint.removeprefix("ipc://"))
+        except OSError:
+            peer.close()
+            raise
         return peer
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     assert host == "127.0.0.1", "hostile traffic stays on this machine"

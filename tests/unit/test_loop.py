@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from bus.runtime.epochs import new_epoch
+from bus.runtime.frames import FRAMES_MAX, SKIP_MAX, name_of
 from bus.runtime.loop import Loop
 from bus.runtime.sockets import HEADER_MAX, Socket, Sockets
 
@@ -284,3 +285,33 @@ def test_a_resting_socket_is_read_when_a_timer_is_due() -> None:
             assert said == [b"news", "timer"]
         finally:
             loop.close()
+
+
+@pytest.mark.parametrize("resting", [False, True])
+def test_a_message_of_too_many_frames_is_thrown_away_piecemeal_and_others_are_served_meanwhile(
+    loop: Loop, resting: bool
+) -> None:
+    with Sockets() as sockets:
+        (hostile, attacker), (honest, friend) = pair(sockets, "hostile"), pair(sockets, "honest")
+        got: list[Any] = []
+        loop.add(hostile, got.append)
+        loop.rest(hostile, resting)
+        loop.add(honest, got.append)
+        attacker.send_multipart([b"x"] * FRAMES_MAX)
+        attacker.send_multipart([b"x"] * (FRAMES_MAX + SKIP_MAX + 2))
+        attacker.send(b"after it")
+        for _ in range(2):
+            friend.send(b"friend")
+            turn(loop)
+        assert sorted(got, key=len) == [[b"friend"], [b"friend"], [b"x"] * FRAMES_MAX]
+        turn(loop)
+        turn(loop)
+        assert got[-1] == [b"after it"]
+
+
+def test_logs_show_topics_as_they_are_and_tell_nobody_the_ids_that_a_router_gives_out() -> None:
+    ids = [b"\0" + number.to_bytes(4) for number in range(1000, 1100)]
+    names = {name_of(each) for each in ids}
+    assert len(names) == 100
+    assert all(len(name) == 8 and f"{1000:x}" != name.lstrip("0") for name in names)
+    assert name_of(b"load/p/0/") == "b'load/p/0/'"

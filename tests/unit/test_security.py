@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import stat
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 import zmq
 
 from bus.errors import ConfigError, StartError
+from bus.runtime import security
 from bus.runtime.security import load_keys, new_client_keys, new_keys
 from bus.runtime.sockets import Sockets
 
@@ -46,6 +49,27 @@ def test_a_secret_that_others_can_read_is_refused(cluster: Path) -> None:
     (cluster / "server.secret").chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
         load_keys(cluster, server=True)
+
+
+def test_a_key_file_appears_whole_or_not_at_all_and_in_the_place_of_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: seen.append(sorted(os.listdir(tmp_path))))
+    security._write(tmp_path / "a.key", b"first", 0o644)
+    with pytest.raises(ConfigError, match="File exists"):
+        security._write(tmp_path / "a.key", b"second", 0o644)
+    assert (tmp_path / "a.key").read_bytes() == b"first\n"
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        security._write(tmp_path / "b.key", b"third", 0o644)
+    assert os.listdir(tmp_path) == ["a.key"]
+    assert not any(name.endswith(".key") and name != "a.key" for names in seen for name in names)
+    assert not any(name == "a.key" for name in seen[0])
 
 
 @pytest.mark.parametrize(("content", "message"), [(None, "is missing"), ("short", "does not hold"), ("ä" * 40, "does")])

@@ -1,0 +1,26 @@
+"""Large answers are rationed by bytes, each peer's by itself; small ones never."""
+
+from __future__ import annotations
+
+from bus.runtime.ration import BURST, LARGE, PEERS_MAX, PER_S, Ration
+
+
+def test_a_peer_that_only_asks_gets_its_burst_and_then_its_rate() -> None:
+    ration, size = Ration(), BURST // 8
+    got = sum(ration.allows(b"greedy", size, 0.01 * turn) for turn in range(1000))
+    assert 8 + int(9 * PER_S / size) <= got <= 8 + int(10 * PER_S / size) + 1
+    assert ration.allows(b"another", BURST, 10.0)
+
+
+def test_small_answers_are_not_rationed() -> None:
+    ration = Ration()
+    assert ration.allows(b"peer", BURST, 0.0)
+    assert not ration.allows(b"peer", LARGE + 1, 0.0)
+    assert all(ration.allows(b"peer", LARGE, 0.0) for _ in range(10_000))
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    ration = Ration()
+    for number in range(PEERS_MAX + 10):
+        assert ration.allows(b"%d" % number, BURST, 0.0)
+    assert len(ration._taken) == PEERS_MAX
