@@ -202,21 +202,22 @@ class Doors:
         hang_up(number, source)
 
 
-def hang_up(number: int, source: str | None = None) -> None:
-    """Shut the connection with this descriptor down; with `source`, only if it is still that source's."""
+def hang_up(number: int, source: str) -> None:
+    """Shut the connection with this descriptor down, if it is still that source's."""
     with suppress(OSError, ValueError):  # ValueError: -1
         socket = unix.socket(fileno=number)
         try:
-            if source is None or _origin(socket) == source:
+            if _origin(socket) == source:
                 socket.shutdown(unix.SHUT_RDWR)
         finally:
             socket.detach()
 
 
 def _origin(socket: unix.socket) -> str:
+    """Whose connection it is, as ZeroMQ writes it in a message's Peer-Address."""
     if socket.family == unix.AF_UNIX:
-        pid, uid, _ = struct.unpack("3i", socket.getsockopt(unix.SOL_SOCKET, unix.SO_PEERCRED, 12))
-        return f"pid {pid} of uid {uid}"
+        pid, uid, gid = struct.unpack("3i", socket.getsockopt(unix.SOL_SOCKET, unix.SO_PEERCRED, 12))
+        return f"localhost:{uid}:{gid}:{pid}"
     return str(socket.getpeername()[0])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
@@ -46,11 +47,14 @@ def name_of(first: bytes) -> str:
 
 
 class TooManyFrames(Exception):
-    """A message goes on beyond FRAMES_MAX: `skip` what is left of it. `descriptor`: its connection's, or -1."""
+    """A message goes on beyond FRAMES_MAX: `skip` what is left of it. `descriptor` and `source` are its
+    connection's (-1 and empty over inproc)."""
 
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(descriptor)
-        self.descriptor = descriptor
+    def __init__(self, frame: zmq.Frame) -> None:
+        super().__init__()
+        self.descriptor, self.source = -1, ""
+        with suppress(zmq.ZMQError):
+            self.descriptor, self.source = int(frame.get(zmq.SRCFD)), str(frame.get("Peer-Address"))
 
 
 def receive(socket: Socket, copied: int = ALL) -> list[Any]:
@@ -62,7 +66,7 @@ def receive(socket: Socket, copied: int = ALL) -> list[Any]:
     frames: list[Any] = [frame.bytes]
     while frame.more:
         if len(frames) == FRAMES_MAX:
-            raise TooManyFrames(_descriptor(frame))
+            raise TooManyFrames(frame)
         frame = _receive(socket, _NOW, False)
         frames.append(frame.bytes if len(frames) < copied else frame)
     return frames
@@ -71,13 +75,6 @@ def receive(socket: Socket, copied: int = ALL) -> list[Any]:
 def skip(socket: Socket) -> bool:
     """Throw away what is left of a message, SKIP_MAX frames at most; False when there is more of it."""
     return any(not _receive(socket, _NOW, False).more for _ in range(SKIP_MAX))
-
-
-def _descriptor(frame: zmq.Frame) -> int:
-    try:
-        return int(frame.get(zmq.SRCFD))
-    except zmq.ZMQError:  # over inproc there is none
-        return -1
 
 
 def has_message(socket: Socket) -> bool:

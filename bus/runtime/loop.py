@@ -177,8 +177,8 @@ class Loop:
             except zmq.Again:
                 return True
             except TooManyFrames as error:
-                log.warning("peer.cut_off", why="too_many_frames")
-                hang_up(error.descriptor)
+                log.warning("peer.cut_off", peer=error.source, why="too_many_frames")
+                hang_up(error.descriptor, error.source)
                 self._skipping.add(socket)
                 return False
             handler(frames)

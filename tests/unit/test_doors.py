@@ -17,11 +17,13 @@ from pathlib import Path
 
 import pytest
 import zmq
-from raw_zmtp import frame, greet, pour
+from raw_zmtp import MORE, frame, greet, pour
 
 from bus.errors import StartError
 from bus.runtime import doors
 from bus.runtime.doors import FILES_MIN, LOOK_MIN, TALK_MAX, hang_up
+from bus.runtime.frames import FRAMES_MAX
+from bus.runtime.loop import Loop
 from bus.runtime.sockets import TOPIC_MAX, Sockets
 
 WAIT_S = 10.0
@@ -153,12 +155,30 @@ def test_only_the_connection_that_was_meant_is_hung_up_on() -> None:
         ours.setblocking(False)
         with pytest.raises(BlockingIOError):
             ours.recv(1)
-        hang_up(ours.fileno())
+        hang_up(ours.fileno(), f"localhost:{os.getuid()}:{os.getgid()}:{os.getpid()}")
         assert theirs.recv(1) == b""
     with tempfile.TemporaryFile() as file:
-        hang_up(file.fileno())  # no socket at all
+        hang_up(file.fileno(), "10.0.0.1")  # no socket at all
         file.write(b"still open")
-    hang_up(-1)
+    hang_up(-1, "")
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_the_sender_of_a_message_of_too_many_frames_is_cut_off(directory: Path, transport: str) -> None:
+    loop = Loop()
+    with Sockets() as sockets:
+        router = sockets.router(f"ipc://{directory}/r" if transport == "ipc" else "tcp://127.0.0.1:*")
+        loop.add(router, lambda frames: None)
+        with greet(router.getsockopt_string(zmq.LAST_ENDPOINT)) as peer:
+            pour(peer, frame(b"", MORE) * (FRAMES_MAX + 1) + frame(b""), 1)
+
+            def cut_off() -> bool:
+                loop.call_threadsafe(lambda: None)  # so that the turn does not wait
+                loop.turn()
+                return hung_up(peer)
+
+            until(cut_off, "it is cut off")
+    loop.close()
 
 
 def test_too_low_a_limit_on_open_files_is_refused_with_a_line(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
