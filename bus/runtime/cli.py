@@ -19,7 +19,7 @@ import click
 
 from bus.defaults import METRICS_HOST
 from bus.errors import BusError, ConfigError, StartError
-from bus.runtime.doors import raise_file_limit
+from bus.runtime.file_limit import raise_file_limit
 from bus.runtime.interrupt import EXIT_INTERRUPTED, leave_at_once
 from bus.runtime.logs import LEVELS
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import itertools
-import resource
 import select
 import socket as unix
 import struct
@@ -25,11 +24,9 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from bus.errors import StartError
+from bus.runtime.file_limit import file_limit
 from bus.runtime.logs import get_logger
 
-FILES_MIN = 512  # a part that binds cannot do with fewer descriptors
-FILES_WANTED = 65_536
 EACH_MAX = 8192  # twice as many ranks as there may be
 TALK_MAX = 1 << 16  # bytes a listener may say: some 2,000 subscriptions
 TALK_PER_S = 256  # heartbeats, encrypted
@@ -41,24 +38,6 @@ _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _BYTES_RECEIVED = 128  # where struct tcp_info has tcpi_bytes_received
 
 log = get_logger("bus")
-
-
-def raise_file_limit() -> None:
-    """Let this process open as many files as it may, up to FILES_WANTED. For programs of ours, at their start."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, FILES_WANTED)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def file_limit() -> int:
-    """How many files this process may open. StartError when they are too few for a part that others connect to."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = FILES_WANTED if soft == resource.RLIM_INFINITY else min(soft, FILES_WANTED)
-    if limit < FILES_MIN:
-        raise StartError(f"this process may open {limit} files: raise the limit to {FILES_MIN} or more (ulimit -n)")
-    return limit
 
 
 @dataclass(slots=True)

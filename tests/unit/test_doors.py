@@ -21,7 +21,8 @@ from raw_zmtp import MORE, frame, greet, pour
 
 from bus.errors import StartError
 from bus.runtime import doors
-from bus.runtime.doors import FILES_MIN, LOOK_MIN, TALK_MAX, hang_up
+from bus.runtime.doors import LOOK_MIN, TALK_MAX, hang_up
+from bus.runtime.file_limit import FILES_MIN
 from bus.runtime.frames import FRAMES_MAX
 from bus.runtime.loop import Loop
 from bus.runtime.sockets import TOPIC_MAX, Sockets

@@ -1,0 +1,29 @@
+"""How many files this process may open: each connection takes one. Owns the limit; counts nothing."""
+
+from __future__ import annotations
+
+import resource
+from contextlib import suppress
+
+from bus.errors import StartError
+
+FILES_MIN = 512  # a part that binds cannot do with fewer descriptors
+FILES_WANTED = 65_536
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may, up to FILES_WANTED. For programs of ours, at their start."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, FILES_WANTED)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def file_limit() -> int:
+    """How many files this process may open. StartError when they are too few for a part that others connect to."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = FILES_WANTED if soft == resource.RLIM_INFINITY else min(soft, FILES_WANTED)
+    if limit < FILES_MIN:
+        raise StartError(f"this process may open {limit} files: raise the limit to {FILES_MIN} or more (ulimit -n)")
+    return limit
