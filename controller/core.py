@@ -58,13 +58,12 @@ from controller.feeds.changes import Removed, Stored
 from controller.health import DEAD, Health
 from controller.load.table import LoadTable
 from controller.members import Loss, Members
+from controller.observe import Regret, rank_status
 from controller.placement import Placement
 from controller.policies import Policy, PolicySettings, make_policy
 from controller.policies.prefix_index import PrefixIndex
 from controller.policies.registry import guarded
-from controller.regret import Regret
 from controller.requests.life import Life
-from controller.status import rank_status
 
 MEASURE_S = 0.5
 SENT_AT_LEAST_S = 1.0

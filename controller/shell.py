@@ -58,7 +58,7 @@ from controller.events import (
 from controller.feeds.changes import Changes
 from controller.feeds.engine import EngineFeed
 from controller.feeds.nodes import NodeCaches
-from controller.metrics import collect
+from controller.observe import collect
 
 TICK_S = 0.05
 IDLE_TICK_S = 0.25
@@ -290,7 +290,8 @@ class Controller(Service):
             log.error("message.too_large", detail=str(error))
 
     def _gather(self) -> Sequence[Metric]:
-        return collect(self.core, self.loop.clock())
+        core = self.core
+        return collect(core.tally(), core.table.ranks.values(), self.config.methods, self.loop.clock())
 
     def _unready(self) -> str:
         return self.core.unready if self.bus_seen.is_set() else f"no broker heard at {self.config.bus}"

@@ -1,0 +1,126 @@
+"""What is shown of a controller: `pdbus status`, Prometheus metrics, and the regret of its picks. Changes no load.
+
+All of it is built from the core's records, about once a second and off the request path, but for `Regret`, which
+looks when a report acknowledges a dispatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from msgspec.structs import replace
+
+from bus.runtime.metrics import Metric, Sample, gauge, labelled
+from bus.wire.messages import MAX_ROOM, RankState, RankStatus, Role
+from controller.load.rank import RankLoad
+
+ALIVE = ("requests", "queue_requests", "queue_bytes", "payload_bytes", "adoptable", "prefix_blocks")
+REGRET_MAX_PER_S = 50
+
+
+def rank_status(rank: RankLoad, state: RankState, now: float) -> RankStatus:
+    """One rank as this controller sees it at `now`. Counts are cut to what a message may hold."""
+    info = rank.info
+    return RankStatus(
+        instance=info.instance,
+        dp_rank=info.dp_rank,
+        role=info.role,
+        model=info.model,
+        state=state,
+        epoch=rank.epoch,
+        endpoint=info.endpoint,
+        max_context=info.max_context,
+        report_age_s=-1.0 if rank.reported_at is None else max(0.0, now - rank.reported_at),
+        load=None if rank.load is None else replace(rank.load, acks=()),
+        in_flight_requests=rank.in_flight,
+        in_flight_tokens=rank.in_flight_tokens,
+        estimate_requests=min(rank.requests, MAX_ROOM),
+        estimate_tokens=min(rank.tokens, MAX_ROOM),
+        outstanding=rank.outstanding,
+        dispatched_total=rank.dispatched_total,
+        ended_total=rank.ended_total,
+        failed_total=rank.failed_total,
+        block_tokens=info.block_tokens,
+    )
+
+
+def collect(
+    tally: dict[str, int], ranks: Collection[RankLoad], methods: Mapping[Role, str], now: float
+) -> Sequence[Metric]:
+    """The metrics of a core's `tally` (used up) and `ranks`; a request id is never a label."""
+    failed = {name.removeprefix("failed_"): tally.pop(name) for name in list(tally) if name.startswith("failed_")}
+    rejected = {name.removeprefix("rejected_"): tally.pop(name) for name in list(tally) if name.startswith("rejected_")}
+    alive = [gauge(f"pdbus_controller_{name}", f"{name} now", tally.pop(name)) for name in ALIVE]
+    regret = (
+        ("regret_tokens", "tokens queued at chosen ranks beyond the best one's, when their reports acknowledged"),
+        ("regret_dispatches", "dispatches that the regret was sampled of"),
+    )
+    return (
+        *alive,
+        *(
+            Metric(f"pdbus_controller_{name}_total", help, "counter", [Sample(tally.pop(name))])
+            for name, help in regret
+        ),
+        labelled("counter", "pdbus_controller_events_total", "what happened so far, by name", "event", tally),
+        labelled("counter", "pdbus_controller_failed_total", "requests failed, by code", "code", failed),
+        labelled("counter", "pdbus_controller_rejected_total", "messages dropped, by reason", "reason", rejected),
+        _dispatches(ranks, methods),
+        _gauge("estimate_requests", "load in force: requests", ranks, [rank.requests for rank in ranks]),
+        _gauge("estimate_tokens", "load in force: tokens", ranks, [rank.tokens for rank in ranks]),
+        _gauge("reported_requests", "requests in the last report", ranks, [rank.base_requests for rank in ranks]),
+        _gauge("reported_tokens", "tokens of work in the last report", ranks, [rank.base_tokens for rank in ranks]),
+        _gauge("outstanding", "legs dispatched and not ended", ranks, [rank.outstanding for rank in ranks]),
+        _gauge("ready", "1 when it may be dispatched to", ranks, [int(rank.ready) for rank in ranks]),
+        _gauge(
+            "report_age_seconds",
+            "since the last report (-1: none yet)",
+            ranks,
+            [-1.0 if rank.reported_at is None else now - rank.reported_at for rank in ranks],
+        ),
+    )
+
+
+def _labels(rank: RankLoad) -> dict[str, str]:
+    return {"instance": rank.key[0], "dp_rank": str(rank.key[1])}
+
+
+def _gauge(name: str, help: str, ranks: Collection[RankLoad], values: Sequence[float]) -> Metric:
+    samples = [Sample(value, _labels(rank)) for rank, value in zip(ranks, values, strict=True)]
+    return Metric(f"pdbus_controller_{name}", help, "gauge", samples)
+
+
+def _dispatches(ranks: Iterable[RankLoad], methods: Mapping[Role, str]) -> Metric:
+    samples = []
+    for rank in ranks:
+        by_method = {
+            methods[rank.info.role]: rank.dispatched_total - rank.routed_total,
+            "routed_dp_rank": rank.routed_total,
+        }
+        samples += [Sample(count, _labels(rank) | {"method": method}) for method, count in by_method.items()]
+    return Metric("pdbus_controller_dispatches_total", "legs sent, by rank and method", "counter", samples)
+
+
+class Regret:
+    """How much better the best rank would have been, seen when a report acknowledges a dispatch: the chosen rank's true
+    load is known then. Regret is what it had queued besides the requests just ingested, beyond the least loaded rank's
+    tokens; `tokens` / `dispatches` is the mean of those sampled. Each sample looks at all ranks of the role, so at
+    most `REGRET_MAX_PER_S` are taken (`due`)."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.dispatches = 0
+        self.due = 0.0  # from then on the next sample may be taken
+
+    def acknowledged(self, rank: RankLoad, ranks: Iterable[RankLoad], now: float) -> None:
+        """`rank`'s last report ingested new requests of mine (`RankLoad.news`). `ranks`: all known."""
+        if rank.news <= 0:
+            return
+        self.due = now + 1 / REGRET_MAX_PER_S
+        role, model = rank.info.role, rank.info.model
+        best = min(
+            (other.tokens for other in ranks if other.open and (other.info.role, other.info.model) == (role, model)),
+            default=0,
+        )
+        before = rank.base_tokens - rank.news_tokens
+        self.tokens += rank.news * max(0, before - best)
+        self.dispatches += rank.news
