@@ -43,6 +43,12 @@ def exchange(one: KvKind, other: KvKind) -> bool:
     return one[0] == other[0] and (one[1] == other[1] or not one[1] or not other[1])
 
 
+def group_names(rank: RankLoad) -> set[tuple[Role, str, str]]:
+    """(role, model, instance) of the groups that `rank` belongs to."""
+    info = rank.info
+    return {(info.role, model, instance) for model in ("", info.model) for instance in ("", info.instance)}
+
+
 class Facts(NamedTuple):
     """Of all members of a group, ready or not."""
 
@@ -78,8 +84,8 @@ class Group:
     """All ranks of a role, of one model and instance where these are named."""
 
     __slots__ = (
-        "_alike", "_facts", "_free", "_indexes", "_instances", "_seated", "_seats", "instance", "members", "model",
-        "ready", "role",
+        "_alike", "_facts", "_free", "_indexes", "_instances", "_leaves", "_seated", "_seats", "instance", "members",
+        "model", "ready", "role",
     )  # fmt: skip
 
     def __init__(self, role: Role, model: str, instance: str) -> None:
@@ -89,6 +95,7 @@ class Group:
         self._facts: Facts | None = None  # `facts`, until members change
         self._alike: dict[int, int] | None = None  # `alike` by size, until members change
         self._free: list[int] = []
+        self._leaves: dict[int, int] = {}  # where in `members` a seat's rank is
         self._indexes: dict[Metric, LeastIndex] = {}
         self._instances: dict[str, dict[int, RankLoad]] = {}
         self._seated: dict[int, RankLoad] = {}
@@ -96,8 +103,7 @@ class Group:
 
     def takes(self, rank: RankLoad) -> bool:
         """Whether `rank` belongs here."""
-        info = rank.info
-        return info.role == self.role and self.model in ("", info.model) and self.instance in ("", info.instance)
+        return (self.role, self.model, self.instance) in group_names(rank)
 
     def least(self, metric: Metric) -> RankLoad | None:
         index = self._indexes.get(metric) or self._index(metric)
@@ -152,11 +158,11 @@ class Group:
         if leaf == len(self.members):
             self.members.append(None)
         self.members[leaf] = rank
+        self._leaves[rank.seat] = leaf
         self._seated[rank.seat] = rank
         self._instances.setdefault(rank.info.instance, {})[rank.info.dp_rank] = rank
         if rank.ready:
             self._count(rank, 1)
-        rank.places.append((self, leaf))
         for metric, index in self._indexes.items():
             self._enter(rank, metric, index, leaf)
         if self._seats is not None:
@@ -164,8 +170,7 @@ class Group:
         self.changed()
 
     def remove(self, rank: RankLoad) -> None:
-        leaf = next(leaf for group, leaf in rank.places if group is self)
-        rank.places.remove((self, leaf))
+        leaf = self._leaves.pop(rank.seat)
         for index in self._indexes.values():
             index.update(leaf, NEVER)
         if self._seats is not None:
@@ -197,6 +202,7 @@ class Group:
         assert self.ready == Counter(rank.info.model for rank in ranks if rank.ready), "ready count"
         assert sum(len(ranks_of) for ranks_of in self._instances.values()) == len(ranks), "instances"
         assert self._seated == {rank.seat: rank for rank in ranks}, "seats"
+        assert self._leaves == {rank.seat: leaf for leaf, rank in enumerate(self.members) if rank}, "leaves"
         for member in ranks:
             assert self.alike(member.info.block_tokens) >> member.seat & 1, "alike"
             if self._seats is not None:

@@ -13,7 +13,6 @@ from bus.wire.messages import Hello, Load, Location, MemberKey
 
 if TYPE_CHECKING:
     from controller.feeds.follower import Follower
-    from controller.load.groups import Group
     from controller.load.index import LeastIndex, SeatKeys
 
 UNLIMITED = 1 << 62
@@ -58,7 +57,6 @@ class RankLoad:
         "params",
         "peer",
         "picked",
-        "places",
         "ready",
         "rebase",
         "reported_at",
@@ -121,8 +119,7 @@ class RankLoad:
         self.hard_requests = UNLIMITED
         self.largest = UNLIMITED  # tokens of context (prompt and output) it can hold at all
         self.picked = 0  # turn of its last dispatch
-        self.places: list[tuple[Group, int]] = []
-        self.leaves: list[tuple[LeastIndex | SeatKeys, int, int]] = []
+        self.leaves: list[tuple[LeastIndex | SeatKeys, int, int]] = []  # its keys: (index, leaf there, Metric)
         # totals since the controller began, over all epochs of the rank
         self.dispatched_total = 0
         self.routed_total = 0

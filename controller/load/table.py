@@ -26,7 +26,7 @@ from collections import Counter
 
 from bus.defaults import STALE_INTERVALS, STALE_S, bounded_interval_s
 from bus.wire.messages import Ack, Hello, Load, MemberKey, Role, Sent, SentTo
-from controller.load.groups import Group, key_of
+from controller.load.groups import Group, group_names, key_of
 from controller.load.index import NEVER
 from controller.load.rank import UNLIMITED, RankLoad
 
@@ -95,9 +95,8 @@ class LoadTable:
         else:
             rank.seat, self._seats = self._seats, self._seats + 1
         self.ranks[rank.key] = rank
-        for group in self._groups.values():
-            if group.takes(rank):
-                group.add(rank)
+        for group in self._groups_of(rank):
+            group.add(rank)
         self._refresh(rank)
         return rank
 
@@ -107,7 +106,7 @@ class LoadTable:
         rank.info = info
         self._limit(rank)
         if (rank.largest, info.block_tokens) != before:
-            for group, _ in rank.places:
+            for group in self._groups_of(rank):
                 group.changed()
         self._refresh(rank)
 
@@ -118,18 +117,19 @@ class LoadTable:
 
     def close(self, rank: RankLoad) -> None:
         """Forget a rank. Its seat may go to another at once: who knows it by that must forget it too."""
-        for group, _ in list(rank.places):
+        if self.ranks.get(rank.key) is not rank:
+            return
+        for group in self._groups_of(rank):
             group.remove(rank)
         rank.ready = rank.open = False
-        if self.ranks.get(rank.key) is rank:
-            del self.ranks[rank.key]
-            self._free_seats.append(rank.seat)
+        del self.ranks[rank.key]
+        self._free_seats.append(rank.seat)
 
     def set_ready(self, rank: RankLoad, ready: bool, *, slow: bool = False) -> None:
         """Whether health lets requests go there; `slow`: one at a time until its next report."""
         if ready != rank.ready:
             rank.ready = ready
-            for group, _ in rank.places:
+            for group in self._groups_of(rank):
                 group.turned(rank)
         rank.slow = slow and ready
         self._refresh(rank)
@@ -361,6 +361,9 @@ class LoadTable:
         )
         for index, leaf, metric in rank.leaves:
             index.update(leaf, key_of(rank, metric) << 16 | leaf if can_take else NEVER)
+
+    def _groups_of(self, rank: RankLoad) -> list[Group]:
+        return [self._groups[name] for name in group_names(rank) if name in self._groups]
 
     def _prune(self) -> None:
         for name, group in list(self._groups.items()):

@@ -12,7 +12,7 @@ from bus.errors import RemoteProtocolError
 from bus.wire.codec import decode
 from bus.wire.hashing import tokens_of
 from bus.wire.messages import PARAMS, Code, Dispatch, Ended, FoundBy, Location, Params, Role
-from nodes.link.runner import KvHandle, RankFacts
+from nodes.link.facts import KvHandle, RankFacts
 
 NO_ROOM = -1
 

@@ -10,47 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from msgspec import Struct
 
-from bus.wire.messages import Code, Location
-
-if TYPE_CHECKING:
-    from nodes.link.leg import Leg
-
-FOR_EVER = float("inf")
-OVER_THE_BUS = "blocks"  # RankFacts.kv_transfer of runners that serve and take KV blocks over the bus (BlockRunner)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankFacts:
-    """What a rank says of itself in `hello`. Sizes in tokens; 0: not stated, and not checked."""
-
-    model: str
-    max_context: int  # prompt and output together
-    kv_capacity: int = 0
-    max_running: int = 0
-    block_tokens: int = 0
-    vocab_size: int = 0
-    eos_ids: tuple[int, ...] = ()
-    kv_layout: str = ""  # ranks exchange KV caches where this is equal: model revision, dtype, block shape ...
-    kv_transfer: str = OVER_THE_BUS  # or the name of the engine's own connector
-    wants_prompt: bool = False  # decode legs come with the prompt's ids, and the runner samples the first token itself
-    params: tuple[str, ...] = ()  # sampling parameters it knows beyond those that every rank knows
-    handle_margin_s: float = 5.0  # a handle with less time left is refused: the fetch must be over before it lapses
-
-
-@dataclass(frozen=True, slots=True)
-class KvHandle:
-    """A prompt's KV cache at the rank that computed it, for the decode leg that fetches it."""
-
-    source: Location
-    attempt: int  # under which the room was registered
-    first_token: int  # sampled by the prefill leg
-    blocks: int
-    data: bytes = b""  # the engine's own, as its prefill side gave it; empty where blocks travel over the bus
-    valid_until: float = FOR_EVER  # on this process's monotonic clock
+from bus.wire.messages import Code
+from nodes.link.facts import FOR_EVER as FOR_EVER
+from nodes.link.facts import OVER_THE_BUS as OVER_THE_BUS
+from nodes.link.facts import KvHandle as KvHandle
+from nodes.link.facts import RankFacts as RankFacts
+from nodes.link.leg import Leg
 
 
 class RunnerLoad(Struct, frozen=True):
