@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter
+from collections import Counter, OrderedDict
 
 from bus.defaults import STALE_INTERVALS, STALE_S, bounded_interval_s
 from bus.wire.messages import Ack, Hello, Load, MemberKey, Role, Sent, SentTo
@@ -31,6 +31,7 @@ from controller.load.index import NEVER
 from controller.load.rank import UNLIMITED, RankLoad
 
 MAX_CONTROLLERS = 64
+MAX_CLOSED = 4096  # starts of ranks that have left, of which it is remembered how far their dispatches were numbered
 HARD_FACTOR = 4  # what cannot go elsewhere may queue at its rank up to this many times the credit
 
 
@@ -68,6 +69,7 @@ class LoadTable:
         }
         self._controller_ttl_s = controller_ttl_s
         self._groups: dict[tuple[str, str, str], Group] = {}
+        self._closed: OrderedDict[tuple[MemberKey, int], tuple[int, int, int]] = OrderedDict()
         self._free_seats: list[int] = []
         self._seats = 0  # given out so far, free ones included
         self.turn = 0  # dispatches charged so far
@@ -79,7 +81,8 @@ class LoadTable:
 
     def open(self, info: Hello) -> RankLoad:
         """A rank's record for this epoch, not ready yet; its `requests` and `tokens` are the estimate. A record of
-        another epoch is closed: what was in flight to it is void. Totals carry over."""
+        another epoch is closed: what was in flight to it is void. Totals carry over. A start that was closed before is
+        numbered on: it would take lower numbers for repeats."""
         old = self.ranks.get(info_key(info))
         if old is not None:
             self.close(old)
@@ -89,6 +92,11 @@ class LoadTable:
             rank.ended_total = old.ended_total + old.outstanding  # these end with it
             rank.failed_total = old.failed_total + old.outstanding
             rank.picked = old.picked
+        closed = self._closed.pop((rank.key, rank.epoch), None)
+        if closed is not None:
+            rank.number, rank.sent, rank.sent_tokens = closed
+            rank.acked, rank.acked_tokens = rank.sent, rank.sent_tokens
+            self.reconnected(rank)
         self._limit(rank)
         if self._free_seats:
             rank.seat = self._free_seats.pop()
@@ -124,6 +132,10 @@ class LoadTable:
         rank.ready = rank.open = False
         del self.ranks[rank.key]
         self._free_seats.append(rank.seat)
+        if rank.number:
+            self._closed[(rank.key, rank.epoch)] = rank.number, rank.sent, rank.sent_tokens
+            if len(self._closed) > MAX_CLOSED:
+                self._closed.popitem(last=False)
 
     def set_ready(self, rank: RankLoad, ready: bool, *, slow: bool = False) -> None:
         """Whether health lets requests go there; `slow`: one at a time until its next report."""

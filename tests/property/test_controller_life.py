@@ -1,7 +1,7 @@
 """Requests under random failures: every accepted one ends exactly once, and nothing of it stays.
 
 Nodes start, end, fail, vanish, restart, reconnect, fall silent and drain; clients cancel, resubmit and reconnect; time
-passes. The core's own books are checked after every event (`World.feed`).
+passes, at times so much that ranks are forgotten. The core's own books are checked after every event (`World.feed`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Life(RuleBasedStateMachine):
         super().__init__()
         self.world = World(
             prefill_method="total_tokens", decode_method="total_requests", unified_method="odd_policies:Erratic",
-            queue_requests=4, client_requests=12, request_overcommit=1.0,
+            queue_requests=4, client_requests=12, request_overcommit=1.0, forget_s=5.0,
         )  # fmt: skip
         self.nodes: dict[tuple[str, int], Hello] = {}
         self.peers: dict[tuple[str, int], str] = {}
@@ -41,6 +41,7 @@ class Life(RuleBasedStateMachine):
         self.seen_clients = self.seen_nodes = 0
         self.ends: Counter[str] = Counter()
         self.dispatched: set[tuple[str, int, str]] = set()
+        self.numbers: Counter[tuple[tuple[str, int], int]] = Counter()  # the last, by rank and its epoch
         self.serial = 0
         self.world.after = self.read
         for key in KEYS:
@@ -74,6 +75,9 @@ class Life(RuleBasedStateMachine):
         name = (message.rid, message.attempt, message.leg)
         assert name not in self.dispatched, f"{name} was dispatched twice"
         self.dispatched.add(name)
+        start = key, self.nodes[key].epoch
+        assert message.number > self.numbers[start], "its node takes it for a repeat"
+        self.numbers[start] = message.number
         assert len(action.frames) == (1 if message.leg == "decode" else 2)
         self.legs[key].append(message)
 
@@ -189,7 +193,7 @@ class Life(RuleBasedStateMachine):
         if self.legs[key]:
             self.world.feed(Undelivered(self.peers[key], self.legs[key].pop()))
 
-    @rule(seconds=st.sampled_from([0.1, 0.6, 3.5]), silent=st.sets(keys, max_size=2))
+    @rule(seconds=st.sampled_from([0.1, 0.6, 3.5, 6.0]), silent=st.sets(keys, max_size=2))
     def pass_time(self, seconds: float, silent: set[tuple[str, int]]) -> None:
         step = 0.5
         while seconds > 0:
@@ -233,7 +237,8 @@ class Life(RuleBasedStateMachine):
         assert self.ends == self.expected
         for key in KEYS:
             assert peer_of(self.nodes[key])
-            assert self.world.core.table.ranks[key].outstanding == 0
+            rank = self.world.core.table.ranks.get(key)  # None: forgotten
+            assert rank is None or rank.outstanding == 0
 
 
 TestLife = Life.TestCase

@@ -818,6 +818,24 @@ class TestRanks:
         world.pass_time(6.0, alive=[U[1]])
         assert set(world.core.table.ranks) == {("u", 1)}
 
+    @pytest.mark.parametrize("peer", ["", "another"])
+    def test_a_forgotten_rank_that_returns_in_its_epoch_is_numbered_on(self, peer: str) -> None:
+        """M45: a process stopped for that long would take numbers from 1 on for repeats, and ignore them."""
+        world = unified(forget_s=5.0)
+        for n in range(4):
+            world.submit(submit(f"r{n}"))
+        world.pass_time(9.5, alive=[U[1]])
+        assert set(world.core.table.ranks) == {("u", 1)}
+        world.join(U[0], peer=peer)
+        before = len(world.dispatches())
+        world.submit(submit("again"))
+        (dispatch,) = world.dispatches()[before:]
+        assert (dispatch.dp_rank, dispatch.number) == (0, 3)
+        world.report(U[0], running=1, acks=[(EPOCH, 3, 30)])
+        assert world.rank(U[0]).requests == 1
+        world.pass_time(1.0, alive=U)
+        counters = [c for sent in world.published if isinstance(sent, Sent) for c in sent.counters if c.dp_rank == 0]
+        assert counters[-1].dispatches == 3  # as the rank's acknowledgements count
 
 class TestStart:
     def test_nothing_is_dispatched_on_an_empty_picture(self) -> None:

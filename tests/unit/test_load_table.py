@@ -8,7 +8,7 @@ from controller_world import hello, load
 from bus.wire.messages import Role, Sent, SentTo
 from controller.load.groups import Metric
 from controller.load.rank import RankLoad
-from controller.load.table import LoadTable
+from controller.load.table import MAX_CLOSED, LoadTable
 
 ME, OTHER = 77, 88
 
@@ -63,6 +63,17 @@ def test_a_new_epoch_voids_what_the_old_one_had_not_acknowledged() -> None:
     assert new.requests == 2
     assert table.apply(new.key, 1, load(10, running=7), 0.2) is None
     assert table.charge(new, 1) == 1
+    table.validate()
+
+
+def test_what_is_remembered_of_starts_that_left_is_bounded() -> None:
+    table = LoadTable(ME)
+    for epoch in range(1, MAX_CLOSED + 3):  # each replaces the one before
+        assert table.charge(table.open(hello("i", 0, dp_size=1, epoch=epoch)), 10) == 1
+    table.open(hello("i", 0, dp_size=1, epoch=MAX_CLOSED + 3))
+    assert len(table._closed) == MAX_CLOSED
+    assert table.charge(table.open(hello("i", 0, dp_size=1, epoch=MAX_CLOSED + 2)), 10) == 2
+    assert table.charge(table.open(hello("i", 0, dp_size=1, epoch=1)), 10) == 1
     table.validate()
 
 
