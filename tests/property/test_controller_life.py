@@ -28,7 +28,7 @@ class Life(RuleBasedStateMachine):
         super().__init__()
         self.world = World(
             prefill_method="total_tokens", decode_method="total_requests", unified_method="odd_policies:Erratic",
-            queue_requests=4, client_requests=12, request_overcommit=1.0, forget_s=5.0,
+            queue_requests=4, client_requests=12, request_overcommit=1.0, forget_s=3.5,
         )  # fmt: skip
         self.nodes: dict[tuple[str, int], Hello] = {}
         self.peers: dict[tuple[str, int], str] = {}
@@ -174,6 +174,13 @@ class Life(RuleBasedStateMachine):
         self.join(key, self.nodes[key].epoch, running)
 
     @rule(key=keys)
+    def be_stopped(self, key: tuple[str, int]) -> None:
+        """For so long that the controller forgets the rank; then the same process goes on."""
+        self.pass_time(4.5, {key})
+        assert key not in self.world.core.table.ranks
+        self.reconnect(key, 0)
+
+    @rule(key=keys)
     def restart(self, key: tuple[str, int]) -> None:
         self.legs[key] = []
         self.join(key, self.nodes[key].epoch + 1)
@@ -193,7 +200,7 @@ class Life(RuleBasedStateMachine):
         if self.legs[key]:
             self.world.feed(Undelivered(self.peers[key], self.legs[key].pop()))
 
-    @rule(seconds=st.sampled_from([0.1, 0.6, 3.5, 6.0]), silent=st.sets(keys, max_size=2))
+    @rule(seconds=st.sampled_from([0.1, 0.6, 3.5]), silent=st.sets(keys, max_size=2))
     def pass_time(self, seconds: float, silent: set[tuple[str, int]]) -> None:
         step = 0.5
         while seconds > 0:
