@@ -2,7 +2,7 @@
 
 `controller.load.table` changes its numbers, but for `routed_total`, which is `controller.placement`'s. What is no
 number belongs to who uses it: `peer` to `controller.members`, `work` to `controller.requests.life`, `inherited` to
-`controller.requests.adoption`, `follower` to `controller.feeds.nodes`.
+`controller.requests.table`, `follower` to `controller.feeds.nodes`.
 """
 
 from __future__ import annotations

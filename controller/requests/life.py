@@ -1,6 +1,6 @@
 """The life of requests: accepted, placed, dispatched, retried, ended exactly once.
 
-Owns what happens to a request and when; `controller.requests.books` keeps what is alive, `controller.placement` chooses
+Owns what happens to a request and when; `controller.requests.table` keeps what is alive, `controller.placement` chooses
 ranks, `controller.load.table` counts them. Pure: what must be sent is appended to `out`.
 """
 
@@ -33,8 +33,6 @@ from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.members import Loss
 from controller.placement import Placement
-from controller.requests.adoption import Adoption, Held
-from controller.requests.books import Books
 from controller.requests.request import (
     MENDABLE,
     ROLES,
@@ -46,6 +44,7 @@ from controller.requests.request import (
     dispatch_of,
     same_request,
 )
+from controller.requests.table import Adoption, Books, Held
 
 MAX_ATTEMPT = 1_000_000
 MAX_LOSSES = 4096

@@ -837,6 +837,7 @@ class TestRanks:
         counters = [c for sent in world.published if isinstance(sent, Sent) for c in sent.counters if c.dp_rank == 0]
         assert counters[-1].dispatches == 3  # as the rank's acknowledgements count
 
+
 class TestStart:
     def test_nothing_is_dispatched_on_an_empty_picture(self) -> None:
         world = World(settle_s=0.5)

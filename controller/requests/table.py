@@ -1,0 +1,253 @@
+"""The table of live requests: by rid, by room and by client; the payload they keep, who waits, and when each is due.
+
+Owns these maps and sums and the limits on them, and what nodes still run of requests that a former controller
+dispatched. Sends, places and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from typing import Any, TypeAlias
+
+from bus.wire.messages import Attempt, Rid, Role, Submit
+from controller.config import ControllerConfig
+from controller.load.rank import RankLoad
+from controller.requests.request import ROLES, Refusal, Request, State
+
+KEPT_S = 60.0
+Held: TypeAlias = dict[Role, tuple[RankLoad, Attempt]]  # who runs the legs of one request
+
+
+class Books:
+    """`requests` by rid; `queue` holds those of them that wait; `payload_bytes` is what all of them keep."""
+
+    def __init__(self, config: ControllerConfig, now: float) -> None:
+        self._config = config
+        self._rooms: dict[tuple[int, Role], Rid] = {}
+        self._of_client: dict[Any, int] = {}
+        self.requests: dict[Rid, Request] = {}
+        self.queue = CentralQueue(max_requests=config.queue_requests, max_bytes=config.queue_bytes)
+        self.deadlines = Deadlines(now)
+        self.payload_bytes = 0
+
+    def check(self, peer: Any, submit: Submit, size: int, live: Request | None) -> None:
+        """Raise Refusal when `submit` with `size` bytes of payload does not fit beside what is alive; `live` is the
+        request it would replace."""
+        for role in rooms_of(submit):
+            assert submit.bootstrap_room is not None
+            holder = self._rooms.get((submit.bootstrap_room, role))
+            if holder is not None and holder != submit.rid:
+                raise Refusal("duplicate_room", f"bootstrap_room {submit.bootstrap_room} belongs to a live request")
+        config = self._config
+        kept = self.payload_bytes - (0 if live is None else live.frames_bytes)
+        if kept + size > config.payload_bytes:
+            raise Refusal("overloaded", "the prompts that wait here take all the memory there is for them")
+        if live is None and self._of_client.get(peer, 0) >= config.client_requests:
+            raise Refusal("too_many", f"this client has {config.client_requests} requests outstanding")
+        if live is None and len(self.requests) >= config.max_requests:
+            raise Refusal("overloaded", f"{config.max_requests} requests are alive here")
+
+    def add(self, request: Request) -> None:
+        submit = request.submit
+        self.requests[submit.rid] = request
+        for role in rooms_of(submit):
+            assert submit.bootstrap_room is not None
+            self._rooms[(submit.bootstrap_room, role)] = submit.rid
+        self._enter(request.peer)
+        self.payload_bytes += request.frames_bytes
+        if request.deadline_at is not None:
+            self.deadlines.add(submit.rid, request.deadline_at)
+
+    def move(self, request: Request, peer: Any) -> None:
+        """Its client speaks over another connection now."""
+        self._leave(request.peer)
+        request.peer = peer
+        self._enter(peer)
+
+    def release_payload(self, request: Request) -> None:
+        """Nobody will need its payload again."""
+        self.payload_bytes -= request.frames_bytes
+        request.frames, request.frames_bytes = (), 0
+
+    def remove(self, request: Request) -> None:
+        """It has ended."""
+        submit = request.submit
+        if request.lane is not None:
+            self.queue.remove(request)
+        request.to(State.ENDED)
+        del self.requests[submit.rid]
+        for role in rooms_of(submit):
+            assert submit.bootstrap_room is not None
+            del self._rooms[(submit.bootstrap_room, role)]
+        self._leave(request.peer)
+        self.payload_bytes -= request.frames_bytes
+        if request.deadline_at is not None:
+            self.deadlines.remove(submit.rid, request.deadline_at)
+
+    def validate(self) -> None:
+        """Every sum and map is what its definition says (tests call this after each event)."""
+        self.queue.validate()
+        live = self.requests.values()
+        assert {request.rid for request in self.queue} == {r.rid for r in live if r.state is State.QUEUED}
+        assert self.payload_bytes == sum(request.frames_bytes for request in live)
+        assert self._of_client == Counter(request.peer for request in live)
+        assert len(self.deadlines) == sum(request.deadline_at is not None for request in live)
+        assert self._rooms == {(r.submit.bootstrap_room, role): r.rid for r in live for role in rooms_of(r.submit)}
+
+    def _enter(self, peer: Any) -> None:
+        self._of_client[peer] = self._of_client.get(peer, 0) + 1
+
+    def _leave(self, peer: Any) -> None:
+        left = self._of_client[peer] - 1
+        if left:
+            self._of_client[peer] = left
+        else:
+            del self._of_client[peer]
+
+
+class CentralQueue:
+    """Requests by lane, priority and arrival; all operations O(1) in the number of requests."""
+
+    def __init__(self, *, max_requests: int, max_bytes: int) -> None:
+        self._max_requests = max_requests
+        self._max_bytes = max_bytes
+        self._lanes: dict[Hashable, dict[int, dict[str, Request]]] = {}
+        self.requests = 0
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return self.requests
+
+    def __iter__(self) -> Iterator[Request]:
+        for lane in self._lanes.values():
+            for level in lane.values():
+                yield from level.values()
+
+    def has_room(self, size: int) -> bool:
+        """Whether one more request of `size` payload bytes may wait."""
+        return self.requests < self._max_requests and self.bytes + size <= self._max_bytes
+
+    def waits(self, lane: Hashable) -> bool:
+        """Whether somebody already waits there, so that nobody overtakes."""
+        return lane in self._lanes
+
+    def add(self, lane: Hashable, request: Request) -> None:
+        """At the end of its priority."""
+        level = self._lanes.setdefault(lane, {}).setdefault(request.submit.priority, {})
+        assert request.lane is None, request.rid
+        level[request.rid] = request
+        request.lane = lane
+        self.requests += 1
+        self.bytes += request.frames_bytes
+
+    def remove(self, request: Request) -> None:
+        lane = self._lanes[request.lane]
+        level = lane[request.submit.priority]
+        del level[request.rid]
+        if not level:
+            del lane[request.submit.priority]
+            if not lane:
+                del self._lanes[request.lane]
+        request.lane = None
+        self.requests -= 1
+        self.bytes -= request.frames_bytes
+
+    def lanes(self) -> list[Hashable]:
+        return list(self._lanes)
+
+    def head(self, lane: Hashable) -> Request | None:
+        """Who is next in `lane`: the oldest of the highest priority."""
+        levels = self._lanes.get(lane)
+        return next(iter(levels[max(levels)].values())) if levels else None
+
+    def validate(self) -> None:
+        requests = list(self)
+        assert self.requests == len(requests)
+        assert self.bytes == sum(request.frames_bytes for request in requests)
+        assert all(levels and all(levels.values()) for levels in self._lanes.values())
+
+
+class Deadlines:
+    """Which requests are due: a wheel of `step_s` slots, so that adding and removing are O(1) and leave nothing."""
+
+    def __init__(self, now: float, step_s: float = 0.05) -> None:
+        self._step_s = step_s
+        self._next = int(now / step_s)
+        self._slots: dict[int, dict[str, None]] = {}
+
+    def add(self, rid: str, due: float) -> None:
+        self._slots.setdefault(self._slot(due), {})[rid] = None
+
+    def remove(self, rid: str, due: float) -> None:
+        number = self._slot(due)
+        slot = self._slots.get(number)
+        if slot is not None:
+            slot.pop(rid, None)
+            if not slot:
+                del self._slots[number]
+
+    def due(self, now: float) -> list[str]:
+        """Take out those whose time has come, at most a slot late."""
+        end = int(now / self._step_s)
+        if end - self._next > len(self._slots):  # a long pause: look at what is there
+            numbers = sorted(number for number in self._slots if number < end)
+        else:
+            numbers = [number for number in range(self._next, end) if number in self._slots]
+        self._next = max(self._next, end)
+        return [rid for number in numbers for rid in self._slots.pop(number)]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._slots.values()))
+
+    def _slot(self, due: float) -> int:
+        return max(int(due / self._step_s), self._next)
+
+
+class Adoption:
+    """By rid and role: the rank that runs it and the attempt."""
+
+    def __init__(self) -> None:
+        self._held: dict[Rid, Held] = {}
+        self._offers: dict[RankLoad, tuple[float, tuple[tuple[Rid, Attempt], ...]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def offer(self, rank: RankLoad, now: float) -> None:
+        """Take over what `rank` ran when it introduced itself; a later hello may list work that I dispatched."""
+        running, rank.inherited = rank.inherited, ()
+        if not running:
+            return
+        self._offers[rank] = now, running
+        for rid, attempt in running:
+            self._held.setdefault(rid, {})[rank.info.role] = (rank, attempt)
+
+    def of(self, rid: Rid) -> Held:
+        """Who runs `rid`."""
+        return self._held.get(rid, {})
+
+    def take(self, rid: Rid) -> Held:
+        """Who runs `rid`; forgotten with the answer."""
+        return self._held.pop(rid, {})
+
+    def forget(self, rank: RankLoad) -> None:
+        """What it ran is lost."""
+        _, running = self._offers.pop(rank, (0.0, ()))
+        for rid, _ in running:
+            roles = self._held.get(rid)
+            if roles is not None and roles.get(rank.info.role, (None,))[0] is rank:
+                del roles[rank.info.role]
+                if not roles:
+                    del self._held[rid]
+
+    def expire(self, now: float) -> None:
+        """Nobody asked for these."""
+        for rank, (since, _) in list(self._offers.items()):
+            if now - since > KEPT_S:
+                self.forget(rank)
+
+
+def rooms_of(submit: Submit) -> tuple[Role, ...]:
+    """For which roles `submit` claims its room: a prefill and a decode leg of one room are one pair."""
+    return () if submit.bootstrap_room is None or submit.leg == "unified" else ROLES[submit.leg]
