@@ -1,7 +1,7 @@
 """What the pure cores ask their shells to do. Owns the vocabulary; must not do any of it.
 
 A core is `handle(event, now) -> list[Action]`: no sockets, clocks, threads or global random inside; `now` is
-seconds on a monotonic clock. `cause` names the event that led here and appears in the log.
+seconds on a monotonic clock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Send:
     peer: Any
     message: Message
     frames: Sequence[Any] = ()
-    cause: str = ""
+    cause: str = ""  # for the log of a shell that cannot send it
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,6 @@ class Publish:
     """Publish `message` under its topic (`bus.wire.topics.of`)."""
 
     message: Message
-    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,5 +36,4 @@ class Note:
 
     event: str
     level: str = "info"
-    cause: str = ""
     fields: dict[str, Any] = field(default_factory=dict)

@@ -222,7 +222,7 @@ class ControllerCore:
             self.counts["policy_faults"] += 1
             if (role, hook) not in self._faults:
                 fields = {"role": role, "method": method, "hook": hook, "why": why}
-                self._faults[(role, hook)] = Note("policy.failed", "error", "policy", fields)
+                self._faults[(role, hook)] = Note("policy.failed", "error", fields)
 
         if given is not None:
             return guarded(given, type(given).__name__, on_fault)
@@ -231,18 +231,18 @@ class ControllerCore:
     # --- from clients -----------------------------------------------------------------------------------------
 
     def _on_status_query(self, peer: Any, query: StatusQuery, now: float, out: list[Action]) -> None:
-        out.extend(ToClient(peer, part, "status") for part in split(self.status(query.id, now)))
+        out.extend(ToClient(peer, part) for part in split(self.status(query.id, now)))
 
     def _on_drain_rank(self, peer: Any, order: DrainRank, now: float, out: list[Action]) -> None:
         rank = self.table.ranks.get((order.instance, order.dp_rank))
         if rank is None:
             refused = Refused("bad_rank", f"no rank {order.instance}/{order.dp_rank} is known here", order.id)
-            out.append(ToClient(peer, refused, "drain"))
+            out.append(ToClient(peer, refused))
             return
         self.health.drain(rank.key)
         self._lose(self.members.assess(rank, now, out, "drain"), now, out)
-        out.append(ToNode(rank.peer, Drain(order.dp_rank), cause="drain"))
-        out.extend(ToClient(peer, part, "drain") for part in split(self.status(order.id, now)))
+        out.append(ToNode(rank.peer, Drain(order.dp_rank)))
+        out.extend(ToClient(peer, part) for part in split(self.status(order.id, now)))
 
     # --- from nodes -------------------------------------------------------------------------------------------
 
@@ -255,7 +255,7 @@ class ControllerCore:
             return
         rank = self.members.peers.get(peer)
         if rank is None:
-            out.append(ToNode(peer, Who(), cause="stranger"))
+            out.append(ToNode(peer, Who()))
             return
         self.health.heard(rank.key, now)
         if isinstance(message, Progress):
@@ -349,7 +349,7 @@ class ControllerCore:
         if now >= self._ping_at:
             self._ping_at = now + self.config.lease_s / 3
             self._pings += 1
-            out.extend(ToNode(peer, Ping(self._pings), cause="ping") for peer in list(self.members.peers))
+            out.extend(ToNode(peer, Ping(self._pings)) for peer in list(self.members.peers))
         if now >= self._measure_at:
             self.life.measure(now - self._measure_at + MEASURE_S)
             self._measure_at = now + MEASURE_S
@@ -373,4 +373,4 @@ class ControllerCore:
         for at in range(0, len(counters), MAX_DP_SIZE):
             self._sent_seq += 1
             some = counters[at : at + MAX_DP_SIZE]
-            out.append(Publish(Sent(self.config.name, self.epoch, self._sent_seq, some), "time"))
+            out.append(Publish(Sent(self.config.name, self.epoch, self._sent_seq, some)))

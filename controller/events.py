@@ -76,7 +76,6 @@ class ToClient(Struct, frozen=True, gc=False):
 
     peer: Any
     message: Message
-    cause: str = ""
 
 
 class ToNode(Struct, frozen=True, gc=False):
@@ -85,7 +84,6 @@ class ToNode(Struct, frozen=True, gc=False):
     peer: Any
     message: Message
     frames: Sequence[Any] = ()
-    cause: str = ""
 
 
 Action: TypeAlias = ToClient | ToNode | Publish | Note

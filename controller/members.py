@@ -53,7 +53,7 @@ class Members:
         refusal = self._refusal(peer, key, hello)
         if refusal is not None:
             self._counts[f"hello_{refusal.code}"] += 1
-            out.append(ToNode(peer, refusal, cause="hello"))
+            out.append(ToNode(peer, refusal))
             return []
         losses: list[Loss] = []
         rank = self._table.ranks.get(key)
@@ -65,10 +65,10 @@ class Members:
                 self._fenced.setdefault(key, deque(maxlen=FENCED_EPOCHS)).append(rank.epoch)
                 known = self.peers.pop(rank.peer, None) is not None and rank.peer != peer
                 if known and not _is_later(rank.info, hello):  # it may live
-                    out.append(ToNode(rank.peer, _fence(hello), cause="hello"))
+                    out.append(ToNode(rank.peer, _fence(hello)))
             rank = self._table.open(hello)
             self._count(rank, 1)
-            out.append(Note("node.registered", cause="hello", fields=_name(rank) | {"epoch": rank.epoch}))
+            out.append(Note("node.registered", fields=_name(rank) | {"epoch": rank.epoch}))
         else:
             if rank.peer != peer:
                 why = f"rank {key[0]}/{key[1]} lost its connection"
@@ -81,7 +81,7 @@ class Members:
         self._health.hello(key, hello.epoch, hello.state, idle=not hello.running, now=now)
         follow = self._config.methods[hello.role] == "follow_bootstrap_room"
         welcome = Welcome(self._config.name, self._epoch, follow, self._config.lease_s, hello.dp_rank)
-        out.append(ToNode(peer, welcome, cause="hello"))
+        out.append(ToNode(peer, welcome))
         return losses + self.assess(rank, now, out, "hello")
 
     def bye(self, rank: RankLoad, bye: Bye, now: float, out: list[Action]) -> list[Loss]:
@@ -102,10 +102,10 @@ class Members:
         self._health.unreachable(rank.key)
         return self.assess(rank, now, out, "unreachable")
 
-    def assess(self, rank: RankLoad, now: float, out: list[Action], cause: str) -> list[Loss]:
+    def assess(self, rank: RankLoad, now: float, out: list[Action], sign: str) -> list[Loss]:
         """Act on one rank's state if it changed."""
         change = self._health.assess(rank.key, now)
-        return [loss for loss in (self._act(change, out, cause),) if loss] if change else []
+        return [loss for loss in (self._act(change, out, sign),) if loss] if change else []
 
     def sweep(self, now: float, out: list[Action]) -> list[Loss]:
         """Act on all ranks whose state time has changed; forget those gone for long (a `Loss` too: whoever keeps
@@ -137,13 +137,13 @@ class Members:
 
     # --- inside -----------------------------------------------------------------------------------------------
 
-    def _act(self, change: Change, out: list[Action], cause: str) -> Loss | None:
+    def _act(self, change: Change, out: list[Action], sign: str) -> Loss | None:
         rank = self._table.ranks[change.key]
         pulse = self._health.pulses[change.key]
         self._table.set_ready(rank, change.new == "ready", slow=pulse.returning)
         level = "warning" if change.new in ("lost", "hung", "silent") else "info"
-        states = {"old": change.old, "new": change.new}
-        out.append(Note("rank.state_changed", level, cause, _name(rank) | states))
+        states = {"old": change.old, "new": change.new, "sign": sign}
+        out.append(Note("rank.state_changed", level, _name(rank) | states))
         if change.new == "ready":
             pulse.returning = False
         if (change.new in DEAD) == (change.old in DEAD):

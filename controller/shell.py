@@ -256,7 +256,7 @@ class Controller(Service):
             elif type(action) is Publish:
                 self._publish(action.message)
             elif type(action) is Note:
-                getattr(log, action.level)(action.event, cause=action.cause, **action.fields)
+                getattr(log, action.level)(action.event, **action.fields)
             elif action.peer == LOCAL:
                 if self._on_local is not None:
                     self._on_local(action.message)

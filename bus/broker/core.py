@@ -175,7 +175,7 @@ class BrokerCore:
         if was == member.state:
             return []
         fields = {"instance": rank.instance, "dp_rank": rank.dp_rank, "state": member.state, "epoch": rank.epoch}
-        return [Note("member.changed", cause="member", fields=fields)]
+        return [Note("member.changed", fields=fields)]
 
     def _on_rooms(self, message: Rooms, now: float) -> list[Action]:
         rank = self.ranks.hear(message.instance, message.dp_rank, message.epoch, now)
@@ -219,9 +219,9 @@ class BrokerCore:
                     self.tally["watches_answered"] += 1
         for (peer, query), by_attempt in found.items():
             known = tuple(Found(owner.location, attempt, tuple(some)) for attempt, some in by_attempt.items())
-            actions.append(Send(peer, Answer(query, found=known), cause="rooms"))
+            actions.append(Send(peer, Answer(query, found=known)))
         for (peer, query), losses in lost.items():
-            actions.append(Send(peer, Answer(query, lost=tuple(losses)), cause="drop"))
+            actions.append(Send(peer, Answer(query, lost=tuple(losses))))
         return actions
 
     def _conflict(self, claim: Registration, later: Owner, now: float) -> Iterable[Action]:
@@ -230,7 +230,7 @@ class BrokerCore:
         for addressed, other, stands in ((later, kept.owner, False), (kept.owner, later, True)):
             at = addressed.location
             told = Conflict(at.instance, at.dp_rank, at.epoch, claim.room, claim.attempt, other.location, stands)
-            yield Publish(told, cause="rooms")
+            yield Publish(told)
 
     def _owner(self, rank: Rank, endpoint: str) -> Owner:
         """The owner of the rank's claims in its present epoch; the one of an earlier epoch is retired."""
@@ -259,17 +259,17 @@ class BrokerCore:
 
     def _on_request(self, peer: Peer, message: Message, now: float) -> list[Action]:
         if isinstance(message, Query):
-            return [Send(peer, self._answer(peer, message, now), cause="query")]
+            return [Send(peer, self._answer(peer, message, now))]
         if isinstance(message, Unwatch):
             self.tally["watches_dropped"] += self.watches.drop(peer, message.rooms)
             return []
         if isinstance(message, TopologyQuery):
             self.tally["topology_queries"] += 1
             infos = self.ranks.infos(message.instance, now)
-            return [Send(peer, Topology(message.id, self.epoch, infos), cause="topology")]
+            return [Send(peer, Topology(message.id, self.epoch, infos))]
         assert isinstance(message, BrokerStatusQuery), message
         status = BrokerStatus(message.id, self.epoch, max(0.0, now - self._started_at), self.counts())
-        return [Send(peer, status, cause="broker_status")]
+        return [Send(peer, status)]
 
     def _answer(self, peer: Peer, query: Query, now: float) -> Answer | Refused:
         self.tally["queries"] += 1
@@ -295,13 +295,13 @@ class BrokerCore:
             overdue.setdefault((peer, query), []).append(Lost(room, "unknown_room"))
         for (peer, query), losses in overdue.items():
             self.tally["watches_overdue"] += len(losses)
-            actions.append(Send(peer, Answer(query, lost=tuple(losses)), cause="deadline"))
+            actions.append(Send(peer, Answer(query, lost=tuple(losses))))
         for rank in list(self._restating.values()):
             actions += self._ask_to_restate(rank, now)
         if now >= self._beacon_at:
             self._beacon_at = max(self._beacon_at + self.limits.beacon_s, now)
             self._beacon_seq += 1
-            actions.append(Publish(Beacon(self.epoch, self._beacon_seq, self.limits.beacon_s), cause="tick"))
+            actions.append(Publish(Beacon(self.epoch, self._beacon_seq, self.limits.beacon_s)))
             self._check_leases(now)
         return actions
 
@@ -314,7 +314,7 @@ class BrokerCore:
         rank.restate_at = now + rank.restate_after_s
         rank.restate_after_s = min(RESTATE_MAX_S, 2 * rank.restate_after_s)
         self.tally["resyncs"] += 1
-        return [Publish(Resync(rank.instance, rank.dp_rank, rank.epoch), cause="gap")]
+        return [Publish(Resync(rank.instance, rank.dp_rank, rank.epoch))]
 
     def _check_leases(self, now: float) -> None:
         for rank in self.ranks:
@@ -329,4 +329,4 @@ class BrokerCore:
         if key in self._noted or len(self._noted) >= NOTES_REMEMBERED:
             return []
         self._noted.add(key)
-        return [Note(event, "warning", cause=key[0], fields=fields)]
+        return [Note(event, "warning", fields=fields)]

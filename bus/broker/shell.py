@@ -179,7 +179,7 @@ class Broker(Service):
         if isinstance(action, Send):
             self._send(action.peer, action.message)
         elif isinstance(action, Note):
-            getattr(log, action.level)(action.event, cause=action.cause, **action.fields)
+            getattr(log, action.level)(action.event, **action.fields)
         else:
             self._pub.send_multipart((topics.of(action.message), codec.encode(action.message)))
 

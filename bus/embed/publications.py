@@ -167,14 +167,14 @@ class PublisherCore:
         if state == "gone":
             self._live.clear()
             self._restating.clear()
-        return [*out, self._member(now, "state")]
+        return [*out, self._member(now)]
 
     def set_follow(self, flag: bool, now: float) -> list[Publish]:
         """Whether `bootstrap_room % dp_size` finds the rank of every room of this instance."""
         if flag == self.follow_bootstrap_room:
             return []
         self.follow_bootstrap_room = flag
-        return [self._member(now, "follow_bootstrap_room")]
+        return [self._member(now)]
 
     def goodbye(self, now: float) -> list[Publish]:
         return self.set_state("gone", now)
@@ -213,7 +213,7 @@ class PublisherCore:
         if self._registering or self._dropping:
             out += self.flush(now)
         if self._member_sent_at is None or now - self._member_sent_at >= min(self._promised_s, self._interval_s(now)):
-            out.append(self._member(now, "interval"))  # with the load: after it, no report is due
+            out.append(self._member(now))  # with the load: after it, no report is due
         return out + self.flush(now)
 
     def due_s(self, now: float) -> float:
@@ -239,7 +239,7 @@ class PublisherCore:
             load = self._take_load(now)
             assert load is not None
             report = LoadReport(self.instance, self.dp_rank, self.epoch, self._seqs["load"], load)
-            out.append(Publish(report, cause="report"))
+            out.append(Publish(report))
         return out
 
     def _load_is_due(self, now: float) -> bool:
@@ -288,9 +288,9 @@ class PublisherCore:
             self.instance, self.dp_rank, self.epoch, self._seqs["rooms"], self._take_load(now), self.endpoint,
             register, drop, snapshot,
         )  # fmt: skip
-        return Publish(message, cause="snapshot" if snapshot else "flush")
+        return Publish(message)
 
-    def _member(self, now: float, cause: str) -> Publish:
+    def _member(self, now: float) -> Publish:
         self._seqs["member"] += 1
         self._member_sent_at = now
         self._promised_s = self._interval_s(now)
@@ -299,7 +299,7 @@ class PublisherCore:
             self.dp_size, self.state, self.endpoint, self.follow_bootstrap_room, self._seqs["rooms"],
             self._promised_s,
         )  # fmt: skip
-        return Publish(member, cause=cause)
+        return Publish(member)
 
     # --- live rooms -----------------------------------------------------------------------------------------------
 
@@ -327,7 +327,7 @@ class PublisherCore:
         self._restated_at = now
         self._restating = deque(self._live)
         self.counts["restated"] += 1
-        return [self._member(now, "restate"), self._snapshot(now), *self._restatement(now)]
+        return [self._member(now), self._snapshot(now), *self._restatement(now)]
 
     def _restatement(self, now: float) -> list[Publish]:
         return [self._snapshot(now) for _ in range(CHUNKS_PER_FLUSH) if self._restating]

@@ -239,7 +239,7 @@ class Publisher(Service):
             try:
                 frame = codec.encode(publication.message)
             except (LocalProtocolError, TypeError, ValueError, OverflowError) as error:
-                self._refuse(f"{publication.cause}: {error}")
+                self._refuse(f"{type(publication.message).__name__}: {error}")
             else:
                 self._pub.send_multipart((topics.of(publication.message), frame))
 

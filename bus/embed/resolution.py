@@ -229,12 +229,12 @@ class ResolverCore:
             _, fetched_at = self._fetching.get(name, (0, float("-inf")))
             if now - fetched_at >= TOPOLOGY_AGAIN_S:
                 self._fetching[name] = (self._next_id, now)
-                out.append(Send(BROKER, TopologyQuery(self._next_id, name), cause="want"))
+                out.append(Send(BROKER, TopologyQuery(self._next_id, name)))
                 self._next_id += 1
                 self.counts["topology_queries"] += 1
         unwatch, self._unwatch = self._unwatch, []
         for some in _chunks(unwatch):
-            out.append(Send(BROKER, Unwatch(tuple(some)), cause="settled"))
+            out.append(Send(BROKER, Unwatch(tuple(some))))
         new, self._new = self._new, []
         asking = dict.fromkeys(want.room for want in new if want in self._wants.get(want.room, ()))
         for some in _chunks(list(asking)):
@@ -243,7 +243,7 @@ class ResolverCore:
             for want in wants:
                 want.asked = True
                 want.ask_at = now + ASK_AGAIN_S
-            out.append(Send(BROKER, Query(QUERY_ID, tuple(some), watch_s), cause="want"))
+            out.append(Send(BROKER, Query(QUERY_ID, tuple(some), watch_s)))
             self.counts["queries"] += 1
         return out
 

@@ -110,23 +110,23 @@ class Life:
         request.losses = losses if offset == submit.offset else 0  # no token since: it may be what kills them
         self.books.add(request)
         try:
-            if not self._place(request, now, out, "submit"):
+            if not self._place(request, now, out):
                 self._enqueue(request)
         except Refusal as refusal:
-            self._fail(request, refusal.code, refusal.sentence, out, "submit")
+            self._fail(request, refusal.code, refusal.sentence, out)
 
     def cancel(self, peer: Any, rid: Rid, out: list[Action]) -> None:
         """End a request at once; whoever knows the rid may. Its owner hears the end, whoever asked for it, and so does
         `peer`, which may be the owner over a new connection. Unknown ones are over already: no answer."""
         for rank, attempt in self.adoption.take(rid).values():
-            out.append(ToNode(rank.peer, CancelLeg(rid, attempt), cause="cancel"))
+            out.append(ToNode(rank.peer, CancelLeg(rid, attempt)))
         request = self.requests.get(rid)
         if request is not None:
             sentence = "cancelled by the client" if peer == request.peer else "cancelled over another connection"
-            self._fail(request, "cancelled", sentence, out, "cancel")
+            self._fail(request, "cancelled", sentence, out)
             if peer != request.peer:
                 failed = Failed(rid, request.attempt, "cancelled", sentence, retryable=False)
-                out.append(ToClient(peer, failed, cause="cancel"))
+                out.append(ToClient(peer, failed))
 
     # --- from nodes -------------------------------------------------------------------------------------------
 
@@ -153,10 +153,10 @@ class Life:
             assert leg is not None, (rid, loss)
             self._counts["legs_lost"] += 1
             if loss.tell:
-                out.append(ToNode(loss.rank.peer, CancelLeg(rid, request.attempt, "fenced"), cause="rank.lost"))
+                out.append(ToNode(loss.rank.peer, CancelLeg(rid, request.attempt, "fenced")))
             self._over(leg, request)
             request.losses += loss.died
-            self._leg_failed(request, leg, "peer_lost", loss.why, now, out, "rank.lost")
+            self._leg_failed(request, leg, "peer_lost", loss.why, now, out)
 
     def undelivered(self, rank: RankLoad, dispatch: Dispatch, now: float, out: list[Action]) -> None:
         """A dispatch could not be queued for its node: it never happened."""
@@ -169,7 +169,7 @@ class Life:
             del rank.work[request.rid]
             self._learn(leg, request, now)
             sentence = f"rank {rank.key[0]}/{rank.key[1]} takes no more messages"
-            self._leg_failed(request, leg, "overloaded", sentence, now, out, "undelivered")
+            self._leg_failed(request, leg, "overloaded", sentence, now, out)
 
     # --- time and credit --------------------------------------------------------------------------------------
 
@@ -179,22 +179,22 @@ class Life:
             request = self.requests[rid]
             request.deadline_at = None  # the wheel has let go of it
             sentence = "its deadline passed" + (" while it waited for a rank" if request.lane is not None else "")
-            self._fail(request, "deadline", sentence, out, "deadline")
+            self._fail(request, "deadline", sentence, out)
 
     def drain(self, now: float, out: list[Action]) -> None:
         """Dispatch from the queue what there is credit for."""
         for lane in self.queue.lanes():
             while (request := self.queue.head(lane)) is not None:
                 try:
-                    if not self._place(request, now, out, "credit"):
+                    if not self._place(request, now, out):
                         break
                 except Refusal as refusal:
-                    self._fail(request, refusal.code, refusal.sentence, out, "credit")
+                    self._fail(request, refusal.code, refusal.sentence, out)
 
     def shutdown(self, out: list[Action]) -> None:
         """End everything that lives."""
         for request in list(self.requests.values()):
-            self._fail(request, "shutting_down", "the controller leaves", out, "shutdown")
+            self._fail(request, "shutting_down", "the controller leaves", out)
 
     def measure(self, interval_s: float) -> None:
         """Each `interval_s`: how fast requests end, for retry hints."""
@@ -229,17 +229,17 @@ class Life:
         self._counts["reattached"] += 1
         self.books.move(live, peer)
         if live.state is State.RUNNING:
-            self._accept(live, out, "submit")
+            self._accept(live, out)
         else:  # it waits: say that it is known, so that its client does not take us for dead
             waits = Accepted(live.rid, live.attempt, live.submit.bootstrap_room, None, None)
-            out.append(ToClient(live.peer, waits, "submit"))
+            out.append(ToClient(live.peer, waits))
 
     def _supersede(self, live: Request, peer: Any, out: list[Action]) -> None:
         self._counts["superseded"] += 1
-        self._withdraw(live, "fenced", out, "submit")
+        self._withdraw(live, "fenced", out)
         if live.peer != peer:
             failed = Failed(live.rid, live.attempt, "fenced", "a newer attempt was submitted", retryable=False)
-            out.append(ToClient(live.peer, failed, cause="submit"))
+            out.append(ToClient(live.peer, failed))
         self.books.remove(live)
 
     def _enqueue(self, request: Request) -> None:
@@ -250,7 +250,7 @@ class Life:
 
     # --- inside: place and dispatch ---------------------------------------------------------------------------
 
-    def _place(self, request: Request, now: float, out: list[Action], cause: str) -> bool:
+    def _place(self, request: Request, now: float, out: list[Action]) -> bool:
         """Dispatch `request` if its legs have ranks; False: it waits. Raises Refusal where waiting does not help."""
         if not self.settled:
             return False
@@ -272,12 +272,10 @@ class Life:
             if rank is None:
                 return False
             chosen.append((role, rank))
-        self._dispatch(request, chosen, now, out, cause)
+        self._dispatch(request, chosen, now, out)
         return True
 
-    def _dispatch(
-        self, request: Request, chosen: list[tuple[Role, RankLoad]], now: float, out: list[Action], cause: str
-    ) -> None:
+    def _dispatch(self, request: Request, chosen: list[tuple[Role, RankLoad]], now: float, out: list[Action]) -> None:
         submit = request.submit
         if request.lane is not None:
             self.queue.remove(request)
@@ -299,16 +297,12 @@ class Life:
                 if not rank.info.wants_prompt:
                     frames = frames[1:]
                 told = prefill if submit.leg == "pair" else self._told(request)
-            out.append(
-                ToNode(rank.peer, dispatch_of(request, role, rank, number, self._epoch, now, told), frames, cause)
-            )
+            out.append(ToNode(rank.peer, dispatch_of(request, role, rank, number, self._epoch, now, told), frames))
         self._counts["dispatched" if request.tries == 1 else "redispatched"] += 1
-        self._accept(request, out, cause)
+        self._accept(request, out)
         if self.trace:
             ranks = {leg.role: f"{leg.rank.key[0]}/{leg.rank.key[1]}" for leg in request.legs}
-            out.append(
-                Note("request.dispatched", "debug", cause, {"rid": request.rid, "attempt": request.attempt} | ranks)
-            )
+            out.append(Note("request.dispatched", "debug", {"rid": request.rid, "attempt": request.attempt} | ranks))
 
     def _told(self, request: Request) -> Location | None:
         """Where the caller says a lone decode leg's prefill ran, if this controller knows that rank."""
@@ -337,16 +331,16 @@ class Life:
         self.adoption.take(submit.rid)
         self._counts["adopted"] += 1
         request.attempt, request.model = attempt, model
-        self._dispatch(request, legs, now, out, "adopted")
+        self._dispatch(request, legs, now, out)
         return True
 
     def _disown(self, request: Request, out: list[Action]) -> None:
         """What nodes still run of it is given up: it is run anew, under a higher attempt."""
         for rank, old in self.adoption.take(request.rid).values():
-            out.append(ToNode(rank.peer, CancelLeg(request.rid, old, "fenced"), cause="adopted"))
+            out.append(ToNode(rank.peer, CancelLeg(request.rid, old, "fenced")))
             request.attempt = max(request.attempt, min(old + 1, MAX_ATTEMPT))
 
-    def _accept(self, request: Request, out: list[Action], cause: str) -> None:
+    def _accept(self, request: Request, out: list[Action]) -> None:
         prefill = decode = None
         for leg in request.legs:
             if leg.role == "prefill":
@@ -354,7 +348,7 @@ class Life:
             else:
                 decode = leg.rank.location
         accepted = Accepted(request.rid, request.attempt, request.submit.bootstrap_room, prefill, decode)
-        out.append(ToClient(request.peer, accepted, cause))
+        out.append(ToClient(request.peer, accepted))
 
     # --- inside: end ------------------------------------------------------------------------------------------
 
@@ -395,7 +389,7 @@ class Life:
                 self._streaming(request)
         elif not (leg.role == "prefill" and len(request.legs) == 2 and request.streaming):
             sentence = ended.message or f"the {leg.role} leg ended with {ended.code}"
-            self._leg_failed(request, leg, ended.code, sentence, now, out, "progress")
+            self._leg_failed(request, leg, ended.code, sentence, now, out)
             return
         self._finish(request, out)
 
@@ -410,11 +404,11 @@ class Life:
                 legs += (ended,)
         self._counts["done"] += 1
         self._ends += 1
-        out.append(ToClient(request.peer, Done(request.rid, request.attempt, legs), "progress"))
+        out.append(ToClient(request.peer, Done(request.rid, request.attempt, legs)))
         self.books.remove(request)
 
     def _leg_failed(
-        self, request: Request, leg: LegRun, code: Code, sentence: str, now: float, out: list[Action], cause: str
+        self, request: Request, leg: LegRun, code: Code, sentence: str, now: float, out: list[Action]
     ) -> None:
         """One leg of `request` is over and not well: try again elsewhere, or fail both."""
         if leg.role == "prefill" and len(request.legs) == 2 and request.streaming:
@@ -422,31 +416,31 @@ class Life:
             for other in request.legs:
                 if not other.over:
                     lost = CancelLeg(request.rid, request.attempt, "prefill_failed", if_unfetched=True)
-                    out.append(ToNode(other.rank.peer, lost, cause=cause))
+                    out.append(ToNode(other.rank.peer, lost))
             self._finish(request, out)
             return
         retry = code in MENDABLE and not request.streaming and request.attempt < MAX_ATTEMPT
         poison = retry and request.losses >= self._config.attempts
         if retry and not poison and request.tries < self._config.attempts:
-            self._withdraw(request, "fenced", out, cause)
+            self._withdraw(request, "fenced", out)
             request.avoid += (leg.rank,)
             request.attempt += 1
             request.to(State.QUEUED)
             try:
-                if not self._place(request, now, out, cause):
+                if not self._place(request, now, out):
                     self._enqueue(request)
             except Refusal as refusal:
-                self._fail(request, code, f"{sentence}; then: {refusal.sentence}", out, cause)
+                self._fail(request, code, f"{sentence}; then: {refusal.sentence}", out)
             return
         if poison or (retry and request.losses >= request.tries > 1):
             code, sentence = "poison", f"{request.losses} ranks were lost with it; the last: {sentence}"
-        self._fail(request, code, sentence, out, cause, withdraw=_LEG_FAILED[leg.role])
+        self._fail(request, code, sentence, out, withdraw=_LEG_FAILED[leg.role])
 
-    def _withdraw(self, request: Request, code: Code, out: list[Action], cause: str) -> None:
+    def _withdraw(self, request: Request, code: Code, out: list[Action]) -> None:
         """Cancel the legs that still run, and count them no more."""
         for leg in request.legs:
             if not leg.over:
-                out.append(ToNode(leg.rank.peer, CancelLeg(request.rid, request.attempt, code), cause=cause))
+                out.append(ToNode(leg.rank.peer, CancelLeg(request.rid, request.attempt, code)))
                 self._over(leg, request)
 
     def _fail(
@@ -455,12 +449,11 @@ class Life:
         code: Code,
         sentence: str,
         out: list[Action],
-        cause: str,
         *,
         withdraw: Code | None = None,
     ) -> None:
-        self._withdraw(request, withdraw or code, out, cause)
-        self._answer_failed(request.peer, request.rid, request.attempt, code, sentence, out, cause)
+        self._withdraw(request, withdraw or code, out)
+        self._answer_failed(request.peer, request.rid, request.attempt, code, sentence, out)
         if request.losses:
             self._losses[request.rid] = request.submit.offset, request.losses
             if len(self._losses) > MAX_LOSSES:
@@ -469,18 +462,16 @@ class Life:
         self.books.remove(request)
 
     def _refuse(self, peer: Any, submit: Submit, refusal: Refusal, out: list[Action]) -> None:
-        self._answer_failed(peer, submit.rid, submit.attempt, refusal.code, refusal.sentence, out, "submit")
+        self._answer_failed(peer, submit.rid, submit.attempt, refusal.code, refusal.sentence, out)
 
-    def _answer_failed(
-        self, peer: Any, rid: Rid, attempt: int, code: Code, sentence: str, out: list[Action], cause: str
-    ) -> None:
+    def _answer_failed(self, peer: Any, rid: Rid, attempt: int, code: Code, sentence: str, out: list[Action]) -> None:
         self._counts["failed"] += 1
         self._counts[f"failed_{code}"] += 1
         failed = Failed(rid, attempt, code, sentence[:1024], code in RETRYABLE, self.retry_after_s(code))
-        out.append(ToClient(peer, failed, cause))
+        out.append(ToClient(peer, failed))
         if self.trace or code in LOGGED:
             fields = {"rid": rid, "attempt": attempt, "code": code, "why": sentence}
-            out.append(Note("request.failed", "warning" if code in LOGGED else "debug", cause, fields))
+            out.append(Note("request.failed", "warning" if code in LOGGED else "debug", fields))
 
 
 def _lane(submit: Submit) -> Hashable:
