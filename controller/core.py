@@ -194,8 +194,8 @@ class ControllerCore:
             "requests": len(life.requests),
             "queue_requests": life.queue.requests,
             "queue_bytes": life.queue.bytes,
-            "payload_bytes": life.books.payload_bytes,
-            "adoptable": len(life.adoption),
+            "payload_bytes": life.table.payload_bytes,
+            "adoptable": len(life.table.inherited),
             "prefix_blocks": sum(len(index) for index in self.prefixes.values()),
             "regret_tokens": self.regret.tokens,
             "regret_dispatches": self.regret.dispatches,
@@ -251,7 +251,7 @@ class ControllerCore:
             self._lose(self.members.hello(peer, message, now, out), now, out)
             rank = self.members.peers.get(peer)
             if rank is not None:
-                self.life.adoption.offer(rank, now)
+                self.life.table.inherited.bring(rank, now)
             return
         rank = self.members.peers.get(peer)
         if rank is None:
@@ -275,7 +275,7 @@ class ControllerCore:
             if self.table.ranks.get(loss.rank.key) is not loss.rank or self.members.state(loss.rank) in DEAD:
                 # its cache is gone with it, or will be when it is back
                 self.policies[loss.rank.info.role].forgotten(loss.rank)
-            self.life.adoption.forget(loss.rank)
+            self.life.table.inherited.forget(loss.rank)
             self.life.lost(loss, now, out)
 
     # --- from the bus -----------------------------------------------------------------------------------------
@@ -345,7 +345,6 @@ class ControllerCore:
         if now >= self._sweep_at:
             self._sweep_at = now + self.config.lease_s / 12
             self._lose(self.members.sweep(now, out), now, out)
-            self.life.adoption.expire(now)
         if now >= self._ping_at:
             self._ping_at = now + self.config.lease_s / 3
             self._pings += 1

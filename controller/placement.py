@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from bus.wire.messages import Code, Role, Submit
+from bus.wire.messages import Code, Refusal, Role, Submit
 from controller.load.groups import Group, Subset, exchange
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.policies import Policy
-from controller.requests.request import ROLES, Refusal
+from controller.requests.request import ROLES
 
 
 class Placement:

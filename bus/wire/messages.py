@@ -59,6 +59,16 @@ RETRYABLE: frozenset[str] = frozenset(
      "decode_failed", "draining", "shutting_down"}
 )  # fmt: skip
 
+
+class Refusal(Exception):
+    """A request, or a leg of it, is turned down: `code` for programs, `sentence` for people."""
+
+    def __init__(self, code: Code, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code: Code = code
+        self.sentence = sentence
+
+
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 ENDPOINT = re.compile(r"[!-~]{0,150}")
 # The alphabets of these two are checked by the messages that carry them (`_Named`, `_At`), once for each string: a

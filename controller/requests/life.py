@@ -6,7 +6,7 @@ ranks, `controller.load.table` counts them. Pure: what must be sent is appended 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from bus.wire.messages import (
     Failed,
     Location,
     Progress,
+    Refusal,
     Rid,
     Role,
     Submit,
@@ -37,17 +38,16 @@ from controller.requests.request import (
     MENDABLE,
     ROLES,
     LegRun,
-    Refusal,
+    LegState,
     Request,
     State,
     check,
     dispatch_of,
     same_request,
 )
-from controller.requests.table import Adoption, Books, Held
+from controller.requests.table import Held, RequestTable
 
 MAX_ATTEMPT = 1_000_000
-MAX_LOSSES = 4096
 # Failures of the cluster, logged with their rid. What a client got wrong or chose is not: it could fill the log.
 LOGGED: frozenset[Code] = frozenset(
     {"peer_lost", "unknown_room", "kv_failed", "prefill_failed", "decode_failed", "engine_failed", "poison"}
@@ -66,24 +66,22 @@ class Life:
         self,
         config: ControllerConfig,
         epoch: int,
-        table: LoadTable,
+        loads: LoadTable,
         placement: Placement,
         counts: Counter[str],
         now: float,
     ) -> None:
         self._config = config
         self._epoch = epoch
-        self._table = table
+        self._loads = loads
         self._placement = placement
         self._learns = placement.learns
         self._counts = counts
-        self._losses: OrderedDict[Rid, tuple[int, int]] = OrderedDict()  # of failed requests: (offset, ranks lost)
         self._ends_s = 0.0  # recent ends a second
         self._ends = 0
-        self.adoption = Adoption()
-        self.books = Books(config, now)
-        self.requests = self.books.requests
-        self.queue = self.books.queue
+        self.table = RequestTable(config, now)
+        self.requests = self.table.requests
+        self.queue = self.table.queue
         self.settled = False
         self.trace = False  # a log line for each request
 
@@ -99,16 +97,14 @@ class Life:
                 return
             check(submit, frames)
             size = sum(map(len, frames))
-            self.books.check(peer, submit, size, live)
+            self.table.check(peer, submit, size, live)
         except Refusal as refusal:
             self._refuse(peer, submit, refusal, out)
             return
         if live is not None:
             self._supersede(live, peer, out)
         request = Request(peer, submit, frames, size, now)
-        offset, losses = self._losses.pop(submit.rid, (0, 0))
-        request.losses = losses if offset == submit.offset else 0  # no token since: it may be what kills them
-        self.books.add(request)
+        self.table.add(request)
         try:
             if not self._place(request, now, out):
                 self._enqueue(request)
@@ -118,7 +114,7 @@ class Life:
     def cancel(self, peer: Any, rid: Rid, out: list[Action]) -> None:
         """End a request at once; whoever knows the rid may. Its owner hears the end, whoever asked for it, and so does
         `peer`, which may be the owner over a new connection. Unknown ones are over already: no answer."""
-        for rank, attempt in self.adoption.take(rid).values():
+        for rank, attempt in self.table.inherited.take(rid).values():
             out.append(ToNode(rank.peer, CancelLeg(rid, attempt)))
         request = self.requests.get(rid)
         if request is not None:
@@ -134,11 +130,8 @@ class Life:
         """Legs that started or ended; what an older attempt says is fenced off here."""
         for rid, attempt in progress.started:
             leg = self._leg(rank, rid, attempt)
-            if leg is not None:
-                leg.started = True
-                request = rank.work[rid]
-                if leg.role != "prefill" or len(request.legs) == 1:
-                    self._streaming(request)
+            if leg is not None and leg.answers:
+                self._output(rank.work[rid])
         for ended in progress.ended:
             leg = self._leg(rank, ended.rid, ended.attempt)
             if leg is not None and leg.role == ended.leg:
@@ -164,8 +157,8 @@ class Life:
         if leg is not None:
             request = self.requests[dispatch.rid]
             self._counts["undelivered"] += 1
-            self._table.undo(rank, leg.charge)
-            leg.over = True
+            self._loads.undo(rank, leg.charge)
+            leg.end(None)
             del rank.work[request.rid]
             self._learn(leg, request, now)
             sentence = f"rank {rank.key[0]}/{rank.key[1]} takes no more messages"
@@ -175,9 +168,7 @@ class Life:
 
     def expire(self, now: float, out: list[Action]) -> None:
         """Fail what is past its deadline."""
-        for rid in self.books.deadlines.due(now):
-            request = self.requests[rid]
-            request.deadline_at = None  # the wheel has let go of it
+        for request in self.table.overdue(now):
             sentence = "its deadline passed" + (" while it waited for a rank" if request.lane is not None else "")
             self._fail(request, "deadline", sentence, out)
 
@@ -209,17 +200,18 @@ class Life:
 
     def validate(self) -> None:
         """Every sum and map is what its definition says (tests call this after each event)."""
-        self.books.validate()
+        self.table.validate()
         live = self.requests.values()
-        running = [(leg, r) for r in live if r.state is State.RUNNING for leg in r.legs if not leg.over]
+        running = [(leg, r) for r in live for leg in r.legs if leg.state is LegState.RUNNING]
+        assert all(request.state in (State.RUNNING, State.STREAMING) for _, request in running)
         assert all(leg.rank.work.get(request.rid) is request for leg, request in running)
-        for rank in self._table.ranks.values():
+        for rank in self._loads.ranks.values():
             mine = [leg for leg, _ in running if leg.rank is rank]
             assert rank.outstanding == len(mine) == len(rank.work), rank
             assert rank.outstanding_tokens == sum(leg.charge for leg in mine), rank
         for request in live:
             assert request.state is not State.ENDED
-            assert request.state is State.QUEUED or not all(leg.over for leg in request.legs), request.rid
+            assert request.state is State.QUEUED or any(leg.state is LegState.RUNNING for leg in request.legs)
 
     # --- inside: begin ----------------------------------------------------------------------------------------
 
@@ -227,8 +219,8 @@ class Life:
         if not same_request(live.submit, submit):
             raise Refusal("duplicate_rid", "the rid belongs to another live request")
         self._counts["reattached"] += 1
-        self.books.move(live, peer)
-        if live.state is State.RUNNING:
+        self.table.move(live, peer)
+        if live.state is not State.QUEUED:
             self._accept(live, out)
         else:  # it waits: say that it is known, so that its client does not take us for dead
             waits = Accepted(live.rid, live.attempt, live.submit.bootstrap_room, None, None)
@@ -240,7 +232,7 @@ class Life:
         if live.peer != peer:
             failed = Failed(live.rid, live.attempt, "fenced", "a newer attempt was submitted", retryable=False)
             out.append(ToClient(live.peer, failed))
-        self.books.remove(live)
+        self.table.remove(live)
 
     def _enqueue(self, request: Request) -> None:
         if not self.queue.has_room(request.frames_bytes):
@@ -256,7 +248,7 @@ class Life:
             return False
         submit = request.submit
         if not request.tries:
-            held = self.adoption.of(submit.rid)
+            held = self.table.inherited.of(submit.rid)
             if held and self._adopt(request, held, now, out):
                 return True
             for role in ROLES[submit.leg]:
@@ -279,15 +271,16 @@ class Life:
         submit = request.submit
         if request.lane is not None:
             self.queue.remove(request)
-        request.to(State.RUNNING)
+        request.step("dispatched")
         request.tries += 1
         # Prefill computes the prompt and decode holds it; what decode may produce nobody knows, so it is not charged.
         tokens = submit.prompt_tokens
-        request.legs = tuple([LegRun(role, rank, tokens, now) for role, rank in chosen])
+        last = ROLES[submit.leg][-1]
+        request.legs = tuple([LegRun(role, rank, tokens, now, role == last) for role, rank in chosen])
         prefill: Location | None = None
         for role, rank in chosen:
             rank.work[submit.rid] = request
-            number = self._table.charge(rank, tokens)
+            number = self._loads.charge(rank, tokens)
             self._placement.dispatched(role, rank, submit, now)
             frames = request.frames
             told: Location | None = None
@@ -309,7 +302,7 @@ class Life:
         submit = request.submit
         if submit.disagg_prefill_dp_rank is None:
             return None
-        group = self._table.group("prefill", request.model, submit.prefill_instance)
+        group = self._loads.group("prefill", request.model, submit.prefill_instance)
         names = group.names()
         if len(names) != 1:
             return None
@@ -328,7 +321,7 @@ class Life:
         model = legs[-1][1].info.model
         if not all(rank.info.model == model and self._placement.may_run(role, submit, rank) for role, rank in legs):
             return False
-        self.adoption.take(submit.rid)
+        self.table.inherited.take(submit.rid)
         self._counts["adopted"] += 1
         request.attempt, request.model = attempt, model
         self._dispatch(request, legs, now, out)
@@ -336,7 +329,7 @@ class Life:
 
     def _disown(self, request: Request, out: list[Action]) -> None:
         """What nodes still run of it is given up: it is run anew, under a higher attempt."""
-        for rank, old in self.adoption.take(request.rid).values():
+        for rank, old in self.table.inherited.take(request.rid).values():
             out.append(ToNode(rank.peer, CancelLeg(request.rid, old, "fenced")))
             request.attempt = max(request.attempt, min(old + 1, MAX_ATTEMPT))
 
@@ -364,10 +357,9 @@ class Life:
 
     def _over(self, leg: LegRun, request: Request, ended: Ended | None = None, now: float = 0.0) -> None:
         """`ended` is what its rank said; None: it is given up."""
-        leg.over = True
-        leg.ended = ended
+        leg.end(ended)
         del leg.rank.work[request.rid]
-        self._table.end(leg.rank, leg.charge, ok=ended is not None and ended.code == "ok")
+        self._loads.end(leg.rank, leg.charge, ok=leg.state is LegState.DONE)
         if self._learns:
             self._learn(leg, request, now)
 
@@ -377,17 +369,17 @@ class Life:
             ended = leg.ended
             policy.ended(leg.rank, request.submit, ended, 0.0 if ended is None else now - leg.began)
 
-    def _streaming(self, request: Request) -> None:
-        request.streaming = True
+    def _output(self, request: Request) -> None:
+        request.step("output")
         if request.frames:
-            self.books.release_payload(request)
+            self.table.release_payload(request)
 
     def _ended(self, request: Request, leg: LegRun, ended: Ended, now: float, out: list[Action]) -> None:
         self._over(leg, request, ended, now)
-        if ended.code == "ok":
-            if leg.role != "prefill":
-                self._streaming(request)
-        elif not (leg.role == "prefill" and len(request.legs) == 2 and request.streaming):
+        if leg.state is LegState.DONE:
+            if leg.answers:
+                self._output(request)
+        elif not _is_spare(leg, request):
             sentence = ended.message or f"the {leg.role} leg ended with {ended.code}"
             self._leg_failed(request, leg, ended.code, sentence, now, out)
             return
@@ -395,52 +387,71 @@ class Life:
 
     def _finish(self, request: Request, out: list[Action]) -> None:
         """Done, once every leg is over."""
-        legs: tuple[Ended, ...] = ()
+        done: tuple[Ended, ...] = ()
         for leg in request.legs:
-            if not leg.over:
+            if leg.state is LegState.RUNNING:
                 return
-            ended = leg.ended
-            if ended is not None and ended.code == "ok":
-                legs += (ended,)
+            if leg.state is LegState.DONE:
+                assert leg.ended is not None
+                done += (leg.ended,)
         self._counts["done"] += 1
         self._ends += 1
-        out.append(ToClient(request.peer, Done(request.rid, request.attempt, legs)))
-        self.books.remove(request)
+        out.append(ToClient(request.peer, Done(request.rid, request.attempt, done)))
+        self.table.remove(request)
 
     def _leg_failed(
         self, request: Request, leg: LegRun, code: Code, sentence: str, now: float, out: list[Action]
     ) -> None:
-        """One leg of `request` is over and not well: try again elsewhere, or fail both."""
-        if leg.role == "prefill" and len(request.legs) == 2 and request.streaming:
-            # Decode has its first token: only its own end decides now; but it need not wait for a rank that is lost.
-            for other in request.legs:
-                if not other.over:
-                    lost = CancelLeg(request.rid, request.attempt, "prefill_failed", if_unfetched=True)
-                    out.append(ToNode(other.rank.peer, lost))
+        """One leg of `request` is over and not well: decode may go on without it, or another attempt may mend it."""
+        if _is_spare(leg, request):
+            self._cancel(request, "prefill_failed", out, if_unfetched=True)
             self._finish(request, out)
             return
-        retry = code in MENDABLE and not request.streaming and request.attempt < MAX_ATTEMPT
-        poison = retry and request.losses >= self._config.attempts
-        if retry and not poison and request.tries < self._config.attempts:
-            self._withdraw(request, "fenced", out)
-            request.avoid += (leg.rank,)
-            request.attempt += 1
-            request.to(State.QUEUED)
-            try:
-                if not self._place(request, now, out):
-                    self._enqueue(request)
-            except Refusal as refusal:
-                self._fail(request, code, f"{sentence}; then: {refusal.sentence}", out)
+        verdict = self._verdict(request, code)
+        if verdict == "again":
+            self._try_again(request, leg, code, sentence, now, out)
             return
-        if poison or (retry and request.losses >= request.tries > 1):
+        if verdict == "poison":
             code, sentence = "poison", f"{request.losses} ranks were lost with it; the last: {sentence}"
         self._fail(request, code, sentence, out, withdraw=_LEG_FAILED[leg.role])
 
+    def _verdict(self, request: Request, code: Code) -> Literal["again", "fail", "poison"]:
+        """What to do about a request of which a leg failed with `code`. Poison: it seems to kill its ranks."""
+        if code not in MENDABLE or request.state is State.STREAMING or request.attempt >= MAX_ATTEMPT:
+            return "fail"
+        attempts = self._config.attempts
+        if request.losses >= attempts:
+            return "poison"
+        if request.tries < attempts:
+            return "again"
+        return "poison" if request.losses >= request.tries > 1 else "fail"
+
+    def _try_again(
+        self, request: Request, failed: LegRun, code: Code, sentence: str, now: float, out: list[Action]
+    ) -> None:
+        """Under the next attempt, at other ranks if there are any. Who nobody can take fails as its leg did."""
+        self._withdraw(request, "fenced", out)
+        request.avoid += (failed.rank,)
+        request.attempt += 1
+        request.step("again")
+        try:
+            if not self._place(request, now, out):
+                self._enqueue(request)
+        except Refusal as refusal:
+            self._fail(request, code, f"{sentence}; then: {refusal.sentence}", out)
+
+    def _cancel(self, request: Request, code: Code, out: list[Action], *, if_unfetched: bool = False) -> None:
+        """Tell the ranks of the legs that still run."""
+        for leg in request.legs:
+            if leg.state is LegState.RUNNING:
+                cancel = CancelLeg(request.rid, request.attempt, code, if_unfetched=if_unfetched)
+                out.append(ToNode(leg.rank.peer, cancel))
+
     def _withdraw(self, request: Request, code: Code, out: list[Action]) -> None:
         """Cancel the legs that still run, and count them no more."""
+        self._cancel(request, code, out)
         for leg in request.legs:
-            if not leg.over:
-                out.append(ToNode(leg.rank.peer, CancelLeg(request.rid, request.attempt, code)))
+            if leg.state is LegState.RUNNING:
                 self._over(leg, request)
 
     def _fail(
@@ -454,12 +465,8 @@ class Life:
     ) -> None:
         self._withdraw(request, withdraw or code, out)
         self._answer_failed(request.peer, request.rid, request.attempt, code, sentence, out)
-        if request.losses:
-            self._losses[request.rid] = request.submit.offset, request.losses
-            if len(self._losses) > MAX_LOSSES:
-                self._losses.popitem(last=False)
         self._ends += 1
-        self.books.remove(request)
+        self.table.remove(request, failed=True)
 
     def _refuse(self, peer: Any, submit: Submit, refusal: Refusal, out: list[Action]) -> None:
         self._answer_failed(peer, submit.rid, submit.attempt, refusal.code, refusal.sentence, out)
@@ -472,6 +479,11 @@ class Life:
         if self.trace or code in LOGGED:
             fields = {"rid": rid, "attempt": attempt, "code": code, "why": sentence}
             out.append(Note("request.failed", "warning" if code in LOGGED else "debug", fields))
+
+
+def _is_spare(leg: LegRun, request: Request) -> bool:
+    """Whether `request` does without `leg`: once decode has its first token, its own end alone decides."""
+    return request.state is State.STREAMING and not leg.answers
 
 
 def _lane(submit: Submit) -> Hashable:

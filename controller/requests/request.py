@@ -1,12 +1,12 @@
-"""Requests and their legs: records, states, and the checks a submit must pass. Pure data and pure functions."""
+"""Requests and their legs: records, the tables that decide their states, and the checks a submit must pass. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
-from bus.wire.messages import MAX_DP_SIZE, MAX_ROOM, Code, Dispatch, Ended, Leg, Location, Role, Submit
+from bus.wire.messages import MAX_DP_SIZE, MAX_ROOM, Code, Dispatch, Ended, Leg, Location, Refusal, Role, Submit
 from controller.load.rank import RankLoad
 
 ROLES: dict[Leg, tuple[Role, ...]] = {
@@ -26,41 +26,57 @@ class State(Enum):
     """Where a request is in its life at the controller."""
 
     QUEUED = "queued"  # waits for credit
-    RUNNING = "running"  # dispatched
+    RUNNING = "running"  # its legs are dispatched; the client has nothing of this attempt
+    STREAMING = "streaming"  # the client may have output of this attempt, so no other can take its place
     ENDED = "ended"  # answered, forgotten
 
     __hash__ = object.__hash__  # Enum's own takes a call in Python; one object a state is all that counts
 
 
-TRANSITIONS: dict[State, frozenset[State]] = {
-    State.QUEUED: frozenset({State.RUNNING, State.ENDED}),
-    State.RUNNING: frozenset({State.QUEUED, State.ENDED}),
-    State.ENDED: frozenset(),
+class LegState(Enum):
+    """Where a leg is: at its rank, or over in one of two ways."""
+
+    RUNNING = "running"
+    DONE = "done"
+    GIVEN_UP = "given up"  # it failed, its rank is lost, or the request needs it no more
+
+    __hash__ = object.__hash__
+
+
+NEXT: dict[tuple[State, Literal["dispatched", "output", "again", "over"]], State] = {
+    (State.QUEUED, "dispatched"): State.RUNNING,
+    (State.QUEUED, "over"): State.ENDED,
+    (State.RUNNING, "output"): State.STREAMING,
+    (State.RUNNING, "again"): State.QUEUED,
+    (State.RUNNING, "over"): State.ENDED,
+    (State.STREAMING, "output"): State.STREAMING,
+    (State.STREAMING, "over"): State.ENDED,
+}
+LEG_NEXT: dict[tuple[LegState, Literal["done", "given up"]], LegState] = {
+    (LegState.RUNNING, "done"): LegState.DONE,
+    (LegState.RUNNING, "given up"): LegState.GIVEN_UP,
 }
 
 
-class Refusal(Exception):
-    """A request is turned down: `code` for programs, `sentence` for people."""
-
-    def __init__(self, code: Code, sentence: str) -> None:
-        super().__init__(sentence)
-        self.code: Code = code
-        self.sentence = sentence
-
-
 class LegRun:
-    """One leg of one attempt at one rank (one start of it)."""
+    """One leg of one attempt at one rank (one start of it). `answers`: its output is what the client waits for."""
 
-    __slots__ = ("began", "charge", "ended", "over", "rank", "role", "started")
+    __slots__ = ("answers", "began", "charge", "ended", "rank", "role", "state")
 
-    def __init__(self, role: Role, rank: RankLoad, charge: int, began: float) -> None:
+    def __init__(self, role: Role, rank: RankLoad, charge: int, began: float, answers: bool) -> None:
         self.role: Role = role
         self.rank = rank
         self.charge = charge
         self.began = began  # dispatched at
-        self.started = False
-        self.over = False  # ended, or given up
+        self.answers = answers
+        self.state = LegState.RUNNING
         self.ended: Ended | None = None  # what the node said of its end
+
+    def end(self, ended: Ended | None) -> None:
+        """Its rank said that it has ended; None: it is given up."""
+        to = LEG_NEXT.get((self.state, "done" if ended is not None and ended.code == "ok" else "given up"))
+        assert to is not None, f"the {self.role} leg at {self.rank} is {self.state.value}, and ends again: {ended}"
+        self.state, self.ended = to, ended
 
 
 class Request:
@@ -79,7 +95,6 @@ class Request:
         "peer",
         "rid",
         "state",
-        "streaming",
         "submit",
         "tries",
     )
@@ -95,19 +110,19 @@ class Request:
         self.deadline_at = now + submit.deadline_s if submit.deadline_s else None
         self.state = State.QUEUED
         self.legs: tuple[LegRun, ...] = ()
-        self.streaming = False  # the client may have output of this attempt
         self.tries = 0  # dispatches
         self.losses = 0  # of those, ended by the loss of a rank
         self.avoid: tuple[RankLoad, ...] = ()  # ranks that failed it
         self.lane: Any = None  # the queue it waits in
 
-    def to(self, state: State) -> None:
-        """Move on; an illegal step is our bug and tells the story."""
-        assert state in TRANSITIONS[self.state], (
-            f"{self.rid}: {self.state.value} -> {state.value}, attempt {self.attempt}, tries {self.tries}, "
-            f"legs {[(leg.role, leg.rank.key, leg.started, leg.over) for leg in self.legs]}"
+    def step(self, what: Literal["dispatched", "output", "again", "over"]) -> None:
+        """Move on as the table says; what it does not know is our bug, and tells the story."""
+        to = NEXT.get((self.state, what))
+        assert to is not None, (
+            f"{self.rid} is {self.state.value} and cannot be {what}: attempt {self.attempt}, tries {self.tries}, "
+            f"legs {[(leg.role, leg.rank.key, leg.state.value) for leg in self.legs]}"
         )
-        self.state = state
+        self.state = to
 
 
 def check(submit: Submit, frames: Sequence[Any]) -> None:

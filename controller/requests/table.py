@@ -1,42 +1,45 @@
 """The table of live requests: by rid, by room and by client; the payload they keep, who waits, and when each is due.
 
-Owns these maps and sums and the limits on them, and what nodes still run of requests that a former controller
-dispatched. Sends, places and decides nothing.
+Owns these maps and sums and the limits on them, and what is remembered of requests that are not alive here. Sends,
+places and decides nothing.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import Any, TypeAlias
 
-from bus.wire.messages import Attempt, Rid, Role, Submit
+from bus.wire.messages import Attempt, Refusal, Rid, Role, Submit
 from controller.config import ControllerConfig
 from controller.load.rank import RankLoad
-from controller.requests.request import ROLES, Refusal, Request, State
+from controller.requests.request import ROLES, Request, State
 
-KEPT_S = 60.0
+INHERITED_S = 60.0
+MAX_LOSSES = 4096
 Held: TypeAlias = dict[Role, tuple[RankLoad, Attempt]]  # who runs the legs of one request
 
 
-class Books:
-    """`requests` by rid; `queue` holds those of them that wait; `payload_bytes` is what all of them keep."""
+class RequestTable:
+    """`requests` by rid; `queue` holds those of them that wait; `payload_bytes` is what all of them keep; `inherited`
+    is what nodes run that a former controller dispatched."""
 
     def __init__(self, config: ControllerConfig, now: float) -> None:
         self._config = config
         self._rooms: dict[tuple[int, Role], Rid] = {}
         self._of_client: dict[Any, int] = {}
+        self._losses: OrderedDict[Rid, tuple[int, int]] = OrderedDict()  # of failed requests: (offset, ranks lost)
+        self._due = DueTimes(now)
         self.requests: dict[Rid, Request] = {}
         self.queue = CentralQueue(max_requests=config.queue_requests, max_bytes=config.queue_bytes)
-        self.deadlines = Deadlines(now)
+        self.inherited = Inherited(self._due)
         self.payload_bytes = 0
 
     def check(self, peer: Any, submit: Submit, size: int, live: Request | None) -> None:
         """Raise Refusal when `submit` with `size` bytes of payload does not fit beside what is alive; `live` is the
         request it would replace."""
-        for role in rooms_of(submit):
-            assert submit.bootstrap_room is not None
-            holder = self._rooms.get((submit.bootstrap_room, role))
+        for place in rooms_of(submit):
+            holder = self._rooms.get(place)
             if holder is not None and holder != submit.rid:
                 raise Refusal("duplicate_room", f"bootstrap_room {submit.bootstrap_room} belongs to a live request")
         config = self._config
@@ -51,13 +54,15 @@ class Books:
     def add(self, request: Request) -> None:
         submit = request.submit
         self.requests[submit.rid] = request
-        for role in rooms_of(submit):
-            assert submit.bootstrap_room is not None
-            self._rooms[(submit.bootstrap_room, role)] = submit.rid
+        for place in rooms_of(submit):
+            self._rooms[place] = submit.rid
         self._enter(request.peer)
         self.payload_bytes += request.frames_bytes
         if request.deadline_at is not None:
-            self.deadlines.add(submit.rid, request.deadline_at)
+            self._due.add(submit.rid, request.deadline_at)
+        offset, losses = self._losses.pop(submit.rid, (0, 0))
+        if offset == submit.offset:  # no token since: it may be what kills them
+            request.losses = losses
 
     def move(self, request: Request, peer: Any) -> None:
         """Its client speaks over another connection now."""
@@ -70,20 +75,35 @@ class Books:
         self.payload_bytes -= request.frames_bytes
         request.frames, request.frames_bytes = (), 0
 
-    def remove(self, request: Request) -> None:
-        """It has ended."""
+    def remove(self, request: Request, *, failed: bool = False) -> None:
+        """It has ended. If it `failed`, the ranks it lost are remembered, should its client come back with it."""
         submit = request.submit
         if request.lane is not None:
             self.queue.remove(request)
-        request.to(State.ENDED)
+        request.step("over")
         del self.requests[submit.rid]
-        for role in rooms_of(submit):
-            assert submit.bootstrap_room is not None
-            del self._rooms[(submit.bootstrap_room, role)]
+        for place in rooms_of(submit):
+            del self._rooms[place]
         self._leave(request.peer)
         self.payload_bytes -= request.frames_bytes
         if request.deadline_at is not None:
-            self.deadlines.remove(submit.rid, request.deadline_at)
+            self._due.remove(submit.rid, request.deadline_at)
+        if failed and request.losses:
+            self._losses[submit.rid] = submit.offset, request.losses
+            if len(self._losses) > MAX_LOSSES:
+                self._losses.popitem(last=False)
+
+    def overdue(self, now: float) -> list[Request]:
+        """Those past their deadline, each once. What was inherited and nobody asked for in time is forgotten."""
+        requests = []
+        for key in self._due.take(now):
+            if isinstance(key, RankLoad):
+                self.inherited.forget(key)
+            else:
+                request = self.requests[key]
+                request.deadline_at = None  # it is not among the due times any more
+                requests.append(request)
+        return requests
 
     def validate(self) -> None:
         """Every sum and map is what its definition says (tests call this after each event)."""
@@ -92,8 +112,8 @@ class Books:
         assert {request.rid for request in self.queue} == {r.rid for r in live if r.state is State.QUEUED}
         assert self.payload_bytes == sum(request.frames_bytes for request in live)
         assert self._of_client == Counter(request.peer for request in live)
-        assert len(self.deadlines) == sum(request.deadline_at is not None for request in live)
-        assert self._rooms == {(r.submit.bootstrap_room, role): r.rid for r in live for role in rooms_of(r.submit)}
+        assert len(self._due) == sum(request.deadline_at is not None for request in live) + self.inherited.ranks
+        assert self._rooms == {place: request.rid for request in live for place in rooms_of(request.submit)}
 
     def _enter(self, peer: Any) -> None:
         self._of_client[peer] = self._of_client.get(peer, 0) + 1
@@ -104,6 +124,12 @@ class Books:
             self._of_client[peer] = left
         else:
             del self._of_client[peer]
+
+
+def rooms_of(submit: Submit) -> list[tuple[int, Role]]:
+    """What `submit` claims of its room: a prefill and a decode leg of one room are one pair."""
+    room = submit.bootstrap_room
+    return [] if room is None or submit.leg == "unified" else [(room, role) for role in ROLES[submit.leg]]
 
 
 class CentralQueue:
@@ -168,26 +194,26 @@ class CentralQueue:
         assert all(levels and all(levels.values()) for levels in self._lanes.values())
 
 
-class Deadlines:
-    """Which requests are due: a wheel of `step_s` slots, so that adding and removing are O(1) and leave nothing."""
+class DueTimes:
+    """What is due when: a wheel of `step_s` slots, so that adding and removing are O(1) and leave nothing."""
 
     def __init__(self, now: float, step_s: float = 0.05) -> None:
         self._step_s = step_s
         self._next = int(now / step_s)
-        self._slots: dict[int, dict[str, None]] = {}
+        self._slots: dict[int, dict[Rid | RankLoad, None]] = {}
 
-    def add(self, rid: str, due: float) -> None:
-        self._slots.setdefault(self._slot(due), {})[rid] = None
+    def add(self, key: Rid | RankLoad, due: float) -> None:
+        self._slots.setdefault(self._slot(due), {})[key] = None
 
-    def remove(self, rid: str, due: float) -> None:
+    def remove(self, key: Rid | RankLoad, due: float) -> None:
         number = self._slot(due)
         slot = self._slots.get(number)
         if slot is not None:
-            slot.pop(rid, None)
+            slot.pop(key, None)
             if not slot:
                 del self._slots[number]
 
-    def due(self, now: float) -> list[str]:
+    def take(self, now: float) -> list[Rid | RankLoad]:
         """Take out those whose time has come, at most a slot late."""
         end = int(now / self._step_s)
         if end - self._next > len(self._slots):  # a long pause: look at what is there
@@ -195,7 +221,7 @@ class Deadlines:
         else:
             numbers = [number for number in range(self._next, end) if number in self._slots]
         self._next = max(self._next, end)
-        return [rid for number in numbers for rid in self._slots.pop(number)]
+        return [key for number in numbers for key in self._slots.pop(number)]
 
     def __len__(self) -> int:
         return sum(map(len, self._slots.values()))
@@ -204,22 +230,34 @@ class Deadlines:
         return max(int(due / self._step_s), self._next)
 
 
-class Adoption:
-    """By rid and role: the rank that runs it and the attempt."""
+class Inherited:
+    """What nodes still run of requests that a former controller dispatched, so that a resubmit is not run twice: by rid
+    and role, the rank that runs it and the attempt.
 
-    def __init__(self) -> None:
+    Filled by the first hello of each start of a rank, emptied by resubmits, cancels, time, and the loss of ranks.
+    """
+
+    def __init__(self, due: DueTimes) -> None:
+        self._due = due
         self._held: dict[Rid, Held] = {}
-        self._offers: dict[RankLoad, tuple[float, tuple[tuple[Rid, Attempt], ...]]] = {}
+        self._of_rank: dict[RankLoad, tuple[float, tuple[tuple[Rid, Attempt], ...]]] = {}  # until when, and what
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def offer(self, rank: RankLoad, now: float) -> None:
+    @property
+    def ranks(self) -> int:
+        """How many ranks brought any."""
+        return len(self._of_rank)
+
+    def bring(self, rank: RankLoad, now: float) -> None:
         """Take over what `rank` ran when it introduced itself; a later hello may list work that I dispatched."""
         running, rank.inherited = rank.inherited, ()
         if not running:
             return
-        self._offers[rank] = now, running
+        until = now + INHERITED_S
+        self._of_rank[rank] = until, running
+        self._due.add(rank, until)
         for rid, attempt in running:
             self._held.setdefault(rid, {})[rank.info.role] = (rank, attempt)
 
@@ -232,22 +270,13 @@ class Adoption:
         return self._held.pop(rid, {})
 
     def forget(self, rank: RankLoad) -> None:
-        """What it ran is lost."""
-        _, running = self._offers.pop(rank, (0.0, ()))
+        """What it ran is lost, or nobody asked for it."""
+        until, running = self._of_rank.pop(rank, (0.0, ()))
+        if running:
+            self._due.remove(rank, until)
         for rid, _ in running:
             roles = self._held.get(rid)
             if roles is not None and roles.get(rank.info.role, (None,))[0] is rank:
                 del roles[rank.info.role]
                 if not roles:
                     del self._held[rid]
-
-    def expire(self, now: float) -> None:
-        """Nobody asked for these."""
-        for rank, (since, _) in list(self._offers.items()):
-            if now - since > KEPT_S:
-                self.forget(rank)
-
-
-def rooms_of(submit: Submit) -> tuple[Role, ...]:
-    """For which roles `submit` claims its room: a prefill and a decode leg of one room are one pair."""
-    return () if submit.bootstrap_room is None or submit.leg == "unified" else ROLES[submit.leg]

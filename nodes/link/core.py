@@ -29,6 +29,7 @@ from bus.wire.messages import (
     KvPull,
     Load,
     Location,
+    Refusal,
     Role,
 )
 from nodes.link.actions import (
@@ -46,7 +47,7 @@ from nodes.link.actions import (
 )
 from nodes.link.checksum import block_crc32
 from nodes.link.ledger import Ledger
-from nodes.link.leg import Leg, LegState, Rejected, leg_of
+from nodes.link.leg import Leg, LegState, leg_of
 from nodes.link.runner import (
     FOR_EVER,
     OVER_THE_BUS,
@@ -135,7 +136,7 @@ class RankCore:
             if current is not None:
                 actions += self._end(current, "fenced", "a newer attempt came", now)
             leg = self._take(dispatch, frames, now)
-        except Rejected as refusal:
+        except Refusal as refusal:
             end = Ended(dispatch.rid, dispatch.attempt, self.role, refusal.code, refusal.sentence)
             self.ledger.ended(owner, end)
             self.counts[refusal.code] += 1
@@ -339,21 +340,21 @@ class RankCore:
     def _check_newest(self, dispatch: Dispatch) -> None:
         current, known = self._legs.get(dispatch.rid), self.ledger.last_end(dispatch.rid)
         if max(current.attempt if current else 0, known.attempt if known else 0) > dispatch.attempt:
-            raise Rejected("fenced", "a newer attempt was here")
+            raise Refusal("fenced", "a newer attempt was here")
 
     def _take(self, dispatch: Dispatch, frames: Sequence[bytes], now: float) -> Leg:
-        """The leg, if there is room for it; Rejected otherwise."""
+        """The leg, if there is room for it; Refusal otherwise."""
         if self.draining:
-            raise Rejected("draining", "this rank is draining")
+            raise Refusal("draining", "this rank is draining")
         leg = leg_of(dispatch, frames, role=self.role, dp_rank=self.dp_rank, facts=self.facts, now=now)
         if leg.room in self._by_room:
-            raise Rejected("duplicate_room", "the room belongs to another request here")
+            raise Refusal("duplicate_room", "the room belongs to another request here")
         waiting = self._waiting + self._runner_load().waiting
         waiting_bytes = self._prompt_bytes + 4 * len(leg.prompt)
         if waiting >= self.limits.max_waiting or waiting_bytes > self.limits.max_waiting_bytes:
-            raise Rejected("overloaded", f"{waiting} requests are waiting at this rank")
+            raise Refusal("overloaded", f"{waiting} requests are waiting at this rank")
         if len(self._legs) >= MAX_LIVE or self._names_bytes + _name_bytes(leg.rid) > MAX_NAMES_BYTES:
-            raise Rejected("overloaded", f"{len(self._legs)} requests are at this rank")
+            raise Refusal("overloaded", f"{len(self._legs)} requests are at this rank")
         return leg
 
     def _begin(self, leg: Leg, dispatch: Dispatch, now: float) -> list[Action]:

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 from bus.errors import RemoteProtocolError
 from bus.wire.codec import decode
 from bus.wire.hashing import tokens_of
-from bus.wire.messages import PARAMS, Code, Dispatch, Ended, FoundBy, Location, Params, Role
+from bus.wire.messages import PARAMS, Code, Dispatch, Ended, FoundBy, Location, Params, Refusal, Role
 from nodes.link.facts import KvHandle, RankFacts
 
 NO_ROOM = -1
@@ -113,29 +113,20 @@ class Leg:
 # --- what a dispatch must be ------------------------------------------------------------------------------------
 
 
-class Rejected(Exception):
-    """The dispatch is turned down: `code` for programs, `sentence` for people."""
-
-    def __init__(self, code: Code, sentence: str) -> None:
-        super().__init__(sentence)
-        self.code: Code = code
-        self.sentence = sentence
-
-
 def leg_of(
     dispatch: Dispatch, frames: Sequence[bytes], *, role: Role, dp_rank: int, facts: RankFacts, now: float
 ) -> Leg:
-    """The leg that `dispatch` asks for, or Rejected. `frames` are those after the header."""
+    """The leg that `dispatch` asks for, or Refusal. `frames` are those after the header."""
     if dispatch.leg != role:
-        raise Rejected("bad_request", f"a {dispatch.leg} leg for a {role} rank")
+        raise Refusal("bad_request", f"a {dispatch.leg} leg for a {role} rank")
     if dispatch.dp_rank != dp_rank:
-        raise Rejected("bad_rank", f"a leg for dp_rank {dispatch.dp_rank} came to {dp_rank}")
+        raise Refusal("bad_rank", f"a leg for dp_rank {dispatch.dp_rank} came to {dp_rank}")
     if dispatch.prompt_tokens < 1:
-        raise Rejected("empty_prompt", "the prompt is empty")
+        raise Refusal("empty_prompt", "the prompt is empty")
     if dispatch.max_tokens < 1:
-        raise Rejected("bad_request", "max_tokens must be at least 1")
+        raise Refusal("bad_request", "max_tokens must be at least 1")
     if role != "unified" and dispatch.bootstrap_room is None:
-        raise Rejected("bad_room", f"a {role} leg needs a bootstrap_room")
+        raise Refusal("bad_room", f"a {role} leg needs a bootstrap_room")
     _check_length(dispatch, role, facts)
     prompt, params = _payload(dispatch, frames, role, facts)
     stop_ids = frozenset(params.stop_token_ids)
@@ -163,28 +154,28 @@ def leg_of(
 def _check_length(dispatch: Dispatch, role: Role, facts: RankFacts) -> None:
     context = dispatch.prompt_tokens + (1 if role == "prefill" else dispatch.max_tokens)
     if context > facts.max_context:
-        raise Rejected("too_long", f"{context} tokens exceed the context of {facts.max_context}")
+        raise Refusal("too_long", f"{context} tokens exceed the context of {facts.max_context}")
     kv_tokens = context - 1  # the last token's KV is never needed
     block = facts.block_tokens or 1
     if facts.kv_capacity and -(-kv_tokens // block) * block > facts.kv_capacity:
-        raise Rejected("too_long", f"{kv_tokens} tokens exceed this rank's KV capacity of {facts.kv_capacity}")
+        raise Refusal("too_long", f"{kv_tokens} tokens exceed this rank's KV capacity of {facts.kv_capacity}")
 
 
 def _payload(dispatch: Dispatch, frames: Sequence[bytes], role: Role, facts: RankFacts) -> tuple[array[int], Params]:
     bare = role == "decode" and not facts.wants_prompt
     expected = 1 if bare else 2
     if len(frames) != expected:
-        raise Rejected("bad_message", f"{len(frames)} payload frames, not {expected}")
+        raise Refusal("bad_message", f"{len(frames)} payload frames, not {expected}")
     try:
         params = decode(frames[-1], PARAMS)
     except RemoteProtocolError as error:
-        raise Rejected("bad_message", f"sampling parameters: {error}") from None
+        raise Refusal("bad_message", f"sampling parameters: {error}") from None
     assert isinstance(params, Params)
     if bare:
         return array("i"), params
     if len(frames[0]) != 4 * dispatch.prompt_tokens:
-        raise Rejected("bad_message", f"{len(frames[0])} prompt bytes for {dispatch.prompt_tokens} tokens")
+        raise Refusal("bad_message", f"{len(frames[0])} prompt bytes for {dispatch.prompt_tokens} tokens")
     prompt = tokens_of(frames[0])
     if min(prompt) < 0 or (facts.vocab_size and max(prompt) >= facts.vocab_size):
-        raise Rejected("bad_message", f"a token id outside 0..{(facts.vocab_size or 1 << 31) - 1}")
+        raise Refusal("bad_message", f"a token id outside 0..{(facts.vocab_size or 1 << 31) - 1}")
     return prompt, params

@@ -157,10 +157,10 @@ class World:
         """Nothing lives, nothing is outstanding, nothing is kept."""
         life = self.core.life
         assert not life.requests
-        assert (life.queue.requests, life.queue.bytes, life.books.payload_bytes) == (0, 0, 0)
-        assert not life.books._rooms
-        assert not life.books._of_client
-        assert not len(life.books.deadlines)
+        assert (life.queue.requests, life.queue.bytes, life.table.payload_bytes) == (0, 0, 0)
+        assert not life.table._rooms
+        assert not life.table._of_client
+        assert len(life.table._due) == life.table.inherited.ranks
         assert all(
             not r.work and not r.outstanding and not r.outstanding_tokens for r in self.core.table.ranks.values()
         )

@@ -75,11 +75,11 @@ class TestPair:
         world = pd()
         world.submit(submit("r", "pair"))
         (prefill,), (decode,) = world.dispatches(P[0]), world.dispatches(D[0])
-        assert world.core.life.books.payload_bytes == 46
+        assert world.core.life.table.payload_bytes == 46
         world.progress(P[0], started=[prefill])
-        assert world.core.life.books.payload_bytes == 46
+        assert world.core.life.table.payload_bytes == 46
         world.progress(D[0], started=[decode])
-        assert world.core.life.books.payload_bytes == 0
+        assert world.core.life.table.payload_bytes == 0
         world.progress(D[0], ended=[decode])
         assert not world.answers(Done)
         world.progress(P[0], ended=[prefill])
@@ -299,7 +299,7 @@ class TestIdentity:
         first, second = world.dispatches(U[0])
         world.progress(U[0], started=[first], ended=[first])
         assert not world.answers(Done)
-        assert world.core.life.books.payload_bytes == 46  # for another attempt
+        assert world.core.life.table.payload_bytes == 46  # for another attempt
         world.progress(U[0], ended=[second])
         assert [d.attempt for d in world.answers(Done)] == [2]
         world.assert_empty()
@@ -609,7 +609,7 @@ class TestQueue:
         for n in range(3):
             world.submit(submit(f"r{n}"))
         assert failure(world).code == "overloaded"
-        assert world.core.life.books.payload_bytes <= 100
+        assert world.core.life.table.payload_bytes <= 100
 
     def test_a_deadline_passes_in_the_queue(self) -> None:
         world = unified(hello("u", 0, dp_size=1, max_running=1), request_overcommit=1.0)
@@ -888,14 +888,14 @@ class TestStart:
         (dispatch,) = world.dispatches(U[1])
         for peer in ("", "again"):  # the same connection, as when its state changes, and a new one
             world.join(hello("u", 1, running=(("r", 1),)), peer=peer)
-        assert set(world.core.life.adoption._held) == {"former"}
+        assert set(world.core.life.table.inherited._held) == {"former"}
         world.progress(U[1], ended=[dispatch], peer="again")
         world.submit(submit("r", routed_dp_rank=0))
         assert [d.attempt for d in world.dispatches(U[0])] == [1]
         assert not world.cancels()
         world.pass_time(61.0, alive=U[:1])
         world.join(hello("u", 0, running=(("former", 1), ("r", 1))))
-        assert len(world.core.life.adoption) == 0
+        assert len(world.core.life.table.inherited) == 0
 
     def test_what_could_not_run_there_is_not_taken_over_and_harms_nobody(self) -> None:
         """M56"""
@@ -951,11 +951,11 @@ class TestStart:
         world = World()
         world.join(hello("u", 0, running=(("a", 1), ("b", 1))))
         world.join(hello("u", 1, running=(("b", 1),)))
-        assert len(world.core.life.adoption) == 2
+        assert len(world.core.life.table.inherited) == 2
         world.feed(Unreachable(peer_of(U[0])))
-        assert len(world.core.life.adoption) == 1
+        assert len(world.core.life.table.inherited) == 1
         world.pass_time(61.0, alive=U[1:])
-        assert len(world.core.life.adoption) == 0
+        assert len(world.core.life.table.inherited) == 0
 
 
 def test_counters_are_stated_each_second_and_changes_at_once_where_controllers_share_ranks() -> None:

@@ -7,13 +7,13 @@ import structlog
 from controller_world import hello, load, submit
 
 from bus.errors import ConfigError
+from bus.wire.messages import Refusal
 from controller.config import ControllerConfig
 from controller.load.groups import Metric, Subset
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.placement import Placement
 from controller.policies import POLICIES, make_policy, resolve
-from controller.requests.request import Refusal
 
 
 def table_of(count: int, instances: int = 1, dp_size: int | None = None) -> tuple[LoadTable, list[RankLoad]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from controller_world import submit
 
 from controller.requests.request import Request
-from controller.requests.table import CentralQueue, Deadlines
+from controller.requests.table import CentralQueue, DueTimes
 
 
 def request(rid: str, priority: int = 0, size: int = 8) -> Request:
@@ -51,24 +51,24 @@ def test_whoever_leaves_from_the_middle_leaves_nothing() -> None:
 
 
 def test_deadlines_come_due_at_most_a_slot_late_and_never_early() -> None:
-    wheel = Deadlines(100.0, step_s=0.05)
+    wheel = DueTimes(100.0, step_s=0.05)
     for n in range(100):
         wheel.add(f"r{n}", 100.0 + n / 100)
     now = 100.0
     while len(wheel):
         now += 0.013
-        for rid in wheel.due(now):
+        for rid in wheel.take(now):
             due = 100.0 + int(rid[1:]) / 100
             assert due <= now <= due + 0.05 + 0.013 + 1e-6
 
 
 def test_a_removed_deadline_leaves_nothing_and_one_in_the_past_comes_at_once() -> None:
-    wheel = Deadlines(0.0)
+    wheel = DueTimes(0.0)
     wheel.add("a", 3600.0)
     wheel.remove("a", 3600.0)
     assert not wheel._slots
-    wheel.due(10.0)
+    wheel.take(10.0)
     wheel.add("b", 5.0)
-    assert wheel.due(10.1) == ["b"]
+    assert wheel.take(10.1) == ["b"]
     wheel.add("c", 20.0)
-    assert wheel.due(10_000_000.0) == ["c"]
+    assert wheel.take(10_000_000.0) == ["c"]
