@@ -125,7 +125,7 @@ class RankLoad:
         self.routed_total = 0
         self.ended_total = 0
         self.failed_total = 0
-        # not the load table's: its connection, and the live requests that have a leg here, by rid
+        # not the load table's: its connection, and the live (request, leg)s here, by rid
         self.peer: Any = None
         self.work: dict[str, Any] = {}
         self.follower: Follower | None = None  # of its KV events, from the first on

@@ -129,21 +129,19 @@ class Life:
     def progress(self, rank: RankLoad, progress: Progress, now: float, out: list[Action]) -> None:
         """Legs that started or ended; what an older attempt says is fenced off here."""
         for rid, attempt in progress.started:
-            leg = self._leg(rank, rid, attempt)
-            if leg is not None and leg.answers:
-                self._output(rank.work[rid])
+            work = _work(rank, rid, attempt)
+            if work is not None and work[1].answers:
+                self._output(work[0])
         for ended in progress.ended:
-            leg = self._leg(rank, ended.rid, ended.attempt)
-            if leg is not None and leg.role == ended.leg:
-                self._ended(rank.work[ended.rid], leg, ended, now, out)
+            work = _work(rank, ended.rid, ended.attempt)
+            if work is not None and work[1].role == ended.leg:
+                self._ended(*work, ended, now, out)
 
     def lost(self, loss: Loss, now: float, out: list[Action]) -> None:
         """A rank is gone, hung or restarted: what ran there is dispatched again, or failed."""
-        for rid, request in list(loss.rank.work.items()):
+        for rid, (request, leg) in list(loss.rank.work.items()):
             if (rid, request.attempt) in loss.kept:
                 continue
-            leg = self._leg(loss.rank, rid, request.attempt)
-            assert leg is not None, (rid, loss)
             self._counts["legs_lost"] += 1
             if loss.tell:
                 out.append(ToNode(loss.rank.peer, CancelLeg(rid, request.attempt, "fenced")))
@@ -153,14 +151,14 @@ class Life:
 
     def undelivered(self, rank: RankLoad, dispatch: Dispatch, now: float, out: list[Action]) -> None:
         """A dispatch could not be queued for its node: it never happened."""
-        leg = self._leg(rank, dispatch.rid, dispatch.attempt)
-        if leg is not None:
-            request = self.requests[dispatch.rid]
+        work = _work(rank, dispatch.rid, dispatch.attempt)
+        if work is not None:
+            request, leg = work
             self._counts["undelivered"] += 1
             self._loads.undo(rank, leg.charge)
-            leg.end(None)
+            leg.step("given up")
             del rank.work[request.rid]
-            self._learn(leg, request, now)
+            self._learn(leg, request, None, now)
             sentence = f"rank {rank.key[0]}/{rank.key[1]} takes no more messages"
             self._leg_failed(request, leg, "overloaded", sentence, now, out)
 
@@ -204,7 +202,7 @@ class Life:
         live = self.requests.values()
         running = [(leg, r) for r in live for leg in r.legs if leg.state is LegState.RUNNING]
         assert all(request.state in (State.RUNNING, State.STREAMING) for _, request in running)
-        assert all(leg.rank.work.get(request.rid) is request for leg, request in running)
+        assert all(leg.rank.work.get(request.rid) == (request, leg) for leg, request in running)
         for rank in self._loads.ranks.values():
             mine = [leg for leg, _ in running if leg.rank is rank]
             assert rank.outstanding == len(mine) == len(rank.work), rank
@@ -276,10 +274,12 @@ class Life:
         # Prefill computes the prompt and decode holds it; what decode may produce nobody knows, so it is not charged.
         tokens = submit.prompt_tokens
         last = ROLES[submit.leg][-1]
-        request.legs = tuple([LegRun(role, rank, tokens, now, role == last) for role, rank in chosen])
+        request.legs = ()
         prefill: Location | None = None
         for role, rank in chosen:
-            rank.work[submit.rid] = request
+            leg = LegRun(role, rank, tokens, now, role == last)
+            request.legs += (leg,)
+            rank.work[submit.rid] = request, leg
             number = self._loads.charge(rank, tokens)
             self._placement.dispatched(role, rank, submit, now)
             frames = request.frames
@@ -345,28 +345,22 @@ class Life:
 
     # --- inside: end ------------------------------------------------------------------------------------------
 
-    def _leg(self, rank: RankLoad, rid: Rid, attempt: Attempt) -> LegRun | None:
-        """The live leg of this attempt at `rank`."""
-        request: Request | None = rank.work.get(rid)
-        if request is None or request.attempt != attempt:
-            return None
-        for leg in request.legs:
-            if leg.rank is rank:
-                return leg
-        return None
-
     def _over(self, leg: LegRun, request: Request, ended: Ended | None = None, now: float = 0.0) -> None:
         """`ended` is what its rank said; None: it is given up."""
-        leg.end(ended)
+        ok = ended is not None and ended.code == "ok"
+        if ok:
+            leg.step("done")
+            leg.ended = ended
+        else:
+            leg.step("given up")
         del leg.rank.work[request.rid]
-        self._loads.end(leg.rank, leg.charge, ok=leg.state is LegState.DONE)
+        self._loads.end(leg.rank, leg.charge, ok=ok)
         if self._learns:
-            self._learn(leg, request, now)
+            self._learn(leg, request, ended, now)
 
-    def _learn(self, leg: LegRun, request: Request, now: float) -> None:
+    def _learn(self, leg: LegRun, request: Request, ended: Ended | None, now: float) -> None:
         policy = self._learns.get(leg.role)
         if policy is not None:
-            ended = leg.ended
             policy.ended(leg.rank, request.submit, ended, 0.0 if ended is None else now - leg.began)
 
     def _output(self, request: Request) -> None:
@@ -377,7 +371,7 @@ class Life:
     def _ended(self, request: Request, leg: LegRun, ended: Ended, now: float, out: list[Action]) -> None:
         self._over(leg, request, ended, now)
         if leg.state is LegState.DONE:
-            if leg.answers:
+            if leg.answers and request.state is State.RUNNING:
                 self._output(request)
         elif not _is_spare(leg, request):
             sentence = ended.message or f"the {leg.role} leg ended with {ended.code}"
@@ -391,8 +385,7 @@ class Life:
         for leg in request.legs:
             if leg.state is LegState.RUNNING:
                 return
-            if leg.state is LegState.DONE:
-                assert leg.ended is not None
+            if leg.ended is not None:
                 done += (leg.ended,)
         self._counts["done"] += 1
         self._ends += 1
@@ -479,6 +472,12 @@ class Life:
         if self.trace or code in LOGGED:
             fields = {"rid": rid, "attempt": attempt, "code": code, "why": sentence}
             out.append(Note("request.failed", "warning" if code in LOGGED else "debug", fields))
+
+
+def _work(rank: RankLoad, rid: Rid, attempt: Attempt) -> tuple[Request, LegRun] | None:
+    """What of this attempt is live at `rank`."""
+    work: tuple[Request, LegRun] | None = rank.work.get(rid)
+    return work if work is not None and work[0].attempt == attempt else None
 
 
 def _is_spare(leg: LegRun, request: Request) -> bool:

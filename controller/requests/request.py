@@ -70,13 +70,14 @@ class LegRun:
         self.began = began  # dispatched at
         self.answers = answers
         self.state = LegState.RUNNING
-        self.ended: Ended | None = None  # what the node said of its end
+        self.ended: Ended | None = None  # what the node said of a leg that is done
 
-    def end(self, ended: Ended | None) -> None:
-        """Its rank said that it has ended; None: it is given up."""
-        to = LEG_NEXT.get((self.state, "done" if ended is not None and ended.code == "ok" else "given up"))
-        assert to is not None, f"the {self.role} leg at {self.rank} is {self.state.value}, and ends again: {ended}"
-        self.state, self.ended = to, ended
+    def step(self, what: Literal["done", "given up"]) -> None:
+        """Move on as the table says; what it does not know is our bug, and tells the story."""
+        try:
+            self.state = LEG_NEXT[self.state, what]
+        except KeyError:
+            raise AssertionError(f"{self.role} leg at {self.rank} is {self.state.value}: cannot be {what}") from None
 
 
 class Request:
@@ -117,12 +118,12 @@ class Request:
 
     def step(self, what: Literal["dispatched", "output", "again", "over"]) -> None:
         """Move on as the table says; what it does not know is our bug, and tells the story."""
-        to = NEXT.get((self.state, what))
-        assert to is not None, (
-            f"{self.rid} is {self.state.value} and cannot be {what}: attempt {self.attempt}, tries {self.tries}, "
-            f"legs {[(leg.role, leg.rank.key, leg.state.value) for leg in self.legs]}"
-        )
-        self.state = to
+        try:
+            self.state = NEXT[self.state, what]
+        except KeyError:
+            legs = [(leg.role, leg.rank.key, leg.state.value) for leg in self.legs]
+            story = f"{self.rid} is {self.state.value}: cannot be {what}; attempt {self.attempt}, tries {self.tries}"
+            raise AssertionError(f"{story}, legs {legs}") from None
 
 
 def check(submit: Submit, frames: Sequence[Any]) -> None:

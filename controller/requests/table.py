@@ -60,9 +60,10 @@ class RequestTable:
         self.payload_bytes += request.frames_bytes
         if request.deadline_at is not None:
             self._due.add(submit.rid, request.deadline_at)
-        offset, losses = self._losses.pop(submit.rid, (0, 0))
-        if offset == submit.offset:  # no token since: it may be what kills them
-            request.losses = losses
+        if submit.rid in self._losses:
+            offset, losses = self._losses.pop(submit.rid)
+            if offset == submit.offset:  # no token since: it may be what kills them
+                request.losses = losses
 
     def move(self, request: Request, peer: Any) -> None:
         """Its client speaks over another connection now."""
