@@ -295,7 +295,7 @@ class ControllerCore:
     def _on_load(self, message: LoadReport | Rooms | Member, load: Load, now: float, out: list[Action]) -> None:
         rank = self.table.apply((message.instance, message.dp_rank), message.epoch, load, now)
         if rank is not None:
-            if rank.news and now >= self.regret.due:
+            if rank.newly_acked and now >= self.regret.due:
                 self.regret.acknowledged(rank, self.table.ranks.values(), now)
             self.health.report(rank.key, load, now, rank.interval_s)
             if not rank.ready:

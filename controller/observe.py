@@ -112,8 +112,8 @@ class Regret:
         self.due = 0.0  # from then on the next sample may be taken
 
     def acknowledged(self, rank: RankLoad, ranks: Iterable[RankLoad], now: float) -> None:
-        """`rank`'s last report ingested new requests of mine (`RankLoad.news`). `ranks`: all known."""
-        if rank.news <= 0:
+        """`rank`'s last report ingested new requests of mine (`RankLoad.newly_acked`). `ranks`: all known."""
+        if rank.newly_acked <= 0:
             return
         self.due = now + 1 / REGRET_MAX_PER_S
         role, model = rank.info.role, rank.info.model
@@ -121,6 +121,6 @@ class Regret:
             (other.tokens for other in ranks if other.open and (other.info.role, other.info.model) == (role, model)),
             default=0,
         )
-        before = rank.base_tokens - rank.news_tokens
-        self.tokens += rank.news * max(0, before - best)
-        self.dispatches += rank.news
+        before = rank.base_tokens - rank.newly_acked_tokens
+        self.tokens += rank.newly_acked * max(0, before - best)
+        self.dispatches += rank.newly_acked

@@ -44,8 +44,8 @@ class RankLoad:
         "limit_tokens",
         "load",
         "location",
-        "news",
-        "news_tokens",
+        "newly_acked",
+        "newly_acked_tokens",
         "number",
         "open",
         "other_acks",
@@ -96,8 +96,8 @@ class RankLoad:
         self.sent_tokens = 0
         self.acked = 0
         self.acked_tokens = 0
-        self.news = 0  # of `acked`, what the last report acknowledged first
-        self.news_tokens = 0
+        self.newly_acked = 0  # of `acked`, what the last report acknowledged first
+        self.newly_acked_tokens = 0
         self.skew = 0  # acknowledged minus sent where the two were found apart (lost connection, nonsense)
         self.skew_tokens = 0
         self.rebase = False

@@ -97,6 +97,7 @@ class LoadTable:
             rank.number, rank.sent, rank.sent_tokens = closed
             rank.acked, rank.acked_tokens = rank.sent, rank.sent_tokens
             self.reconnected(rank)
+            rank.inherited = ()  # what it runs may be mine
         self._limit(rank)
         if self._free_seats:
             rank.seat = self._free_seats.pop()
@@ -245,13 +246,12 @@ class LoadTable:
         rank.sent -= 1
         rank.sent_tokens -= tokens
         rank.dispatched_total -= 1
-        if rank.acked > rank.sent:  # a rebase had already taken it for ingested
-            rank.acked, rank.skew = rank.sent, rank.skew + rank.acked - rank.sent
-        if rank.acked_tokens > rank.sent_tokens:
-            rank.skew_tokens += rank.acked_tokens - rank.sent_tokens
-            rank.acked_tokens = rank.sent_tokens
         rank.outstanding -= 1
         rank.outstanding_tokens -= tokens
+        early = max(0, rank.acked - rank.sent)  # not ingested, but taken for it when the connection was new
+        early_tokens = max(0, rank.acked_tokens - rank.sent_tokens)
+        self._shift(rank, early, early_tokens)
+        rank.acked, rank.acked_tokens = rank.acked - early, rank.acked_tokens - early_tokens
         self._refresh(rank)
 
     def end(self, rank: RankLoad, tokens: int, *, ok: bool = True) -> None:
@@ -314,29 +314,34 @@ class LoadTable:
     # --- inside -----------------------------------------------------------------------------------------------
 
     def _acknowledge(self, rank: RankLoad, acks: tuple[Ack, ...]) -> None:
+        """Take in what a report says was ingested, of mine and of each other controller's."""
         mine = self.controller_epoch
-        acked, acked_tokens = -rank.skew, -rank.skew_tokens
-        others: dict[int, tuple[int, int]] | None = None
+        dispatches = tokens = 0
+        others: dict[int, tuple[int, int]] = {}
         for ack in acks:
             if ack.controller_epoch == mine:
-                acked, acked_tokens = ack.dispatches - rank.skew, ack.tokens - rank.skew_tokens
+                dispatches, tokens = ack.dispatches, ack.tokens
             else:
-                others = others or {}
                 others[ack.controller_epoch] = (ack.dispatches, ack.tokens)
         if others or rank.other_acks:
-            rank.other_acks = others or {}
+            rank.other_acks = others
             self._sum_others(rank)
+        acked, acked_tokens = dispatches - rank.skew, tokens - rank.skew_tokens
         if rank.rebase or acked > rank.sent or acked_tokens > rank.sent_tokens:
-            if not rank.rebase:
-                self.counts["ack_ahead"] += 1
-            rank.skew += acked - rank.sent
-            rank.skew_tokens += acked_tokens - rank.sent_tokens
-            acked, acked_tokens = rank.sent, rank.sent_tokens
+            self.counts["ack_ahead"] += not rank.rebase
             rank.rebase = False
+            self._shift(rank, acked - rank.sent, acked_tokens - rank.sent_tokens)
+            acked, acked_tokens = rank.sent, rank.sent_tokens
         elif acked < 0 or acked_tokens < 0:
             acked, acked_tokens = max(0, acked), max(0, acked_tokens)
-        rank.news, rank.news_tokens = acked - rank.acked, acked_tokens - rank.acked_tokens
+        rank.newly_acked, rank.newly_acked_tokens = acked - rank.acked, acked_tokens - rank.acked_tokens
         rank.acked, rank.acked_tokens = acked, acked_tokens
+
+    @staticmethod
+    def _shift(rank: RankLoad, dispatches: int, tokens: int) -> None:
+        """By so much more than before, the rank's count of what it ingested is apart from mine of what I sent."""
+        rank.skew += dispatches
+        rank.skew_tokens += tokens
 
     @staticmethod
     def _sum_others(rank: RankLoad) -> None:
