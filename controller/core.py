@@ -139,7 +139,7 @@ class ControllerCore:
         return out
 
     @property
-    def busy(self) -> bool:
+    def needs_ticks(self) -> bool:
         """Whether a tick is wanted each few tens of milliseconds; if not, a few times a second will do."""
         return bool(self.life.requests) or not self.life.settled or self.table.shared
 

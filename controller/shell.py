@@ -170,14 +170,14 @@ class Controller(Service):
         if self._broker is not None:
             self._broker.raise_if_failed()
         self.handle(Tick())
-        self._dozing = not self.core.busy
+        self._dozing = not self.core.needs_ticks
         idle_s = min(IDLE_TICK_S, self.config.lease_s / 12)  # health wants to look several times a lease
         self._timer = self.loop.call_later(max(TICK_S, idle_s) if self._dozing else TICK_S, self._tick)
 
     def _pace(self) -> None:
         """At the end of a turn: what may wake the loop, and when it wakes by itself."""
         self.loop.rest(self._sub, not self.core.waiting)
-        if self._dozing and self.core.busy:
+        if self._dozing and self.core.needs_ticks:
             self._dozing = False
             self._timer.cancel()
             self._timer = self.loop.call_later(TICK_S, self._tick)

@@ -15,8 +15,7 @@ from typing import TypeAlias
 from bus import defaults
 from bus.actions import Note, Publish, Send
 from bus.broker.rooms import TAKEN, Owner, RoomTable
-from bus.broker.topology import Rank
-from bus.broker.topology import Topology as Ranks
+from bus.broker.topology import KnownRank, Membership
 from bus.broker.watches import Peer, Watches
 from bus.wire import topics
 from bus.wire.messages import (
@@ -85,7 +84,7 @@ class Unreachable:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed. Wanted every few tens of milliseconds while `busy`, else for each beacon."""
+    """Time passed. Wanted every few tens of milliseconds while `needs_ticks`, else for each beacon."""
 
 
 Event: TypeAlias = Published | Asked | Unreachable | Tick
@@ -102,12 +101,12 @@ class BrokerCore:
             now=now,
         )
         self.watches = Watches(max_per_peer=limits.max_watches_per_peer, max_total=limits.max_watches)
-        self.ranks = Ranks()
-        self.tally: Counter[str] = Counter()
+        self.ranks = Membership()
+        self.counts: Counter[str] = Counter()
         self._started_at = now
         self._beacon_at = now
         self._beacon_seq = 0
-        self._restating: dict[tuple[str, int], Rank] = {}  # ranks with a `restate_at`
+        self._restating: dict[tuple[str, int], KnownRank] = {}  # ranks with a `restate_at`
         self._noted: set[tuple[str, ...]] = set()
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -117,12 +116,12 @@ class BrokerCore:
         if isinstance(event, Asked):
             return self._on_request(event.peer, event.message, now)
         if isinstance(event, Unreachable):
-            self.tally["watches_dropped"] += self.watches.forget(event.peer)
+            self.counts["watches_dropped"] += self.watches.forget(event.peer)
             return []
         return self._on_tick(now)
 
     @property
-    def busy(self) -> bool:
+    def needs_ticks(self) -> bool:
         """Whether there is anything that a tick may end; if not, a tick for each beacon is enough."""
         return bool(self.rooms.size or self.watches.size or self._restating)
 
@@ -131,7 +130,7 @@ class BrokerCore:
         """Whether the next tick is wanted soon: the sweep of ended rooms is not through."""
         return self.rooms.behind
 
-    def counts(self) -> dict[str, int]:
+    def tally(self) -> dict[str, int]:
         """Plain numbers for status and metrics; gauges are `rooms_alive`, `rooms_held`, `watches`, `ranks`."""
         rooms = {f"rooms_{name}": value for name, value in self.rooms.counts.items()}
         refused = {f"members_{name}": value for name, value in self.ranks.counts.items()}
@@ -142,7 +141,7 @@ class BrokerCore:
             "ranks": self.ranks.size,
             **rooms,
             **refused,
-            **self.tally,
+            **self.counts,
         }
 
     # --- publications -----------------------------------------------------------------------------------------------
@@ -151,7 +150,7 @@ class BrokerCore:
         if not isinstance(message, Rooms | Member):
             return []
         if topics.of(message) != topic:
-            self.tally["topic_mismatches"] += 1
+            self.counts["topic_mismatches"] += 1
             key = ("topic", message.instance, str(message.dp_rank))
             return self._note_once(key, "publication.rejected", claimed=message.instance, topic=repr(topic[:100]))
         return self._on_rooms(message, now) if isinstance(message, Rooms) else self._on_member(message, now)
@@ -180,17 +179,17 @@ class BrokerCore:
     def _on_rooms(self, message: Rooms, now: float) -> list[Action]:
         rank = self.ranks.hear(message.instance, message.dp_rank, message.epoch, now)
         if rank is None or rank.is_gone():
-            self.tally["rooms_ignored"] += 1
+            self.counts["rooms_ignored"] += 1
             return []
         contiguous = message.seq == rank.rooms_seq + 1
         if message.seq <= rank.rooms_seq:
-            self.tally["rooms_repeated"] += 1
+            self.counts["rooms_repeated"] += 1
             return []
         rank.rooms_seq = message.seq
         if contiguous and message.snapshot:
             self._want_restatement(rank, None)
         elif not contiguous or rank.member is None:
-            self.tally["gaps"] += not contiguous
+            self.counts["gaps"] += not contiguous
             self._want_restatement(rank, now)
         owner = self._owner(rank, message.endpoint)
         return self._apply(message, owner, now)
@@ -206,7 +205,7 @@ class BrokerCore:
                 if claim.room in watches:
                     for watcher in watches.take(claim.room):
                         found.setdefault(watcher, {}).setdefault(claim.attempt, []).append(claim.room)
-                        self.tally["watches_answered"] += 1
+                        self.counts["watches_answered"] += 1
             elif outcome == "conflict" and len(actions) < 2 * CONFLICTS_TOLD:
                 actions += self._conflict(claim, owner, now)
         for drop in message.drop:
@@ -216,7 +215,7 @@ class BrokerCore:
                 failure = Lost(drop.room, drop.code, drop.attempt)
                 for watcher in watches.take(drop.room):
                     lost.setdefault(watcher, []).append(failure)
-                    self.tally["watches_answered"] += 1
+                    self.counts["watches_answered"] += 1
         for (peer, query), by_attempt in found.items():
             known = tuple(Found(owner.location, attempt, tuple(some)) for attempt, some in by_attempt.items())
             actions.append(Send(peer, Answer(query, found=known)))
@@ -232,7 +231,7 @@ class BrokerCore:
             told = Conflict(at.instance, at.dp_rank, at.epoch, claim.room, claim.attempt, other.location, stands)
             yield Publish(told)
 
-    def _owner(self, rank: Rank, endpoint: str) -> Owner:
+    def _owner(self, rank: KnownRank, endpoint: str) -> Owner:
         """The owner of the rank's claims in its present epoch; the one of an earlier epoch is retired."""
         owner = rank.owner
         if owner is None or owner.location.epoch != rank.epoch:
@@ -244,7 +243,7 @@ class BrokerCore:
         owner.holds = owner.live
         return owner
 
-    def _want_restatement(self, rank: Rank, now: float | None) -> None:
+    def _want_restatement(self, rank: KnownRank, now: float | None) -> None:
         """Ask `rank` to restate its rooms, soon; None: no longer."""
         key = (rank.instance, rank.dp_rank)
         if now is None:
@@ -261,24 +260,24 @@ class BrokerCore:
         if isinstance(message, Query):
             return [Send(peer, self._answer(peer, message, now))]
         if isinstance(message, Unwatch):
-            self.tally["watches_dropped"] += self.watches.drop(peer, message.rooms)
+            self.counts["watches_dropped"] += self.watches.drop(peer, message.rooms)
             return []
         if isinstance(message, TopologyQuery):
-            self.tally["topology_queries"] += 1
+            self.counts["topology_queries"] += 1
             infos = self.ranks.infos(message.instance, now)
             return [Send(peer, Topology(message.id, self.epoch, infos))]
         assert isinstance(message, BrokerStatusQuery), message
-        status = BrokerStatus(message.id, self.epoch, max(0.0, now - self._started_at), self.counts())
+        status = BrokerStatus(message.id, self.epoch, max(0.0, now - self._started_at), self.tally())
         return [Send(peer, status)]
 
     def _answer(self, peer: Peer, query: Query, now: float) -> Answer | Refused:
-        self.tally["queries"] += 1
-        self.tally["query_rooms"] += len(query.rooms)
+        self.counts["queries"] += 1
+        self.counts["query_rooms"] += len(query.rooms)
         held, lost, missing = self.rooms.sort(dict.fromkeys(query.rooms), now)
         if not query.watch_s:
             missing.clear()
         elif not self.watches.fits(peer, len(missing)):
-            self.tally["watches_refused"] += len(missing)
+            self.counts["watches_refused"] += len(missing)
             return Refused("too_many", f"{len(missing)} watches more than allowed; ask for fewer rooms", query.id)
         for room in missing:
             self.watches.add(peer, query.id, room, now + query.watch_s)
@@ -294,7 +293,7 @@ class BrokerCore:
         for peer, query, room in self.watches.due(now, MAX_ROOMS_PER_MESSAGE):
             overdue.setdefault((peer, query), []).append(Lost(room, "unknown_room"))
         for (peer, query), losses in overdue.items():
-            self.tally["watches_overdue"] += len(losses)
+            self.counts["watches_overdue"] += len(losses)
             actions.append(Send(peer, Answer(query, lost=tuple(losses))))
         for rank in list(self._restating.values()):
             actions += self._ask_to_restate(rank, now)
@@ -305,7 +304,7 @@ class BrokerCore:
             self._check_leases(now)
         return actions
 
-    def _ask_to_restate(self, rank: Rank, now: float) -> list[Action]:
+    def _ask_to_restate(self, rank: KnownRank, now: float) -> list[Action]:
         if rank.restate_at is None or rank.is_silent(now):  # a new epoch starts without the old one's gaps
             self._want_restatement(rank, None)
             return []
@@ -313,7 +312,7 @@ class BrokerCore:
             return []
         rank.restate_at = now + rank.restate_after_s
         rank.restate_after_s = min(RESTATE_MAX_S, 2 * rank.restate_after_s)
-        self.tally["resyncs"] += 1
+        self.counts["resyncs"] += 1
         return [Publish(Resync(rank.instance, rank.dp_rank, rank.epoch))]
 
     def _check_leases(self, now: float) -> None:

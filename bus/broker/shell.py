@@ -159,7 +159,7 @@ class Broker(Service):
     def _handle(self, event: Event) -> None:
         for action in self.core.handle(event, self.loop.clock()):
             self._do(action)
-        if self._dozing and self.core.busy:
+        if self._dozing and self.core.needs_ticks:
             self._timer.cancel()
             self._tick()
 
@@ -170,7 +170,7 @@ class Broker(Service):
         """Often while something may end, else for beacons and what rests: an idle broker hardly wakes."""
         self._dozing = False
         self._handle(Tick())
-        self._dozing = not self.core.busy
+        self._dozing = not self.core.needs_ticks
         idle_s = min(self.config.beacon_s, IDLE_TICK_S)
         pause_s = idle_s if self._dozing else BEHIND_TICK_S if self.core.behind else TICK_S
         self._timer = self.loop.call_later(pause_s, self._tick)
@@ -198,7 +198,7 @@ class Broker(Service):
             if error.errno == errno.EHOSTUNREACH:
                 self._handle(Unreachable(peer))
             elif error.errno == errno.EAGAIN:  # it does not read: it asks again, or its deadline passes
-                self.core.tally["answers_dropped"] += 1
+                self.core.counts["answers_dropped"] += 1
             else:
                 raise
 
@@ -208,7 +208,7 @@ class Broker(Service):
         return "" if self._proxy.is_alive() else "publications are not forwarded"
 
     def _gather(self) -> tuple[metrics.Metric, ...]:
-        counts = self.core.counts()
+        counts = self.core.tally()
         gatekeeper = self._sockets.gatekeeper
         refused = dict(gatekeeper.refused) if gatekeeper else {}
         return (

@@ -19,7 +19,7 @@ MAX_RANKS = 16_384
 _EPOCHS_REMEMBERED = 8
 
 
-class Rank:
+class KnownRank:
     """All the broker knows of one rank."""
 
     __slots__ = (
@@ -57,10 +57,10 @@ class Instance:
 
     def __init__(self) -> None:
         self.shape: tuple[Role, str, int] | None = None  # role, model, dp_size
-        self.ranks: dict[int, Rank] = {}
+        self.ranks: dict[int, KnownRank] = {}
 
 
-class Topology:
+class Membership:
     def __init__(self) -> None:
         self.counts = dict.fromkeys(
             ("stale_epoch", "dp_size_mismatch", "role_mismatch", "model_mismatch", "bad_rank", "too_many_ranks"), 0
@@ -68,17 +68,17 @@ class Topology:
         self.size = 0
         self._instances: dict[str, Instance] = {}
 
-    def __iter__(self) -> Iterator[Rank]:
+    def __iter__(self) -> Iterator[KnownRank]:
         for instance in self._instances.values():
             yield from instance.ranks.values()
 
-    def get(self, key: MemberKey) -> Rank | None:
+    def get(self, key: MemberKey) -> KnownRank | None:
         instance = self._instances.get(key[0])
         return instance.ranks.get(key[1]) if instance else None
 
     # --- what is heard ----------------------------------------------------------------------------------------------
 
-    def hear(self, name: str, dp_rank: int, epoch: int, now: float) -> Rank | None:
+    def hear(self, name: str, dp_rank: int, epoch: int, now: float) -> KnownRank | None:
         """The rank that speaks, alive now; a new epoch starts its record afresh. None: an old epoch, or no space."""
         instance = self._instances.get(name)
         rank = instance.ranks.get(dp_rank) if instance else None
@@ -86,7 +86,7 @@ class Topology:
             if self.size >= MAX_RANKS or (instance is None and len(self._instances) >= MAX_INSTANCES):
                 self.counts["too_many_ranks"] += 1
                 return None
-            rank = Rank(name, dp_rank, epoch, now)
+            rank = KnownRank(name, dp_rank, epoch, now)
             self._instances.setdefault(name, Instance()).ranks[dp_rank] = rank
             self.size += 1
         elif rank.epoch != epoch:
@@ -120,7 +120,7 @@ class Topology:
             return ""  # nobody is left to disagree with: the instance was deployed anew
         return reason
 
-    def introduce(self, member: Member, now: float) -> Rank | None:
+    def introduce(self, member: Member, now: float) -> KnownRank | None:
         """Take in what a rank says of itself; None when it is refused, with the reason counted."""
         if reason := self.refusal(member, now):
             self.counts[reason] += 1
@@ -139,7 +139,7 @@ class Topology:
         instance.shape = shape
         return rank
 
-    def forget(self, now: float) -> list[Rank]:
+    def forget(self, now: float) -> list[KnownRank]:
         """Remove the ranks that have been away for long; the caller retires what they owned."""
         away = [rank for rank in self if now - rank.heard_at > rank.lease_s + FORGET_S]
         for rank in away:

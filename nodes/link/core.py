@@ -1,6 +1,6 @@
 """All legs of one rank: what it takes in, what it turns down, how each leg ends. Pure; the shell does the actions.
 
-Every leg ends exactly once and is reported once to the controller that owns it (`ledger`). Everything that was
+Every leg ends exactly once and is reported once to the controller that owns it (`reports`). Everything that was
 dispatched is acknowledged, in order, taken or not, which is what the controller's load invariant rests on.
 A decode leg goes to its runner only when its KV cache is ready to be fetched: before, it holds no memory, so prefill
 and decode ranks cannot wait for each other's memory in a circle; and a handle that lapses never waits in a queue here.
@@ -46,8 +46,8 @@ from nodes.link.actions import (
     Unregister,
 )
 from nodes.link.checksum import block_crc32
-from nodes.link.ledger import Ledger
 from nodes.link.leg import Leg, LegState, leg_of
+from nodes.link.reports import Reports
 from nodes.link.runner import (
     FOR_EVER,
     OVER_THE_BUS,
@@ -100,7 +100,7 @@ class RankCore:
         self.streams = streams
         self.limits = limits or Limits()
         self.sender = KvSender(facts, hold_s=self.limits.hold_s)
-        self.ledger = Ledger()
+        self.reports = Reports()
         self.draining = False
         self.counts: Counter[str] = Counter()  # ended legs by code, damaged blocks, gaps
         self.first_token_s: deque[float] = deque(maxlen=4096)  # of legs that began, until the owner takes them
@@ -124,7 +124,7 @@ class RankCore:
     def ingest(self, owner: int, dispatch: Dispatch, frames: Sequence[bytes], now: float) -> list[Action]:
         """Take in one dispatch, or turn it down; either way it is acknowledged."""
         actions: list[Action] = []
-        counted = self.ledger.acknowledge(dispatch)
+        counted = self.reports.acknowledge(dispatch)
         if counted != "counted":
             self.counts[f"dispatch_{counted}"] += 1
             actions.append(Note(f"dispatch.{counted}", "warning", fields={"number": dispatch.number}))
@@ -138,7 +138,7 @@ class RankCore:
             leg = self._take(dispatch, frames, now)
         except Refusal as refusal:
             end = Ended(dispatch.rid, dispatch.attempt, self.role, refusal.code, refusal.sentence)
-            self.ledger.ended(owner, end)
+            self.reports.ended(owner, end)
             self.counts[refusal.code] += 1
             fields = {"rid": dispatch.rid, "attempt": dispatch.attempt, "code": refusal.code, "why": refusal.sentence}
             return [*actions, Note("leg.rejected", "info", fields=fields)]
@@ -152,11 +152,11 @@ class RankCore:
             return []
         if leg is not None:
             return self._end(leg, cancel.code, "", now) if leg.attempt <= cancel.attempt else []
-        known = self.ledger.last_end(cancel.rid)
+        known = self.reports.last_end(cancel.rid)
         if known is not None and known.attempt >= cancel.attempt:
-            self.ledger.ended(owner, known)
+            self.reports.ended(owner, known)
         else:
-            self.ledger.remember(owner, Ended(cancel.rid, cancel.attempt, self.role, cancel.code))
+            self.reports.remember(owner, Ended(cancel.rid, cancel.attempt, self.role, cancel.code))
         return []
 
     def drain(self) -> None:
@@ -169,7 +169,7 @@ class RankCore:
 
     def restate(self, owner: int) -> None:
         """`owner`'s controller may have missed reports: repeat what began and how the remembered ones ended."""
-        self.ledger.restate(owner, self._legs.values())
+        self.reports.restate(owner, self._legs.values())
 
     # --- decode: location and KV cache --------------------------------------------------------------------------
 
@@ -315,7 +315,7 @@ class RankCore:
             kv_tokens=runner.kv_tokens,
             kv_capacity=self.facts.kv_capacity,
             max_running=self.facts.max_running,
-            acks=self.ledger.acks,
+            acks=self.reports.acks,
             prompt_tokens_total=runner.prompt_tokens_total,
             cached_tokens_total=runner.cached_tokens_total,
             busy_us_total=runner.busy_us_total,
@@ -329,16 +329,16 @@ class RankCore:
         if current is not None and current.attempt == dispatch.attempt:
             current.owner = owner  # a controller that came back takes its request over
             if current.started:
-                self.ledger.started(current)
+                self.reports.started(current)
             return True
-        known = self.ledger.last_end(dispatch.rid)
+        known = self.reports.last_end(dispatch.rid)
         if known is not None and known.attempt == dispatch.attempt:
-            self.ledger.ended(owner, known)
+            self.reports.ended(owner, known)
             return True
         return False
 
     def _check_newest(self, dispatch: Dispatch) -> None:
-        current, known = self._legs.get(dispatch.rid), self.ledger.last_end(dispatch.rid)
+        current, known = self._legs.get(dispatch.rid), self.reports.last_end(dispatch.rid)
         if max(current.attempt if current else 0, known.attempt if known else 0) > dispatch.attempt:
             raise Refusal("fenced", "a newer attempt was here")
 
@@ -443,7 +443,7 @@ class RankCore:
         leg.started = True
         leg.first_token_s = max(0.0, now - leg.began)
         self.first_token_s.append(leg.first_token_s)
-        self.ledger.started(leg)
+        self.reports.started(leg)
 
     def _end(self, leg: Leg, code: Code, message: str, now: float, *, told: bool = True) -> list[Action]:
         """The only way out. With `ok`, `message` is the finish reason; `told`: the runner must hear of it."""
@@ -474,7 +474,7 @@ class RankCore:
             else:
                 reason: FinishReason = "cancelled" if code == "cancelled" else "failed"
                 self.streams.finish(leg.rid, leg.attempt, reason, now, code, message)
-        self.ledger.remember(leg.owner, leg.end(code, "" if code == "ok" else message))
+        self.reports.remember(leg.owner, leg.end(code, "" if code == "ok" else message))
         self.counts[code] += 1
         if code != "ok":
             fields = {"rid": leg.rid, "attempt": leg.attempt, "code": code, "why": message, "state": before.value}

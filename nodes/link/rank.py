@@ -247,7 +247,7 @@ class LinkedRank:
         self.runner.turn(now)
         self._report(now)
         self._host.publish(self.publisher.flush(now))
-        for owner, report in self.core.ledger.take().items():
+        for owner, report in self.core.reports.take().items():
             self.connections[owner].progress(report.started, report.ended)
         if self.state == "draining" and not len(self.core):
             self._set_state("gone")

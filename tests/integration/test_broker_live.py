@@ -200,7 +200,7 @@ def test_with_keys_listed_peers_work_and_others_get_nowhere(tmp_path: Path) -> N
             assert list(found) == [7]
             assert lost == {8: "unknown_room"}
             assert not plain.wait_ready(0.0)
-        assert broker.core.counts()["ranks"] == 1
+        assert broker.core.tally()["ranks"] == 1
 
 
 def test_two_ranks_that_claim_one_room_hear_of_it(ipc_base: str) -> None:
@@ -252,7 +252,7 @@ def test_publications_lost_on_the_way_are_noticed_and_restated(ipc_base: str) ->
 
         rank.loop.call_threadsafe(publish_into_nowhere)
         asker.until(Query(1, (7,)), lambda answer: bool(answer.found))  # type: ignore[attr-defined]
-        assert broker.core.counts()["resyncs"] >= 1
+        assert broker.core.tally()["resyncs"] >= 1
 
 
 def test_garbage_is_answered_counted_and_survived(ipc_base: str) -> None:
@@ -289,7 +289,7 @@ def test_a_peer_that_leaves_takes_its_watches_with_it(ipc_base: str) -> None:
         assert asker.ask(BrokerStatusQuery(1)).counts["watches"] == 2  # type: ignore[attr-defined]
         rank.register(7)
         asker.until(BrokerStatusQuery(2), lambda status: status.counts["watches"] == 0)  # type: ignore[attr-defined]
-        assert broker.core.counts()["watches_dropped"] == 1
+        assert broker.core.tally()["watches_dropped"] == 1
 
 
 def test_a_taken_endpoint_is_a_start_error_and_leaves_nothing(base: str) -> None:

@@ -131,7 +131,7 @@ class LegsMachine(RuleBasedStateMachine):
             if rank.dead:
                 continue
             assert rank.idle(), f"{rank.name} still holds something"
-            told = [(ack.dispatches, ack.tokens) for ack in rank.core.ledger.acks]
+            told = [(ack.dispatches, ack.tokens) for ack in rank.core.reports.acks]
             sent = (self.sent[rank.name], self.charged[rank.name])
             assert told == ([sent] if sent[0] else [])
         for name, rid, attempt in self.legs:

@@ -214,7 +214,7 @@ class Rank:
             self.world.call_later(0.0005 + self.world.jitter(), arrive)
 
     def _report(self) -> None:
-        for report in self.core.ledger.take().values():
+        for report in self.core.reports.take().values():
             self.started += report.started
             for end in report.ended:
                 self.ended.setdefault((end.rid, end.attempt), []).append(end)

@@ -172,7 +172,7 @@ def test_two_live_ranks_that_claim_one_room_are_both_told() -> None:
         Conflict("prefill-0", 0, 1, 7, 1, second.location, True),
     ]
     assert ask(core, b"d", (7,), 1.0).found[0].at == first.location
-    assert core.counts()["rooms_conflicts"] == 1
+    assert core.tally()["rooms_conflicts"] == 1
 
 
 def test_a_restarted_ranks_rooms_vanish_and_may_be_claimed_again() -> None:
@@ -266,14 +266,14 @@ def test_a_publisher_speaks_for_the_rank_of_its_topic_alone() -> None:
     assert [note.event for note in notes if isinstance(note, Note)] == ["publication.rejected"]
     assert core.handle(Published(b"rooms/prefill-0/1/", forged.message), 0.1) == [], "said once"
     assert ask(core, b"d", (7,), 0.0) == Answer(1)
-    assert core.counts()["topic_mismatches"] == 2
+    assert core.tally()["topic_mismatches"] == 2
 
 
 def test_loads_are_none_of_its_business() -> None:
     core = broker()
     load = Load(1, 0, 0, 0, 0, 0, 0, 0)
     assert core.handle(published(LoadReport("prefill-0", 0, 1, 1, load)), 0.0) == []
-    assert core.counts()["ranks"] == 0
+    assert core.tally()["ranks"] == 0
 
 
 def test_contradicting_members_are_refused_once_in_the_log() -> None:
@@ -281,7 +281,7 @@ def test_contradicting_members_are_refused_once_in_the_log() -> None:
     core.handle(Rank(0).member(), 0.0)
     events = [core.handle(Rank(1).member(dp_size=8), 0.1) for _ in range(2)]
     assert [len(each) for each in events] == [1, 0]
-    assert core.counts()["members_dp_size_mismatch"] == 2
+    assert core.tally()["members_dp_size_mismatch"] == 2
 
 
 def test_topology_and_status_answer_with_the_id_of_the_question() -> None:
@@ -312,4 +312,4 @@ def test_rooms_over_the_publishers_limit_are_refused_and_counted() -> None:
     core, rank = broker(max_rooms_per_publisher=2), Rank()
     core.handle(rank.rooms(1, 2, 3), 0.0)
     assert [found.rooms for found in ask(core, b"d", (1, 2, 3), 0.0).found] == [(1, 2)]
-    assert core.counts()["rooms_refused"] == 1
+    assert core.tally()["rooms_refused"] == 1

@@ -202,8 +202,8 @@ def test_a_higher_attempt_ends_the_lower_and_a_late_lower_one_is_fenced(world: W
     assert [end.code for end in decode.ended["r", 1]] == ["fenced", "fenced"]
     assert decode.code("r", 2) == prefill.code("r", 2) == "ok"
     assert decode.tokens["r"] == sim_generate(PROMPT, 40, VOCAB)
-    assert decode.core.ledger.acks[0].dispatches == 3
-    assert decode.core.ledger.acks[0].tokens == 3 * len(PROMPT)
+    assert decode.core.reports.acks[0].dispatches == 3
+    assert decode.core.reports.acks[0].tokens == 3 * len(PROMPT)
 
 
 def test_a_repeated_attempt_is_acknowledged_and_told_again_but_not_run_again(
@@ -216,7 +216,7 @@ def test_a_repeated_attempt_is_acknowledged_and_told_again_but_not_run_again(
     prefill, decode = pair
     assert decode.ended["r", 1][0] == decode.ended["r", 1][1]
     assert len(decode.ended["r", 1]) == 2
-    assert decode.core.ledger.acks[0].dispatches == 2
+    assert decode.core.reports.acks[0].dispatches == 2
     assert decode.idle()
     assert prefill.idle()
 
@@ -225,7 +225,7 @@ def test_a_message_delivered_twice_counts_once(world: World, pair: tuple[Rank, R
     decode = pair[1]
     decode.dispatch("r", PROMPT)
     decode.dispatch("r", PROMPT, number=1)
-    assert decode.core.ledger.acks[0].dispatches == 1
+    assert decode.core.reports.acks[0].dispatches == 1
 
 
 def test_prefill_that_dies_is_noticed(world: World, pair: tuple[Rank, Rank]) -> None:
@@ -302,7 +302,7 @@ def test_a_full_decode_rank_does_not_deadlock_with_a_full_prefill_rank(world: Wo
 def test_what_a_rank_turns_down(world: World, pair: tuple[Rank, Rank], changes: dict[str, Any], code: str) -> None:
     pair[1].dispatch("r", PROMPT, **changes)
     assert pair[1].code("r") == code
-    assert pair[1].core.ledger.acks[0].dispatches == 1
+    assert pair[1].core.reports.acks[0].dispatches == 1
     assert pair[1].idle()
 
 
@@ -322,7 +322,7 @@ def test_a_bad_payload_is_rejected_and_acknowledged(world: World, frames: list[b
     rank.do(rank.core.ingest(0, Dispatch("r", 1, "prefill", 0, 7, 1, 3, 3, 6, bootstrap_room=1), frames, world.now))
     assert rank.code("r") == "bad_message"
     assert why in rank.ended["r", 1][0].message
-    assert rank.core.ledger.acks[0].tokens == 3
+    assert rank.core.reports.acks[0].tokens == 3
 
 
 def test_overload_and_drain_are_refused_early(world: World) -> None:
@@ -336,7 +336,7 @@ def test_overload_and_drain_are_refused_early(world: World) -> None:
     assert rank.code("late") == "draining"
     world.run(3.0)
     assert rank.idle()
-    assert rank.core.ledger.acks[0].dispatches == 10
+    assert rank.core.reports.acks[0].dispatches == 10
 
 
 def test_a_room_that_two_requests_claim_is_refused(world: World, pair: tuple[Rank, Rank]) -> None:

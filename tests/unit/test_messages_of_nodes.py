@@ -107,7 +107,7 @@ class Node:
         self.collect()
 
     def collect(self) -> None:
-        for started, ended in ((report.started, report.ended) for report in self.core.ledger.take().values()):
+        for started, ended in ((report.started, report.ended) for report in self.core.reports.take().values()):
             self.started += started
             self.ended += ended
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bus.broker import topology
-from bus.broker.topology import FORGET_S, Topology
+from bus.broker.topology import FORGET_S, Membership
 from bus.wire.messages import InstanceInfo, Member
 
 
@@ -20,13 +20,13 @@ def member(dp_rank: int = 0, epoch: int = 1, **fields: Any) -> Member:
     return Member(**(given | fields))
 
 
-def info(table: Topology, now: float) -> InstanceInfo:
+def info(table: Membership, now: float) -> InstanceInfo:
     (only,) = table.infos("prefill-0", now)
     return only
 
 
 def test_ready_when_every_unique_rank_is() -> None:
-    table = Topology()
+    table = Membership()
     table.introduce(member(0), 0.0)
     table.introduce(member(0), 0.1)
     assert not info(table, 0.1).ready, "one rank said so twice"
@@ -38,7 +38,7 @@ def test_ready_when_every_unique_rank_is() -> None:
 
 
 def test_a_rank_silent_past_its_lease_is_not_ready() -> None:
-    table = Topology()
+    table = Membership()
     table.introduce(member(0), 0.0)
     table.introduce(member(1), 2.0)
     assert info(table, 3.0).ready
@@ -48,7 +48,7 @@ def test_a_rank_silent_past_its_lease_is_not_ready() -> None:
 
 
 def test_follow_bootstrap_room_when_every_rank_says_so() -> None:
-    table = Topology()
+    table = Membership()
     table.introduce(member(0, follow_bootstrap_room=True), 0.0)
     assert info(table, 0.0).follow_bootstrap_room
     table.introduce(member(1), 0.0)
@@ -60,7 +60,7 @@ def test_follow_bootstrap_room_when_every_rank_says_so() -> None:
 
 
 def test_an_old_epoch_does_not_come_back() -> None:
-    table = Topology()
+    table = Membership()
     table.introduce(member(epoch=5), 0.0)
     table.introduce(member(epoch=3), 1.0)
     assert table.introduce(member(epoch=5), 1.1) is None
@@ -79,7 +79,7 @@ def test_an_old_epoch_does_not_come_back() -> None:
     ],
 )
 def test_contradictions_are_refused_and_counted(fields: dict[str, Any], reason: str) -> None:
-    table = Topology()
+    table = Membership()
     table.introduce(member(0), 0.0)
     assert table.introduce(member(**({"dp_rank": 1, "epoch": 9} | fields)), 1.0) is None
     assert table.counts[reason] == 1
@@ -87,7 +87,7 @@ def test_contradictions_are_refused_and_counted(fields: dict[str, Any], reason: 
 
 
 def test_an_instance_may_come_back_in_another_shape_when_nobody_is_left() -> None:
-    table = Topology()
+    table = Membership()
     table.introduce(member(0), 0.0)
     table.introduce(member(1), 0.0)
     table.introduce(member(0, state="gone"), 1.0)
@@ -99,7 +99,7 @@ def test_an_instance_may_come_back_in_another_shape_when_nobody_is_left() -> Non
 
 
 def test_ranks_away_for_long_are_forgotten() -> None:
-    table = Topology()
+    table = Membership()
     table.introduce(member(0), 0.0)
     table.introduce(member(1), 30.0)
     assert [rank.dp_rank for rank in table.forget(FORGET_S + 3.1)] == [0]
@@ -110,7 +110,7 @@ def test_ranks_away_for_long_are_forgotten() -> None:
 
 def test_a_table_that_is_full_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "MAX_RANKS", 2)
-    table = Topology()
+    table = Membership()
     assert table.introduce(member(0, dp_size=8), 0.0)
     assert table.introduce(member(1, dp_size=8), 0.0)
     assert table.introduce(member(2, dp_size=8), 0.0) is None
@@ -119,7 +119,7 @@ def test_a_table_that_is_full_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_infos_of_all_or_of_one() -> None:
-    table = Topology()
+    table = Membership()
     table.introduce(member(instance="b", dp_size=1), 0.0)
     table.introduce(member(instance="a", dp_size=1, role="decode"), 0.0)
     table.hear("heard-only", 0, 1, 0.0)

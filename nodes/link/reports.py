@@ -28,7 +28,7 @@ class Report:
     ended: list[Ended] = field(default_factory=list)
 
 
-class Ledger:
+class Reports:
     """`owner` names the connection a dispatch came over."""
 
     def __init__(self) -> None:
