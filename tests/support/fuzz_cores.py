@@ -405,7 +405,7 @@ class NodeFuzz(Core):
             fits(send.message, FROM_NODE_DATA)
             if self.rng.random() < 0.1:
                 self.streams.unsent(send, self.rng.choice(list(SendFailure)), self.now)
-        for report in self.legs.ledger.take().values():
+        for report in self.legs.reports.take().values():
             fits(Progress("p", 0, 1, tuple(report.started[:100]), tuple(report.ended[:100])), NODE_TO_CONTROLLER)
 
     def validate(self) -> None:
