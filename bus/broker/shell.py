@@ -190,7 +190,7 @@ class Broker(Service):
             refusal = Refused("too_many", "the answer does not fit in a message; ask for less", _id_of(message))
             frame = codec.encode(refusal)
         if isinstance(message, Topology) and not self._ration.allows(peer, len(frame), self.loop.clock()):
-            self.core.tally["answers_dropped"] += 1
+            self.core.counts["answers_dropped"] += 1
             return
         try:
             send(self._router, (peer, b"", frame))

@@ -9,7 +9,6 @@ are made in a third of the time of dataclasses.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 from msgspec import Struct

@@ -2,7 +2,7 @@
 
 `ours` speaks the whole protocol of a node (hello, welcome, pongs, membership, load reports with acknowledgements at
 `report_hz`, progress once a turn), for any number of ranks, and computes nothing: it stands on the connection and the
-ledger of nodes/link, and makes no legs of dispatches. `bare` echoes frames. Both note how long each dispatch was on its
+reports of nodes/link, and makes no legs of dispatches. `bare` echoes frames. Both note how long each dispatch was on its
 way, when its prompt starts with the time of its submit.
 """
 
@@ -26,8 +26,8 @@ from bus.runtime.sockets import Socket, Sockets
 from bus.wire import codec, topics
 from bus.wire.messages import CancelLeg, Dispatch, Ended, Hello, Load, Role, Welcome
 from nodes.link.connection import Connection
-from nodes.link.ledger import Ledger
 from nodes.link.rank import LinkConfig, hello_of
+from nodes.link.reports import Reports
 from nodes.link.runner import RankFacts
 from pdbus.bench.bare import BUDGET, NO_COPY_FROM
 from pdbus.bench.child import STDIN, Parent
@@ -163,7 +163,7 @@ class _Rank:
         self._clock = loop.clock
         self._pub = pub
         self._journeys = journeys
-        self._ledger = Ledger()
+        self._reports = Reports()
         self._step = 0
         self._publisher = PublisherCore(
             instance=config.instance, dp_rank=dp_rank, epoch=self.epoch, role=config.role, model=FACTS.model,
@@ -183,7 +183,7 @@ class _Rank:
 
     def report(self) -> None:
         now = self._clock()
-        load = Load(0, self._step, 0, 0, 0, 0, KV_TOKENS, MANY, self._ledger.acks)
+        load = Load(0, self._step, 0, 0, 0, 0, KV_TOKENS, MANY, self._reports.acks)
         self._publish(self._publisher.report(load, now))
         self._publish(self._publisher.tick(now))
 
@@ -196,7 +196,7 @@ class _Rank:
     def dispatched(self, connection: Connection, dispatch: Dispatch, frames: list[Any]) -> None:
         if len(frames) == 2:
             self._journeys.note(frames[0].buffer)
-        self._ledger.acknowledge(dispatch)
+        self._reports.acknowledge(dispatch)
         self.taken.append((dispatch.rid, dispatch.attempt))
 
     def hello(self) -> Hello:
