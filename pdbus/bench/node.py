@@ -2,8 +2,8 @@
 
 `ours` speaks the whole protocol of a node (hello, welcome, pongs, membership, load reports with acknowledgements at
 `report_hz`, progress once a turn), for any number of ranks, and computes nothing: it stands on the connection and the
-reports of nodes/link, and makes no legs of dispatches. `bare` echoes frames. Both note how long each dispatch was on its
-way, when its prompt starts with the time of its submit.
+reports of nodes/link, and makes no legs of dispatches. `bare` echoes frames. Both note how long each dispatch was on
+its way, when its prompt starts with the time of its submit.
 """
 
 from __future__ import annotations
