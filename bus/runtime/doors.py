@@ -115,10 +115,13 @@ class Doors:
                 monitor, door = self._coming.popleft()
                 self._doors[monitor] = door
                 poller.register(monitor, zmq.POLLIN)
-            for monitor in self._doors.keys() & ready.keys():
-                self._read(monitor)
-            if self._talk.fileno() in ready:
-                self._listen()
+            try:
+                for monitor in self._doors.keys() & ready.keys():
+                    self._read(monitor)
+                if self._talk.fileno() in ready:
+                    self._listen()
+            except Exception:  # a bug of ours; with nobody to read the monitors ZeroMQ would come to a stand
+                log.exception("doors.failed")
         for monitor in (*self._doors, *(monitor for monitor, _ in self._coming), self._orders):
             monitor.close(linger=0)
 

@@ -59,7 +59,7 @@ def live(cluster: Cluster) -> Iterator[Rig]:
 
 
 def refused(cluster: Cluster, part: str) -> int:
-    return cluster.log(part).count("peer.refused")
+    return (cluster.log_dir / f"{part}.log").read_text().count("peer.refused")  # they can be more than its end holds
 
 
 def test_a_listed_client_is_served(cluster: Cluster, keys: Path) -> None:
