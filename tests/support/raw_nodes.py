@@ -29,7 +29,7 @@ from bus.wire.messages import (
     Welcome,
 )
 from nodes.link.connection import Connection
-from nodes.link.ledger import Ledger
+from nodes.link.reports import Reports
 
 M = TypeVar("M", bound=Message)
 WAIT_S = 15.0
@@ -88,7 +88,7 @@ class Node(Peer):
         self.eager = eager
         self.pub = sockets.pub(BusAddress(bus).publish) if bus else None
         self.legs: list[Dispatch] = []
-        self._ledger = Ledger()
+        self._reports = Reports()
         self._publisher = PublisherCore(
             instance=info.instance, dp_rank=info.dp_rank, epoch=info.epoch, role=info.role, model=info.model,
             dp_size=info.dp_size, endpoint=info.endpoint, interval_s=0.0, report_gap_s=0.0,
@@ -110,7 +110,7 @@ class Node(Peer):
         """Publish the load as it is: all legs run."""
         assert self.pub is not None
         tokens = sum(leg.prompt_tokens for leg in self.legs)
-        load = Load(0, 0, len(self.legs), 0, 0, tokens, self.info.kv_capacity, 4, self._ledger.acks)
+        load = Load(0, 0, len(self.legs), 0, 0, tokens, self.info.kv_capacity, 4, self._reports.acks)
         now = time.monotonic()
         for publication in [*self._publisher.report(load, now), *self._publisher.flush(now)]:
             self.pub.send_multipart((topics.of(publication.message), codec.encode(publication.message)))
@@ -128,7 +128,7 @@ class Node(Peer):
 
     def dispatched(self, connection: Connection, dispatch: Dispatch, frames: list[bytes]) -> None:
         self.legs.append(dispatch)
-        self._ledger.acknowledge(dispatch)
+        self._reports.acknowledge(dispatch)
         if self.eager:
             self.end(dispatch)
 
