@@ -166,13 +166,9 @@ def test_a_rank_that_hangs_is_lost_and_the_rest_goes_on(up: Up, directory: Path)
 def test_a_generate_that_is_ended_cancels_its_request(up: Up, directory: Path, number: int) -> None:
     read_until(up, r"^READY bus=")
     command = [sys.executable, "-P", "-m", "pdbus", "generate", "5 6 7", "--tokens", "--max-tokens", "60000"]
-    hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests under nohup ignores it, for us too
-    try:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_env(directory)
-        )  # fmt: skip
-    finally:
-        signal.signal(signal.SIGHUP, hang_up)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_env(directory)
+    )  # fmt: skip
     read_until(process, r"\d+ \d+")
     assert leave(process, number)[0] == 130
     until = time.monotonic() + 5  # without a cancel a node waits for its reader far longer
