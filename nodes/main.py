@@ -151,10 +151,10 @@ def serve(config: NodeConfig, *, watch_parent: bool = False) -> None:
     engines: list[Engine] = []
     try:
         _load(config, loop, engines)
+        loop.on_signals(lambda number: node.on_signal(number))  # one that comes while sockets open waits for the loop
         pairs = zip(config.dp_ranks, engines, strict=True)
         runners = {dp_rank: own_runner(config, dp_rank, engine) for dp_rank, engine in pairs}
         with Node(config, loop, runners) as node:
-            loop.on_signals(node.on_signal)
             if watch_parent:
                 cli.leave_with_parent(node.leave)
             node.run(_say_ready)
