@@ -28,6 +28,8 @@ $(SETUP): pyproject.toml constraints.txt
 		|| { echo "pdbus needs Python 3.11 or newer: set PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if [ "$$(uname -s)" = Linux ] && ! $(PIP) --no-deps '$(TORCH)+cpu' 2>$(VENV)/torch.log; then \
+		! grep -q "from versions: none" $(VENV)/torch.log \
+			|| { cat $(VENV)/torch.log >&2; echo "pip reaches no index that has torch (why stands above)" >&2; exit 1; }; \
 		grep -q "No matching distribution" $(VENV)/torch.log || { cat $(VENV)/torch.log >&2; exit 1; }; \
 		echo "==> pip's index offers no CPU-only build ($(TORCH)+cpu), and the usual one brings about 3 GB of CUDA" \
 			"packages that nothing here uses; to avoid them point PIP_INDEX_URL or PIP_EXTRA_INDEX_URL at one that does"; \

@@ -61,6 +61,16 @@ def test_another_failure_of_pip_is_shown_and_ends_the_set_up(tmp_path: Path) -> 
     assert len(calls) == 1, "the larger build is not tried instead"
 
 
+@linux
+def test_an_index_out_of_reach_is_not_taken_for_one_without_the_cpu_build(tmp_path: Path) -> None:
+    heard = f"requirement {CPU_BUILD} (from versions: none) ERROR: No matching distribution found for {CPU_BUILD}"
+    done, calls = make_setup(tmp_path, f"Could not find a version that satisfies the {heard}")
+    assert done.returncode != 0
+    assert "reaches no index that has torch" in done.stderr
+    assert "CUDA" not in done.stdout
+    assert len(calls) == 1
+
+
 def install(site: Path, name: str, version: str, size: int) -> None:
     info = site / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
