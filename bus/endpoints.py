@@ -118,12 +118,12 @@ class BusAddress:
 
     @property
     def publish(self) -> str:
-        """XSUB: publishers connect here."""
+        """SUB: publishers connect here."""
         return _derive(self.base, "pub", 0)
 
     @property
     def subscribe(self) -> str:
-        """XPUB: subscribers connect here."""
+        """PUB: subscribers connect here."""
         return _derive(self.base, "sub", 1)
 
     @property
@@ -143,16 +143,20 @@ class ControllerAddress:
 
     @property
     def clients(self) -> str:
+        """ROUTER: clients connect here."""
         return _derive(self.base, "clients", 0)
 
     @property
     def nodes(self) -> str:
+        """ROUTER: ranks connect here."""
         return _derive(self.base, "nodes", 1)
 
 
 def default_bus() -> str:
+    """The broker's base address unless one is named: ipc, in `runtime_dir`."""
     return f"ipc://{runtime_dir()}/bus"
 
 
 def default_controller() -> str:
+    """A controller's, likewise."""
     return f"ipc://{runtime_dir()}/controller"

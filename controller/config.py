@@ -26,33 +26,33 @@ class ControllerConfig:
     (and until every rank it knows has reported, at most a lease), so that it never decides on an empty picture.
     """
 
-    name: str = "controller-0"
+    name: str = "controller-0"  # among controllers, 1 to 64 of A-Z a-z 0-9 . _ -
     bus: str = field(default_factory=default_bus)
     controller: str = field(default_factory=default_controller)
-    with_broker: bool = False
+    with_broker: bool = False  # serve `bus` from this process too
     keys: str = ""  # directory of CURVE keys; empty: none
-    metrics_port: int = 0
-    metrics_host: str = defaults.METRICS_HOST
-    prefill_method: str = "auto"
-    decode_method: str = "auto"
-    unified_method: str = "auto"
+    metrics_port: int = 0  # serves Prometheus metrics; 0: nowhere
+    metrics_host: str = defaults.METRICS_HOST  # where it serves them
+    prefill_method: str = "auto"  # `auto`, a name in `POLICIES`, an entry point or `module:Class`
+    decode_method: str = "auto"  # likewise
+    unified_method: str = "auto"  # likewise
     instances: tuple[str, ...] = ()  # only these; empty: all
     lease_s: float = defaults.LEASE_S
     hang_s: float = 10.0
     stale_s: float = defaults.STALE_S
     settle_s: float = 0.5
-    sent_interval_s: float = 0.05
+    sent_interval_s: float = 0.05  # between counters told to other controllers, at least
     request_overcommit: float = 2.0  # outstanding requests of a rank, as a multiple of its run slots
     kv_overcommit: float = 1.0  # decode, unified: tokens of a rank, as a multiple of its KV capacity
     prefill_overcommit: float = 4.0  # prefill: tokens queued at a rank, as a multiple of its KV capacity
     cache_weight: float = 1.0  # cache_aware: worth of a token to compute, in tokens queued
     attempts: int = 3  # for each submit
     queue_requests: int = 1024  # central queue
-    queue_bytes: int = 64 << 20
+    queue_bytes: int = 64 << 20  # of its prompts
     payload_bytes: int = 256 << 20  # kept in all, until the legs that need them have started
     max_requests: int = 65_536  # alive at once
     client_requests: int = 4_096  # alive at once of one client
-    max_ranks: int = 4_096
+    max_ranks: int = 4_096  # known at once, all instances together
     engines: tuple[EngineSettings, ...] = ()  # other people's engines whose KV events and loads are followed
     forget_s: float = 600.0  # a rank gone for so long is no longer listed
 

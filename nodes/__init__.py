@@ -1,8 +1,8 @@
 """The scheduler processes: blocks, batching, legs, KV transfer, token streams, engines. Knows `bus`, not `controller`.
 
-Pure cores: `BlockPool` and `Scheduler`, which the replay lab runs too, `RankCore`, `Streams`. The shell around them:
-`Node`, one process with one or several ranks (`python -m nodes.prefill|decode|unified`). Names are loaded when they are
-first used; torch only when its engine is built.
+`nodes.link` connects ranks to controllers, clients and each other; `nodes.own` is the engine that comes with pdbus.
+`Node` is one process with one or several of its ranks (`python -m nodes.prefill|decode|unified`), `RankLink` what an
+engine with a scheduler of its own embeds. Names are loaded when they are first used, torch when its engine is built.
 """
 
 from __future__ import annotations
@@ -14,43 +14,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nodes.config import NodeConfig
-    from nodes.link.core import Limits, RankCore
     from nodes.link.embed import RankLink
     from nodes.link.runner import RankFacts
-    from nodes.link.streams import Streams
     from nodes.node import Node
-    from nodes.own.blocks import BlockPool
-    from nodes.own.engines.factory import EngineConfig, build_engine
-    from nodes.own.scheduler import Scheduler, Sequence
+    from nodes.own.engines.factory import EngineConfig
 
 _HOMES = {
-    "BlockPool": "own.blocks",
     "EngineConfig": "own.engines.factory",
-    "RankCore": "link.core",
-    "Limits": "link.core",
     "Node": "node",
     "NodeConfig": "config",
     "RankFacts": "link.runner",
     "RankLink": "link.embed",
-    "Scheduler": "own.scheduler",
-    "Sequence": "own.scheduler",
-    "Streams": "link.streams",
-    "build_engine": "own.engines.factory",
 }
 
 __all__ = [
-    "BlockPool",
     "EngineConfig",
-    "Limits",
     "Node",
     "NodeConfig",
-    "RankCore",
     "RankFacts",
     "RankLink",
-    "Scheduler",
-    "Sequence",
-    "Streams",
-    "build_engine",
 ]
 
 _spec = find_spec("bus")

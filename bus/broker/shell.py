@@ -50,14 +50,14 @@ class BrokerConfig:
     """`address` is a base (`bus.endpoints`); `keys` a directory of CURVE keys, empty for none; times in seconds."""
 
     address: str
-    room_ttl_s: float = defaults.ROOM_TTL_S
-    beacon_s: float = defaults.BEACON_S
-    max_rooms: int = defaults.MAX_ROOMS
-    max_rooms_per_publisher: int = 200_000
-    max_watches: int = 262_144
-    max_watches_per_peer: int = 65_536
-    metrics_port: int = 0
-    metrics_host: str = defaults.METRICS_HOST
+    room_ttl_s: float = defaults.ROOM_TTL_S  # a room that nobody refreshes lives so long: 0.01 s to a day
+    beacon_s: float = defaults.BEACON_S  # between beacons, by which everybody else knows that it lives: 0.01 to 60 s
+    max_rooms: int = defaults.MAX_ROOMS  # held at once; one more is refused
+    max_rooms_per_publisher: int = 200_000  # of them, those of one rank
+    max_watches: int = 262_144  # rooms asked for and not known yet, in all
+    max_watches_per_peer: int = 65_536  # of one asking connection
+    metrics_port: int = 0  # serves Prometheus metrics; 0: nowhere
+    metrics_host: str = defaults.METRICS_HOST  # where it serves them
     keys: str = ""
 
     def __post_init__(self) -> None:

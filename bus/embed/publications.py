@@ -109,6 +109,7 @@ class PublisherCore:
 
     @property
     def live_rooms(self) -> int:
+        """Registered and not dropped."""
         return len(self._live)
 
     # --- what the scheduler says --------------------------------------------------------------------------------
@@ -177,6 +178,7 @@ class PublisherCore:
         return [self._member(now)]
 
     def goodbye(self, now: float) -> list[Publish]:
+        """The rank leaves: it has no rooms from here on."""
         return self.set_state("gone", now)
 
     # --- what the broker says -----------------------------------------------------------------------------------

@@ -101,6 +101,7 @@ class Publisher(Service):
         self._timer = self.loop.call_later(0.0, self._tick)
 
     def leave(self) -> None:
+        """Publish the goodbye, after which the rank has no rooms, and stop."""
         self._drain()
         self._publish(self._core.goodbye(self.loop.clock()))
         self.loop.stop()
@@ -132,9 +133,11 @@ class Publisher(Service):
         self._wake()
 
     def set_state(self, state: NodeState) -> None:
+        """What dispatchers are told of the rank: only a `ready` one gets work."""
         self._hand_over(("state", state))
 
     def set_follow(self, flag: bool) -> None:
+        """Whether `bootstrap_room % dp_size` finds the rank of every room of this instance."""
         self._hand_over(("follow", flag))
 
     def take_conflicts(self) -> list[Conflict]:

@@ -44,11 +44,11 @@ class Resolved:
     """The end of one want: where its room is prefilled and as which attempt, or None and the `code` that says why."""
 
     room: int
-    at: Location | None
+    at: Location | None  # where; None when it failed
     attempt: int
     code: Code
-    found_by: FoundBy
-    asker: int = 0
+    found_by: FoundBy  # from the bus, or computed from the room
+    asker: int = 0  # whose want it was
 
 
 Action: TypeAlias = Send | Resolved
@@ -82,6 +82,12 @@ class _Known:
 
 
 class ResolverCore:
+    """Finds the prefill rank of each room wanted, without sockets: gives Publish and Send actions, and `Resolved` ends.
+
+    It computes the rank where an instance follows bootstrap rooms; else it asks the broker, for all rooms of a turn in
+    one query. Lost answers, a restarted broker and a rank that is started anew are its own trouble.
+    """
+
     def __init__(self, *, max_wants: int = 65_536) -> None:
         self.broker_epoch = 0  # 0: no beacon heard yet
         self.broker_heard_at: float | None = None
@@ -98,6 +104,7 @@ class ResolverCore:
 
     @property
     def pending(self) -> int:
+        """Wants without an end so far."""
         return self._pending
 
     @property
@@ -154,6 +161,7 @@ class ResolverCore:
     # --- what the broker says -----------------------------------------------------------------------------------
 
     def on_message(self, message: Message, now: float) -> list[Action]:
+        """An answer, a topology, a beacon or a publication of rooms; anything else is ignored."""
         if isinstance(message, Answer):
             return self._on_answer(message, now)
         if isinstance(message, Topology):

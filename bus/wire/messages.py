@@ -161,8 +161,8 @@ class Location(_NamedAt, frozen=True):
 class Ack(Message, frozen=True):
     """What a node has ingested from one controller since the node's epoch began (cumulative)."""
 
-    controller_epoch: Epoch
-    dispatches: Count
+    controller_epoch: Epoch  # names the controller
+    dispatches: Count  # ingested, cancelled ones included
     tokens: Count  # sum of `Dispatch.charge`
 
 
@@ -175,8 +175,8 @@ class Load(Message, frozen=True):
     waiting: Count  # requests ingested that do not run yet
     waiting_tokens: Count  # prompt tokens not yet computed or not yet fetched, of running and waiting requests
     kv_tokens: Count  # KV tokens held by live requests (reclaimable prefix-cache blocks are not counted)
-    kv_capacity: Count
-    max_running: Count
+    kv_capacity: Count  # KV tokens that the rank can hold
+    max_running: Count  # run slots
     acks: Annotated[tuple[Ack, ...], Meta(max_length=64)] = ()
     prompt_tokens_total: Count = 0  # prompt tokens ingested since the epoch began
     cached_tokens_total: Count = 0  # of those, served from the prefix cache

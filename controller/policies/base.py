@@ -91,13 +91,17 @@ class PrefixPolicy(Policy):
             self.prefixes.expected(rank.seat, unpack_hashes(request.block_hashes))
 
     def stored(self, rank: RankLoad, hashes: Sequence[int]) -> None:
+        """Into `prefixes`."""
         self.prefixes.stored(rank.seat, hashes)
 
     def removed(self, rank: RankLoad, hashes: Sequence[int]) -> None:
+        """Out of `prefixes`."""
         self.prefixes.removed(rank.seat, hashes)
 
     def forgotten(self, rank: RankLoad) -> None:
+        """All of the rank's blocks out of `prefixes`."""
         self.prefixes.forget(rank.seat)
 
     def tick(self, now: float) -> None:
+        """What was expected of a dispatch and never stored is forgotten in time."""
         self.prefixes.advance(now)

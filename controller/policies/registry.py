@@ -37,6 +37,7 @@ POLICIES: dict[str, Factory] = {
     "total_tokens": TotalTokens,
     "cache_aware": CacheAware,
 }
+"""The methods that come with pdbus, by name."""
 AUTO: dict[Role, str] = {
     "prefill": "follow_bootstrap_room",
     "decode": "round_robin",

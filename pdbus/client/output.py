@@ -28,20 +28,20 @@ class Piece:
 class Result:
     """How a request ended. `ids` are all output tokens; times in seconds from the submit, at the client."""
 
-    rid: str
+    rid: str  # the request's id
     finish: FinishReason  # stop, length, cancelled or failed
     ids: tuple[int, ...]
     attempts: int  # the number of the last attempt: 1 when nothing went wrong
-    bootstrap_room: int | None
-    prefill: Location | None
+    bootstrap_room: int | None  # None of a unified request
+    prefill: Location | None  # of the rank that computed the prompt's KV cache; None without
     decode: Location | None  # of the rank that streamed (unified included)
-    found_by: FoundBy
+    found_by: FoundBy  # how decode learned of it: told by the controller, from the bus, or computed from the room
     ttft_s: float  # 0 without any token
-    total_s: float
-    code: Code = "ok"
-    message: str = ""
-    retry_after_s: float = 0.0
-    retryable: bool = False
+    total_s: float  # to the end of the stream
+    code: Code = "ok"  # why it failed; ok otherwise
+    message: str = ""  # the same in one sentence
+    retry_after_s: float = 0.0  # when it failed: how long to wait before a new try (0: as one likes)
+    retryable: bool = False  # when it failed: whether a new try may go better
 
     @property
     def tpot_s(self) -> float:

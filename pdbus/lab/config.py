@@ -16,31 +16,31 @@ class LabConfig:
     for this share of the time. 0 keeps the trace's own times.
     """
 
-    ranks: int = 8
-    decode_ranks: int = 8
+    ranks: int = 8  # of prefill
+    decode_ranks: int = 8  # 0: prefill alone
     load: float = 0.9
     cache_blocks: int = 4_000  # KV memory of a prefill rank, in blocks of the trace
-    decode_kv_tokens: int = 400_000
-    decode_method: str = "total_requests"
-    chunk_tokens: int = 2_048
-    prefill_running: int = 256
-    decode_running: int = 256
-    timing: SimTiming = field(default_factory=SimTiming)
-    kv_fetch_token_s: float = 2.6e-6  # 128 KiB a token at 50 GB/s
+    decode_kv_tokens: int = 400_000  # KV memory of a decode rank, in tokens
+    decode_method: str = "total_requests"  # among decode ranks; what is compared chooses among prefill ranks
+    chunk_tokens: int = 2_048  # prompt tokens computed in one step at most
+    prefill_running: int = 256  # run slots of a prefill rank
+    decode_running: int = 256  # run slots of a decode rank
+    timing: SimTiming = field(default_factory=SimTiming)  # how long steps take
+    kv_fetch_token_s: float = 2.6e-6  # of a prompt's KV cache: 128 KiB a token at 50 GB/s
     hop_s: float = 0.0005  # one message, one way
-    report_interval_s: float = 0.1
+    report_interval_s: float = 0.1  # between a rank's load reports
     report_delay_s: float = 0.0  # on top of the hop
-    report_loss: float = 0.0
-    stale_s: float = 5.0
-    controllers: int = 1
-    shared_counters: bool = True
+    report_loss: float = 0.0  # share of them that never arrives, below 1
+    stale_s: float = 5.0  # a report older than that is not believed
+    controllers: int = 1  # that dispatch side by side (at most 64), each a part of the requests
+    shared_counters: bool = True  # controllers tell each other what they have sent
     sent_interval_s: float = 0.01  # counters are shared when something was sent, at most this often
-    cache_weight: float = 1.0
+    cache_weight: float = 1.0  # cache_aware: worth of a token to compute, in tokens queued
     late_tokens: int = 4_096  # late binding: a rank with less than this queued gets the next request
-    slo_ttft_s: float = 2.0
-    slo_tpot_s: float = 0.05
-    sample_s: float = 1.0
-    seed: int = 1
+    slo_ttft_s: float = 2.0  # limit of time to first token
+    slo_tpot_s: float = 0.05  # limit of time per output token
+    sample_s: float = 1.0  # between samples of the true load
+    seed: int = 1  # of all that is drawn
 
     def __post_init__(self) -> None:
         counts = ("ranks", "cache_blocks", "decode_kv_tokens", "chunk_tokens", "prefill_running", "decode_running",

@@ -21,19 +21,21 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.2
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    ttft_mean_s: float
-    ttft_p50_s: float
-    ttft_p99_s: float
-    tpot_mean_s: float
-    tpot_p50_s: float
-    tpot_p99_s: float
-    slo_attainment: float
-    imbalance: float
-    cache_hit_rate: float
-    regret_mean_tokens: float
-    prefill_busy: float
-    decode_busy: float
-    duration_s: float
+    """Figures of one run, as this module defines them; NaN where nothing was measured."""
+
+    ttft_mean_s: float  # time to first token
+    ttft_p50_s: float  # half of the requests are at least as quick
+    ttft_p99_s: float  # 99 % are
+    tpot_mean_s: float  # time per output token after the first
+    tpot_p50_s: float  # half of the requests with two tokens or more are at least as quick
+    tpot_p99_s: float  # 99 % are
+    slo_attainment: float  # share of requests that kept both limits
+    imbalance: float  # tokens queued at the fullest rank over those at the mean rank
+    cache_hit_rate: float  # share of prompt tokens that were cached
+    regret_mean_tokens: float  # tokens to be computed first at the rank chosen, beyond those at the best
+    prefill_busy: float  # share of the time that prefill ranks computed
+    decode_busy: float  # share of the time that decode ranks computed
+    duration_s: float  # until the last request ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ def ttfts(outcome: Outcome) -> list[float]:
 
 
 def summarise(outcome: Outcome, config: LabConfig) -> Summary:
+    """The figures of a run; `config` gives the limits of the SLO and the number of ranks."""
     first = ttfts(outcome)
     per_token: list[float] = []
     kept = 0

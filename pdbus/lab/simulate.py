@@ -49,14 +49,14 @@ class Course:
 class Outcome:
     """All courses, and the true load of each prefill rank sampled over time (`load[sample][rank]`, tokens queued)."""
 
-    method: str
+    method: str  # that chose among prefill ranks
     courses: list[Course]
-    sample_s: float
+    sample_s: float  # between samples
     load: list[array[int]] = field(default_factory=list)
-    decode_load: list[array[int]] = field(default_factory=list)
-    ended_s: float = 0.0
+    decode_load: list[array[int]] = field(default_factory=list)  # likewise of decode ranks, in requests
+    ended_s: float = 0.0  # when the last request ended
     prefill_busy: float = 0.0  # share of the time that prefill ranks computed
-    decode_busy: float = 0.0
+    decode_busy: float = 0.0  # likewise of decode ranks
     cache_hit_rate: float | None = None  # where the courses do not say what was cached
 
 

@@ -31,9 +31,9 @@ _ZONE = re.compile(r"(Z|[+-]\d\d:?\d\d)$")  # the same in all rows
 class TraceRequest:
     """One request: seconds since the trace began, tokens in and out, the hashes of its full prompt blocks."""
 
-    arrival_s: float
-    prompt_tokens: int
-    output_tokens: int
+    arrival_s: float  # since the trace began
+    prompt_tokens: int  # computed, unless cached
+    output_tokens: int  # generated
     hashes: tuple[int, ...] = ()
 
 
@@ -41,15 +41,16 @@ class TraceRequest:
 class Trace:
     """Requests in order of arrival. Without any hashes no prompt shares a prefix."""
 
-    name: str
-    requests: tuple[TraceRequest, ...]
-    block_tokens: int = BLOCK_TOKENS
+    name: str  # of its file
+    requests: tuple[TraceRequest, ...]  # two or more
+    block_tokens: int = BLOCK_TOKENS  # of the blocks that `hashes` stand for
 
     def __len__(self) -> int:
         return len(self.requests)
 
     @property
     def duration_s(self) -> float:
+        """From the first arrival to the last."""
         return self.requests[-1].arrival_s - self.requests[0].arrival_s
 
     def first(self, duration_s: float) -> Trace:

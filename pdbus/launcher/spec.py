@@ -33,47 +33,39 @@ class Addresses:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """A cluster, declared.
+    """A cluster, declared. ConfigError on what makes none."""
 
-    `prefill`, `decode`, `unified`: ranks of each instance of that role (0: none); `..._instances`: how many instances.
-    `ranks_per_process`: how many ranks share a node process. `controllers`: `one` for all, or `per_instance` (none
-    knows of another; then requests go to two of them). `embedded`: broker and controller are threads of this process.
-    `bus`, `controller`: fixed base addresses (empty: ephemeral). `..._args`: more options for the parts' command lines.
-    `log_dir`: where parts append to their logs, which then outlive the cluster. `metrics_port`: the parts serve their
-    metrics on this port and the ones after it, in the order of starting (0: nowhere).
-    """
-
-    prefill: int = 0
-    decode: int = 0
-    unified: int = 0
-    prefill_instances: int = 1
-    decode_instances: int = 1
-    unified_instances: int = 1
-    ranks_per_process: int = 1
-    prefill_method: str = "auto"
-    decode_method: str = "auto"
-    unified_method: str = "auto"
-    engine: str = "torch"
-    model: str = "smollm2"
-    transport: Literal["ipc", "tcp"] = "ipc"
-    host: str = "127.0.0.1"
-    controllers: Literal["one", "per_instance"] = "one"
-    embedded: bool = False
-    bus: str = ""
-    controller: str = ""
-    keys: str = ""
-    log_dir: str = ""
-    log_level: str = "info"
-    metrics_port: int = 0
-    start_timeout_s: float = 120.0
-    stop_grace_s: float = 5.0
-    node_args: tuple[str, ...] = ()
-    prefill_args: tuple[str, ...] = ()
-    decode_args: tuple[str, ...] = ()
-    unified_args: tuple[str, ...] = ()
-    controller_args: tuple[str, ...] = ()
-    broker_args: tuple[str, ...] = ()
-    env: dict[str, str] = field(default_factory=dict)
+    prefill: int = 0  # ranks of each prefill instance (0: none)
+    decode: int = 0  # of each decode instance
+    unified: int = 0  # of each unified instance
+    prefill_instances: int = 1  # how many
+    decode_instances: int = 1  # how many
+    unified_instances: int = 1  # how many
+    ranks_per_process: int = 1  # how many ranks share a node process
+    prefill_method: str = "auto"  # how the controllers choose among prefill ranks
+    decode_method: str = "auto"  # among decode ranks
+    unified_method: str = "auto"  # among unified ranks
+    engine: str = "torch"  # of the nodes: torch or sim
+    model: str = "smollm2"  # that they serve
+    transport: Literal["ipc", "tcp"] = "ipc"  # between the parts
+    host: str = "127.0.0.1"  # where tcp ports are bound
+    controllers: Literal["one", "per_instance"] = "one"  # per_instance: requests go to two
+    embedded: bool = False  # broker and controller are threads of this process
+    bus: str = ""  # a fixed base address; empty: ephemeral
+    controller: str = ""  # likewise, of the first
+    keys: str = ""  # directory of CURVE keys, for tcp
+    log_dir: str = ""  # where parts append to their logs, which then outlive the cluster
+    log_level: str = "info"  # debug, info, warning or error
+    metrics_port: int = 0  # of the first part started; the next ones follow (0: nowhere)
+    start_timeout_s: float = 120.0  # for all parts to be ready
+    stop_grace_s: float = 5.0  # for a part to leave before it is killed
+    node_args: tuple[str, ...] = ()  # more options for the nodes' command lines
+    prefill_args: tuple[str, ...] = ()  # of the prefill nodes alone
+    decode_args: tuple[str, ...] = ()  # of the decode nodes alone
+    unified_args: tuple[str, ...] = ()  # of the unified nodes alone
+    controller_args: tuple[str, ...] = ()  # more options for the controllers' command lines
+    broker_args: tuple[str, ...] = ()  # and for the broker's
+    env: dict[str, str] = field(default_factory=dict)  # more environment of the parts
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode", "unified"):
@@ -106,11 +98,13 @@ class ClusterSpec:
         return {f"{role}-{n}": (role, size) for role, size, count in sizes if size for n in range(count)}
 
     def controller_names(self) -> tuple[str, ...]:
+        """Of all controllers, the first one's first."""
         if self.controllers == "one":
             return ("controller-0",)
         return tuple(f"controller-{instance}" for instance in self.instances())
 
     def methods(self) -> dict[Role, str]:
+        """The method of each role, as it was named."""
         return {"prefill": self.prefill_method, "decode": self.decode_method, "unified": self.unified_method}
 
     def parts(self, at: Addresses) -> list[PartSpec]:

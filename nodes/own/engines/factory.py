@@ -25,15 +25,15 @@ class EngineConfig:
     """Settings of one rank's engine; a size of 0 stands for the model's default. The last five are sim's alone,
     but for `faults`, which tests may set for either."""
 
-    engine: str = "torch"
-    model: str = "smollm2"
-    kv_tokens: int = 0
-    block_tokens: int = 16
-    max_context: int = 0
-    timing: SimTiming = field(default_factory=SimTiming)
-    vocab_size: int = SIM_VOCAB_SIZE
-    kv_bytes_per_token: int = 0
-    faults: Faults = NO_FAULTS
+    engine: str = "torch"  # torch or sim
+    model: str = "smollm2"  # its name
+    kv_tokens: int = 0  # KV memory, in tokens
+    block_tokens: int = 16  # of a KV block
+    max_context: int = 0  # longest prompt and output together
+    timing: SimTiming = field(default_factory=SimTiming)  # how long sim's steps take
+    vocab_size: int = SIM_VOCAB_SIZE  # of sim's tokens
+    kv_bytes_per_token: int = 0  # of what sim transfers
+    faults: Faults = NO_FAULTS  # what goes wrong on purpose
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -48,6 +48,7 @@ class EngineConfig:
             raise ConfigError(f"the sim vocabulary must have more than its 3 special tokens, not {self.vocab_size}")
 
     def blocks(self, default_kv_tokens: int) -> int:
+        """KV blocks of the rank."""
         return (self.kv_tokens or default_kv_tokens) // self.block_tokens
 
 

@@ -1,0 +1,18 @@
+"""docs/api.md says what the docstrings say, of every public name."""
+
+from __future__ import annotations
+
+import api_page
+import pytest
+
+NAMES = api_page.public_names()
+
+
+def test_the_page_is_what_the_docstrings_give() -> None:
+    assert api_page.PAGE.read_text(encoding="utf-8") == api_page.page(NAMES), "run: make api"
+
+
+def test_a_public_name_without_a_place_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_page, "OUTLINE", api_page.OUTLINE.replace("@ nodes RankLink", "@ nodes"))
+    with pytest.raises(LookupError, match=r"nodes\.link\.embed\.RankLink"):
+        api_page.public_names()
