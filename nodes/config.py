@@ -9,8 +9,8 @@ from bus import defaults
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.errors import ConfigError
 from bus.wire.messages import MAX_DP_SIZE, Role
+from nodes.link.config import LinkConfig
 from nodes.link.core import Limits
-from nodes.link.rank import LinkConfig
 from nodes.own.engines.factory import EngineConfig
 
 ROLES: tuple[Role, ...] = ("prefill", "decode", "unified")

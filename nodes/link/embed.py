@@ -32,11 +32,12 @@ from bus.runtime.service import Service
 from bus.wire.codec import decode, encode
 from bus.wire.messages import NODE_TO_CONTROLLER, Code, Role
 from nodes.link.actions import Cancel, Release, Start
+from nodes.link.config import LinkConfig
 from nodes.link.core import Limits
 from nodes.link.handover import HandedRunner, KnownLegs, LoadSaid, OfLeg, Said, said_of
 from nodes.link.host import Host
 from nodes.link.leg import Leg
-from nodes.link.rank import LinkConfig, hello_of
+from nodes.link.rank import hello_of
 from nodes.link.runner import (
     FOR_EVER,
     OVER_THE_BUS,

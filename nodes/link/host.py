@@ -38,8 +38,9 @@ from bus.wire.messages import (
     Tokens,
 )
 from nodes.link.actions import Locate
+from nodes.link.config import LinkConfig
 from nodes.link.data import KvPeers, send_answer
-from nodes.link.rank import LinkConfig, LinkedRank
+from nodes.link.rank import LinkedRank
 from nodes.link.runner import Runner
 from nodes.link.streams import RETRY_S, SendFailure, Streams
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from bus import defaults
 from bus.actions import Note, Publish, Send
 from bus.embed.publications import PublisherCore
 from bus.errors import RemoteProtocolError
@@ -35,7 +33,6 @@ from bus.wire.messages import (
     Member,
     Message,
     NodeState,
-    Role,
     Welcome,
 )
 from nodes.link.actions import (
@@ -48,28 +45,13 @@ from nodes.link.actions import (
     Unlocate,
     Unregister,
 )
+from nodes.link.config import LinkConfig
 from nodes.link.connection import Connection
-from nodes.link.core import Limits, RankCore
+from nodes.link.core import RankCore
 from nodes.link.data import KvPeers
 from nodes.link.join import Joint
 from nodes.link.runner import BlockRunner, RankFacts, Runner
 from nodes.link.streams import Streams
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkConfig:
-    """Who the ranks of a process are, and where they find the rest. Durations in seconds."""
-
-    role: Role
-    instance: str
-    dp_size: int = 1
-    bus: str
-    controllers: tuple[str, ...]
-    data: str  # where the data socket goes: ipc:///directory or tcp://host
-    report_interval_s: float = defaults.REPORT_INTERVAL_S
-    room_ttl_s: float = defaults.ROOM_TTL_S
-    limits: Limits = field(default_factory=Limits)
-    keys: str = ""
 
 
 def hello_of(

@@ -25,8 +25,9 @@ from bus.runtime.loop import Loop
 from bus.runtime.sockets import Socket, Sockets
 from bus.wire import codec, topics
 from bus.wire.messages import CancelLeg, Dispatch, Ended, Hello, Load, Role, Welcome
+from nodes.link.config import LinkConfig
 from nodes.link.connection import Connection
-from nodes.link.rank import LinkConfig, hello_of
+from nodes.link.rank import hello_of
 from nodes.link.reports import Reports
 from nodes.link.runner import RankFacts
 from pdbus.bench.bare import BUDGET, NO_COPY_FROM
