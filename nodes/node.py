@@ -29,7 +29,7 @@ class Node:
         self.loop = loop
         self.failure: BusError | None = None
         self._figures = NodeFigures()
-        self.host = Host(config.link, loop, runners)
+        self.host = Host(config, loop, runners)
         self._on_ready: Callable[[Node], None] | None = None
         self._began = self._said = loop.clock()
         self._drain_began: float | None = None

@@ -62,6 +62,7 @@ class Host:
     """`runners` has one runner for each dp_rank that this process hosts. All methods are for the loop's thread."""
 
     def __init__(self, config: LinkConfig, loop: Loop, runners: Mapping[int, Runner]) -> None:
+        assert runners.keys() == set(config.dp_ranks), f"runners of {list(runners)}, ranks {config.dp_ranks}"
         self.config = config
         self.loop = loop
         self.streams = Streams()

@@ -96,8 +96,7 @@ def ours(
     with Sockets() as sockets:
         pub = sockets.pub(BusAddress(bus).publish)
         config = LinkConfig(
-            role=role, instance=instance, dp_size=dp_size, bus=bus, controllers=(controller,), data="",
-            report_interval_s=MEMBER_S,
+            role, instance, dp_size, tuple(ranks), bus, (controller,), "ipc:///never-bound", report_interval_s=MEMBER_S
         )  # fmt: skip
         nodes = [_Rank(loop, sockets, pub, config, dp_rank, journeys, 0.5 / report_hz) for dp_rank in ranks]
         waiting = set(nodes)
