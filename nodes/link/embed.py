@@ -50,7 +50,6 @@ from nodes.link.runner import (
     RankFacts,
 )
 
-CHECK_S = 0.25
 QUEUE_MAX = 65_536
 
 
@@ -121,9 +120,8 @@ class RankLink(Service):
     # --- life -----------------------------------------------------------------------------------------------------
 
     def _open(self, exits: ExitStack) -> None:
-        self._host = host = Host(self.config, self.loop, self._runners)
+        self._host = host = Host(self.config, self.loop, self._runners, self._look)
         exits.callback(host.close)
-        self.loop.call_every(CHECK_S, self._check)
         self.loop.call_threadsafe(self._take)  # what was said before the start
 
     def leave(self) -> None:
@@ -287,7 +285,8 @@ class RankLink(Service):
         assert self._host is not None
         self._host.drain(cause)
 
-    def _check(self) -> None:
+    def _look(self) -> None:
+        """What has become of the ranks."""
         host = self._host
         assert host is not None
         if not self._joined.is_set() and not host.missing():

@@ -85,6 +85,7 @@ class Services(Protocol):
     def reject(self, socket: str, error: RemoteProtocolError, peer: bytes = b"") -> None: ...
     def runner_died(self, dp_rank: int, reason: str) -> None: ...
     def superseded(self, why: str) -> None: ...
+    def changed(self) -> None: ...
 
 
 class LinkedRank:
@@ -148,6 +149,7 @@ class LinkedRank:
             self.core.restate(connection.key)
         follow = all(each.welcome is not None and each.welcome.follow_bootstrap_room for each in self.connections)
         self._host.publish(self.publisher.set_follow(follow, self._host.now))
+        self._host.changed()
 
     def dispatched(self, connection: Connection, dispatch: Dispatch, frames: list[bytes]) -> None:
         self.joint.carry_out(self.core.ingest(connection.key, dispatch, frames, self._host.now))
@@ -184,6 +186,7 @@ class LinkedRank:
 
     def _set_state(self, state: NodeState) -> None:
         self.state = state
+        self._host.changed()
         self._host.publish(self.publisher.set_state(state, self._host.now))
         for connection in self.connections:
             if state == "gone":
@@ -209,6 +212,7 @@ class LinkedRank:
         """A `member` as every subscriber gets it: ours has passed the broker."""
         if (member.instance, member.epoch) == (self.instance, self.epoch):
             self.on_the_bus = member.state
+            self._host.changed()
 
     # --- time ---------------------------------------------------------------------------------------------------
 
