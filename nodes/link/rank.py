@@ -210,7 +210,7 @@ class LinkedRank:
 
     def came_back(self, member: Member) -> None:
         """A `member` as every subscriber gets it: ours has passed the broker."""
-        if (member.instance, member.epoch) == (self.instance, self.epoch):
+        if (member.instance, member.epoch) == (self.instance, self.epoch) and member.state != self.on_the_bus:
             self.on_the_bus = member.state
             self._host.changed()
 

@@ -1,7 +1,7 @@
 """A running cluster: starts the parts, waits for READY, takes all down without a trace. Owns children and their files.
 
-Broker and controllers come before the nodes. Nodes go first (they drain), then controllers, then the broker; what does
-not leave in time is killed. Nothing survives: children notice when this process dies.
+Nodes start last and leave first (they drain), before the controllers and then the broker; what does not leave in time
+is killed. Nothing survives: children notice when this process dies.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from nodes.link.streams import ATTACH_GRACE_S
 class Rig:
     """Two ranks. The clock stands unless the test moves it, and no turn waits."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: str) -> None:
         self.now = 0.0
         self.changes = 0
         self.loop = Loop(lambda: self.now)
@@ -48,11 +48,12 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    rig = Rig(tmp_path)
-    yield rig
-    rig.host.close(linger_ms=0)
-    rig.loop.close()
+def rig() -> Iterator[Rig]:
+    with tempfile.TemporaryDirectory(prefix="pd") as folder:
+        rig = Rig(folder)
+        yield rig
+        rig.host.close(linger_ms=0)
+        rig.loop.close()
 
 
 def test_the_owner_is_told_in_the_turn_of_a_change_and_not_otherwise(rig: Rig) -> None:
@@ -62,8 +63,13 @@ def test_the_owner_is_told_in_the_turn_of_a_change_and_not_otherwise(rig: Rig) -
     assert rig.turn() == 1
     rig.hear(Beacon(5, 2, 0.25))
     assert rig.turn() == 0
-    host.ranks[1].drain("test")
-    assert (rig.turn(), host.ranks[1].state) == (1, "gone")
+    mine = host.ranks[1]
+    said = Member("u", 1, mine.epoch, 1, None, "unified", "m", 2, "ready", "", False, 0, 0.25)
+    for told in (1, 0):  # each interval it comes again
+        rig.hear(said)
+        assert rig.turn() == told
+    mine.drain("test")
+    assert (rig.turn(), mine.state) == (1, "gone")
     assert rig.turn(0.3) == 0
 
 
