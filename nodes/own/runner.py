@@ -27,7 +27,8 @@ from nodes.link.runner import (
 from nodes.own.engines.base import Engine, EngineSpec, StepResult
 from nodes.own.kv_events import KvEventLog
 from nodes.own.receiver import KvReceiver, Span, window_for
-from nodes.own.scheduler import Scheduler, Sequence
+from nodes.own.scheduler import Scheduler
+from nodes.own.sequence import Sequence
 
 log = get_logger("node")
 

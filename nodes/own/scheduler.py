@@ -11,60 +11,15 @@ every decoding sequence, then prompt tokens in order of admission up to `chunk_t
 
 from __future__ import annotations
 
-import enum
 import heapq
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from bus.wire.hashing import ROOT, block_hashes, hash_block, token_bytes
-from bus.wire.messages import FinishReason, Params
+from bus.wire.messages import FinishReason
 from nodes.own.blocks import BlockPool
 from nodes.own.engines.base import Row, StepPlan, StepResult
-
-
-class Phase(enum.Enum):
-    PARKED = "parked"  # ingested, not ready to be admitted (its KV cache is not located yet)
-    WAITING = "waiting"  # for a slot and blocks
-    FETCHING = "fetching"  # admitted; its prompt's KV cache is being copied in
-    PROMPT = "prompt"  # admitted; its prompt is being computed
-    DECODING = "decoding"
-    HELD = "held"  # finished prefill whose KV cache somebody will fetch; no slot
-    GONE = "gone"
-
-
-_SLOT_PHASES = frozenset({Phase.FETCHING, Phase.PROMPT, Phase.DECODING})
-
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One leg's computation. `imported`: the prompt's KV comes from elsewhere. `hold`: stop after the prompt's token
-    and keep the KV. `offset` is the output index of the first token produced here. `hashes`: None to compute them."""
-
-    id: int
-    prompt: Seq[int]
-    max_tokens: int
-    params: Params = field(default_factory=Params)
-    stop_ids: frozenset[int] = frozenset()
-    priority: int = 0
-    imported: bool = False
-    hold: bool = False
-    offset: int = 0
-    hashes: list[int] | None = None
-
-    phase: Phase = Phase.WAITING
-    table: list[int] = field(default_factory=list)
-    cached_tokens: int = 0
-    computed: int = 0  # tokens whose KV is in `table`
-    expected: int = 0  # prompt tokens still to compute or fetch, as counted in the load
-    committed: int = 0  # full blocks named in the prefix cache
-    output: list[int] = field(default_factory=list)
-    in_step: bool = False
-    doomed: bool = False
-
-    @property
-    def reserve_tokens(self) -> int:
-        """KV tokens it can ever need; the last output token's KV is never computed."""
-        return len(self.prompt) if self.hold else len(self.prompt) + max(0, self.max_tokens - 1)
+from nodes.own.sequence import SLOT_PHASES, Phase, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +297,7 @@ class Scheduler:
         assert self._waiting_tokens == sum(s.expected for s in live)
         assert self._kv_tokens == sum(s.computed for s in live)
         assert list(self._running) == [s.id for s in self._running.values()]
-        assert {s.id for s in live if s.phase in _SLOT_PHASES} == set(self._running)
+        assert {s.id for s in live if s.phase in SLOT_PHASES} == set(self._running)
         assert len(self._running) <= self.max_running
         assert self._held == sum(s.phase is Phase.HELD for s in live)
         assert self.waiting == sum(s.phase in (Phase.PARKED, Phase.WAITING) for s in live)

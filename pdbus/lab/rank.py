@@ -14,7 +14,7 @@ from bus.wire.messages import Ack, Load, MemberKey
 from nodes.own.blocks import BlockPool, KvEvent
 from nodes.own.engines.base import StepResult
 from nodes.own.engines.timing import SimTiming
-from nodes.own.scheduler import Sequence
+from nodes.own.sequence import Sequence
 from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.scheduler import NO_TOKEN, DecodeRun, LabScheduler
 

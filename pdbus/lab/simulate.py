@@ -19,7 +19,7 @@ from functools import partial
 from bus.errors import ConfigError
 from bus.wire.hashing import pack_hashes
 from bus.wire.messages import Ended, Role, Sent, Submit
-from nodes.own.scheduler import Sequence
+from nodes.own.sequence import Sequence
 from pdbus.lab.capacity import stretch
 from pdbus.lab.choosers import build_chooser, check_method, method_of
 from pdbus.lab.clock import VirtualLoop

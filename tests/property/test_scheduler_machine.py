@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from nodes.own.blocks import BlockPool
 from nodes.own.engines.base import StepResult
 from nodes.own.engines.sim import SimEngine, feed, sim_generate
-from nodes.own.scheduler import Phase, Scheduler, Sequence
+from nodes.own.scheduler import Scheduler
+from nodes.own.sequence import Phase, Sequence
 
 VOCAB = 64
 SIZE = 2

@@ -7,7 +7,8 @@ import pytest
 from bus.wire.hashing import block_hashes, pack_hashes, token_bytes, tokens_of, unpack_hashes
 from nodes.own.blocks import BlockPool
 from nodes.own.engines.base import StepPlan, StepResult
-from nodes.own.scheduler import Output, Phase, Scheduler, Sequence
+from nodes.own.scheduler import Output, Scheduler
+from nodes.own.sequence import Phase, Sequence
 
 
 def scheduler(blocks: int = 16, **changes: int) -> Scheduler:
