@@ -13,23 +13,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from bus.wire.hashing import ROOT, block_hashes, hash_block, token_bytes
-from bus.wire.messages import FinishReason
 from nodes.own.blocks import BlockPool
 from nodes.own.engines.base import Row, StepPlan, StepResult
 from nodes.own.sequence import SLOT_PHASES, Phase, Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """One new token of `seq`; `finish` says that it was the last. `error`: it has none and the sequence is gone."""
-
-    seq: int
-    token: int
-    finish: FinishReason = ""
-    error: str = ""
 
 
 class Scheduler:
@@ -48,7 +36,7 @@ class Scheduler:
         self._order = 0
         self._running: dict[int, Sequence] = {}  # holds a slot, in order of admission
         self._admitted: list[Sequence] = []
-        self._in_step: dict[int, int] = {}  # seq -> tokens fed in the step under way
+        self._in_step: list[Sequence] = []  # in the order of the plan's rows
         self._held = 0  # sequences in phase HELD
         self._waiting_tokens = 0
         self._kv_tokens = 0
@@ -135,7 +123,7 @@ class Scheduler:
         sequence = self._sequences.get(seq)
         if sequence is None:
             return False
-        if sequence.in_step:
+        if sequence.fed:
             sequence.doomed = True
         else:
             self._remove(sequence)
@@ -151,6 +139,7 @@ class Scheduler:
             return None
         self._admit()
         rows: list[Row] = []
+        fed = self._in_step
         budget = self.chunk_tokens
         for sequence in self._running.values():
             if sequence.phase is Phase.DECODING:
@@ -160,6 +149,8 @@ class Scheduler:
                     Row(sequence.id, (sequence.output[-1],), row_at, sequence.table, sequence.params,
                         sequence.offset + index)
                 )  # fmt: skip
+                sequence.fed = 1
+                fed.append(sequence)
                 budget -= 1
         budget = max(budget, self.pool.block_tokens)  # prompts progress however many sequences decode
         for sequence in self._running.values():
@@ -171,56 +162,55 @@ class Scheduler:
                     Row(sequence.id, tokens, sequence.computed, sequence.table, sequence.params if last else None,
                         sequence.offset)
                 )  # fmt: skip
+                sequence.fed = len(tokens)
+                fed.append(sequence)
                 budget -= len(tokens)
-        if not rows:
-            return None
-        for row in rows:
-            self._in_step[row.seq] = len(row.tokens)
-            self._sequences[row.seq].in_step = True
-        return StepPlan(self.step + 1, tuple(rows))
+        return StepPlan(self.step + 1, tuple(rows)) if rows else None
 
-    def complete(self, result: StepResult) -> list[Output]:
-        """Account for the step under way; the outputs of those still wanted, in the order of the plan's rows."""
+    def complete(self, result: StepResult) -> list[Sequence]:
+        """Account for the step under way; those that are still wanted and have one more token in their `output`, or
+        whose `finish` is `failed`, in the order of the plan's rows."""
         tokens = dict(result.tokens)
-        fed, self._in_step = self._in_step, {}
+        stepped, self._in_step = self._in_step, []
         self.step += 1
         self.busy_us_total += round(result.duration_s * 1e6)
-        outputs: list[Output] = []
-        for seq, count in fed.items():
-            sequence = self._sequences[seq]
-            sequence.in_step = False
+        outputs: list[Sequence] = []
+        size = self.pool.block_tokens
+        for sequence in stepped:
+            fed, sequence.fed = sequence.fed, 0
             if sequence.doomed:
                 self._remove(sequence)
             elif result.error:
+                sequence.finish = "failed"
                 self._remove(sequence)
-                outputs.append(Output(seq, 0, "failed", result.error))
+                outputs.append(sequence)
             else:
-                self._hold(sequence, count)
+                self._hold(sequence, fed)
                 if sequence.phase is Phase.PROMPT:
                     self._expect(sequence, len(sequence.prompt) - sequence.computed)
                     if sequence.computed == len(sequence.prompt):
                         sequence.phase = Phase.DECODING
-                self._commit(sequence)
+                if sequence.computed >= (sequence.committed + 1) * size:
+                    self._commit(sequence)
                 if sequence.phase is Phase.DECODING:
-                    outputs.append(self._append(sequence, tokens[seq]))
+                    self._append(sequence, tokens[sequence.id])
+                    outputs.append(sequence)
         return outputs
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _append(self, sequence: Sequence, token: int) -> Output:
+    def _append(self, sequence: Sequence, token: int) -> None:
         sequence.output.append(token)
-        finish: FinishReason = ""
         if token in sequence.stop_ids:
-            finish = "stop"
+            sequence.finish = "stop"
         elif len(sequence.output) >= sequence.max_tokens:
-            finish = "length"
+            sequence.finish = "length"
         if sequence.hold:
             sequence.phase = Phase.HELD
             self._held += 1
             del self._running[sequence.id]
-        elif finish:
+        elif sequence.finish:
             self._remove(sequence)
-        return Output(sequence.id, token, finish)
 
     def _reusable(self, sequence: Sequence) -> Seq[int]:
         """At least one prompt token is always computed, since its output is what is wanted."""
@@ -303,4 +293,4 @@ class Scheduler:
         assert self.waiting == sum(s.phase in (Phase.PARKED, Phase.WAITING) for s in live)
         assert len({block for s in live for block in s.table}) == self.pool.held
         assert all(s.computed <= len(s.table) * self.pool.block_tokens for s in live)
-        assert {s.id for s in live if s.in_step} == set(self._in_step)
+        assert {s for s in live if s.fed} == set(self._in_step)

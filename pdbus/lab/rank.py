@@ -164,9 +164,9 @@ class VirtualRank:
     def _complete(self, result: StepResult) -> None:
         outputs = self.scheduler.complete(result)
         self._stepping = False
-        for output in outputs:
-            if output.finish:
-                self._on_output(output.seq)
+        for sequence in outputs:
+            if sequence.finish:
+                self._on_output(sequence.id)
         self._begin()
         for function in self.steps_taken:
             function()

@@ -14,7 +14,8 @@ from nodes.link.checksum import block_crc32
 from nodes.link.leg import Leg
 from nodes.link.runner import FOR_EVER, RankFacts
 from nodes.link.sender import HOLD_S, MAX_PULLERS, PARK_S, PULLER_SILENT_S, KvSender
-from nodes.own.receiver import MAX_REPAIRS, MAX_STALLS, STALL_S, KvReceiver, window_for
+from nodes.own.receiver import MAX_REPAIRS, MAX_STALLS, STALL_S, FetchFailed, KvReceiver, Span, window_for
+from nodes.own.sequence import Sequence
 
 FACTS = RankFacts(model="m", max_context=100, kv_capacity=40, block_tokens=4, kv_layout="lay")
 
@@ -30,54 +31,67 @@ def test_the_checksum_covers_place_and_bytes() -> None:
     assert len({block_crc32(*place, data) for place in ((9, 2, 3), (9, 2, 4), (9, 3, 3), (8, 2, 3))}) == 4
 
 
+class Fetch:
+    """A receiver and one sequence whose blocks it asks for."""
+
+    def __init__(self, blocks: int, *, window: int) -> None:
+        self.receiver = KvReceiver(window=window)
+        self.sequence = Sequence(1, range(blocks), 9)
+        self.pulls = self.receiver.begin(self.sequence, blocks, 0.0)
+
+    def wants(self, index: int) -> bool:
+        return index in self.sequence.missing
+
+    def received(self, index: int, intact: bool = True) -> list[Span]:
+        return self.receiver.received(self.sequence, index, intact, 0.0)
+
+    def tick(self, now: float) -> list[Span]:
+        return self.receiver.tick(self.sequence, now)
+
+
 def test_no_more_than_a_window_is_ever_on_its_way() -> None:
-    receiver = KvReceiver(20, window=6)
-    pulls = receiver.begin(0.0)
+    fetch = Fetch(20, window=6)
+    pulls = fetch.pulls
     on_the_way: list[int] = []
     asked = 0
-    while not receiver.complete:
+    while fetch.sequence.missing:
         for first, count in pulls:
             on_the_way += range(first, first + count)
             asked += count
         assert len(on_the_way) <= 6
-        pulls = receiver.received(on_the_way.pop(0), True, 0.0)
+        pulls = fetch.received(on_the_way.pop(0))
     assert asked == 20
     assert on_the_way == []
 
 
 def test_a_damaged_block_alone_is_asked_for_again_and_not_for_ever() -> None:
-    receiver = KvReceiver(3, window=6)
-    receiver.begin(0.0)
+    fetch = Fetch(3, window=6)
     for _ in range(MAX_REPAIRS):
-        assert receiver.received(1, False, 0.0) == [(1, 1)]
-        assert not receiver.failure
-    assert receiver.received(1, False, 0.0) == []
-    assert "damaged" in receiver.failure
-    assert not receiver.wants(1)
+        assert fetch.received(1, intact=False) == [(1, 1)]
+    with pytest.raises(FetchFailed, match="damaged"):
+        fetch.received(1, intact=False)
 
 
 def test_a_stall_asks_for_everything_missing_in_runs_then_fails() -> None:
-    receiver = KvReceiver(6, window=6)
-    receiver.begin(0.0)
-    receiver.received(2, True, 0.0)
-    assert receiver.tick(STALL_S - 0.01) == []
+    fetch = Fetch(6, window=6)
+    fetch.received(2)
+    assert fetch.tick(STALL_S - 0.01) == []
     now = STALL_S
-    assert receiver.tick(now) == [(0, 2), (3, 3)]
-    assert receiver.tick(now) == []
+    assert fetch.tick(now) == [(0, 2), (3, 3)]
+    assert fetch.tick(now) == []
     for _ in range(MAX_STALLS - 1):
         now += STALL_S
-        assert receiver.tick(now)
-    assert receiver.tick(now + STALL_S) == []
-    assert receiver.failure
+        assert fetch.tick(now)
+    with pytest.raises(FetchFailed, match="no block for"):
+        fetch.tick(now + STALL_S)
 
 
 def test_duplicates_and_strangers_are_not_wanted() -> None:
-    receiver = KvReceiver(2, window=2)
-    receiver.begin(0.0)
-    receiver.received(0, True, 0.0)
-    assert not receiver.wants(0)
-    assert not receiver.wants(2)
-    assert receiver.wants(1)
+    fetch = Fetch(2, window=2)
+    fetch.received(0)
+    assert not fetch.wants(0)
+    assert not fetch.wants(2)
+    assert fetch.wants(1)
 
 
 @pytest.mark.parametrize(("size", "window"), [(64, 64), (1 << 20, 8), (1 << 28, 2)])

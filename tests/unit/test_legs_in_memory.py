@@ -356,14 +356,15 @@ def test_resumed_output_starts_at_its_offset(world: World) -> None:
     assert rank.tokens["r"] == whole
 
 
-def test_a_cached_prefix_is_reused_and_reported(world: World) -> None:
+@pytest.mark.parametrize("max_tokens", [6, 1])
+def test_a_cached_prefix_is_reused_and_reported(world: World, max_tokens: int) -> None:
     rank = Rank(world, "unified", "u")
     rank.dispatch("a", PROMPT)
     world.run(1.0)
     rank.read("b")
-    rank.dispatch("b", PROMPT)
+    rank.dispatch("b", PROMPT, max_tokens=max_tokens)
     world.run(1.0)
-    assert rank.tokens["b"] == sim_generate(PROMPT, 6, VOCAB)
+    assert rank.tokens["b"] == sim_generate(PROMPT, max_tokens, VOCAB)
     assert rank.ended["b", 1][0].cached_tokens == 8  # two full blocks of 4; the last token is always computed
     assert rank.core.load().cached_tokens_total == 8
 
