@@ -20,7 +20,6 @@ from bus.wire.messages import (
     Code,
     Dispatch,
     Ended,
-    FinishReason,
     FoundBy,
     KvBlock,
     KvDone,
@@ -233,8 +232,7 @@ class RankCore:
             if leg.state is not LegState.ENDED:
                 if not leg.started:
                     self._started(leg, now)
-                leg.output_tokens += len(event.tokens)
-                self.streams.push(leg.rid, leg.attempt, event.tokens, leg.found_by)
+                self.streams.push(leg, event.tokens)
             return []
         match event:
             case Stepped():
@@ -364,7 +362,7 @@ class RankCore:
         self._prompt_bytes += 4 * len(leg.prompt)
         self._names_bytes += _name_bytes(leg.rid)
         if leg.role != "prefill":
-            self.streams.open(leg.rid, leg.attempt, leg.offset, now)
+            self.streams.open(leg, now)
         if leg.role == "unified":
             leg.found_by = "local"
             return [Start(leg)]
@@ -441,7 +439,7 @@ class RankCore:
         if leg.started:
             return
         leg.started = True
-        leg.first_token_s = max(0.0, now - leg.began)
+        leg.first_token_s = max(0.0, now - leg.ingested_at)
         self.first_token_s.append(leg.first_token_s)
         self.reports.started(leg)
 
@@ -449,7 +447,7 @@ class RankCore:
         """The only way out. With `ok`, `message` is the finish reason; `told`: the runner must hear of it."""
         before = leg.state
         self._waits_no_more(leg)
-        leg.step("over")
+        end = leg.end(code, message, now)
         actions: list[Action] = []
         del self._legs[leg.rid]
         self._prompt_bytes -= 4 * len(leg.prompt)
@@ -469,12 +467,8 @@ class RankCore:
                 leg.kv_open = False
                 actions += self._to_prefill(leg, KvDone(leg.room, leg.kv_attempt, code))
         if leg.role != "prefill":
-            if code == "ok":
-                self.streams.finish(leg.rid, leg.attempt, "stop" if message == "stop" else "length", now)
-            else:
-                reason: FinishReason = "cancelled" if code == "cancelled" else "failed"
-                self.streams.finish(leg.rid, leg.attempt, reason, now, code, message)
-        self.reports.remember(leg.owner, leg.end(code, "" if code == "ok" else message))
+            self.streams.finish(leg)
+        self.reports.remember(leg.owner, end)
         self.counts[code] += 1
         if code != "ok":
             fields = {"rid": leg.rid, "attempt": leg.attempt, "code": code, "why": message, "state": before.value}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from bus.errors import RemoteProtocolError
 from bus.wire.codec import decode
 from bus.wire.hashing import tokens_of
-from bus.wire.messages import PARAMS, Code, Dispatch, Ended, FoundBy, Location, Params, Refusal, Role
+from bus.wire.messages import PARAMS, Code, Dispatch, Ended, FinishReason, FoundBy, Location, Params, Refusal, Role
 from nodes.link.facts import KvHandle, RankFacts
 
 NO_ROOM = -1
@@ -48,7 +48,7 @@ class IllegalStep(AssertionError):
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """What a runner is given, and what the link keeps of it (from `owner` on; a runner leaves that alone)."""
+    """What a runner is given, and all that the link knows of it (from `owner` on; a runner leaves that alone)."""
 
     rid: str
     attempt: int
@@ -68,11 +68,23 @@ class Leg:
 
     owner: int = 0  # the connection whose controller hears of it
     state: LegState = LegState.RUNNING
-    began: float = 0.0  # when it was ingested
+    ingested_at: float = 0.0
     started: bool = False  # its first output exists
     first_token_s: float = 0.0
-    output_tokens: int = 0
     cached_tokens: int = 0
+
+    output: list[int] = field(default_factory=list)  # decode and unified: kept until its reader has all of it
+    finish: FinishReason = ""  # how it ended, with `code` and `message`, in its reader's words
+    code: Code = "ok"
+    message: str = ""
+    reader: bytes | None = None  # who is sent the output
+    lost: bool = False  # the reader's connection is gone: it may attach again over another
+    sent: int = 0  # the next token to send, counted from the request's first output token
+    sent_at: float = 0.0
+    finish_sent: bool = False
+    ended_at: float = 0.0
+    blocked_until: float = 0.0  # the reader's queue was full
+
     prefill_instance: str = ""
     found_by: FoundBy = ""
     location: Location | None = None  # decode: of the prefill leg
@@ -86,24 +98,41 @@ class Leg:
     def live(self) -> bool:
         return self.state is not LegState.ENDED
 
+    @property
+    def produced(self) -> int:
+        """The token after the last of `output`, counted as `sent` is."""
+        return self.offset + len(self.output)
+
+    @property
+    def owes(self) -> bool:
+        """Whether there is something to send to its reader."""
+        return self.reader is not None and (self.sent < self.produced or (bool(self.finish) and not self.finish_sent))
+
     def step(self, step: Step) -> None:
         """Move on as the table says."""
         to = NEXT.get((self.role, self.state, step))
         if to is None:
             raise IllegalStep(
                 f"{self.role} leg {self.rid}/{self.attempt} is {self.state.value} and cannot be {step} "
-                f"(started {self.started}, {self.output_tokens} tokens, found by {self.found_by or 'nobody'})"
+                f"(started {self.started}, {len(self.output)} tokens, found by {self.found_by or 'nobody'})"
             )
         self.state = to
 
-    def end(self, code: Code, message: str) -> Ended:
+    def end(self, code: Code, message: str, now: float) -> Ended:
+        """It is over: what its controller is told. With `ok`, `message` says why a decode or unified leg stopped."""
+        self.step("over")
+        self.code, self.message, self.ended_at = code, "" if code == "ok" else message[:1024], now
+        if code == "ok":
+            self.finish = "stop" if message == "stop" else "length"
+        else:
+            self.finish = "cancelled" if code == "cancelled" else "failed"
         return Ended(
             self.rid,
             self.attempt,
             self.role,
             code,
-            message[:1024],
-            self.output_tokens,
+            self.message,
+            len(self.output),
             self.found_by,
             self.first_token_s,
             self.cached_tokens,
@@ -146,7 +175,7 @@ def leg_of(
         stop_ids=stop_ids if params.ignore_eos else stop_ids | frozenset(facts.eos_ids),
         deadline=now + dispatch.deadline_s if dispatch.deadline_s else None,
         state=LegState.LOCATING if role == "decode" else LegState.RUNNING,
-        began=now,
+        ingested_at=now,
         prefill_instance=dispatch.prefill_instance,
     )
 

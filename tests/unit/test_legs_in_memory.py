@@ -12,6 +12,8 @@ from bus.wire.hashing import token_bytes
 from bus.wire.messages import Attach, CancelLeg, Dispatch, KvBlock, KvFail, KvMeta, Params
 from nodes.link.actions import Unregister
 from nodes.link.core import Limits
+from nodes.link.leg import Leg
+from nodes.link.runner import Finished, LegFailed, Output
 from nodes.own.engines.sim import sim_generate
 
 
@@ -219,6 +221,22 @@ def test_a_repeated_attempt_is_acknowledged_and_told_again_but_not_run_again(
     assert decode.core.reports.acks[0].dispatches == 2
     assert decode.idle()
     assert prefill.idle()
+
+
+def test_what_a_runner_says_of_a_leg_that_is_over_counts_for_nothing(world: World) -> None:
+    rank = Rank(world, "unified", "u")
+    legs: list[Leg] = []
+    rank.runner.start = lambda leg, start=rank.runner.start: (legs.append(leg), start(leg))
+    rank.read("r")
+    rank.dispatch("r", PROMPT)
+    world.run(1.0)
+    (leg,) = legs
+    ended, tokens = rank.ended["r", 1].copy(), rank.tokens["r"].copy()
+    for event in (Output(leg, (9,)), Finished(leg, "stop"), LegFailed(leg, "engine_failed", "late")):
+        assert rank.core.handle(event, world.now) == []
+    rank.read("r")
+    rank.do([])
+    assert (rank.ended["r", 1], rank.tokens["r"], rank.finishes["r"].finish) == (ended, tokens, "length")
 
 
 def test_a_message_delivered_twice_counts_once(world: World, pair: tuple[Rank, Rank]) -> None:
