@@ -215,8 +215,8 @@ class RankCore:
     def pulled(self, peer: bytes, message: KvPull | KvDone, now: float) -> list[Action]:
         if isinstance(message, KvPull):
             return list(self.sender.pull(peer, message, now))
-        leg = self._by_room.get(message.room)
-        if leg is None or not self.sender.done(peer, message):
+        leg = self.sender.done(peer, message)
+        if leg is None:
             return []
         if message.code == "ok":
             return self._end(leg, "ok", "", now)
@@ -253,7 +253,7 @@ class RankCore:
             case Held():
                 leg.step("held")
                 self._started(leg, now)
-                return list(self.sender.ready(leg, event.first_token, event.handle, event.valid_s, now))
+                return list(self.sender.held(leg, event.first_token, event.handle, event.valid_s, now))
             case Pull():
                 assert leg.location is not None
                 leg.asked_at = now
@@ -282,9 +282,8 @@ class RankCore:
                 elif now - leg.asked_at >= ASK_S:
                     actions += self._poke(leg, now)
         lost, answers = self.sender.tick(now)
-        for room in lost:
-            why = "no decode rank fetched the KV cache in time"
-            actions += self._end(self._by_room[room], "decode_failed", why, now)
+        for leg in lost:
+            actions += self._end(leg, "decode_failed", "no decode rank fetched the KV cache in time", now)
         return actions + answers
 
     # --- what the controller and the bus are told ---------------------------------------------------------------
@@ -458,7 +457,7 @@ class RankCore:
         elif before is LegState.RUNNING and told:
             actions.append(Cancel(leg))
         if leg.role == "prefill":
-            actions += self.sender.close(leg.room, code, message)
+            actions += self.sender.close(leg)
             actions.append(Unregister(leg.room, leg.attempt, code))
         elif leg.role == "decode":
             if before is LegState.LOCATING:

@@ -12,7 +12,7 @@ from bus.errors import RemoteProtocolError
 from bus.wire.codec import decode
 from bus.wire.hashing import tokens_of
 from bus.wire.messages import PARAMS, Code, Dispatch, Ended, FinishReason, FoundBy, Location, Params, Refusal, Role
-from nodes.link.facts import KvHandle, RankFacts
+from nodes.link.facts import FOR_EVER, KvHandle, RankFacts
 
 NO_ROOM = -1
 
@@ -85,6 +85,12 @@ class Leg:
     ended_at: float = 0.0
     blocked_until: float = 0.0  # the reader's queue was full
 
+    heard_at: float = 0.0  # when the rank at the other end of the KV cache's way gave a sign of life
+    pullers: dict[bytes, None] = field(default_factory=dict)  # prefill: who asked for the KV cache, or part of it
+    first_token: int = 0  # prefill, from here on once it is held
+    handle_data: bytes = b""  # the runner's
+    valid_until: float = FOR_EVER
+
     prefill_instance: str = ""
     found_by: FoundBy = ""
     location: Location | None = None  # decode: of the prefill leg
@@ -92,7 +98,6 @@ class Leg:
     kv_attempt: int = 0  # decode: the attempt under which the room was registered
     kv_open: bool = False  # decode: the prefill rank has been asked and not been told that we are done
     asked_at: float = 0.0
-    heard_at: float = 0.0
 
     @property
     def live(self) -> bool:
