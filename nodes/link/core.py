@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from bus.actions import Note, Send
+from bus.actions import Note
 from bus.wire.messages import (
     CancelLeg,
     Code,
@@ -35,21 +35,16 @@ from nodes.link.actions import (
     Action,
     Cancel,
     Leave,
-    Locate,
     PublishFrames,
     Register,
     Release,
     Start,
-    TakeBlock,
-    Unlocate,
     Unregister,
 )
-from nodes.link.checksum import block_crc32
 from nodes.link.leg import Leg, LegState, leg_of
+from nodes.link.puller import KvPuller, unfetched
 from nodes.link.reports import Reports
 from nodes.link.runner import (
-    FOR_EVER,
-    OVER_THE_BUS,
     Began,
     CacheChanged,
     Dead,
@@ -57,7 +52,6 @@ from nodes.link.runner import (
     Fetched,
     Finished,
     Held,
-    KvHandle,
     LegFailed,
     Output,
     Pull,
@@ -65,15 +59,11 @@ from nodes.link.runner import (
     RunnerLoad,
     Stepped,
 )
-from nodes.link.sender import KvSender, blocks_of
+from nodes.link.sender import KvSender
 from nodes.link.streams import Streams
 
-LOCATE_S = 30.0  # for the broker to learn where a room is prefilled
-ASK_S = 1.0  # a decode leg that waits or fetches shows its prefill rank that it lives
-PREFILL_SILENT_S = 5.0
 MAX_LIVE = 65_535  # legs, and bytes of their names, that one hello can list
 MAX_NAMES_BYTES = 1_000_000
-MAX_HANDLE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +92,12 @@ class RankCore:
         self.reports = Reports()
         self.draining = False
         self.counts: Counter[str] = Counter()  # ended legs by code, damaged blocks, gaps
+        self.puller = KvPuller(facts, self.counts, self._end)
         self.first_token_s: deque[float] = deque(maxlen=4096)  # of legs that began, until the owner takes them
         self.fetch_s: deque[float] = deque(maxlen=4096)  # of KV caches fetched, likewise
         self.step_s: deque[float] = deque(maxlen=4096)  # of forward steps, likewise
         self._runner_load = runner_load
         self._legs: dict[str, Leg] = {}
-        self._by_room: dict[int, Leg] = {}
-        self._waiting = 0  # decode legs whose KV cache is not ready, which the runner does not know yet
-        self._waiting_tokens = 0  # their prompts' tokens
         self._prompt_bytes = 0
         self._names_bytes = 0
         self._seq = 0
@@ -147,7 +135,7 @@ class RankCore:
     def cancel(self, owner: int, cancel: CancelLeg, now: float) -> list[Action]:
         """End `attempt` and older ones; what is not here is remembered as cancelled, in case it comes late."""
         leg = self._legs.get(cancel.rid)
-        if cancel.if_unfetched and (leg is None or leg.role != "decode" or not _unfetched(leg)):
+        if cancel.if_unfetched and (leg is None or leg.role != "decode" or not unfetched(leg)):
             return []
         if leg is not None:
             return self._end(leg, cancel.code, "", now) if leg.attempt <= cancel.attempt else []
@@ -170,47 +158,15 @@ class RankCore:
         """`owner`'s controller may have missed reports: repeat what began and how the remembered ones ended."""
         self.reports.restate(owner, self._legs.values())
 
-    # --- decode: location and KV cache --------------------------------------------------------------------------
+    # --- KV caches: decode pulls, prefill sends -----------------------------------------------------------------
 
     def located(
         self, room: int, location: Location | None, attempt: int, code: Code, found_by: FoundBy, now: float
     ) -> list[Action]:
-        """The answer to `Locate`; `location` None: there is none, because of `code`."""
-        leg = self._by_room.get(room)
-        if leg is None or leg.state is not LegState.LOCATING:
-            return []
-        leg.found_by = found_by
-        if location is None:
-            why = "no rank registered the room in time" if code == "unknown_room" else "the prefill leg ended first"
-            return self._end(leg, _end_code(code), why, now)
-        return self._ask(leg, location, attempt, now)
+        return self.puller.located(room, location, attempt, code, found_by, now)
 
     def kv_message(self, message: KvMeta | KvBlock | KvFail, data: bytes | memoryview, now: float) -> list[Action]:
-        """From a prefill rank that was asked; `data` is the frame after the header."""
-        leg = self._by_room.get(message.room)
-        if leg is None or not leg.kv_open:
-            return []
-        if leg.kv_attempt != message.attempt:
-            return self._other_attempt(leg, message, now)
-        leg.heard_at = now
-        if isinstance(message, KvFail):
-            code = _end_code(message.code) if leg.state is LegState.ASKING else "kv_failed"
-            return self._end(leg, code, message.message or f"the prefill rank says {message.code}", now)
-        if isinstance(message, KvMeta):
-            return (
-                self._handed(leg, message, bytes(data), now) if leg.state is LegState.ASKING and message.ready else []
-            )
-        if leg.state is not LegState.RUNNING:
-            return []
-        if block_crc32(leg.room, leg.kv_attempt, message.index, data) == message.crc32:
-            return [TakeBlock(leg, message.index, data, intact=True)]
-        self.counts["kv_block_damaged"] += 1
-        fields = {"rid": leg.rid, "room": leg.room, "index": message.index, "bytes": len(data)}
-        return [
-            Note("kv_block.damaged", "warning", fields=fields), TakeBlock(leg, message.index, data, intact=False)
-        ]  # fmt: skip
-
-    # --- prefill: serving the KV cache --------------------------------------------------------------------------
+        return self.puller.received(message, data, now)
 
     def pulled(self, peer: bytes, message: KvPull | KvDone, now: float) -> list[Action]:
         if isinstance(message, KvPull):
@@ -255,15 +211,10 @@ class RankCore:
                 self._started(leg, now)
                 return list(self.sender.held(leg, event.first_token, event.handle, event.valid_s, now))
             case Pull():
-                assert leg.location is not None
-                leg.asked_at = now
-                return self._to_prefill(
-                    leg, KvPull(leg.room, leg.kv_attempt, leg.location.epoch, event.first, event.count)
-                )
+                return self.puller.pull(leg, now, event.first, event.count)
             case Fetched():
                 self.fetch_s.append(event.seconds)
-                leg.kv_open = False
-                return self._to_prefill(leg, KvDone(leg.room, leg.kv_attempt))
+                return self.puller.done(leg)
             case Finished():
                 return self._end(leg, "ok", event.reason, now, told=False)
             case LegFailed():
@@ -276,11 +227,8 @@ class RankCore:
         for leg in list(self._legs.values()):
             if leg.deadline is not None and now >= leg.deadline:
                 actions += self._end(leg, "deadline", "the deadline passed", now)
-            elif leg.kv_open:
-                if now - leg.heard_at >= PREFILL_SILENT_S:
-                    actions += self._end(leg, "prefill_failed", "the prefill rank does not answer", now)
-                elif now - leg.asked_at >= ASK_S:
-                    actions += self._poke(leg, now)
+            elif leg.role == "decode":
+                actions += self.puller.tick(leg, now)
         lost, answers = self.sender.tick(now)
         for leg in lost:
             actions += self._end(leg, "decode_failed", "no decode rank fetched the KV cache in time", now)
@@ -295,20 +243,19 @@ class RankCore:
     def figures(self) -> RunnerLoad:
         """The runner's load and what waits here."""
         load = self._runner_load()
-        return replace(
-            load, waiting=load.waiting + self._waiting, waiting_tokens=load.waiting_tokens + self._waiting_tokens
-        )
+        waiting, tokens = load.waiting + self.puller.waiting, load.waiting_tokens + self.puller.waiting_tokens
+        return replace(load, waiting=waiting, waiting_tokens=tokens)
 
     def load(self) -> Load:
         """Read it after the inbox was ingested: load and acknowledgements are then of one moment."""
         self._load_seq += 1
-        runner = self._runner_load()
+        runner = self.figures()
         return Load(
             seq=self._load_seq,
             step=runner.step,
             running=runner.running,
-            waiting=runner.waiting + self._waiting,
-            waiting_tokens=runner.waiting_tokens + self._waiting_tokens,
+            waiting=runner.waiting,
+            waiting_tokens=runner.waiting_tokens,
             kv_tokens=runner.kv_tokens,
             kv_capacity=self.facts.kv_capacity,
             max_running=self.facts.max_running,
@@ -344,9 +291,9 @@ class RankCore:
         if self.draining:
             raise Refusal("draining", "this rank is draining")
         leg = leg_of(dispatch, frames, role=self.role, dp_rank=self.dp_rank, facts=self.facts, now=now)
-        if leg.room in self._by_room:
+        if leg.room in self.sender or leg.room in self.puller:
             raise Refusal("duplicate_room", "the room belongs to another request here")
-        waiting = self._waiting + self._runner_load().waiting
+        waiting = self.puller.waiting + self._runner_load().waiting
         waiting_bytes = self._prompt_bytes + 4 * len(leg.prompt)
         if waiting >= self.limits.max_waiting or waiting_bytes > self.limits.max_waiting_bytes:
             raise Refusal("overloaded", f"{waiting} requests are waiting at this rank")
@@ -365,72 +312,10 @@ class RankCore:
         if leg.role == "unified":
             leg.found_by = "local"
             return [Start(leg)]
-        self._by_room[leg.room] = leg
         if leg.role == "prefill":
             self.sender.open(leg, now)
             return [Register(leg.room, leg.attempt), Start(leg)]
-        self._waiting += 1
-        self._waiting_tokens += leg.prompt_tokens
-        if dispatch.prefill is not None:
-            leg.found_by, leg.told = "told", True
-            return self._ask(leg, dispatch.prefill, leg.attempt, now)
-        until = now + LOCATE_S if leg.deadline is None else min(now + LOCATE_S, leg.deadline)
-        return [Locate(leg.room, leg.prefill_instance, dispatch.disagg_prefill_dp_rank, until)]
-
-    # --- inside: the decode leg's way to its KV cache -----------------------------------------------------------
-
-    def _ask(self, leg: Leg, location: Location, attempt: int, now: float) -> list[Action]:
-        leg.step("located")
-        leg.location, leg.kv_attempt, leg.kv_open = location, attempt, True
-        leg.heard_at = now
-        return self._poke(leg, now)
-
-    def _other_attempt(self, leg: Leg, message: KvMeta | KvBlock | KvFail, now: float) -> list[Action]:
-        """The prefill rank has the room under another attempt. Where one controller dispatched both legs they must
-        agree; where each has its own, they count attempts apart, and the one at the prefill rank is right."""
-        if not isinstance(message, KvMeta) or leg.state is not LegState.ASKING:
-            return []
-        if not leg.told:
-            leg.kv_attempt = message.attempt
-            return self._poke(leg, now)
-        if message.attempt > leg.kv_attempt:
-            return self._end(leg, "prefill_failed", "a newer attempt prefills the room", now)
-        leg.heard_at = now  # its dispatch is on the way there
-        return []
-
-    def _poke(self, leg: Leg, now: float) -> list[Action]:
-        """Ask for no block: the meta when it is ready, and a sign of life."""
-        assert leg.location is not None
-        leg.asked_at = now
-        return self._to_prefill(leg, KvPull(leg.room, leg.kv_attempt, leg.location.epoch, 0, 0))
-
-    def _to_prefill(self, leg: Leg, message: KvPull | KvDone) -> list[Action]:
-        assert leg.location is not None
-        return [Send(leg.location.endpoint, message)]
-
-    def _handed(self, leg: Leg, meta: KvMeta, data: bytes, now: float) -> list[Action]:
-        """The prompt is computed: the runner gets the leg, if what was handed over is of use to it."""
-        facts = self.facts
-        ours = (facts.kv_layout, facts.block_tokens, leg.prompt_tokens, blocks_of(leg, facts))
-        theirs = (meta.layout, meta.block_tokens, meta.prompt_tokens, meta.blocks)
-        if theirs != ours or (facts.vocab_size and meta.first_token >= facts.vocab_size):
-            return self._end(leg, "kv_failed", f"the prefill rank's KV cache {theirs} is not ours {ours}", now)
-        if (facts.kv_transfer == OVER_THE_BUS) == bool(data) or len(data) > MAX_HANDLE_BYTES:
-            return self._end(leg, "kv_failed", f"a handle of {len(data)} bytes for {facts.kv_transfer!r}", now)
-        if 0 < meta.valid_s < facts.handle_margin_s:
-            why = f"the KV cache lapses in {meta.valid_s:.3g} s; fetching it may take {facts.handle_margin_s:g} s"
-            return self._end(leg, "kv_failed", why, now)
-        assert leg.location is not None
-        valid_until = now + meta.valid_s if meta.valid_s else FOR_EVER
-        leg.handle = KvHandle(leg.location, leg.kv_attempt, meta.first_token, meta.blocks, data, valid_until)
-        self._waits_no_more(leg)
-        leg.step("handed")
-        return [Start(leg)]
-
-    def _waits_no_more(self, leg: Leg) -> None:
-        if leg.state in (LegState.LOCATING, LegState.ASKING):
-            self._waiting -= 1
-            self._waiting_tokens -= leg.prompt_tokens
+        return self.puller.open(leg, dispatch, now)
 
     # --- inside: output and end ---------------------------------------------------------------------------------
 
@@ -445,13 +330,11 @@ class RankCore:
     def _end(self, leg: Leg, code: Code, message: str, now: float, *, told: bool = True) -> list[Action]:
         """The only way out. With `ok`, `message` is the finish reason; `told`: the runner must hear of it."""
         before = leg.state
-        self._waits_no_more(leg)
         end = leg.end(code, message, now)
         actions: list[Action] = []
         del self._legs[leg.rid]
         self._prompt_bytes -= 4 * len(leg.prompt)
         self._names_bytes -= _name_bytes(leg.rid)
-        self._by_room.pop(leg.room, None)
         if before is LegState.HOLDING:
             actions.append(Release(leg))
         elif before is LegState.RUNNING and told:
@@ -460,11 +343,7 @@ class RankCore:
             actions += self.sender.close(leg)
             actions.append(Unregister(leg.room, leg.attempt, code))
         elif leg.role == "decode":
-            if before is LegState.LOCATING:
-                actions.append(Unlocate(leg.room))
-            if leg.kv_open:
-                leg.kv_open = False
-                actions += self._to_prefill(leg, KvDone(leg.room, leg.kv_attempt, code))
+            actions += self.puller.close(leg, before)
         if leg.role != "prefill":
             self.streams.finish(leg)
         self.reports.remember(leg.owner, end)
@@ -475,16 +354,6 @@ class RankCore:
         return actions
 
 
-def _unfetched(leg: Leg) -> bool:
-    """A decode leg that still needs its prefill rank."""
-    return leg.kv_open or leg.state is LegState.LOCATING
-
-
 def _name_bytes(rid: str) -> int:
     """What `(rid, attempt)` takes in a hello, at most."""
     return len(rid.encode()) + 9
-
-
-def _end_code(code: Code) -> Code:
-    """How a decode leg ends when its prefill leg ended with `code`."""
-    return code if code in ("cancelled", "deadline", "unknown_room", "kv_failed") else "prefill_failed"

@@ -94,9 +94,9 @@ class Leg:
     prefill_instance: str = ""
     found_by: FoundBy = ""
     location: Location | None = None  # decode: of the prefill leg
-    told: bool = False  # decode: its controller dispatched the prefill leg too
+    paired: bool = False  # decode: its controller dispatched the prefill leg too, under the same attempt
     kv_attempt: int = 0  # decode: the attempt under which the room was registered
-    kv_open: bool = False  # decode: the prefill rank has been asked and not been told that we are done
+    kv_wanted: bool = False  # decode: the prefill rank has been asked and not been told that we are done
     asked_at: float = 0.0
 
     @property
