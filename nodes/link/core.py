@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -31,17 +30,10 @@ from bus.wire.messages import (
     Refusal,
     Role,
 )
-from nodes.link.actions import (
-    Action,
-    Cancel,
-    Leave,
-    PublishFrames,
-    Register,
-    Release,
-    Start,
-    Unregister,
-)
+from nodes.link.actions import Action, Cancel, Leave, PublishFrames, Register, Release, Start, Unregister
 from nodes.link.leg import Leg, LegState, leg_of
+from nodes.link.legs import Legs
+from nodes.link.legs import Limits as Limits
 from nodes.link.puller import KvPuller, unfetched
 from nodes.link.reports import Reports
 from nodes.link.runner import (
@@ -62,18 +54,6 @@ from nodes.link.runner import (
 from nodes.link.sender import KvSender
 from nodes.link.streams import Streams
 
-MAX_LIVE = 65_535  # legs, and bytes of their names, that one hello can list
-MAX_NAMES_BYTES = 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of what may wait here."""
-
-    max_waiting: int = 1024
-    max_waiting_bytes: int = 64 << 20
-    hold_s: float = 60.0
-
 
 class RankCore:
     """The core of one rank. `owner` is any number that names the connection a dispatch came over; `runner_load` reads
@@ -87,8 +67,9 @@ class RankCore:
         self.dp_rank = dp_rank
         self.facts = facts
         self.streams = streams
-        self.limits = limits or Limits()
-        self.sender = KvSender(facts, hold_s=self.limits.hold_s)
+        limits = limits or Limits()
+        self.legs = Legs(limits)
+        self.sender = KvSender(facts, hold_s=limits.hold_s)
         self.reports = Reports()
         self.draining = False
         self.counts: Counter[str] = Counter()  # ended legs by code, damaged blocks, gaps
@@ -97,14 +78,10 @@ class RankCore:
         self.fetch_s: deque[float] = deque(maxlen=4096)  # of KV caches fetched, likewise
         self.step_s: deque[float] = deque(maxlen=4096)  # of forward steps, likewise
         self._runner_load = runner_load
-        self._legs: dict[str, Leg] = {}
-        self._prompt_bytes = 0
-        self._names_bytes = 0
-        self._seq = 0
         self._load_seq = 0
 
     def __len__(self) -> int:
-        return len(self._legs)
+        return len(self.legs)
 
     # --- from the controller ------------------------------------------------------------------------------------
 
@@ -115,11 +92,11 @@ class RankCore:
         if counted != "counted":
             self.counts[f"dispatch_{counted}"] += 1
             actions.append(Note(f"dispatch.{counted}", "warning", fields={"number": dispatch.number}))
-        if counted == "repeated" or self._told_again(owner, dispatch):
+        current = self.legs.get(dispatch.rid)
+        if counted == "repeated" or self.reports.answered(owner, dispatch, current):
             return actions
         try:
-            self._check_newest(dispatch)
-            current = self._legs.get(dispatch.rid)
+            self.reports.check_newest(dispatch, current)
             if current is not None:
                 actions += self._end(current, "fenced", "a newer attempt came", now)
             leg = self._take(dispatch, frames, now)
@@ -134,7 +111,7 @@ class RankCore:
 
     def cancel(self, owner: int, cancel: CancelLeg, now: float) -> list[Action]:
         """End `attempt` and older ones; what is not here is remembered as cancelled, in case it comes late."""
-        leg = self._legs.get(cancel.rid)
+        leg = self.legs.get(cancel.rid)
         if cancel.if_unfetched and (leg is None or leg.role != "decode" or not unfetched(leg)):
             return []
         if leg is not None:
@@ -152,11 +129,11 @@ class RankCore:
 
     def end_all(self, code: Code, message: str, now: float) -> list[Action]:
         """Whatever lives here ends now."""
-        return [action for leg in list(self._legs.values()) for action in self._end(leg, code, message, now)]
+        return [action for leg in self.legs for action in self._end(leg, code, message, now)]
 
     def restate(self, owner: int) -> None:
         """`owner`'s controller may have missed reports: repeat what began and how the remembered ones ended."""
-        self.reports.restate(owner, self._legs.values())
+        self.reports.restate(owner, self.legs)
 
     # --- KV caches: decode pulls, prefill sends -----------------------------------------------------------------
 
@@ -216,15 +193,15 @@ class RankCore:
                 self.fetch_s.append(event.seconds)
                 return self.puller.done(leg)
             case Finished():
-                return self._end(leg, "ok", event.reason, now, told=False)
+                return self._end(leg, "ok", event.reason, now, said=True)
             case LegFailed():
-                return self._end(leg, event.code, event.message, now, told=False)
+                return self._end(leg, event.code, event.message, now, said=True)
         return []
 
     def tick(self, now: float) -> list[Action]:
         """A few times a second: deadlines, signs of life, silence."""
         actions: list[Action] = []
-        for leg in list(self._legs.values()):
+        for leg in self.legs:
             if leg.deadline is not None and now >= leg.deadline:
                 actions += self._end(leg, "deadline", "the deadline passed", now)
             elif leg.role == "decode":
@@ -238,7 +215,7 @@ class RankCore:
 
     @property
     def live(self) -> tuple[tuple[str, int], ...]:
-        return tuple((leg.rid, leg.attempt) for leg in self._legs.values())
+        return tuple((leg.rid, leg.attempt) for leg in self.legs)
 
     def figures(self) -> RunnerLoad:
         """The runner's load and what waits here."""
@@ -267,25 +244,6 @@ class RankCore:
 
     # --- inside: a leg's beginning ------------------------------------------------------------------------------
 
-    def _told_again(self, owner: int, dispatch: Dispatch) -> bool:
-        """The attempt is here, or was: `owner` is told what is known of it."""
-        current = self._legs.get(dispatch.rid)
-        if current is not None and current.attempt == dispatch.attempt:
-            current.owner = owner  # a controller that came back takes its request over
-            if current.started:
-                self.reports.started(current)
-            return True
-        known = self.reports.last_end(dispatch.rid)
-        if known is not None and known.attempt == dispatch.attempt:
-            self.reports.ended(owner, known)
-            return True
-        return False
-
-    def _check_newest(self, dispatch: Dispatch) -> None:
-        current, known = self._legs.get(dispatch.rid), self.reports.last_end(dispatch.rid)
-        if max(current.attempt if current else 0, known.attempt if known else 0) > dispatch.attempt:
-            raise Refusal("fenced", "a newer attempt was here")
-
     def _take(self, dispatch: Dispatch, frames: Sequence[bytes], now: float) -> Leg:
         """The leg, if there is room for it; Refusal otherwise."""
         if self.draining:
@@ -293,20 +251,11 @@ class RankCore:
         leg = leg_of(dispatch, frames, role=self.role, dp_rank=self.dp_rank, facts=self.facts, now=now)
         if leg.room in self.sender or leg.room in self.puller:
             raise Refusal("duplicate_room", "the room belongs to another request here")
-        waiting = self.puller.waiting + self._runner_load().waiting
-        waiting_bytes = self._prompt_bytes + 4 * len(leg.prompt)
-        if waiting >= self.limits.max_waiting or waiting_bytes > self.limits.max_waiting_bytes:
-            raise Refusal("overloaded", f"{waiting} requests are waiting at this rank")
-        if len(self._legs) >= MAX_LIVE or self._names_bytes + _name_bytes(leg.rid) > MAX_NAMES_BYTES:
-            raise Refusal("overloaded", f"{len(self._legs)} requests are at this rank")
+        self.legs.check_room_for(leg, self.puller.waiting + self._runner_load().waiting)
         return leg
 
     def _begin(self, leg: Leg, dispatch: Dispatch, now: float) -> list[Action]:
-        self._seq += 1
-        leg.seq = self._seq
-        self._legs[leg.rid] = leg
-        self._prompt_bytes += 4 * len(leg.prompt)
-        self._names_bytes += _name_bytes(leg.rid)
+        self.legs.add(leg)
         if leg.role != "prefill":
             self.streams.open(leg, now)
         if leg.role == "unified":
@@ -327,33 +276,26 @@ class RankCore:
         self.first_token_s.append(leg.first_token_s)
         self.reports.started(leg)
 
-    def _end(self, leg: Leg, code: Code, message: str, now: float, *, told: bool = True) -> list[Action]:
-        """The only way out. With `ok`, `message` is the finish reason; `told`: the runner must hear of it."""
-        before = leg.state
+    def _end(self, leg: Leg, code: Code, message: str, now: float, *, said: bool = False) -> list[Action]:
+        """The only way out. With `ok`, `message` is the finish reason; `said`: the runner said so itself."""
+        was = leg.state
         end = leg.end(code, message, now)
+        self.legs.remove(leg)
         actions: list[Action] = []
-        del self._legs[leg.rid]
-        self._prompt_bytes -= 4 * len(leg.prompt)
-        self._names_bytes -= _name_bytes(leg.rid)
-        if before is LegState.HOLDING:
+        if was is LegState.HOLDING:
             actions.append(Release(leg))
-        elif before is LegState.RUNNING and told:
+        elif was is LegState.RUNNING and not said:
             actions.append(Cancel(leg))
         if leg.role == "prefill":
             actions += self.sender.close(leg)
             actions.append(Unregister(leg.room, leg.attempt, code))
         elif leg.role == "decode":
-            actions += self.puller.close(leg, before)
+            actions += self.puller.close(leg, was)
         if leg.role != "prefill":
             self.streams.finish(leg)
         self.reports.remember(leg.owner, end)
         self.counts[code] += 1
         if code != "ok":
-            fields = {"rid": leg.rid, "attempt": leg.attempt, "code": code, "why": message, "state": before.value}
+            fields = {"rid": leg.rid, "attempt": leg.attempt, "code": code, "why": message, "state": was.value}
             actions.append(Note("leg.ended", "info", fields=fields))
         return actions
-
-
-def _name_bytes(rid: str) -> int:
-    """What `(rid, attempt)` takes in a hello, at most."""
-    return len(rid.encode()) + 9

@@ -39,7 +39,7 @@ from bus.wire.messages import (
 from bus.wire.status import join, split
 from controller.events import FromClient, Tick
 from controller.load.table import LoadTable
-from nodes.link import core as rank_core
+from nodes.link import legs as rank_legs
 from nodes.link.connection import MAX_ENDED_PER_MESSAGE, MAX_STARTED_PER_MESSAGE, Connection
 
 NAME, MODEL, RID, ENDPOINT = "n" * 64, "\U0001f600" * 128, "\U0001f600" * 128, "e" * 150
@@ -151,7 +151,7 @@ def test_progress_of_very_many_legs_loses_none() -> None:
 
 @pytest.mark.parametrize("rid", ["{}", "a-usual-length-of-request-id-{:06}", RID[:120] + "{:08}"])
 def test_a_rank_takes_no_more_than_its_hello_can_list(rid: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_core, "MAX_NAMES_BYTES", 2_000)  # in proportion
+    monkeypatch.setattr(rank_legs, "MAX_NAMES_BYTES", 2_000)  # in proportion
     rank = Rank(LegsWorld(), "unified", "u")
     count = 0
     while not rank.ended:
