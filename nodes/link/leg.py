@@ -72,32 +72,37 @@ class Leg:
     started: bool = False  # its first output exists
     first_token_s: float = 0.0
     cached_tokens: int = 0
+    found_by: FoundBy = ""
 
-    output: list[int] = field(default_factory=list)  # decode and unified: kept until its reader has all of it
-    finish: FinishReason = ""  # how it ended, with `code` and `message`, in its reader's words
+    # how it ended, in the words of its reader
+    finish: FinishReason = ""
     code: Code = "ok"
     message: str = ""
-    reader: bytes | None = None  # who is sent the output
+    ended_at: float = 0.0
+
+    # decode and unified: its output, and who reads it (streams)
+    output: list[int] = field(default_factory=list)  # kept until the reader has all of it
+    reader: bytes | None = None
     lost: bool = False  # the reader's connection is gone: it may attach again over another
     sent: int = 0  # the next token to send, counted from the request's first output token
     sent_at: float = 0.0
     finish_sent: bool = False
-    ended_at: float = 0.0
     blocked_until: float = 0.0  # the reader's queue was full
 
-    heard_at: float = 0.0  # when the rank at the other end of the KV cache's way gave a sign of life
-    pullers: dict[bytes, None] = field(default_factory=dict)  # prefill: who asked for the KV cache, or part of it
-    first_token: int = 0  # prefill, from here on once it is held
-    handle_data: bytes = b""  # the runner's
+    # decode: its way to the KV cache (puller)
+    location: Location | None = None  # of the prefill leg
+    paired: bool = False  # its controller dispatched the prefill leg too, under the same attempt
+    kv_attempt: int = 0  # under which the room was registered
+    kv_wanted: bool = False  # the prefill rank has been asked and not been told that we are done
+    asked_at: float = 0.0
+
+    # prefill: the KV cache that it holds (sender); the last three as the runner said them
+    pullers: dict[bytes, None] = field(default_factory=dict)  # who asked for it, or for part of it
+    first_token: int = 0
+    handle_data: bytes = b""
     valid_until: float = FOR_EVER
 
-    prefill_instance: str = ""
-    found_by: FoundBy = ""
-    location: Location | None = None  # decode: of the prefill leg
-    paired: bool = False  # decode: its controller dispatched the prefill leg too, under the same attempt
-    kv_attempt: int = 0  # decode: the attempt under which the room was registered
-    kv_wanted: bool = False  # decode: the prefill rank has been asked and not been told that we are done
-    asked_at: float = 0.0
+    heard_at: float = 0.0  # when the rank at the other end of the KV cache's way gave a sign of life
 
     @property
     def live(self) -> bool:
@@ -111,7 +116,8 @@ class Leg:
     @property
     def owes(self) -> bool:
         """Whether there is something to send to its reader."""
-        return self.reader is not None and (self.sent < self.produced or (bool(self.finish) and not self.finish_sent))
+        unsent = self.sent - self.offset < len(self.output) or (self.finish and not self.finish_sent)
+        return bool(unsent) and self.reader is not None
 
     def step(self, step: Step) -> None:
         """Move on as the table says."""
@@ -181,7 +187,6 @@ def leg_of(
         deadline=now + dispatch.deadline_s if dispatch.deadline_s else None,
         state=LegState.LOCATING if role == "decode" else LegState.RUNNING,
         ingested_at=now,
-        prefill_instance=dispatch.prefill_instance,
     )
 
 

@@ -49,7 +49,7 @@ class KvPuller:
             leg.found_by, leg.paired = "told", True
             return self._ask(leg, dispatch.prefill, leg.attempt, now)
         until = now + LOCATE_S if leg.deadline is None else min(now + LOCATE_S, leg.deadline)
-        return [Locate(leg.room, leg.prefill_instance, dispatch.disagg_prefill_dp_rank, until)]
+        return [Locate(leg.room, dispatch.prefill_instance, dispatch.disagg_prefill_dp_rank, until)]
 
     def located(
         self, room: int, location: Location | None, attempt: int, code: Code, found_by: FoundBy, now: float
