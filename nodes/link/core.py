@@ -245,13 +245,13 @@ class RankCore:
     # --- inside: a leg's beginning ------------------------------------------------------------------------------
 
     def _take(self, dispatch: Dispatch, frames: Sequence[bytes], now: float) -> Leg:
-        """The leg, if there is room for it; Refusal otherwise."""
+        """The leg, if there is space for it; Refusal otherwise."""
         if self.draining:
             raise Refusal("draining", "this rank is draining")
         leg = leg_of(dispatch, frames, role=self.role, dp_rank=self.dp_rank, facts=self.facts, now=now)
         if leg.room in self.sender or leg.room in self.puller:
             raise Refusal("duplicate_room", "the room belongs to another request here")
-        self.legs.check_room_for(leg, self.puller.waiting + self._runner_load().waiting)
+        self.legs.check_space(leg, self.puller.waiting + self._runner_load().waiting)
         return leg
 
     def _begin(self, leg: Leg, dispatch: Dispatch, now: float) -> list[Action]:

@@ -1,4 +1,4 @@
-"""The legs that are at a rank, and whether there is room for one more. Pure."""
+"""The legs that are at a rank, and whether there is space for one more. Owns the bounds; decides nothing else. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Limits:
 
 
 class Legs:
-    """By request. Iterating, legs may end."""
+    """By request. Legs may end while one goes through them."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -40,7 +40,7 @@ class Legs:
     def get(self, rid: str) -> Leg | None:
         return self._legs.get(rid)
 
-    def check_room_for(self, leg: Leg, waiting: int) -> None:
+    def check_space(self, leg: Leg, waiting: int) -> None:
         """Refusal when there is none beside the `waiting` requests that wait at this rank."""
         prompt_bytes = self._prompt_bytes + 4 * len(leg.prompt)
         if waiting >= self._limits.max_waiting or prompt_bytes > self._limits.max_waiting_bytes:
