@@ -188,7 +188,7 @@ class RankCore:
                 self._started(leg, now)
                 return list(self.sender.held(leg, event.first_token, event.handle, event.valid_s, now))
             case Pull():
-                return self.puller.pull(leg, now, event.first, event.count)
+                return self.puller.pull(leg, event.first, event.count, now)
             case Fetched():
                 self.fetch_s.append(event.seconds)
                 return self.puller.done(leg)

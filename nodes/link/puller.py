@@ -47,7 +47,7 @@ class KvPuller:
         self.waiting_tokens += leg.prompt_tokens
         if dispatch.prefill is not None:
             leg.found_by, leg.paired = "told", True
-            return self._ask(leg, dispatch.prefill, leg.attempt, now)
+            return self._found(leg, dispatch.prefill, leg.attempt, now)
         until = now + LOCATE_S if leg.deadline is None else min(now + LOCATE_S, leg.deadline)
         return [Locate(leg.room, dispatch.prefill_instance, dispatch.disagg_prefill_dp_rank, until)]
 
@@ -62,7 +62,7 @@ class KvPuller:
         if location is None:
             why = "no rank registered the room in time" if code == "unknown_room" else "the prefill leg ended first"
             return self._end(leg, _end_code(code), why, now)
-        return self._ask(leg, location, attempt, now)
+        return self._found(leg, location, attempt, now)
 
     def received(self, message: KvMeta | KvBlock | KvFail, data: bytes | memoryview, now: float) -> list[Action]:
         """From a prefill rank that was asked; `data` is the frame after the header."""
@@ -89,8 +89,8 @@ class KvPuller:
         fields = {"rid": leg.rid, "room": leg.room, "index": message.index, "bytes": len(data)}
         return [Note("kv_block.damaged", "warning", fields=fields), take]
 
-    def pull(self, leg: Leg, now: float, first: int = 0, count: int = 0) -> list[Action]:
-        """Ask for blocks. For none: the meta when it is ready, and a sign of life."""
+    def pull(self, leg: Leg, first: int, count: int, now: float) -> list[Action]:
+        """Its runner wants these blocks."""
         assert leg.location is not None
         leg.asked_at = now
         return [Send(leg.location.endpoint, KvPull(leg.room, leg.kv_attempt, leg.location.epoch, first, count))]
@@ -107,7 +107,7 @@ class KvPuller:
             return []
         if now - leg.heard_at >= PREFILL_SILENT_S:
             return self._end(leg, "prefill_failed", "the prefill rank does not answer", now)
-        return self.pull(leg, now) if now - leg.asked_at >= ASK_S else []
+        return self._ask(leg, now) if now - leg.asked_at >= ASK_S else []
 
     def close(self, leg: Leg, was: LegState) -> list[Action]:
         """It has ended, out of state `was`."""
@@ -120,11 +120,15 @@ class KvPuller:
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _ask(self, leg: Leg, location: Location, attempt: int, now: float) -> list[Action]:
+    def _found(self, leg: Leg, location: Location, attempt: int, now: float) -> list[Action]:
         leg.step("located")
         leg.location, leg.kv_attempt, leg.kv_wanted = location, attempt, True
         leg.heard_at = now
-        return self.pull(leg, now)
+        return self._ask(leg, now)
+
+    def _ask(self, leg: Leg, now: float) -> list[Action]:
+        """Ask for no block: the meta when it is ready, and a sign of life."""
+        return self.pull(leg, 0, 0, now)
 
     def _other_attempt(self, leg: Leg, message: KvMeta | KvBlock | KvFail, now: float) -> list[Action]:
         """The prefill rank has the room under another attempt. Where one controller dispatched both legs they must
@@ -133,7 +137,7 @@ class KvPuller:
             return []
         if not leg.paired:
             leg.kv_attempt = message.attempt
-            return self.pull(leg, now)
+            return self._ask(leg, now)
         if message.attempt > leg.kv_attempt:
             return self._end(leg, "prefill_failed", "a newer attempt prefills the room", now)
         leg.heard_at = now  # its dispatch is on the way there
