@@ -20,7 +20,6 @@ class Send:
     peer: Any
     message: Message
     frames: Sequence[Any] = ()
-    cause: str = ""  # for the log of a shell that cannot send it
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from bus.wire.codec import encode
 from bus.wire.hashing import hash_chain, pack_hashes, token_bytes
 from bus.wire.messages import Leg, Message, Params, Status, Submit
 from pdbus.client.core import Patience
-from pdbus.client.request import Request, Submission
+from pdbus.client.request import Request
 
 DEFAULT_MAX_TOKENS = 128
 _M = TypeVar("_M", bound=Message)
@@ -159,12 +159,13 @@ def make_request(
         block_tokens=block_tokens,
         block_hashes=pack_hashes(hash_chain(prompt, block_tokens)) if block_tokens else b"",
     )
-    submissions = [Submission(at.decode, _checked(header))]
+    submits = {(at.decode, header.rid): _checked(header)}
     if at.prefill is not None:
-        submissions.append(Submission(at.prefill, _checked(_of_prefill(header))))
+        prefill = _of_prefill(header)
+        submits[at.prefill, prefill.rid] = _checked(prefill)
     return Request(
         rid=header.rid,
-        submissions=tuple(submissions),
+        submits=submits,
         prompt=prompt,
         params=encode(params),
         stop_ids=frozenset(() if params.ignore_eos else eos_ids) | frozenset(params.stop_token_ids),
