@@ -130,7 +130,7 @@ class Placement:
             return None
         if paired and prefill is None:  # prefill goes where some decode rank can follow, at once if there is one
             ranks = [rank for rank in other.members if rank is not None and rank.ready]
-            kinds = frozenset(rank.kv_kind for rank in [rank for rank in ranks if rank.open] or ranks) or kinds
+            kinds = frozenset(rank.kv_kind for rank in [rank for rank in ranks if rank.candidate] or ranks) or kinds
         return lambda rank: (
             rank.params.issuperset(needs) and (not paired or any(exchange(rank.kv_kind, kind) for kind in kinds))
         )

@@ -228,8 +228,8 @@ class BrokerCore:
         assert kept is not None
         for addressed, other, stands in ((later, kept.owner, False), (kept.owner, later, True)):
             at = addressed.location
-            told = Conflict(at.instance, at.dp_rank, at.epoch, claim.room, claim.attempt, other.location, stands)
-            yield Publish(told)
+            conflict = Conflict(at.instance, at.dp_rank, at.epoch, claim.room, claim.attempt, other.location, stands)
+            yield Publish(conflict)
 
     def _owner(self, rank: KnownRank, endpoint: str) -> Owner:
         """The owner of the rank's claims in its present epoch; the one of an earlier epoch is retired."""

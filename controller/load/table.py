@@ -91,7 +91,7 @@ class LoadTable:
             rank.dispatched_total, rank.routed_total = old.dispatched_total, old.routed_total
             rank.ended_total = old.ended_total + old.outstanding  # these end with it
             rank.failed_total = old.failed_total + old.outstanding
-            rank.picked = old.picked
+            rank.last_turn = old.last_turn
         closed = self._closed.pop((rank.key, rank.epoch), None)
         if closed is not None:
             rank.number, rank.sent, rank.sent_tokens = closed
@@ -130,7 +130,7 @@ class LoadTable:
             return
         for group in self._groups_of(rank):
             group.remove(rank)
-        rank.ready = rank.open = False
+        rank.ready = rank.candidate = False
         del self.ranks[rank.key]
         self._free_seats.append(rank.seat)
         if rank.number:
@@ -237,7 +237,7 @@ class LoadTable:
         rank.outstanding_tokens += tokens
         rank.dispatched_total += 1
         self.turn += 1
-        rank.picked = self.turn
+        rank.last_turn = self.turn
         self._refresh(rank)
         return rank.number
 
@@ -269,7 +269,7 @@ class LoadTable:
         return tuple(
             SentTo(rank.key[0], rank.key[1], rank.epoch, rank.sent, rank.sent_tokens)
             for rank in self.ranks.values()
-            if rank.picked > since
+            if rank.last_turn > since
         )
 
     @property
@@ -302,7 +302,7 @@ class LoadTable:
             assert rank.stale != any(rank is fresh for _, _, fresh in self._fresh), rank
             want = (rank.outstanding, rank.outstanding_tokens) if rank.stale else _estimate(rank)
             assert (rank.requests, rank.tokens) == want, (rank, want)
-            assert not rank.open or rank.ready, rank
+            assert not rank.candidate or rank.ready, rank
         seats = [*self._free_seats, *(rank.seat for rank in self.ranks.values())]
         assert sorted(seats) == list(range(self._seats)), "every seat is taken once, or free"
         for group in self._groups.values():
@@ -370,7 +370,7 @@ class LoadTable:
             requests = rank.base_requests + rank.sent - rank.acked + rank.others_requests
             tokens = rank.base_tokens + rank.sent_tokens - rank.acked_tokens + rank.others_tokens
         rank.requests, rank.tokens = requests, tokens
-        rank.open = can_take = (
+        rank.candidate = can_take = (
             rank.ready
             and requests < rank.limit_requests
             and tokens < rank.limit_tokens

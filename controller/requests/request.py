@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Literal
 
-from bus.wire.messages import MAX_DP_SIZE, MAX_ROOM, Code, Dispatch, Ended, Leg, Location, Refusal, Role, Submit
+from bus.wire.messages import MAX_DP_SIZE, MAX_ROOM, Code, Dispatch, Ended, Legs, Location, Refusal, Role, Submit
 from controller.load.rank import RankLoad
 
-ROLES: dict[Leg, tuple[Role, ...]] = {
+ROLES: dict[Legs, tuple[Role, ...]] = {
     "pair": ("prefill", "decode"),
     "prefill": ("prefill",),
     "decode": ("decode",),

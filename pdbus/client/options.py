@@ -21,7 +21,7 @@ from bus.errors import ConfigError
 from bus.runtime.sockets import PAYLOAD_MAX
 from bus.wire.codec import encode
 from bus.wire.hashing import hash_chain, pack_hashes, token_bytes
-from bus.wire.messages import Leg, Message, Params, Status, Submit
+from bus.wire.messages import Legs, Message, Params, Status, Submit
 from pdbus.client.core import Patience
 from pdbus.client.request import Request
 
@@ -73,7 +73,7 @@ class Options(TypedDict, total=False):
     seed: int
     stop_token_ids: Sequence[int]
     ignore_eos: bool
-    leg: Leg
+    leg: Legs
     instance: str
     prefill_instance: str
     routed_dp_rank: int | None
@@ -112,7 +112,7 @@ def make_request(
     at: Where,
     rng: random.Random,
     *,
-    leg: Leg = "pair",
+    leg: Legs = "pair",
     block_tokens: int = 0,
     eos_ids: Sequence[int] = (),
 ) -> Request:
@@ -215,7 +215,7 @@ def any_rank(status: Status) -> bool:
     return any(rank.state != "gone" for rank in status.ranks)
 
 
-def leg_for(status: Status) -> Leg | None:
+def leg_for(status: Status) -> Legs | None:
     """`unified` where all ranks are, `pair` where they split; None while too few have joined to tell."""
     roles = {rank.role for rank in status.ranks if rank.state != "gone"}
     if roles == {"unified"}:

@@ -58,12 +58,12 @@ def test_the_choice_is_the_least_of_all_candidates(
 
     def cost(rank: RankLoad) -> tuple[float, int, int]:
         cached = run_length(held[rank.seat], hashes) * SIZE if rank.info.block_tokens == SIZE else 0
-        return rank.tokens + weight * max(1, prompt_tokens - cached), rank.requests, rank.picked
+        return rank.tokens + weight * max(1, prompt_tokens - cached), rank.requests, rank.last_turn
 
     group = table.group("prefill")
     some = [rank for rank in table.ranks.values() if rank.ready]
     some = some[: len(some) // 2 + 1] if narrow else some
     chosen = policy.pick(Subset(some) if narrow else group, request, prompt_tokens)
     table.validate()
-    best = min((cost(rank) for rank in some if rank.open), default=None)
+    best = min((cost(rank) for rank in some if rank.candidate), default=None)
     assert (None if chosen is None else cost(chosen)) == best

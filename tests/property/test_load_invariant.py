@@ -78,7 +78,9 @@ class Loads(RuleBasedStateMachine):
         if rank is None:
             return
         if metric is not Metric.TURN:  # nobody is less loaded
-            amounts = [(r.requests if metric is Metric.REQUESTS else r.tokens) for r in table.ranks.values() if r.open]
+            amounts = [
+                (r.requests if metric is Metric.REQUESTS else r.tokens) for r in table.ranks.values() if r.candidate
+            ]
             assert (rank.requests if metric is Metric.REQUESTS else rank.tokens) == min(amounts)
         before = rank.requests
         table.charge(rank, tokens)
