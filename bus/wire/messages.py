@@ -166,7 +166,7 @@ class Ack(Message, frozen=True):
     tokens: Count  # sum of `Dispatch.charge`
 
 
-class Load(Message, frozen=True):
+class Load(Message, frozen=True, kw_only=True):
     """What a scheduler says of itself, read with `acks` at one point of its loop, after it ingested its inbox."""
 
     seq: Count  # rises with every report of this epoch
@@ -377,7 +377,7 @@ class Refused(Message, frozen=True, tag="refused"):
 # --- controller <-> node (DEALER -> ROUTER) ------------------------------------------------------------------
 
 
-class Hello(_NamedAt, frozen=True, tag="hello"):
+class Hello(_NamedAt, frozen=True, kw_only=True, tag="hello"):
     """A node introduces itself: first message on a connection, repeated on `who`, on each change of state."""
 
     instance: Name

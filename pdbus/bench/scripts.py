@@ -102,7 +102,10 @@ def encode() -> Script:
 
 def decode() -> Script:
     ended = Ended("r" * 32, 1, "unified", "ok", "", 16)
-    load = Load(9, 9, 3, 1, 500, 1_000, 1 << 20, 256, (Ack(1 << 60, 100, 9_000),))
+    load = Load(
+        seq=9, step=9, running=3, waiting=1, waiting_tokens=500, kv_tokens=1_000, kv_capacity=1 << 20,
+        max_running=256, acks=(Ack(1 << 60, 100, 9_000),),
+    )  # fmt: skip
     frames = [
         (codec.encode(Submit("r" * 32, "unified", 128, 16)), CLIENT_TO_CONTROLLER),
         (codec.encode(Progress(INSTANCE, 3, 1 << 60, (("r" * 32, 1),), (ended,))), NODE_TO_CONTROLLER),

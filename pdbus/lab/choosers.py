@@ -92,7 +92,10 @@ class TableChooser(Deaf):
         self._live: dict[str, tuple[Submit, float]] = {}  # by rid: what was dispatched, and when
         self._keys: list[MemberKey] = [(role, dp_rank) for dp_rank in range(ranks)]
         for dp_rank in range(ranks):
-            hello = Hello(role, dp_rank, EPOCH, role, "sim", ranks, "ready", "", 0, 0, 0, block_tokens)
+            hello = Hello(
+                instance=role, dp_rank=dp_rank, epoch=EPOCH, role=role, model="sim", dp_size=ranks, state="ready",
+                endpoint="", max_context=0, kv_capacity=0, max_running=0, block_tokens=block_tokens,
+            )  # fmt: skip
             self.table.set_ready(self.table.open(hello), True)
         self._group = self.table.group(role)
 

@@ -123,7 +123,10 @@ class Loads(RuleBasedStateMachine):
         )
         waiting_tokens = sum(r.tokens for r in live if not r.running)
         kv_tokens = sum(r.tokens for r in running)
-        load = Load(node.seq, 0, len(running), len(live) - len(running), waiting_tokens, kv_tokens, 0, 0, acks)
+        load = Load(
+            seq=node.seq, step=0, running=len(running), waiting=len(live) - len(running),
+            waiting_tokens=waiting_tokens, kv_tokens=kv_tokens, kv_capacity=0, max_running=0, acks=acks,
+        )  # fmt: skip
         for controller in CONTROLLERS:
             self.mail[controller].append((rank, Report(node.epoch, self.clock, load)))
 

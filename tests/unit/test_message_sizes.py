@@ -43,7 +43,7 @@ from nodes.link import legs as rank_legs
 from nodes.link.connection import MAX_ENDED_PER_MESSAGE, MAX_STARTED_PER_MESSAGE, Connection
 
 NAME, MODEL, RID, ENDPOINT = "n" * 64, "\U0001f600" * 128, "\U0001f600" * 128, "e" * 150
-LOAD = Load(*(MAX_ROOM,) * 8, (), *(MAX_ROOM,) * 3)
+LOAD = Load(**dict.fromkeys(Load.__struct_fields__, MAX_ROOM) | {"acks": ()})
 
 
 def status(ranks: int) -> Status:
@@ -160,7 +160,10 @@ def test_a_rank_takes_no_more_than_its_hello_can_list(rid: str, monkeypatch: pyt
     assert rank.code(rid.format(count - 1)) == "overloaded"
     live = rank.core.live
     assert len(live) == count - 1
-    rest = Hello(NAME, 4095, MAX_ROOM, "prefill", MODEL, 4096, "draining", ENDPOINT, *(MAX_ROOM,) * 4)
+    rest = Hello(
+        instance=NAME, dp_rank=4095, epoch=MAX_ROOM, role="prefill", model=MODEL, dp_size=4096, state="draining",
+        endpoint=ENDPOINT, max_context=MAX_ROOM, kv_capacity=MAX_ROOM, max_running=MAX_ROOM, block_tokens=MAX_ROOM,
+    )  # fmt: skip
     listed = len(codec.encode(replace(rest, running=live))) - len(codec.encode(rest))
     assert 900 < listed <= 2_000 + 4
     assert len(codec.encode(rest)) + 1_000_000 + 4 <= codec.MAX_HEADER_BYTES
