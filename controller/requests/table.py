@@ -46,10 +46,11 @@ class RequestTable:
         kept = self.payload_bytes - (0 if live is None else live.frames_bytes)
         if kept + size > config.payload_bytes:
             raise Refusal("overloaded", "the prompts that wait here take all the memory there is for them")
-        if live is None and self._of_client.get(peer, 0) >= config.client_requests:
-            raise Refusal("too_many", f"this client has {config.client_requests} requests outstanding")
-        if live is None and len(self.requests) >= config.max_requests:
-            raise Refusal("overloaded", f"{config.max_requests} requests are alive here")
+        if live is None:
+            if self._of_client.get(peer, 0) >= config.client_requests:
+                raise Refusal("too_many", f"this client has {config.client_requests} requests outstanding")
+            if len(self.requests) >= config.max_requests:
+                raise Refusal("overloaded", f"{config.max_requests} requests are alive here")
 
     def add(self, request: Request) -> None:
         submit = request.submit
@@ -131,6 +132,12 @@ def rooms_of(submit: Submit) -> list[tuple[int, Role]]:
     """What `submit` claims of its room: a prefill and a decode leg of one room are one pair."""
     room = submit.bootstrap_room
     return [] if room is None or submit.leg == "unified" else [(room, role) for role in ROLES[submit.leg]]
+
+
+def lane_of(submit: Submit) -> Hashable:
+    """Requests of one lane wait for the same ranks. Those with a fixed rank wait apart: they hold up nobody."""
+    fixed = (submit.routed_dp_rank, submit.disagg_prefill_dp_rank if submit.leg == "pair" else None)
+    return submit.leg, submit.model, submit.instance, submit.prefill_instance, submit.needs, fixed
 
 
 class CentralQueue:
