@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bus.errors import RemoteProtocolError
 from controller.feeds.changes import Changes, Cleared, Removed, Stored
@@ -21,8 +22,7 @@ from controller.feeds.sequence import Deliver, Replay, Sequencer, Step
 from controller.feeds.translate import Translator
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(Struct, frozen=True, gc=False):
     """What a message led to: changes for the prefix index, and from where to ask for a replay, if at all."""
 
     changes: Changes

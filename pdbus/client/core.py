@@ -13,6 +13,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from bus.actions import Send
 from bus.wire.messages import (
     RETRYABLE,
@@ -49,16 +51,14 @@ class Patience:
     connect_timeout_s: float = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(Struct, frozen=True, gc=False):
     """New output tokens, in order."""
 
     rid: str
     ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(Struct, frozen=True, gc=False):
     """The last action of every request."""
 
     rid: str
