@@ -85,10 +85,11 @@ class PrefixIndex:
         expires = self._now + (self._confirm_s if rank.speaks else self._expect_s)
         held = rank.blocks.get
         fresh = tuple(each for each in named if (until := held(each)) != expires and until != CONFIRMED)
+        if not fresh:
+            self._holders.add(rank.bit, named)  # joins what events named one by one
+            return
         self._put(rank, fresh, expires)
         self._know(rank, named)
-        if not fresh:
-            return
         self._order += 1
         self._expiring += len(fresh)
         heapq.heappush(self._expiries, (expires, self._order, rank, fresh))
