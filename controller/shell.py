@@ -23,10 +23,10 @@ from bus.errors import LocalProtocolError, RemoteProtocolError
 from bus.runtime import probes
 from bus.runtime.epochs import new_epoch
 from bus.runtime.frames import name_of, send
+from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.metrics import Metric
 from bus.runtime.ration import Ration
-from bus.runtime.security import load_keys
 from bus.runtime.service import Service
 from bus.runtime.sockets import PAYLOAD_MAX, Socket, Sockets
 from bus.wire import codec, subscription, topics

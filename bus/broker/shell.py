@@ -26,9 +26,9 @@ from bus.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from bus.runtime import metrics, probes
 from bus.runtime.epochs import new_epoch
 from bus.runtime.frames import name_of, send
+from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.ration import Ration
-from bus.runtime.security import load_keys
 from bus.runtime.service import Service
 from bus.runtime.sockets import Socket, Sockets
 from bus.wire import codec, topics

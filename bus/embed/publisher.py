@@ -19,8 +19,8 @@ from bus.embed.publications import PublisherCore
 from bus.endpoints import BusAddress
 from bus.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from bus.runtime.epochs import new_epoch
+from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
-from bus.runtime.security import load_keys
 from bus.runtime.service import Service
 from bus.runtime.sockets import Sockets
 from bus.wire import codec, subscription, topics

@@ -17,8 +17,8 @@ from bus.actions import Send
 from bus.embed.resolution import Action, Resolved, ResolverCore
 from bus.endpoints import BusAddress
 from bus.errors import LocalProtocolError, RemoteProtocolError
+from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
-from bus.runtime.security import load_keys
 from bus.runtime.service import Service
 from bus.runtime.sockets import Sockets
 from bus.wire import codec, subscription, topics

@@ -22,8 +22,9 @@ import zmq
 from bus.endpoints import is_exposed, private_dir
 from bus.errors import StartError
 from bus.runtime.doors import Doors
+from bus.runtime.keys import Keys
 from bus.runtime.logs import get_logger
-from bus.runtime.security import Domain, Gatekeeper, Keys
+from bus.runtime.security import Domain, Gatekeeper
 
 # To take a topic back libzmq recurses once a byte, and overran its stack. A CURVE handshake needs 300 bytes.
 TOPIC_MAX = 512

@@ -16,9 +16,9 @@ from bus.embed.resolution import Resolved, ResolverCore
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.errors import BusError, RemoteProtocolError, StartError
 from bus.runtime.epochs import new_epoch
+from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
-from bus.runtime.security import load_keys
 from bus.runtime.sockets import Sockets
 from bus.wire import subscription, topics
 from bus.wire.codec import decode, encode

@@ -20,8 +20,8 @@ import zmq
 from bus.actions import Send
 from bus.errors import ConfigError, PartFailed, RemoteProtocolError, StartError
 from bus.runtime import frames
+from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
-from bus.runtime.security import load_keys
 from bus.runtime.service import Service
 from bus.runtime.sockets import PAYLOAD_MAX, Socket, Sockets
 from bus.wire import codec

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from bus.runtime.security import new_client_keys, new_keys
+from bus.runtime.keys import new_client_keys, new_keys
 
 
 @click.group()

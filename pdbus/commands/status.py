@@ -20,7 +20,7 @@ from rich.text import Text
 from bus.endpoints import BusAddress, default_bus
 from bus.errors import RemoteProtocolError
 from bus.runtime import cli
-from bus.runtime.security import load_keys
+from bus.runtime.keys import load_keys
 from bus.runtime.sockets import Sockets
 from bus.wire import codec
 from bus.wire.messages import FROM_BROKER, BrokerStatus, BrokerStatusQuery, RankStatus, Status

@@ -12,7 +12,7 @@ import zmq
 from fault_rig import CONTROLLER_ARGS, TIMING, Rig, rig
 
 from bus.endpoints import BusAddress, ControllerAddress
-from bus.runtime.security import load_keys, new_client_keys, new_keys
+from bus.runtime.keys import load_keys, new_client_keys, new_keys
 from bus.runtime.sockets import Sockets
 from bus.wire import codec
 from bus.wire.messages import (

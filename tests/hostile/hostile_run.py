@@ -20,7 +20,7 @@ from pathlib import Path
 from hostile_attacks import ATTACKS
 from hostile_range import Outcome, firing_range
 
-from bus.runtime.security import new_keys
+from bus.runtime.keys import new_keys
 
 RUNS = (("ipc", False), ("tcp", False), ("tcp", True))
 

@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from bus import Broker, BrokerConfig, BusAddress, ConfigError, Load, Publisher, Resolver, StartError
-from bus.runtime.security import new_keys
+from bus.runtime.keys import new_keys
 from bus.wire import codec
 from bus.wire.messages import (
     FROM_BROKER,

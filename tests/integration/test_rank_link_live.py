@@ -14,7 +14,7 @@ import pytest
 
 from bus.broker import Broker, BrokerConfig
 from bus.errors import PartFailed, RequestFailed
-from bus.runtime.security import new_client_keys, new_keys
+from bus.runtime.keys import new_client_keys, new_keys
 from controller.config import ControllerConfig
 from controller.shell import Controller
 from nodes.link import Cancel, Draining, RankFacts, RankLink, Start

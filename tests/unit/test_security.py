@@ -11,8 +11,8 @@ import pytest
 import zmq
 
 from bus.errors import ConfigError, StartError
-from bus.runtime import security
-from bus.runtime.security import load_keys, new_client_keys, new_keys
+from bus.runtime import keys as security
+from bus.runtime.keys import load_keys, new_client_keys, new_keys
 from bus.runtime.sockets import Sockets
 
 
