@@ -20,6 +20,7 @@ from bus.actions import Note, Publish
 from bus.broker import Broker, BrokerConfig
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.errors import LocalProtocolError, RemoteProtocolError
+from bus.rights import speaks_for
 from bus.runtime import probes
 from bus.runtime.epochs import new_epoch
 from bus.runtime.frames import name_of, send
@@ -93,7 +94,7 @@ class Controller(Service):
         self.trace = False
         self._on_local = on_local
         self._on_failure = on_failure
-        self._rejecters: set[bytes] = set()
+        self._rejecters: set[str] = set()
         self._ration = Ration()
         self._outbox: list[Any] = []
         self._dozing = False
@@ -103,7 +104,7 @@ class Controller(Service):
 
     def _open(self, exits: ExitStack) -> None:
         config = self.config
-        keys = load_keys(config.keys, server=True) if config.keys else None
+        keys = load_keys(config.keys, "controllers", name=config.name) if config.keys else None
         bus, address = BusAddress(config.bus), ControllerAddress(config.controller)
         if config.with_broker:
             self._broker = exits.enter_context(Broker(BrokerConfig(config.bus, keys=config.keys)))
@@ -111,15 +112,15 @@ class Controller(Service):
         self._clients = self._sockets.router(
             address.clients, maximum=PAYLOAD_MAX, domain="clients", answers_one_frame=True
         )
-        self._nodes = self._sockets.router(address.nodes)
+        self._nodes = self._sockets.router(address.nodes, domain="nodes")
         self._sub = self._sockets.sub(bus.subscribe, SUBSCRIPTIONS)
         self._pub = self._sockets.pub(bus.publish)
         self.core = ControllerCore(config, self.epoch, self.loop.clock())
         self.core.life.trace = self.trace
         exits.callback(self._farewell)
         self._follow(exits)
-        self.loop.add(self._clients, self._on_client, copied=2)
-        self.loop.add(self._nodes, self._on_node)
+        self.loop.add(self._clients, self._on_client, copied=2, keyed=keys is not None)
+        self.loop.add(self._nodes, self._on_node, keyed=keys is not None)
         self.loop.add(self._sub, self._on_publication, budget=512)
         self.loop.after_turn(self._carry_out)
         self.loop.after_turn(self._pace)
@@ -203,6 +204,9 @@ class Controller(Service):
             if len(frames) != 2:
                 raise RemoteProtocolError("frames", f"{len(frames)} frames")
             message = codec.decode(frames[1], NODE_TO_CONTROLLER)
+            instance = getattr(message, "instance", None)  # a pong has none
+            if instance is not None and not speaks_for(peer, instance):
+                raise RemoteProtocolError("not_yours", f"{type(message).__name__} of {instance}")
         except RemoteProtocolError as error:
             self._reject(peer, error)
             code: Code = "bad_version" if error.reason == "version" else "bad_message"
@@ -237,9 +241,10 @@ class Controller(Service):
 
     def _reject(self, peer: bytes, error: RemoteProtocolError) -> None:
         self.core.counts[f"rejected_{error.reason}"] += 1
-        if peer not in self._rejecters and len(self._rejecters) < PEERS_REMEMBERED:
-            self._rejecters.add(peer)
-            log.warning("message.rejected", peer=name_of(peer), reason=error.reason, detail=error.detail[:200])
+        who = name_of(peer)
+        if who not in self._rejecters and len(self._rejecters) < PEERS_REMEMBERED:
+            self._rejecters.add(who)
+            log.warning("message.rejected", peer=who, reason=error.reason, detail=error.detail[:200])
 
     # --- out ----------------------------------------------------------------------------------------------------------
 

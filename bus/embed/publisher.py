@@ -81,7 +81,7 @@ class Publisher(Service):
             follow_bootstrap_room=follow_bootstrap_room,
         )  # fmt: skip
         _check(self._core)
-        self._keys = load_keys(keys, server=False) if keys else None
+        self._keys = load_keys(keys, "nodes", name=instance) if keys else None
         self._queue: deque[_Command] = deque()
         self._queue_max = queue_max
         self._newest: Load | None = None

@@ -53,7 +53,7 @@ class Loop:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._poller = zmq.Poller()
-        self._handlers: dict[Any, tuple[Handler, int, int]] = {}
+        self._handlers: dict[Any, tuple[Handler, int, int, bool]] = {}
         self._resting: list[Socket] = []
         self._skipping: set[Any] = set()  # sockets in the midst of a message with too many frames
         self._behind = False  # a resting socket has more than its budget
@@ -72,10 +72,12 @@ class Loop:
 
     # --- sockets, timers, calls ---------------------------------------------------------------------------------
 
-    def add(self, socket: Socket, handler: Handler, *, budget: int = 128, copied: int = ALL) -> None:
+    def add(
+        self, socket: Socket, handler: Handler, *, budget: int = 128, copied: int = ALL, keyed: bool = False
+    ) -> None:
         """Call `handler(frames)` for each message: the first `copied` frames are bytes, the others (large payloads)
-        zmq.Frames."""
-        self._handlers[socket] = (handler, budget, copied)
+        zmq.Frames; where peers prove keys (`keyed`) the first is Known."""
+        self._handlers[socket] = (handler, budget, copied, keyed)
         self._poller.register(socket, zmq.POLLIN)
 
     def remove(self, socket: Socket) -> None:
@@ -166,14 +168,14 @@ class Loop:
 
     def _drain(self, socket: Any) -> bool:
         """Handle what has come, as far as the socket's budget goes; False: there may be more."""
-        handler, budget, copied = self._handlers[socket]
+        handler, budget, copied, keyed = self._handlers[socket]
         if socket in self._skipping:
             if not skip(socket):
                 return False
             self._skipping.discard(socket)
         for _ in range(budget):
             try:
-                frames = receive(socket, copied)
+                frames = receive(socket, copied, keyed)
             except zmq.Again:
                 return True
             except TooManyFrames as error:

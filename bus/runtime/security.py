@@ -1,14 +1,16 @@
-"""The handler that asks the allowlist who may connect (ZeroMQ RFC 26/CURVEZMQ, 27/ZAP).
+"""The handler that asks the allowlist who may connect (ZeroMQ RFC 26/CURVEZMQ, 27/ZAP), and whether they still may.
 
-Ports of the bus and the nodes' port of a controller take keys of nodes only; ports for clients take both. Owns that
-decision; keys on disk are read in `bus.runtime.keys`, sockets configured in `bus.runtime.sockets`.
+Owns that decision and the memory of whom it let in; `bus.rights` says which roles may connect to which socket, keys on
+disk are read in `bus.runtime.keys`, sockets configured in `bus.runtime.sockets`.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
-from typing import Literal
+from collections.abc import Callable
+from typing import Any
 
 import zmq
 import zmq.utils.z85
@@ -17,19 +19,28 @@ from bus.runtime.allowlist import Allowlist
 from bus.runtime.keys import Keys
 from bus.runtime.logs import get_logger
 
-Domain = Literal["nodes", "clients"]
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-REFUSALS_LOGGED = 1000  # a domain; all are counted
+LOGGED_MAX = 1000  # refusals a domain, and admissions; all are counted
+LOOK_MS = 1000  # how long a key that is taken off the list keeps its connections
+SOURCES_MAX = 64  # remembered of a key; of one with more, whoever is connected there is cut off
 _STOP = b"stop"
 
 log = get_logger("bus")
 
 
 class Gatekeeper:
-    """The ZAP handler of one Context, on a thread of its own: CURVE keys on the list get in, all else is refused."""
+    """The ZAP handler of one Context, on a thread of its own: CURVE keys on the list get in, all else is refused. What
+    a peer says then carries its key's name (User-Id).
+
+    `on_revoked(domain, sources)` hears, on that thread, where a key was connected from that is no longer on the list;
+    None: from too many places to tell.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
         self.refused: Counter[str] = Counter()
+        self.on_revoked: Callable[[str, set[str] | None], None] = lambda domain, sources: None
+        self._admitted: dict[tuple[bytes, str], tuple[str, set[str] | None]] = {}  # by key and domain: as whom, whence
+        self._logged = 0
         self._allowlist = Allowlist(keys.directory)
         self._context = context
         self._socket = context.socket(zmq.ROUTER)
@@ -56,8 +67,12 @@ class Gatekeeper:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._orders, zmq.POLLIN)
+        look_at = 0.0
         while True:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(LOOK_MS if self._admitted else None))
+            if (now := time.monotonic()) >= look_at:
+                look_at = now + LOOK_MS / 1000
+                self.look()
             if self._socket in ready:
                 frames = self._socket.recv_multipart()
                 self._socket.send_multipart([frames[0], b"", *self.answer(frames[2:])])
@@ -69,16 +84,35 @@ class Gatekeeper:
     def answer(self, request: list[bytes]) -> list[bytes]:
         """The reply to one ZAP request (RFC 27): 200 for an allowed CURVE key, 400 for anything else."""
         version, number, domain, address, _, mechanism = (request + [b""] * 6)[:6]
-        verdict = (b"400", b"not on the allowlist", b"")
+        at, source = domain.decode(errors="replace"), address.decode(errors="replace")
         if mechanism == b"CURVE" and len(request) == 7:
             key = zmq.utils.z85.encode(request[6])
-            if self._allowlist.allows(key, domain.decode(errors="replace")):
-                verdict = (b"200", b"OK", key)
-        if verdict[0] != b"200":
-            self._refuse(domain.decode(errors="replace"), address.decode(errors="replace"), "not on the allowlist")
-        return [version or b"1.0", number, *verdict, b""]
+            if name := self._allowlist.admits(key, at):
+                self._admit(key, name, at, source)
+                return [version, number, b"200", b"OK", name.encode(), b""]
+            self._refuse(at, source, "not on the allowlist", key=key.decode())
+        else:
+            self._refuse(at, source, "not on the allowlist")
+        return [version or b"1.0", number, b"400", b"not on the allowlist", b"", b""]
 
-    def _refuse(self, domain: str, address: str, why: str) -> None:
+    def look(self) -> None:
+        """Cut off whoever is no longer on the list, or is there as somebody else."""
+        for (key, domain), (name, sources) in list(self._admitted.items()):
+            if self._allowlist.admits(key, domain) != name:
+                del self._admitted[key, domain]
+                log.warning("key.revoked", key=name, domain=domain)
+                self.on_revoked(domain, sources)
+
+    def _admit(self, key: bytes, name: str, domain: str, source: str) -> None:
+        known, sources = self._admitted.get((key, domain), (name, set()))
+        if sources is not None and source not in sources:
+            if self._logged < LOGGED_MAX:
+                self._logged += 1
+                log.info("peer.admitted", key=name, domain=domain, address=source)
+            sources = None if len(sources) >= SOURCES_MAX else sources | {source}
+        self._admitted[key, domain] = known, sources
+
+    def _refuse(self, domain: str, address: str, why: str, **fields: Any) -> None:
         self.refused[domain] += 1
-        if self.refused[domain] <= REFUSALS_LOGGED:
-            log.warning("peer.refused", domain=domain, address=address, why=why)
+        if self.refused[domain] <= LOGGED_MAX:
+            log.warning("peer.refused", domain=domain, address=address, why=why, **fields)

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
 from bus.actions import Note
+from bus.rights import key_of, may
 from bus.wire.messages import (
     RETRYABLE,
     Accepted,
@@ -92,6 +93,8 @@ class Life:
         self._counts["submitted"] += 1
         live = self.requests.get(submit.rid)
         try:
+            if live is not None and key_of(live.peer) != key_of(peer):
+                raise Refusal("duplicate_rid", "the rid belongs to another live request")
             if live is not None and submit.attempt <= live.attempt:
                 self._reattach(live, peer, submit, out)
                 return
@@ -112,12 +115,17 @@ class Life:
             self._fail(request, refusal.code, refusal.sentence, out)
 
     def cancel(self, peer: Any, rid: Rid, out: list[Action]) -> None:
-        """End a request at once; whoever knows the rid may. Its owner hears the end, whoever asked for it, and so does
-        `peer`, which may be the owner over a new connection. Unknown ones are over already: no answer."""
+        """End a request at once; its client may, and an admin, or without keys whoever knows the rid. Its owner hears
+        the end, whoever asked for it, and so does `peer`, which may be the owner over a new connection. Unknown ones
+        are over already: no answer."""
+        client = "" if may(peer, "admins") else key_of(peer)
         for rank, attempt in self.table.inherited.take(rid).values():
-            out.append(ToNode(rank.peer, CancelLeg(rid, attempt)))
+            out.append(ToNode(rank.peer, CancelLeg(rid, attempt, client=client)))
         request = self.requests.get(rid)
         if request is not None:
+            if client not in ("", key_of(request.peer)):
+                self._counts["rejected_not_yours"] += 1
+                return
             sentence = "cancelled by the client" if peer == request.peer else "cancelled over another connection"
             self._fail(request, "cancelled", sentence, out)
             if peer != request.peer:

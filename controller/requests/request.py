@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Literal
 
+from bus.rights import key_of
 from bus.wire.messages import MAX_DP_SIZE, MAX_ROOM, Code, Dispatch, Ended, Leg, Location, Refusal, Role, Submit
 from controller.load.rank import RankLoad
 
@@ -188,4 +189,6 @@ def dispatch_of(
         submit.disagg_prefill_dp_rank if lone else None,
         0.0 if request.deadline_at is None else max(0.001, request.deadline_at - now),
         submit.priority,
+        key_of(request.peer),
+        submit.lives_on,
     )

@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import Any, TypeAlias
 
+from bus.rights import key_of
 from bus.wire.messages import Attempt, Refusal, Rid, Role, Submit
 from controller.config import ControllerConfig
 from controller.load.rank import RankLoad
@@ -46,7 +47,7 @@ class RequestTable:
         kept = self.payload_bytes - (0 if live is None else live.frames_bytes)
         if kept + size > config.payload_bytes:
             raise Refusal("overloaded", "the prompts that wait here take all the memory there is for them")
-        if live is None and self._of_client.get(peer, 0) >= config.client_requests:
+        if live is None and self._of_client.get(client_of(peer), 0) >= config.client_requests:
             raise Refusal("too_many", f"this client has {config.client_requests} requests outstanding")
         if live is None and len(self.requests) >= config.max_requests:
             raise Refusal("overloaded", f"{config.max_requests} requests are alive here")
@@ -112,19 +113,26 @@ class RequestTable:
         live = self.requests.values()
         assert {request.rid for request in self.queue} == {r.rid for r in live if r.state is State.QUEUED}
         assert self.payload_bytes == sum(request.frames_bytes for request in live)
-        assert self._of_client == Counter(request.peer for request in live)
+        assert self._of_client == Counter(client_of(request.peer) for request in live)
         assert len(self._due) == sum(request.deadline_at is not None for request in live) + self.inherited.ranks
         assert self._rooms == {place: request.rid for request in live for place in rooms_of(request.submit)}
 
     def _enter(self, peer: Any) -> None:
-        self._of_client[peer] = self._of_client.get(peer, 0) + 1
+        client = client_of(peer)
+        self._of_client[client] = self._of_client.get(client, 0) + 1
 
     def _leave(self, peer: Any) -> None:
-        left = self._of_client[peer] - 1
+        client = client_of(peer)
+        left = self._of_client[client] - 1
         if left:
-            self._of_client[peer] = left
+            self._of_client[client] = left
         else:
-            del self._of_client[peer]
+            del self._of_client[client]
+
+
+def client_of(peer: Any) -> Any:
+    """What limits count by: the key, over however many connections, or without keys the connection."""
+    return key_of(peer) or peer
 
 
 def rooms_of(submit: Submit) -> list[tuple[int, Role]]:

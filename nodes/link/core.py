@@ -133,6 +133,8 @@ class RankCore:
         try:
             self._check_newest(dispatch)
             current = self._legs.get(dispatch.rid)
+            if current is not None and current.client != dispatch.client:
+                raise Refusal("duplicate_rid", "the rid belongs to a live request of another client")
             if current is not None:
                 actions += self._end(current, "fenced", "a newer attempt came", now)
             leg = self._take(dispatch, frames, now)
@@ -148,6 +150,8 @@ class RankCore:
     def cancel(self, owner: int, cancel: CancelLeg, now: float) -> list[Action]:
         """End `attempt` and older ones; what is not here is remembered as cancelled, in case it comes late."""
         leg = self._legs.get(cancel.rid)
+        if leg is not None and leg.client and cancel.client not in ("", leg.client):
+            return []
         if cancel.if_unfetched and (leg is None or leg.role != "decode" or not _unfetched(leg)):
             return []
         if leg is not None:
@@ -158,6 +162,11 @@ class RankCore:
         else:
             self.reports.remember(owner, Ended(cancel.rid, cancel.attempt, self.role, cancel.code))
         return []
+
+    def unread(self, rid: str, attempt: int, now: float) -> list[Action]:
+        """Its client is gone and nobody has read its output for a while: it would hold memory for nobody."""
+        leg = self._legs.get(rid)
+        return self._end(leg, "cancelled", "its client is gone", now) if leg and leg.attempt == attempt else []
 
     def drain(self) -> None:
         """Take nothing new from now on."""
@@ -326,7 +335,7 @@ class RankCore:
     def _told_again(self, owner: int, dispatch: Dispatch) -> bool:
         """The attempt is here, or was: `owner` is told what is known of it."""
         current = self._legs.get(dispatch.rid)
-        if current is not None and current.attempt == dispatch.attempt:
+        if current is not None and current.attempt == dispatch.attempt and current.client == dispatch.client:
             current.owner = owner  # a controller that came back takes its request over
             if current.started:
                 self.reports.started(current)
@@ -364,7 +373,7 @@ class RankCore:
         self._prompt_bytes += 4 * len(leg.prompt)
         self._names_bytes += _name_bytes(leg.rid)
         if leg.role != "prefill":
-            self.streams.open(leg.rid, leg.attempt, leg.offset, now)
+            self.streams.open(leg.rid, leg.attempt, leg.offset, now, client=leg.client, lives_on=leg.lives_on)
         if leg.role == "unified":
             leg.found_by = "local"
             return [Start(leg)]

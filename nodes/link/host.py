@@ -15,6 +15,7 @@ from bus.actions import Publish, Send
 from bus.embed.resolution import Resolved, ResolverCore
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.errors import BusError, RemoteProtocolError, StartError
+from bus.rights import key_of, may
 from bus.runtime.epochs import new_epoch
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
@@ -70,7 +71,7 @@ class Host:
         self.serving = False  # the owner's: everything it needs has been there
         self.failure: BusError | None = None  # why the process must leave; its legs have ended, and its ranks drain
         self._logged: set[tuple[str, bytes]] = set()
-        keys = load_keys(config.keys, server=True) if config.keys else None
+        keys = load_keys(config.keys, "nodes", name=config.instance) if config.keys else None
         self._sockets = Sockets(keys=keys, max_sockets=16384)
         try:
             self._open(runners)
@@ -95,7 +96,7 @@ class Host:
         for rank in self.ranks.values():
             for base in config.controllers:
                 rank.connect(sockets, ControllerAddress(base).nodes)
-        loop.add(self._router, self._data_received)
+        loop.add(self._router, self._data_received, keyed=sockets.keyed)
         loop.add(self._sub, self._publication_received)
         loop.add(self._bootstrap, self._answer_received)
         loop.call_every(TICK_S, self._tick)
@@ -230,6 +231,8 @@ class Host:
             self.streams.attach(peer, message, self.now)
         elif isinstance(message, Detach):
             self.streams.detach(peer, message)
+        elif not may(peer, "nodes"):
+            self.reject("data", RemoteProtocolError("not_yours", f"{type(message).__name__} of {key_of(peer)}"), peer)
         elif isinstance(message, KvPull):
             holder = self._by_epoch.get(message.epoch)
             if holder is not None:
@@ -316,4 +319,7 @@ class Host:
 
     def _slow_tick(self) -> None:
         self.streams.tick(self.now)
+        for rid, attempt in self.streams.unread(self.now):
+            for rank in self.ranks.values():
+                rank.unread(rid, attempt)
         self.kv.tick(self.now)

@@ -66,6 +66,8 @@ class Leg:
     deadline: float | None  # on this process's monotonic clock
     handle: KvHandle | None = None  # decode: the KV cache to fetch
 
+    client: str = ""  # the key whose request it is; empty: there are none
+    lives_on: bool = False  # whether anybody reads its output or not
     owner: int = 0  # the connection whose controller hears of it
     state: LegState = LegState.RUNNING
     began: float = 0.0  # when it was ingested
@@ -148,6 +150,8 @@ def leg_of(
         state=LegState.LOCATING if role == "decode" else LegState.RUNNING,
         began=now,
         prefill_instance=dispatch.prefill_instance,
+        client=dispatch.client,
+        lives_on=dispatch.lives_on,
     )
 
 

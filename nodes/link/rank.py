@@ -173,6 +173,9 @@ class LinkedRank:
     def cancelled(self, connection: Connection, cancel: CancelLeg) -> None:
         self.joint.carry_out(self.core.cancel(connection.key, cancel, self._host.now))
 
+    def unread(self, rid: str, attempt: int) -> None:
+        self.joint.carry_out(self.core.unread(rid, attempt, self._host.now))
+
     def steps(self) -> tuple[int, bool]:
         load = self.runner.load()
         return load.step, load.busy

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bus.actions import Send
+from bus.rights import owns
 from bus.wire.messages import MAX_TOKENS_PER_MESSAGE, Attach, Code, Detach, FinishReason, FoundBy, Tokens
 
 KEEPALIVE_S = 1.0
+UNREAD_S = 15.0  # longer than a client that lives looks for its rank
 KEEP_FINISHED_S = 30.0
 ATTACH_WAIT_S = 5.0
 RETRY_S = 0.02
@@ -35,7 +37,10 @@ class _Stream:
     offset: int
     ids: list[int] = field(default_factory=list)
     found_by: FoundBy = ""
+    client: str = ""  # the key that may read it; empty: there are none
+    lives_on: bool = False
     reader: bytes | None = None
+    unread_since: float = 0.0  # while it has no reader
     sent: int = 0  # index of the next token to send, counted from the request's first output token
     finish: FinishReason = ""
     code: Code = "ok"
@@ -77,7 +82,9 @@ class Streams:
 
     # --- the leg's side -----------------------------------------------------------------------------------------
 
-    def open(self, rid: str, attempt: int, offset: int, now: float) -> None:
+    def open(
+        self, rid: str, attempt: int, offset: int, now: float, *, client: str = "", lives_on: bool = False
+    ) -> None:
         """A leg that will produce output from index `offset` on. Replaces a lower attempt's stream."""
         old = self._streams.get(rid)
         if old is not None:
@@ -86,7 +93,9 @@ class Streams:
             if old.reader is not None and not old.finish_sent:
                 self._answer(old.reader, _fenced(rid, old.attempt, old.sent))
             self._forget(rid)
-        stream = self._streams[rid] = _Stream(rid, attempt, offset, sent=offset, last_send=now)
+        stream = self._streams[rid] = _Stream(
+            rid, attempt, offset, client=client, lives_on=lives_on, unread_since=now, sent=offset, last_send=now
+        )
         if (waiting := self._pending.get(rid)) is not None and waiting[1].attempt <= attempt:
             peer, request, _ = self._pending.pop(rid)
             self._attach(stream, peer, request, now)
@@ -138,7 +147,7 @@ class Streams:
         if stream.finish:
             self._forget(request.rid)
         else:
-            stream.reader = None
+            stream.reader, stream.unread_since = None, stream.last_send
 
     def flush(self, now: float) -> list[Send]:
         """The messages to send now. Each counts as sent unless `unsent` brings it back."""
@@ -162,7 +171,7 @@ class Streams:
         stream.sent = min(stream.sent, message.start)
         stream.finish_sent = False
         if failure is SendFailure.GONE:
-            stream.reader = None
+            stream.reader, stream.unread_since = None, now
         else:
             stream.blocked_until = now + RETRY_S
             self._dirty[stream.rid] = None
@@ -187,9 +196,23 @@ class Streams:
                            "this rank knows nothing of the request: it restarted, or the request went elsewhere"),
                 )  # fmt: skip
 
+    def unread(self, now: float) -> list[tuple[str, int]]:
+        """Request and attempt of those that had no reader for UNREAD_S, and are not to live on without one."""
+        return [
+            (stream.rid, stream.attempt)
+            for stream in self._streams.values()
+            if stream.reader is None
+            and not (stream.finish or stream.lives_on)
+            and now - stream.unread_since >= UNREAD_S
+        ]
+
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _attach(self, stream: _Stream, peer: bytes, request: Attach, now: float) -> None:
+        if not owns(peer, stream.client):
+            why = "the request is another client's"
+            self._answer(peer, Tokens(stream.rid, request.attempt, request.have, (), "failed", "bad_identity", why))
+            return
         if request.attempt < stream.attempt:
             self._answer(peer, _fenced(stream.rid, request.attempt, request.have))
             return

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from bus.errors import ConfigError, StartError
+from bus.runtime.keys import ensure_keys
 from bus.wire.messages import Status
 from pdbus.client import Client
 from pdbus.launcher.addresses import choose
@@ -183,6 +184,8 @@ class Cluster:
 
     def _start_parts(self, *, in_order: bool) -> None:
         self._addresses = choose(self.spec, self.directory)
+        if self.spec.keys:
+            ensure_keys(Path(self.spec.keys), self.spec.controller_names(), tuple(self.spec.instances()))
         if self.spec.embedded:
             self._embed()
         parts = self.spec.parts(self._addresses)

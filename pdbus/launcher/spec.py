@@ -40,7 +40,8 @@ class ClusterSpec:
     knows of another; then requests go to two of them). `embedded`: broker and controller are threads of this process.
     `bus`, `controller`: fixed base addresses (empty: ephemeral). `..._args`: more options for the parts' command lines.
     `log_dir`: where parts append to their logs, which then outlive the cluster. `metrics_port`: the parts serve their
-    metrics on this port and the ones after it, in the order of starting (0: nowhere).
+    metrics on this port and the ones after it, in the order of starting (0: nowhere). `keys`: a directory made with
+    `pdbus keys new`; what keys the parts need and it lacks are added.
     """
 
     prefill: int = 0
@@ -85,8 +86,6 @@ class ClusterSpec:
             raise ConfigError("ranks_per_process must be at least 1")
         if self.transport not in ("ipc", "tcp"):
             raise ConfigError(f"unknown transport {self.transport!r}; choose ipc or tcp")
-        if self.keys and not any(at.startswith("tcp:") for at in (f"{self.transport}:", self.bus, self.controller)):
-            raise ConfigError("keys are for tcp (--transport tcp): ipc sockets are open to their owner alone as it is")
         if self.embedded and self.controllers != "one":
             raise ConfigError("an embedded cluster has one controller")
         if self.embedded and (self.controller_args or self.broker_args):
