@@ -45,20 +45,22 @@ class Keys:
 
 
 def load_keys(directory: Path | str, *roles: KeyRole, name: str = "") -> Keys:
-    """The key of this part in `directory`: that of `name`, or the only one there is of these roles. ConfigError when
-    there is none, or one that is malformed or readable by others."""
+    """The key of this part in `directory`: that of `name`, or the only one there is of the first of these roles that has
+    any. ConfigError when there is none, or one that is malformed or readable by others."""
     path = Path(directory)
     role = roles[0].removesuffix("s")
-    if name:
-        found = [(roles[0], name)]
-    else:
-        found = [(each, secret.stem) for each in roles for secret in sorted((path / "secrets" / each).glob("*.secret"))]
-    if not found:
-        raise ConfigError(f"{path} has no secret of a {role}; make one with: pdbus keys add {path} {role} NAME")
-    if len(found) > 1:
-        names = ", ".join("/".join(each) for each in found)
-        raise ConfigError(f"{path} has the secrets of {names}: use a directory with one (pdbus keys add ... OUT)")
-    chosen, name = found[0]
+    chosen, names = roles[0], [name]
+    if not name:
+        here = {each: sorted(secret.stem for secret in (path / "secrets" / each).glob("*.secret")) for each in roles}
+        chosen = next((each for each in roles if here[each]), chosen)
+        names = here[chosen]
+    if not names:
+        raise ConfigError(
+            f"{path} has no secret of a {role}; give it one with: pdbus keys give KEYS {role} NAME {path}"
+        )
+    if len(names) > 1:
+        raise ConfigError(f"{path} has secrets of {', '.join(names)}: take one away with: pdbus keys give")
+    name = names[0]
     secret = path / "secrets" / chosen / f"{name}.secret"
     if not secret.exists():
         raise ConfigError(f"{secret} is missing; make it with: pdbus keys add {path} {role} {name}")
@@ -70,8 +72,8 @@ def new_keys(directory: Path, nodes: Sequence[str] = ()) -> None:
     """Make the keys of a cluster in `directory`: of its broker, one controller, an operator, and these nodes."""
     if (directory / "secrets").exists():
         raise ConfigError(f"{directory} already holds keys; choose an empty directory")
-    for made in (directory, directory / "allow", *(directory / "allow" / role for role in ROLES)):
-        _make_dir(made)
+    for role in ROLES:
+        _make_dirs(directory, f"allow/{role}")
     add_key(directory, "brokers", "broker")
     add_key(directory, "controllers", "controller-0")
     add_key(directory, "admins", "operator")
@@ -79,25 +81,42 @@ def new_keys(directory: Path, nodes: Sequence[str] = ()) -> None:
         add_key(directory, "nodes", name)
 
 
-def add_key(directory: Path, role: KeyRole, name: str, out: Path | None = None) -> None:
-    """Make a key and list it. Its secret goes to `out`, with what a part needs beside it, or stays in `directory`."""
+def add_key(directory: Path, role: KeyRole, name: str) -> None:
+    """Make a key and list it; its secret stays here until it is given away."""
     if NAME.fullmatch(name) is None or name.startswith("."):
         raise ConfigError(f"{name!r}: the name of a key has 1 to 64 letters, digits, '.', '_' and '-'")
     listed = directory / "allow" / role / f"{name}.key"
     if listed.exists():
         raise ConfigError(f"{listed} exists: a {role.removesuffix('s')} of that name is already allowed")
-    if out is not None and (out / "secrets").exists():
-        raise ConfigError(f"{out} already holds keys; choose an empty directory")
     if not listed.parent.is_dir():
         raise ConfigError(f"{directory} holds no list of keys; make one with: pdbus keys new {directory}")
     public, secret = zmq.curve_keypair()
-    target = out or directory
-    for made in (target, target / "secrets", target / "secrets" / role):
-        _make_dir(made)
-    _write(target / "secrets" / role / f"{name}.secret", secret, 0o600)
+    _make_dirs(directory, f"secrets/{role}")
+    _write(directory / "secrets" / role / f"{name}.secret", secret, 0o600)
     _write(listed, public, 0o644)
-    if out is not None:
-        copy_list(directory, out, ("brokers", "controllers") if role in ("clients", "admins") else ROLES)
+
+
+def give_key(directory: Path, role: KeyRole, name: str, out: Path) -> None:
+    """Move the secret of a key to `out`, with the public keys it needs beside it; where it is there already, renew them."""
+    _listed(directory, role, name)
+    here, there = (each / "secrets" / role / f"{name}.secret" for each in (directory, out))
+    if not there.exists():
+        if (out / "secrets").exists():
+            raise ConfigError(f"{out} holds the secret of another; choose an empty directory")
+        if not here.exists():
+            raise ConfigError(f"{here} was given away; to make another key of that name, revoke this one first")
+        _make_dirs(out, f"secrets/{role}")
+        _write(there, _read_secret(here), 0o600)
+        here.unlink()
+    for each in ("brokers", "controllers") if role in ("clients", "admins") else ROLES:
+        _make_dirs(out, f"allow/{each}")
+        theirs = {path.name: read_key(path) for path in (directory / "allow" / each).glob("*.key")}
+        for path in (out / "allow" / each).glob("*.key"):
+            if path.read_bytes().strip() != theirs.pop(path.name, None):
+                path.unlink()
+        for file, key in theirs.items():
+            (out / "allow" / each / file).unlink(missing_ok=True)
+            _write(out / "allow" / each / file, key, 0o644)
 
 
 def ensure_keys(directory: Path, controllers: Sequence[str], nodes: Sequence[str]) -> None:
@@ -109,21 +128,9 @@ def ensure_keys(directory: Path, controllers: Sequence[str], nodes: Sequence[str
                 add_key(directory, role, name)
 
 
-def copy_list(directory: Path, out: Path, roles: Sequence[KeyRole] = ROLES) -> None:
-    """Put the public keys of these roles beside a secret that goes elsewhere."""
-    _make_dir(out / "allow")
-    for role in roles:
-        _make_dir(out / "allow" / role)
-        for path in (directory / "allow" / role).glob("*.key"):
-            _write(out / "allow" / role / path.name, read_key(path), 0o644)
-
-
 def revoke_key(directory: Path, role: KeyRole, name: str) -> None:
     """Take a key off the list; parts that read this directory cut its connections within a second."""
-    listed = directory / "allow" / role / f"{name}.key"
-    if not listed.exists():
-        raise ConfigError(f"{listed} is missing: no {role.removesuffix('s')} of that name is allowed")
-    listed.unlink()
+    _listed(directory, role, name).unlink()
     (directory / "secrets" / role / f"{name}.secret").unlink(missing_ok=True)
 
 
@@ -134,6 +141,13 @@ def listed_keys(directory: Path) -> Iterator[tuple[KeyRole, str, bytes]]:
             yield role, path.stem, read_key(path)
 
 
+def _listed(directory: Path, role: KeyRole, name: str) -> Path:
+    path = directory / "allow" / role / f"{name}.key"
+    if not path.exists():
+        raise ConfigError(f"{path} is missing: no {role.removesuffix('s')} of that name is allowed")
+    return path
+
+
 def _read_secret(path: Path) -> bytes:
     key = read_key(path)
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
@@ -141,11 +155,15 @@ def _read_secret(path: Path) -> bytes:
     return key
 
 
-def _make_dir(path: Path) -> None:
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make {path}: {error.strerror}") from None
+def _make_dirs(base: Path, inside: str) -> None:
+    """`base` and what is inside it, each for its owner alone."""
+    path = base
+    for name in ("", *inside.split("/")):
+        path /= name
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make {path}: {error.strerror}") from None
 
 
 def _write(path: Path, key: bytes, mode: int) -> None:

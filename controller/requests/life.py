@@ -93,7 +93,7 @@ class Life:
         self._counts["submitted"] += 1
         live = self.requests.get(submit.rid)
         try:
-            if live is not None and key_of(live.peer) != key_of(peer):
+            if live is not None and live.client != key_of(peer):
                 raise Refusal("duplicate_rid", "the rid belongs to another live request")
             if live is not None and submit.attempt <= live.attempt:
                 self._reattach(live, peer, submit, out)
@@ -123,7 +123,7 @@ class Life:
             out.append(ToNode(rank.peer, CancelLeg(rid, attempt, client=client)))
         request = self.requests.get(rid)
         if request is not None:
-            if client not in ("", key_of(request.peer)):
+            if client not in ("", request.client):
                 self._counts["rejected_not_yours"] += 1
                 return
             sentence = "cancelled by the client" if peer == request.peer else "cancelled over another connection"

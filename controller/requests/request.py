@@ -87,6 +87,7 @@ class Request:
     __slots__ = (
         "attempt",
         "avoid",
+        "client",
         "deadline_at",
         "frames",
         "frames_bytes",
@@ -103,6 +104,7 @@ class Request:
 
     def __init__(self, peer: Any, submit: Submit, frames: Sequence[Any], size: int, now: float) -> None:
         self.peer = peer
+        self.client = key_of(peer)  # its key; empty: there are none
         self.rid = submit.rid
         self.submit = submit
         self.model = submit.model  # of all its attempts; where it names none, settled when it is first placed
@@ -189,6 +191,6 @@ def dispatch_of(
         submit.disagg_prefill_dp_rank if lone else None,
         0.0 if request.deadline_at is None else max(0.001, request.deadline_at - now),
         submit.priority,
-        key_of(request.peer),
+        request.client,
         submit.lives_on,
     )

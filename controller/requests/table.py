@@ -47,7 +47,7 @@ class RequestTable:
         kept = self.payload_bytes - (0 if live is None else live.frames_bytes)
         if kept + size > config.payload_bytes:
             raise Refusal("overloaded", "the prompts that wait here take all the memory there is for them")
-        if live is None and self._of_client.get(client_of(peer), 0) >= config.client_requests:
+        if live is None and self._of_client.get(key_of(peer) or peer, 0) >= config.client_requests:
             raise Refusal("too_many", f"this client has {config.client_requests} requests outstanding")
         if live is None and len(self.requests) >= config.max_requests:
             raise Refusal("overloaded", f"{config.max_requests} requests are alive here")
@@ -57,7 +57,7 @@ class RequestTable:
         self.requests[submit.rid] = request
         for place in rooms_of(submit):
             self._rooms[place] = submit.rid
-        self._enter(request.peer)
+        self._enter(request)
         self.payload_bytes += request.frames_bytes
         if request.deadline_at is not None:
             self._due.add(submit.rid, request.deadline_at)
@@ -68,9 +68,9 @@ class RequestTable:
 
     def move(self, request: Request, peer: Any) -> None:
         """Its client speaks over another connection now."""
-        self._leave(request.peer)
+        self._leave(request)
         request.peer = peer
-        self._enter(peer)
+        self._enter(request)
 
     def release_payload(self, request: Request) -> None:
         """Nobody will need its payload again."""
@@ -86,7 +86,7 @@ class RequestTable:
         del self.requests[submit.rid]
         for place in rooms_of(submit):
             del self._rooms[place]
-        self._leave(request.peer)
+        self._leave(request)
         self.payload_bytes -= request.frames_bytes
         if request.deadline_at is not None:
             self._due.remove(submit.rid, request.deadline_at)
@@ -113,26 +113,22 @@ class RequestTable:
         live = self.requests.values()
         assert {request.rid for request in self.queue} == {r.rid for r in live if r.state is State.QUEUED}
         assert self.payload_bytes == sum(request.frames_bytes for request in live)
-        assert self._of_client == Counter(client_of(request.peer) for request in live)
+        assert self._of_client == Counter(request.client or request.peer for request in live)
         assert len(self._due) == sum(request.deadline_at is not None for request in live) + self.inherited.ranks
         assert self._rooms == {place: request.rid for request in live for place in rooms_of(request.submit)}
 
-    def _enter(self, peer: Any) -> None:
-        client = client_of(peer)
+    def _enter(self, request: Request) -> None:
+        """Limits count by key, over however many connections, or without keys by connection."""
+        client = request.client or request.peer
         self._of_client[client] = self._of_client.get(client, 0) + 1
 
-    def _leave(self, peer: Any) -> None:
-        client = client_of(peer)
+    def _leave(self, request: Request) -> None:
+        client = request.client or request.peer
         left = self._of_client[client] - 1
         if left:
             self._of_client[client] = left
         else:
             del self._of_client[client]
-
-
-def client_of(peer: Any) -> Any:
-    """What limits count by: the key, over however many connections, or without keys the connection."""
-    return key_of(peer) or peer
 
 
 def rooms_of(submit: Submit) -> list[tuple[int, Role]]:

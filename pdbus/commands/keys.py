@@ -6,9 +6,8 @@ from pathlib import Path
 
 import click
 
-from bus.errors import ConfigError
 from bus.rights import ROLES, KeyRole
-from bus.runtime.keys import add_key, listed_keys, new_keys, revoke_key
+from bus.runtime.keys import add_key, give_key, listed_keys, new_keys, revoke_key
 
 SINGULAR: dict[str, KeyRole] = {role.removesuffix("s"): role for role in ROLES}
 directory_argument = click.argument("directory", type=click.Path(path_type=Path, file_okay=False))
@@ -35,26 +34,31 @@ def new(directory: Path, nodes: tuple[str, ...]) -> None:
     """Make a cluster's keys in DIRECTORY: of its broker, of controller-0, of an operator, and of NODES (instances)."""
     new_keys(directory, nodes)
     click.echo(f"made {directory}: parts that run here, and pdbus status and drain, take --keys {directory}")
-    click.echo(f"for a part or a client on another machine: pdbus keys add {directory} ROLE NAME ITS_DIRECTORY")
+    click.echo(f"for one more part or client: pdbus keys add {directory} ROLE NAME")
 
 
 @keys.command()
 @directory_argument
 @role_argument
 @click.argument("name")
-@click.argument("out", required=False, type=click.Path(path_type=Path, file_okay=False))
-def add(directory: Path, role: str, name: str, out: Path | None) -> None:
-    """Make a key for one more ROLE (see pdbus keys --help), NAME it, and list it in DIRECTORY.
+def add(directory: Path, role: str, name: str) -> None:
+    """Make a key for one more ROLE (see pdbus keys --help), NAME it, and list it in DIRECTORY."""
+    add_key(directory, SINGULAR[role], name)
+    click.echo(f"{role} {name} is allowed; to take its secret elsewhere: pdbus keys give {directory} {role} {name} OUT")
 
-    Its secret goes to OUT, with the public keys it needs beside it, to be taken to where it is used; without OUT it
-    stays in DIRECTORY, for a part that runs here.
+
+@keys.command()
+@directory_argument
+@role_argument
+@click.argument("name")
+@click.argument("out", type=click.Path(path_type=Path, file_okay=False))
+def give(directory: Path, role: str, name: str, out: Path) -> None:
+    """Move a key's secret to OUT, with the public keys it needs beside it, to be taken to where it is used.
+
+    Once more with the same OUT: renew the public keys there, after others were added or revoked.
     """
-    if out is None and role in ("client", "admin"):
-        raise ConfigError(f"whose key is it? name a directory of its own: pdbus keys add {directory} {role} {name} OUT")
-    add_key(directory, SINGULAR[role], name, out)
-    where = f"take {out} to its machine and use --keys {out}" if out else f"it runs here with --keys {directory}"
-    click.echo(f"{role} {name} is allowed: {where}")
-    click.echo(f"parts on other machines know it once {directory / 'allow'} has been copied to them")
+    give_key(directory, SINGULAR[role], name, out)
+    click.echo(f"made {out}: take it to where {role} {name} runs and use --keys {out}")
 
 
 @keys.command("list")
@@ -72,4 +76,4 @@ def list_(directory: Path) -> None:
 def revoke(directory: Path, role: str, name: str) -> None:
     """Take a key off the list of DIRECTORY: it gets in no more, and its connections are cut within a second."""
     revoke_key(directory, SINGULAR[role], name)
-    click.echo(f"{role} {name} is revoked where --keys is {directory}; copy {directory / 'allow'} to other machines")
+    click.echo(f"{role} {name} is revoked where parts use {directory}; renew what was given away with: pdbus keys give")

@@ -121,13 +121,13 @@ def test_output_that_cannot_be_written_is_no_traceback(shell: str, code: int, st
     assert (done.returncode, done.stdout, done.stderr) == (code, stdout, stderr)
 
 
-@pytest.mark.parametrize("name", ["../x", "", ".hidden", "a/b", "a b"])
+@pytest.mark.parametrize("name", ["../x", "", ".hidden", "a/b", "a b", "x" * 65])
 def test_a_clients_name_stays_within_the_list(name: str, tmp_path: Path) -> None:
     assert run("keys", "new", str(tmp_path / "keys")).exit_code == 0
     before = sorted(tmp_path.rglob("*"))
-    result = run("keys", "client", str(tmp_path / "keys"), name, str(tmp_path / "client"))
+    result = run("keys", "add", str(tmp_path / "keys"), "client", name)
     assert isinstance(result.exception, ConfigError)
-    assert "the name of a client has letters" in str(result.exception)
+    assert "the name of a key has" in str(result.exception)
     assert sorted(tmp_path.rglob("*")) == before
 
 
