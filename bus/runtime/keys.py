@@ -45,19 +45,17 @@ class Keys:
 
 
 def load_keys(directory: Path | str, *roles: KeyRole, name: str = "") -> Keys:
-    """The key of this part in `directory`: that of `name`, or the only one there is of the first of these roles that has
-    any. ConfigError when there is none, or one that is malformed or readable by others."""
+    """The key of this part in `directory`: that of `name`, or the only one of the first of these roles that has any.
+    ConfigError when there is none, or one that is malformed or readable by others."""
     path = Path(directory)
-    role = roles[0].removesuffix("s")
+    role = roles[-1].removesuffix("s")
     chosen, names = roles[0], [name]
     if not name:
         here = {each: sorted(secret.stem for secret in (path / "secrets" / each).glob("*.secret")) for each in roles}
         chosen = next((each for each in roles if here[each]), chosen)
         names = here[chosen]
     if not names:
-        raise ConfigError(
-            f"{path} has no secret of a {role}; give it one with: pdbus keys give KEYS {role} NAME {path}"
-        )
+        raise ConfigError(f"{path} has no secret of a {role}; give it one: pdbus keys give KEYS {role} NAME {path}")
     if len(names) > 1:
         raise ConfigError(f"{path} has secrets of {', '.join(names)}: take one away with: pdbus keys give")
     name = names[0]
@@ -97,7 +95,7 @@ def add_key(directory: Path, role: KeyRole, name: str) -> None:
 
 
 def give_key(directory: Path, role: KeyRole, name: str, out: Path) -> None:
-    """Move the secret of a key to `out`, with the public keys it needs beside it; where it is there already, renew them."""
+    """Move the secret of a key to `out`, with the public keys it needs beside it; where it is there, renew those."""
     _listed(directory, role, name)
     here, there = (each / "secrets" / role / f"{name}.secret" for each in (directory, out))
     if not there.exists():
@@ -112,10 +110,11 @@ def give_key(directory: Path, role: KeyRole, name: str, out: Path) -> None:
         _make_dirs(out, f"allow/{each}")
         theirs = {path.name: read_key(path) for path in (directory / "allow" / each).glob("*.key")}
         for path in (out / "allow" / each).glob("*.key"):
-            if path.read_bytes().strip() != theirs.pop(path.name, None):
+            if path.read_bytes().strip() == theirs.get(path.name):
+                del theirs[path.name]
+            else:
                 path.unlink()
         for file, key in theirs.items():
-            (out / "allow" / each / file).unlink(missing_ok=True)
             _write(out / "allow" / each / file, key, 0o644)
 
 

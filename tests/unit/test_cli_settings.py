@@ -59,7 +59,7 @@ def test_a_duration_is_a_number_of_seconds(each: click.Command, option: str) -> 
         (["keys", "add", "a", "client"], "Missing argument 'NAME'. (see pdbus keys add --help)"),
         (
             ["keys", "give", "a", "client", "b", "c"],
-            "a/allow/clients/b.key is missing: no client of that name is allowed",
+            "a/allow/clients/b.key is missing: no client of that name",
         ),
         (["keys", "revoke", "a", "node", "b"], "a/allow/nodes/b.key is missing: no node of that name is allowed"),
         (["keys", "add", "a", "node", "b"], "a holds no list of keys; make one with: pdbus keys new a"),

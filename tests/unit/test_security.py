@@ -121,7 +121,7 @@ def test_a_part_finds_its_own_secret_or_hears_what_to_do(cluster: Path, tmp_path
     assert client_of(cluster, "alice").name == "clients/alice"
     add_key(cluster, "clients", "bob")
     assert load_keys(cluster, "admins", "clients").name == "admins/operator"
-    with pytest.raises(ConfigError, match=r"has no secret of a node; give it one with: pdbus keys give KEYS node NAME"):
+    with pytest.raises(ConfigError, match=r"has no secret of a node; give it one: pdbus keys give KEYS node NAME"):
         of(tmp_path / "alice", "nodes")
 
 
