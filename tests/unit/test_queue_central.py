@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from controller_world import submit
 
+from controller.requests.queue import CentralQueue
 from controller.requests.request import Request
-from controller.requests.table import CentralQueue, DueTimes
+from controller.requests.table import DueTimes
 
 
 def request(rid: str, priority: int = 0, size: int = 8) -> Request:
