@@ -44,6 +44,7 @@ from controller.config import ControllerConfig
 from controller.events import (
     Action,
     CacheChanged,
+    ClientGone,
     EngineLoad,
     Event,
     FromClient,
@@ -132,6 +133,8 @@ class ControllerCore:
             rank = self.members.peers.get(event.peer)
             if rank is not None and isinstance(event.message, Dispatch):
                 self.life.undelivered(rank, event.message, now, out)
+        elif type(event) is ClientGone:
+            self.life.client_gone(event.peer, event.rid, out)
         elif type(event) is Unreachable:
             self._lose(self.members.unreachable(event.peer, now, out), now, out)
         if self.life.queue.requests:

@@ -34,6 +34,7 @@ from bus.wire import codec, subscription, topics
 from bus.wire.messages import (
     CLIENT_TO_CONTROLLER,
     NODE_TO_CONTROLLER,
+    Accepted,
     Beacon,
     Code,
     Load,
@@ -46,6 +47,7 @@ from controller.config import ControllerConfig
 from controller.core import ControllerCore
 from controller.events import (
     CacheChanged,
+    ClientGone,
     EngineLoad,
     Event,
     FromClient,
@@ -265,8 +267,11 @@ class Controller(Service):
             elif action.peer == LOCAL:
                 if self._on_local is not None:
                     self._on_local(action.message)
-            elif self._send(self._clients, action.peer, action.message):
+            elif failure := self._send(self._clients, action.peer, action.message):
                 self.core.counts["clients_unreachable"] += 1  # it may come back and ask again
+                if failure == errno.EHOSTUNREACH and type(action.message) is Accepted:
+                    gone = ClientGone(action.peer, action.message.rid)
+                    outbox.extend(self.core.handle(gone, self.loop.clock()))
         outbox.clear()
 
     def _send(self, router: Socket, peer: bytes, message: Message, frames: Sequence[Any] = ()) -> int:

@@ -110,7 +110,7 @@ class Life:
         self.table.add(request)
         try:
             if not self._place(request, now, out):
-                self._enqueue(request)
+                self._enqueue(request, out)
         except Refusal as refusal:
             self._fail(request, refusal.code, refusal.sentence, out)
 
@@ -131,6 +131,14 @@ class Life:
             if peer != request.peer:
                 failed = Failed(rid, request.attempt, "cancelled", sentence, retryable=False)
                 out.append(ToClient(peer, failed))
+
+    def client_gone(self, peer: Any, rid: Rid, out: list[Action]) -> None:
+        """Nobody is there to be told where it runs, so nobody will read it. (One that has run before may be read over a
+        connection that stands: its rank looks after that.)"""
+        request = self.requests.get(rid)
+        if request is not None and request.peer == peer and request.tries == 1 and not request.submit.lives_on:
+            self._counts["abandoned"] += 1
+            self._fail(request, "cancelled", "its client is gone", out)
 
     # --- from nodes -------------------------------------------------------------------------------------------
 
@@ -180,13 +188,11 @@ class Life:
 
     def drain(self, now: float, out: list[Action]) -> None:
         """Dispatch from the queue what there is credit for."""
-        for lane in self.queue.lanes():
-            while (request := self.queue.head(lane)) is not None:
-                try:
-                    if not self._place(request, now, out):
-                        break
-                except Refusal as refusal:
-                    self._fail(request, refusal.code, refusal.sentence, out)
+        for request in self.queue.turns():
+            try:
+                self._place(request, now, out)
+            except Refusal as refusal:
+                self._fail(request, refusal.code, refusal.sentence, out)
 
     def shutdown(self, out: list[Action]) -> None:
         """End everything that lives."""
@@ -240,9 +246,13 @@ class Life:
             out.append(ToClient(live.peer, failed))
         self.table.remove(live)
 
-    def _enqueue(self, request: Request) -> None:
-        if not self.queue.has_room(request.frames_bytes):
-            raise Refusal("overloaded", f"all ranks are busy and {len(self.queue)} requests wait already")
+    def _enqueue(self, request: Request, out: list[Action]) -> None:
+        while not self.queue.has_room(request.frames_bytes):
+            other = self.queue.in_the_way(request)
+            sentence = f"all ranks are busy and {len(self.queue)} requests wait already"
+            if other is None:
+                raise Refusal("overloaded", sentence)
+            self._fail(other, "overloaded", f"{sentence}, most of them this client's", out)
         self.queue.add(_lane(request.submit), request)
         self._counts["queued"] += 1
 
@@ -276,7 +286,7 @@ class Life:
     def _dispatch(self, request: Request, chosen: list[tuple[Role, RankLoad]], now: float, out: list[Action]) -> None:
         submit = request.submit
         if request.lane is not None:
-            self.queue.remove(request)
+            self.queue.remove(request, served=True)
         request.step("dispatched")
         request.tries += 1
         # Prefill computes the prompt and decode holds it; what decode may produce nobody knows, so it is not charged.
@@ -437,7 +447,7 @@ class Life:
         request.step("again")
         try:
             if not self._place(request, now, out):
-                self._enqueue(request)
+                self._enqueue(request, out)
         except Refusal as refusal:
             self._fail(request, code, f"{sentence}; then: {refusal.sentence}", out)
 
