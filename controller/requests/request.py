@@ -190,7 +190,7 @@ def dispatch_of(
         submit.prefill_instance if lone else "",
         submit.disagg_prefill_dp_rank if lone else None,
         0.0 if request.deadline_at is None else max(0.001, request.deadline_at - now),
-        submit.priority,
+        0 if request.client else submit.priority,  # a client's word, which counts among its own requests
         request.client,
         submit.lives_on,
     )

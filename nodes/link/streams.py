@@ -17,7 +17,7 @@ from bus.rights import owns
 from bus.wire.messages import MAX_TOKENS_PER_MESSAGE, Attach, Code, Detach, FinishReason, FoundBy, Tokens
 
 KEEPALIVE_S = 1.0
-UNREAD_S = 15.0  # longer than a client that lives looks for its rank
+UNREAD_S = 10.0  # longer than a client that lives looks for its rank
 KEEP_FINISHED_S = 30.0
 ATTACH_WAIT_S = 5.0
 RETRY_S = 0.02

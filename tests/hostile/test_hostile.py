@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from hostile_attacks import ATTACKS
-from hostile_range import Range, firing_range
+from hostile_range import Range, firing_range, make_keys
 
 pytestmark = pytest.mark.fault
 MIB = 1 << 20
@@ -20,9 +20,11 @@ GROWN_MAX = dict.fromkeys(ATTACKS, 64 * MIB) | {
 }
 
 
-@pytest.fixture(scope="module", params=["ipc", "tcp"])
-def live(request: pytest.FixtureRequest) -> Iterator[Range]:
-    with firing_range(request.param) as made:
+@pytest.fixture(scope="module", params=["ipc", "tcp", "ipc with keys"])
+def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Range]:
+    transport, _, keyed = request.param.partition(" ")
+    keys = make_keys(tmp_path_factory.mktemp("k")) if keyed else ()
+    with firing_range(transport, *keys) as made:
         yield made
 
 
