@@ -3,7 +3,7 @@ client beside it. The last line is a JSON object; the exit code is 1 when a part
 
 The honest client's p99 is set against what it is while the same attack runs at a port that only swallows. With keys
 outsiders have none: what they reach is the handshake. Without, insiders are one with the cluster: only what dies,
-memory and rightness count then. Attacks may be named, and runs: `python -m hostile_run ipc tcp-keys noise attach_flood`.
+memory and rightness count then. Attacks may be named, and runs: `python -m hostile_run ipc tcp-keys noise`.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from bus.errors import ConfigError, StartError
 from bus.rights import Domain, KeyRole, key_of
 from bus.runtime import frames
 from bus.runtime import keys as security
+from bus.runtime import security as gate
 from bus.runtime.keys import Keys, add_key, give_key, listed_keys, load_keys, new_keys, revoke_key
 from bus.runtime.sockets import Sockets
 
@@ -254,6 +255,20 @@ def test_the_list_is_read_at_each_connection(cluster: Path) -> None:
         listed.write_bytes(key)
         with Sockets(keys=bob) as back:
             assert _exchange(server, back)
+
+
+def test_a_key_that_connects_too_often_has_to_wait_and_others_do_not(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "HANDSHAKES", 2)
+    monkeypatch.setattr(gate, "HANDSHAKES_PER_S", 0)
+    keys = {name: client_of(cluster, name) for name in ("alice", "bob")}
+    with Sockets(keys=of(cluster, "brokers")) as server:
+        for name, gets_in in (("alice", True), ("alice", True), ("alice", False), ("bob", True)):
+            with Sockets(keys=keys[name]) as client:
+                assert bool(_exchange(server, client, wait_ms=2000 if gets_in else 300)) is gets_in
+        assert server.gatekeeper is not None
+        assert server.gatekeeper.refused["clients"] >= 1
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
