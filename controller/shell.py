@@ -67,6 +67,7 @@ TICK_S = 0.05
 IDLE_TICK_S = 0.25
 FAREWELL_MS = 250  # for last answers to leave
 PEERS_REMEMBERED = 4096
+UNREAD_LARGE = 32  # messages with prompts that are read ahead of each client
 LOCAL = "local"  # the peer that is this process; routing ids are bytes
 SUBSCRIPTIONS = (topics.LOAD, topics.ROOMS, topics.MEMBER, topics.SENT, topics.BEACON)
 
@@ -112,7 +113,7 @@ class Controller(Service):
             self._broker = exits.enter_context(Broker(BrokerConfig(config.bus, keys=config.keys)))
         self._sockets = exits.enter_context(Sockets(keys=keys))
         self._clients = self._sockets.router(
-            address.clients, maximum=PAYLOAD_MAX, domain="clients", answers_one_frame=True
+            address.clients, maximum=PAYLOAD_MAX, unread=UNREAD_LARGE, domain="clients", answers_one_frame=True
         )
         self._nodes = self._sockets.router(address.nodes, domain="nodes")
         self._sub = self._sockets.sub(bus.subscribe, SUBSCRIPTIONS)

@@ -34,6 +34,7 @@ HEADER_MAX = 1 << 20  # frames on control sockets that carry no payload
 PAYLOAD_MAX = 16 << 20  # prompts
 KV_MAX = 256 << 20  # KV blocks
 HWM = 10_000
+UNREAD = 256  # messages of a connection that a ROUTER reads ahead; the rest wait with their sender
 SUBSCRIPTIONS_READ = 100  # ahead of what is taken in: a byte of a topic takes some 40 in the broker
 HANDSHAKE_MS = 5_000
 HEARTBEAT_MS = 1_000
@@ -125,17 +126,20 @@ class Sockets:
         *bind: str,
         maximum: int = HEADER_MAX,
         hwm: int = HWM,
+        unread: int = UNREAD,
         domain: Domain = "data",
         answers_one_frame: bool = False,
     ) -> Socket:
         """`ROUTER_MANDATORY`: sending to a peer that is gone raises EHOSTUNREACH, to a full one EAGAIN.
 
-        `domain` says whose keys may connect where there are keys. Where all messages sent here have one frame
+        Of each connection `unread` messages are read ahead: times `maximum`, the memory that it may take. `domain` says
+        whose keys may connect where there are keys. Where all messages sent here have one frame
         (`answers_one_frame`), no peer chooses its routing id (`_number_all`).
         """
         _seed_routing_ids()
         socket = self._new(zmq.ROUTER, maximum, hwm)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.RCVHWM, min(hwm, unread))
         self._bind_all(socket, bind, domain)
         if answers_one_frame:
             _number_all(socket)
