@@ -20,14 +20,14 @@ from bus.actions import Note, Publish
 from bus.broker import Broker, BrokerConfig
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.errors import LocalProtocolError, RemoteProtocolError
-from bus.rights import speaks_for
+from bus.rights import key_of, speaks_for
 from bus.runtime import probes
 from bus.runtime.epochs import new_epoch
 from bus.runtime.frames import name_of, send
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.metrics import Metric
-from bus.runtime.ration import Ration
+from bus.runtime.ration import LARGE, Ration
 from bus.runtime.service import Service
 from bus.runtime.sockets import PAYLOAD_MAX, Socket, Sockets
 from bus.wire import codec, subscription, topics
@@ -212,8 +212,8 @@ class Controller(Service):
                 raise RemoteProtocolError("not_yours", f"{type(message).__name__} of {instance}")
         except RemoteProtocolError as error:
             self._reject(peer, error)
-            code: Code = "bad_version" if error.reason == "version" else "bad_message"
-            self._send(self._nodes, peer, Refused(code, str(error)[:1024]))
+            codes: dict[str, Code] = {"version": "bad_version", "not_yours": "bad_identity"}
+            self._send(self._nodes, peer, Refused(codes.get(error.reason, "bad_message"), str(error)[:1024]))
             return
         self.handle(FromNode(peer, message))
 
@@ -284,7 +284,7 @@ class Controller(Service):
             header = codec.encode(
                 Refused("too_many", "the answer does not fit in a message", getattr(message, "id", 0))
             )
-        if not self._ration.allows(peer, len(header), self.loop.clock()):
+        if len(header) > LARGE and not self._ration.allows(key_of(peer) or peer, len(header), self.loop.clock()):
             return errno.EAGAIN
         try:
             send(router, (peer, header, *frames))

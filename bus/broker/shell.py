@@ -98,8 +98,8 @@ class Broker(Service):
         config = self.config
         keys = load_keys(config.keys, "brokers") if config.keys else None
         self._sockets = exits.enter_context(Sockets(keys=keys))
-        into = self._sockets.bus_in(topics.ALL, self.address.publish, _PUB_INSIDE)
-        out = self._sockets.bus_out(self.address.subscribe, _SUB_INSIDE)
+        into = self._sockets.bus_in(topics.ALL, self.address.publish, *(() if keys else (_PUB_INSIDE,)))
+        out = self._sockets.bus_out(self.address.subscribe, *(() if keys else (_SUB_INSIDE,)))
         self._router = self._sockets.router(self.address.bootstrap, domain="bootstrap")
         limits = BrokerLimits(
             room_ttl_s=config.room_ttl_s,
@@ -214,7 +214,8 @@ class Broker(Service):
         except LocalProtocolError:
             refusal = Refused("too_many", "the answer does not fit in a message; ask for less", _id_of(message))
             frame = codec.encode(refusal)
-        if isinstance(message, Topology) and not self._ration.allows(peer, len(frame), self.loop.clock()):
+        to = key_of(peer) or peer
+        if isinstance(message, Topology) and not self._ration.allows(to, len(frame), self.loop.clock()):
             self.core.counts["answers_dropped"] += 1
             return
         try:

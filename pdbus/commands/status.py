@@ -56,7 +56,7 @@ def status(controller: str, bus: str, as_json: bool, keys: str, wait_s: float) -
 
 def ask_broker(address: BusAddress, keys: str = "") -> BrokerStatus | None:
     """What the broker counts; None when none answers within a second."""
-    with Sockets(keys=load_keys(keys, "admins") if keys else None) as sockets:
+    with Sockets(keys=load_keys(keys, "admins", "clients") if keys else None) as sockets:
         dealer = sockets.dealer(address.bootstrap)
         try:
             dealer.send_multipart([b"", codec.encode(BrokerStatusQuery(1))], zmq.NOBLOCK)

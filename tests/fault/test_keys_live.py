@@ -227,7 +227,7 @@ def test_a_connection_speaks_for_the_rank_it_claimed_and_no_other(live: Rig, key
         for message in (lie, claim):
             answer = other.asks(at, "controllers", message, CONTROLLER_TO_NODE)
             assert isinstance(answer, Refused)
-            assert "not_yours" in answer.message
+            assert (answer.code, answer.message.partition(":")[0]) == ("bad_identity", "not_yours")
     live.ended(rid)
     assert live.results[rid].attempts == 1
 

@@ -78,13 +78,15 @@ def swallowing() -> Iterator[str]:
             selector.register(server, selectors.EVENT_READ)
             while not over.is_set():
                 for key, _ in selector.select(0.05):
+                    assert isinstance(key.fileobj, unix.socket)
                     if key.fileobj is server:
-                        peer, _ = server.accept()
+                        peer = held.enter_context(server.accept()[0])
                         peer.setblocking(False)
                         peer.sendall(b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + b"\0" * 48 + b"\4\6\5READY")
-                        selector.register(held.enter_context(peer), selectors.EVENT_READ)
+                        selector.register(peer, selectors.EVENT_READ)
                     elif not _swallowed(key.fileobj):
                         selector.unregister(key.fileobj)
+                        key.fileobj.close()
 
     with unix.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=swallow, args=(server,))
@@ -96,8 +98,7 @@ def swallowing() -> Iterator[str]:
             thread.join()
 
 
-def _swallowed(peer: object) -> bool:
-    assert isinstance(peer, unix.socket)
+def _swallowed(peer: unix.socket) -> bool:
     try:
         return bool(peer.recv(1 << 16))
     except OSError:
