@@ -28,7 +28,7 @@ from bus.runtime import cli, logs
 )
 @cli.setting(BrokerConfig, "--beacon-s", type=cli.Seconds(), help="How often to say that the broker lives.")
 @cli.setting(BrokerConfig, "--max-rooms", type=click.IntRange(1), help="Rooms kept at most; more are refused.")
-@click.option("--keys", default="", metavar="DIR", help="CURVE keys and allowlist for tcp (none: plaintext).")
+@click.option("--keys", default="", metavar="DIR", help="Directory of CURVE keys (pdbus keys new DIR); none: plain.")
 @cli.metrics_port_option
 @cli.metrics_host_option
 @cli.log_level_option

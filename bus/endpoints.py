@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 import stat
 import tempfile
@@ -16,6 +17,9 @@ from pathlib import Path
 
 from bus.errors import ConfigError
 
+MARK = "#"  # before whose a port is: the name of a key in a controller's address, the key itself in a rank's endpoint
+KEY_CHARS = 40  # of Z85
+_OWNER = re.compile(MARK + r"[A-Za-z0-9._-]{1,64}")
 _IPC_PATH_MAX = 107  # sizeof(sockaddr_un.sun_path) - 1 on Linux
 _LONGEST_SUFFIX = len(".bootstrap")
 
@@ -40,6 +44,14 @@ def private_dir(path: Path) -> Path:
     if stat.S_IMODE(info.st_mode) & 0o077:
         raise ConfigError(f"{path} is open to other users; run: chmod 700 {path}")
     return path
+
+
+def split_owner(endpoint: str) -> tuple[str, str]:
+    """An address or endpoint without what it says of whose it is, and that: a key, the name of one, or nothing."""
+    if endpoint[-KEY_CHARS - 1 : -KEY_CHARS] == MARK:  # a key may hold a mark
+        return endpoint[: -KEY_CHARS - 1], endpoint[-KEY_CHARS:]
+    at = endpoint.rfind(MARK)
+    return (endpoint[:at], endpoint[at + 1 :]) if at > 0 and _OWNER.fullmatch(endpoint, at) else (endpoint, "")
 
 
 def check_base(base: str) -> str:
@@ -93,10 +105,10 @@ def why_silent(base: str, keys: str) -> str:
     """What to look at when nobody answers at `base`, asked with the keys in `keys` (empty: none)."""
     if reason := unresolved(base):
         return reason
-    if not base.startswith("tcp:"):
-        return "is it running there?"
     if keys:
         return f"is it running there, and does it list the keys in {keys}?"
+    if not base.startswith("tcp:"):
+        return "is it running there?"
     return "is it running there? if it uses keys, pass --keys DIR"
 
 
@@ -134,22 +146,27 @@ class BusAddress:
 
 @dataclass(frozen=True)
 class ControllerAddress:
-    """A controller's two ROUTER sockets (tcp: two ports from the base on)."""
+    """A controller's two ROUTER sockets (tcp: two ports from the base on). `tcp://host:5560#NAME` says which of several
+    controllers' keys is to be met there."""
 
     base: str
 
     def __post_init__(self) -> None:
-        check_base(self.base)
+        check_base(split_owner(self.base)[0])
 
     @property
     def clients(self) -> str:
         """ROUTER: clients connect here."""
-        return _derive(self.base, "clients", 0)
+        return self._derive("clients", 0)
 
     @property
     def nodes(self) -> str:
         """ROUTER: ranks connect here."""
-        return _derive(self.base, "nodes", 1)
+        return self._derive("nodes", 1)
+
+    def _derive(self, suffix: str, step: int) -> str:
+        base, owner = split_owner(self.base)
+        return _derive(base, suffix, step) + (MARK + owner if owner else "")
 
 
 def default_bus() -> str:

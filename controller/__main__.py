@@ -43,7 +43,7 @@ GUIDANCE = (
     help="Where to serve: ipc:///dir/controller or tcp://host:port (two ports).",
 )
 @click.option("--with-broker", is_flag=True, help="Run the broker in this process too.")
-@click.option("--keys", default="", metavar="DIR", help="CURVE keys and allowlist for tcp (none: plaintext).")
+@click.option("--keys", default="", metavar="DIR", help="Directory of CURVE keys (pdbus keys new DIR); none: plain.")
 @click.option("--prefill-method", default="auto", metavar="METHOD", help="load_balance_method of prefill ranks.")
 @click.option("--decode-method", default="auto", metavar="METHOD", help="load_balance_method of decode ranks.")
 @click.option("--unified-method", default="auto", metavar="METHOD", help="load_balance_method of unified ranks.")

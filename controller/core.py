@@ -14,6 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from bus.actions import Note, Publish
+from bus.rights import key_of, may
 from bus.wire.messages import (
     MAX_DP_SIZE,
     Bye,
@@ -38,11 +39,12 @@ from bus.wire.messages import (
     Submit,
     Who,
 )
-from bus.wire.status import split
+from bus.wire.status import split, without_loads
 from controller.config import ControllerConfig
 from controller.events import (
     Action,
     CacheChanged,
+    ClientGone,
     EngineLoad,
     Event,
     FromClient,
@@ -131,6 +133,8 @@ class ControllerCore:
             rank = self.members.peers.get(event.peer)
             if rank is not None and isinstance(event.message, Dispatch):
                 self.life.undelivered(rank, event.message, now, out)
+        elif type(event) is ClientGone:
+            self.life.client_gone(event.peer, event.rid, out)
         elif type(event) is Unreachable:
             self._lose(self.members.unreachable(event.peer, now, out), now, out)
         if self.life.queue.requests:
@@ -231,14 +235,23 @@ class ControllerCore:
     # --- from clients -----------------------------------------------------------------------------------------
 
     def _on_status_query(self, peer: Any, query: StatusQuery, now: float, out: list[Action]) -> None:
-        out.extend(ToClient(peer, part) for part in split(self.status(query.id, now)))
+        status = self.status(query.id, now)
+        if not may(peer, "admins"):
+            status = without_loads(status)
+        out.extend(ToClient(peer, part) for part in split(status))
 
     def _on_drain_rank(self, peer: Any, order: DrainRank, now: float, out: list[Action]) -> None:
+        name = f"{order.instance}/{order.dp_rank}"
+        if not may(peer, "admins"):
+            self.counts["rejected_not_yours"] += 1
+            out.append(ToClient(peer, Refused("bad_identity", "to drain a rank takes an admin's key", order.id)))
+            return
         rank = self.table.ranks.get((order.instance, order.dp_rank))
         if rank is None:
-            refused = Refused("bad_rank", f"no rank {order.instance}/{order.dp_rank} is known here", order.id)
+            refused = Refused("bad_rank", f"no rank {name} is known here", order.id)
             out.append(ToClient(peer, refused))
             return
+        out.append(Note("drain.ordered", fields={"rank": name, "key": key_of(peer)}))
         self.health.drain(rank.key)
         self._lose(self.members.assess(rank, now, out, "drain"), now, out)
         out.append(ToNode(rank.peer, Drain(order.dp_rank)))

@@ -89,6 +89,7 @@ class Dispatcher:
         block_tokens: int = 0,
         block_hashes: bytes = b"",
         needs: tuple[str, ...] = (),
+        lives_on: bool = False,
     ) -> bool:
         """Hand over one request: `frames` are the prompt (int32 little-endian token ids) and its params, passed on as
         they are; the rest is what `bus.wire.messages.Submit` carries. For `cache_aware`, `block_tokens` is the size of
@@ -121,6 +122,7 @@ class Dispatcher:
             block_tokens=block_tokens,
             block_hashes=block_hashes,
             needs=needs,
+            lives_on=lives_on,
         )
         with self._arrived:
             if len(self._live) >= self._max_handed_over or rid in self._live:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from msgspec import Struct
 
 from bus.actions import Note, Publish
-from bus.wire.messages import Load, MemberKey, Message
+from bus.wire.messages import Load, MemberKey, Message, Rid
 from controller.feeds.changes import Changes
 
 
@@ -50,6 +50,13 @@ class Undelivered(Struct, frozen=True, gc=False):
     message: Message
 
 
+class ClientGone(Struct, frozen=True, gc=False):
+    """`peer`, the client of `rid`, is connected no longer: it was not told that its request is accepted."""
+
+    peer: Any
+    rid: Rid
+
+
 class CacheChanged(Struct, frozen=True, gc=False):
     """What rank `key` caches changed (KV events of our nodes or of an engine that is followed)."""
 
@@ -68,7 +75,9 @@ class Tick(Struct, frozen=True, gc=False):
     """Time passed; several a second."""
 
 
-Event: TypeAlias = FromClient | FromNode | Published | Unreachable | Undelivered | CacheChanged | EngineLoad | Tick
+Event: TypeAlias = (
+    FromClient | FromNode | Published | Unreachable | Undelivered | ClientGone | CacheChanged | EngineLoad | Tick
+)
 
 
 class ToClient(Struct, frozen=True, gc=False):

@@ -20,19 +20,21 @@ from bus.actions import Note, Publish
 from bus.broker import Broker, BrokerConfig
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.errors import LocalProtocolError, RemoteProtocolError
+from bus.rights import key_of, speaks_for
 from bus.runtime import probes
 from bus.runtime.epochs import new_epoch
 from bus.runtime.frames import name_of, send
+from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.metrics import Metric
-from bus.runtime.ration import Ration
-from bus.runtime.security import load_keys
+from bus.runtime.ration import LARGE, Ration
 from bus.runtime.service import Service
 from bus.runtime.sockets import PAYLOAD_MAX, Socket, Sockets
 from bus.wire import codec, subscription, topics
 from bus.wire.messages import (
     CLIENT_TO_CONTROLLER,
     NODE_TO_CONTROLLER,
+    Accepted,
     Beacon,
     Code,
     Load,
@@ -45,6 +47,7 @@ from controller.config import ControllerConfig
 from controller.core import ControllerCore
 from controller.events import (
     CacheChanged,
+    ClientGone,
     EngineLoad,
     Event,
     FromClient,
@@ -64,6 +67,7 @@ TICK_S = 0.05
 IDLE_TICK_S = 0.25
 FAREWELL_MS = 250  # for last answers to leave
 PEERS_REMEMBERED = 4096
+UNREAD_LARGE = 32  # messages with prompts that are read ahead of each client
 LOCAL = "local"  # the peer that is this process; routing ids are bytes
 SUBSCRIPTIONS = (topics.LOAD, topics.ROOMS, topics.MEMBER, topics.SENT, topics.BEACON)
 
@@ -93,7 +97,7 @@ class Controller(Service):
         self.trace = False
         self._on_local = on_local
         self._on_failure = on_failure
-        self._rejecters: set[bytes] = set()
+        self._rejecters: set[str] = set()
         self._ration = Ration()
         self._outbox: list[Any] = []
         self._dozing = False
@@ -103,23 +107,23 @@ class Controller(Service):
 
     def _open(self, exits: ExitStack) -> None:
         config = self.config
-        keys = load_keys(config.keys, server=True) if config.keys else None
+        keys = load_keys(config.keys, "controllers", name=config.name) if config.keys else None
         bus, address = BusAddress(config.bus), ControllerAddress(config.controller)
         if config.with_broker:
             self._broker = exits.enter_context(Broker(BrokerConfig(config.bus, keys=config.keys)))
         self._sockets = exits.enter_context(Sockets(keys=keys))
         self._clients = self._sockets.router(
-            address.clients, maximum=PAYLOAD_MAX, domain="clients", answers_one_frame=True
+            address.clients, maximum=PAYLOAD_MAX, unread=UNREAD_LARGE, domain="clients", answers_one_frame=True
         )
-        self._nodes = self._sockets.router(address.nodes)
+        self._nodes = self._sockets.router(address.nodes, domain="nodes")
         self._sub = self._sockets.sub(bus.subscribe, SUBSCRIPTIONS)
         self._pub = self._sockets.pub(bus.publish)
         self.core = ControllerCore(config, self.epoch, self.loop.clock())
         self.core.life.trace = self.trace
         exits.callback(self._farewell)
         self._follow(exits)
-        self.loop.add(self._clients, self._on_client, copied=2)
-        self.loop.add(self._nodes, self._on_node)
+        self.loop.add(self._clients, self._on_client, copied=2, keyed=keys is not None)
+        self.loop.add(self._nodes, self._on_node, keyed=keys is not None)
         self.loop.add(self._sub, self._on_publication, budget=512)
         self.loop.after_turn(self._carry_out)
         self.loop.after_turn(self._pace)
@@ -203,10 +207,13 @@ class Controller(Service):
             if len(frames) != 2:
                 raise RemoteProtocolError("frames", f"{len(frames)} frames")
             message = codec.decode(frames[1], NODE_TO_CONTROLLER)
+            instance = getattr(message, "instance", None)  # a pong has none
+            if instance is not None and not speaks_for(peer, instance):
+                raise RemoteProtocolError("not_yours", f"{type(message).__name__} of {instance}")
         except RemoteProtocolError as error:
             self._reject(peer, error)
-            code: Code = "bad_version" if error.reason == "version" else "bad_message"
-            self._send(self._nodes, peer, Refused(code, str(error)[:1024]))
+            codes: dict[str, Code] = {"version": "bad_version", "not_yours": "bad_identity"}
+            self._send(self._nodes, peer, Refused(codes.get(error.reason, "bad_message"), str(error)[:1024]))
             return
         self.handle(FromNode(peer, message))
 
@@ -237,9 +244,10 @@ class Controller(Service):
 
     def _reject(self, peer: bytes, error: RemoteProtocolError) -> None:
         self.core.counts[f"rejected_{error.reason}"] += 1
-        if peer not in self._rejecters and len(self._rejecters) < PEERS_REMEMBERED:
-            self._rejecters.add(peer)
-            log.warning("message.rejected", peer=name_of(peer), reason=error.reason, detail=error.detail[:200])
+        who = name_of(peer)
+        if who not in self._rejecters and len(self._rejecters) < PEERS_REMEMBERED:
+            self._rejecters.add(who)
+            log.warning("message.rejected", peer=who, reason=error.reason, detail=error.detail[:200])
 
     # --- out ----------------------------------------------------------------------------------------------------------
 
@@ -260,8 +268,11 @@ class Controller(Service):
             elif action.peer == LOCAL:
                 if self._on_local is not None:
                     self._on_local(action.message)
-            elif self._send(self._clients, action.peer, action.message):
+            elif failure := self._send(self._clients, action.peer, action.message):
                 self.core.counts["clients_unreachable"] += 1  # it may come back and ask again
+                if failure == errno.EHOSTUNREACH and type(action.message) is Accepted:
+                    gone = ClientGone(action.peer, action.message.rid)
+                    outbox.extend(self.core.handle(gone, self.loop.clock()))
         outbox.clear()
 
     def _send(self, router: Socket, peer: bytes, message: Message, frames: Sequence[Any] = ()) -> int:
@@ -273,7 +284,7 @@ class Controller(Service):
             header = codec.encode(
                 Refused("too_many", "the answer does not fit in a message", getattr(message, "id", 0))
             )
-        if not self._ration.allows(peer, len(header), self.loop.clock()):
+        if len(header) > LARGE and not self._ration.allows(key_of(peer) or peer, len(header), self.loop.clock()):
             return errno.EAGAIN
         try:
             send(router, (peer, header, *frames))

@@ -74,7 +74,7 @@ def command(role: Role) -> click.Command:
     @cli.setting(
         NodeConfig, "--drain-s", type=cli.Seconds(), help="When leaving, finish what runs for at most this long."
     )
-    @option("--keys", default="", metavar="DIR", help="CURVE keys for tcp (pdbus keys new DIR).")
+    @option("--keys", default="", metavar="DIR", help="Directory of CURVE keys (pdbus keys new DIR); none: plain.")
     @option("--sim-timing", type=click.Choice(list(TIMINGS)), default="h100-8b", help="How long a sim step takes.")
     @option("--sim-base-s", type=optional_s, default=None, help="Each sim step.")
     @option("--sim-prefill-s-per-token", type=optional_s, default=None, help="Each prompt token of a sim step.")

@@ -6,6 +6,10 @@ from a SUB of all our topics to a PUB: subscriptions go no further than the brok
 broker's own PUB and SUB reach the proxy over inproc, so it sees what every other subscriber sees. While nobody
 watches a room, publications change nothing that anybody could see until somebody asks, so they rest (`Loop.rest`):
 read before the next question is answered, or with the next tick.
+
+With keys the loop forwards them itself, because only who receives from a connection can tell whose key it proved: a
+rank's publications need the key of its instance, a controller's its own. (A thread of Python for it would wait for the
+loop's thread with every message.)
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import zmq
@@ -23,16 +27,17 @@ from bus.actions import Note, Send
 from bus.broker.core import Action, Asked, BrokerCore, BrokerLimits, Event, Published, Tick, Unreachable
 from bus.endpoints import BusAddress
 from bus.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from bus.rights import key_of, may, publishes
 from bus.runtime import metrics, probes
 from bus.runtime.epochs import new_epoch
 from bus.runtime.frames import name_of, send
+from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.ration import Ration
-from bus.runtime.security import load_keys
 from bus.runtime.service import Service
 from bus.runtime.sockets import Socket, Sockets
 from bus.wire import codec, topics
-from bus.wire.messages import PUBLICATIONS, TO_BROKER, Code, Message, Query, Refused, Topology
+from bus.wire.messages import PUBLICATIONS, TO_BROKER, BrokerStatusQuery, Code, Message, Query, Refused, Topology
 
 TICK_S = 0.025
 IDLE_TICK_S = 0.25  # what rests is not left for longer
@@ -82,21 +87,20 @@ class Broker(Service):
         self.epoch = new_epoch()
         self.rejected: Counter[str] = Counter()
         self._batches = metrics.Histogram(metrics.SIZES)
-        self._rejecters: set[bytes] = set()
+        self._rejecters: set[str] = set()
         self._ration = Ration()
         self._dozing = False
+        self._proxy: threading.Thread | None = None
 
     # --- life -------------------------------------------------------------------------------------------------------
 
     def _open(self, exits: ExitStack) -> None:
         config = self.config
-        keys = load_keys(config.keys, server=True) if config.keys else None
+        keys = load_keys(config.keys, "brokers") if config.keys else None
         self._sockets = exits.enter_context(Sockets(keys=keys))
-        into = self._sockets.bus_in(topics.ALL, self.address.publish, _PUB_INSIDE)
-        out = self._sockets.bus_out(self.address.subscribe, _SUB_INSIDE)
-        self._router = self._sockets.router(self.address.bootstrap)
-        self._pub = self._sockets.pub(_PUB_INSIDE)
-        self._sub = self._sockets.sub(_SUB_INSIDE, (topics.ROOMS, topics.MEMBER))
+        into = self._sockets.bus_in(topics.ALL, self.address.publish, *(() if keys else (_PUB_INSIDE,)))
+        out = self._sockets.bus_out(self.address.subscribe, *(() if keys else (_SUB_INSIDE,)))
+        self._router = self._sockets.router(self.address.bootstrap, domain="bootstrap")
         limits = BrokerLimits(
             room_ttl_s=config.room_ttl_s,
             beacon_s=config.beacon_s,
@@ -106,13 +110,19 @@ class Broker(Service):
             max_watches_per_peer=config.max_watches_per_peer,
         )
         self.core = BrokerCore(limits, self.epoch, self.loop.clock())
-        self._proxy = threading.Thread(target=_forward, args=(into, out), name="broker-proxy", daemon=True)
-        self._proxy.start()
-        self._sockets.release(into)
-        self._sockets.release(out)
-        self.loop.add(self._sub, self._on_publication, budget=512)
-        self.loop.add(self._router, self._on_request)
-        self.loop.after_turn(self._rest)
+        if keys is not None:
+            self._pub = out
+            self.loop.add(into, self._on_incoming, budget=512, keyed=True)
+        else:
+            self._pub = self._sockets.pub(_PUB_INSIDE)
+            self._sub = self._sockets.sub(_SUB_INSIDE, (topics.ROOMS, topics.MEMBER))
+            self._proxy = threading.Thread(target=_forward, args=(into, out), name="broker-proxy", daemon=True)
+            self._proxy.start()
+            self._sockets.release(into)
+            self._sockets.release(out)
+            self.loop.add(self._sub, self._on_publication, budget=512)
+            self.loop.after_turn(self._rest)
+        self.loop.add(self._router, self._on_request, keyed=keys is not None)
         self._tick()
         if config.metrics_port:
             exits.callback(
@@ -121,6 +131,17 @@ class Broker(Service):
         log.info("broker.started", address=self.address.base, epoch=self.epoch)
 
     # --- in ---------------------------------------------------------------------------------------------------------
+
+    def _on_incoming(self, frames: list[bytes]) -> None:
+        """A publication straight from its publisher, whose key says under which topics it may publish."""
+        topic = frames[0]
+        if not topic.startswith(publishes(key_of(topic))):
+            self._reject(topic, RemoteProtocolError("not_yours", f"topic {bytes(topic[:100])!r}"))
+            return
+        with suppress(zmq.Again):  # a PUB drops what a subscriber does not take
+            send(self._pub, frames)
+        if topic.startswith((topics.ROOMS, topics.MEMBER)):
+            self._on_publication(frames)
 
     def _on_publication(self, frames: list[bytes]) -> None:
         topic = frames[0]
@@ -144,15 +165,19 @@ class Broker(Service):
             code: Code = "bad_version" if error.reason == "version" else "bad_message"
             self._send(peer, Refused(code, str(error)[:1024]))
             return
+        if isinstance(message, BrokerStatusQuery) and not may(peer, "admins"):
+            self._send(peer, Refused("bad_identity", "the broker's status is for an admin's key", message.id))
+            return
         if isinstance(message, Query):
             self._batches.observe(len(message.rooms))
         self._handle(Asked(peer, message))
 
     def _reject(self, peer: bytes, error: RemoteProtocolError) -> None:
         self.rejected[error.reason] += 1
-        if peer not in self._rejecters and len(self._rejecters) < PEERS_REMEMBERED:
-            self._rejecters.add(peer)
-            log.warning("message.rejected", peer=name_of(peer), reason=error.reason, detail=error.detail[:200])
+        who = name_of(peer)
+        if who not in self._rejecters and len(self._rejecters) < PEERS_REMEMBERED:
+            self._rejecters.add(who)
+            log.warning("message.rejected", peer=who, reason=error.reason, detail=error.detail[:200])
 
     # --- out --------------------------------------------------------------------------------------------------------
 
@@ -189,7 +214,8 @@ class Broker(Service):
         except LocalProtocolError:
             refusal = Refused("too_many", "the answer does not fit in a message; ask for less", _id_of(message))
             frame = codec.encode(refusal)
-        if isinstance(message, Topology) and not self._ration.allows(peer, len(frame), self.loop.clock()):
+        to = key_of(peer) or peer
+        if isinstance(message, Topology) and not self._ration.allows(to, len(frame), self.loop.clock()):
             self.core.counts["answers_dropped"] += 1
             return
         try:
@@ -205,7 +231,7 @@ class Broker(Service):
     # --- metrics ----------------------------------------------------------------------------------------------------
 
     def _unready(self) -> str:
-        return "" if self._proxy.is_alive() else "publications are not forwarded"
+        return "" if self._proxy is None or self._proxy.is_alive() else "publications are not forwarded"
 
     def _gather(self) -> tuple[metrics.Metric, ...]:
         tally = self.core.tally()

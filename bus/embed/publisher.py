@@ -19,8 +19,8 @@ from bus.embed.publications import PublisherCore
 from bus.endpoints import BusAddress
 from bus.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from bus.runtime.epochs import new_epoch
+from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
-from bus.runtime.security import load_keys
 from bus.runtime.service import Service
 from bus.runtime.sockets import Sockets
 from bus.wire import codec, subscription, topics
@@ -81,7 +81,7 @@ class Publisher(Service):
             follow_bootstrap_room=follow_bootstrap_room,
         )  # fmt: skip
         _check(self._core)
-        self._keys = load_keys(keys, server=False) if keys else None
+        self._keys = load_keys(keys, "nodes", name=instance) if keys else None
         self._queue: deque[_Command] = deque()
         self._queue_max = queue_max
         self._newest: Load | None = None

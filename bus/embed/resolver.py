@@ -17,8 +17,8 @@ from bus.actions import Send
 from bus.embed.resolution import Action, Resolved, ResolverCore
 from bus.endpoints import BusAddress
 from bus.errors import LocalProtocolError, RemoteProtocolError
+from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
-from bus.runtime.security import load_keys
 from bus.runtime.service import Service
 from bus.runtime.sockets import Sockets
 from bus.wire import codec, subscription, topics
@@ -36,18 +36,20 @@ class Resolver(Service):
     """`with Resolver(bus) as resolver: resolver.want(room); ...; for room, at in resolver.poll().items(): ...`.
 
     Every room wanted shows up once, in `poll` or in `lost`. Should the thread fail (`failure`), what came before is
-    still handed out; then every call raises PartFailed.
+    still handed out; then every call raises PartFailed. `instance` names its key where `keys` has several of nodes.
     """
 
     part = "resolver"
 
-    def __init__(self, bus: str | BusAddress, *, keys: str = "", wants_max: int = WANTS_MAX) -> None:
+    def __init__(
+        self, bus: str | BusAddress, *, keys: str = "", instance: str = "", wants_max: int = WANTS_MAX
+    ) -> None:
         self.address = BusAddress(bus) if isinstance(bus, str) else bus
         self.invalid = 0  # rooms that are no numbers
         self.overflows = 0  # wants dropped because results are not collected
         self.rejected: Counter[str] = Counter()
         self._core = ResolverCore(max_wants=wants_max)
-        self._keys = load_keys(keys, server=False) if keys else None
+        self._keys = load_keys(keys, "nodes", name=instance) if keys else None
         self._queue: deque[tuple[int, int, str, int | None, float]] = deque()
         self._wants_max = wants_max
         self._found: dict[int, Location] = {}

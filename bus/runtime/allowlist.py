@@ -1,4 +1,4 @@
-"""Whose public keys may connect: `allow/nodes/*.key` and `allow/clients/*.key` of a key directory, as they are now.
+"""Whose public keys may connect, and as whom: `allow/<role>/<name>.key` of a key directory, as they are now.
 
 A handshake of a listed key costs one `stat`, that of a stranger one for each file; files are read when they changed.
 Edits, new files and deletions count from the next handshake on. Owns that cache; judges keys and nothing else.
@@ -16,9 +16,10 @@ from typing import NamedTuple, TypeAlias
 import zmq.utils.z85
 
 from bus.errors import ConfigError
+from bus.rights import DOMAINS, ROLES
 from bus.runtime.logs import get_logger
+from bus.wire.messages import NAME
 
-FOLDERS = ("nodes", "clients")
 SETTLED_NS = 2_000_000_000  # a file changed since may change once more within a tick of a coarse file system's clock
 Stamp: TypeAlias = tuple[int, ...]
 
@@ -33,15 +34,19 @@ class _File(NamedTuple):
 
 
 class Allowlist:
-    """`allows` reads the disk; for one thread. A file that holds no key is skipped and logged once."""
+    """Reads the disk when asked; for one thread. A file that holds no key is skipped and logged once."""
 
     def __init__(self, directory: Path, clock_ns: Callable[[], int] = time.time_ns) -> None:
-        self._folders = {name: _Folder(directory / "allow" / name, clock_ns) for name in FOLDERS}
+        self._folders = {role: _Folder(directory / "allow" / role, clock_ns) for role in ROLES}
 
-    def allows(self, key: bytes, domain: str) -> bool:
-        """Whether `key` (Z85) may connect to `domain`: `nodes` takes nodes' keys alone, all others the clients' too."""
-        folders = [self._folders[name] for name in (("nodes",) if domain == "nodes" else FOLDERS)]
-        return any(folder.still_holds(key) for folder in folders) or any(folder.holds(key) for folder in folders)
+    def admits(self, key: bytes, domain: str) -> str:
+        """The name, `<role>/<name>`, under which `key` (Z85) may connect to `domain`; empty: it may not."""
+        roles = DOMAINS.get(domain, ())
+        for ask in (_Folder.still_holds, _Folder.holds):
+            for role in roles:
+                if file := ask(self._folders[role], key):
+                    return f"{role}/{file.removesuffix('.key')}"
+        return ""
 
 
 class _Folder:
@@ -52,18 +57,16 @@ class _Folder:
         self._names: dict[bytes, str] = {}  # of the files, by their keys
         self._readable = True
 
-    def still_holds(self, key: bytes) -> bool:
-        """Whether the file that held `key` is there and unchanged; False may only mean that nobody has looked."""
-        name = self._names.get(key)
-        if name is None:
-            return False
+    def still_holds(self, key: bytes) -> str:
+        """The file that held `key`, if it is there and unchanged; none may only mean that nobody has looked."""
+        name = self._names.get(key, "")
         try:
-            return self._files[name].stamp == _stamp((self._path / name).stat())
+            return name if name and self._files[name].stamp == _stamp((self._path / name).stat()) else ""
         except OSError:
-            return False
+            return ""
 
-    def holds(self, key: bytes) -> bool:
-        """Whether some file holds `key`: looks at every file, and reads those that changed. False where that fails."""
+    def holds(self, key: bytes) -> str:
+        """The file that holds `key`, if any: looks at all, and reads those that changed. None where that fails."""
         files: dict[str, _File] = {}
         try:
             with os.scandir(self._path) as entries:
@@ -76,11 +79,11 @@ class _Folder:
             if self._readable:
                 log.error("allowlist.unreadable", path=str(self._path), error=error.strerror)
             self._readable = False
-            return False
+            return ""
         self._readable = True
         self._files = files
         self._names = {file.key: name for name, file in files.items() if file.key is not None}
-        return key in self._names
+        return self._names.get(key, "")
 
     def _look(self, entry: os.DirEntry[str]) -> _File | None:
         known = self._files.get(entry.name)
@@ -92,6 +95,8 @@ class _Folder:
                 return known
             if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait for its writer
                 raise ConfigError(f"{entry.path} is no file")
+            if NAME.fullmatch(entry.name.removesuffix(".key")) is None:
+                raise ConfigError(f"{entry.path} has no name for a key: 1 to 64 letters, digits, '.', '_' and '-'")
             settled = now - max(status.st_mtime_ns, status.st_ctime_ns) > SETTLED_NS
             return _File(stamp if settled else None, read_key(Path(entry.path)))
         except FileNotFoundError:
@@ -113,7 +118,7 @@ def read_key(path: Path) -> bytes:
         key = path.read_text("ascii").strip().encode()
         zmq.utils.z85.decode(key)
     except FileNotFoundError:
-        raise ConfigError(f"{path} is missing; make keys with: pdbus keys new {path.parent}") from None
+        raise ConfigError(f"{path} is missing (see pdbus keys --help)") from None
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{path} does not hold a key ({type(error).__name__})") from None
     if len(key) != 40:

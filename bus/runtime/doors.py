@@ -71,6 +71,7 @@ class Doors:
         self._context = context
         self._doors: dict[zmq.Socket[bytes], _Door] = {}  # by their monitors
         self._coming: deque[tuple[zmq.Socket[bytes], _Door]] = deque()  # on their way to the thread
+        self._leaving: deque[tuple[str, set[str] | None]] = deque()  # likewise
         self._numbers = itertools.count()
         self._orders = context.socket(zmq.PULL)
         self._orders.setsockopt(zmq.LINGER, 0)
@@ -88,6 +89,11 @@ class Doors:
         monitor.setsockopt(zmq.RCVHWM, 1)  # some 1,000 events with ZeroMQ's own end: it accepts so many ahead of us
         monitor.connect(endpoint)
         self._coming.append((monitor, _Door(domain, listeners)))
+        self._tell(_WATCH)
+
+    def hang_up_on(self, domain: str, sources: set[str] | None) -> None:
+        """Cut off all that come from these sources (None: all), as soon as the thread gets to it."""
+        self._leaving.append((domain, sources))
         self._tell(_WATCH)
 
     def close(self) -> None:
@@ -116,6 +122,8 @@ class Doors:
                 self._doors[monitor] = door
                 poller.register(monitor, zmq.POLLIN)
             try:
+                while self._leaving:
+                    self._revoke(*self._leaving.popleft())
                 for monitor in self._doors.keys() & ready.keys():
                     self._read(monitor)
                 if self._talk.fileno() in ready:
@@ -163,6 +171,12 @@ class Doors:
         most = max(door.by_source, key=lambda source: door.by_source[source])
         number = next(number for number in reversed(door.peers) if door.peers[number].source == most)
         self._cut(door, number, endpoint, "too_many_connections")
+
+    def _revoke(self, domain: str, sources: set[str] | None) -> None:
+        for door in self._doors.values():
+            for number, peer in list(door.peers.items()) if door.domain == domain else ():
+                if sources is None or peer.source in sources:
+                    self._cut(door, number, peer.source, "key_revoked")
 
     def _listen(self) -> None:
         """Somebody on a door of listeners says something: count it."""

@@ -16,6 +16,7 @@ import zmq
 from zmq.backend import Socket as Backend
 from zmq.backend import zmq_poll
 
+from bus.rights import Known, key_of
 from bus.runtime.sockets import Socket
 
 ALL = 1 << 30
@@ -39,8 +40,10 @@ def send(socket: Socket, frames: Sequence[Any]) -> None:
 
 
 def name_of(first: bytes) -> str:
-    """For logs, whom a message came from by its first frame: a topic, or a ROUTER's own id in disguise, since those to
-    come follow from it."""
+    """For logs, whom a message came from by its first frame: the name of a key, a topic, or a ROUTER's own id in
+    disguise, since those to come follow from it."""
+    if key := key_of(first):
+        return key
     if first.startswith(b"\0"):
         return blake2b(first, key=_DISGUISE, digest_size=4).hexdigest()
     return repr(first[:100])
@@ -57,19 +60,27 @@ class TooManyFrames(Exception):
             self.descriptor, self.source = int(frame.get(zmq.SRCFD)), str(frame.get("Peer-Address"))
 
 
-def receive(socket: Socket, copied: int = ALL) -> list[Any]:
+def receive(socket: Socket, copied: int = ALL, keyed: bool = False) -> list[Any]:
     """One message: its first `copied` frames (at least one) as bytes, the others as they are, zmq.Frames.
 
-    TooManyFrames where it has more than FRAMES_MAX.
+    Of a `keyed` socket the first is Known: it says whose key the sender's connection proved. TooManyFrames where it has
+    more than FRAMES_MAX.
     """
     frame = _receive(socket, _NOW, False)  # a Frame knows whether more follow; to ask the socket costs more than this
-    frames: list[Any] = [frame.bytes]
+    frames: list[Any] = [_known(frame) if keyed else frame.bytes]
     while frame.more:
         if len(frames) == FRAMES_MAX:
             raise TooManyFrames(frame)
         frame = _receive(socket, _NOW, False)
         frames.append(frame.bytes if len(frames) < copied else frame)
     return frames
+
+
+def _known(frame: zmq.Frame) -> Known:
+    """ZMQError where there is no key, which cannot be: the socket lets nobody in without one."""
+    known = Known(frame.bytes)
+    known.key = str(frame.get("User-Id"))
+    return known
 
 
 def skip(socket: Socket) -> bool:

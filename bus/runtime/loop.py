@@ -1,8 +1,8 @@
 """A poll loop: sockets, timers, wake-ups from other threads, signals. Owns waiting; decides nothing.
 
-One thread runs a Loop and owns every socket added to it. Each turn drains at most `budget` messages a socket, so
-that no peer can starve another or the timers, then runs what is due, then the `after_turn` hooks (batching). A message
-of too many frames is thrown away, some thousands of them a turn, and its sender cut off.
+One thread runs a Loop and owns every socket added to it. Each turn drains at most `budget` messages a socket, for some
+SLICE_S at most, so that no peer can starve another or the timers, then runs what is due, then the `after_turn` hooks
+(batching). A message of too many frames is thrown away, some thousands of them a turn, and its sender cut off.
 
 A socket whose news matter only once something has to be decided may rest: it wakes nobody, and is read first thing in
 whichever turn comes next. That costs a socket of many small messages no wake-up of its own, and none of them is missed.
@@ -30,6 +30,7 @@ from bus.runtime.sockets import Socket
 
 Handler = Callable[[list[Any]], None]
 MAX_IDLE_MS = 1_000
+SLICE_S = 0.02  # of a turn for one socket: a valid frame of 1 MiB may take 15 ms
 
 log = get_logger("bus")
 
@@ -53,7 +54,7 @@ class Loop:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._poller = zmq.Poller()
-        self._handlers: dict[Any, tuple[Handler, int, int]] = {}
+        self._handlers: dict[Any, tuple[Handler, int, int, bool]] = {}
         self._resting: list[Socket] = []
         self._skipping: set[Any] = set()  # sockets in the midst of a message with too many frames
         self._behind = False  # a resting socket has more than its budget
@@ -72,10 +73,12 @@ class Loop:
 
     # --- sockets, timers, calls ---------------------------------------------------------------------------------
 
-    def add(self, socket: Socket, handler: Handler, *, budget: int = 128, copied: int = ALL) -> None:
+    def add(
+        self, socket: Socket, handler: Handler, *, budget: int = 128, copied: int = ALL, keyed: bool = False
+    ) -> None:
         """Call `handler(frames)` for each message: the first `copied` frames are bytes, the others (large payloads)
-        zmq.Frames."""
-        self._handlers[socket] = (handler, budget, copied)
+        zmq.Frames; where peers prove keys (`keyed`) the first is Known."""
+        self._handlers[socket] = (handler, budget, copied, keyed)
         self._poller.register(socket, zmq.POLLIN)
 
     def remove(self, socket: Socket) -> None:
@@ -166,14 +169,17 @@ class Loop:
 
     def _drain(self, socket: Any) -> bool:
         """Handle what has come, as far as the socket's budget goes; False: there may be more."""
-        handler, budget, copied = self._handlers[socket]
+        handler, budget, copied, keyed = self._handlers[socket]
         if socket in self._skipping:
             if not skip(socket):
                 return False
             self._skipping.discard(socket)
-        for _ in range(budget):
+        until = self.clock() + SLICE_S
+        for number in range(budget):
+            if number & 3 == 3 and self.clock() > until:
+                return False
             try:
-                frames = receive(socket, copied)
+                frames = receive(socket, copied, keyed)
             except zmq.Again:
                 return True
             except TooManyFrames as error:

@@ -1,9 +1,10 @@
-"""How many bytes of large answers a peer gets: a short question may have a long answer, and queues are bounded in
-messages. Pure: time is an argument. Must not send, and does not know who reads."""
+"""How much a peer gets: of bytes of large answers, say, since a short question may have a long answer and queues are
+bounded in messages. Pure: time is an argument. Must not send, and does not know who reads."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable
 
 LARGE = 4096  # bytes; what is smaller is bounded well enough by the number of messages
 BURST, PER_S = 2 << 20, 1 << 20
@@ -11,18 +12,19 @@ PEERS_MAX = 16_384
 
 
 class Ration:
-    """Each peer may have BURST bytes at once, and PER_S more each second."""
+    """Each peer may have `burst` at once and `per_s` more each second; what is no larger than `free` is not counted."""
 
-    def __init__(self) -> None:
-        self._taken: OrderedDict[bytes, tuple[float, float]] = OrderedDict()  # bytes taken, as of when; the latest last
+    def __init__(self, burst: int = BURST, per_s: int = PER_S, free: int = LARGE) -> None:
+        self._burst, self._per_s, self._free = burst, per_s, free
+        self._taken: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()  # taken, as of when; the latest last
 
-    def allows(self, peer: bytes, size: int, now: float) -> bool:
-        """Whether `peer` may be sent `size` bytes more now; if so they are taken from its ration."""
-        if size <= LARGE:
+    def allows(self, peer: Hashable, size: int, now: float) -> bool:
+        """Whether `peer` may have `size` more now; if so it is taken from its ration."""
+        if size <= self._free:
             return True
         taken, since = self._taken.get(peer, (0.0, now))
-        taken = max(0.0, taken - PER_S * (now - since))
-        if taken + size > BURST:
+        taken = max(0.0, taken - self._per_s * (now - since))
+        if taken + size > self._burst:
             return False
         self._taken[peer] = (taken + size, now)
         self._taken.move_to_end(peer)

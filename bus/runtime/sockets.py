@@ -19,11 +19,13 @@ from types import TracebackType
 
 import zmq
 
-from bus.endpoints import is_exposed, private_dir
+from bus.endpoints import KEY_CHARS, MARK, is_exposed, private_dir, split_owner
 from bus.errors import StartError
+from bus.rights import Domain, KeyRole
 from bus.runtime.doors import Doors
+from bus.runtime.keys import Keys
 from bus.runtime.logs import get_logger
-from bus.runtime.security import Domain, Gatekeeper, Keys
+from bus.runtime.security import Gatekeeper
 
 # To take a topic back libzmq recurses once a byte, and overran its stack. A CURVE handshake needs 300 bytes.
 TOPIC_MAX = 512
@@ -32,6 +34,7 @@ HEADER_MAX = 1 << 20  # frames on control sockets that carry no payload
 PAYLOAD_MAX = 16 << 20  # prompts
 KV_MAX = 256 << 20  # KV blocks
 HWM = 10_000
+UNREAD = 256  # messages of a connection that a ROUTER reads ahead; the rest wait with their sender
 SUBSCRIPTIONS_READ = 100  # ahead of what is taken in: a byte of a topic takes some 40 in the broker
 HANDSHAKE_MS = 5_000
 HEARTBEAT_MS = 1_000
@@ -49,14 +52,15 @@ class Sockets:
     """Makes, binds, connects and closes the sockets of one part."""
 
     def __init__(self, *, keys: Keys | None = None, io_threads: int = 1, max_sockets: int = 4096) -> None:
-        """With `keys`, every tcp connection is CURVE-encrypted and every tcp port takes listed keys alone."""
+        """With `keys`, every connection is CURVE-encrypted and every port takes listed keys alone."""
         self.context: zmq.Context[Socket] = zmq.Context(io_threads=io_threads)
         self.context.set(zmq.MAX_SOCKETS, max_sockets)
         self._open: list[Socket] = []
         self._bound: list[tuple[Path, int]] = []  # ipc sockets of ours: path and inode
         self._keys = keys
-        self.gatekeeper = Gatekeeper(self.context, keys) if keys and keys.server_secret else None
-        self.doors: Doors | None = None  # once something is bound
+        self.keyed = keys is not None
+        self.gatekeeper: Gatekeeper | None = None  # both once something is bound
+        self.doors: Doors | None = None
 
     def __enter__(self) -> Sockets:
         return self
@@ -105,33 +109,37 @@ class Sockets:
         socket = self._new(zmq.SUB, HEADER_MAX)
         for topic in topics:
             socket.setsockopt(zmq.SUBSCRIBE, topic)
-        return self._bind_all(socket, bind, "nodes")
+        return self._bind_all(socket, bind, "publish")
 
     def bus_out(self, *bind: str) -> Socket:
         """Where subscribers connect: all they may send is subscriptions, which go no further."""
         socket = self._new(zmq.PUB, TOPIC_MAX)
         socket.setsockopt(zmq.RCVHWM, SUBSCRIPTIONS_READ)
-        return self._bind_all(socket, bind, "nodes", listeners=True)
+        return self._bind_all(socket, bind, "subscribe", listeners=True)
 
-    def dealer(self, connect: str, *, maximum: int = HEADER_MAX, hwm: int = HWM) -> Socket:
-        return self._connect(self._new(zmq.DEALER, maximum, hwm), connect)
+    def dealer(self, connect: str, *, maximum: int = HEADER_MAX, hwm: int = HWM, role: KeyRole = "brokers") -> Socket:
+        """`role` says whose port it is, where there are keys."""
+        return self._connect(self._new(zmq.DEALER, maximum, hwm), connect, role)
 
     def router(
         self,
         *bind: str,
         maximum: int = HEADER_MAX,
         hwm: int = HWM,
-        domain: Domain = "nodes",
+        unread: int = UNREAD,
+        domain: Domain = "data",
         answers_one_frame: bool = False,
     ) -> Socket:
         """`ROUTER_MANDATORY`: sending to a peer that is gone raises EHOSTUNREACH, to a full one EAGAIN.
 
-        `domain` says whose keys may connect over tcp when there are keys. Where all messages sent here have one frame
+        Of each connection `unread` messages are read ahead: times `maximum`, the memory that it may take. `domain` says
+        whose keys may connect where there are keys. Where all messages sent here have one frame
         (`answers_one_frame`), no peer chooses its routing id (`_number_all`).
         """
         _seed_routing_ids()
         socket = self._new(zmq.ROUTER, maximum, hwm)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.RCVHWM, min(hwm, unread))
         self._bind_all(socket, bind, domain)
         if answers_one_frame:
             _number_all(socket)
@@ -142,13 +150,15 @@ class Sockets:
     ) -> tuple[Socket, str]:
         """A ROUTER on a fresh endpoint: `host` is `ipc:///path` (used as it is) or `tcp://address` (any port).
 
-        A path `.../node-1f` is taken to be used once, so what dead processes left as `.../node-*` is removed.
+        A path `.../node-1f` is taken to be used once, so what dead processes left as `.../node-*` is removed. With
+        keys, the end of the endpoint says which one this port proves.
         """
         if host.startswith("ipc://"):
             _remove_dead(Path(host.removeprefix("ipc://")))
         bind = host if host.startswith("ipc://") else f"{host}:*"
-        socket = self.router(bind, maximum=maximum, hwm=hwm, domain="clients", answers_one_frame=answers_one_frame)
-        return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        socket = self.router(bind, maximum=maximum, hwm=hwm, domain="data", answers_one_frame=answers_one_frame)
+        endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return socket, f"{endpoint}{MARK}{self._keys.public.decode()}" if self._keys is not None else endpoint
 
     # --- options ----------------------------------------------------------------------------------------------
 
@@ -164,14 +174,18 @@ class Sockets:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         return socket
 
-    def _connect(self, socket: Socket, endpoint: str) -> Socket:
-        _watch_peers(socket, endpoint, binds=False)
-        if self._keys is not None and endpoint.startswith("tcp://"):
-            socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server_public)
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client_public)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.client_secret)
+    def _connect(self, socket: Socket, endpoint: str, role: KeyRole = "brokers") -> Socket:
+        at, owner = split_owner(endpoint)
+        if role == "nodes" and self.keyed and len(owner) != KEY_CHARS:
+            raise StartError(f"{endpoint} does not say which key its port has")
+        _watch_peers(socket, at, binds=False)
         try:
-            socket.connect(endpoint)
+            if self._keys is not None and not at.startswith("inproc:"):
+                of_port = owner.encode() if role == "nodes" else self._keys.of_port(role, owner)
+                socket.setsockopt(zmq.CURVE_SERVERKEY, of_port)
+                socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
+                socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
+            socket.connect(at)
         except zmq.ZMQError as error:
             raise StartError(f"cannot connect to {endpoint}: {error.strerror}") from None
         return socket
@@ -180,24 +194,20 @@ class Sockets:
         self, socket: Socket, endpoints: tuple[str, ...], domain: Domain, *, listeners: bool = False
     ) -> Socket:
         if self.doors is None:
-            gatekeeper = self.gatekeeper
-            self.doors = Doors(self.context, gatekeeper.no_handshake if gatekeeper else None)
+            self._keep_doors()
+        assert self.doors is not None
         self.doors.watch(socket, domain, listeners=listeners)
-        encrypted = self._keys is not None and any(endpoint.startswith("tcp://") for endpoint in endpoints)
-        if encrypted:
-            assert self._keys is not None
-            if self._keys.server_secret is None:
-                raise StartError("these keys have no server.secret: only a part with it can open a port")
+        if self._keys is not None:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.server_secret)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
             socket.setsockopt(zmq.ZAP_DOMAIN, domain.encode())
-        for endpoint in endpoints:
+        for endpoint in (split_owner(endpoint)[0] for endpoint in endpoints):
             _watch_peers(socket, endpoint, binds=True)
             if endpoint.startswith("ipc://"):
                 path = Path(endpoint.removeprefix("ipc://"))
                 private_dir(path.parent)
                 _refuse_taken(endpoint, path)
-            if is_exposed(endpoint) and not encrypted:
+            if is_exposed(endpoint) and not self.keyed:
                 log.warning(
                     "endpoint.exposed",
                     endpoint=endpoint,
@@ -212,6 +222,14 @@ class Sockets:
             if endpoint.startswith("ipc://"):
                 self._bound.append((path, path.stat().st_ino))
         return socket
+
+    def _keep_doors(self) -> None:
+        if self._keys is None:
+            self.doors = Doors(self.context)
+            return
+        self.gatekeeper = Gatekeeper(self.context, self._keys)
+        self.doors = Doors(self.context, self.gatekeeper.no_handshake)
+        self.gatekeeper.on_revoked = self.doors.hang_up_on
 
 
 @cache

@@ -90,6 +90,7 @@ InstanceOrEmpty: TypeAlias = Annotated[str, Meta(max_length=64)]  # empty: any, 
 Word: TypeAlias = Annotated[str, Meta(max_length=32)]
 Layout: TypeAlias = Annotated[str, Meta(max_length=128)]
 Model: TypeAlias = Annotated[str, Meta(max_length=128)]
+KeyName: TypeAlias = Annotated[str, Meta(max_length=80)]  # `clients/alice`; empty: there are no keys
 Priority: TypeAlias = Annotated[int, Meta(ge=-1000, le=1000)]
 Sentence: TypeAlias = Annotated[str, Meta(max_length=1024)]
 MemberKey: TypeAlias = tuple[str, int]  # (instance, dp_rank)
@@ -441,6 +442,8 @@ class Dispatch(Message, frozen=True, tag="dispatch"):
     disagg_prefill_dp_rank: DpRank | None = None  # told by the caller, location to be looked up
     deadline_s: Seconds = 0.0  # left when sent; 0: none
     priority: Priority = 0
+    client: KeyName = ""  # whose request it is: who alone may attach
+    lives_on: bool = False  # as in `Submit`
 
 
 class CancelLeg(Message, frozen=True, tag="cancel_leg"):
@@ -448,6 +451,7 @@ class CancelLeg(Message, frozen=True, tag="cancel_leg"):
     attempt: Attempt  # this and all older attempts
     code: Code = "cancelled"
     if_unfetched: bool = False  # decode: only while its KV cache is still to be fetched (the prefill rank is lost)
+    client: KeyName = ""  # who asks for it, where the controller does not know whose request it is
 
 
 class Drain(Message, frozen=True, tag="drain"):
@@ -513,6 +517,7 @@ class Submit(Message, frozen=True, tag="submit"):
     block_tokens: Count = 0
     block_hashes: Annotated[bytes, Meta(max_length=1 << 19)] = b""  # 8 bytes a full prompt block
     needs: Annotated[tuple[Word, ...], Meta(max_length=64)] = ()  # sampling parameters that its ranks must know
+    lives_on: bool = False  # it goes on to its end when its client is gone and nobody reads its output
 
 
 class Params(Message, frozen=True, tag="params"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from bus.wire.messages import Status
+from bus.wire.messages import RankStatus, Status
 
 RANKS_PER_MESSAGE = 512  # with the longest names that is half a frame
 
@@ -18,6 +18,18 @@ def split(status: Status) -> list[Status]:
         replace(status, ranks=part, remaining=len(ranks) - at - len(part))
         for at, part in zip(starts, parts, strict=True)
     ]
+
+
+def without_loads(status: Status) -> Status:
+    """What a client needs to know: which ranks there are, of what, and in what state."""
+    ranks = tuple(
+        RankStatus(
+            rank.instance, rank.dp_rank, rank.role, rank.model, rank.state, rank.epoch, "", rank.max_context, -1.0,
+            None, 0, 0, 0, 0, 0, 0, 0, 0, block_tokens=rank.block_tokens,
+        )
+        for rank in status.ranks
+    )  # fmt: skip
+    return replace(status, ranks=ranks, counts={})
 
 
 def join(before: Status | None, part: Status) -> Status:

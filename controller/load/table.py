@@ -7,7 +7,8 @@ The invariant, kept by every method below:
 
 A report overwrites what was believed (nothing is planned ahead); what it had not ingested when it was read is added,
 so each request counts exactly once whether reports are fresh, late, repeated, lost or overtaken. A report with an old
-`(epoch, seq)` is dropped; a new node epoch is a new record, so what the old one had not acknowledged is void. A report
+`(epoch, seq)` is dropped, but after one that is no longer believed (it may have been forged, with a seq that is never
+reached); a new node epoch is a new record, so what the old one had not acknowledged is void. A report
 older than `stale_s`, and than two of the intervals that its rank declares, is not believed: the estimate falls back to
 my own dispatched-and-not-ended work.
 
@@ -156,7 +157,7 @@ class LoadTable:
             self.counts["report_unknown"] += 1
             return None
         last = rank.load
-        if last is not None and load.seq <= last.seq:
+        if last is not None and load.seq <= last.seq and not rank.stale:
             self.counts["report_old"] += 1
             return None
         rank.load = load

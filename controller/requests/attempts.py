@@ -62,7 +62,7 @@ class Attempts:
     def _dispatch(self, request: Request, chosen: list[tuple[Role, RankLoad]], now: float, out: list[Action]) -> None:
         submit = request.submit
         if request.lane is not None:
-            self._table.queue.remove(request)
+            self._table.queue.remove(request, served=True)
         request.step("dispatched")
         request.tries += 1
         # Prefill computes the prompt and decode holds it; what decode may produce nobody knows, so it is not charged.
@@ -109,7 +109,9 @@ class Attempts:
             submit.prefill_instance if lone else "",
             submit.disagg_prefill_dp_rank if lone else None,
             0.0 if request.deadline_at is None else max(0.001, request.deadline_at - now),
-            submit.priority,
+            0 if request.client else submit.priority,  # a client's word, which counts among its own requests
+            request.client,
+            submit.lives_on,
         )
 
     def _prefill_of(self, request: Request) -> Location | None:

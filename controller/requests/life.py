@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from bus.actions import Note
+from bus.rights import key_of, may
 from bus.wire.messages import (
     RETRYABLE,
     Accepted,
@@ -77,6 +78,8 @@ class Life:
         self._counts["submitted"] += 1
         live = self.requests.get(submit.rid)
         try:
+            if live is not None and live.client != key_of(peer):
+                raise Refusal("duplicate_rid", "the rid belongs to another live request")
             if live is not None and submit.attempt <= live.attempt:
                 self._reattach(live, peer, submit, out)
                 return
@@ -92,22 +95,35 @@ class Life:
         self.table.add(request)
         try:
             if not self._place(request, now, out):
-                self._enqueue(request)
+                self._enqueue(request, out)
         except Refusal as refusal:
             self._fail(request, refusal.code, refusal.sentence, out)
 
     def cancel(self, peer: Any, rid: Rid, out: list[Action]) -> None:
-        """End a request at once; whoever knows the rid may. Its owner hears the end, whoever asked for it, and so does
-        `peer`, which may be the owner over a new connection. Unknown ones are over already: no answer."""
+        """End a request at once; its client may, and an admin, or without keys whoever knows the rid. Its owner hears
+        the end, whoever asked for it, and so does `peer`, which may be the owner over a new connection. Unknown ones
+        are over already: no answer."""
+        client = "" if may(peer, "admins") else key_of(peer)
         for rank, attempt in self.table.inherited.take(rid).values():
-            out.append(ToNode(rank.peer, CancelLeg(rid, attempt)))
+            out.append(ToNode(rank.peer, CancelLeg(rid, attempt, client=client)))
         request = self.requests.get(rid)
         if request is not None:
+            if client not in ("", request.client):
+                self._counts["rejected_not_yours"] += 1
+                return
             sentence = "cancelled by the client" if peer == request.peer else "cancelled over another connection"
             self._fail(request, "cancelled", sentence, out)
             if peer != request.peer:
                 failed = Failed(rid, request.attempt, "cancelled", sentence, retryable=False)
                 out.append(ToClient(peer, failed))
+
+    def client_gone(self, peer: Any, rid: Rid, out: list[Action]) -> None:
+        """Nobody is there to be told where it runs, so nobody will read it. (One that has run before may be read over a
+        connection that stands: its rank looks after that.)"""
+        request = self.requests.get(rid)
+        if request is not None and request.peer == peer and request.tries == 1 and not request.submit.lives_on:
+            self._counts["abandoned"] += 1
+            self._fail(request, "cancelled", "its client is gone", out)
 
     # --- from nodes -------------------------------------------------------------------------------------------
 
@@ -154,13 +170,11 @@ class Life:
 
     def drain(self, now: float, out: list[Action]) -> None:
         """Dispatch from the queue what there is credit for."""
-        for lane in self.queue.lanes():
-            while (request := self.queue.head(lane)) is not None:
-                try:
-                    if not self._place(request, now, out):
-                        break
-                except Refusal as refusal:
-                    self._fail(request, refusal.code, refusal.sentence, out)
+        for request in self.queue.turns():
+            try:
+                self._place(request, now, out)
+            except Refusal as refusal:
+                self._fail(request, refusal.code, refusal.sentence, out)
 
     def shutdown(self, out: list[Action]) -> None:
         """End everything that lives."""
@@ -205,9 +219,13 @@ class Life:
             out.append(ToClient(live.peer, failed))
         self.table.remove(live)
 
-    def _enqueue(self, request: Request) -> None:
-        if not self.queue.has_room(request.frames_bytes):
-            raise Refusal("overloaded", f"all ranks are busy and {len(self.queue)} requests wait already")
+    def _enqueue(self, request: Request, out: list[Action]) -> None:
+        while not self.queue.has_room(request.frames_bytes):
+            other = self.queue.in_the_way(request)
+            sentence = f"all ranks are busy and {len(self.queue)} requests wait already"
+            if other is None:
+                raise Refusal("overloaded", sentence)
+            self._fail(other, "overloaded", f"{sentence}, most of them this client's", out)
         self.queue.add(lane_of(request.submit), request)
         self._counts["queued"] += 1
 
@@ -289,7 +307,7 @@ class Life:
         request.legs = ()
         try:
             if not self._place(request, now, out):
-                self._enqueue(request)
+                self._enqueue(request, out)
         except Refusal as refusal:
             self._fail(request, code, f"{sentence}; then: {refusal.sentence}", out)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Literal
 
+from bus.rights import key_of
 from bus.wire.messages import MAX_DP_SIZE, MAX_ROOM, Code, Ended, Legs, Refusal, Role, Submit
 from controller.load.rank import RankLoad
 
@@ -87,6 +88,7 @@ class Request:
     __slots__ = (
         "attempt",
         "avoid",
+        "client",
         "deadline_at",
         "frames",
         "frames_bytes",
@@ -103,6 +105,7 @@ class Request:
 
     def __init__(self, peer: Any, submit: Submit, frames: Sequence[Any], size: int, now: float) -> None:
         self.peer = peer
+        self.client = key_of(peer)  # its key; empty: there are none
         self.rid = submit.rid
         self.submit = submit
         self.model = submit.model  # of all its attempts; where it names none, settled when it is first placed

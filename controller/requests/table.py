@@ -7,13 +7,15 @@ places and decides nothing.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any, TypeAlias
 
 from bus.due import DueTimes
+from bus.rights import key_of
 from bus.wire.messages import Attempt, Refusal, Rid, Role, Submit
 from controller.config import ControllerConfig
 from controller.load.rank import RankLoad
+from controller.requests.queue import CentralQueue
 from controller.requests.request import ROLES, Request, State
 
 INHERITED_S = 60.0
@@ -48,7 +50,7 @@ class RequestTable:
         if kept + size > config.payload_bytes:
             raise Refusal("overloaded", "the prompts that wait here take all the memory there is for them")
         if live is None:
-            if self._of_client.get(peer, 0) >= config.client_requests:
+            if self._of_client.get(key_of(peer) or peer, 0) >= config.client_requests:
                 raise Refusal("too_many", f"this client has {config.client_requests} requests outstanding")
             if len(self.requests) >= config.max_requests:
                 raise Refusal("overloaded", f"{config.max_requests} requests are alive here")
@@ -58,7 +60,7 @@ class RequestTable:
         self.requests[submit.rid] = request
         for place in rooms_of(submit):
             self._rooms[place] = submit.rid
-        self._enter(request.peer)
+        self._enter(request)
         self.payload_bytes += request.frames_bytes
         if request.deadline_at is not None:
             self._due.add(submit.rid, request.deadline_at)
@@ -69,9 +71,9 @@ class RequestTable:
 
     def move(self, request: Request, peer: Any) -> None:
         """Its client speaks over another connection now."""
-        self._leave(request.peer)
+        self._leave(request)
         request.peer = peer
-        self._enter(peer)
+        self._enter(request)
 
     def release_payload(self, request: Request) -> None:
         """Nobody will need its payload again."""
@@ -87,7 +89,7 @@ class RequestTable:
         del self.requests[submit.rid]
         for place in rooms_of(submit):
             del self._rooms[place]
-        self._leave(request.peer)
+        self._leave(request)
         self.payload_bytes -= request.frames_bytes
         if request.deadline_at is not None:
             self._due.remove(submit.rid, request.deadline_at)
@@ -114,19 +116,22 @@ class RequestTable:
         live = self.requests.values()
         assert {request.rid for request in self.queue} == {r.rid for r in live if r.state is State.QUEUED}
         assert self.payload_bytes == sum(request.frames_bytes for request in live)
-        assert self._of_client == Counter(request.peer for request in live)
+        assert self._of_client == Counter(request.client or request.peer for request in live)
         assert len(self._due) == sum(request.deadline_at is not None for request in live) + self.inherited.ranks
         assert self._rooms == {place: request.rid for request in live for place in rooms_of(request.submit)}
 
-    def _enter(self, peer: Any) -> None:
-        self._of_client[peer] = self._of_client.get(peer, 0) + 1
+    def _enter(self, request: Request) -> None:
+        """Limits count by key, over however many connections, or without keys by connection."""
+        client = request.client or request.peer
+        self._of_client[client] = self._of_client.get(client, 0) + 1
 
-    def _leave(self, peer: Any) -> None:
-        left = self._of_client[peer] - 1
+    def _leave(self, request: Request) -> None:
+        client = request.client or request.peer
+        left = self._of_client[client] - 1
         if left:
-            self._of_client[peer] = left
+            self._of_client[client] = left
         else:
-            del self._of_client[peer]
+            del self._of_client[client]
 
 
 def rooms_of(submit: Submit) -> list[tuple[int, Role]]:
@@ -139,68 +144,6 @@ def lane_of(submit: Submit) -> Hashable:
     """Requests of one lane wait for the same ranks. Those with a fixed rank wait apart: they hold up nobody."""
     fixed = (submit.routed_dp_rank, submit.disagg_prefill_dp_rank if submit.leg == "pair" else None)
     return submit.leg, submit.model, submit.instance, submit.prefill_instance, submit.needs, fixed
-
-
-class CentralQueue:
-    """Requests by lane, priority and arrival; all operations O(1) in the number of requests."""
-
-    def __init__(self, *, max_requests: int, max_bytes: int) -> None:
-        self._max_requests = max_requests
-        self._max_bytes = max_bytes
-        self._lanes: dict[Hashable, dict[int, dict[str, Request]]] = {}
-        self.requests = 0
-        self.bytes = 0
-
-    def __len__(self) -> int:
-        return self.requests
-
-    def __iter__(self) -> Iterator[Request]:
-        for lane in self._lanes.values():
-            for level in lane.values():
-                yield from level.values()
-
-    def has_room(self, size: int) -> bool:
-        """Whether one more request of `size` payload bytes may wait."""
-        return self.requests < self._max_requests and self.bytes + size <= self._max_bytes
-
-    def waits(self, lane: Hashable) -> bool:
-        """Whether somebody already waits there, so that nobody overtakes."""
-        return lane in self._lanes
-
-    def add(self, lane: Hashable, request: Request) -> None:
-        """At the end of its priority."""
-        level = self._lanes.setdefault(lane, {}).setdefault(request.submit.priority, {})
-        assert request.lane is None, request.rid
-        level[request.rid] = request
-        request.lane = lane
-        self.requests += 1
-        self.bytes += request.frames_bytes
-
-    def remove(self, request: Request) -> None:
-        lane = self._lanes[request.lane]
-        level = lane[request.submit.priority]
-        del level[request.rid]
-        if not level:
-            del lane[request.submit.priority]
-            if not lane:
-                del self._lanes[request.lane]
-        request.lane = None
-        self.requests -= 1
-        self.bytes -= request.frames_bytes
-
-    def lanes(self) -> list[Hashable]:
-        return list(self._lanes)
-
-    def head(self, lane: Hashable) -> Request | None:
-        """Who is next in `lane`: the oldest of the highest priority."""
-        levels = self._lanes.get(lane)
-        return next(iter(levels[max(levels)].values())) if levels else None
-
-    def validate(self) -> None:
-        requests = list(self)
-        assert self.requests == len(requests)
-        assert self.bytes == sum(request.frames_bytes for request in requests)
-        assert all(levels and all(levels.values()) for levels in self._lanes.values())
 
 
 class Inherited:

@@ -84,7 +84,7 @@ class Connection:
         self._bye_owed = False
         self._started: list[tuple[str, int]] = []
         self._ended: list[Ended] = []
-        self.socket: Socket = sockets.dealer(endpoint, maximum=PAYLOAD_MAX)
+        self.socket: Socket = sockets.dealer(endpoint, maximum=PAYLOAD_MAX, role="controllers")
 
     @property
     def silent(self) -> bool:

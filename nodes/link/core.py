@@ -97,6 +97,8 @@ class RankCore:
             return actions
         try:
             self.reports.check_newest(dispatch, current)
+            if current is not None and current.client != dispatch.client:
+                raise Refusal("duplicate_rid", "the rid belongs to a live request of another client")
             if current is not None:
                 actions += self._end(current, "fenced", "a newer attempt came", now)
             leg = self._take(dispatch, frames, now)
@@ -112,6 +114,8 @@ class RankCore:
     def cancel(self, owner: int, cancel: CancelLeg, now: float) -> list[Action]:
         """End `attempt` and older ones; what is not here is remembered as cancelled, in case it comes late."""
         leg = self.legs.get(cancel.rid)
+        if leg is not None and leg.client and cancel.client not in ("", leg.client):
+            return []
         if cancel.if_unfetched and (leg is None or leg.role != "decode" or not unfetched(leg)):
             return []
         if leg is not None:
@@ -122,6 +126,10 @@ class RankCore:
         else:
             self.reports.remember(owner, Ended(cancel.rid, cancel.attempt, self.role, cancel.code))
         return []
+
+    def unread(self, leg: Leg, now: float) -> list[Action]:
+        """Its client is gone and nobody has read its output for a while: it would hold memory for nobody."""
+        return self._end(leg, "cancelled", "its client is gone", now)
 
     def drain(self) -> None:
         """Take nothing new from now on."""

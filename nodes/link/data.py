@@ -104,7 +104,7 @@ class KvPeers:
             if len(self._peers) >= MAX_PEERS:
                 self._close_peer(min(self._peers, key=self._use))
             try:
-                socket = self._sockets.dealer(endpoint, maximum=KV_MAX)
+                socket = self._sockets.dealer(endpoint, maximum=KV_MAX, role="nodes")
             except StartError as error:
                 log.warning("kv_peer.unreachable", endpoint=endpoint, error=str(error))
                 return None

@@ -15,10 +15,11 @@ from bus.actions import Publish, Send
 from bus.embed.resolution import Resolved, ResolverCore
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.errors import BusError, RemoteProtocolError, StartError
+from bus.rights import key_of, may
 from bus.runtime.epochs import new_epoch
+from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
-from bus.runtime.security import load_keys
 from bus.runtime.sockets import Sockets
 from bus.wire import subscription, topics
 from bus.wire.codec import decode, encode
@@ -80,7 +81,7 @@ class Host:
         self._on_change = on_change
         self._changed = False
         self._logged: set[tuple[str, bytes]] = set()
-        keys = load_keys(config.keys, server=True) if config.keys else None
+        keys = load_keys(config.keys, "nodes", name=config.instance) if config.keys else None
         self._sockets = Sockets(keys=keys, max_sockets=16384)
         try:
             self._open(runners)
@@ -105,7 +106,7 @@ class Host:
         for rank in self.ranks.values():
             for base in config.controllers:
                 rank.connect(sockets, ControllerAddress(base).nodes)
-        loop.add(self._router, self._data_received)
+        loop.add(self._router, self._data_received, keyed=sockets.keyed)
         loop.add(self._sub, self._publication_received)
         loop.add(self._bootstrap, self._answer_received)
         loop.call_every(TICK_S, self._tick)
@@ -248,6 +249,8 @@ class Host:
             self.streams.attach(peer, message, self.now)
         elif isinstance(message, Detach):
             self.streams.detach(peer, message)
+        elif not may(peer, "nodes"):
+            self.reject("data", RemoteProtocolError("not_yours", f"{type(message).__name__} of {key_of(peer)}"), peer)
         elif isinstance(message, KvPull):
             holder = self._by_epoch.get(message.epoch)
             if holder is not None:
@@ -339,4 +342,6 @@ class Host:
 
     def _slow_tick(self) -> None:
         self.streams.tick(self.now)
+        for leg in self.streams.unread(self.now):
+            self.ranks[leg.dp_rank].unread(leg)
         self.kv.tick(self.now)

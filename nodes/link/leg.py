@@ -66,6 +66,8 @@ class Leg:
     deadline: float | None  # on this process's monotonic clock
     handle: KvHandle | None = None  # decode: the KV cache to fetch
 
+    client: str = ""  # the key whose request it is; empty: there are none
+    lives_on: bool = False  # whether anybody reads its output or not
     owner: int = 0  # the connection whose controller hears of it
     state: LegState = LegState.RUNNING  # moved by `step` alone
     ingested_at: float = 0.0  # on this process's monotonic clock, as all times here
@@ -83,6 +85,7 @@ class Leg:
     # decode and unified: its output, and who reads it (streams)
     output: list[int] = field(default_factory=list)  # kept until the reader has all of it
     reader: bytes | None = None  # the client that is sent the output, by its connection
+    unread_since: float = 0.0  # while it has no reader
     lost: bool = False  # the reader's connection is gone: it may attach again over another
     sent: int = 0  # the next token to send, counted from the request's first output token
     sent_at: float = 0.0  # when something was sent last
@@ -188,6 +191,8 @@ def leg_of(
         deadline=now + dispatch.deadline_s if dispatch.deadline_s else None,
         state=LegState.LOCATING if role == "decode" else LegState.RUNNING,
         ingested_at=now,
+        client=dispatch.client,
+        lives_on=dispatch.lives_on,
     )
 
 

@@ -50,6 +50,7 @@ from nodes.link.connection import Connection
 from nodes.link.core import RankCore
 from nodes.link.data import KvPeers
 from nodes.link.join import Joint
+from nodes.link.leg import Leg
 from nodes.link.runner import BlockRunner, RankFacts, Runner
 from nodes.link.streams import Streams
 
@@ -158,6 +159,9 @@ class LinkedRank:
 
     def cancelled(self, connection: Connection, cancel: CancelLeg) -> None:
         self.joint.carry_out(self.core.cancel(connection.key, cancel, self._host.now))
+
+    def unread(self, leg: Leg) -> None:
+        self.joint.carry_out(self.core.unread(leg, self._host.now))
 
     def steps(self) -> tuple[int, bool]:
         load = self.runner.load()

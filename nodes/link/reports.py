@@ -69,7 +69,7 @@ class Reports:
 
     def answered(self, owner: int, dispatch: Dispatch, current: Leg | None) -> bool:
         """Whether the attempt is here (`current`), or was: `owner` hears again what is known of it."""
-        if current is not None and current.attempt == dispatch.attempt:
+        if current is not None and current.attempt == dispatch.attempt and current.client == dispatch.client:
             current.owner = owner  # a controller that came back takes its request over
             if current.started:
                 self.started(current)

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from copy import copy
 
 from bus.actions import Send
+from bus.rights import owns
 from bus.wire.messages import MAX_TOKENS_PER_MESSAGE, Attach, Detach, Tokens
 from nodes.link.leg import Leg
 
 KEEPALIVE_S = 1.0
+UNREAD_S = 10.0  # longer than a client that lives looks for its rank
 KEEP_FINISHED_S = 30.0
 ATTACH_WAIT_S = 5.0
 ATTACH_GRACE_S = 1.0  # a client attaches when it is told where its request runs, about when the rank is told
@@ -69,7 +71,7 @@ class Streams:
                 self._answer(old.reader, _fenced(old.rid, old.attempt, old.sent))
             self._forget(old.rid)
         self._legs[leg.rid] = leg
-        leg.sent, leg.sent_at = leg.offset, now
+        leg.sent, leg.sent_at, leg.unread_since = leg.offset, now, now
         if (waiting := self._pending.get(leg.rid)) is not None and waiting[1].attempt <= leg.attempt:
             peer, request, _ = self._pending.pop(leg.rid)
             self._attach(leg, peer, request, now)
@@ -118,7 +120,7 @@ class Streams:
         if leg.finish:
             self._forget(request.rid)
         else:
-            leg.reader = None
+            leg.reader, leg.unread_since = None, leg.sent_at
 
     def flush(self, now: float) -> list[Send]:
         """The messages to send now. Each counts as sent unless `unsent` brings it back."""
@@ -142,7 +144,7 @@ class Streams:
         leg.sent = min(leg.sent, message.start)
         leg.finish_sent = False
         if failure is SendFailure.GONE:
-            leg.reader, leg.lost = None, True
+            leg.reader, leg.lost, leg.unread_since = None, True, now
         else:
             leg.blocked_until = now + RETRY_S
             self._dirty[leg.rid] = None
@@ -167,9 +169,21 @@ class Streams:
                            "this rank knows nothing of the request: it restarted, or the request went elsewhere"),
                 )  # fmt: skip
 
+    def unread(self, now: float) -> list[Leg]:
+        """Those that run, had no reader for UNREAD_S, and are not to live on without one."""
+        return [
+            leg
+            for leg in self._legs.values()
+            if leg.reader is None and not (leg.finish or leg.lives_on) and now - leg.unread_since >= UNREAD_S
+        ]
+
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _attach(self, leg: Leg, peer: bytes, request: Attach, now: float) -> None:
+        if not owns(peer, leg.client):
+            why = "the request is another client's"
+            self._answer(peer, Tokens(leg.rid, request.attempt, request.have, (), "failed", "bad_identity", why))
+            return
         if request.attempt < leg.attempt:
             self._answer(peer, _fenced(leg.rid, request.attempt, request.have))
             return

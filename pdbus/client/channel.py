@@ -19,9 +19,10 @@ import zmq
 
 from bus.actions import Send
 from bus.errors import ConfigError, PartFailed, RemoteProtocolError, StartError
+from bus.rights import KeyRole
 from bus.runtime import frames
+from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
-from bus.runtime.security import load_keys
 from bus.runtime.service import Service
 from bus.runtime.sockets import PAYLOAD_MAX, Socket, Sockets
 from bus.wire import codec
@@ -55,7 +56,7 @@ class Channel(Service):
         self, controllers: Sequence[str], patience: Patience, *, keys: str | Path = "", seed: int | None = None
     ) -> None:
         self._patience = patience
-        self._keys = load_keys(keys, server=False) if keys else None
+        self._keys = load_keys(keys, "admins", "clients") if keys else None
         self.rng = random.Random(seed)  # any thread draws from it: a single draw is atomic
         self._controllers = frozenset(controllers)
         self._core = ClientCore(patience, self.rng)
@@ -180,7 +181,8 @@ class Channel(Service):
         """StartError where nobody can be."""
         peer = self._peers.get(endpoint)
         if peer is None:
-            peer = _Peer(self._sockets.dealer(endpoint, maximum=PAYLOAD_MAX), self.loop.clock())
+            role: KeyRole = "controllers" if endpoint in self._controllers else "nodes"
+            peer = _Peer(self._sockets.dealer(endpoint, maximum=PAYLOAD_MAX, role=role), self.loop.clock())
             self._peers[endpoint] = peer
             self.loop.add(peer.socket, lambda received: self._received(endpoint, received))
         peer.used_at = self.loop.clock()

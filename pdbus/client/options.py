@@ -63,7 +63,8 @@ class Options(TypedDict, total=False):
     2^63 - 1; default: drawn).
     Others: `deadline_s` (seconds from the submit; 0: none), `priority` (-1000 to 1000, higher first), `rid` (at most
     128 characters; default: drawn), `model`, `block_tokens` (send hashes of prompt blocks of this size, for
-    `cache_aware`; default: of the ranks' size where the controller says that it uses them; 0: none).
+    `cache_aware`; default: of the ranks' size where the controller says that it uses them; 0: none), `lives_on` (go on
+    to the end even if this client is gone and nobody reads the output).
     """
 
     max_tokens: int
@@ -84,6 +85,7 @@ class Options(TypedDict, total=False):
     rid: str
     model: str
     block_tokens: int
+    lives_on: bool
 
 
 def check_options(given: Iterable[str]) -> None:
@@ -158,6 +160,7 @@ def make_request(
         priority=options.get("priority", 0),
         block_tokens=block_tokens,
         block_hashes=pack_hashes(hash_chain(prompt, block_tokens)) if block_tokens else b"",
+        lives_on=options.get("lives_on", False),
     )
     submits = {(at.decode, header.rid): _checked(header)}
     if at.prefill is not None:

@@ -28,7 +28,7 @@ class Client(BaseClient):
             that nothing is resumed either.
         connect_timeout_s: how long a controller may leave a submit unanswered, or have no rank yet to tell this client
             the model and whether prefill and decode are split.
-        keys: directory of CURVE keys, for tcp.
+        keys: directory of CURVE keys.
         model: for text; default: what the controller's ranks serve.
         seed: of the random rids and rooms, for tests.
 

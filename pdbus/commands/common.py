@@ -36,7 +36,7 @@ wait_option = click.option(
     show_default=True,
     help="How long to wait for a controller, and for its first rank where one is needed.",
 )
-keys_option = click.option("--keys", default="", metavar="DIR", help="Directory of CURVE keys, for tcp.")
+keys_option = click.option("--keys", default="", metavar="DIR", help="Directory of CURVE keys.")
 
 
 class Teller:

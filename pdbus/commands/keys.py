@@ -1,4 +1,4 @@
-"""`pdbus keys`: make the CURVE keys of a cluster and of its clients."""
+"""`pdbus keys`: make, list and revoke the CURVE keys of a cluster's parts and of its clients."""
 
 from __future__ import annotations
 
@@ -6,29 +6,74 @@ from pathlib import Path
 
 import click
 
-from bus.runtime.security import new_client_keys, new_keys
+from bus.rights import ROLES, KeyRole
+from bus.runtime.keys import add_key, give_key, listed_keys, new_keys, revoke_key
+
+SINGULAR: dict[str, KeyRole] = {role.removesuffix("s"): role for role in ROLES}
+directory_argument = click.argument("directory", type=click.Path(path_type=Path, file_okay=False))
+role_argument = click.argument("role", type=click.Choice(list(SINGULAR)))
 
 
 @click.group()
 def keys() -> None:
-    """Make the keys that encrypt tcp connections and say who may connect."""
+    """Make the keys that encrypt connections and say who may do what.
+
+    \b
+    client      submits requests, and cancels and reads its own
+    node        runs an instance's ranks and publishes for them; its key's name is the instance's
+    controller  dispatches to nodes, and says what it has sent
+    broker      forwards what is published, and tells where rooms are
+    admin       what a client may; drains ranks; sees all of the status; cancels any request
+    """
 
 
 @keys.command()
-@click.argument("directory", type=click.Path(path_type=Path, file_okay=False))
-def new(directory: Path) -> None:
-    """Make a cluster's keys in DIRECTORY; give every part --keys DIRECTORY."""
-    new_keys(directory)
-    click.echo(f"made {directory}: broker, controllers and nodes of this cluster take --keys {directory}")
-    click.echo(f"a client on another machine: pdbus keys client {directory} NAME CLIENT_DIRECTORY")
+@directory_argument
+@click.argument("nodes", nargs=-1)
+def new(directory: Path, nodes: tuple[str, ...]) -> None:
+    """Make a cluster's keys in DIRECTORY: of its broker, of controller-0, of an operator, and of NODES (instances)."""
+    new_keys(directory, nodes)
+    click.echo(f"made {directory}: parts that run here, and pdbus status and drain, take --keys {directory}")
+    click.echo(f"for one more part or client: pdbus keys add {directory} ROLE NAME")
 
 
 @keys.command()
-@click.argument("cluster", type=click.Path(path_type=Path, file_okay=False))
+@directory_argument
+@role_argument
 @click.argument("name")
-@click.argument("directory", type=click.Path(path_type=Path, file_okay=False))
-def client(cluster: Path, name: str, directory: Path) -> None:
-    """Make keys in DIRECTORY for a client NAME of the cluster whose keys lie in CLUSTER, and allow it in."""
-    new_client_keys(cluster, name, directory)
-    click.echo(f"made {directory}: take it to the client's machine and use --keys {directory}")
-    click.echo(f"to turn the client away again, delete {cluster / 'allow' / 'clients' / (name + '.key')}")
+def add(directory: Path, role: str, name: str) -> None:
+    """Make a key for one more ROLE (see pdbus keys --help), NAME it, and list it in DIRECTORY."""
+    add_key(directory, SINGULAR[role], name)
+    click.echo(f"{role} {name} is allowed; to take its secret elsewhere: pdbus keys give {directory} {role} {name} OUT")
+
+
+@keys.command()
+@directory_argument
+@role_argument
+@click.argument("name")
+@click.argument("out", type=click.Path(path_type=Path, file_okay=False))
+def give(directory: Path, role: str, name: str, out: Path) -> None:
+    """Move a key's secret to OUT, with the public keys it needs beside it, to be taken to where it is used.
+
+    Once more with the same OUT: renew the public keys there, after others were added or revoked.
+    """
+    give_key(directory, SINGULAR[role], name, out)
+    click.echo(f"made {out}: take it to where {role} {name} runs and use --keys {out}")
+
+
+@keys.command("list")
+@directory_argument
+def list_(directory: Path) -> None:
+    """Show role, name and public key of all that DIRECTORY lists."""
+    for role, name, key in listed_keys(directory):
+        click.echo(f"{role.removesuffix('s'):<10}  {name:<24}  {key.decode()}")
+
+
+@keys.command()
+@directory_argument
+@role_argument
+@click.argument("name")
+def revoke(directory: Path, role: str, name: str) -> None:
+    """Take a key off the list of DIRECTORY: it gets in no more, and its connections are cut within a second."""
+    revoke_key(directory, SINGULAR[role], name)
+    click.echo(f"{role} {name} is revoked where parts use {directory}; renew what was given away with: pdbus keys give")

@@ -20,7 +20,7 @@ from rich.text import Text
 from bus.endpoints import BusAddress, default_bus
 from bus.errors import RemoteProtocolError
 from bus.runtime import cli
-from bus.runtime.security import load_keys
+from bus.runtime.keys import load_keys
 from bus.runtime.sockets import Sockets
 from bus.wire import codec
 from bus.wire.messages import FROM_BROKER, BrokerStatus, BrokerStatusQuery, RankStatus, Status
@@ -56,7 +56,7 @@ def status(controller: str, bus: str, as_json: bool, keys: str, wait_s: float) -
 
 def ask_broker(address: BusAddress, keys: str = "") -> BrokerStatus | None:
     """What the broker counts; None when none answers within a second."""
-    with Sockets(keys=load_keys(keys, server=False) if keys else None) as sockets:
+    with Sockets(keys=load_keys(keys, "admins", "clients") if keys else None) as sockets:
         dealer = sockets.dealer(address.bootstrap)
         try:
             dealer.send_multipart([b"", codec.encode(BrokerStatusQuery(1))], zmq.NOBLOCK)
@@ -99,7 +99,7 @@ def _show(seen: Status, broker: BrokerStatus | None, bus: str, keys: str) -> Non
     else:
         console.print("No rank has joined this controller.")
     if broker is None:
-        hint = " (with keys it answers those of nodes alone)" if keys else ""
+        hint = " (it answers an admin's key alone)" if keys else ""
         _print(console, f"No broker answers at {bus}{hint}; name another with --bus.")
     else:
         counts = ", ".join(f"{name} {count}" for name, count in broker.counts.items() if count)

@@ -44,7 +44,7 @@ def _method_option(role: str, default: str) -> Callable[[Any], Any]:
 @click.option("--transport", type=click.Choice(["ipc", "tcp"]), default="ipc", show_default=True)
 @click.option("--bus", default="", metavar="BASE", help="Where the broker serves  [default: the usual place]")
 @click.option("--controller", default="", metavar="BASE", help="Where the controller serves  [likewise]")
-@click.option("--keys", default="", metavar="DIR", help="CURVE keys for tcp (pdbus keys new DIR).")
+@click.option("--keys", default="", metavar="DIR", help="Directory of CURVE keys (pdbus keys new DIR); none: plain.")
 @click.option("--start-timeout-s", type=cli.Seconds(1), default=300.0, show_default=True)
 @click.option(
     "--restarts",

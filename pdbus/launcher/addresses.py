@@ -6,6 +6,7 @@ import random
 import socket
 from pathlib import Path
 
+from bus.endpoints import MARK
 from bus.errors import StartError
 from pdbus.launcher.spec import Addresses, ClusterSpec
 
@@ -26,6 +27,8 @@ def choose(spec: ClusterSpec, directory: Path) -> Addresses:
         }
     if spec.controller:
         controllers[next(iter(controllers))] = spec.controller
+    if spec.keys and len(controllers) > 1:
+        controllers = {name: f"{base}{MARK}{name}" for name, base in controllers.items()}
     return Addresses(spec.bus or bus, controllers, data)
 
 

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from bus.errors import ConfigError, StartError
+from bus.runtime.keys import ensure_keys
 from bus.wire.messages import Status
 from pdbus.client import Client
 from pdbus.launcher.addresses import choose
@@ -185,6 +186,8 @@ class Cluster:
         """Nodes once the addresses are ours: where another cluster has them, its controllers would take our ranks for
         later starts of its own, and fence those."""
         self._addresses = choose(self.spec, self.directory)
+        if self.spec.keys:
+            ensure_keys(Path(self.spec.keys), self.spec.controller_names(), tuple(self.spec.instances()))
         if self.spec.embedded:
             self._embed()
         parts = self.spec.parts(self._addresses)

@@ -1,27 +1,46 @@
-"""A cluster on tcp with keys: listed clients are served; plaintext, unlisted and wrongly listed peers get nowhere and
-are counted; rank claims bind to their connection."""
+"""A cluster with keys, over ipc and tcp: who may do what. Listed clients are served; plaintext and unlisted peers get
+nowhere and are counted; a listed one may do what its role may, for itself alone; a revoked one is cut off."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
-from fault_rig import CONTROLLER_ARGS, TIMING, Rig, rig
+from fault_rig import CONTROLLER_ARGS, TIMING, WAIT_S, Rig, rig
 
 from bus.endpoints import BusAddress, ControllerAddress
-from bus.runtime.security import load_keys, new_client_keys, new_keys
+from bus.rights import KeyRole
+from bus.runtime.keys import add_key, give_key, load_keys, new_keys, revoke_key
 from bus.runtime.sockets import Sockets
-from bus.wire import codec
+from bus.wire import codec, topics
+from bus.wire.codec import Table
 from bus.wire.messages import (
+    CONTROLLER_TO_CLIENT,
     CONTROLLER_TO_NODE,
+    FROM_BROKER,
+    FROM_NODE_DATA,
+    PUBLICATIONS,
+    Attach,
+    Beacon,
     BrokerStatusQuery,
+    Cancel,
+    DrainRank,
     Hello,
+    KvPull,
+    Load,
+    LoadReport,
+    Message,
     Progress,
     Refused,
+    Sent,
     StatusQuery,
+    Submit,
+    Tokens,
     Who,
 )
 from nodes.own.engines.sim import sim_generate
@@ -31,20 +50,27 @@ from pdbus.launcher import Cluster, ClusterSpec
 pytestmark = pytest.mark.fault
 
 
-@pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("k")
+def client(directory: Path, name: str) -> None:
+    add_key(directory / "cluster", "clients", name)
+    give_key(directory / "cluster", "clients", name, directory / name)
+
+
+@pytest.fixture(scope="module", params=["ipc", "tcp"])
+def keys(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp(request.param)
     new_keys(directory / "cluster")
-    new_client_keys(directory / "cluster", "alice", directory / "alice")
+    for name in ("alice", "mallory"):
+        client(directory, name)
     new_keys(directory / "stranger")
     return directory
 
 
 @pytest.fixture(scope="module")
 def cluster(keys: Path) -> Iterator[Cluster]:
+    transport: Any = keys.name.rstrip("0123456789")
     spec = ClusterSpec(
-        prefill=1, decode=1, engine="sim", model="sim", transport="tcp", keys=str(keys / "cluster"), node_args=TIMING,
-        controller_args=CONTROLLER_ARGS,
+        prefill=1, decode=1, engine="sim", model="sim", transport=transport, keys=str(keys / "cluster"),
+        node_args=TIMING, controller_args=CONTROLLER_ARGS,
     )  # fmt: skip
     with Cluster(spec) as running:
         yield running
@@ -62,6 +88,41 @@ def refused(cluster: Cluster, part: str) -> int:
     return (cluster.log_dir / f"{part}.log").read_text().count("peer.refused")  # they can be more than its end holds
 
 
+class Peer:
+    """Somebody with a key of the cluster's list (None: with none), who may say anything to anyone."""
+
+    def __init__(self, directory: Path | None, role: KeyRole = "clients", name: str = "") -> None:
+        self.sockets = Sockets(keys=load_keys(directory, role, name=name) if directory else None)
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sockets.close()
+
+    def says(self, at: str, to: KeyRole, *frames: bytes, wait_ms: int = 5000) -> bytes | None:
+        """What is answered, if anything."""
+        dealer = self.sockets.dealer(at, role=to)
+        with suppress(zmq.Again):  # refused before it could say so much
+            dealer.send_multipart(frames, zmq.NOBLOCK)
+        return dealer.recv_multipart()[-1] if dealer.poll(wait_ms) else None
+
+    def asks(self, at: str, to: KeyRole, message: Message, table: Table, *frames: bytes) -> Message | None:
+        envelope = (b"",) if to == "brokers" else ()
+        answer = self.says(at, to, *envelope, codec.encode(message), *frames)
+        return codec.decode(answer, table) if answer is not None else None
+
+    def publishes(self, bus: BusAddress, messages: list[Message], until: Callable[[], bool]) -> None:
+        """Say them again and again, since a PUB drops what comes before its connection is made."""
+        pub = self.sockets.pub(bus.publish)
+        end = time.monotonic() + WAIT_S
+        while not until():
+            assert time.monotonic() < end, "nobody minds"
+            for message in messages:
+                pub.send_multipart((topics.of(message), codec.encode(message)))
+            time.sleep(0.01)
+
+
 def test_a_listed_client_is_served(cluster: Cluster, keys: Path) -> None:
     with Client(cluster.controller, keys=keys / "alice") as alice:
         assert alice.generate_tokens([5, 6], max_tokens=8).tokens() == sim_generate([5, 6], 8)
@@ -71,37 +132,82 @@ def test_a_listed_client_is_served(cluster: Cluster, keys: Path) -> None:
 def test_others_get_nowhere_and_are_counted(live: Rig, keys: Path, who: str) -> None:
     cluster = live.cluster
     bus, controller = BusAddress(cluster.bus), ControllerAddress(cluster.controller)
-    if who == "unlisted":  # the right server key, a key of its own that nobody listed
-        for name in ("server.key",):
-            (keys / "stranger" / name).write_bytes((keys / "cluster" / name).read_bytes())
-    theirs = {"plaintext": None, "unlisted": keys / "stranger"}.get(who, keys / "alice")
-    targets = {controller.nodes: ("controller-0", b""), bus.bootstrap: ("broker", b"")}
+    stranger = keys / "stranger"
+    if who == "unlisted":  # knows whose the ports are, and has a key of its own that nobody listed
+        for path in (keys / "cluster" / "allow").rglob("*.key"):
+            (stranger / path.relative_to(keys / "cluster")).write_bytes(path.read_bytes())
+    directory, role = {"plaintext": (None, "clients"), "unlisted": (stranger, "admins")}.get(
+        who, (keys / "alice", "clients")
+    )
+    targets: dict[str, tuple[str, KeyRole]] = {
+        controller.nodes: ("controller-0", "controllers"), bus.bootstrap: ("broker", "brokers")
+    }  # fmt: skip
     if who != "a client at the nodes' ports":
-        targets[controller.clients] = ("controller-0", b"")
+        targets[controller.clients] = ("controller-0", "controllers")
     before = {part: refused(cluster, part) for part, _ in targets.values()}
-    with Sockets(keys=load_keys(theirs, server=False) if theirs else None) as sockets:
-        dealers = [sockets.dealer(endpoint) for endpoint in targets]
-        for dealer in dealers:
-            for message in (StatusQuery(1), BrokerStatusQuery(1)):
-                with suppress(zmq.Again):  # refused before it could say so much
-                    dealer.send_multipart([b"", codec.encode(message)], zmq.NOBLOCK)
-                    dealer.send(codec.encode(message), zmq.NOBLOCK)
+    with Peer(directory, role) as peer:  # type: ignore[arg-type]
+        for endpoint, (_, to) in targets.items():
+            for frames in ((b"", codec.encode(BrokerStatusQuery(1))), (codec.encode(StatusQuery(1)),)):
+                assert peer.says(endpoint, to, *frames, wait_ms=200) is None
         live.ended(live.begin(60))  # while they knock
-        assert not [dealer for dealer in dealers if dealer.poll(300)]
     for part, count in before.items():
         live.until(lambda part=part, count=count: refused(cluster, part) > count, f"{part} counts them")  # type: ignore[misc]
 
 
-def test_a_key_taken_off_the_list_is_turned_away_without_a_restart(cluster: Cluster, keys: Path) -> None:
-    new_client_keys(keys / "cluster", "bob", keys / "bob")
-    with Client(cluster.controller, keys=keys / "bob") as bob:
-        assert bob.status().ranks
-    (keys / "cluster" / "allow" / "clients" / "bob.key").unlink()
-    with Sockets(keys=load_keys(keys / "bob", server=False)) as sockets:
-        dealer = sockets.dealer(ControllerAddress(cluster.controller).clients)
-        with suppress(zmq.Again):
-            dealer.send(codec.encode(StatusQuery(1)), zmq.NOBLOCK)
-        assert not dealer.poll(700)
+def test_a_revoked_client_is_turned_away_and_cut_off_in_the_midst_of_a_stream(live: Rig, keys: Path) -> None:
+    client(keys, "bob")
+    with Client(live.cluster.controller, keys=keys / "bob", retries=0, connect_timeout_s=2.0) as bob:
+        stream = bob.generate_tokens([5, 6], max_tokens=4000)
+        pieces = iter(stream)
+        assert next(pieces).ids
+        revoke_key(keys / "cluster", "clients", "bob")
+        assert stream.result.code in ("peer_lost", "no_rank")  # 4,000 tokens would take 20 s
+    assert "key.revoked" in (live.cluster.log_dir / "controller-0.log").read_text()
+
+
+def test_a_client_may_do_nothing_to_anothers_request_and_sees_no_loads(live: Rig, keys: Path) -> None:
+    """Although mallory knows its rid and room."""
+    at = ControllerAddress(live.cluster.controller).clients
+    rid = live.begin(60, 200)  # the operator's
+    live.got(rid, 2)
+    decode = next(rank for rank in live.status().ranks if rank.role == "decode")
+    with Peer(keys / "mallory") as mallory:
+        status = mallory.asks(at, "controllers", StatusQuery(1), CONTROLLER_TO_CLIENT)
+        assert {(rank.load, rank.endpoint) for rank in status.ranks} == {(None, "")}  # type: ignore[union-attr]
+        assert status.counts == {}  # type: ignore[union-attr]
+        drained = mallory.asks(at, "controllers", DrainRank(1, "decode-0", 0), CONTROLLER_TO_CLIENT)
+        assert isinstance(drained, Refused)
+        assert drained.code == "bad_identity"
+        for attempt in (1, 2, 1000):
+            submit = Submit(rid, "unified", 1, 1, attempt=attempt)
+            failed = mallory.asks(at, "controllers", submit, CONTROLLER_TO_CLIENT, b"\1\0\0\0", b"")
+            assert getattr(failed, "code", "") == "duplicate_rid"
+        assert mallory.says(at, "controllers", codec.encode(Cancel(rid)), wait_ms=200) is None
+        tokens = mallory.asks(decode.endpoint, "nodes", Attach(rid, 1), FROM_NODE_DATA)
+        assert isinstance(tokens, Tokens)
+        assert (tokens.code, tokens.ids) == ("bad_identity", ())
+        pull = KvPull(1, 1, decode.epoch, 0, 0)
+        assert mallory.says(decode.endpoint, "nodes", codec.encode(pull), wait_ms=200) is None
+    live.ended(rid)
+    assert live.results[rid].attempts == 1
+    assert live.status().counts["rejected_not_yours"] >= 2
+
+
+def test_an_admin_may_cancel_any_request(live: Rig, keys: Path) -> None:
+    at = ControllerAddress(live.cluster.controller).clients
+    with Client(live.cluster.controller, keys=keys / "alice") as alice, Peer(keys / "cluster", "admins") as operator:
+        stream = alice.generate_tokens([5, 6], max_tokens=4000)
+        pieces = iter(stream)
+        assert next(pieces).ids
+        operator.asks(at, "controllers", Cancel(stream.rid), CONTROLLER_TO_CLIENT)
+        assert stream.result.code == "cancelled"
+
+
+def test_the_brokers_status_is_for_an_admin(live: Rig, keys: Path) -> None:
+    at = BusAddress(live.cluster.bus).bootstrap
+    with Peer(keys / "cluster", "nodes", "decode-0") as node, Peer(keys / "cluster", "admins") as operator:
+        assert isinstance(node.asks(at, "brokers", BrokerStatusQuery(1), FROM_BROKER), Refused)
+        assert not isinstance(operator.asks(at, "brokers", BrokerStatusQuery(1), FROM_BROKER), Refused)
 
 
 def test_a_connection_speaks_for_the_rank_it_claimed_and_no_other(live: Rig, keys: Path) -> None:
@@ -109,22 +215,51 @@ def test_a_connection_speaks_for_the_rank_it_claimed_and_no_other(live: Rig, key
     decode = next(rank for rank in live.status().ranks if rank.role == "decode")
     rid = live.begin(60, 200)
     live.got(rid, 2)
-    with Sockets(keys=load_keys(keys / "cluster", server=False)) as sockets:
-        dealer = sockets.dealer(ControllerAddress(live.cluster.controller).nodes)
-
-        def answer(message: Hello | Progress) -> object:
-            dealer.send(codec.encode(message))
-            assert dealer.poll(5000, zmq.POLLIN)
-            return codec.decode(dealer.recv(), CONTROLLER_TO_NODE)
-
-        lie = Progress(decode.instance, decode.dp_rank, decode.epoch, (), ())
-        assert isinstance(answer(lie), Who)
-        claim = Hello(
-            instance="decode-0", dp_rank=0, epoch=decode.epoch, role="prefill", model="sim", dp_size=1,
-            state="ready", endpoint="tcp://127.0.0.1:1", max_context=1, kv_capacity=1, max_running=1, block_tokens=1,
-        )  # fmt: skip
-        refusal = answer(claim)
+    at = ControllerAddress(live.cluster.controller).nodes
+    lie = Progress(decode.instance, decode.dp_rank, decode.epoch, (), ())
+    claim = Hello(
+        instance="decode-0", dp_rank=0, epoch=decode.epoch, role="prefill", model="sim", dp_size=1, state="ready",
+        endpoint="tcp://127.0.0.1:1", max_context=1, kv_capacity=1, max_running=1, block_tokens=1,
+    )  # fmt: skip
+    with Peer(keys / "cluster", "nodes", "decode-0") as node:
+        assert isinstance(node.asks(at, "controllers", lie, CONTROLLER_TO_NODE), Who)
+        refusal = node.asks(at, "controllers", claim, CONTROLLER_TO_NODE)
         assert isinstance(refusal, Refused)
         assert refusal.code == "bad_identity"
+    with Peer(keys / "cluster", "nodes", "prefill-0") as other:  # the key of another instance
+        for message in (lie, claim):
+            answer = other.asks(at, "controllers", message, CONTROLLER_TO_NODE)
+            assert isinstance(answer, Refused)
+            assert (answer.code, answer.message.partition(":")[0]) == ("bad_identity", "not_yours")
     live.ended(rid)
     assert live.results[rid].attempts == 1
+
+
+def test_a_publication_needs_the_key_of_whom_it_speaks_for(live: Rig, keys: Path) -> None:
+    """A node's key is one instance's: not another's ranks, no controller's counters, no beacon. Nor a controller's."""
+    ranks = {rank.instance: rank for rank in live.status().ranks}
+    decode = ranks["decode-0"]
+    forged: list[Message] = [
+        LoadReport("decode-0", 0, decode.epoch, 2**63 - 1, Load(2**63 - 1, 1, 9, 9, 9, 9, 9, 9)),
+        Sent("controller-9", 77, 1, ()),
+        Beacon(77, 1, 0.25),
+    ]
+    log = live.cluster.log_dir / "broker.log"
+
+    def told(who: str) -> Callable[[], bool]:
+        return lambda: any("not_yours" in line and who in line for line in log.read_text().splitlines())
+
+    bus = BusAddress(live.cluster.bus)
+    with (
+        Peer(keys / "cluster", "nodes", "prefill-0") as node, Peer(keys / "cluster", "controllers") as controller,
+        Peer(keys / "cluster", "admins") as operator,
+    ):  # fmt: skip
+        probe = operator.sockets.sub(bus.subscribe, (b"load/decode-0/", b"sent/controller-9/", b"beacon/"))
+        node.publishes(bus, forged, told("nodes/prefill-0"))
+        controller.publishes(bus, [forged[0], forged[2]], told("controllers/controller-0"))
+        seen = []
+        live.ended(live.begin(60))
+        while probe.poll(100):
+            seen.append(codec.decode(probe.recv_multipart()[1], PUBLICATIONS))
+        assert seen
+        assert not set(forged) & set(seen)

@@ -1,7 +1,8 @@
 """The attacks: each is a function of the endpoints under attack, bounded in time, bytes and connections, run in a
 process of its own (`python hostile_attacks.py NAME`, the endpoints as JSON on stdin). Nothing leaves this machine.
 
-An attack only attacks; whether it did harm is judged by who runs it.
+An attack only attacks; whether it did harm is judged by who runs it. Those of outsiders write ZMTP byte by byte and
+have no key; INSIDERS are peers like any other, with the key of a client or of a node where there are keys.
 """
 
 from __future__ import annotations
@@ -13,22 +14,46 @@ import socket as unix
 import struct
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import TypeAlias
 
+import zmq
 from raw_zmtp import GREETING, MORE, connect, frame, greet, pour, ready
 
-from bus.wire import codec
-from bus.wire.messages import BrokerStatusQuery, StatusQuery
+from bus.endpoints import split_owner
+from bus.rights import KeyRole
+from bus.runtime.keys import load_keys
+from bus.runtime.sockets import Socket, Sockets
+from bus.wire import codec, topics
+from bus.wire.messages import (
+    Attach,
+    Beacon,
+    BrokerStatusQuery,
+    Load,
+    LoadReport,
+    Params,
+    Sent,
+    SentTo,
+    StatusQuery,
+    Submit,
+)
 
-Ports: TypeAlias = dict[str, str]  # publish, subscribe, bootstrap, clients, nodes, and data ports by instance
+# publish, subscribe, bootstrap, clients, nodes; `data INSTANCE`, and `epoch INSTANCE` of its rank; `keys`: a directory
+# with a client's and a node's keys, in the folders `clients` and `nodes`
+Ports: TypeAlias = dict[str, str]
 UNSEEDED = 0x6B8B4567  # what libzmq's counter of routing ids starts from while nobody calls srand
 ROUTERS = ("bootstrap", "clients", "nodes")
 
 
 def _routers(ports: Ports) -> list[str]:
-    return [endpoint for name, endpoint in ports.items() if name in ROUTERS or name.startswith("data")]
+    data = [split_owner(endpoint)[0] for name, endpoint in ports.items() if name.startswith("data")]
+    return [*(ports[name] for name in ROUTERS), *data]
+
+
+def _all(ports: Ports) -> list[str]:
+    return [*_routers(ports), ports["publish"], ports["subscribe"]]
 
 
 def claimed_ids(ports: Ports) -> None:
@@ -109,7 +134,7 @@ def huge_frame(ports: Ports) -> None:
     """A frame of 200 MiB to the nodes' data ports, where a few hundred bytes are legal."""
     for name, endpoint in ports.items():
         if name.startswith("data"):
-            with suppress(OSError), greet(endpoint, timeout_s=2.0) as peer:
+            with suppress(OSError), greet(split_owner(endpoint)[0], timeout_s=2.0) as peer:
                 peer.sendall(struct.pack(">BQ", 2, 200 << 20))
                 pour(peer, bytes(1 << 20), 199)
 
@@ -117,7 +142,7 @@ def huge_frame(ports: Ports) -> None:
 def idle_connections(ports: Ports) -> None:
     """Five hundred connections to each port, half of them greeted, held for two seconds."""
     with ExitStack() as held:
-        for endpoint in ports.values():
+        for endpoint in _all(ports):
             for number in range(500):
                 with suppress(OSError):
                     peer = held.enter_context(connect(endpoint, 0.5))
@@ -154,7 +179,7 @@ def noise(ports: Ports) -> None:
     rng = random.Random(int.from_bytes(os.urandom(4)))
     until = time.monotonic() + 2.0
     while time.monotonic() < until:
-        for endpoint in ports.values():
+        for endpoint in _all(ports):
             kind = rng.choice((b"DEALER", b"REQ", b"SUB", b"XSUB", b"PUB", b"PAIR", rng.randbytes(5)))
             start = rng.choice((b"", GREETING[: rng.randrange(64)], GREETING, GREETING + ready(kind, rng.randbytes(9))))
             body = b"".join(
@@ -171,13 +196,96 @@ def noise(ports: Ports) -> None:
                 peer.sendall(start + body)
 
 
-ATTACKS: dict[str, Callable[[Ports], None]] = {
+# --- insiders -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def insider(ports: Ports, role: KeyRole) -> Iterator[Sockets]:
+    keys = ports.get("keys", "")
+    with Sockets(keys=load_keys(Path(keys) / role, role) if keys else None) as sockets:
+        yield sockets
+
+
+def told(socket: Socket, frames: list[bytes]) -> None:
+    with suppress(zmq.Again):
+        socket.send_multipart(frames, zmq.NOBLOCK)
+
+
+def vanishing_clients(ports: Ports) -> None:
+    """Forty clients, each of which submits ten long requests of the highest priority and leaves."""
+    prompt, params = b"\3\0\0\0" * 200, codec.encode(Params())
+    for number in range(40):
+        with insider(ports, "clients") as sockets:
+            controller = sockets.dealer(ports["clients"], role="controllers")
+            for each in range(10):
+                room = random.getrandbits(62)
+                submit = Submit(f"v{number}-{each}-{room}", "pair", 200, 2000, room, priority=1000)
+                told(controller, [codec.encode(submit), prompt, params])
+            time.sleep(0.05)  # for it to leave
+
+
+def attach_flood(ports: Ports) -> None:
+    """Attach to requests that nobody runs, over four connections to each data port, for three seconds."""
+    data = [endpoint for name, endpoint in ports.items() if name.startswith("data")]
+    until = time.monotonic() + 3.0
+    with insider(ports, "clients") as sockets:
+        dealers = [sockets.dealer(endpoint, role="nodes") for endpoint in data * 4]
+        while time.monotonic() < until:
+            for dealer in dealers:
+                for _ in range(100):
+                    told(dealer, [codec.encode(Attach(f"{random.getrandbits(64):016x}", 1))])
+                while dealer.poll(0):
+                    dealer.recv_multipart()
+
+
+def valid_megabytes(ports: Ports) -> None:
+    """Submits whose headers are as large as they may be, for three seconds over four connections."""
+    submit = Submit("big", "unified", 1, 1, model="nobody's", block_tokens=1, block_hashes=bytes(1 << 19))
+    frames = [codec.encode(submit), b"\3\0\0\0", codec.encode(Params())]
+    until = time.monotonic() + 3.0
+    with insider(ports, "clients") as sockets:
+        dealers = [sockets.dealer(ports["clients"], role="controllers", hwm=20) for _ in range(4)]
+        while time.monotonic() < until:
+            for dealer in dealers:
+                told(dealer, frames)
+                while dealer.poll(0):
+                    dealer.recv_multipart()
+            time.sleep(0.001)
+
+
+def forged_publications(ports: Ports) -> None:
+    """Loads of every rank with a seq that it will never reach, beacons of other brokers, and 64 controllers that have
+    sent it thousands of requests; for three seconds, with a node's key."""
+    ranks = [name.partition(" ")[2] for name in ports if name.startswith("data")]
+    load = Load(2**63 - 1, 2**40, 2**30, 2**30, 2**40, 2**40, 1, 1)
+    until = time.monotonic() + 3.0
+    with insider(ports, "nodes") as sockets:
+        pub = sockets.pub(ports["publish"])
+        while time.monotonic() < until:
+            for rank in ranks:
+                for epoch in (1, int(ports.get(f"epoch {rank}", "1"))):
+                    report = LoadReport(rank, 0, epoch, 2**63 - 1, load)
+                    told(pub, [topics.of(report), codec.encode(report)])
+            for number in range(64):
+                counters = tuple(SentTo(rank, 0, int(ports.get(f"epoch {rank}", "1")), 2**30, 2**40) for rank in ranks)
+                sent = Sent(f"c{number}", 10_000 + number, int(1e6 * time.monotonic()), counters)
+                told(pub, [topics.of(sent), codec.encode(sent)])
+            beacon = Beacon(random.getrandbits(60) + 1, 1, 0.1)
+            told(pub, [topics.of(beacon), codec.encode(beacon)])
+            time.sleep(0.02)
+
+
+OUTSIDERS: dict[str, Callable[[Ports], None]] = {
     each.__name__: each
     for each in (
         claimed_ids, long_topic, subscriptions, endless_message, empty_frames, full_queue_and_gone, huge_frame,
         idle_connections, connection_storm, unread_status, noise,
     )
 }  # fmt: skip
+INSIDERS: dict[str, Callable[[Ports], None]] = {
+    each.__name__: each for each in (vanishing_clients, attach_flood, valid_megabytes, forged_publications)
+}
+ATTACKS = OUTSIDERS | INSIDERS
 
 if __name__ == "__main__":
     ATTACKS[sys.argv[1]](json.load(sys.stdin))

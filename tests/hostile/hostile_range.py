@@ -16,6 +16,8 @@ from pathlib import Path
 from fault_rig import Rig, rig
 
 from bus.endpoints import BusAddress, ControllerAddress
+from bus.rights import KeyRole
+from bus.runtime.keys import add_key, give_key, new_keys
 from pdbus.launcher import Cluster, ClusterSpec
 from pdbus.soak.usage import usage_of
 
@@ -38,16 +40,20 @@ class Outcome:
 class Range:
     """`with firing_range("ipc") as range_: outcome = range_.under("long_topic")`."""
 
-    def __init__(self, cluster: Cluster, rig: Rig) -> None:
+    def __init__(self, cluster: Cluster, rig: Rig, keys: str = "") -> None:
         self.cluster = cluster
         self.rig = rig
+        self.keys = keys
 
     def ports(self) -> dict[str, str]:
         bus, controller = BusAddress(self.cluster.bus), ControllerAddress(self.cluster.controller)
-        ranks = {f"data {rank.instance}": rank.endpoint for rank in self.rig.status().ranks}
+        ranks = self.rig.status().ranks
         return {
+            "keys": self.keys,
             "publish": bus.publish, "subscribe": bus.subscribe, "bootstrap": bus.bootstrap,
-            "clients": controller.clients, "nodes": controller.nodes, **ranks,
+            "clients": controller.clients, "nodes": controller.nodes,
+            **{f"data {rank.instance}": rank.endpoint for rank in ranks},
+            **{f"epoch {rank.instance}": str(rank.epoch) for rank in ranks},
         }  # fmt: skip
 
     def under(self, attack: str, ports: dict[str, str] | None = None) -> Outcome:
@@ -115,9 +121,21 @@ def _watched(pids: dict[str, int], outcome: Outcome) -> Iterator[None]:
 
 
 @contextmanager
-def firing_range(transport: str, keys: str = "") -> Iterator[Range]:
+def firing_range(transport: str, keys: str = "", attackers: str = "") -> Iterator[Range]:
+    """`attackers`: where the keys of insiders are."""
     spec = ClusterSpec(
         prefill=1, decode=1, engine="sim", model="sim", transport=transport, keys=keys, node_args=QUICK,  # type: ignore[arg-type]
     )  # fmt: skip
     with Cluster(spec) as cluster, rig(cluster) as made:
-        yield Range(cluster, made)
+        yield Range(cluster, made, attackers)
+
+
+def make_keys(directory: Path) -> tuple[str, str]:
+    """Of a cluster and of the insiders that attack it: a client, and a node of another instance."""
+    cluster, attackers = directory / "keys", directory / "attackers"
+    new_keys(cluster)
+    roles: tuple[KeyRole, ...] = ("clients", "nodes")
+    for role in roles:
+        add_key(cluster, role, "mallory")
+        give_key(cluster, role, "mallory", attackers / role)
+    return str(cluster), str(attackers)

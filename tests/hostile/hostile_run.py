@@ -1,8 +1,9 @@
 """`make hostile`: every attack against a live cluster, over ipc, over tcp, and over tcp with keys, each with an honest
 client beside it. The last line is a JSON object; the exit code is 1 when a part died or a request was not right.
 
-The honest client's p99 is set against what it is while the same attack runs at a port that only swallows. With keys the
-attackers have none: what they reach is the handshake.
+The honest client's p99 is set against what it is while the same attack runs at a port that only swallows. With keys
+outsiders have none: what they reach is the handshake. Without, insiders are one with the cluster: only what dies,
+memory and rightness count then. Attacks may be named, and runs: `python -m hostile_run ipc tcp-keys noise`.
 """
 
 from __future__ import annotations
@@ -13,39 +14,40 @@ import socket as unix
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from hostile_attacks import ATTACKS
-from hostile_range import Outcome, firing_range
+from hostile_attacks import ATTACKS, OUTSIDERS
+from hostile_range import Outcome, firing_range, make_keys
 
-from bus.runtime.security import new_keys
-
-RUNS = (("ipc", False), ("tcp", False), ("tcp", True))
+RUNS = {"ipc": ("ipc", False), "tcp": ("tcp", False), "ipc-keys": ("ipc", True), "tcp-keys": ("tcp", True)}
 
 
 def main() -> None:
     verdict = {"attacks": 0, "parts_died": 0, "honest_p99_ratio_max": 0.0, "rss_max_bytes": 0}
     ledger = {"lost": 0, "duplicated": 0, "wrong": 0}
     with tempfile.TemporaryDirectory(prefix="pd") as directory:
-        new_keys(Path(directory) / "keys")
-        for transport, keyed in RUNS:
+        keys = make_keys(Path(directory))
+        for where, (transport, keyed) in RUNS.items():
             for attack in ATTACKS:
-                with firing_range(transport, f"{directory}/keys" if keyed else "") as range_:
+                if not (_chosen(where, RUNS) and _chosen(attack, ATTACKS)):
+                    continue
+                with firing_range(transport, *(keys if keyed else ())) as range_:
                     with swallowing() as port:
-                        calm = range_.under(attack, dict.fromkeys(range_.ports(), port))
+                        ports = {name: port for name in range_.ports() if not name.startswith(("keys", "epoch"))}
+                        calm = range_.under(attack, ports)
                     outcome = range_.under(attack)
                     verdict["attacks"] += 1
                     verdict["parts_died"] += len(outcome.died)
-                    ratio = p99(outcome) / p99(calm)
-                    verdict["honest_p99_ratio_max"] = max(verdict["honest_p99_ratio_max"], round(ratio, 2))
+                    if keyed or attack in OUTSIDERS:  # without keys insiders are one with the cluster
+                        ratio = p99(outcome) / p99(calm)
+                        verdict["honest_p99_ratio_max"] = max(verdict["honest_p99_ratio_max"], round(ratio, 2))
                     rss = max(outcome.rss_bytes.values())
                     verdict["rss_max_bytes"] = max(verdict["rss_max_bytes"], rss)
                     told = range_.rig.ledger
                     for name, count in (("lost", told.live), ("duplicated", told.duplicated), ("wrong", told.wrong)):
                         ledger[name] += count
-                    where = f"{transport}{' with keys' if keyed else ''}"
                     print(
                         f"{attack:20} {where:14} died {outcome.died or 'none'}, p99 {p99(outcome) * 1e3:.0f} ms (calm "
                         f"{p99(calm) * 1e3:.0f}), back after {outcome.back_s * 1e3:.0f} ms, the largest part "
@@ -54,6 +56,12 @@ def main() -> None:
                     )
     print(json.dumps(verdict | ledger), flush=True)
     sys.exit(bool(verdict["parts_died"] or any(ledger.values())))
+
+
+def _chosen(name: str, of: Collection[str]) -> bool:
+    """Whether the command line names it, or none of its kind."""
+    named = set(sys.argv[1:]) & set(of)
+    return not named or name in named
 
 
 def p99(outcome: Outcome) -> float:
@@ -70,13 +78,15 @@ def swallowing() -> Iterator[str]:
             selector.register(server, selectors.EVENT_READ)
             while not over.is_set():
                 for key, _ in selector.select(0.05):
+                    assert isinstance(key.fileobj, unix.socket)
                     if key.fileobj is server:
-                        peer, _ = server.accept()
+                        peer = held.enter_context(server.accept()[0])
                         peer.setblocking(False)
                         peer.sendall(b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + b"\0" * 48 + b"\4\6\5READY")
-                        selector.register(held.enter_context(peer), selectors.EVENT_READ)
+                        selector.register(peer, selectors.EVENT_READ)
                     elif not _swallowed(key.fileobj):
                         selector.unregister(key.fileobj)
+                        key.fileobj.close()
 
     with unix.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=swallow, args=(server,))
@@ -88,8 +98,7 @@ def swallowing() -> Iterator[str]:
             thread.join()
 
 
-def _swallowed(peer: object) -> bool:
-    assert isinstance(peer, unix.socket)
+def _swallowed(peer: unix.socket) -> bool:
     try:
         return bool(peer.recv(1 << 16))
     except OSError:

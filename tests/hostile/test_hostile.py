@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from hostile_attacks import ATTACKS
-from hostile_range import Range, firing_range
+from hostile_range import Range, firing_range, make_keys
 
 pytestmark = pytest.mark.fault
 MIB = 1 << 20
@@ -17,12 +17,15 @@ GROWN_MAX = dict.fromkeys(ATTACKS, 64 * MIB) | {
     "endless_message": 256 * MIB,
     "empty_frames": 256 * MIB,
     "full_queue_and_gone": 256 * MIB,
+    "valid_megabytes": 128 * MIB,  # of four connections
 }
 
 
-@pytest.fixture(scope="module", params=["ipc", "tcp"])
-def live(request: pytest.FixtureRequest) -> Iterator[Range]:
-    with firing_range(request.param) as made:
+@pytest.fixture(scope="module", params=["ipc", "tcp", "ipc with keys"])
+def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Range]:
+    transport, _, keyed = request.param.partition(" ")
+    keys = make_keys(tmp_path_factory.mktemp("k")) if keyed else ()
+    with firing_range(transport, *keys) as made:
         yield made
 
 

@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from bus import Broker, BrokerConfig, BusAddress, ConfigError, Load, Publisher, Resolver, StartError
-from bus.runtime.security import new_keys
+from bus.runtime.keys import new_keys
 from bus.wire import codec
 from bus.wire.messages import (
     FROM_BROKER,
@@ -186,7 +186,7 @@ def test_told_and_computed_come_from_the_topology(ipc_base: str) -> None:
 
 def test_with_keys_listed_peers_work_and_others_get_nowhere(tmp_path: Path) -> None:
     base, keys = free_tcp_base(), str(tmp_path / "keys")
-    new_keys(Path(keys))
+    new_keys(Path(keys), ("prefill-0",))
     with Broker(BrokerConfig(base, keys=keys)) as broker:
         identity: dict[str, Any] = {"instance": "prefill-0", "role": "prefill", "endpoint": "tcp://10.0.0.7:7000"}
         listed = Publisher(base, dp_rank=0, dp_size=2, keys=keys, **identity)

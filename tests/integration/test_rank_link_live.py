@@ -14,7 +14,7 @@ import pytest
 
 from bus.broker import Broker, BrokerConfig
 from bus.errors import PartFailed, RequestFailed
-from bus.runtime.security import new_client_keys, new_keys
+from bus.runtime.keys import add_key, give_key, new_keys
 from controller.config import ControllerConfig
 from controller.shell import Controller
 from nodes.link import Cancel, Draining, RankFacts, RankLink, Start
@@ -198,8 +198,9 @@ def test_every_call_says_so_once_the_links_thread_has_failed(place: Place) -> No
 
 
 def test_keys_over_tcp(place: Place, tmp_path: Path) -> None:
-    new_keys(tmp_path / "cluster")
-    new_client_keys(tmp_path / "cluster", "alice", tmp_path / "alice")
+    new_keys(tmp_path / "cluster", ("mine",))
+    add_key(tmp_path / "cluster", "clients", "alice")
+    give_key(tmp_path / "cluster", "clients", "alice", tmp_path / "alice")
     keys = str(tmp_path / "cluster")
     base = free_ports("127.0.0.1", 5)
     place.bus, place.controller = f"tcp://127.0.0.1:{base}", f"tcp://127.0.0.1:{base + 3}"

@@ -11,6 +11,7 @@ import pytest
 import structlog
 import zmq
 
+from bus.rights import DOMAINS, ROLES
 from bus.runtime import allowlist
 from bus.runtime.allowlist import SETTLED_NS, Allowlist
 
@@ -51,13 +52,13 @@ def test_files_are_read_once_and_after_a_change(folder: Path, tmp_path: Path, re
         (folder / name).write_bytes(key + b"\n")
     listed = Allowlist(tmp_path, later_ns)
     for _ in range(3):
-        assert all(listed.allows(key, "clients") for key in keys.values())
-        assert not listed.allows(new_key(), "clients")
+        assert all(listed.admits(key, "clients") for key in keys.values())
+        assert not listed.admits(new_key(), "clients")
     assert reads == dict.fromkeys(keys, 1)
     changed = new_key()
     (folder / "7.key").write_bytes(changed)
-    assert listed.allows(changed, "clients")
-    assert not listed.allows(keys["7.key"], "clients")
+    assert listed.admits(changed, "clients") == "clients/7"
+    assert not listed.admits(keys["7.key"], "clients")
     assert reads == dict.fromkeys(keys, 1) | {"7.key": 2}
 
 
@@ -66,20 +67,20 @@ def test_edits_new_files_and_deletions_count_at_once(folder: Path, tmp_path: Pat
     path = folder / "a.key"
     path.write_bytes(first)
     listed = Allowlist(tmp_path, later_ns)
-    assert listed.allows(first, "clients")
+    assert listed.admits(first, "clients")
     before = path.stat()
     path.write_bytes(second)  # as long as the first, and made to look as old
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert not listed.allows(first, "clients")
-    assert listed.allows(second, "clients")
+    assert not listed.admits(first, "clients")
+    assert listed.admits(second, "clients")
     (folder / "b.key").write_bytes(third)
-    assert listed.allows(third, "clients")
+    assert listed.admits(third, "clients")
     (folder / "c.key").write_bytes(third)  # listed twice
     (folder / "b.key").unlink()
-    assert listed.allows(third, "clients")
+    assert listed.admits(third, "clients")
     (folder / "c.key").unlink()
     path.unlink()
-    assert not any(listed.allows(key, "clients") for key in (first, second, third))
+    assert not any(listed.admits(key, "clients") for key in (first, second, third))
 
 
 def test_a_file_that_changed_just_now_may_change_again_unseen_so_it_is_read_each_time(
@@ -89,20 +90,27 @@ def test_a_file_that_changed_just_now_may_change_again_unseen_so_it_is_read_each
     listed = Allowlist(tmp_path)
     for key in (new_key(), new_key()):
         (folder / "a.key").write_bytes(key)
-        assert listed.allows(key, "clients")
-    assert not listed.allows(new_key(), "clients")
+        assert listed.admits(key, "clients")
+    assert not listed.admits(new_key(), "clients")
 
 
-def test_clients_do_not_get_into_the_nodes_ports(folder: Path, tmp_path: Path) -> None:
-    client, node = new_key(), new_key()
-    (folder / "a.key").write_bytes(client)
-    (folder.parent / "nodes" / "n.key").write_bytes(node)
+def test_a_role_gets_in_where_it_has_business_and_under_its_name(folder: Path, tmp_path: Path) -> None:
+    keys = {role: new_key() for role in ROLES}
+    for role, key in keys.items():
+        (folder.parent / role).mkdir(exist_ok=True)
+        (folder.parent / role / "x.key").write_bytes(key)
     listed = Allowlist(tmp_path, later_ns)
     for _ in range(2):
-        assert listed.allows(client, "clients")
-        assert not listed.allows(client, "nodes")
-        assert listed.allows(node, "clients")
-        assert listed.allows(node, "nodes")
+        for domain, admitted in DOMAINS.items():
+            for role, key in keys.items():
+                assert listed.admits(key, domain) == (f"{role}/x" if role in admitted else "")
+        assert not any(listed.admits(key, "elsewhere") for key in keys.values())
+
+
+def test_a_file_whose_name_is_no_name_is_skipped(folder: Path, tmp_path: Path) -> None:
+    key = new_key()
+    (folder / "a b.key").write_bytes(key)
+    assert not Allowlist(tmp_path, later_ns).admits(key, "clients")
 
 
 def test_a_bad_file_is_skipped_and_logged_once(folder: Path, tmp_path: Path) -> None:
@@ -116,20 +124,20 @@ def test_a_bad_file_is_skipped_and_logged_once(folder: Path, tmp_path: Path) -> 
     listed = Allowlist(tmp_path)
     with structlog.testing.capture_logs() as logs:
         for _ in range(3):
-            assert listed.allows(good, "clients")
-            assert not listed.allows(new_key(), "clients")
+            assert listed.admits(good, "clients")
+            assert not listed.admits(new_key(), "clients")
     assert sorted(Path(entry["path"]).name for entry in logs) == ["a.key", "b.key", "c.key", "d.key"]
     mended = new_key()
     (folder / "a.key").write_bytes(mended)
-    assert listed.allows(mended, "clients")
+    assert listed.admits(mended, "clients")
 
 
 def test_a_folder_that_is_missing_lists_nobody_until_it_is_there(tmp_path: Path) -> None:
     listed, key = Allowlist(tmp_path, later_ns), new_key()
-    assert not listed.allows(key, "clients")
+    assert not listed.admits(key, "clients")
     (tmp_path / "allow" / "clients").mkdir(parents=True)
     (tmp_path / "allow" / "clients" / "a.key").write_bytes(key)
-    assert listed.allows(key, "clients")
+    assert listed.admits(key, "clients")
 
 
 def test_while_a_folder_cannot_be_listed_those_get_in_whose_files_are_known_and_still_there(
@@ -140,8 +148,8 @@ def test_while_a_folder_cannot_be_listed_those_get_in_whose_files_are_known_and_
     (folder / "a.key").write_bytes(key)
     (folder / "b.key").write_bytes(removed)
     listed = Allowlist(tmp_path, later_ns)
-    assert listed.allows(key, "clients")
-    assert listed.allows(removed, "clients")
+    assert listed.admits(key, "clients")
+    assert listed.admits(removed, "clients")
     (folder / "b.key").unlink()
 
     def refuse(path: Path) -> None:
@@ -149,9 +157,9 @@ def test_while_a_folder_cannot_be_listed_those_get_in_whose_files_are_known_and_
 
     with monkeypatch.context() as patch, structlog.testing.capture_logs() as logs:
         patch.setattr(os, "scandir", refuse)
-        assert listed.allows(key, "clients")
+        assert listed.admits(key, "clients")
         for _ in range(3):
-            assert not listed.allows(new_key(), "clients")
-            assert not listed.allows(removed, "clients")
+            assert not listed.admits(new_key(), "clients")
+            assert not listed.admits(removed, "clients")
     assert [entry["event"] for entry in logs] == ["allowlist.unreadable"] * 2  # a line for each folder
-    assert listed.allows(key, "clients")
+    assert listed.admits(key, "clients")

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from bus.errors import BusError, ConfigError
+from bus.runtime.keys import load_keys
 from bus.wire.messages import BrokerStatus, Load, RankStatus, Status
 from pdbus.cli import COMMANDS, pdbus
 from pdbus.commands.status import as_dict
@@ -121,14 +122,34 @@ def test_output_that_cannot_be_written_is_no_traceback(shell: str, code: int, st
     assert (done.returncode, done.stdout, done.stderr) == (code, stdout, stderr)
 
 
-@pytest.mark.parametrize("name", ["../x", "", ".hidden", "a/b", "a b"])
+@pytest.mark.parametrize("name", ["../x", "", ".hidden", "a/b", "a b", "x" * 65])
 def test_a_clients_name_stays_within_the_list(name: str, tmp_path: Path) -> None:
     assert run("keys", "new", str(tmp_path / "keys")).exit_code == 0
     before = sorted(tmp_path.rglob("*"))
-    result = run("keys", "client", str(tmp_path / "keys"), name, str(tmp_path / "client"))
+    result = run("keys", "add", str(tmp_path / "keys"), "client", name)
     assert isinstance(result.exception, ConfigError)
-    assert "the name of a client has letters" in str(result.exception)
+    assert "the name of a key has" in str(result.exception)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_keys_are_made_given_away_listed_and_revoked(tmp_path: Path) -> None:
+    def keys(*arguments: str) -> str:
+        result = run("keys", *arguments)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    home, out = str(tmp_path / "keys"), str(tmp_path / "alice")
+    keys("new", home, "prefill-0")
+    assert "pdbus keys give" in keys("add", home, "client", "alice")
+    assert f"use --keys {out}" in keys("give", home, "client", "alice", out)
+    assert load_keys(out, "admins", "clients").name == "clients/alice"
+    names = [line.split()[:2] for line in keys("list", home).splitlines()]
+    assert names == [
+        ["broker", "broker"], ["controller", "controller-0"], ["node", "prefill-0"], ["client", "alice"],
+        ["admin", "operator"],
+    ]  # fmt: skip
+    keys("revoke", home, "client", "alice")
+    assert "alice" not in keys("list", home)
 
 
 def test_the_front_door_is_cheap_and_complete() -> None:

@@ -56,7 +56,13 @@ def test_a_duration_is_a_number_of_seconds(each: click.Command, option: str) -> 
     [
         (["replay", "--ranks", "many"], "'many' is not a valid integer. (see pdbus replay --help)"),
         (["generate"], "Missing argument 'TEXT'. (see pdbus generate --help)"),
-        (["keys", "client", "a"], "Missing argument 'NAME'. (see pdbus keys client --help)"),
+        (["keys", "add", "a", "client"], "Missing argument 'NAME'. (see pdbus keys add --help)"),
+        (
+            ["keys", "give", "a", "client", "b", "c"],
+            "a/allow/clients/b.key is missing: no client of that name",
+        ),
+        (["keys", "revoke", "a", "node", "b"], "a/allow/nodes/b.key is missing: no node of that name is allowed"),
+        (["keys", "add", "a", "node", "b"], "a holds no list of keys; make one with: pdbus keys new a"),
         (["nothing"], "No such command 'nothing'. (see pdbus --help)"),
         (["status", "--controller", "tcp://nosuch.invalid:5560"], "error: cannot resolve host 'nosuch.invalid' ("),
         (["status", "--controller", "tcp://127.0.0.1:1", "--wait-s", "0.1"], "if it uses keys, pass --keys DIR"),

@@ -100,8 +100,9 @@ def test_what_is_no_cluster(fields: dict[str, object]) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_keys_without_tcp_would_protect_nothing() -> None:
-    with pytest.raises(ConfigError, match="--transport tcp"):
-        ClusterSpec(prefill=1, decode=1, keys="keys")
-    ClusterSpec(prefill=1, decode=1, keys="keys", transport="tcp")
-    ClusterSpec(prefill=1, decode=1, keys="keys", controller="tcp://127.0.0.1:7000")
+def test_several_controllers_with_keys_are_told_apart_in_their_addresses(tmp_path: Path) -> None:
+    spec = ClusterSpec(prefill=1, decode=1, keys="keys", controllers="per_instance")
+    names = {name: base.partition("#")[2] for name, base in choose(spec, tmp_path).controllers.items()}
+    assert names == {"controller-prefill-0": "controller-prefill-0", "controller-decode-0": "controller-decode-0"}
+    alone = ClusterSpec(prefill=1, decode=1, keys="keys")
+    assert "#" not in choose(alone, tmp_path).controllers["controller-0"]

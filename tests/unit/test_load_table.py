@@ -125,6 +125,19 @@ def test_a_stale_report_gives_way_to_my_own_count() -> None:
     table.validate()
 
 
+def test_a_forged_seq_silences_a_rank_no_longer_than_its_report_is_believed() -> None:
+    """M25"""
+    table, (rank,) = table_with(1, stale_s=1.0)
+    table.apply(rank.key, 1, load(1, running=2), 0.0)
+    table.apply(rank.key, 1, load(2**63 - 1, running=900), 0.1)
+    assert table.apply(rank.key, 1, load(2, running=3), 0.2) is None
+    assert table.age(1.2) == [rank]
+    assert table.apply(rank.key, 1, load(7, running=4), 1.3) is rank
+    assert rank.requests == 4
+    assert table.apply(rank.key, 1, load(6, running=5), 1.4) is None, "as ever"
+    table.validate()
+
+
 def test_more_acknowledged_than_sent_is_counted_and_never_negative() -> None:
     table, (rank,) = table_with(1)
     table.charge(rank, 5)

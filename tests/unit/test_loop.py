@@ -14,7 +14,7 @@ import zmq
 
 from bus.runtime.epochs import new_epoch
 from bus.runtime.frames import FRAMES_MAX, SKIP_MAX, name_of
-from bus.runtime.loop import Loop
+from bus.runtime.loop import SLICE_S, Loop
 from bus.runtime.sockets import HEADER_MAX, Socket, Sockets
 
 
@@ -307,6 +307,26 @@ def test_a_message_of_too_many_frames_is_thrown_away_piecemeal_and_others_are_se
         turn(loop)
         turn(loop)
         assert got[-1] == [b"after it"]
+
+
+def test_messages_that_take_long_leave_the_turn_to_others(loop: Loop, clock: Clock) -> None:
+    with Sockets() as sockets:
+        (hostile, attacker), (honest, friend) = pair(sockets, "hostile"), pair(sockets, "honest")
+        got: list[Any] = []
+
+        def slow(frames: list[Any]) -> None:
+            clock.now += SLICE_S / 2
+            got.append("slow")
+
+        loop.add(hostile, slow)
+        loop.add(honest, lambda frames: got.append("quick"))
+        for _ in range(100):
+            attacker.send(b"large")
+        friend.send(b"friend")
+        turn(loop)
+        assert 1 <= got.index("quick") <= 4
+        while len(got) < 101:
+            turn(loop)
 
 
 def test_logs_show_topics_as_they_are_and_tell_nobody_the_ids_that_a_router_gives_out() -> None:

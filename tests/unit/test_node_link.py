@@ -28,7 +28,7 @@ class World:
         self.why: list[str] = []
         self.link = Connection(self, self, 0, "", lambda: self.now, lambda socket, error: None)  # type: ignore[arg-type]
 
-    def dealer(self, endpoint: str, *, maximum: int) -> Any:
+    def dealer(self, endpoint: str, *, maximum: int, role: str) -> Any:
         return self
 
     def send(self, frame: bytes, flags: int) -> None:

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from controller_world import submit
 
+from bus.rights import Known
+from controller.requests.queue import CentralQueue
 from controller.requests.request import Request
-from controller.requests.table import CentralQueue
 
 
-def request(rid: str, priority: int = 0, size: int = 8) -> Request:
-    return Request("p", submit(rid, priority=priority), (b"x" * size,), size, 0.0)
+def request(rid: str, priority: int = 0, size: int = 8, key: str = "", tokens: int = 10) -> Request:
+    peer = Known(b"p")
+    peer.key = key
+    return Request(peer, submit(rid, priority=priority, prompt_tokens=tokens), (b"x" * size,), size, 0.0)
+
+
+def served(queue: CentralQueue, count: int = 1000) -> list[str]:
+    """Whose requests leave, in order, as ranks take them."""
+    order = []
+    for head in queue.turns():
+        queue.remove(head, served=True)
+        queue.validate()
+        order.append(head.client)
+        if len(order) == count:
+            break
+    return order
 
 
 def test_priority_first_then_arrival_in_each_lane() -> None:
@@ -48,3 +65,54 @@ def test_whoever_leaves_from_the_middle_leaves_nothing() -> None:
     assert queue.head(0) is b
     queue.remove(b)
     assert (len(queue), queue.bytes, queue.lanes(), list(queue)) == (0, 0, [], [])
+
+
+def test_clients_take_turns_by_tokens_whoever_came_first_and_whatever_priority_they_ask_for() -> None:
+    queue = CentralQueue(max_requests=1000, max_bytes=10_000)
+    for number in range(100):
+        queue.add(number % 3, request(f"m{number}", priority=1000, key="mallory"))  # in several lanes
+    for number in range(10):
+        queue.add(0, request(f"a{number}", key="alice"))
+    assert Counter(served(queue, 20)) == {"mallory": 10, "alice": 10}
+    for number in range(10):
+        queue.add(0, request(f"b{number}", key="bob", tokens=40))  # 45 with its output, against 15
+    assert Counter(served(queue, 20)) == {"mallory": 15, "bob": 5}
+
+
+def test_who_comes_back_has_saved_up_nothing_and_owes_what_it_took() -> None:
+    queue = CentralQueue(max_requests=1000, max_bytes=10_000)
+    for number in range(40):
+        queue.add(0, request(f"a{number}", key="alice"))
+    assert served(queue, 20) == ["alice"] * 20  # alone
+    queue.add(0, request("big", key="bob", tokens=145))
+    queue.add(0, request("small", key="bob", tokens=1))
+    assert served(queue, 12) == ["bob", *["alice"] * 10, "bob"]
+
+
+def test_a_full_queue_makes_room_at_the_cost_of_who_has_most_of_it() -> None:
+    queue = CentralQueue(max_requests=4, max_bytes=1000)
+    for number in range(4):
+        queue.add(0, request(f"m{number}", key="mallory"))
+    mine = request("m4", key="mallory")
+    assert queue.in_the_way(mine) is None
+    for number in range(2):
+        honest = request(f"a{number}", key="alice")
+        other = queue.in_the_way(honest)
+        assert other is not None
+        assert other.rid == f"m{3 - number}", "the newest"
+        queue.remove(other)
+        queue.add(0, honest)
+        queue.validate()
+    assert queue.in_the_way(request("a2", key="alice")) is None, "they have as much as each other"
+    by_bytes = CentralQueue(max_requests=100, max_bytes=100)
+    by_bytes.add(0, request("m", size=90, key="mallory"))
+    assert by_bytes.in_the_way(request("a", size=20, key="alice")) is not None
+    assert by_bytes.in_the_way(request("a", size=95, key="alice")) is None
+
+
+def test_nothing_is_remembered_of_an_empty_queue() -> None:
+    queue = CentralQueue(max_requests=10, max_bytes=1000)
+    for number in range(6):
+        queue.add(number % 2, request(f"r{number}", key=f"k{number % 3}"))
+    assert len(served(queue)) == 6
+    assert not any((queue._clocks, queue._lanes, queue._of_client, queue._bytes_of))

@@ -19,6 +19,13 @@ def test_small_answers_are_not_rationed() -> None:
     assert all(ration.allows(b"peer", LARGE, 0.0) for _ in range(10_000))
 
 
+def test_other_things_are_rationed_likewise() -> None:
+    handshakes = Ration(burst=3, per_s=2, free=0)
+    assert [handshakes.allows("key", 1, 0.0) for _ in range(4)] == [True] * 3 + [False]
+    assert [handshakes.allows("key", 1, 1.0) for _ in range(3)] == [True] * 2 + [False]
+    assert handshakes.allows("another", 1, 1.0)
+
+
 def test_what_is_remembered_is_bounded() -> None:
     ration = Ration()
     for number in range(PEERS_MAX + 10):

@@ -1,54 +1,84 @@
-"""CURVE keys and the allowlist: who gets in, who does not, and what the files look like."""
+"""CURVE keys and the allowlist: who gets in, as whom, who does not, and what the files look like."""
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 import zmq
 
 from bus.errors import ConfigError, StartError
-from bus.runtime import security
-from bus.runtime.security import load_keys, new_client_keys, new_keys
+from bus.rights import Domain, KeyRole, key_of
+from bus.runtime import frames
+from bus.runtime import keys as security
+from bus.runtime import security as gate
+from bus.runtime.keys import Keys, add_key, give_key, listed_keys, load_keys, new_keys, revoke_key
 from bus.runtime.sockets import Sockets
 
 
-def _exchange(server: Sockets, client: Sockets, *, domain: str = "clients", wait_ms: int = 2000) -> bool:
-    """Whether a message from `client` reaches a ROUTER of `server` over tcp, and its answer comes back."""
-    router = server.router("tcp://127.0.0.1:*", domain=domain)  # type: ignore[arg-type]
+def _exchange(server: Sockets, client: Sockets, *, domain: Domain = "clients", wait_ms: int = 2000) -> str:
+    """As whom a message from `client` reaches a ROUTER of `server`, if it does and its answer comes back."""
+    router = server.router("tcp://127.0.0.1:*", domain=domain)
     dealer = client.dealer(router.getsockopt_string(zmq.LAST_ENDPOINT))
     try:
         dealer.send(b"hello", zmq.NOBLOCK)
     except zmq.Again:
-        return False  # refused before it could say so much
+        return ""  # refused before it could say so much
     if not router.poll(wait_ms):
-        return False
-    router.send_multipart([router.recv_multipart()[0], b"welcome"])
+        return ""
+    peer = frames.receive(router, keyed=server.keyed)[0]
+    frames.send(router, (peer, b"welcome"))
     assert dealer.poll(wait_ms)
-    return dealer.recv() == b"welcome"
+    assert dealer.recv() == b"welcome"
+    return key_of(peer) or "nobody"
+
+
+def of(cluster: Path, role: KeyRole, name: str = "") -> Keys:
+    return load_keys(cluster, role, name=name)
+
+
+def client_of(cluster: Path, name: str) -> Keys:
+    """A client's keys, made and listed."""
+    add_key(cluster, "clients", name)
+    give_key(cluster, "clients", name, cluster.parent / name)
+    return load_keys(cluster.parent / name, "admins", "clients")
+
+
+@pytest.fixture
+def ipc_directory() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="pd"))
+    yield path
+    shutil.rmtree(path)
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Path:
-    new_keys(tmp_path / "keys")
+    new_keys(tmp_path / "keys", ("prefill-0",))
     return tmp_path / "keys"
 
 
 def test_secrets_are_private_and_never_overwritten(cluster: Path) -> None:
     assert stat.S_IMODE(cluster.stat().st_mode) == 0o700
-    for name in ("server.secret", "client.secret"):
-        assert stat.S_IMODE((cluster / name).stat().st_mode) == 0o600
+    secrets = list((cluster / "secrets").rglob("*"))
+    assert sum(path.is_file() for path in secrets) == 4
+    for path in [cluster / "secrets", *secrets]:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
     with pytest.raises(ConfigError, match="already holds keys"):
         new_keys(cluster)
 
 
 def test_a_secret_that_others_can_read_is_refused(cluster: Path) -> None:
-    (cluster / "server.secret").chmod(0o644)
+    (cluster / "secrets" / "brokers" / "broker.secret").chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
-        load_keys(cluster, server=True)
+        of(cluster, "brokers")
 
 
 def test_a_key_file_appears_whole_or_not_at_all_and_in_the_place_of_none(
@@ -74,29 +104,122 @@ def test_a_key_file_appears_whole_or_not_at_all_and_in_the_place_of_none(
 
 @pytest.mark.parametrize(("content", "message"), [(None, "is missing"), ("short", "does not hold"), ("ä" * 40, "does")])
 def test_bad_key_files_are_named(cluster: Path, content: str | None, message: str) -> None:
-    path = cluster / "client.key"
+    path = cluster / "secrets" / "nodes" / "prefill-0.secret"
     path.unlink()
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigError, match=message):
-        load_keys(cluster, server=True)
+        of(cluster, "nodes", "prefill-0")
 
 
-def test_listed_keys_get_in_and_clients_stay_out_of_the_nodes_ports(cluster: Path, tmp_path: Path) -> None:
-    new_client_keys(cluster, "alice", tmp_path / "alice")
-    alice = load_keys(tmp_path / "alice", server=False)
-    with Sockets(keys=load_keys(cluster, server=True)) as server, Sockets(keys=alice) as client:
-        assert _exchange(server, client, domain="clients")
+def test_a_part_finds_its_own_secret_or_hears_what_to_do(cluster: Path, tmp_path: Path) -> None:
+    assert of(cluster, "nodes", "prefill-0").name == of(cluster, "nodes").name == "nodes/prefill-0"
+    with pytest.raises(ConfigError, match=r"make it with: pdbus keys add .* node decode-0$"):
+        of(cluster, "nodes", "decode-0")
+    add_key(cluster, "nodes", "decode-0")
+    with pytest.raises(ConfigError, match=r"has secrets of decode-0, prefill-0"):
+        of(cluster, "nodes")
+    assert client_of(cluster, "alice").name == "clients/alice"
+    add_key(cluster, "clients", "bob")
+    assert load_keys(cluster, "admins", "clients").name == "admins/operator"
+    with pytest.raises(ConfigError, match=r"has no secret of a node; give it one: pdbus keys give KEYS node NAME"):
+        of(tmp_path / "alice", "nodes")
+
+
+def test_no_two_parts_have_one_key_and_who_is_given_one_gets_no_other(cluster: Path, tmp_path: Path) -> None:
+    add_key(cluster, "nodes", "decode-0")
+    give_key(cluster, "nodes", "decode-0", tmp_path / "decode-0")
+    keys = [key for _, _, key in listed_keys(cluster)]
+    assert len(set(keys)) == len(keys) == 5
+    assert [path.name for path in (tmp_path / "decode-0").rglob("*.secret")] == ["decode-0.secret"]
+    assert not list(cluster.rglob("decode-0.secret")), "given away"
+    assert of(tmp_path / "decode-0", "nodes", "decode-0").name == "nodes/decode-0"
+
+
+def test_what_was_given_away_is_renewed(cluster: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    give_key(cluster, "nodes", "prefill-0", out)
+    for role, name in (("clients", "alice"), ("clients", "bob"), ("nodes", "decode-0")):
+        add_key(cluster, role, name)  # type: ignore[arg-type]
+    give_key(cluster, "nodes", "prefill-0", out)
+    assert list(listed_keys(out)) == list(listed_keys(cluster))
+    revoke_key(cluster, "clients", "alice")
+    revoke_key(cluster, "clients", "bob")
+    add_key(cluster, "clients", "bob")  # another key
+    give_key(cluster, "nodes", "prefill-0", out)
+    assert list(listed_keys(out)) == list(listed_keys(cluster))
+    for role, name, why in (("nodes", "decode-0", "secret of another"), ("clients", "carol", "no client of that name")):
+        with pytest.raises(ConfigError, match=why):
+            give_key(cluster, role, name, out)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="given away"):
+        give_key(cluster, "nodes", "prefill-0", tmp_path / "again")
+
+
+def test_everybody_is_known_by_name(cluster: Path) -> None:
+    with Sockets(keys=of(cluster, "brokers")) as server:
+        for role, domain in (("nodes", "data"), ("controllers", "bootstrap"), ("admins", "clients")):
+            with Sockets(keys=of(cluster, role)) as peer:  # type: ignore[arg-type]
+                assert _exchange(server, peer, domain=domain).startswith(f"{role}/")  # type: ignore[arg-type]
+
+
+def test_keys_count_over_ipc_too(cluster: Path, ipc_directory: Path) -> None:
+    alice = client_of(cluster, "alice")
+    with Sockets(keys=of(cluster, "brokers")) as server, Sockets(keys=alice) as client, Sockets() as plain:
+        router = server.router(f"ipc://{ipc_directory}/r", domain="clients")
+        for sockets in (plain, client):
+            with suppress(zmq.Again):
+                sockets.dealer(f"ipc://{ipc_directory}/r").send(b"hello", zmq.NOBLOCK)
+        assert router.poll(2000)
+        assert key_of(frames.receive(router, keyed=True)[0]) == "clients/alice"
+        assert not router.poll(200)
+
+
+def test_a_port_must_prove_the_key_that_is_expected_there(cluster: Path) -> None:
+    """A node whose secret was stolen cannot pass for the broker."""
+    with Sockets(keys=of(cluster, "nodes")) as thief, Sockets(keys=of(cluster, "controllers")) as controller:
+        assert not _exchange(thief, controller, domain="data", wait_ms=300)
+
+
+def test_a_rank_says_in_its_endpoint_which_key_its_port_has(cluster: Path) -> None:
+    alice = client_of(cluster, "alice")
+    with Sockets(keys=of(cluster, "nodes")) as node, Sockets(keys=alice) as client:
+        router, endpoint = node.ephemeral_router("tcp://127.0.0.1")
+        client.dealer(endpoint, role="nodes").send(b"hello")
+        assert router.poll(2000)
+        with pytest.raises(StartError, match="does not say which key"):
+            client.dealer(router.getsockopt_string(zmq.LAST_ENDPOINT), role="nodes")
+
+
+def test_one_of_several_controllers_is_named_in_its_address(cluster: Path) -> None:
+    alice = client_of(cluster, "alice")
+    add_key(cluster, "controllers", "controller-1")
+    (cluster.parent / "alice" / "allow" / "controllers" / "controller-1.key").write_bytes(
+        (cluster / "allow" / "controllers" / "controller-1.key").read_bytes()
+    )
+    with Sockets(keys=of(cluster, "controllers", "controller-1")) as controller, Sockets(keys=alice) as client:
+        router = controller.router("tcp://127.0.0.1:*", domain="clients")
+        at = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        with pytest.raises(ConfigError, match="as #controller-0"):
+            client.dealer(at, role="controllers")
+        for name, comes in (("controller-0", False), ("controller-1", True)):
+            with suppress(zmq.Again):
+                client.dealer(f"{at}#{name}", role="controllers").send(b"hello", zmq.NOBLOCK)
+            assert bool(router.poll(2000 if comes else 300)) is comes
+
+
+def test_listed_keys_get_in_and_clients_stay_out_of_the_nodes_ports(cluster: Path) -> None:
+    alice = client_of(cluster, "alice")
+    with Sockets(keys=of(cluster, "brokers")) as server, Sockets(keys=alice) as client:
+        assert _exchange(server, client, domain="clients") == "clients/alice"
         assert not _exchange(server, client, domain="nodes", wait_ms=300)
         assert server.gatekeeper is not None
         assert server.gatekeeper.refused["nodes"] >= 1
 
 
-def test_plaintext_and_unlisted_peers_get_nowhere(cluster: Path, tmp_path: Path) -> None:
-    new_client_keys(cluster, "mallory", tmp_path / "mallory")
-    (cluster / "allow" / "clients" / "mallory.key").unlink()
-    mallory = load_keys(tmp_path / "mallory", server=False)
-    with Sockets(keys=load_keys(cluster, server=True)) as server:
+def test_plaintext_and_unlisted_peers_get_nowhere(cluster: Path) -> None:
+    mallory = client_of(cluster, "mallory")
+    revoke_key(cluster, "clients", "mallory")
+    with Sockets(keys=of(cluster, "brokers")) as server:
         with Sockets() as plain:
             assert not _exchange(server, plain, wait_ms=300)
             assert server.gatekeeper is not None
@@ -107,37 +230,79 @@ def test_plaintext_and_unlisted_peers_get_nowhere(cluster: Path, tmp_path: Path)
         assert server.gatekeeper.refused["clients"] > before
 
 
-def test_one_bad_file_locks_nobody_out(cluster: Path, tmp_path: Path) -> None:
-    new_client_keys(cluster, "dora", tmp_path / "dora")
+def test_one_bad_file_locks_nobody_out(cluster: Path) -> None:
+    dora = client_of(cluster, "dora")
     (cluster / "allow" / "clients" / "a.key").write_text("oops")
     (cluster / "allow" / "nodes" / "a.key").write_text("")
-    with Sockets(keys=load_keys(cluster, server=True)) as server:
-        with Sockets(keys=load_keys(tmp_path / "dora", server=False)) as client:
+    with Sockets(keys=of(cluster, "brokers")) as server:
+        with Sockets(keys=dora) as client:
             assert _exchange(server, client)
-        with Sockets(keys=load_keys(cluster, server=True)) as node:
+        with Sockets(keys=of(cluster, "nodes")) as node:
             assert _exchange(server, node, domain="nodes")
 
 
-def test_the_list_is_read_at_each_connection(cluster: Path, tmp_path: Path) -> None:
-    new_client_keys(cluster, "bob", tmp_path / "bob")
+def test_the_list_is_read_at_each_connection(cluster: Path) -> None:
+    bob = client_of(cluster, "bob")
     listed = cluster / "allow" / "clients" / "bob.key"
     key = listed.read_bytes()
-    with Sockets(keys=load_keys(cluster, server=True)) as server:
-        client = Sockets(keys=load_keys(tmp_path / "bob", server=False))
+    with Sockets(keys=of(cluster, "brokers")) as server:
+        client = Sockets(keys=bob)
         assert _exchange(server, client)
         client.close()
         listed.unlink()
-        with Sockets(keys=load_keys(tmp_path / "bob", server=False)) as again:
+        with Sockets(keys=bob) as again:
             assert not _exchange(server, again, wait_ms=300)
         listed.write_bytes(key)
-        with Sockets(keys=load_keys(tmp_path / "bob", server=False)) as back:
+        with Sockets(keys=bob) as back:
             assert _exchange(server, back)
 
 
-def test_a_client_directory_cannot_open_a_port(cluster: Path, tmp_path: Path) -> None:
-    new_client_keys(cluster, "carol", tmp_path / "carol")
-    with (
-        Sockets(keys=load_keys(tmp_path / "carol", server=False)) as carol,
-        pytest.raises(StartError, match=r"server\.secret"),
-    ):
-        carol.router("tcp://127.0.0.1:*")
+def test_a_key_that_connects_too_often_has_to_wait_and_others_do_not(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "HANDSHAKES", 2)
+    monkeypatch.setattr(gate, "HANDSHAKES_PER_S", 0)
+    keys = {name: client_of(cluster, name) for name in ("alice", "bob")}
+    with Sockets(keys=of(cluster, "brokers")) as server:
+        for name, gets_in in (("alice", True), ("alice", True), ("alice", False), ("bob", True)):
+            with Sockets(keys=keys[name]) as client:
+                assert bool(_exchange(server, client, wait_ms=2000 if gets_in else 300)) is gets_in
+        assert server.gatekeeper is not None
+        assert server.gatekeeper.refused["clients"] >= 1
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_a_revoked_key_loses_its_connections_and_others_keep_theirs(
+    transport: str, cluster: Path, ipc_directory: Path
+) -> None:
+    """Others of the same address (ipc: process), as bob is here, are cut off too, and come back by themselves."""
+    keys = {name: client_of(cluster, name) for name in ("alice", "bob")}
+    with Sockets(keys=of(cluster, "brokers")) as server, ExitStack() as stack:
+        bind = "tcp://127.0.0.1:*" if transport == "tcp" else f"ipc://{ipc_directory}/r"
+        router = server.router(bind, domain="clients")
+        at = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        dealers = {}
+        peers = {}
+        for name, theirs in keys.items():
+            dealers[name] = stack.enter_context(Sockets(keys=theirs)).dealer(at)
+            dealers[name].send(b"hello")
+            assert router.poll(2000)
+            peers[name] = frames.receive(router, keyed=True)[0]
+        revoke_key(cluster, "clients", "alice")
+
+        def gone() -> bool:
+            try:
+                frames.send(router, (peers["alice"], b"psst"))
+            except zmq.ZMQError as error:
+                return error.errno == errno.EHOSTUNREACH
+            return False
+
+        end = time.monotonic() + 10
+        while not gone():
+            assert time.monotonic() < end, "its connection stands"
+            if dealers["alice"].poll(20):
+                dealers["alice"].recv()
+        while not router.poll(100):  # what was on its way when the connection went is lost
+            assert time.monotonic() < end, "bob does not come back"
+            dealers["bob"].send(b"still there")
+        assert key_of(frames.receive(router, keyed=True)[0]) == "clients/bob"

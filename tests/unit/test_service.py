@@ -82,8 +82,8 @@ def test_a_failed_start_closes_what_it_opened(
     made: list[Any] = []
     original = Sockets._connect
 
-    def fails(self: Sockets, socket: Any, endpoint: str) -> Any:
-        made.append(original(self, socket, endpoint))
+    def fails(self: Sockets, *arguments: Any) -> Any:
+        made.append(original(self, *arguments))
         raise StartError("no such host")
 
     monkeypatch.setattr(Sockets, "_connect", fails)

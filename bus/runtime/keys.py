@@ -1,0 +1,180 @@
+"""CURVE keys on disk, and what an operator does with them.
+
+A key directory has the public keys of all who may connect, in `allow/<role>/<name>.key`, and in
+`secrets/<role>/<name>.secret` those secrets that its owner needs: all of them where the keys are made, one in what is
+taken to another machine. All are Z85 text. A part proves with its own key who it is, whether it binds or connects.
+Owns making and reading these files; who gets in is judged in `bus.runtime.security`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from bus.errors import ConfigError
+from bus.rights import ROLES, KeyRole
+from bus.runtime.allowlist import read_key
+from bus.wire.messages import NAME
+
+
+@dataclass(frozen=True)
+class Keys:
+    """One part's key, and the list it judges others by. `name` is `<role>/<name>`."""
+
+    directory: Path
+    name: str
+    public: bytes
+    secret: bytes
+
+    def of_port(self, role: KeyRole, name: str) -> bytes:
+        """The key that the port of a broker or controller must prove; `name` may be empty where one is listed."""
+        folder = self.directory / "allow" / role
+        if name:
+            return read_key(folder / f"{name}.key")
+        names = sorted(path.stem for path in folder.glob("*.key"))
+        if len(names) == 1:
+            return read_key(folder / f"{names[0]}.key")
+        if not names:
+            raise ConfigError(f"{folder} lists nobody: copy allow/ from where the keys were made")
+        raise ConfigError(f"{folder} lists {', '.join(names)}: write which at the end of the address, as #{names[0]}")
+
+
+def load_keys(directory: Path | str, *roles: KeyRole, name: str = "") -> Keys:
+    """The key of this part in `directory`: that of `name`, or the only one of the first of these roles that has any.
+    ConfigError when there is none, or one that is malformed or readable by others."""
+    path = Path(directory)
+    role = roles[-1].removesuffix("s")
+    chosen, names = roles[0], [name]
+    if not name:
+        here = {each: sorted(secret.stem for secret in (path / "secrets" / each).glob("*.secret")) for each in roles}
+        chosen = next((each for each in roles if here[each]), chosen)
+        names = here[chosen]
+    if not names:
+        raise ConfigError(f"{path} has no secret of a {role}; give it one: pdbus keys give KEYS {role} NAME {path}")
+    if len(names) > 1:
+        raise ConfigError(f"{path} has secrets of {', '.join(names)}: take one away with: pdbus keys give")
+    name = names[0]
+    secret = path / "secrets" / chosen / f"{name}.secret"
+    if not secret.exists():
+        raise ConfigError(f"{secret} is missing; make it with: pdbus keys add {path} {role} {name}")
+    key = _read_secret(secret)
+    return Keys(path, f"{chosen}/{name}", zmq.curve_public(key), key)
+
+
+def new_keys(directory: Path, nodes: Sequence[str] = ()) -> None:
+    """Make the keys of a cluster in `directory`: of its broker, one controller, an operator, and these nodes."""
+    if (directory / "secrets").exists():
+        raise ConfigError(f"{directory} already holds keys; choose an empty directory")
+    for role in ROLES:
+        _make_dirs(directory, f"allow/{role}")
+    add_key(directory, "brokers", "broker")
+    add_key(directory, "controllers", "controller-0")
+    add_key(directory, "admins", "operator")
+    for name in nodes:
+        add_key(directory, "nodes", name)
+
+
+def add_key(directory: Path, role: KeyRole, name: str) -> None:
+    """Make a key and list it; its secret stays here until it is given away."""
+    if NAME.fullmatch(name) is None or name.startswith("."):
+        raise ConfigError(f"{name!r}: the name of a key has 1 to 64 letters, digits, '.', '_' and '-'")
+    listed = directory / "allow" / role / f"{name}.key"
+    if listed.exists():
+        raise ConfigError(f"{listed} exists: a {role.removesuffix('s')} of that name is already allowed")
+    if not listed.parent.is_dir():
+        raise ConfigError(f"{directory} holds no list of keys; make one with: pdbus keys new {directory}")
+    public, secret = zmq.curve_keypair()
+    _make_dirs(directory, f"secrets/{role}")
+    _write(directory / "secrets" / role / f"{name}.secret", secret, 0o600)
+    _write(listed, public, 0o644)
+
+
+def give_key(directory: Path, role: KeyRole, name: str, out: Path) -> None:
+    """Move the secret of a key to `out`, with the public keys it needs beside it; where it is there, renew those."""
+    _listed(directory, role, name)
+    here, there = (each / "secrets" / role / f"{name}.secret" for each in (directory, out))
+    if not there.exists():
+        if (out / "secrets").exists():
+            raise ConfigError(f"{out} holds the secret of another; choose an empty directory")
+        if not here.exists():
+            raise ConfigError(f"{here} was given away; to make another key of that name, revoke this one first")
+        _make_dirs(out, f"secrets/{role}")
+        _write(there, _read_secret(here), 0o600)
+        here.unlink()
+    for each in ("brokers", "controllers") if role in ("clients", "admins") else ROLES:
+        _make_dirs(out, f"allow/{each}")
+        theirs = {path.name: read_key(path) for path in (directory / "allow" / each).glob("*.key")}
+        for path in (out / "allow" / each).glob("*.key"):
+            if path.read_bytes().strip() == theirs.get(path.name):
+                del theirs[path.name]
+            else:
+                path.unlink()
+        for file, key in theirs.items():
+            _write(out / "allow" / each / file, key, 0o644)
+
+
+def ensure_keys(directory: Path, controllers: Sequence[str], nodes: Sequence[str]) -> None:
+    """Add what keys of these parts are not listed yet."""
+    wanted: dict[KeyRole, Sequence[str]] = {"controllers": controllers, "nodes": nodes}
+    for role, names in wanted.items():
+        for name in names:
+            if not (directory / "allow" / role / f"{name}.key").exists():
+                add_key(directory, role, name)
+
+
+def revoke_key(directory: Path, role: KeyRole, name: str) -> None:
+    """Take a key off the list; parts that read this directory cut its connections within a second."""
+    _listed(directory, role, name).unlink()
+    (directory / "secrets" / role / f"{name}.secret").unlink(missing_ok=True)
+
+
+def listed_keys(directory: Path) -> Iterator[tuple[KeyRole, str, bytes]]:
+    """Role, name and public key of all that are listed."""
+    for role in ROLES:
+        for path in sorted((directory / "allow" / role).glob("*.key")):
+            yield role, path.stem, read_key(path)
+
+
+def _listed(directory: Path, role: KeyRole, name: str) -> Path:
+    path = directory / "allow" / role / f"{name}.key"
+    if not path.exists():
+        raise ConfigError(f"{path} is missing: no {role.removesuffix('s')} of that name is allowed")
+    return path
+
+
+def _read_secret(path: Path) -> bytes:
+    key = read_key(path)
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        raise ConfigError(f"{path} is readable by others; run: chmod 600 {path}")
+    return key
+
+
+def _make_dirs(base: Path, inside: str) -> None:
+    """`base` and what is inside it, each for its owner alone."""
+    path = base
+    for name in ("", *inside.split("/")):
+        path /= name
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make {path}: {error.strerror}") from None
+
+
+def _write(path: Path, key: bytes, mode: int) -> None:
+    """The whole file appears at once (a part may be reading the list), and never in the place of another."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")  # no .key: nobody reads it
+    try:
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(key + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(fresh, path)  # unlike a rename it fails where there is one
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    finally:
+        fresh.unlink(missing_ok=True)
