@@ -239,8 +239,11 @@ def test_a_publication_needs_the_key_of_whom_it_speaks_for(live: Rig, keys: Path
     """A node's key is one instance's: not another's ranks, no controller's counters, no beacon. Nor a controller's."""
     ranks = {rank.instance: rank for rank in live.status().ranks}
     decode = ranks["decode-0"]
+    load = Load(
+        seq=2**63 - 1, step=1, running=9, waiting=9, waiting_tokens=9, kv_tokens=9, kv_capacity=9, max_running=9
+    )
     forged: list[Message] = [
-        LoadReport("decode-0", 0, decode.epoch, 2**63 - 1, Load(2**63 - 1, 1, 9, 9, 9, 9, 9, 9)),
+        LoadReport("decode-0", 0, decode.epoch, 2**63 - 1, load),
         Sent("controller-9", 77, 1, ()),
         Beacon(77, 1, 0.25),
     ]

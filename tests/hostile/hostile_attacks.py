@@ -257,7 +257,10 @@ def forged_publications(ports: Ports) -> None:
     """Loads of every rank with a seq that it will never reach, beacons of other brokers, and 64 controllers that have
     sent it thousands of requests; for three seconds, with a node's key."""
     ranks = [name.partition(" ")[2] for name in ports if name.startswith("data")]
-    load = Load(2**63 - 1, 2**40, 2**30, 2**30, 2**40, 2**40, 1, 1)
+    load = Load(
+        seq=2**63 - 1, step=2**40, running=2**30, waiting=2**30, waiting_tokens=2**40, kv_tokens=2**40,
+        kv_capacity=1, max_running=1,
+    )  # fmt: skip
     until = time.monotonic() + 3.0
     with insider(ports, "nodes") as sockets:
         pub = sockets.pub(ports["publish"])

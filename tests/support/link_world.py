@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
 from legs_world import PROMPT, Rank, World
 
-from bus.wire.messages import CancelLeg
+from bus.wire.messages import CancelLeg, Params
 from nodes.link import RankFacts, RankLink, Start
-from nodes.link.leg import Leg
+from nodes.link.leg import NO_ROOM, Leg
 
 FACTS = RankFacts(model="m", max_context=1000, vocab_size=512, block_tokens=16)
 SETTINGS: dict[str, Any] = {"controllers": ["ipc:///c"], "instance": "u", "facts": FACTS, "data": "ipc:///d"}
+
+
+def unified_leg(rid: str, attempt: int = 1, offset: int = 0, **fields: Any) -> Leg:
+    """One that was taken in."""
+    leg = Leg(rid, attempt, "unified", 0, 1, NO_ROOM, array("i", [5]), 1, 9, offset, 0, Params(), frozenset(), None)
+    for name, value in fields.items():
+        setattr(leg, name, value)
+    return leg
 
 
 class Engine:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import tempfile
-from array import array
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from link_world import FACTS
+from link_world import FACTS, unified_leg
 
 from bus.runtime.loop import Loop
 from bus.wire import topics
 from bus.wire.codec import encode
-from bus.wire.messages import Beacon, Member, Message, Params
+from bus.wire.messages import Beacon, Member, Message
 from nodes.link.config import LinkConfig
 from nodes.link.handover import HandedRunner
 from nodes.link.host import GOODBYE_S, Host
-from nodes.link.leg import NO_ROOM, Leg
 from nodes.link.streams import ATTACH_GRACE_S
 
 
@@ -88,7 +86,7 @@ def test_drained_when_the_bus_has_carried_the_goodbyes(rig: Rig) -> None:
 
 def test_a_stream_that_nobody_reads_holds_a_drained_host_up_no_longer_than_its_grace(rig: Rig) -> None:
     host = rig.host
-    leg = Leg("r", 1, "unified", 0, 1, NO_ROOM, array("i", [5]), 1, 9, 0, 0, Params(), frozenset(), None)
+    leg = unified_leg("r")
     host.streams.open(leg, 0.0)
     leg.end("ok", "length", 0.0)
     host.streams.finish(leg)

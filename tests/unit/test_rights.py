@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from controller_world import World, hello, submit
+from link_world import unified_leg
 
 from bus.rights import Known, key_of, may, owns, publishes, speaks_for
 from bus.wire.messages import (
@@ -132,8 +133,9 @@ def test_a_client_that_is_gone_when_its_request_is_placed_is_not_served(world: W
 def test_only_its_client_reads_a_stream() -> None:
     """M80"""
     streams = Streams()
-    streams.open("r", 1, 0, 0.0, client="clients/alice")
-    streams.push("r", 1, [5, 6])
+    leg = unified_leg("r", client="clients/alice")
+    streams.open(leg, 0.0)
+    streams.push(leg, [5, 6])
     streams.attach(MALLORY, Attach("r", 1), 0.0)
     streams.detach(MALLORY, Detach("r", 1))
     (send,) = streams.flush(0.0)
@@ -144,25 +146,29 @@ def test_only_its_client_reads_a_stream() -> None:
     assert (send.peer, send.message.ids) == (ALICE, (5, 6))  # type: ignore[attr-defined]
     early = Streams()
     early.attach(MALLORY, Attach("r", 1), 0.0)  # before the dispatch
-    early.open("r", 1, 0, 0.0, client="clients/alice")
-    early.push("r", 1, [5, 6])
+    leg = unified_leg("r", client="clients/alice")
+    early.open(leg, 0.0)
+    early.push(leg, [5, 6])
     assert [getattr(send.message, "ids", None) for send in early.flush(0.0)] == [()]
 
 
 def test_what_nobody_reads_any_more_is_given_up_unless_it_is_to_live_on() -> None:
     streams = Streams()
-    for rid in ("never read", "lives on", "left", "read", "gone", "over"):
-        streams.open(rid, 1, 0, 0.0, lives_on=rid == "lives on")
+    rids = ("never read", "lives on", "left", "read", "gone", "over")
+    legs = {rid: unified_leg(rid, lives_on=rid == "lives on") for rid in rids}
+    for leg in legs.values():
+        streams.open(leg, 0.0)
     for rid in ("left", "read", "gone"):
         streams.attach(b"reader", Attach(rid, 1), 0.0)
-    streams.finish("over", 1, "stop", 0.0)
+    legs["over"].end("ok", "stop", 0.0)
+    streams.finish(legs["over"])
     assert streams.unread(UNREAD_S - 0.1) == []
     streams.detach(b"reader", Detach("left", 1))
     now = UNREAD_S
-    streams.push("gone", 1, [5])
+    streams.push(legs["gone"], [5])
     for send in streams.flush(now):
         if send.message.rid == "gone":  # type: ignore[attr-defined]
             streams.unsent(send, SendFailure.GONE, now)
-    assert set(streams.unread(now)) == {("never read", 1), ("left", 1)}
-    assert ("gone", 1) in streams.unread(2 * UNREAD_S)
-    assert ("read", 1) not in streams.unread(2 * UNREAD_S)
+    assert streams.unread(now) == [legs["never read"], legs["left"]]
+    assert legs["gone"] in streams.unread(2 * UNREAD_S)
+    assert legs["read"] not in streams.unread(2 * UNREAD_S)

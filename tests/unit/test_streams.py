@@ -6,11 +6,12 @@ import weakref
 from array import array
 
 import pytest
+from link_world import unified_leg
 
 from bus.actions import Send
-from bus.wire.messages import MAX_TOKENS_PER_MESSAGE, Attach, Code, Detach, Params, Tokens
+from bus.wire.messages import MAX_TOKENS_PER_MESSAGE, Attach, Code, Detach, Tokens
 from nodes.link import streams as module
-from nodes.link.leg import NO_ROOM, Leg
+from nodes.link.leg import Leg
 from nodes.link.streams import (
     ATTACH_GRACE_S,
     ATTACH_WAIT_S,
@@ -36,7 +37,7 @@ def sent(streams: Streams, now: float = 0.0) -> list[tuple[bytes, int, tuple[int
 
 def opened(streams: Streams, rid: str = "r", attempt: int = 1, offset: int = 0) -> Leg:
     """A unified leg that was taken in."""
-    leg = Leg(rid, attempt, "unified", 0, 1, NO_ROOM, array("i", [5]), 1, 9, offset, 0, Params(), frozenset(), None)
+    leg = unified_leg(rid, attempt, offset)
     streams.open(leg, 0.0)
     return leg
 
