@@ -102,6 +102,7 @@ def publications(actions: list[Action], kind: type[Message]) -> list[Message]:
 
 
 def test_a_query_is_answered_at_once_with_what_is_known() -> None:
+    """M36 M37."""
     core, rank = broker(), Rank()
     core.handle(rank.member(), 0.0)
     core.handle(rank.rooms(7, 8), 0.0)
@@ -112,9 +113,10 @@ def test_a_query_is_answered_at_once_with_what_is_known() -> None:
 
 
 def test_a_watch_is_answered_by_the_registration_in_one_message_per_query() -> None:
+    """M38 M39."""
     core, rank = broker(), Rank()
     core.handle(rank.member(), 0.0)
-    assert ask(core, b"d", (7, 8, 9), 0.0, watch_s=5.0, id=3).pending == (7, 8, 9)
+    assert ask(core, b"d", (7, 8, 9, 9), 0.0, watch_s=5.0, id=3).pending == (7, 8, 9)
     assert ask(core, b"e", (8,), 0.0, watch_s=5.0).pending == (8,)
     replies = sent(core.handle(rank.rooms(7, 8), 1.0))
     assert [
@@ -124,11 +126,22 @@ def test_a_watch_is_answered_by_the_registration_in_one_message_per_query() -> N
         (b"e", 1, [8]),
     ]
     assert sent(core.handle(rank.rooms(7, 8), 1.1)) == [], "answered once"
+    assert sent(core.handle(Tick(), 4.9)) == []
     assert sent(core.handle(Tick(), 5.1)) == [(b"d", Answer(3, lost=(Lost(9, "unknown_room"),)))]
     assert core.watches.size == 0
 
 
+def test_a_query_with_a_watch_says_what_is_known_lost_and_to_come() -> None:
+    """M36 M38: in one answer."""
+    core, rank = broker(), Rank()
+    core.handle(rank.rooms(7, 8), 0.0)
+    core.handle(rank.rooms(drop=(Drop(8, 1, "cancelled"),)), 0.0)
+    lost = (Lost(8, "cancelled", 1),)
+    assert ask(core, b"d", (7, 8, 9), 0.0, watch_s=5.0) == Answer(1, (Found(rank.location, 1, (7,)),), (9,), lost)
+
+
 def test_a_failed_prefill_answers_watches_and_later_queries() -> None:
+    """M33 M38."""
     core, rank = broker(), Rank()
     core.handle(rank.member(), 0.0)
     core.handle(rank.rooms(7), 0.0)
@@ -139,6 +152,7 @@ def test_a_failed_prefill_answers_watches_and_later_queries() -> None:
 
 
 def test_an_ok_drop_makes_a_room_unknown() -> None:
+    """M33."""
     core, rank = broker(), Rank()
     core.handle(rank.rooms(7), 0.0)
     core.handle(rank.rooms(drop=(Drop(7),)), 1.0)
@@ -146,12 +160,16 @@ def test_an_ok_drop_makes_a_room_unknown() -> None:
 
 
 def test_unwatch_and_a_lost_peer_end_watches() -> None:
+    """M40."""
     core, rank = broker(), Rank()
-    ask(core, b"d", (7, 8), 0.0, watch_s=5.0)
-    ask(core, b"e", (7, 8), 0.0, watch_s=5.0)
+    for id in (1, 2):
+        ask(core, b"d", (7, 8), 0.0, watch_s=5.0, id=id)
+        ask(core, b"e", (7, 8), 0.0, watch_s=5.0, id=id)
     core.handle(Asked(b"d", Unwatch((7,))), 0.1)
     core.handle(Unreachable(b"e"), 0.1)
-    assert [peer for peer, _ in sent(core.handle(rank.rooms(7, 8), 1.0))] == [b"d"]
+    (found,) = {message.found for peer, message in sent(core.handle(rank.rooms(7, 8), 1.0)) if peer == b"d"}  # type: ignore[attr-defined]
+    assert found == (Found(rank.location, 1, (8,)),)
+    assert sent(core.handle(Tick(), 9.0)) == []
 
 
 def test_too_many_watches_are_refused_whole() -> None:
@@ -164,6 +182,7 @@ def test_too_many_watches_are_refused_whole() -> None:
 
 
 def test_two_live_ranks_that_claim_one_room_are_both_told() -> None:
+    """M32."""
     core, first, second = broker(), Rank(0), Rank(1)
     core.handle(first.rooms(7), 0.0)
     told = publications(core.handle(second.rooms(7), 1.0), Conflict)
@@ -176,6 +195,7 @@ def test_two_live_ranks_that_claim_one_room_are_both_told() -> None:
 
 
 def test_a_restarted_ranks_rooms_vanish_and_may_be_claimed_again() -> None:
+    """M19 M20."""
     core, old, other = broker(), Rank(0, epoch=1), Rank(1)
     core.handle(old.rooms(7, 8), 0.0)
     core.handle(Rank(0, epoch=2).member(), 1.0)
@@ -186,6 +206,7 @@ def test_a_restarted_ranks_rooms_vanish_and_may_be_claimed_again() -> None:
 
 
 def test_a_rank_silent_past_its_lease_gives_way_and_one_that_left_owns_nothing() -> None:
+    """M20."""
     core, silent, other = broker(), Rank(0), Rank(1)
     core.handle(silent.member(), 0.0)
     core.handle(silent.rooms(7), 0.0)
@@ -198,6 +219,7 @@ def test_a_rank_silent_past_its_lease_gives_way_and_one_that_left_owns_nothing()
 
 
 def test_a_gap_asks_for_a_restatement_ever_more_rarely_until_it_comes() -> None:
+    """M18: a hole in `seq`."""
     core, rank = broker(), Rank()
     core.handle(rank.member(), 0.0)
     core.handle(rank.rooms(7), 0.0)
@@ -217,6 +239,7 @@ def test_a_gap_asks_for_a_restatement_ever_more_rarely_until_it_comes() -> None:
 
 
 def test_a_lost_last_message_shows_in_the_membership() -> None:
+    """M18: a member that says it has published more than arrived."""
     core, rank = broker(), Rank()
     core.handle(rank.member(), 0.0)
     rank.rooms(7)  # lost
@@ -259,12 +282,14 @@ def test_a_repeated_message_changes_nothing() -> None:
     assert ask(core, b"d", (7,), 0.2) == Answer(1)
 
 
-def test_a_publisher_speaks_for_the_rank_of_its_topic_alone() -> None:
+@pytest.mark.parametrize("topic", [b"rooms/prefill-0/1/", b"rooms/prefill-0/0", b"member/prefill-0/0/", b"rooms/"])
+def test_a_publisher_speaks_for_the_rank_of_its_topic_alone(topic: bytes) -> None:
+    """M13."""
     core, rank = broker(), Rank(0)
     forged = rank.rooms(7)
-    notes = core.handle(Published(b"rooms/prefill-0/1/", forged.message), 0.0)
+    notes = core.handle(Published(topic, forged.message), 0.0)
     assert [note.event for note in notes if isinstance(note, Note)] == ["publication.rejected"]
-    assert core.handle(Published(b"rooms/prefill-0/1/", forged.message), 0.1) == [], "said once"
+    assert core.handle(Published(topic, forged.message), 0.1) == [], "said once"
     assert ask(core, b"d", (7,), 0.0) == Answer(1)
     assert core.tally()["topic_mismatches"] == 2
 

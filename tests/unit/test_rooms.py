@@ -17,6 +17,7 @@ def owner(dp_rank: int = 0, epoch: int = 1) -> Owner:
 
 
 def test_a_claim_counts_until_its_ttl_and_not_a_moment_longer() -> None:
+    """M29."""
     table, rank = RoomTable(TTL_S), owner()
     assert table.register(rank, 7, 1, 10.0) == "new"
     claim = table.find(7, 129.999)
@@ -26,6 +27,7 @@ def test_a_claim_counts_until_its_ttl_and_not_a_moment_longer() -> None:
 
 
 def test_registering_again_refreshes() -> None:
+    """M30."""
     table, rank = RoomTable(TTL_S), owner()
     table.register(rank, 7, 1, 0.0)
     assert table.register(rank, 7, 1, 100.0) == "refreshed"
@@ -35,6 +37,7 @@ def test_registering_again_refreshes() -> None:
 
 
 def test_the_higher_attempt_wins_whoever_comes_first() -> None:
+    """M31."""
     table, first, second = RoomTable(TTL_S), owner(0), owner(1)
     table.register(first, 7, 1, 0.0)
     assert table.register(second, 7, 2, 1.0) == "replaced"
@@ -64,6 +67,7 @@ def test_a_silent_owner_yields_its_room_but_keeps_it_until_then() -> None:
 
 
 def test_a_retired_owners_rooms_vanish_at_once_and_their_memory_soon() -> None:
+    """M20."""
     table, first, second = RoomTable(TTL_S), owner(0, epoch=1), owner(0, epoch=2)
     for room in range(5000):
         table.register(first, room, 1, 0.0)
@@ -77,6 +81,7 @@ def test_a_retired_owners_rooms_vanish_at_once_and_their_memory_soon() -> None:
 
 
 def test_drop_takes_only_the_owners_own_claim() -> None:
+    """M34."""
     table, first, second = RoomTable(TTL_S), owner(0), owner(1)
     table.register(first, 7, 2, 0.0)
     assert not table.drop(second, 7, 2)
@@ -102,6 +107,7 @@ def test_a_failure_is_remembered_until_a_new_claim() -> None:
 
 
 def test_a_failure_of_somebody_elses_room_is_ignored() -> None:
+    """M34."""
     table, first, second = RoomTable(TTL_S), owner(0), owner(1)
     table.register(first, 7, 1, 0.0)
     assert table.fail(second, 7, 1, "prefill_failed", 1.0) == "stale"

@@ -26,18 +26,21 @@ def info(table: Membership, now: float) -> InstanceInfo:
 
 
 def test_ready_when_every_unique_rank_is() -> None:
+    """M41."""
     table = Membership()
     table.introduce(member(0), 0.0)
     table.introduce(member(0), 0.1)
     assert not info(table, 0.1).ready, "one rank said so twice"
-    table.introduce(member(1, state="starting"), 0.2)
-    assert not info(table, 0.2).ready
+    for state in ("starting", "draining"):
+        table.introduce(member(1, state=state), 0.2)
+        assert not info(table, 0.2).ready
     table.introduce(member(1), 0.3)
     assert info(table, 0.3).ready
     assert [rank.dp_rank for rank in info(table, 0.3).ranks] == [0, 1]
 
 
 def test_a_rank_silent_past_its_lease_is_not_ready() -> None:
+    """M41."""
     table = Membership()
     table.introduce(member(0), 0.0)
     table.introduce(member(1), 2.0)

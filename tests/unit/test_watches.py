@@ -36,10 +36,12 @@ def test_asking_again_moves_the_deadline() -> None:
 
 
 def test_unwatch_is_for_the_peer_that_says_so() -> None:
+    """M40."""
     watches = Watches()
     watches.add(b"a", 1, 7, 1.0)
+    watches.add(b"a", 2, 7, 1.0)
     watches.add(b"b", 1, 7, 1.0)
-    assert watches.drop(b"a", [7, 9]) == 1
+    assert watches.drop(b"a", [7, 9]) == 2
     assert watches.take(7) == [(b"b", 1)]
 
 
