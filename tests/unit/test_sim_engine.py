@@ -121,6 +121,18 @@ def test_blocks_move_between_engines_and_damage_shows():
     assert continued([blocks[0], blocks[1], bytes(256)]) != expected
 
 
+def test_a_block_holds_the_state_after_each_token():
+    """uint32, little-endian: the layout that examples/foreign_scheduler.py serves."""
+    loop = VirtualLoop()
+    prefill = engine_on(loop, kv_bytes_per_token=16)
+    prompt = list(range(5, 11))
+    generate(loop, prefill, prompt, 1, [7, 3], 6)
+    states = [0]
+    for token in prompt:
+        states.append(zlib.crc32(struct.pack("<i", token), states[-1]))
+    assert bytes(prefill.export_block(3)) == struct.pack("<2I", *states[5:]).ljust(64, b"\0")
+
+
 def test_rows_of_one_step_do_not_mix_and_only_params_rows_answer():
     loop = VirtualLoop()
     engine = engine_on(loop)

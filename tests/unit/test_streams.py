@@ -1,4 +1,4 @@
-"""Token streams: each token once and in order for any reader, none ever waited for."""
+"""Token streams: each token once and in order for any reader, none ever waited for (M57 M58 M59 M60 M61)."""
 
 from __future__ import annotations
 
