@@ -890,7 +890,8 @@ class TestStart:
         (dispatch,) = world.dispatches(U[1])
         for peer in ("", "again"):  # the same connection, as when its state changes, and a new one
             world.join(hello("u", 1, running=(("r", 1),)), peer=peer)
-        assert set(world.core.life.table.inherited._held) == {"former"}
+        assert world.core.life.table.inherited.of("former")
+        assert not world.core.life.table.inherited.of("r")
         world.progress(U[1], ended=[dispatch], peer="again")
         world.submit(submit("r", routed_dp_rank=0))
         assert [d.attempt for d in world.dispatches(U[0])] == [1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prefix_hits import hits
+from retained import retained
 
 from controller.policies.prefix_index import PrefixIndex
 
@@ -73,20 +74,24 @@ def test_an_expectation_renewed_lasts_longer() -> None:
 
 def test_memory_is_bounded_and_the_oldest_go_first() -> None:
     index = PrefixIndex(max_blocks=100)
+    sizes = []
     for start in range(0, 10_000, 10):
         index.stored(A, range(start, start + 10))
         index.expected(B, range(start, start + 10))
+        sizes.append(retained(index))
     index.validate()
     assert len(index) == 200
+    assert max(sizes[500:]) <= max(sizes[:500]), "it grows no more"
     assert hits(index, range(9_990, 10_000)) == {A: 10, B: 10}
     assert hits(index, [0]) == {}
-    assert len(index._expiries) <= 4 * 100 * 2
 
 
 def test_repeated_expectations_do_not_pile_up() -> None:
     index = PrefixIndex(max_blocks=10)
+    sizes = []
     for _ in range(1_000):
         index.expected(A, [1, 2, 3])
+        sizes.append(retained(index))
     index.validate()
-    assert index._expiring <= 40
+    assert max(sizes[500:]) <= max(sizes[:500])
     assert hits(index, [1, 2, 3]) == {A: 3}
