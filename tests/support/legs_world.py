@@ -26,6 +26,7 @@ from bus.wire.messages import (
 )
 from nodes.link.actions import (
     Action,
+    Leave,
     Locate,
     Register,
     SendBlock,
@@ -115,6 +116,8 @@ class Rank:
         self.ended: dict[tuple[str, int], list[Ended]] = {}
         self.started: list[tuple[str, int]] = []
         self.dropped: list[Unregister] = []
+        self.left: list[str] = []  # why the process should leave
+        self.notes: list[Note] = []
         self.wanted: dict[int, float] = {}
         self.dead = False
         self.sent: Counter[str] = Counter()
@@ -177,8 +180,10 @@ class Rank:
                 world.call_later(action.deadline - world.now, lambda: self._give_up(room))
             case Unlocate(room=room):
                 self.wanted.pop(room, None)
+            case Leave(reason=reason):
+                self.left.append(reason)
             case Note():
-                pass
+                self.notes.append(action)
 
     # as the resolver and the broker would
     def _answer(self, room: int) -> None:
