@@ -280,6 +280,7 @@ def test_a_repeated_message_changes_nothing() -> None:
     core.handle(rank.rooms(drop=(Drop(7),)), 0.1)
     core.handle(first, 0.2)
     assert ask(core, b"d", (7,), 0.2) == Answer(1)
+    assert core.tally()["rooms_repeated"] == 1
 
 
 @pytest.mark.parametrize("topic", [b"rooms/prefill-0/1/", b"rooms/prefill-0/0", b"member/prefill-0/0/", b"rooms/"])
@@ -318,7 +319,9 @@ def test_topology_and_status_answer_with_the_id_of_the_question() -> None:
     assert (send.message.id, send.message.broker_epoch) == (9, EPOCH)
     assert send.message.instances[0].ready
     assert send.message.instances[0].ranks[0].age_s == pytest.approx(0.5)
-    (send,) = core.handle(Asked(b"d", BrokerStatusQuery(4)), 2.0)
+    core = BrokerCore(BrokerLimits(), EPOCH, 40.0)
+    core.handle(rank.member(dp_size=1), 41.0)
+    (send,) = core.handle(Asked(b"d", BrokerStatusQuery(4)), 42.0)
     assert isinstance(send, Send)
     assert isinstance(send.message, BrokerStatus)
     assert (send.message.id, send.message.uptime_s, send.message.counts["ranks"]) == (4, 2.0, 1)

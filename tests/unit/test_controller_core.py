@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from controller_world import EPOCH, PARAMS, World, hello, peer_of, prompt, submit
+from controller_world import EPOCH, PARAMS, World, hello, load, peer_of, prompt, submit
 
 from bus.wire.messages import (
     Accepted,
@@ -18,8 +18,11 @@ from bus.wire.messages import (
     DrainRank,
     Failed,
     Location,
+    Member,
+    Message,
     Ping,
     Refused,
+    Rooms,
     Sent,
     Status,
     StatusQuery,
@@ -88,6 +91,14 @@ class TestPair:
         world.assert_empty()
         world.progress(P[0], ended=[prefill])  # said twice
         assert len(world.answers(Done)) == 1
+
+    def test_a_computed_prompt_is_no_output_so_decode_may_still_be_dispatched_again(self) -> None:
+        world = pd()
+        world.submit(submit("r", "pair"))
+        world.progress(P[0], ended=world.dispatches(P[0]))
+        world.feed(Unreachable(peer_of(D[0])))
+        assert [d.attempt for d in world.dispatches(D[1])] == [2]
+        assert not world.answers(Failed)
 
     def test_numbers_count_up_for_each_rank(self) -> None:
         """M45"""
@@ -665,6 +676,7 @@ class TestRanks:
         world = unified(U[0])
         world.join(claim, peer="new")
         assert [r.code for r in world.sent(Refused)] == [code]
+        assert world.core.counts[f"hello_{code}"] == 1
         assert len(world.core.table.ranks) == 1
 
     def test_only_ranks_that_live_bind_their_instance(self) -> None:
@@ -764,8 +776,17 @@ class TestRanks:
         world.submit(submit("r"))
         world.pass_time(3.5, alive=[U[1]])
         assert world.core.members.state(world.rank(U[0])) == "lost"
+        (note,) = [note for note in world.notes if note.fields.get("new") == "lost"]
+        assert (note.event, note.level, note.fields["dp_rank"]) == ("rank.state_changed", "warning", 0)
         assert [d.attempt for d in world.dispatches(U[1])] == [2]
         assert [c.attempt for c in world.cancels(U[0])] == [1]  # in case it wakes up
+
+    @pytest.mark.parametrize("kind", [Member, Rooms])
+    def test_a_load_that_comes_with_another_publication_counts(self, kind: type[Message]) -> None:
+        world = unified()
+        where = ("unified", "m", 2, "ready", "ipc:///u.0", False, 0, 1.0) if kind is Member else ("ipc:///u.0",)
+        world.feed(Published(kind("u", 0, 1, 1, load(1, running=3), *where)))
+        assert world.rank(U[0]).requests == 3
 
     def test_who_comes_back_starts_slowly(self) -> None:
         world = unified()

@@ -9,7 +9,7 @@ from retained import retained
 from bus.wire.messages import Role, Sent, SentTo
 from controller.load.groups import Metric
 from controller.load.rank import RankLoad
-from controller.load.table import MAX_CLOSED, LoadTable
+from controller.load.table import MAX_CLOSED, MAX_CONTROLLERS, LoadTable
 
 ME, OTHER = 77, 88
 
@@ -108,6 +108,24 @@ def test_a_controller_that_falls_silent_is_forgotten() -> None:
     table.age(6.0)
     assert rank.requests == 0
     table.validate()
+
+
+def test_no_more_controllers_are_heard_than_there_may_be() -> None:
+    table, (rank,) = table_with(1)
+    table.apply(rank.key, 1, load(1), 0.0)
+    for controller in range(MAX_CONTROLLERS):
+        assert table.apply_sent(sent(OTHER + controller, 1, 1, 10), 0.0)
+    assert not table.apply_sent(sent(OTHER + MAX_CONTROLLERS, 1, 1, 10), 0.0)
+    assert table.apply_sent(sent(OTHER, 2, 2, 20), 0.0), "who is known is heard on"
+    assert (rank.requests, table.counts["sent_too_many"]) == (MAX_CONTROLLERS + 1, 1)
+
+
+def test_what_failed_is_told_apart_from_what_ended() -> None:
+    table, (rank,) = table_with(1)
+    for ok in (True, True, False):
+        table.charge(rank, 1)
+        table.end(rank, 1, ok=ok)
+    assert (rank.ended_total, rank.failed_total) == (3, 1)
 
 
 def test_a_stale_report_gives_way_to_my_own_count() -> None:

@@ -86,6 +86,14 @@ def test_memory_is_bounded_and_the_oldest_go_first() -> None:
     assert hits(index, [0]) == {}
 
 
+def test_what_is_stored_again_is_young_again() -> None:
+    index = PrefixIndex(max_blocks=3)
+    index.stored(A, [1, 2, 3])
+    index.stored(A, [1])
+    index.stored(A, [4])
+    assert [hits(index, [block]) for block in (1, 2, 3, 4)] == [{A: 1}, {}, {A: 1}, {A: 1}]
+
+
 def test_repeated_expectations_do_not_pile_up() -> None:
     index = PrefixIndex(max_blocks=10)
     sizes = []

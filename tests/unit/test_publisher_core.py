@@ -276,6 +276,14 @@ def test_a_lost_claim_is_not_refreshed_and_its_owner_is_told() -> None:
     assert message.register == (Registration(8, 1),)
 
 
+def test_a_claim_that_is_lost_before_it_was_published_never_is() -> None:
+    publisher = core()
+    publisher.register(7, 1, 0.0)
+    other = Location("prefill-0", 0, 3, "tcp://10.0.0.7:7000")
+    publisher.on_message(Conflict("prefill-0", 1, 9, 7, 1, other, False), 0.0)
+    assert publisher.flush(0.0) == []
+
+
 def test_goodbye_is_the_last_membership_and_leaves_no_rooms() -> None:
     """M15 M50."""
     publisher = core()

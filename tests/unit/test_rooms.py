@@ -88,6 +88,7 @@ def test_drop_takes_only_the_owners_own_claim() -> None:
     assert not table.drop(first, 7, 1)
     assert not table.drop(first, 8, 1)
     assert table.drop(first, 7, 2)
+    assert table.counts["dropped"] == 1
     assert table.find(7, 1.0) is None
     assert table.size == table.alive == first.rooms == 0
 
