@@ -132,6 +132,18 @@ def test_no_more_than_was_asked_for() -> None:
     assert (d.ids, d.result.finish) == ([10, 11, 12, 13], "length")
 
 
+def test_times_count_from_the_submit() -> None:
+    d = Driver()
+    d.now += 0.5
+    d.accept()
+    d.now += 1.0
+    d.tokens(0, 10)
+    d.now += 2.0
+    d.tokens(1, 11, 12, 13, finish="length")
+    assert d.result is not None
+    assert (d.result.ttft_s, d.result.total_s) == (1.5, 3.5)
+
+
 def test_silence_is_asked_about_once_then_resumed_elsewhere() -> None:
     """M73: the same rid and room, the next attempt, prompt and output so far."""
     d = Driver()
