@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
+from broker_world import EPOCH, Rank, ask, broker, publications, published, sent
 
-from bus.actions import Note, Publish, Send
+from bus.actions import Note, Send
 from bus.broker.core import (
     RESTATE_AGAIN_S,
     RESTATE_FIRST_S,
-    Action,
     Asked,
     BrokerCore,
     BrokerLimits,
@@ -19,7 +18,6 @@ from bus.broker.core import (
     Tick,
     Unreachable,
 )
-from bus.wire import topics
 from bus.wire.messages import (
     Answer,
     Beacon,
@@ -30,75 +28,14 @@ from bus.wire.messages import (
     Found,
     Load,
     LoadReport,
-    Location,
     Lost,
-    Member,
-    Message,
     Query,
     Refused,
-    Registration,
     Resync,
-    Rooms,
     Topology,
     TopologyQuery,
     Unwatch,
 )
-
-EPOCH = 77
-
-
-class Rank:
-    """A publisher as the broker sees it."""
-
-    def __init__(self, dp_rank: int = 0, epoch: int = 1) -> None:
-        self.dp_rank = dp_rank
-        self.epoch = epoch
-        self.rooms_seq = 0
-
-    @property
-    def location(self) -> Location:
-        return Location("prefill-0", self.dp_rank, self.epoch, f"tcp://10.0.0.7:{7000 + self.dp_rank}")
-
-    def member(self, **fields: Any) -> Published:
-        given: dict[str, Any] = {
-            "instance": "prefill-0", "dp_rank": self.dp_rank, "epoch": self.epoch, "seq": 1, "load": None,
-            "role": "prefill", "model": "tiny", "dp_size": 2, "state": "ready", "endpoint": self.location.endpoint,
-            "follow_bootstrap_room": False, "rooms_seq": self.rooms_seq, "interval_s": 1.0,
-        }  # fmt: skip
-        return published(Member(**(given | fields)))
-
-    def rooms(self, *register: int, attempt: int = 1, drop: tuple[Drop, ...] = (), snapshot: bool = False) -> Published:
-        self.rooms_seq += 1
-        claims = tuple(Registration(room, attempt) for room in register)
-        where = self.location.endpoint
-        return published(
-            Rooms("prefill-0", self.dp_rank, self.epoch, self.rooms_seq, None, where, claims, drop, snapshot)
-        )
-
-
-def published(message: Message) -> Published:
-    return Published(topics.of(message), message)
-
-
-def broker(**limits: Any) -> BrokerCore:
-    core = BrokerCore(BrokerLimits(**limits), EPOCH, 0.0)
-    core.handle(Tick(), 0.0)
-    return core
-
-
-def ask(core: BrokerCore, peer: bytes, rooms: tuple[int, ...], now: float, watch_s: float = 0.0, id: int = 1) -> Answer:
-    (send,) = core.handle(Asked(peer, Query(id, rooms, watch_s)), now)
-    assert isinstance(send, Send)
-    assert isinstance(send.message, Answer)
-    return send.message
-
-
-def sent(actions: list[Action]) -> list[tuple[Any, Message]]:
-    return [(action.peer, action.message) for action in actions if isinstance(action, Send)]
-
-
-def publications(actions: list[Action], kind: type[Message]) -> list[Message]:
-    return [each.message for each in actions if isinstance(each, Publish) and isinstance(each.message, kind)]
 
 
 def test_a_query_is_answered_at_once_with_what_is_known() -> None:
@@ -319,7 +256,7 @@ def test_topology_and_status_answer_with_the_id_of_the_question() -> None:
     assert (send.message.id, send.message.broker_epoch) == (9, EPOCH)
     assert send.message.instances[0].ready
     assert send.message.instances[0].ranks[0].age_s == pytest.approx(0.5)
-    core = BrokerCore(BrokerLimits(), EPOCH, 40.0)
+    core = broker(40.0)
     core.handle(rank.member(dp_size=1), 41.0)
     (send,) = core.handle(Asked(b"d", BrokerStatusQuery(4)), 42.0)
     assert isinstance(send, Send)

@@ -5,19 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from broker_world import member
 
 from bus.broker import topology
 from bus.broker.topology import FORGET_S, Membership
-from bus.wire.messages import InstanceInfo, Member
-
-
-def member(dp_rank: int = 0, epoch: int = 1, **fields: Any) -> Member:
-    given: dict[str, Any] = {
-        "instance": "prefill-0", "dp_rank": dp_rank, "epoch": epoch, "seq": 1, "load": None, "role": "prefill",
-        "model": "tiny", "dp_size": 2, "state": "ready", "endpoint": f"tcp://10.0.0.7:{7000 + dp_rank}",
-        "follow_bootstrap_room": False, "rooms_seq": 0, "interval_s": 1.0,
-    }  # fmt: skip
-    return Member(**(given | fields))
+from bus.wire.messages import InstanceInfo
 
 
 def info(table: Membership, now: float) -> InstanceInfo:
