@@ -21,8 +21,8 @@ class Metric(IntEnum):
     """What a pick minimises; equals go to the rank picked least recently, so ties rotate."""
 
     TURN = 0  # nothing: plain rotation
-    REQUESTS = 1
-    TOKENS = 2  # ties by requests
+    REQUESTS = 1  # the estimate of requests
+    TOKENS = 2  # the estimate of tokens; ties by requests
 
 
 def key_of(rank: RankLoad, metric: int) -> int:

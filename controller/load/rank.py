@@ -19,7 +19,11 @@ UNLIMITED = 1 << 62
 
 
 class RankLoad:
-    """What the controller believes of `(instance, dp_rank)` in its epoch `epoch`. Requests and tokens are counts."""
+    """What the controller believes of `(instance, dp_rank)` in its epoch `epoch`. Requests and tokens are counts.
+
+    A policy reads `requests` and `tokens` (the estimate), `ready`, `seat` (its number among the ranks there are, used
+    again once it is gone), `key` (instance, dp_rank) and `info` (its hello). The rest is the load table's.
+    """
 
     __slots__ = (
         "acked",
@@ -137,6 +141,7 @@ class RankLoad:
 
     @property
     def in_flight_tokens(self) -> int:
+        """Their tokens."""
         return self.sent_tokens - self.acked_tokens
 
     @property

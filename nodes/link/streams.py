@@ -18,6 +18,7 @@ from bus.wire.messages import MAX_TOKENS_PER_MESSAGE, Attach, Code, Detach, Fini
 KEEPALIVE_S = 1.0
 KEEP_FINISHED_S = 30.0
 ATTACH_WAIT_S = 5.0
+ATTACH_GRACE_S = 1.0  # a client attaches when it is told where its request runs, about when the rank is told
 RETRY_S = 0.02
 MAX_PENDING_ATTACHES = 8192
 MAX_FINISHED = 16_384
@@ -36,6 +37,7 @@ class _Stream:
     ids: list[int] = field(default_factory=list)
     found_by: FoundBy = ""
     reader: bytes | None = None
+    lost: bool = False  # the reader's connection is gone: it may attach again over another
     sent: int = 0  # index of the next token to send, counted from the request's first output token
     finish: FinishReason = ""
     code: Code = "ok"
@@ -70,10 +72,15 @@ class Streams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    @property
-    def untaken(self) -> int:
-        """Finished streams whose reader has yet to take the end (a draining process waits for these)."""
-        return sum(1 for rid in self._finished if not self._streams[rid].finish_sent)
+    def untaken(self, now: float) -> int:
+        """Finished streams whose reader has yet to take the end (a draining process waits for these). One to which
+        nobody has attached, or whose reader has left, counts for `ATTACH_GRACE_S` from its end."""
+        finished = (self._streams[rid] for rid in self._finished)
+        return sum(
+            stream.reader is not None or stream.lost or now - stream.ended_at < ATTACH_GRACE_S
+            for stream in finished
+            if not stream.finish_sent
+        )
 
     # --- the leg's side -----------------------------------------------------------------------------------------
 
@@ -162,7 +169,7 @@ class Streams:
         stream.sent = min(stream.sent, message.start)
         stream.finish_sent = False
         if failure is SendFailure.GONE:
-            stream.reader = None
+            stream.reader, stream.lost = None, True
         else:
             stream.blocked_until = now + RETRY_S
             self._dirty[stream.rid] = None
@@ -193,7 +200,7 @@ class Streams:
         if request.attempt < stream.attempt:
             self._answer(peer, _fenced(stream.rid, request.attempt, request.have))
             return
-        stream.reader = peer
+        stream.reader, stream.lost = peer, False
         stream.sent = max(stream.offset, min(request.have, stream.end))
         stream.finish_sent = False
         stream.blocked_until = 0.0

@@ -25,8 +25,9 @@ from bus.runtime.loop import Loop
 from bus.runtime.sockets import Socket, Sockets
 from bus.wire import codec, topics
 from bus.wire.messages import CancelLeg, Dispatch, Ended, Hello, Load, Role, Welcome
+from nodes.link.config import LinkConfig
 from nodes.link.connection import Connection
-from nodes.link.rank import LinkConfig, hello_of
+from nodes.link.rank import hello_of
 from nodes.link.reports import Reports
 from nodes.link.runner import RankFacts
 from pdbus.bench.bare import BUDGET, NO_COPY_FROM
@@ -95,8 +96,7 @@ def ours(
     with Sockets() as sockets:
         pub = sockets.pub(BusAddress(bus).publish)
         config = LinkConfig(
-            role=role, instance=instance, dp_size=dp_size, bus=bus, controllers=(controller,), data="",
-            report_interval_s=MEMBER_S,
+            role, instance, dp_size, tuple(ranks), bus, (controller,), "ipc:///never-bound", report_interval_s=MEMBER_S
         )  # fmt: skip
         nodes = [_Rank(loop, sockets, pub, config, dp_rank, journeys, 0.5 / report_hz) for dp_rank in ranks]
         waiting = set(nodes)

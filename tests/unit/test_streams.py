@@ -7,7 +7,15 @@ import pytest
 from bus.actions import Send
 from bus.wire.messages import MAX_TOKENS_PER_MESSAGE, Attach, Detach, Tokens
 from nodes.link import streams as module
-from nodes.link.streams import ATTACH_WAIT_S, KEEP_FINISHED_S, KEEPALIVE_S, RETRY_S, SendFailure, Streams
+from nodes.link.streams import (
+    ATTACH_GRACE_S,
+    ATTACH_WAIT_S,
+    KEEP_FINISHED_S,
+    KEEPALIVE_S,
+    RETRY_S,
+    SendFailure,
+    Streams,
+)
 
 A, B = b"reader-a", b"reader-b"
 
@@ -46,7 +54,7 @@ def test_the_last_tokens_and_the_finish_come_in_one_message(streams: Streams) ->
     streams.push("r", 1, [1])
     streams.finish("r", 1, "length", 0.0)
     assert sent(streams) == [(A, 0, (1,), "length", "ok")]
-    assert streams.untaken == 0
+    assert streams.untaken(0.0) == 0
     streams.push("r", 1, [2])
     streams.finish("r", 1, "failed", 0.0, "engine_failed")
     assert sent(streams) == []
@@ -62,8 +70,28 @@ def test_a_full_queue_delays_and_never_loses(streams: Streams) -> None:
     streams.push("r", 1, [3])
     streams.finish("r", 1, "stop", 0.0)
     assert sent(streams, RETRY_S / 2) == []
-    assert streams.untaken == 1
+    assert streams.untaken(99.0) == 1, "a slow reader is a reader"
     assert sent(streams, RETRY_S) == [(A, 0, (1, 2, 3), "stop", "ok")]
+
+
+def test_an_end_that_nobody_came_for_is_due_for_a_while_one_whose_reader_was_cut_off_for_longer(
+    streams: Streams,
+) -> None:
+    for rid in ("never read", "left", "cut off"):
+        streams.open(rid, 1, 0, 0.0)
+        if rid != "never read":
+            streams.attach(A, Attach(rid, 1), 0.0)
+        streams.push(rid, 1, [1])
+    streams.detach(A, Detach("left", 1))
+    (cut_off,) = [send for send in streams.flush(0.0) if send.message.ids]  # type: ignore[attr-defined]
+    streams.unsent(cut_off, SendFailure.GONE, 0.0)
+    for rid in ("never read", "left", "cut off"):
+        streams.finish(rid, 1, "length", 7.0)
+    assert streams.untaken(7.0) == 3
+    assert streams.untaken(7.0 + ATTACH_GRACE_S) == 1
+    streams.attach(B, Attach("cut off", 1), 9.0)
+    assert sent(streams, 9.0) == [(B, 0, (1,), "length", "ok")]
+    assert streams.untaken(9.0) == 0
 
 
 def test_a_reader_that_reconnects_reads_on_from_what_it_has(streams: Streams) -> None:
