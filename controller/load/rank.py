@@ -30,6 +30,7 @@ class RankLoad:
         "acked_tokens",
         "base_requests",
         "base_tokens",
+        "candidate",
         "counts_queue_only",
         "dispatched_total",
         "ended_total",
@@ -43,6 +44,7 @@ class RankLoad:
         "key",
         "kv_kind",
         "largest",
+        "last_turn",
         "leaves",
         "limit_requests",
         "limit_tokens",
@@ -51,7 +53,6 @@ class RankLoad:
         "newly_acked",
         "newly_acked_tokens",
         "number",
-        "open",
         "other_acks",
         "others",
         "others_requests",
@@ -60,7 +61,6 @@ class RankLoad:
         "outstanding_tokens",
         "params",
         "peer",
-        "picked",
         "ready",
         "rebase",
         "reported_at",
@@ -117,12 +117,12 @@ class RankLoad:
         self.tokens = 0
         self.ready = False  # health says that it may be dispatched to
         self.slow = False  # just back: one at a time until it reports
-        self.open = False  # ready and with credit: a candidate
+        self.candidate = False  # ready and with credit: a candidate
         self.limit_requests = UNLIMITED
         self.limit_tokens = UNLIMITED
         self.hard_requests = UNLIMITED
         self.largest = UNLIMITED  # tokens of context (prompt and output) it can hold at all
-        self.picked = 0  # turn of its last dispatch
+        self.last_turn = 0  # turn of its last dispatch
         self.leaves: list[tuple[LeastIndex | SeatKeys, int, int]] = []  # its keys: (index, leaf there, Metric)
         # totals since the controller began, over all epochs of the rank
         self.dispatched_total = 0

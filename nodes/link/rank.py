@@ -60,9 +60,11 @@ def hello_of(
 ) -> Hello:  # fmt: skip
     """How one start of a rank introduces itself; `running`: `(rid, attempt)` of its legs."""
     return Hello(
-        config.instance, dp_rank, epoch, config.role, facts.model, config.dp_size, state, endpoint, facts.max_context,
-        facts.kv_capacity, facts.max_running, facts.block_tokens, running, started_us, facts.wants_prompt,
-        facts.kv_transfer, facts.kv_layout, facts.params,
+        instance=config.instance, dp_rank=dp_rank, epoch=epoch, role=config.role, model=facts.model,
+        dp_size=config.dp_size, state=state, endpoint=endpoint, max_context=facts.max_context,
+        kv_capacity=facts.kv_capacity, max_running=facts.max_running, block_tokens=facts.block_tokens,
+        running=running, started_us=started_us, wants_prompt=facts.wants_prompt,
+        kv_transfer=facts.kv_transfer, kv_layout=facts.kv_layout, params=facts.params,
     )  # fmt: skip
 
 

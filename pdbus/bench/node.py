@@ -183,7 +183,10 @@ class _Rank:
 
     def report(self) -> None:
         now = self._clock()
-        load = Load(0, self._step, 0, 0, 0, 0, KV_TOKENS, MANY, self._reports.acks)
+        load = Load(
+            seq=0, step=self._step, running=0, waiting=0, waiting_tokens=0, kv_tokens=0, kv_capacity=KV_TOKENS,
+            max_running=MANY, acks=self._reports.acks,
+        )  # fmt: skip
         self._publish(self._publisher.report(load, now))
         self._publish(self._publisher.tick(now))
 

@@ -43,10 +43,17 @@ def test_the_choice_is_the_least_of_all_candidates(
     table, policy = LoadTable(1), CacheAware(PolicySettings(cache_weight=weight))
     held: dict[int, set[int]] = {}
     for dp_rank, facts in enumerate(ranks):
-        hello = Hello("p", dp_rank, 1, "prefill", "m", len(ranks), "ready", "", 0, 0, 0, facts["size"])  # type: ignore[arg-type]
+        hello = Hello(
+            instance="p", dp_rank=dp_rank, epoch=1, role="prefill", model="m", dp_size=len(ranks), state="ready",
+            endpoint="", max_context=0, kv_capacity=0, max_running=0, block_tokens=facts["size"],
+        )  # fmt: skip
         rank = table.open(hello)
         table.set_ready(rank, bool(facts["ready"]))
-        table.apply(rank.key, 1, Load(1, 0, 0, facts["waiting"], facts["queued"], 0, 0, 0), 0.0)  # type: ignore[arg-type]
+        load = Load(
+            seq=1, step=0, running=0, waiting=facts["waiting"], waiting_tokens=facts["queued"], kv_tokens=0,
+            kv_capacity=0, max_running=0,
+        )  # fmt: skip
+        table.apply(rank.key, 1, load, 0.0)
         depth, holes = facts["run"]  # type: ignore[misc]
         held[rank.seat] = set(CHAIN[:depth]) - holes
         policy.prefixes.stored(rank.seat, sorted(held[rank.seat]))
@@ -58,12 +65,12 @@ def test_the_choice_is_the_least_of_all_candidates(
 
     def cost(rank: RankLoad) -> tuple[float, int, int]:
         cached = run_length(held[rank.seat], hashes) * SIZE if rank.info.block_tokens == SIZE else 0
-        return rank.tokens + weight * max(1, prompt_tokens - cached), rank.requests, rank.picked
+        return rank.tokens + weight * max(1, prompt_tokens - cached), rank.requests, rank.last_turn
 
     group = table.group("prefill")
     some = [rank for rank in table.ranks.values() if rank.ready]
     some = some[: len(some) // 2 + 1] if narrow else some
     chosen = policy.pick(Subset(some) if narrow else group, request, prompt_tokens)
     table.validate()
-    best = min((cost(rank) for rank in some if rank.open), default=None)
+    best = min((cost(rank) for rank in some if rank.candidate), default=None)
     assert (None if chosen is None else cost(chosen)) == best

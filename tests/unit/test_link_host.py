@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,10 +13,11 @@ from link_world import FACTS
 from bus.runtime.loop import Loop
 from bus.wire import topics
 from bus.wire.codec import encode
-from bus.wire.messages import Beacon, Member, Message
+from bus.wire.messages import Beacon, Member, Message, Params
 from nodes.link.config import LinkConfig
 from nodes.link.handover import HandedRunner
 from nodes.link.host import GOODBYE_S, Host
+from nodes.link.leg import NO_ROOM, Leg
 from nodes.link.streams import ATTACH_GRACE_S
 
 
@@ -86,8 +88,10 @@ def test_drained_when_the_bus_has_carried_the_goodbyes(rig: Rig) -> None:
 
 def test_a_stream_that_nobody_reads_holds_a_drained_host_up_no_longer_than_its_grace(rig: Rig) -> None:
     host = rig.host
-    host.streams.open("r", 1, 0, 0.0)
-    host.streams.finish("r", 1, "length", 0.0)
+    leg = Leg("r", 1, "unified", 0, 1, NO_ROOM, array("i", [5]), 1, 9, 0, 0, Params(), frozenset(), None)
+    host.streams.open(leg, 0.0)
+    leg.end("ok", "length", 0.0)
+    host.streams.finish(leg)
     rig.now = ATTACH_GRACE_S
     host.drain("test")
     rig.turn()

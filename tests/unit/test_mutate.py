@@ -22,7 +22,7 @@ def test_every_mutant_is_a_program_with_one_line_changed() -> None:
     path = "bus/broker/watches.py"
     whole = ast.unparse(ast.parse((mutate.ROOT / path).read_text(encoding="utf-8"))).splitlines()
     found = list(mutate.mutants("bus/broker", path))
-    assert len(found) > 40
+    assert len(found) > 20
     for mutant in found[::4]:
         compile(mutant.source, path, "exec")
         other = mutant.source.splitlines()

@@ -17,7 +17,7 @@ from pdbus.bench.controller_parts import core_of
 from pdbus.bench.opcount import Count, count
 from pdbus.bench.pick import INSTANCE
 
-BUDGETS = {  # a single pick, report, message or request: (instructions, calls into C), Python 3.11
+BUDGETS = {  # a single pick, report, message, request or step: (instructions, calls into C), Python 3.11
     "pick by round_robin": (418, 1),
     "pick by follow_bootstrap_room": (202, 5),
     "pick by total_requests": (423, 1),
@@ -33,6 +33,7 @@ BUDGETS = {  # a single pick, report, message or request: (instructions, calls i
     "decode": (69, 5),
     "dispatch": (1964, 25),
     "dispatch by cache_aware, 16 blocks": (2597, 57),
+    "decode step of 32 rows": (16_330, 452),
 }
 SCRIPTS = {
     "pick by round_robin": lambda: scripts.pick("round_robin"),
@@ -50,6 +51,7 @@ SCRIPTS = {
     "decode": scripts.decode,
     "dispatch": scripts.dispatch,
     "dispatch by cache_aware, 16 blocks": lambda: scripts.dispatch("cache_aware", 16),
+    "decode step of 32 rows": scripts.decode_step,
 }
 OVER = 1.05 if sys.version_info[:2] == (3, 11) else 1.5  # other versions compile to other instructions
 
