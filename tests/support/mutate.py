@@ -30,10 +30,12 @@ CORE = ["unit/test_health_states.py", "unit/test_who_speaks_for_ranks.py", "unit
 LEGS = ["unit/test_legs_in_memory.py", "property/test_legs_machine.py"]
 POLICY = ["unit/test_policies_methods.py", "unit/test_cache_aware.py", "property/test_cache_aware_choice.py"]
 TESTS = {  # of which room, with which tests under tests/; others hold these as well, but slower
+    "bus/due.py": ["unit/test_due.py", "unit/test_watches.py"],
     "bus/broker": ["unit/test_broker_core.py", "unit/test_rooms.py", "unit/test_watches.py", "unit/test_topology.py",
                    "property/test_rooms_model.py"],
     "bus/embed": ["unit/test_publisher_core.py", "unit/test_resolver_core.py", "property/test_rooms_model.py"],
-    "controller/load": ["unit/test_load_table.py", "property/test_load_reconnect.py", *POLICY, *WORLD],
+    "controller/load": ["unit/test_load_table.py", "property/test_load_reconnect.py", "unit/test_capabilities.py",
+                        "unit/test_policies_plugged_in.py", *POLICY, *WORLD],
     "controller/policies": [*POLICY, "unit/test_prefix_index.py", "property/test_prefix_index_model.py",
                             "unit/test_policies_plugged_in.py"],
     "controller/requests": ["unit/test_queue_central.py", *WORLD],
