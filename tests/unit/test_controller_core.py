@@ -29,7 +29,7 @@ from bus.wire.messages import (
     Welcome,
     Who,
 )
-from controller.events import FromClient, FromNode, Published, Undelivered, Unreachable
+from controller.events import EngineLoad, FromClient, FromNode, Published, Undelivered, Unreachable
 
 P = [hello("p", n, role="prefill") for n in range(2)]
 D = [hello("d", n, role="decode") for n in range(2)]
@@ -125,6 +125,15 @@ class TestPair:
         assert [f.code for f in world.answers(Failed)] == ["peer_lost", "no_rank"]
         world.submit(submit("c", "pair", bootstrap_room=10))
         assert len(world.dispatches(P[0])) == 1
+
+    def test_what_is_too_long_for_the_rank_of_its_room_is_refused(self) -> None:
+        world = World(prefill_method="follow_bootstrap_room")
+        for node in (P[0], hello("p", 1, role="prefill", max_context=100), *D):
+            world.join(node)
+        for room in (4, 5):
+            world.submit(submit(f"r{room}", "pair", 200, bootstrap_room=room))
+        assert [d.rid for d in world.dispatches(P[0])] == ["r4"]
+        assert (failure(world).rid, failure(world).code) == ("r5", "too_long")
 
     def test_decode_ended_before_prefill_is_lost_is_done(self) -> None:
         world = pd()
@@ -391,7 +400,10 @@ class TestRetries:
         assert note.fields.items() >= {"rid": "killer", "attempt": 2, "code": "poison"}.items()
         assert "rank u/1 is lost" in note.fields["why"]
 
-    def test_poison_is_known_again_when_its_client_comes_back_without_progress(self) -> None:
+    def test_poison_is_known_again_when_its_client_comes_back_without_progress(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("controller.requests.table.MAX_LOSSES", 1)
         world = unified(U[0])
         for epoch in (1, 2, 3):  # its only rank dies of it, and is started again each time
             node = hello("u", 0, epoch=epoch)
@@ -1025,3 +1037,17 @@ def test_a_broker_alone_on_the_bus_makes_no_rank_silent_at_once() -> None:
     assert {world.core.members.state(r) for r in world.core.table.ranks.values()} == {"silent"}
     world.report(U[0])
     assert world.core.members.state(world.rank(U[0])) == "ready"
+    world.feed(EngineLoad(("u", 1), load(0, running=1)))
+    assert world.core.members.state(world.rank(U[1])) == "ready"
+
+
+def test_a_load_that_acknowledges_nothing_takes_all_that_was_sent_for_ingested() -> None:
+    world = unified(U[0])
+    for n in range(3):
+        world.submit(submit(f"r{n}"))
+    assert world.rank(U[0]).requests == 3
+    for running in (2, 1):
+        world.feed(EngineLoad(("u", 0), load(0, running=running)))
+        assert world.rank(U[0]).requests == running
+    world.feed(EngineLoad(("nobody", 0), load(0)))
+    assert world.core.counts["report_unknown"] == 1

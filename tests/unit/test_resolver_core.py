@@ -99,6 +99,7 @@ def test_told_waits_for_the_topology_and_asks_for_no_room() -> None:
     (again,) = sent(core.tick(TOPOLOGY_AGAIN_S), TopologyQuery)
     out = core.on_message(Topology(again.id, 5, (instance(),)), 0.31)
     assert [(each.room, each.found_by) for each in resolved(out)] == [(7, "told"), (8, "told")]
+    assert core.counts["topology_queries"] == 2
 
 
 def test_told_a_rank_that_does_not_exist() -> None:

@@ -128,7 +128,8 @@ def test_cancelled_waiters_do_not_pile_up_behind_a_large_one() -> None:
     sizes = []
     for number in range(2, 2000):
         s.add(Sequence(number, [1], 1))
-        s.cancel(number)
+        assert s.cancel(number)
+        assert not s.cancel(number), "it is forgotten"
         sizes.append(retained(s))
     assert max(sizes[1000:]) <= max(sizes[:1000])
 
