@@ -42,12 +42,13 @@ def pair(world: World) -> tuple[Rank, Rank]:
 def test_a_pair_gives_the_tokens_of_the_reference(world: World, pair: tuple[Rank, Rank]) -> None:
     """M35: and every pull names the epoch that was located."""
     prefill, decode = pair
-    asked: list[int] = []
-    world.tamper = lambda message, data: asked.append(message.epoch) or data if isinstance(message, KvPull) else data
+    asked: list[KvPull] = []
+    world.tamper = lambda message, data: asked.append(message) or data if isinstance(message, KvPull) else data
     start(pair)
     world.run(1.0)
+    assert asked[0] == KvPull(5, 1, prefill.epoch, 0, 0), "of no block, for none is computed yet"
     assert len(asked) > 1
-    assert set(asked) == {prefill.epoch}
+    assert {pull.epoch for pull in asked} == {prefill.epoch}
     assert decode.tokens["r"] == sim_generate(PROMPT, 6, VOCAB)
     assert decode.finishes["r"].finish == "length"
     assert (prefill.code("r"), decode.code("r")) == ("ok", "ok")
