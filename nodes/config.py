@@ -17,13 +17,13 @@ class NodeConfig(LinkConfig):
     """The link's settings, and the node's own. A step computes up to `chunk_tokens` tokens of at most `max_running`
     requests."""
 
-    engine: EngineConfig = field(default_factory=EngineConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)  # what computes
     max_running: int = 64
     chunk_tokens: int = 512
-    wait_s: float = defaults.WAIT_S
-    drain_s: float = 60.0
-    metrics_port: int = 0
-    metrics_host: str = defaults.METRICS_HOST
+    wait_s: float = defaults.WAIT_S  # for bus and controllers to be heard, at the start
+    drain_s: float = 60.0  # for what runs to end, once it is told to leave
+    metrics_port: int = 0  # serves Prometheus metrics; 0: nowhere
+    metrics_host: str = defaults.METRICS_HOST  # where it serves them
 
     def __post_init__(self) -> None:
         super().__post_init__()

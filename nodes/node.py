@@ -82,6 +82,7 @@ class Node:
         self.loop.stop()
 
     def close(self) -> None:
+        """Sockets, threads and engines; when the loop no longer runs."""
         self._stop_metrics()
         self.host.close(linger_ms=0 if self._left else LINGER_MS)
         self.loop.close()

@@ -95,6 +95,7 @@ class Follower:
 
 
 def _integers(hashes: Sequence[Hash]) -> tuple[int, ...]:
-    if not all(type(each) is int for each in hashes):
-        raise RemoteProtocolError("schema", "our hashes are integers")
-    return tuple(each for each in hashes if isinstance(each, int))
+    found = tuple(each for each in hashes if isinstance(each, int) and each >= 0)
+    if len(found) < len(hashes):
+        raise RemoteProtocolError("schema", "our hashes are unsigned integers")
+    return found

@@ -19,17 +19,17 @@ class LinkConfig:
     """`data` is where the data socket goes: `ipc:///directory` or `tcp://host`. Durations in seconds. ConfigError on
     whatever a controller or the bus would refuse."""
 
-    role: Role
-    instance: str
-    dp_size: int
+    role: Role  # of all ranks here: prefill, decode or unified
+    instance: str  # their name together, 1 to 64 of letters, digits, '.', '_' and '-'
+    dp_size: int  # ranks of the instance, those of other processes too
     dp_ranks: tuple[int, ...]  # those of this process
-    bus: str
-    controllers: tuple[str, ...]
-    data: str
-    report_interval_s: float = defaults.REPORT_INTERVAL_S
-    room_ttl_s: float = defaults.ROOM_TTL_S
-    limits: Limits = field(default_factory=Limits)
-    keys: str = ""
+    bus: str  # the broker's base address
+    controllers: tuple[str, ...]  # base addresses, one at least
+    data: str  # where peers and clients reach this process
+    report_interval_s: float = defaults.REPORT_INTERVAL_S  # between load reports at most
+    room_ttl_s: float = defaults.ROOM_TTL_S  # a room that is not refreshed lives so long at the broker
+    limits: Limits = field(default_factory=Limits)  # of what may wait here
+    keys: str = ""  # directory of CURVE keys; empty: none
 
     def __post_init__(self) -> None:
         called = self._called

@@ -55,7 +55,7 @@ QUEUE_MAX = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """Nothing more will come for this rank; the link is `drained` when its legs are over."""
+    """Nothing more will come for rank `dp_rank`; the link is `drained` when its legs are over."""
 
     dp_rank: int
 

@@ -50,43 +50,43 @@ class IllegalStep(AssertionError):
 class Leg:
     """What a runner is given, and all that the link knows of it (from `owner` on; a runner leaves that alone)."""
 
-    rid: str
-    attempt: int
-    role: Role
-    dp_rank: int
+    rid: str  # the request's id
+    attempt: int  # of the request, from 1 on
+    role: Role  # what is to be done of it
+    dp_rank: int  # of this process's ranks, which
     seq: int  # names the leg at its rank; never used twice
     room: int  # NO_ROOM for unified legs
     prompt: array[int]  # token ids; empty for a decode leg unless the rank wants the prompt
-    prompt_tokens: int
+    prompt_tokens: int  # how many the prompt has, also where `prompt` is empty
     max_tokens: int  # output tokens wanted, those of a resumed request's past not counted
     offset: int  # index of the first output token among all of the request's
-    priority: int
-    params: Params
+    priority: int  # higher first
+    params: Params  # sampling
     stop_ids: frozenset[int]  # end the output, and are the last of it
     deadline: float | None  # on this process's monotonic clock
     handle: KvHandle | None = None  # decode: the KV cache to fetch
 
     owner: int = 0  # the connection whose controller hears of it
-    state: LegState = LegState.RUNNING
-    ingested_at: float = 0.0
+    state: LegState = LegState.RUNNING  # moved by `step` alone
+    ingested_at: float = 0.0  # on this process's monotonic clock, as all times here
     started: bool = False  # its first output exists
-    first_token_s: float = 0.0
-    cached_tokens: int = 0
-    found_by: FoundBy = ""
+    first_token_s: float = 0.0  # from `ingested_at`
+    cached_tokens: int = 0  # of the prompt, in the prefix cache
+    found_by: FoundBy = ""  # how its prefill rank was found
 
     # how it ended, in the words of its reader
-    finish: FinishReason = ""
-    code: Code = "ok"
-    message: str = ""
-    ended_at: float = 0.0
+    finish: FinishReason = ""  # empty while it runs
+    code: Code = "ok"  # ok, or why it failed
+    message: str = ""  # the same in a sentence
+    ended_at: float = 0.0  # when
 
     # decode and unified: its output, and who reads it (streams)
     output: list[int] = field(default_factory=list)  # kept until the reader has all of it
-    reader: bytes | None = None
+    reader: bytes | None = None  # the client that is sent the output, by its connection
     lost: bool = False  # the reader's connection is gone: it may attach again over another
     sent: int = 0  # the next token to send, counted from the request's first output token
-    sent_at: float = 0.0
-    finish_sent: bool = False
+    sent_at: float = 0.0  # when something was sent last
+    finish_sent: bool = False  # the reader was told of the end
     blocked_until: float = 0.0  # the reader's queue was full
 
     # decode: its way to the KV cache (puller)
@@ -94,18 +94,19 @@ class Leg:
     paired: bool = False  # its controller dispatched the prefill leg too, under the same attempt
     kv_attempt: int = 0  # under which the room was registered
     kv_wanted: bool = False  # the prefill rank has been asked and not been told that we are done
-    asked_at: float = 0.0
+    asked_at: float = 0.0  # when the prefill rank was asked last
 
     # prefill: the KV cache that it holds (sender); the last three as the runner said them
     pullers: dict[bytes, None] = field(default_factory=dict)  # who asked for it, or for part of it
-    first_token: int = 0
-    handle_data: bytes = b""
-    valid_until: float = FOR_EVER
+    first_token: int = 0  # sampled with the prompt
+    handle_data: bytes = b""  # opaque
+    valid_until: float = FOR_EVER  # fetched later, it may be another prompt's
 
     heard_at: float = 0.0  # when the rank at the other end of the KV cache's way gave a sign of life
 
     @property
     def live(self) -> bool:
+        """Not over yet."""
         return self.state is not LegState.ENDED
 
     @property

@@ -36,7 +36,7 @@ class Hits:
 HITS = {  # by number of ranks
     512: (
         Hits(16, 8), Hits(16, 256), Hits(64, 1), Hits(64, 8), Hits(64, 256), Hits(64, 512),
-        Hits(256, 1), Hits(256, 8), Hits(256, 512),
+        Hits(256, 1), Hits(256, 8), Hits(256, 256), Hits(256, 512),
     ),
     4_096: (Hits(16, 8), Hits(64, 8), Hits(64, 2_048), Hits(256, 8)),
 }  # fmt: skip

@@ -31,6 +31,7 @@ from bus.wire.messages import (
 from controller.events import FromClient, FromNode, Tick, ToNode
 from controller.load.table import LoadTable
 from controller.policies import Policy, make_policy
+from controller.policies.prefix_index import PrefixIndex
 from nodes.link.core import RankCore
 from nodes.link.join import Joint
 from nodes.link.streams import Streams
@@ -68,6 +69,24 @@ def _picks(table: LoadTable, policy: Policy, submits: list[Submit]) -> Script:
             rank = policy.pick(group, submit, submit.prompt_tokens)
             assert rank is not None
             table.charge(rank, submit.prompt_tokens)
+
+    return script
+
+
+def kv_events() -> Script:
+    """The prefix index alone: of a prompt of 16 blocks that others hold, a rank stores two times eight and gives up one
+    after the other, from the end."""
+    index = PrefixIndex()
+    prompt = list(range(1, 17))
+    for seat in range(1, 8):
+        index.stored(seat, prompt)
+
+    def script() -> None:
+        for _ in range(TIMES):
+            index.stored(0, prompt[:8])
+            index.stored(0, prompt[8:])
+            for block in reversed(prompt):
+                index.removed(0, (block,))
 
     return script
 
