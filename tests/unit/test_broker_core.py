@@ -184,6 +184,15 @@ def test_a_lost_last_message_shows_in_the_membership() -> None:
     assert publications(core.handle(Tick(), 0.2), Resync) == [Resync("prefill-0", 0, 1)]
 
 
+def test_what_an_old_start_owed_is_not_asked_of_the_new_one() -> None:
+    core, old = broker(), Rank(epoch=1)
+    core.handle(old.member(), 0.0)
+    old.rooms(7)  # lost
+    core.handle(old.rooms(8), 0.0)
+    core.handle(Rank(epoch=2).member(), 0.001)
+    assert not any(publications(core.handle(Tick(), step / 10), Resync) for step in range(1, 30))
+
+
 def test_an_unknown_publisher_is_believed_and_asked_to_introduce_itself() -> None:
     core, rank = broker(), Rank()
     core.handle(rank.rooms(7), 0.0)

@@ -239,6 +239,19 @@ def test_overload_waits_as_long_as_told_and_ends_some_time() -> None:
     assert (d.result.code, d.result.retryable, d.result.retry_after_s) == ("overloaded", True, 7.0)
 
 
+def test_a_new_token_gives_all_retries_back() -> None:
+    d = Driver(retries=2)
+    d.accept()
+    d.tokens(0, 10)
+    for attempt in (1, 2, 3):
+        assert d.result is None
+        d.receive(Failed("r", attempt, "peer_lost", "gone", True))
+        d.wait(3.0)
+        d.accept(attempt + 1)
+    assert d.result is not None
+    assert (d.result.code, d.result.attempts) == ("peer_lost", 3)
+
+
 def test_an_old_failure_does_not_touch_a_new_attempt() -> None:
     d = Driver()
     d.accept(2, RANK_1)

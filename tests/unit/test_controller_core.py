@@ -100,6 +100,13 @@ class TestPair:
         assert [d.attempt for d in world.dispatches(D[1])] == [2]
         assert not world.answers(Failed)
 
+    def test_a_trace_says_where_each_request_went(self) -> None:
+        world = pd()
+        world.core.life.trace = True
+        world.submit(submit("r", "pair"))
+        (note,) = [note for note in world.notes if note.event == "request.dispatched"]
+        assert note.fields == {"rid": "r", "attempt": 1, "prefill": "p/0", "decode": "d/0"}
+
     def test_numbers_count_up_for_each_rank(self) -> None:
         """M45"""
         world = pd()
@@ -312,6 +319,13 @@ class TestIdentity:
         assert len(world.answers(Done, "new")) == 1
         world.assert_empty()
 
+    def test_what_was_resumed_may_be_resumed_again(self) -> None:
+        """M72"""
+        world = unified()
+        world.submit(submit("r", prompt_tokens=12, max_tokens=3, attempt=2, offset=2))
+        world.submit(submit("r", prompt_tokens=14, max_tokens=1, attempt=3, offset=4), peer="new")
+        assert [d.attempt for u in U for d in world.dispatches(u)] == [2, 3]
+
     def test_an_old_attempt_at_the_very_rank_of_the_new_one_is_fenced_too(self) -> None:
         world = unified(U[0])
         world.submit(submit("r"))
@@ -414,6 +428,18 @@ class TestRetries:
             world.feed(Unreachable(peer_of(node)))
         assert [f.code for f in world.answers(Failed)] == ["peer_lost", "peer_lost", "poison"]
         world.assert_empty()
+
+    def test_of_those_that_took_down_ranks_the_oldest_is_forgotten_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("controller.requests.table.MAX_LOSSES", 1)
+        world = unified(hello("u", 0, dp_size=1))
+        epoch = 1
+        for rid in ("old", "young", "young", "young"):
+            world.report(hello("u", 0, dp_size=1, epoch=epoch))
+            world.submit(submit(rid, attempt=epoch))
+            world.feed(Unreachable(peer_of(hello("u", 0, epoch=epoch))))
+            epoch += 1
+            world.join(hello("u", 0, dp_size=1, epoch=epoch))
+        assert [(f.rid, f.code) for f in world.answers(Failed)][-1] == ("young", "poison")
 
     def test_a_rank_that_merely_lost_its_connection_did_not_die_of_its_requests(self) -> None:
         world = unified(U[0], attempts=2)

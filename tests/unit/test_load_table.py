@@ -118,6 +118,7 @@ def test_no_more_controllers_are_heard_than_there_may_be() -> None:
     assert not table.apply_sent(sent(OTHER + MAX_CONTROLLERS, 1, 1, 10), 0.0)
     assert table.apply_sent(sent(OTHER, 2, 2, 20), 0.0), "who is known is heard on"
     assert (rank.requests, table.counts["sent_too_many"]) == (MAX_CONTROLLERS + 1, 1)
+    table.validate()
 
 
 def test_what_failed_is_told_apart_from_what_ended() -> None:
@@ -254,6 +255,8 @@ def test_groups_follow_model_and_instance_and_keep_only_what_is_used() -> None:
     assert max(rounds) - min(rounds) < 500, "a group each would be tens of thousands of objects"
     table.open(hello("a", 1, model="x"))
     table.validate()
+    table.close(b)
+    assert [len(ranks) for ranks in table.group("unified").instances()] == [2]
 
 
 def test_an_undone_charge_leaves_no_trace_but_its_number() -> None:

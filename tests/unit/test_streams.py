@@ -150,6 +150,15 @@ def test_what_nobody_runs_is_answered_after_a_while(streams: Streams) -> None:
     assert sent(streams) == [(A, 3, (), "failed", "peer_lost")]
 
 
+def test_who_detaches_before_the_dispatch_waits_no_more(streams: Streams) -> None:
+    streams.attach(A, Attach("r", 1), 0.0)
+    streams.detach(B, Detach("r", 1))  # another reader's
+    streams.attach(B, Attach("s", 1), 0.0)
+    streams.detach(B, Detach("s", 1))
+    streams.tick(ATTACH_WAIT_S)
+    assert sent(streams) == [(A, 0, (), "failed", "peer_lost")]
+
+
 def test_a_quiet_stream_shows_that_it_lives(streams: Streams) -> None:
     opened(streams)
     streams.attach(A, Attach("r", 1), 0.0)
