@@ -319,12 +319,14 @@ class TestIdentity:
         assert len(world.answers(Done, "new")) == 1
         world.assert_empty()
 
-    def test_what_was_resumed_may_be_resumed_again(self) -> None:
-        """M72"""
+    def test_a_resumed_submit_is_known_again_also_as_it_was_at_first(self) -> None:
+        """M71"""
         world = unified()
-        world.submit(submit("r", prompt_tokens=12, max_tokens=3, attempt=2, offset=2))
-        world.submit(submit("r", prompt_tokens=14, max_tokens=1, attempt=3, offset=4), peer="new")
-        assert [d.attempt for u in U for d in world.dispatches(u)] == [2, 3]
+        resumed = submit("r", prompt_tokens=12, max_tokens=3, attempt=2, offset=2)
+        for n, again in enumerate((resumed, resumed, submit("r"))):
+            world.submit(again, peer=f"connection {n}")
+        assert [accepted.attempt for accepted in world.answers(Accepted)] == [2, 2, 2]
+        assert len(world.dispatches()) == 1
 
     def test_an_old_attempt_at_the_very_rank_of_the_new_one_is_fenced_too(self) -> None:
         world = unified(U[0])
