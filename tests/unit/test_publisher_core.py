@@ -201,6 +201,7 @@ def test_a_room_that_nobody_drops_is_forgotten_in_the_end() -> None:
     refreshes = sum(len(rooms(publisher.tick(float(second)))) for second in range(0, 5000, 10))
     assert publisher.live_rooms == 0
     assert refreshes == 1 + 19
+    assert publisher.counts["evicted"] == 1
 
 
 def test_too_many_live_rooms_push_out_the_oldest() -> None:
