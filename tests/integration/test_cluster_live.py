@@ -13,12 +13,12 @@ import pytest
 
 from bus.errors import RequestFailed
 from bus.wire.messages import Params, Status
+from controller.policies import POLICIES
 from nodes.own.engines.sim import sim_generate
 from pdbus.client import AsyncClient, Client, Result
 from pdbus.launcher import Cluster
 
 Factory = Callable[..., Cluster]
-METHODS = ("round_robin", "follow_bootstrap_room", "total_requests", "total_tokens", "cache_aware")
 BLOCK_TOKENS = 16  # of the sim engine
 SHARED = [3 + n for n in range(4 * BLOCK_TOKENS)]  # what every prompt begins with
 
@@ -100,17 +100,17 @@ def test_one_controller_per_instance(pdbus_cluster: Factory, transport: str, met
             settled(lambda name=name: cluster.status(name))  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", POLICIES)
 def test_every_method_on_either_leg(pdbus_cluster: Factory, method: str) -> None:
     cluster = pdbus_cluster(prefill=3, decode=3, ranks_per_process=3, prefill_method=method, decode_method=method)
     with cluster.client() as client:
         results = run_some(client, 15)
         status = settled(client.status)
+        assert status.methods["prefill"] == status.methods["decode"] == method
         if method == "cache_aware":
             assert status.counts["prefix_blocks"] >= len(SHARED) // BLOCK_TOKENS
             stays_where_it_is_cached(client, lambda result: (result.prefill, result.decode))
             return
-    assert status.methods["prefill"] == status.methods["decode"] == method
     if method == "follow_bootstrap_room":
         for result in results:
             assert result.bootstrap_room is not None
@@ -121,7 +121,7 @@ def test_every_method_on_either_leg(pdbus_cluster: Factory, method: str) -> None
         assert {result.decode.dp_rank for result in results if result.decode} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", POLICIES)
 def test_unified_ranks(pdbus_cluster: Factory, method: str) -> None:
     cluster = pdbus_cluster(unified=2, ranks_per_process=2, unified_method=method)
     with cluster.client() as client:
@@ -233,17 +233,18 @@ def test_a_killed_rank_and_a_restarted_controller_cost_no_request(pdbus_cluster:
     cluster = pdbus_cluster(prefill=1, decode=2, node_args=("--sim-base-s", "0.02"), decode_method="total_requests")
     with cluster.client() as client:
         streams = [client.generate_tokens([5, 6, i], max_tokens=150) for i in range(3, 7)]
-        first = [next(iter(stream._pieces())) for stream in streams]
+        read = [iter(stream) for stream in streams]
+        first = [next(pieces) for pieces in read]
         cluster.kill("decode-0/0")
-        for i, (stream, piece) in enumerate(zip(streams, first, strict=True), 3):
-            assert [*piece.ids, *stream.tokens()] == sim_generate([5, 6, i], 150)
+        for i, (piece, pieces) in enumerate(zip(first, read, strict=True), 3):
+            assert [*piece.ids, *(token for more in pieces for token in more.ids)] == sim_generate([5, 6, i], 150)
         assert max(stream.result.attempts for stream in streams) >= 2
         assert min(stream.result.attempts for stream in streams) == 1
         cluster.restart("decode-0/0")
 
-        stream = client.generate_tokens([9, 9], max_tokens=100)
-        piece = next(iter(stream._pieces()))
+        pieces = iter(client.generate_tokens([9, 9], max_tokens=100))
+        piece = next(pieces)
         cluster.kill("controller-0")
         cluster.restart("controller-0")
-        assert [*piece.ids, *stream.tokens()] == sim_generate([9, 9], 100)
+        assert [*piece.ids, *(token for more in pieces for token in more.ids)] == sim_generate([9, 9], 100)
         assert len(run_some(client, 4)) == 4

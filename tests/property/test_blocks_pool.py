@@ -18,7 +18,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(blocks, SIZE, record_events=True)
         self.content: dict[int, tuple[int, ...]] = {}  # block -> the prefix it was committed as
         self.held: list[tuple[list[int], list[int], list[int]]] = []  # (table, prompt, hashes)
-        self.committed: dict[int, int] = {}
+        self.names: dict[int, int] = {}  # block -> the last hash that it was committed as
         self.seen: dict[int, int] = {}  # the cache as a subscriber of the events knows it
 
     @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12))
@@ -45,13 +45,13 @@ class PoolMachine(RuleBasedStateMachine):
         if not hashes:
             return
         index = data.draw(st.integers(0, len(hashes) - 1))
-        if table[index] in self.pool._hash_of:
-            return
+        block, name = table[index], hashes[index]
         parent = hashes[index - 1] if index else ROOT
-        known = hashes[index] in self.pool._block_of
-        self.pool.commit(table[index], hashes[index], parent, prompt[index * SIZE : (index + 1) * SIZE])
-        if not known:
-            self.content[table[index]] = tuple(prompt[: (index + 1) * SIZE])
+        named = self.names.get(block) in self.seen  # a block keeps its name until it is removed
+        self.pool.commit(block, name, parent, prompt[index * SIZE : (index + 1) * SIZE])
+        if not named and name not in self.seen:
+            self.names[block] = name
+            self.content[block] = tuple(prompt[: (index + 1) * SIZE])
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -72,7 +72,9 @@ class PoolMachine(RuleBasedStateMachine):
                 self.seen[event.block_hash] = event.parent
             else:
                 del self.seen[event.block_hash]
-        assert self.seen.keys() == self.pool._block_of.keys()
+        assert len(self.seen) == self.pool.cached
+        blocks = {name: self.pool.match_prefix([name]) for name in self.seen}
+        assert all(len(found) == 1 and self.names[found[0]] == name for name, found in blocks.items())
 
     def teardown(self) -> None:
         for table, _, _ in getattr(self, "held", []):

@@ -12,10 +12,12 @@ from typing import Any
 from controller_world import World, hello, peer_of, submit
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from bus.wire.hashing import pack_hashes
 from bus.wire.messages import Accepted, Bye, Cancel, Code, Dispatch, Done, DrainRank, Failed, Hello, Role, StatusQuery
 from controller.events import FromClient, FromNode, ToClient, ToNode, Undelivered, Unreachable
+from controller.policies import POLICIES
 
 ROLES: dict[str, Role] = {"p": "prefill", "d": "decode", "u": "unified"}
 KEYS = [(name, n) for name in ROLES for n in range(2)]
@@ -24,10 +26,10 @@ keys = st.sampled_from(KEYS)
 
 
 class Life(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
+    @initialize(prefill=st.sampled_from([*POLICIES]), decode=st.sampled_from([*POLICIES]))
+    def begin(self, prefill: str, decode: str) -> None:
         self.world = World(
-            prefill_method="total_tokens", decode_method="total_requests", unified_method="odd_policies:Erratic",
+            prefill_method=prefill, decode_method=decode, unified_method="odd_policies:Erratic",
             queue_requests=4, client_requests=12, request_overcommit=1.0, forget_s=3.5,
         )  # fmt: skip
         self.nodes: dict[tuple[str, int], Hello] = {}
@@ -103,7 +105,10 @@ class Life(RuleBasedStateMachine):
     def submit(self, leg: str, room: int, priority: int, deadline_s: float, pinned: int | None) -> None:
         self.serial += 1
         rid = f"r{self.serial}"
-        request = submit(rid, leg, bootstrap_room=room, priority=priority, deadline_s=deadline_s, routed_dp_rank=pinned)
+        request = submit(
+            rid, leg, 40, bootstrap_room=room, priority=priority, deadline_s=deadline_s, routed_dp_rank=pinned,
+            block_hashes=pack_hashes((room // 3, room)), block_tokens=16,
+        )  # fmt: skip
         self.submitted[rid] = request
         self.expected[rid] += 1
         self.owner[rid] = "client"

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from broker_world import Rank
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from bus.actions import Send
-from bus.broker.core import Asked, BrokerCore, BrokerLimits, Event, Published, Tick, Unreachable
+from bus.broker.core import Asked, BrokerCore, BrokerLimits, Event, Tick, Unreachable
 from bus.broker.watches import GRAIN_S
-from bus.wire import topics
-from bus.wire.messages import Answer, Drop, Member, Query, Registration, Rooms, Unwatch
+from bus.wire.messages import Answer, Drop, Query, Unwatch
 
 TTL_S = 2.0
 ROOMS = st.integers(0, 5)
@@ -42,8 +42,7 @@ class RoomsMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.core = BrokerCore(BrokerLimits(room_ttl_s=TTL_S, beacon_s=1e9), 99, 0.0)
-        self.epochs = [1, 2]
-        self.seqs = [0, 0]
+        self.ranks = [Rank(0, 1), Rank(1, 2)]
         self.claims: dict[int, Made] = {}
         self.watching: dict[tuple[bytes, int, int], float] = {}  # (peer, id, room) -> deadline
         self.next_epoch = 10
@@ -52,7 +51,7 @@ class RoomsMachine(RuleBasedStateMachine):
 
     def model_find(self, room: int) -> Made | None:
         made = self.claims.get(room)
-        if made is None or made.at + TTL_S <= self.now or self.epochs[made.rank] != made.epoch:
+        if made is None or made.at + TTL_S <= self.now or self.ranks[made.rank].epoch != made.epoch:
             return None
         return made
 
@@ -64,7 +63,7 @@ class RoomsMachine(RuleBasedStateMachine):
                 return False
             if attempt == old.attempt and not mine and old.code == "ok":
                 return False
-        self.claims[room] = Made(rank, self.epochs[rank], attempt, code, self.now)
+        self.claims[room] = Made(rank, self.ranks[rank].epoch, attempt, code, self.now)
         return True
 
     # --- what every answer must satisfy -----------------------------------------------------------------------------
@@ -114,7 +113,7 @@ class RoomsMachine(RuleBasedStateMachine):
         for room in rooms:
             if self.model_claim(rank, room, attempt, "ok"):
                 expected |= self.watchers(room, "ok")
-        self.settle(self.publish(rank, register=tuple(Registration(room, attempt) for room in rooms)), expected)
+        self.settle(self.handle(self.ranks[rank].rooms(*rooms, attempt=attempt)), expected)
 
     @rule(rank=RANKS, room=ROOMS, attempt=ATTEMPTS, code=st.sampled_from(["ok", "prefill_failed"]))
     def drop(self, rank: int, room: int, attempt: int, code: str) -> None:
@@ -125,17 +124,13 @@ class RoomsMachine(RuleBasedStateMachine):
                 del self.claims[room]
         elif self.model_claim(rank, room, attempt, code):
             expected = self.watchers(room, code)
-        self.settle(self.publish(rank, drop=(Drop(room, attempt, code),)), expected)  # type: ignore[arg-type]
+        self.settle(self.handle(self.ranks[rank].rooms(drop=(Drop(room, attempt, code),))), expected)  # type: ignore[arg-type]
 
     @rule(rank=RANKS)
     def restart(self, rank: int) -> None:
         self.next_epoch += 1
-        self.epochs[rank] = self.next_epoch
-        self.seqs[rank] = 0
-        member = Member(
-            "p", rank, self.next_epoch, 1, None, "prefill", "m", 2, "ready", f"tcp://h:{rank}", False, 0, 60.0
-        )
-        self.settle(self.handle(Published(topics.of(member), member)), {})
+        self.ranks[rank] = Rank(rank, self.next_epoch)
+        self.settle(self.handle(self.ranks[rank].member(interval_s=60.0)), {})
 
     @rule(peer=PEERS, id=st.integers(1, 2), rooms=st.lists(ROOMS, min_size=1, max_size=4), watch_s=STEPS_S)
     def query(self, peer: bytes, id: int, rooms: list[int], watch_s: float) -> None:
@@ -177,11 +172,6 @@ class RoomsMachine(RuleBasedStateMachine):
         found = [room for room in range(6) if self.core.rooms.find(room, self.now)]
         assert found == [room for room in range(6) if self.model_find(room)]
         assert len(found) <= self.core.rooms.alive <= self.core.rooms.size <= 6
-
-    def publish(self, rank: int, register: tuple[Registration, ...] = (), drop: tuple[Drop, ...] = ()) -> list[Send]:
-        self.seqs[rank] += 1
-        message = Rooms("p", rank, self.epochs[rank], self.seqs[rank], None, f"tcp://h:{rank}", register, drop)
-        return self.handle(Published(topics.of(message), message))
 
     def teardown(self) -> None:
         """In the end every watch is answered and all memory comes back."""

@@ -103,7 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def engine_fails(self) -> None:
         self.clock.due.clear()
-        self.engine._pending = None
+        self.engine.close()  # the step under way is forgotten
         failed = self.scheduler.complete(StepResult(0, (), 0.0, "broken"))
         assert [sequence.id for sequence in failed] == [seq for seq in self.in_step if seq not in self.cancelled]
         for sequence in failed:

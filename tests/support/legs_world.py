@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+
+from virtual_time import VirtualTime
 
 from bus.actions import Note, Send
 from bus.wire.codec import encode
@@ -26,6 +26,7 @@ from bus.wire.messages import (
 )
 from nodes.link.actions import (
     Action,
+    Leave,
     Locate,
     Register,
     SendBlock,
@@ -45,37 +46,28 @@ from nodes.own.scheduler import Scheduler
 VOCAB = 512
 
 
-class World:
+class World(VirtualTime):
     """Virtual time, and delivery that a test can tamper with (`tamper(message, data) -> data | None` to lose it)."""
 
     def __init__(self) -> None:
-        self.now = 100.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
+        super().__init__(100.0)
         self.ranks: dict[str, Rank] = {}
         self.rooms: dict[int, tuple[Location, int]] = {}
         self.tamper: Callable[[Any, bytes], bytes | None] = lambda message, data: data
         self.jitter: Callable[[], float] = lambda: 0.0  # seconds added to a message's way: reorders
         self.copies: Callable[[], int] = lambda: 1
 
-    def clock(self) -> float:
-        return self.now
-
-    def call_later(self, delay_s: float, function: Callable[[], None], /) -> Any:
-        heapq.heappush(self._events, (self.now + delay_s, next(self._order), function))
-        return _Timer()
-
     def run(self, seconds: float, tick_s: float = 0.1) -> None:
         end = self.now + seconds
         next_tick = self.now
         while True:
-            due = min(next_tick, self._events[0][0] if self._events else end)
+            due = min(next_tick, self.next_due)
             if due >= end:
                 self.now = end
                 return
             self.now = max(self.now, due)
-            if self._events and self._events[0][0] <= self.now:
-                heapq.heappop(self._events)[2]()
+            if self.next_due <= self.now:
+                self.fire()
                 for rank in self.ranks.values():
                     if rank.joint.stirred and not rank.dead:
                         rank.turn()
@@ -86,11 +78,6 @@ class World:
                         rank.runner.tick(self.now)
                         rank.do(rank.core.tick(self.now))
                         rank.streams.tick(self.now)
-
-
-class _Timer:
-    def cancel(self) -> None:
-        pass
 
 
 class Rank:
@@ -115,6 +102,8 @@ class Rank:
         self.ended: dict[tuple[str, int], list[Ended]] = {}
         self.started: list[tuple[str, int]] = []
         self.dropped: list[Unregister] = []
+        self.left: list[str] = []  # why the process should leave
+        self.notes: list[Note] = []
         self.wanted: dict[int, float] = {}
         self.dead = False
         self.sent: Counter[str] = Counter()
@@ -177,8 +166,10 @@ class Rank:
                 world.call_later(action.deadline - world.now, lambda: self._give_up(room))
             case Unlocate(room=room):
                 self.wanted.pop(room, None)
+            case Leave(reason=reason):
+                self.left.append(reason)
             case Note():
-                pass
+                self.notes.append(action)
 
     # as the resolver and the broker would
     def _answer(self, room: int) -> None:

@@ -73,7 +73,7 @@ class VllmLike:
         assert len(leg.prompt) == leg.prompt_tokens, "decode gets the prompt too"
         self._legs[leg] = -1
         if DEADLY in leg.prompt:
-            self._timers.call_later(STEP_S, self._die)
+            self._timers.call_later(STEP_S, self.die)
         elif leg.role == "decode":
             self._timers.call_later(PULL_S, lambda: self._pull(leg))
         elif leg.role == "unified":
@@ -148,7 +148,7 @@ class VllmLike:
         else:
             self._timers.call_later(STEP_S, lambda: self._decode(leg, state, count + 1))
 
-    def _die(self) -> None:
+    def die(self) -> None:
         self._dead = True
         self._tell(Dead("EngineDeadError"))
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
+from broker_world import EPOCH, Rank, ask, broker, publications, published, sent
 
-from bus.actions import Note, Publish, Send
+from bus.actions import Note, Send
 from bus.broker.core import (
     RESTATE_AGAIN_S,
     RESTATE_FIRST_S,
-    Action,
     Asked,
     BrokerCore,
     BrokerLimits,
@@ -19,7 +18,6 @@ from bus.broker.core import (
     Tick,
     Unreachable,
 )
-from bus.wire import topics
 from bus.wire.messages import (
     Answer,
     Beacon,
@@ -30,78 +28,18 @@ from bus.wire.messages import (
     Found,
     Load,
     LoadReport,
-    Location,
     Lost,
-    Member,
-    Message,
     Query,
     Refused,
-    Registration,
     Resync,
-    Rooms,
     Topology,
     TopologyQuery,
     Unwatch,
 )
 
-EPOCH = 77
-
-
-class Rank:
-    """A publisher as the broker sees it."""
-
-    def __init__(self, dp_rank: int = 0, epoch: int = 1) -> None:
-        self.dp_rank = dp_rank
-        self.epoch = epoch
-        self.rooms_seq = 0
-
-    @property
-    def location(self) -> Location:
-        return Location("prefill-0", self.dp_rank, self.epoch, f"tcp://10.0.0.7:{7000 + self.dp_rank}")
-
-    def member(self, **fields: Any) -> Published:
-        given: dict[str, Any] = {
-            "instance": "prefill-0", "dp_rank": self.dp_rank, "epoch": self.epoch, "seq": 1, "load": None,
-            "role": "prefill", "model": "tiny", "dp_size": 2, "state": "ready", "endpoint": self.location.endpoint,
-            "follow_bootstrap_room": False, "rooms_seq": self.rooms_seq, "interval_s": 1.0,
-        }  # fmt: skip
-        return published(Member(**(given | fields)))
-
-    def rooms(self, *register: int, attempt: int = 1, drop: tuple[Drop, ...] = (), snapshot: bool = False) -> Published:
-        self.rooms_seq += 1
-        claims = tuple(Registration(room, attempt) for room in register)
-        where = self.location.endpoint
-        return published(
-            Rooms("prefill-0", self.dp_rank, self.epoch, self.rooms_seq, None, where, claims, drop, snapshot)
-        )
-
-
-def published(message: Message) -> Published:
-    return Published(topics.of(message), message)
-
-
-def broker(**limits: Any) -> BrokerCore:
-    core = BrokerCore(BrokerLimits(**limits), EPOCH, 0.0)
-    core.handle(Tick(), 0.0)
-    return core
-
-
-def ask(core: BrokerCore, peer: bytes, rooms: tuple[int, ...], now: float, watch_s: float = 0.0, id: int = 1) -> Answer:
-    (send,) = core.handle(Asked(peer, Query(id, rooms, watch_s)), now)
-    assert isinstance(send, Send)
-    assert isinstance(send.message, Answer)
-    return send.message
-
-
-def sent(actions: list[Action]) -> list[tuple[Any, Message]]:
-    return [(action.peer, action.message) for action in actions if isinstance(action, Send)]
-
-
-def publications(actions: list[Action], kind: type[Message]) -> list[Message]:
-    return [each.message for each in actions if isinstance(each, Publish) and isinstance(each.message, kind)]
-
 
 def test_a_query_is_answered_at_once_with_what_is_known() -> None:
+    """M36 M37."""
     core, rank = broker(), Rank()
     core.handle(rank.member(), 0.0)
     core.handle(rank.rooms(7, 8), 0.0)
@@ -112,9 +50,10 @@ def test_a_query_is_answered_at_once_with_what_is_known() -> None:
 
 
 def test_a_watch_is_answered_by_the_registration_in_one_message_per_query() -> None:
+    """M38 M39."""
     core, rank = broker(), Rank()
     core.handle(rank.member(), 0.0)
-    assert ask(core, b"d", (7, 8, 9), 0.0, watch_s=5.0, id=3).pending == (7, 8, 9)
+    assert ask(core, b"d", (7, 8, 9, 9), 0.0, watch_s=5.0, id=3).pending == (7, 8, 9)
     assert ask(core, b"e", (8,), 0.0, watch_s=5.0).pending == (8,)
     replies = sent(core.handle(rank.rooms(7, 8), 1.0))
     assert [
@@ -124,11 +63,22 @@ def test_a_watch_is_answered_by_the_registration_in_one_message_per_query() -> N
         (b"e", 1, [8]),
     ]
     assert sent(core.handle(rank.rooms(7, 8), 1.1)) == [], "answered once"
+    assert sent(core.handle(Tick(), 4.9)) == []
     assert sent(core.handle(Tick(), 5.1)) == [(b"d", Answer(3, lost=(Lost(9, "unknown_room"),)))]
     assert core.watches.size == 0
 
 
+def test_a_query_with_a_watch_says_what_is_known_lost_and_to_come() -> None:
+    """M36 M38: in one answer."""
+    core, rank = broker(), Rank()
+    core.handle(rank.rooms(7, 8), 0.0)
+    core.handle(rank.rooms(drop=(Drop(8, 1, "cancelled"),)), 0.0)
+    lost = (Lost(8, "cancelled", 1),)
+    assert ask(core, b"d", (7, 8, 9), 0.0, watch_s=5.0) == Answer(1, (Found(rank.location, 1, (7,)),), (9,), lost)
+
+
 def test_a_failed_prefill_answers_watches_and_later_queries() -> None:
+    """M33 M38."""
     core, rank = broker(), Rank()
     core.handle(rank.member(), 0.0)
     core.handle(rank.rooms(7), 0.0)
@@ -139,6 +89,7 @@ def test_a_failed_prefill_answers_watches_and_later_queries() -> None:
 
 
 def test_an_ok_drop_makes_a_room_unknown() -> None:
+    """M33."""
     core, rank = broker(), Rank()
     core.handle(rank.rooms(7), 0.0)
     core.handle(rank.rooms(drop=(Drop(7),)), 1.0)
@@ -146,12 +97,16 @@ def test_an_ok_drop_makes_a_room_unknown() -> None:
 
 
 def test_unwatch_and_a_lost_peer_end_watches() -> None:
+    """M40."""
     core, rank = broker(), Rank()
-    ask(core, b"d", (7, 8), 0.0, watch_s=5.0)
-    ask(core, b"e", (7, 8), 0.0, watch_s=5.0)
+    for id in (1, 2):
+        ask(core, b"d", (7, 8), 0.0, watch_s=5.0, id=id)
+        ask(core, b"e", (7, 8), 0.0, watch_s=5.0, id=id)
     core.handle(Asked(b"d", Unwatch((7,))), 0.1)
     core.handle(Unreachable(b"e"), 0.1)
-    assert [peer for peer, _ in sent(core.handle(rank.rooms(7, 8), 1.0))] == [b"d"]
+    (found,) = {message.found for peer, message in sent(core.handle(rank.rooms(7, 8), 1.0)) if peer == b"d"}  # type: ignore[attr-defined]
+    assert found == (Found(rank.location, 1, (8,)),)
+    assert sent(core.handle(Tick(), 9.0)) == []
 
 
 def test_too_many_watches_are_refused_whole() -> None:
@@ -164,6 +119,7 @@ def test_too_many_watches_are_refused_whole() -> None:
 
 
 def test_two_live_ranks_that_claim_one_room_are_both_told() -> None:
+    """M32."""
     core, first, second = broker(), Rank(0), Rank(1)
     core.handle(first.rooms(7), 0.0)
     told = publications(core.handle(second.rooms(7), 1.0), Conflict)
@@ -176,6 +132,7 @@ def test_two_live_ranks_that_claim_one_room_are_both_told() -> None:
 
 
 def test_a_restarted_ranks_rooms_vanish_and_may_be_claimed_again() -> None:
+    """M19 M20."""
     core, old, other = broker(), Rank(0, epoch=1), Rank(1)
     core.handle(old.rooms(7, 8), 0.0)
     core.handle(Rank(0, epoch=2).member(), 1.0)
@@ -186,6 +143,7 @@ def test_a_restarted_ranks_rooms_vanish_and_may_be_claimed_again() -> None:
 
 
 def test_a_rank_silent_past_its_lease_gives_way_and_one_that_left_owns_nothing() -> None:
+    """M20."""
     core, silent, other = broker(), Rank(0), Rank(1)
     core.handle(silent.member(), 0.0)
     core.handle(silent.rooms(7), 0.0)
@@ -198,6 +156,7 @@ def test_a_rank_silent_past_its_lease_gives_way_and_one_that_left_owns_nothing()
 
 
 def test_a_gap_asks_for_a_restatement_ever_more_rarely_until_it_comes() -> None:
+    """M18: a hole in `seq`."""
     core, rank = broker(), Rank()
     core.handle(rank.member(), 0.0)
     core.handle(rank.rooms(7), 0.0)
@@ -217,11 +176,21 @@ def test_a_gap_asks_for_a_restatement_ever_more_rarely_until_it_comes() -> None:
 
 
 def test_a_lost_last_message_shows_in_the_membership() -> None:
+    """M18: a member that says it has published more than arrived."""
     core, rank = broker(), Rank()
     core.handle(rank.member(), 0.0)
     rank.rooms(7)  # lost
     core.handle(rank.member(), 0.1)
     assert publications(core.handle(Tick(), 0.2), Resync) == [Resync("prefill-0", 0, 1)]
+
+
+def test_what_an_old_start_owed_is_not_asked_of_the_new_one() -> None:
+    core, old = broker(), Rank(epoch=1)
+    core.handle(old.member(), 0.0)
+    old.rooms(7)  # lost
+    core.handle(old.rooms(8), 0.0)
+    core.handle(Rank(epoch=2).member(), 0.001)
+    assert not any(publications(core.handle(Tick(), step / 10), Resync) for step in range(1, 30))
 
 
 def test_an_unknown_publisher_is_believed_and_asked_to_introduce_itself() -> None:
@@ -257,14 +226,17 @@ def test_a_repeated_message_changes_nothing() -> None:
     core.handle(rank.rooms(drop=(Drop(7),)), 0.1)
     core.handle(first, 0.2)
     assert ask(core, b"d", (7,), 0.2) == Answer(1)
+    assert core.tally()["rooms_repeated"] == 1
 
 
-def test_a_publisher_speaks_for_the_rank_of_its_topic_alone() -> None:
+@pytest.mark.parametrize("topic", [b"rooms/prefill-0/1/", b"rooms/prefill-0/0", b"member/prefill-0/0/", b"rooms/"])
+def test_a_publisher_speaks_for_the_rank_of_its_topic_alone(topic: bytes) -> None:
+    """M13."""
     core, rank = broker(), Rank(0)
     forged = rank.rooms(7)
-    notes = core.handle(Published(b"rooms/prefill-0/1/", forged.message), 0.0)
+    notes = core.handle(Published(topic, forged.message), 0.0)
     assert [note.event for note in notes if isinstance(note, Note)] == ["publication.rejected"]
-    assert core.handle(Published(b"rooms/prefill-0/1/", forged.message), 0.1) == [], "said once"
+    assert core.handle(Published(topic, forged.message), 0.1) == [], "said once"
     assert ask(core, b"d", (7,), 0.0) == Answer(1)
     assert core.tally()["topic_mismatches"] == 2
 
@@ -293,7 +265,9 @@ def test_topology_and_status_answer_with_the_id_of_the_question() -> None:
     assert (send.message.id, send.message.broker_epoch) == (9, EPOCH)
     assert send.message.instances[0].ready
     assert send.message.instances[0].ranks[0].age_s == pytest.approx(0.5)
-    (send,) = core.handle(Asked(b"d", BrokerStatusQuery(4)), 2.0)
+    core = broker(40.0)
+    core.handle(rank.member(dp_size=1), 41.0)
+    (send,) = core.handle(Asked(b"d", BrokerStatusQuery(4)), 42.0)
     assert isinstance(send, Send)
     assert isinstance(send.message, BrokerStatus)
     assert (send.message.id, send.message.uptime_s, send.message.counts["ranks"]) == (4, 2.0, 1)

@@ -45,6 +45,17 @@ def test_a_question_is_repeated_until_it_is_too_late() -> None:
     questions.answered(C, status(1), 10.1)  # too late
 
 
+@pytest.mark.parametrize("outcome", [PeerLost("it is over"), None])
+def test_all_end_with_whoever_asked_them(outcome: Exception | None) -> None:
+    questions, first = asked()
+    second = Future[Status]()
+    questions.ask(C, StatusQuery, None, second, 0.0, 10.0)
+    questions.drop(outcome)
+    for answer in (first, second):
+        assert answer.cancelled() if outcome is None else answer.exception(0) is outcome
+    assert questions.tick(REPEAT_S) == []
+
+
 @pytest.mark.parametrize("make", [StatusQuery, drain])
 def test_the_answer_is_a_status(make: Any) -> None:
     questions, answer = asked(make)

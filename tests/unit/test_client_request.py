@@ -132,6 +132,18 @@ def test_no_more_than_was_asked_for() -> None:
     assert (d.ids, d.result.finish) == ([10, 11, 12, 13], "length")
 
 
+def test_times_count_from_the_submit() -> None:
+    d = Driver()
+    d.now += 0.5
+    d.accept()
+    d.now += 1.0
+    d.tokens(0, 10)
+    d.now += 2.0
+    d.tokens(1, 11, 12, 13, finish="length")
+    assert d.result is not None
+    assert (d.result.ttft_s, d.result.total_s) == (1.5, 3.5)
+
+
 def test_silence_is_asked_about_once_then_resumed_elsewhere() -> None:
     """M73: the same rid and room, the next attempt, prompt and output so far."""
     d = Driver()
@@ -225,6 +237,19 @@ def test_overload_waits_as_long_as_told_and_ends_some_time() -> None:
     d.receive(Failed("r", 0, "overloaded", "busy", True, 7.0))
     assert d.result is not None
     assert (d.result.code, d.result.retryable, d.result.retry_after_s) == ("overloaded", True, 7.0)
+
+
+def test_a_new_token_gives_all_retries_back() -> None:
+    d = Driver(retries=2)
+    d.accept()
+    d.tokens(0, 10)
+    for attempt in (1, 2, 3):
+        assert d.result is None
+        d.receive(Failed("r", attempt, "peer_lost", "gone", True))
+        d.wait(3.0)
+        d.accept(attempt + 1)
+    assert d.result is not None
+    assert (d.result.code, d.result.attempts) == ("peer_lost", 3)
 
 
 def test_an_old_failure_does_not_touch_a_new_attempt() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from controller_world import EPOCH, PARAMS, World, hello, peer_of, prompt, submit
+from controller_world import EPOCH, PARAMS, World, hello, load, peer_of, prompt, submit
 
 from bus.wire.messages import (
     Accepted,
@@ -18,15 +18,18 @@ from bus.wire.messages import (
     DrainRank,
     Failed,
     Location,
+    Member,
+    Message,
     Ping,
     Refused,
+    Rooms,
     Sent,
     Status,
     StatusQuery,
     Welcome,
     Who,
 )
-from controller.events import FromClient, FromNode, Published, Undelivered, Unreachable
+from controller.events import EngineLoad, FromClient, FromNode, Published, Undelivered, Unreachable
 
 P = [hello("p", n, role="prefill") for n in range(2)]
 D = [hello("d", n, role="decode") for n in range(2)]
@@ -89,6 +92,21 @@ class TestPair:
         world.progress(P[0], ended=[prefill])  # said twice
         assert len(world.answers(Done)) == 1
 
+    def test_a_computed_prompt_is_no_output_so_decode_may_still_be_dispatched_again(self) -> None:
+        world = pd()
+        world.submit(submit("r", "pair"))
+        world.progress(P[0], ended=world.dispatches(P[0]))
+        world.feed(Unreachable(peer_of(D[0])))
+        assert [d.attempt for d in world.dispatches(D[1])] == [2]
+        assert not world.answers(Failed)
+
+    def test_a_trace_says_where_each_request_went(self) -> None:
+        world = pd()
+        world.core.life.trace = True
+        world.submit(submit("r", "pair"))
+        (note,) = [note for note in world.notes if note.event == "request.dispatched"]
+        assert note.fields == {"rid": "r", "attempt": 1, "prefill": "p/0", "decode": "d/0"}
+
     def test_numbers_count_up_for_each_rank(self) -> None:
         """M45"""
         world = pd()
@@ -114,6 +132,15 @@ class TestPair:
         assert [f.code for f in world.answers(Failed)] == ["peer_lost", "no_rank"]
         world.submit(submit("c", "pair", bootstrap_room=10))
         assert len(world.dispatches(P[0])) == 1
+
+    def test_what_is_too_long_for_the_rank_of_its_room_is_refused(self) -> None:
+        world = World(prefill_method="follow_bootstrap_room")
+        for node in (P[0], hello("p", 1, role="prefill", max_context=100), *D):
+            world.join(node)
+        for room in (4, 5):
+            world.submit(submit(f"r{room}", "pair", 200, bootstrap_room=room))
+        assert [d.rid for d in world.dispatches(P[0])] == ["r4"]
+        assert (failure(world).rid, failure(world).code) == ("r5", "too_long")
 
     def test_decode_ended_before_prefill_is_lost_is_done(self) -> None:
         world = pd()
@@ -292,6 +319,15 @@ class TestIdentity:
         assert len(world.answers(Done, "new")) == 1
         world.assert_empty()
 
+    def test_a_resumed_submit_is_known_again_also_as_it_was_at_first(self) -> None:
+        """M71"""
+        world = unified()
+        resumed = submit("r", prompt_tokens=12, max_tokens=3, attempt=2, offset=2)
+        for n, again in enumerate((resumed, resumed, submit("r"))):
+            world.submit(again, peer=f"connection {n}")
+        assert [accepted.attempt for accepted in world.answers(Accepted)] == [2, 2, 2]
+        assert len(world.dispatches()) == 1
+
     def test_an_old_attempt_at_the_very_rank_of_the_new_one_is_fenced_too(self) -> None:
         world = unified(U[0])
         world.submit(submit("r"))
@@ -380,7 +416,10 @@ class TestRetries:
         assert note.fields.items() >= {"rid": "killer", "attempt": 2, "code": "poison"}.items()
         assert "rank u/1 is lost" in note.fields["why"]
 
-    def test_poison_is_known_again_when_its_client_comes_back_without_progress(self) -> None:
+    def test_poison_is_known_again_when_its_client_comes_back_without_progress(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("controller.requests.table.MAX_LOSSES", 1)
         world = unified(U[0])
         for epoch in (1, 2, 3):  # its only rank dies of it, and is started again each time
             node = hello("u", 0, epoch=epoch)
@@ -391,6 +430,18 @@ class TestRetries:
             world.feed(Unreachable(peer_of(node)))
         assert [f.code for f in world.answers(Failed)] == ["peer_lost", "peer_lost", "poison"]
         world.assert_empty()
+
+    def test_of_those_that_took_down_ranks_the_oldest_is_forgotten_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("controller.requests.table.MAX_LOSSES", 1)
+        world = unified(hello("u", 0, dp_size=1))
+        epoch = 1
+        for rid in ("old", "young", "young", "young"):
+            world.report(hello("u", 0, dp_size=1, epoch=epoch))
+            world.submit(submit(rid, attempt=epoch))
+            world.feed(Unreachable(peer_of(hello("u", 0, epoch=epoch))))
+            epoch += 1
+            world.join(hello("u", 0, dp_size=1, epoch=epoch))
+        assert [(f.rid, f.code) for f in world.answers(Failed)][-1] == ("young", "poison")
 
     def test_a_rank_that_merely_lost_its_connection_did_not_die_of_its_requests(self) -> None:
         world = unified(U[0], attempts=2)
@@ -665,6 +716,7 @@ class TestRanks:
         world = unified(U[0])
         world.join(claim, peer="new")
         assert [r.code for r in world.sent(Refused)] == [code]
+        assert world.core.counts[f"hello_{code}"] == 1
         assert len(world.core.table.ranks) == 1
 
     def test_only_ranks_that_live_bind_their_instance(self) -> None:
@@ -764,8 +816,17 @@ class TestRanks:
         world.submit(submit("r"))
         world.pass_time(3.5, alive=[U[1]])
         assert world.core.members.state(world.rank(U[0])) == "lost"
+        (note,) = [note for note in world.notes if note.fields.get("new") == "lost"]
+        assert (note.event, note.level, note.fields["dp_rank"]) == ("rank.state_changed", "warning", 0)
         assert [d.attempt for d in world.dispatches(U[1])] == [2]
         assert [c.attempt for c in world.cancels(U[0])] == [1]  # in case it wakes up
+
+    @pytest.mark.parametrize("kind", [Member, Rooms])
+    def test_a_load_that_comes_with_another_publication_counts(self, kind: type[Message]) -> None:
+        world = unified()
+        where = ("unified", "m", 2, "ready", "ipc:///u.0", False, 0, 1.0) if kind is Member else ("ipc:///u.0",)
+        world.feed(Published(kind("u", 0, 1, 1, load(1, running=3), *where)))
+        assert world.rank(U[0]).requests == 3
 
     def test_who_comes_back_starts_slowly(self) -> None:
         world = unified()
@@ -890,7 +951,8 @@ class TestStart:
         (dispatch,) = world.dispatches(U[1])
         for peer in ("", "again"):  # the same connection, as when its state changes, and a new one
             world.join(hello("u", 1, running=(("r", 1),)), peer=peer)
-        assert set(world.core.life.table.inherited._held) == {"former"}
+        assert world.core.life.table.inherited.of("former")
+        assert not world.core.life.table.inherited.of("r")
         world.progress(U[1], ended=[dispatch], peer="again")
         world.submit(submit("r", routed_dp_rank=0))
         assert [d.attempt for d in world.dispatches(U[0])] == [1]
@@ -1003,3 +1065,17 @@ def test_a_broker_alone_on_the_bus_makes_no_rank_silent_at_once() -> None:
     assert {world.core.members.state(r) for r in world.core.table.ranks.values()} == {"silent"}
     world.report(U[0])
     assert world.core.members.state(world.rank(U[0])) == "ready"
+    world.feed(EngineLoad(("u", 1), load(0, running=1)))
+    assert world.core.members.state(world.rank(U[1])) == "ready"
+
+
+def test_a_load_that_acknowledges_nothing_takes_all_that_was_sent_for_ingested() -> None:
+    world = unified(U[0])
+    for n in range(3):
+        world.submit(submit(f"r{n}"))
+    assert world.rank(U[0]).requests == 3
+    for running in (2, 1):
+        world.feed(EngineLoad(("u", 0), load(0, running=running)))
+        assert world.rank(U[0]).requests == running
+    world.feed(EngineLoad(("nobody", 0), load(0)))
+    assert world.core.counts["report_unknown"] == 1

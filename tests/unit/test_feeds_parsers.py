@@ -162,7 +162,9 @@ def test_translation_is_bounded() -> None:
     translator = Translator(Counter(), max_blocks=10)
     for number in range(100):
         translator.changes([BlockStored((number,), None, (number, 1), 2)])
-    assert len(translator._ours) == 10
+    (removed,) = translator.changes([BlockRemoved(tuple(range(100)))])
+    assert isinstance(removed, Removed)
+    assert len(removed.hashes) == 10
 
 
 def test_what_our_nodes_publish_is_in_that_format_and_names_what_requests_name() -> None:

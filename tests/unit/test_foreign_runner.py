@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from legs_world import PROMPT, Rank, World
+from legs_world import PROMPT, Rank, World, start
 from vllm_like import DEADLY, SLOTS, VOCAB, VllmLike
 
 from bus.wire.messages import CancelLeg, KvMeta
-from nodes.link.actions import Leave
 from nodes.own.engines.sim import sim_generate
 
 
@@ -22,10 +21,7 @@ class Pair:
         self.decode = Rank(self.world, "decode", "d", runner=self.engines[1])
 
     def start(self, rid: str, prompt: list[int] = PROMPT, room: int = 5, **changes: Any) -> None:
-        changes = {"bootstrap_room": room, "attempt": 1} | changes
-        self.decode.read(rid, changes["attempt"])
-        self.decode.dispatch(rid, prompt, prefill=self.prefill.location, **changes)
-        self.prefill.dispatch(rid, prompt, **changes)
+        start((self.prefill, self.decode), rid, prompt, bootstrap_room=room, **changes)
 
     def idle(self) -> bool:
         return all(not len(rank.core) and not len(rank.core.sender) for rank in (self.prefill, self.decode)) and all(
@@ -109,21 +105,16 @@ def test_cancel_frees_the_slot_at_every_moment(tmp_path: Path) -> None:
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_dead_engine_ends_its_legs_and_says_so(tmp_path: Path, side: int) -> None:
     pair = Pair(tmp_path)
-    left: list[Leave] = []
     rank = (pair.prefill, pair.decode)[side]
-    do = rank.joint._do_outside
-    rank.joint._do_outside = lambda action: left.append(action) if isinstance(action, Leave) else do(action)
     pair.start("bystander", max_tokens=50)
     pair.world.run(0.05)
     if side:
         pair.start("deadly", [9, 9], 6)
-        unlucky = next(iter(rank.runner._legs))
-        rank.runner._timers.call_later(0.0, rank.runner._die)
-        assert unlucky.live
+        pair.world.call_later(0.0, rank.runner.die)
     else:
         pair.start("deadly", [9, DEADLY], 6)
     pair.world.run(8.0)
-    assert [leave.reason for leave in left] == ["EngineDeadError"]
+    assert rank.left == ["EngineDeadError"]
     assert rank.code("deadly") == "peer_lost"
     assert "the engine died: EngineDeadError" in rank.ended["deadly", 1][0].message
     other = (pair.decode, pair.prefill)[side]

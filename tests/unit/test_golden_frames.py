@@ -33,6 +33,12 @@ def test_encodes_byte_for_byte(golden: Golden) -> None:
         assert codec.encode(golden_frames.build(golden.text)).hex() == golden.frame.hex()
 
 
+def wordier(frame: bytes) -> bytes:
+    """The same message as others may write it: with more bytes for the length of the array than it needs."""
+    kind = frame[1]
+    return frame[:1] + (b"\xdd\0\0" if kind == 0xDC else b"\xdc\0" + bytes([kind & 15])) + frame[2:]
+
+
 @each_golden
 def test_decodes_to_the_same_values_on_each_socket_that_takes_it(golden: Golden) -> None:
     """M7 M9."""
@@ -41,7 +47,7 @@ def test_decodes_to_the_same_values_on_each_socket_that_takes_it(golden: Golden)
     assert tables
     for table in tables:
         assert codec.decode(golden.frame, table) == expected
-        assert codec._judge(golden.frame[1:], table) == expected  # the way of frames that others wrote
+        assert codec.decode(wordier(golden.frame), table) == expected
 
 
 def test_a_frame_from_before_a_field_was_appended_need_only_be_read() -> None:

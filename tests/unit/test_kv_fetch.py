@@ -1,4 +1,7 @@
-"""KV caches on their way: the receiver's credit, repairs and stalls; what the sender answers and for how long."""
+"""KV caches on their way: the receiver's credit, repairs and stalls; what the sender answers and for how long.
+
+M63 M65 M66 are held here: when a pull is answered and with what, the checksum, and what a failed room says.
+"""
 
 from __future__ import annotations
 

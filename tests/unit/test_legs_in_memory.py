@@ -9,8 +9,20 @@ from legs_world import PROMPT, VOCAB, Rank, World, start
 
 from bus.wire.codec import encode
 from bus.wire.hashing import token_bytes
-from bus.wire.messages import Attach, CancelLeg, Dispatch, KvBlock, KvFail, KvMeta, Params
-from nodes.link.actions import Unregister
+from bus.wire.messages import (
+    Attach,
+    CancelLeg,
+    Detach,
+    Dispatch,
+    KvBlock,
+    KvDone,
+    KvFail,
+    KvMeta,
+    KvPull,
+    Params,
+    Tokens,
+)
+from nodes.link.actions import SendBlock, Unregister
 from nodes.link.core import Limits
 from nodes.link.leg import Leg
 from nodes.link.runner import Finished, LegFailed, Output
@@ -28,9 +40,15 @@ def pair(world: World) -> tuple[Rank, Rank]:
 
 
 def test_a_pair_gives_the_tokens_of_the_reference(world: World, pair: tuple[Rank, Rank]) -> None:
+    """M35: and every pull names the epoch that was located."""
+    prefill, decode = pair
+    asked: list[KvPull] = []
+    world.tamper = lambda message, data: asked.append(message) or data if isinstance(message, KvPull) else data
     start(pair)
     world.run(1.0)
-    prefill, decode = pair
+    assert asked[0] == KvPull(5, 1, prefill.epoch, 0, 0), "of no block, for none is computed yet"
+    assert len(asked) > 1
+    assert {pull.epoch for pull in asked} == {prefill.epoch}
     assert decode.tokens["r"] == sim_generate(PROMPT, 6, VOCAB)
     assert decode.finishes["r"].finish == "length"
     assert (prefill.code("r"), decode.code("r")) == ("ok", "ok")
@@ -79,6 +97,7 @@ def test_one_token_needs_no_kv(world: World, pair: tuple[Rank, Rank]) -> None:
 
 
 def test_a_damaged_block_is_fetched_again(world: World, pair: tuple[Rank, Rank]) -> None:
+    """M65."""
     damaged = []
 
     def damage(message: Any, data: bytes) -> bytes:
@@ -96,6 +115,7 @@ def test_a_damaged_block_is_fetched_again(world: World, pair: tuple[Rank, Rank])
 
 
 def test_blocks_swapped_on_the_way_are_noticed(world: World, pair: tuple[Rank, Rank]) -> None:
+    """M65."""
     held: dict[int, bytes] = {}
     swapped = []
 
@@ -131,6 +151,7 @@ def test_a_lost_block_is_asked_for_again_after_a_stall(world: World, pair: tuple
 
 
 def test_kv_that_never_arrives_intact_fails_both_legs(world: World, pair: tuple[Rank, Rank]) -> None:
+    """M65: blocks that are short."""
     world.tamper = lambda message, data: data[:-1] if isinstance(message, KvBlock) else data
     start(pair)
     world.run(2.0)
@@ -156,6 +177,7 @@ def test_blocks_that_never_arrive_fail_after_bounded_stalls(world: World, pair: 
 def test_a_cancel_at_any_moment_ends_both_legs_and_frees_everything(
     world: World, pair: tuple[Rank, Rank], after_s: float, side: int
 ) -> None:
+    """M48."""
     start(pair, max_tokens=50)
     world.run(after_s)
     rank = pair[side]
@@ -195,6 +217,7 @@ def test_a_lost_prefill_rank_ends_the_decode_legs_that_still_fetch_and_no_others
 
 
 def test_a_higher_attempt_ends_the_lower_and_a_late_lower_one_is_fenced(world: World, pair: tuple[Rank, Rank]) -> None:
+    """M22 M23 M48 M49."""
     start(pair, max_tokens=40)
     world.run(0.1)
     start(pair, max_tokens=40, attempt=2)
@@ -211,6 +234,7 @@ def test_a_higher_attempt_ends_the_lower_and_a_late_lower_one_is_fenced(world: W
 def test_a_repeated_attempt_is_acknowledged_and_told_again_but_not_run_again(
     world: World, pair: tuple[Rank, Rank]
 ) -> None:
+    """M22 M49."""
     start(pair)
     world.run(1.0)
     start(pair)
@@ -218,6 +242,7 @@ def test_a_repeated_attempt_is_acknowledged_and_told_again_but_not_run_again(
     prefill, decode = pair
     assert decode.ended["r", 1][0] == decode.ended["r", 1][1]
     assert len(decode.ended["r", 1]) == 2
+    assert prefill.scheduler.prompt_tokens_total == len(PROMPT)
     assert decode.core.reports.acks[0].dispatches == 2
     assert decode.idle()
     assert prefill.idle()
@@ -240,10 +265,33 @@ def test_what_a_runner_says_of_a_leg_that_is_over_counts_for_nothing(world: Worl
 
 
 def test_a_message_delivered_twice_counts_once(world: World, pair: tuple[Rank, Rank]) -> None:
+    """M23 M45."""
     decode = pair[1]
     decode.dispatch("r", PROMPT)
     decode.dispatch("r", PROMPT, number=1)
+    decode.dispatch("another", PROMPT, number=1)
     assert decode.core.reports.acks[0].dispatches == 1
+    assert len(decode.core) == 1
+
+
+def test_dispatches_that_never_came_are_noted_and_no_others(world: World) -> None:
+    rank = Rank(world, "unified", "u")
+    for number in (3, 4, 7, 7):
+        rank.dispatch(f"r{number}", PROMPT, number=number)
+    assert [(note.event, note.fields["number"]) for note in rank.notes] == [
+        ("dispatch.gap", 7), ("dispatch.repeated", 7)
+    ]  # fmt: skip
+    assert (rank.core.counts["dispatch_gap"], rank.core.counts["dispatch_repeated"]) == (1, 1)
+
+
+def test_a_decode_leg_waits_for_its_cache_with_all_its_prompt(world: World, pair: tuple[Rank, Rank]) -> None:
+    decode = pair[1]
+    decode.dispatch("r", PROMPT)
+    load = decode.core.load()
+    assert (load.running, load.waiting, load.waiting_tokens, load.kv_tokens) == (0, 1, len(PROMPT), 0)
+    decode.do(decode.core.cancel(0, CancelLeg("r", 1), world.now))
+    load = decode.core.load()
+    assert (load.waiting, load.waiting_tokens) == (0, 0)
 
 
 def test_prefill_that_dies_is_noticed(world: World, pair: tuple[Rank, Rank]) -> None:
@@ -318,6 +366,7 @@ def test_a_full_decode_rank_does_not_deadlock_with_a_full_prefill_rank(world: Wo
     ],
 )
 def test_what_a_rank_turns_down(world: World, pair: tuple[Rank, Rank], changes: dict[str, Any], code: str) -> None:
+    """M22 M48."""
     pair[1].dispatch("r", PROMPT, **changes)
     assert pair[1].code("r") == code
     assert pair[1].core.reports.acks[0].dispatches == 1
@@ -336,6 +385,7 @@ def test_what_a_rank_turns_down(world: World, pair: tuple[Rank, Rank], changes: 
     ],
 )
 def test_a_bad_payload_is_rejected_and_acknowledged(world: World, frames: list[bytes], why: str) -> None:
+    """M22 M48."""
     rank = Rank(world, "prefill", "p")
     rank.do(rank.core.ingest(0, Dispatch("r", 1, "prefill", 0, 7, 1, 3, 3, 6, bootstrap_room=1), frames, world.now))
     assert rank.code("r") == "bad_message"
@@ -344,15 +394,17 @@ def test_a_bad_payload_is_rejected_and_acknowledged(world: World, frames: list[b
 
 
 def test_overload_and_drain_are_refused_early(world: World) -> None:
+    """M46 M47."""
     rank = Rank(world, "unified", "u", limits=Limits(max_waiting=2))
     for number in range(9):
         rank.dispatch(f"r{number}", PROMPT)
-    assert rank.ended.keys() == {("r7", 1), ("r8", 1)} or len(rank.ended) >= 1
-    assert {end[0].code for end in rank.ended.values()} == {"overloaded"}
+    assert [rank.code(f"r{number}") for number in (6, 7, 8)] == ["overloaded"] * 3  # four run, two wait
+    assert len(rank.ended) == 3
     rank.core.drain()
     rank.dispatch("late", PROMPT)
     assert rank.code("late") == "draining"
     world.run(3.0)
+    assert rank.code("r0") == "ok", "what it had is finished"
     assert rank.idle()
     assert rank.core.reports.acks[0].dispatches == 10
 
@@ -365,6 +417,7 @@ def test_a_room_that_two_requests_claim_is_refused(world: World, pair: tuple[Ran
 
 
 def test_resumed_output_starts_at_its_offset(world: World) -> None:
+    """M57."""
     rank = Rank(world, "unified", "u")
     whole = sim_generate(PROMPT, 10, VOCAB)
     rank.tokens["r"] = whole[:4]
@@ -410,7 +463,76 @@ def test_load_counts_each_prompt_token_once_from_ingest_to_kv(world: World, pair
     assert (load.waiting_tokens, load.kv_tokens, load.running, load.waiting) == (0, len(PROMPT), 0, 0)
 
 
+def test_load_and_acknowledgement_are_of_one_moment(world: World) -> None:
+    """M21: a dispatch is in both or in neither."""
+    rank = Rank(world, "unified", "u")
+    for sent in range(1, 10):
+        rank.dispatch(f"r{sent}", PROMPT)
+        load = rank.core.load()
+        assert load.running + load.waiting == load.acks[0].dispatches == sent
+
+
+def test_acknowledgements_are_kept_for_each_controller(world: World) -> None:
+    """M23 M26: by its epoch, so that none takes another's for its own."""
+    rank = Rank(world, "unified", "u")
+    rank.dispatch("a", PROMPT, controller_epoch=7)
+    rank.dispatch("b", PROMPT, controller_epoch=8, number=1, charge=5)
+    rank.dispatch("c", PROMPT, controller_epoch=8, number=2, charge=3)
+    acks = {ack.controller_epoch: (ack.dispatches, ack.tokens) for ack in rank.core.load().acks}
+    assert acks == {7: (1, len(PROMPT)), 8: (2, 8)}
+
+
+@pytest.mark.parametrize("have", [0, 2, 6])
+def test_a_repeated_attach_is_served_again_until_the_reader_detaches(world: World, have: int) -> None:
+    """M57 M58 M61: from its own `have`; the last one to attach is the reader."""
+    rank = Rank(world, "unified", "u")
+    rank.read("r")
+    rank.dispatch("r", PROMPT)
+    world.run(1.0)
+    assert rank.tokens["r"] == sim_generate(PROMPT, 6, VOCAB)
+    rank.streams.attach(b"again", Attach("r", 1, have), world.now)
+    (send,) = rank.streams.flush(world.now)
+    assert isinstance(send.message, Tokens)
+    assert (send.peer, send.message.start, send.message.finish) == (b"again", have, "length")
+    assert list(send.message.ids) == rank.tokens["r"][have:]
+    rank.streams.detach(b"client", Detach("r", 1))
+    assert len(rank.streams) == 1
+    rank.streams.detach(b"again", Detach("r", 1))
+    assert len(rank.streams) == 0
+
+
+def test_blocks_are_sent_when_pulled_and_only_those(world: World) -> None:
+    """M63 M64: a pull from the first block on is answered with `kv_meta` as well."""
+    rank = Rank(world, "prefill", "p")
+    rank.dispatch("r", PROMPT)
+    world.run(1.0)
+
+    def sent(first: int, count: int) -> list[Any]:
+        actions = rank.core.pulled(b"d", KvPull(5, 1, rank.epoch, first, count), world.now)
+        return [(a.index, a.tokens) if isinstance(a, SendBlock) else type(a.message) for a in actions]  # type: ignore[union-attr]
+
+    assert sent(0, 0) == [KvMeta]
+    assert sent(0, 2) == [KvMeta, (0, 4), (1, 4)]
+    assert sent(1, 100) == [(1, 4), (2, 3)]
+    assert sent(3, 5) == []
+
+
+def test_done_frees_the_cache_and_may_be_repeated(world: World) -> None:
+    """M68."""
+    rank = Rank(world, "prefill", "p")
+    rank.dispatch("r", PROMPT)
+    world.tamper = lambda message, data: None  # there is no decode rank to hear
+    rank.do(rank.core.pulled(b"d", KvPull(5, 1, rank.epoch, 0, 0), world.now))
+    world.run(1.0)
+    assert rank.core.load().kv_tokens == len(PROMPT)
+    for _ in range(3):
+        rank.do(rank.core.pulled(b"d", KvDone(5, 1), world.now))
+        assert rank.idle()
+        assert [end.code for end in rank.ended["r", 1]] == ["ok"]
+
+
 def test_meta_of_another_layout_is_refused(world: World, pair: tuple[Rank, Rank]) -> None:
+    """M67."""
     prefill, decode = pair
     decode.dispatch("r", PROMPT, prefill=prefill.location)
     meta = KvMeta(5, 1, len(PROMPT), 3, 3, 4, "another/layout")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from controller_world import hello, load
+from retained import retained
 
 from bus.wire.messages import Role, Sent, SentTo
 from controller.load.groups import Metric
 from controller.load.rank import RankLoad
-from controller.load.table import MAX_CLOSED, LoadTable
+from controller.load.table import MAX_CLOSED, MAX_CONTROLLERS, LoadTable
 
 ME, OTHER = 77, 88
 
@@ -71,7 +72,6 @@ def test_what_is_remembered_of_starts_that_left_is_bounded() -> None:
     for epoch in range(1, MAX_CLOSED + 3):  # each replaces the one before
         assert table.charge(table.open(hello("i", 0, dp_size=1, epoch=epoch)), 10) == 1
     table.open(hello("i", 0, dp_size=1, epoch=MAX_CLOSED + 3))
-    assert len(table._closed) == MAX_CLOSED
     assert table.charge(table.open(hello("i", 0, dp_size=1, epoch=MAX_CLOSED + 2)), 10) == 2
     assert table.charge(table.open(hello("i", 0, dp_size=1, epoch=1)), 10) == 1
     table.validate()
@@ -108,6 +108,25 @@ def test_a_controller_that_falls_silent_is_forgotten() -> None:
     table.age(6.0)
     assert rank.requests == 0
     table.validate()
+
+
+def test_no_more_controllers_are_heard_than_there_may_be() -> None:
+    table, (rank,) = table_with(1)
+    table.apply(rank.key, 1, load(1), 0.0)
+    for controller in range(MAX_CONTROLLERS):
+        assert table.apply_sent(sent(OTHER + controller, 1, 1, 10), 0.0)
+    assert not table.apply_sent(sent(OTHER + MAX_CONTROLLERS, 1, 1, 10), 0.0)
+    assert table.apply_sent(sent(OTHER, 2, 2, 20), 0.0), "who is known is heard on"
+    assert (rank.requests, table.counts["sent_too_many"]) == (MAX_CONTROLLERS + 1, 1)
+    table.validate()
+
+
+def test_what_failed_is_told_apart_from_what_ended() -> None:
+    table, (rank,) = table_with(1)
+    for ok in (True, True, False):
+        table.charge(rank, 1)
+        table.end(rank, 1, ok=ok)
+    assert (rank.ended_total, rank.failed_total) == (3, 1)
 
 
 def test_a_stale_report_gives_way_to_my_own_count() -> None:
@@ -241,11 +260,16 @@ def test_groups_follow_model_and_instance_and_keep_only_what_is_used() -> None:
     assert table.group("unified").facts().models == {"x", "y"}
     assert list(table.group("unified", "x")) == [a]
     assert list(table.group("unified", "", "b")) == [b]
-    for n in range(1000):
-        table.group("unified", f"made-up-{n}")
-    assert len(table._groups) < 100
+    rounds = []
+    for each in range(3):
+        for n in range(1000):
+            table.group("unified", f"made-up-{each}-{n}")
+        rounds.append(retained(table))
+    assert max(rounds) - min(rounds) < 500, "a group each would be tens of thousands of objects"
     table.open(hello("a", 1, model="x"))
     table.validate()
+    table.close(b)
+    assert [len(ranks) for ranks in table.group("unified").instances()] == [2]
 
 
 def test_an_undone_charge_leaves_no_trace_but_its_number() -> None:

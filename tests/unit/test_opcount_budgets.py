@@ -1,7 +1,7 @@
 """The hot paths do no more than their budget: instructions and calls into C, counted over fixed scripts, not timed.
 
-Over budget: the path got slower; make it lean again, or raise the budget and say in the commit what it buys. Far under
-it: lower the budget, so that the gain is kept.
+Over budget: the path got slower; make it lean again, or raise the budget and say in the commit what it buys. Code that
+got faster, or is compiled, passes; who made it faster lowers the budget, so that the gain is kept.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ SCRIPTS = {
     "decode step of 32 rows": scripts.decode_step,
 }
 OVER = 1.05 if sys.version_info[:2] == (3, 11) else 1.5  # other versions compile to other instructions
-UNDER = 0.85 if sys.version_info[:2] == (3, 11) else 0.4
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -69,13 +68,12 @@ def test_within_budget(name: str) -> None:
     ):
         each = number / scripts.TIMES
         assert each <= budget * OVER, f"{name}: {each:.1f} {what} each, budget {budget}"
-        assert each >= budget * UNDER - 1, f"{name}: {each:.1f} {what} each; lower the budget of {budget}"
 
 
 def test_a_pick_looks_at_the_holders_of_a_prefix_not_at_all_ranks() -> None:
     few, many = (count(scripts.pick_hits(ranks, 16, 4)) for ranks in (64, 2048))
-    assert many.instructions < 1.25 * few.instructions  # a deeper tree
-    assert many.c_calls < 1.25 * few.c_calls
+    assert many.instructions <= 1.25 * few.instructions  # a deeper tree
+    assert many.c_calls <= 1.25 * few.c_calls
 
 
 def test_a_pick_goes_by_where_holders_change_not_by_blocks() -> None:
@@ -98,8 +96,8 @@ def test_a_hello_costs_the_same_however_many_ranks_its_instance_has() -> None:
         return count(script)
 
     few, many = restated(16), restated(1024)
-    assert many.instructions < 1.1 * few.instructions
-    assert many.c_calls < 1.1 * few.c_calls
+    assert many.instructions <= 1.1 * few.instructions
+    assert many.c_calls <= 1.1 * few.c_calls
 
 
 def test_a_slower_path_shows() -> None:

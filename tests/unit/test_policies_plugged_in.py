@@ -292,6 +292,23 @@ class TestGuard:
         assert re.fullmatch(r"AttributeError: 'Group' object .* \(.*test_policies_plugged_in\.py:\d+\)", why)
 
 
+@pytest.mark.parametrize("hook", ["dispatched", "ended", "stored", "removed", "forgotten", "tick"])
+def test_a_hook_that_raises_is_told_and_goes_no_further(hook: str) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("no luck")
+
+    policy, faults = Says(None), list[tuple[str, str]]()
+    setattr(policy, hook, broken)
+    (rank, *_) = ranks_of(LoadTable(EPOCH))
+    arguments = {
+        "dispatched": (rank, submit(), 1.0), "ended": (rank, submit(), None, 1.0), "stored": (rank, (1,)),
+        "removed": (rank, (1,)), "forgotten": (rank,), "tick": (1.0,),
+    }  # fmt: skip
+    getattr(Guard(policy, lambda *fault: faults.append(fault)), hook)(*arguments[hook])
+    ((name, why),) = faults
+    assert (name, why.split(" (")[0]) == (hook, "ZeroDivisionError: no luck")
+
+
 def test_a_broken_policy_costs_no_request_is_counted_and_told_once() -> None:
     world = World(unified_method="odd_policies:Broken")
     node = hello("u", **BIG)  # type: ignore[arg-type]

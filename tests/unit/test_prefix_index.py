@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from prefix_hits import hits
+from retained import retained
 
 from controller.policies.holders import Holders
 from controller.policies.prefix_index import PrefixIndex
@@ -75,22 +76,34 @@ def test_an_expectation_renewed_lasts_longer() -> None:
 
 def test_memory_is_bounded_and_the_oldest_go_first() -> None:
     index = PrefixIndex(max_blocks=100)
+    sizes = []
     for start in range(0, 10_000, 10):
         index.stored(A, range(start, start + 10))
         index.expected(B, range(start, start + 10))
+        sizes.append(retained(index))
     index.validate()
     assert len(index) == 200
+    assert max(sizes[500:]) <= max(sizes[:500]), "it grows no more"
     assert hits(index, range(9_990, 10_000)) == {A: 10, B: 10}
     assert hits(index, [0]) == {}
-    assert len(index._expiries) <= 4 * 100 * 2
+
+
+def test_what_is_stored_again_is_young_again() -> None:
+    index = PrefixIndex(max_blocks=3)
+    index.stored(A, [1, 2, 3])
+    index.stored(A, [1])
+    index.stored(A, [4])
+    assert [hits(index, [block]) for block in (1, 2, 3, 4)] == [{A: 1}, {}, {A: 1}, {A: 1}]
 
 
 def test_repeated_expectations_do_not_pile_up() -> None:
     index = PrefixIndex(max_blocks=10)
+    sizes = []
     for _ in range(1_000):
         index.expected(A, [1, 2, 3])
+        sizes.append(retained(index))
     index.validate()
-    assert index._expiring <= 40
+    assert max(sizes[500:]) <= max(sizes[:500])
     assert hits(index, [1, 2, 3]) == {A: 3}
 
 

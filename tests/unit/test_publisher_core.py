@@ -110,6 +110,45 @@ def test_an_unchanged_load_is_repeated_at_the_interval_only() -> None:
     assert times == [0.0, 0.5, 1.0, 1.5]
 
 
+@pytest.mark.parametrize(("running", "at_most_s"), [(1, 0.25), (0, 1.0)])
+def test_members_and_loads_come_at_least_each_interval(running: int, at_most_s: float) -> None:
+    """M15 M28: of an idle rank less often, as its member says."""
+    publisher, now = core(interval_s=0.25), 100.0
+    due = 100.0
+    heard: dict[type, list[float]] = {Member: [], Load: []}
+    for turn in range(400):
+        now = 100.0 + turn * 0.01
+        publisher.report(load(running), now)
+        for message in messages(publisher.tick(now)):
+            if isinstance(message, Member):
+                heard[Member].append(now)
+                due = now + message.interval_s
+            if message.load is not None:
+                heard[Load].append(now)
+        assert now <= due + 0.011
+    for times in heard.values():
+        longest = max(b - a for a, b in pairwise([100.0, *times, now]))
+        assert longest == pytest.approx(at_most_s, abs=0.011)
+
+
+def test_numbers_rise_by_one_for_each_tag() -> None:
+    """M14: and those of load reports over all tags (M25 rests on it)."""
+    publisher, seqs, loads = core(interval_s=0.25), dict[type, int](), list[int]()
+    for turn in range(300):
+        now = 100.0 + turn * 0.02
+        publisher.report(load(turn % 5), now)
+        if turn % 7 == 0:
+            publisher.register(turn, 1, now)
+        restated = publisher.on_message(Resync("prefill-0", 1, 9), now) if turn % 50 == 0 else []
+        for message in messages(restated + publisher.tick(now)):
+            assert message.seq == seqs.get(type(message), 0) + 1
+            seqs[type(message)] = message.seq
+            if message.load is not None:
+                loads.append(message.load.seq)
+    assert seqs.keys() == {Member, Rooms, LoadReport}
+    assert loads == sorted(loads)
+
+
 def test_a_scheduler_that_says_nothing_new_repeats_no_load() -> None:
     publisher = core(interval_s=0.5)
     publisher.report(load(1), 0.0)
@@ -118,6 +157,7 @@ def test_a_scheduler_that_says_nothing_new_repeats_no_load() -> None:
 
 
 def test_membership_is_repeated_and_told_at_once_on_change() -> None:
+    """M15."""
     publisher = core(state="starting")
     (first,) = messages(publisher.tick(0.0))
     assert isinstance(first, Member)
@@ -132,6 +172,7 @@ def test_membership_is_repeated_and_told_at_once_on_change() -> None:
 
 
 def test_membership_tells_the_seq_of_the_last_rooms_message_sent() -> None:
+    """M18 rests on it."""
     publisher = core()
     publisher.register(7, 1, 0.0)
     first, second = messages(publisher.set_state("draining", 0.0))
@@ -160,6 +201,7 @@ def test_a_room_that_nobody_drops_is_forgotten_in_the_end() -> None:
     refreshes = sum(len(rooms(publisher.tick(float(second)))) for second in range(0, 5000, 10))
     assert publisher.live_rooms == 0
     assert refreshes == 1 + 19
+    assert publisher.counts["evicted"] == 1
 
 
 def test_too_many_live_rooms_push_out_the_oldest() -> None:
@@ -172,6 +214,7 @@ def test_too_many_live_rooms_push_out_the_oldest() -> None:
 
 
 def test_a_new_broker_hears_membership_then_every_live_room() -> None:
+    """M16."""
     publisher = core()
     publisher.register(7, 1, 0.0)
     publisher.register(8, 2, 0.0)
@@ -194,11 +237,18 @@ def test_a_restatement_with_nothing_live_says_so() -> None:
 
 
 def test_a_resync_is_for_its_addressee_and_at_a_bounded_rate() -> None:
+    """M17."""
     publisher = core()
     mine = Resync("prefill-0", 1, 9)
-    assert publisher.on_message(Resync("prefill-0", 0, 9), 0.0) == []
-    assert publisher.on_message(Resync("prefill-0", 1, 8), 0.0) == []
-    assert len(publisher.on_message(mine, 0.0)) == 2
+    publisher.register(7, 1, 0.0)
+    publisher.register(8, 2, 0.0)
+    publisher.drop(7, 1, "ok", 0.0)
+    publisher.flush(0.0)
+    for other in (Resync("prefill-0", 0, 9), Resync("prefill-0", 1, 8), Resync("prefill-1", 1, 9)):
+        assert publisher.on_message(other, 0.0) == []
+    member, snapshot = messages(publisher.on_message(mine, 0.0))
+    assert isinstance(member, Member)
+    assert (snapshot.register, snapshot.snapshot) == ((Registration(8, 2),), True)
     assert publisher.on_message(mine, 0.01) == []
     assert [type(message) for message in messages(publisher.tick(0.06))] == [Member, Rooms], "late, but not lost"
     assert publisher.tick(0.2) == []
@@ -236,7 +286,16 @@ def test_a_lost_claim_is_not_refreshed_and_its_owner_is_told() -> None:
     assert message.register == (Registration(8, 1),)
 
 
+def test_a_claim_that_is_lost_before_it_was_published_never_is() -> None:
+    publisher = core()
+    publisher.register(7, 1, 0.0)
+    other = Location("prefill-0", 0, 3, "tcp://10.0.0.7:7000")
+    publisher.on_message(Conflict("prefill-0", 1, 9, 7, 1, other, False), 0.0)
+    assert publisher.flush(0.0) == []
+
+
 def test_goodbye_is_the_last_membership_and_leaves_no_rooms() -> None:
+    """M15 M50."""
     publisher = core()
     publisher.register(7, 1, 0.0)
     *_, last = messages(publisher.goodbye(1.0))

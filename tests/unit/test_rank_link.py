@@ -9,7 +9,6 @@ from link_world import SETTINGS, Engine
 
 from bus.errors import ConfigError
 from nodes.link import Cancel, RankFacts, RankLink, Release
-from nodes.link.actions import Leave
 
 # --- load ---------------------------------------------------------------------------------------------------------
 
@@ -155,15 +154,13 @@ def test_a_leg_whose_tokens_found_no_room_fails_and_no_other() -> None:
 
 def test_that_the_engine_died_arrives_however_full_the_hand_over_is() -> None:
     engine = Engine(queue_max=1)
-    left: list[Any] = []
-    engine.rank.joint._do_outside = left.append
     rid = engine.dispatch()
     engine.legs()
     engine.link.report(running=1, waiting=0, waiting_tokens=0)
     engine.link.die("CUDA error")
     engine.take()
     assert engine.code(rid) == "peer_lost"
-    assert [action.reason for action in left if isinstance(action, Leave)] == ["CUDA error"]
+    assert engine.rank.left == ["CUDA error"]
 
 
 class Number:

@@ -28,6 +28,7 @@ def test_other_things_are_rationed_likewise() -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     ration = Ration()
-    for number in range(PEERS_MAX + 10):
+    for number in range(PEERS_MAX + 1):
         assert ration.allows(b"%d" % number, BURST, 0.0)
-    assert len(ration._taken) == PEERS_MAX
+    assert not ration.allows(b"1", BURST, 0.0)
+    assert ration.allows(b"0", BURST, 0.0), "the first is forgotten"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from bus.actions import Send
-from bus.embed.resolution import ASK_AGAIN_S, QUERY_ID, TOPOLOGY_OLD_S, Action, Resolved, ResolverCore
+from bus.embed.resolution import ASK_AGAIN_S, QUERY_ID, TOPOLOGY_AGAIN_S, TOPOLOGY_OLD_S, Action, Resolved, ResolverCore
 from bus.wire.messages import (
     Answer,
     Beacon,
@@ -94,9 +96,10 @@ def test_told_waits_for_the_topology_and_asks_for_no_room() -> None:
     assert [message.instance for message in sent(out, TopologyQuery)] == ["prefill-0"]
     assert sent(out, Query) == []
     assert sent(core.tick(0.1), TopologyQuery) == [], "one at a time"
-    (again,) = sent(core.tick(0.3), TopologyQuery)
+    (again,) = sent(core.tick(TOPOLOGY_AGAIN_S), TopologyQuery)
     out = core.on_message(Topology(again.id, 5, (instance(),)), 0.31)
     assert [(each.room, each.found_by) for each in resolved(out)] == [(7, "told"), (8, "told")]
+    assert core.counts["topology_queries"] == 2
 
 
 def test_told_a_rank_that_does_not_exist() -> None:
@@ -171,6 +174,18 @@ def test_a_stale_attempt_is_not_taken_and_asked_for_again_after_a_pause() -> Non
     assert sent(core.tick(0.2), Query)
     assert core.on_message(Answer(QUERY_ID, (), (), (Lost(7, "prefill_failed", 1),)), 0.21) == []
     assert core.on_message(Answer(QUERY_ID, (found(7, attempt=2),)), 0.3) == [Resolved(7, where(0), 2, "ok", "asked")]
+
+
+@pytest.mark.parametrize(
+    "stale", [Answer(QUERY_ID, (found(7, attempt=1),)), Answer(QUERY_ID, lost=(Lost(7, "prefill_failed", 1),))]
+)
+def test_what_an_answer_ended_need_not_be_unwatched(stale: Answer) -> None:
+    core = ResolverCore()
+    core.want(7, 0.0, deadline_s=5.0, attempt=2)
+    core.flush(0.0)
+    assert core.on_message(stale, 0.1) == []
+    core.cancel(7)
+    assert core.flush(0.1) == []
 
 
 def test_a_failed_prefill_ends_the_want_with_its_code() -> None:

@@ -6,9 +6,9 @@ import struct
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable
 
 import pytest
+from virtual_time import VirtualTime
 
 from bus.errors import ConfigError
 from bus.wire.messages import Params
@@ -20,52 +20,26 @@ from nodes.own.engines.timing import TIMINGS, SimTiming, timing_named
 GREEDY = Params()
 
 
-class VirtualTimer:
-    def __init__(self, due: float, function: Callable[[], None]) -> None:
-        self.due, self.function, self.active = due, function, True
-
-    def cancel(self) -> None:
-        self.active = False
+def run(loop: VirtualTime) -> None:
+    while loop.next_due < float("inf"):
+        loop.fire()
 
 
-class VirtualLoop:
-    """Just enough of a loop: `run` fires the timers in order, in virtual time."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.timers: list[VirtualTimer] = []
-
-    def clock(self) -> float:
-        return self.now
-
-    def call_later(self, delay_s: float, function: Callable[[], None]) -> VirtualTimer:
-        self.timers.append(VirtualTimer(self.now + delay_s, function))
-        return self.timers[-1]
-
-    def run(self) -> None:
-        while self.timers:
-            timer = min(self.timers, key=lambda timer: timer.due)
-            self.timers.remove(timer)
-            if timer.active:
-                self.now = timer.due
-                timer.function()
-
-
-def engine_on(loop: VirtualLoop, **options: object) -> SimEngine:
+def engine_on(loop: VirtualTime, **options: object) -> SimEngine:
     return SimEngine(loop, **{"blocks": 64, "block_tokens": 4, **options})  # type: ignore[arg-type]
 
 
-def step(loop: VirtualLoop, engine: SimEngine, *rows: Row) -> StepResult:
+def step(loop: VirtualTime, engine: SimEngine, *rows: Row) -> StepResult:
     results: list[StepResult] = []
     engine.submit(StepPlan(1, rows), results.append)
     assert not results, "done must not be called from inside submit"
-    loop.run()
+    run(loop)
     assert len(results) == 1
     return results[0]
 
 
 def generate(
-    loop: VirtualLoop, engine: SimEngine, prompt: list[int], n: int, table: list[int], chunk: int
+    loop: VirtualTime, engine: SimEngine, prompt: list[int], n: int, table: list[int], chunk: int
 ) -> list[int]:
     for start in range(0, len(prompt), chunk):
         tokens = prompt[start : start + chunk]
@@ -89,7 +63,7 @@ def test_reference_follows_the_written_rule():
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 5, 100])
 def test_any_chunking_gives_the_reference(chunk: int):
-    loop = VirtualLoop()
+    loop = VirtualTime()
     prompt = list(range(10, 33))
     output = generate(loop, engine_on(loop), prompt, 9, list(range(20, 30)), chunk)
     assert output == sim_generate(prompt, 9)
@@ -98,7 +72,7 @@ def test_any_chunking_gives_the_reference(chunk: int):
 
 
 def test_blocks_move_between_engines_and_damage_shows():
-    loop = VirtualLoop()
+    loop = VirtualTime()
     prompt, expected = list(range(100, 110)), sim_generate(list(range(100, 110)), 6)
     prefill = engine_on(loop, kv_bytes_per_token=64)
     generate(loop, prefill, prompt, 1, [7, 3, 5], 4)
@@ -121,8 +95,20 @@ def test_blocks_move_between_engines_and_damage_shows():
     assert continued([blocks[0], blocks[1], bytes(256)]) != expected
 
 
+def test_a_block_holds_the_state_after_each_token():
+    """uint32, little-endian: the layout that examples/foreign_scheduler.py serves."""
+    loop = VirtualTime()
+    prefill = engine_on(loop, kv_bytes_per_token=16)
+    prompt = list(range(5, 11))
+    generate(loop, prefill, prompt, 1, [7, 3], 6)
+    states = [0]
+    for token in prompt:
+        states.append(zlib.crc32(struct.pack("<i", token), states[-1]))
+    assert bytes(prefill.export_block(3)) == struct.pack("<2I", *states[5:]).ljust(64, b"\0")
+
+
 def test_rows_of_one_step_do_not_mix_and_only_params_rows_answer():
-    loop = VirtualLoop()
+    loop = VirtualTime()
     engine = engine_on(loop)
     prompts = {1: [5, 6, 7], 2: [9] * 6, 3: [4]}
     rows = [Row(s, p, 0, [10 * s, 10 * s + 1], None if s == 2 else GREEDY) for s, p in prompts.items()]
@@ -130,7 +116,7 @@ def test_rows_of_one_step_do_not_mix_and_only_params_rows_answer():
 
 
 def test_answers_after_the_modelled_time():
-    loop = VirtualLoop()
+    loop = VirtualTime()
     engine = engine_on(loop, timing=SimTiming(1.0, 0.1, 0.01, 0.001))
     rows = (Row(1, [5] * 8, 4, [0, 1, 2], None), Row(2, [5], 8, [3, 4, 5], GREEDY))
     result = step(loop, engine, *rows)
@@ -153,7 +139,7 @@ def test_timing_presets_hold_what_they_promise():
 
 
 def test_refuses_blocks_of_a_wrong_size_or_number():
-    engine = engine_on(VirtualLoop())
+    engine = engine_on(VirtualTime())
     with pytest.raises(ValueError, match="16 bytes, not 15"):
         engine.import_block(0, bytes(15))
     with pytest.raises(IndexError):
@@ -161,23 +147,23 @@ def test_refuses_blocks_of_a_wrong_size_or_number():
 
 
 def test_close_forgets_the_running_step():
-    loop = VirtualLoop()
+    loop = VirtualTime()
     engine = engine_on(loop)
     engine.submit(StepPlan(1, (Row(1, [5], 0, [0], GREEDY),)), lambda result: pytest.fail("answered after close"))
     engine.close()
     engine.close()
-    loop.run()
+    run(loop)
 
 
 def test_injected_faults():
-    loop = VirtualLoop()
+    loop = VirtualTime()
     engine = engine_on(loop, faults=Faults(fail_token=0, hang_token=1))
     result = step(loop, engine, Row(1, [5, 0], 0, [0], GREEDY), Row(2, [5], 0, [1], GREEDY))
     assert result.tokens == ()
     assert "injected" in result.error
     assert step(loop, engine, Row(2, [5], 0, [1], GREEDY)).error == ""
     engine.submit(StepPlan(2, (Row(1, [1], 0, [0], GREEDY),)), lambda result: pytest.fail("a hung step answered"))
-    loop.run()
+    run(loop)
 
 
 def test_injected_crash_kills_the_process():

@@ -1,4 +1,4 @@
-"""Token streams: each token once and in order for any reader, none ever waited for."""
+"""Token streams: each token once and in order for any reader, none ever waited for (M57 M58 M59 M60 M61)."""
 
 from __future__ import annotations
 
@@ -149,6 +149,15 @@ def test_what_nobody_runs_is_answered_after_a_while(streams: Streams) -> None:
     streams.attach(A, Attach("r", 1, have=3), ATTACH_WAIT_S - 0.1)  # asking again does not begin the wait anew
     streams.tick(ATTACH_WAIT_S)
     assert sent(streams) == [(A, 3, (), "failed", "peer_lost")]
+
+
+def test_who_detaches_before_the_dispatch_waits_no_more(streams: Streams) -> None:
+    streams.attach(A, Attach("r", 1), 0.0)
+    streams.detach(B, Detach("r", 1))  # another reader's
+    streams.attach(B, Attach("s", 1), 0.0)
+    streams.detach(B, Detach("s", 1))
+    streams.tick(ATTACH_WAIT_S)
+    assert sent(streams) == [(A, 0, (), "failed", "peer_lost")]
 
 
 def test_a_quiet_stream_shows_that_it_lives(streams: Streams) -> None:

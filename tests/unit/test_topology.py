@@ -5,19 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from broker_world import member
 
 from bus.broker import topology
 from bus.broker.topology import FORGET_S, Membership
-from bus.wire.messages import InstanceInfo, Member
-
-
-def member(dp_rank: int = 0, epoch: int = 1, **fields: Any) -> Member:
-    given: dict[str, Any] = {
-        "instance": "prefill-0", "dp_rank": dp_rank, "epoch": epoch, "seq": 1, "load": None, "role": "prefill",
-        "model": "tiny", "dp_size": 2, "state": "ready", "endpoint": f"tcp://10.0.0.7:{7000 + dp_rank}",
-        "follow_bootstrap_room": False, "rooms_seq": 0, "interval_s": 1.0,
-    }  # fmt: skip
-    return Member(**(given | fields))
+from bus.wire.messages import InstanceInfo
 
 
 def info(table: Membership, now: float) -> InstanceInfo:
@@ -26,18 +18,21 @@ def info(table: Membership, now: float) -> InstanceInfo:
 
 
 def test_ready_when_every_unique_rank_is() -> None:
+    """M41."""
     table = Membership()
     table.introduce(member(0), 0.0)
     table.introduce(member(0), 0.1)
     assert not info(table, 0.1).ready, "one rank said so twice"
-    table.introduce(member(1, state="starting"), 0.2)
-    assert not info(table, 0.2).ready
+    for state in ("starting", "draining"):
+        table.introduce(member(1, state=state), 0.2)
+        assert not info(table, 0.2).ready
     table.introduce(member(1), 0.3)
     assert info(table, 0.3).ready
     assert [rank.dp_rank for rank in info(table, 0.3).ranks] == [0, 1]
 
 
 def test_a_rank_silent_past_its_lease_is_not_ready() -> None:
+    """M41."""
     table = Membership()
     table.introduce(member(0), 0.0)
     table.introduce(member(1), 2.0)
