@@ -14,6 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from bus.actions import Note, Publish
+from bus.wire.kv_names import Removed, Stored
 from bus.wire.messages import (
     MAX_DP_SIZE,
     Bye,
@@ -54,7 +55,6 @@ from controller.events import (
     Undelivered,
     Unreachable,
 )
-from controller.feeds.changes import Removed, Stored
 from controller.health import DEAD, Health
 from controller.load.table import LoadTable
 from controller.members import Loss, Members

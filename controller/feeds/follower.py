@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bus.errors import RemoteProtocolError
-from controller.feeds.changes import Changes, Cleared, Removed, Stored
-from controller.feeds.kv_events import (
+from bus.wire.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -17,8 +16,8 @@ from controller.feeds.kv_events import (
     parse_batch,
     split_frames,
 )
+from bus.wire.kv_names import Changes, Cleared, Removed, Stored, Translator
 from controller.feeds.sequence import Deliver, Replay, Sequencer, Step
-from controller.feeds.translate import Translator
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""Other engines' block hashes to ours. Owns the mapping of one rank; bounded; knows nothing of sockets.
+"""Other engines' block hashes to ours, and what of a rank's cache has changed by our names (`bus.wire.hashing`). Owns
+the mapping of one rank; bounded; knows nothing of sockets.
 
 Their hashes are opaque, but a stored block comes with its tokens and its parent, so the name that `bus.wire.hashing`
 gives the same prefix can be computed. Blocks whose parent is unknown (it came before we listened, or was given up), and
@@ -9,12 +10,31 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from bus.wire.hashing import ROOT, hash_block, token_bytes
-from controller.feeds.changes import Changes, Cleared, Removed, Stored
-from controller.feeds.kv_events import BlockRemoved, BlockStored, Hash, KvEvent
+from bus.wire.kv_events import BlockRemoved, BlockStored, Hash, KvEvent
 
 MAX_BLOCKS = 262_144
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    hashes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    hashes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """Nothing is cached, or nothing is known, any more."""
+
+
+Changes: TypeAlias = tuple[Stored | Removed | Cleared, ...]
 
 
 class Translator:
