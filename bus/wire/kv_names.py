@@ -48,6 +48,10 @@ class Translator:
     def clear(self) -> None:
         self._ours.clear()
 
+    def name(self, theirs: Hash | None) -> int | None:
+        """What we call a block, or the beginning (None); None for one that can't be named."""
+        return ROOT if theirs is None else self._ours.get(theirs)
+
     def changes(self, events: Sequence[KvEvent]) -> Changes:
         """What the events mean for the prefix index."""
         found: list[Stored | Removed | Cleared] = []
@@ -65,7 +69,7 @@ class Translator:
         return tuple(found)
 
     def _stored(self, event: BlockStored) -> tuple[int, ...]:
-        parent = ROOT if event.parent is None else self._ours.get(event.parent)
+        parent = self.name(event.parent)
         if parent is None or not event.plain:
             self._counts["kv_blocks_unnamed"] += len(event.hashes)
             return ()

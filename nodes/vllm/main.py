@@ -1,0 +1,121 @@
+"""A node over vLLM: the engine's choices, its processes, the runners of its ranks; then as any other node."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from bus.endpoints import runtime_dir
+from bus.runtime import cli
+from bus.runtime.epochs import new_epoch
+from bus.runtime.loop import Loop
+from nodes.config import NodeConfig
+from nodes.link.runner import OVER_THE_BUS, RankFacts
+from nodes.node import Node
+from nodes.vllm import versions
+from nodes.vllm.engine import EngineThread
+from nodes.vllm.machine import claim_cores, free_ports
+from nodes.vllm.reaper import Reaper
+from nodes.vllm.runner import VllmRunner
+
+HEARTBEATS = 6  # decode renews what it waits for so many times a lease
+
+
+def serve(
+    config: NodeConfig, model: str, arguments: Sequence[str], say_ready: Callable[[Node], None], *, watch_parent: bool
+) -> None:
+    """Load, connect, run until drained. ConfigError or StartError when that can't begin."""
+    versions.check_installed(split=config.role != "unified")
+    _keep_stdout()
+    loop = Loop()
+    leave: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    if watch_parent:
+        cli.leave_with_parent(lambda: leave())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
+    choices = _choices(config)
+    _set_missing(versions.environment(choices))
+    args = versions.engine_args(model, arguments, choices)
+    _set_missing(versions.cpu_environment(lambda: claim_cores(Path(runtime_dir()))))
+    runners: dict[int, VllmRunner] = {}
+    by_index: list[VllmRunner] = []
+
+    def stepped(index: int, kv_usage: float) -> None:
+        if index < len(by_index):
+            by_index[index].stepped(kv_usage)
+
+    def build() -> Any:
+        return versions.start(args, stepped)
+
+    with Reaper(), EngineThread(build, lambda client: client.shutdown()) as engine:
+        facts = versions.facts_of(engine.client)
+        lease_s = versions.lease_s(engine.client)
+        for index, dp_rank in enumerate(config.dp_ranks):
+            runners[dp_rank] = VllmRunner(
+                rank_facts(facts, lease_s),
+                engine.client,
+                name=f"{choices.engine_id}-{dp_rank}",
+                sampling=versions.sampling,
+                lease_s=lease_s,
+                on_engine=engine.call,
+                on_link=loop.call_threadsafe,
+                options={"data_parallel_rank": index} if choices.ranks > 1 else {},
+                prioritised=facts.prioritised,
+            )
+        by_index += runners.values()
+        loop.on_signals(lambda number: node.on_signal(number))
+        with Node(config, loop, runners) as node:
+            leave = node.leave
+            node.run(say_ready)
+
+
+def rank_facts(facts: versions.Facts, lease_s: float) -> RankFacts:
+    return RankFacts(
+        model=facts.model,
+        max_context=facts.max_context,
+        kv_capacity=facts.kv_capacity,
+        max_running=facts.max_running,
+        block_tokens=facts.block_tokens,
+        vocab_size=facts.vocab_size,
+        eos_ids=facts.eos_ids,
+        kv_layout=facts.kv_layout,
+        kv_transfer=facts.connector or OVER_THE_BUS,
+        wants_prompt=True,
+        handle_margin_s=lease_s / HEARTBEATS + 2.0,
+    )
+
+
+def _choices(config: NodeConfig) -> versions.Choices:
+    ranks = len(config.dp_ranks)
+    scheme, _, rest = config.data.partition("://")
+    host = rest if scheme == "tcp" else "127.0.0.1"
+    return versions.Choices(
+        role=config.role,
+        ranks=ranks,
+        engine_id=f"{config.instance}-{config.dp_ranks[0]}-{new_epoch():x}",
+        host=host,
+        side_port=free_ports(host, ranks),
+        events_port=free_ports("127.0.0.1", ranks) if config.role != "decode" else 0,
+        lease_s=max(1, int(config.limits.hold_s)),
+    )
+
+
+def _set_missing(variables: Mapping[str, str]) -> None:
+    """What the user has set stays."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)
+
+
+def _keep_stdout() -> None:
+    """stdout is for READY: a launcher reads no further. What vLLM's processes print goes where logs go."""
+    sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
