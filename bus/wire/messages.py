@@ -642,6 +642,7 @@ class KvPull(Message, frozen=True, tag="kv_pull"):
     epoch: Epoch  # the prefill node's, as located: fences a restarted node
     first: Count
     count: Annotated[int, Meta(ge=0, le=1024)]
+    asked: Count = 0  # 1, 2, 3 ... of this leg's pulls that ask for no block; 0: not counted
 
 
 class KvMeta(Message, frozen=True, tag="kv_meta"):
@@ -656,6 +657,7 @@ class KvMeta(Message, frozen=True, tag="kv_meta"):
     layout: Layout  # must equal the receiver's own
     ready: bool = True  # false: a sign of life while the prompt is still being computed; the rest says nothing yet
     valid_s: Seconds = 0.0  # how long the KV cache is kept yet, whoever asks; 0: as long as it is asked for
+    asked: Count = 0  # of the receiver's last pull that had come when this was sent: it is no older than that pull
 
 
 class KvBlock(Message, frozen=True, tag="kv_block"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from bus.errors import RemoteProtocolError
@@ -80,6 +80,7 @@ class Leg:
     kv_attempt: int = 0  # decode: the attempt under which the room was registered
     kv_open: bool = False  # decode: the prefill rank has been asked and not been told that we are done
     asked_at: float = 0.0
+    asks: list[float] = field(default_factory=list)  # decode: when the KV cache was asked for, each time
     heard_at: float = 0.0
 
     @property

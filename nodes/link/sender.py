@@ -28,7 +28,7 @@ MAX_PULLERS = 4
 class _Held:
     leg: Leg
     heard_at: float
-    pullers: dict[bytes, None] = field(default_factory=dict)
+    pullers: dict[bytes, int] = field(default_factory=dict)  # with the number of their last pull
     ready: bool = False
     first_token: int = 0
     data: bytes = b""  # the runner's handle
@@ -39,7 +39,7 @@ class _Held:
 class _Parked:
     attempt: int
     since: float
-    pullers: dict[bytes, None] = field(default_factory=dict)
+    pullers: dict[bytes, int] = field(default_factory=dict)  # with the number of their last pull
 
 
 class KvSender:
@@ -102,7 +102,7 @@ class KvSender:
             if len(held.pullers) >= MAX_PULLERS:
                 held.pullers.pop(next(iter(held.pullers)))
         held.heard_at = now
-        held.pullers[peer] = None
+        held.pullers[peer] = pull.asked or held.pullers.get(peer, 0)
         if not held.ready:
             return [Send(peer, self._not_ready(pull.room, pull.attempt))]
         answers: list[Send | SendBlock] = [self._meta(peer, held, now)] if pull.first == 0 else []
@@ -154,7 +154,7 @@ class KvSender:
                 self._parked.popitem(last=False)
             parked = self._parked[pull.room] = _Parked(pull.attempt, now)
         if len(parked.pullers) < MAX_PULLERS:
-            parked.pullers[peer] = None
+            parked.pullers[peer] = pull.asked
         return [Send(peer, self._not_ready(pull.room, held.leg.attempt if held else pull.attempt))]
 
     def _blocks(self, leg: Leg) -> int:
@@ -166,6 +166,7 @@ class KvSender:
         meta = KvMeta(
             leg.room, leg.attempt, leg.prompt_tokens, held.first_token, self._blocks(leg), facts.block_tokens,
             facts.kv_layout, valid_s=0.0 if held.valid_until == FOR_EVER else max(0.001, held.valid_until - now),
+            asked=held.pullers.get(peer, 0),
         )  # fmt: skip
         return Send(peer, meta, (held.data,) if held.data else ())
 
