@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from bus.errors import RemoteProtocolError
@@ -16,6 +16,8 @@ from bus.wire import codec, topics
 from bus.wire.hashing import ROOT
 from bus.wire.kv_events import BlockStored, KvEvent, parse_batch, split_frames
 from bus.wire.kv_names import Cleared, Removed, Stored, Translator
+
+MAX_BLOCKS = 512  # in a message
 
 Frames = tuple[bytes, bytes, bytes]
 
@@ -43,9 +45,9 @@ class EventRelay:
                 maps += self._maps(event)
         except RemoteProtocolError as error:
             maps.append(self._forget(f"rejected_{error.reason}"))
-        if maps:
+        for part in _parts(maps):
             number, self._told = self._told, self._told + 1
-            self._tell([(self._topic, number.to_bytes(8, "big"), codec.pack([time.time(), maps, self._dp_rank]))])
+            self._tell([(self._topic, number.to_bytes(8, "big"), codec.pack([time.time(), part, self._dp_rank]))])
 
     def _forget(self, why: str) -> dict[str, Any]:
         self.counts[why] += 1
@@ -59,13 +61,38 @@ class EventRelay:
             match change:
                 case Stored(hashes):
                     assert isinstance(event, BlockStored)
-                    maps.append({
-                        "type": "BlockStored", "block_hashes": list(hashes), "token_ids": list(event.tokens),
-                        "parent_block_hash": None if parent == ROOT else parent, "block_size": event.block_tokens,
-                        "lora_id": None, "medium": "GPU",
-                    })  # fmt: skip
+                    maps += _stored(event, hashes, parent)
                 case Removed(hashes):
                     maps.append({"type": "BlockRemoved", "block_hashes": list(hashes), "medium": "GPU"})
                 case Cleared():
                     maps.append({"type": "AllBlocksCleared"})
         return maps
+
+
+def _stored(event: BlockStored, names: Sequence[int], parent: int | None) -> list[dict[str, Any]]:
+    maps = []
+    for at in range(0, len(names), MAX_BLOCKS):
+        part = names[at : at + MAX_BLOCKS]
+        size = event.block_tokens
+        maps.append({
+            "type": "BlockStored", "block_hashes": list(part), "parent_block_hash": None if parent == ROOT else parent,
+            "token_ids": list(event.tokens[at * size : (at + len(part)) * size]), "block_size": size,
+            "lora_id": None, "medium": "GPU",
+        })  # fmt: skip
+        parent = part[-1]
+    return maps
+
+
+def _parts(maps: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """`maps` in lists of at most MAX_BLOCKS blocks."""
+    part: list[dict[str, Any]] = []
+    blocks = 0
+    for each in maps:
+        count = len(each.get("block_hashes", ()))
+        if part and blocks + count > MAX_BLOCKS:
+            yield part
+            part, blocks = [], 0
+        part.append(each)
+        blocks += count
+    if part:
+        yield part

@@ -14,12 +14,15 @@ from bus.endpoints import runtime_dir
 from bus.runtime import cli
 from bus.runtime.epochs import new_epoch
 from bus.runtime.loop import Loop
+from bus.runtime.sockets import Sockets
 from nodes.config import NodeConfig
 from nodes.link.runner import OVER_THE_BUS, RankFacts
 from nodes.node import Node
 from nodes.vllm import versions
 from nodes.vllm.engine import EngineThread
+from nodes.vllm.events import EventRelay
 from nodes.vllm.machine import claim_cores, free_ports
+from nodes.vllm.metrics import figures_of_vllm
 from nodes.vllm.reaper import Reaper
 from nodes.vllm.runner import VllmRunner
 
@@ -52,7 +55,7 @@ def serve(
     def build() -> Any:
         return versions.start(args, stepped)
 
-    with Reaper(), EngineThread(build, lambda client: client.shutdown()) as engine:
+    with Reaper(), EngineThread(build, lambda client: client.shutdown()) as engine, Sockets() as sockets:
         facts = versions.facts_of(engine.client)
         lease_s = versions.lease_s(engine.client)
         for index, dp_rank in enumerate(config.dp_ranks):
@@ -61,6 +64,7 @@ def serve(
                 engine.client,
                 name=f"{choices.engine_id}-{dp_rank}",
                 sampling=versions.sampling,
+                prompt=versions.prompt,
                 lease_s=lease_s,
                 on_engine=engine.call,
                 on_link=loop.call_threadsafe,
@@ -68,8 +72,12 @@ def serve(
                 prioritised=facts.prioritised,
             )
         by_index += runners.values()
+        if choices.events_port:
+            for index, (dp_rank, runner) in enumerate(runners.items()):
+                relay = EventRelay(config.instance, dp_rank, runner.cache_changed)
+                loop.add(sockets.sub(f"tcp://127.0.0.1:{choices.events_port + index}", (b"",)), relay.received)
         loop.on_signals(lambda number: node.on_signal(number))
-        with Node(config, loop, runners) as node:
+        with Node(config, loop, runners, figures_of_vllm) as node:
             leave = node.leave
             node.run(say_ready)
 

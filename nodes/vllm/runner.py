@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from bus.wire.messages import Refusal
 from nodes.link.actions import Cancel, Release, Start
 from nodes.link.handover import HandedRunner, KnownLegs, LoadSaid, Said
 from nodes.link.leg import Leg
-from nodes.link.runner import Began, Dead, Fetched, Finished, Held, LegFailed, Output, RankFacts
+from nodes.link.runner import Began, CacheChanged, Dead, Fetched, Finished, Held, LegFailed, Output, RankFacts
 from nodes.vllm.sampling import arguments
 
 STAMP_S = 1.0  # between the end of a request in the engine and the time that its last output is stamped with, at most
@@ -37,22 +37,25 @@ class Client(Protocol):
 
     @property
     def errored(self) -> bool: ...
-    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]: ...
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
+    ) -> AsyncGenerator[Any, None]: ...
 
 
 class VllmRunner(HandedRunner):
-    """One rank's. `on_engine` and `on_link` run a function on the one thread and on the other; `sampling` makes vLLM's
-    `SamplingParams`; `name` is unique among all starts of all ranks; `options` go with each request."""
+    """One rank's. `on_engine` and `on_link` run a function on the one thread and on the other; `sampling` and `prompt`
+    make what vLLM takes; `name` is unique among all starts of all ranks; `options` go with each request."""
 
     def __init__(
-        self, facts: RankFacts, client: Client, *, name: str, sampling: Callable[..., Any], lease_s: float,
-        on_engine: OnThread, on_link: OnThread, options: Mapping[str, Any] | None = None,
+        self, facts: RankFacts, client: Client, *, name: str, sampling: Callable[..., Any],
+        prompt: Callable[[list[int]], Any], lease_s: float, on_engine: OnThread, on_link: OnThread, options: Mapping[str, Any] | None = None,
         prioritised: bool = False, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         super().__init__(facts, lambda leg, order: on_engine(lambda: self._ordered(leg, order)))
         self._client = client
         self._name = name
         self._sampling = sampling
+        self._prompt = prompt
         self._lease_s = lease_s
         self._on_link = on_link
         self._options = dict(options or {})
@@ -71,6 +74,10 @@ class VllmRunner(HandedRunner):
         """An engine that dies while it is idle tells nobody."""
         if self._client.errored:
             self._die("vLLM's engine core is gone")
+
+    def cache_changed(self, messages: Sequence[tuple[bytes, bytes, bytes]]) -> None:
+        """KV-cache events of its engine, as they are to be published."""
+        self._tell(CacheChanged(messages))
 
     def _take(self) -> None:
         while self._outbox:
@@ -131,10 +138,8 @@ class VllmRunner(HandedRunner):
     def _generate(self, leg: Leg, handle: dict[str, Any] | None = None) -> AsyncGenerator[Any, None]:
         """A name of the engine's own: that of the request may be one that its connector reads as two."""
         options = {**self._options, "priority": -leg.priority} if self._prioritised else self._options
-        prompt = {"prompt_token_ids": leg.prompt.tolist()}
-        return self._client.generate(
-            prompt, self._sampling(**arguments(leg, handle)), f"{self._name}-{leg.seq}", **options
-        )
+        params = self._sampling(**arguments(leg, handle))
+        return self._client.generate(self._prompt(leg.prompt.tolist()), params, f"{self._name}-{leg.seq}", **options)
 
     async def _prefill(self, leg: Leg) -> None:
         began, out = self._clock(), None

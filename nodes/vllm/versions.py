@@ -68,7 +68,9 @@ def check_installed(split: bool) -> None:
             continue
         numbers = re.match(r"(\d+)\.(\d+)", version)
         if numbers is not None and tuple(map(int, numbers.groups())) < OLDEST:
-            raise ConfigError(f"--engine vllm needs vLLM {OLDEST[0]}.{OLDEST[1]} or newer, not {version}; run: {INSTALL}")
+            raise ConfigError(
+                f"--engine vllm needs vLLM {OLDEST[0]}.{OLDEST[1]} or newer, not {version}; run: {INSTALL}"
+            )
 
 
 def on_cpu() -> bool:
@@ -189,6 +191,15 @@ def lease_s(client: Any) -> float:
     """For how long a prefill engine keeps what nobody renews."""
     transfer = client.vllm_config.kv_transfer_config
     return float(transfer.kv_connector_extra_config["kv_lease_duration"]) if transfer is not None else 0.0
+
+
+def prompt(ids: list[int]) -> Any:
+    """Token ids as `generate` takes them."""
+    try:
+        from vllm.inputs.engine import tokens_input
+    except ImportError:  # before engine inputs had functions of their own
+        return {"prompt_token_ids": ids}
+    return tokens_input(ids)
 
 
 def sampling(**arguments: Any) -> Any:
