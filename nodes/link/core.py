@@ -490,8 +490,8 @@ def _unfetched(leg: Leg) -> bool:
 
 
 def _said_at(leg: Leg, meta: KvMeta) -> float:
-    """When `meta` was sent at the earliest: after the pull that it names, or after the first where it names none. It may
-    have been long on its way, or waited here while this process stood still."""
+    """When `meta` was sent at the earliest: after the pull that it names, or after the first where it names none. It
+    may have been long on its way, or waited here while this process stood still."""
     return leg.asks[meta.asked - 1] if 0 < meta.asked <= len(leg.asks) else leg.asks[0]
 
 

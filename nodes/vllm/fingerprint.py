@@ -13,8 +13,8 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 
 
 def fingerprint(model: str, config: Mapping[str, Any]) -> str:
-    """16 hexadecimal digits. Of weights on this machine the names, sizes, first and last bytes count, which the tensors'
-    layout and the values of some fill; of others the name, and the revision that the configuration came from."""
+    """16 hexadecimal digits. Of weights on this machine the names, sizes, first and last bytes count, which hold the
+    tensors' layout and the values of some; of others the name, and the revision that the configuration came from."""
     found = blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=8)
     folder = Path(model)
     if not folder.is_dir():

@@ -144,8 +144,8 @@ class VllmRunner(HandedRunner):
     async def _prefill(self, leg: Leg) -> None:
         began, out = self._clock(), None
         async with aclosing(self._generate(leg)) as outputs:
-            async for out in outputs:
-                pass
+            async for each in outputs:
+                out = each
         if out is None or not out.outputs[0].token_ids or not out.kv_transfer_params:
             how = out.outputs[0].finish_reason if out is not None else "nothing"
             raise RuntimeError(f"vLLM handed no KV cache over: its request ended with {how}")

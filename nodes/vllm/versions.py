@@ -103,7 +103,7 @@ def engine_args(model: str, arguments: Sequence[str], choices: Choices) -> Any:
     role = choices.role
     if role == "decode" and given.enable_prefix_caching:
         raise ConfigError(
-            "--enable-prefix-caching: a decode rank keeps no prefixes, or a KV cache that came too late would stay in it"
+            "--enable-prefix-caching: a decode rank keeps no prefixes: a KV cache that came too late would stay in it"
         )
     given.model = model
     given.data_parallel_size = choices.ranks

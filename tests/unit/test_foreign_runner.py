@@ -69,8 +69,8 @@ def test_without_the_margin_a_late_pull_takes_another_prompts_kv(tmp_path: Path)
 
 @pytest.mark.parametrize("margin_s", [0.0, -9.0])
 def test_a_meta_that_was_long_on_its_way_is_as_old_as_the_pull_that_it_names(tmp_path: Path, margin_s: float) -> None:
-    """M79: it says that a second is left, and that was so when it was sent. With no margin to speak of (the control) the
-    tokens are another prompt's."""
+    """M79: it says that a second is left, and that was so when it was sent. With no margin to speak of (the control)
+    the tokens are another prompt's."""
     pair = Pair(tmp_path, lease_s=1.0, margin_s=margin_s)
     world, late = pair.world, [2.5]
 
