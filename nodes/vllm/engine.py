@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -36,17 +37,17 @@ class EngineThread(Generic[C]):
         self._loop.call_soon_threadsafe(function)
 
     def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # children inherit it: Ctrl-C is for the node, to drain
         asyncio.set_event_loop(self._loop)
         try:
             client = self._loop.run_until_complete(self._build_now())
         except BaseException as error:
             self._built.set_exception(error)
-            return
-        self._built.set_result(client)
-        try:
+        else:
+            self._built.set_result(client)
             self._loop.run_forever()
-        finally:
             self._close(client)
+        finally:
             self._loop.run_until_complete(self._end_tasks())
             self._loop.close()
 

@@ -36,9 +36,9 @@ def serve(
     versions.check_installed(split=config.role != "unified")
     _keep_stdout()
     loop = Loop()
-    leave: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    nodes: list[Node] = []
     if watch_parent:
-        cli.leave_with_parent(lambda: leave())
+        cli.leave_with_parent(lambda: nodes[0].leave() if nodes else os.kill(os.getpid(), signal.SIGTERM))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     choices = _choices(config)
@@ -78,7 +78,7 @@ def serve(
                 loop.add(sockets.sub(f"tcp://127.0.0.1:{choices.events_port + index}", (b"",)), relay.received)
         loop.on_signals(lambda number: node.on_signal(number))
         with Node(config, loop, runners, figures_of_vllm) as node:
-            leave = node.leave
+            nodes.append(node)
             node.run(say_ready)
 
 

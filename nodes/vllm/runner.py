@@ -48,8 +48,9 @@ class VllmRunner(HandedRunner):
 
     def __init__(
         self, facts: RankFacts, client: Client, *, name: str, sampling: Callable[..., Any],
-        prompt: Callable[[list[int]], Any], lease_s: float, on_engine: OnThread, on_link: OnThread, options: Mapping[str, Any] | None = None,
-        prioritised: bool = False, clock: Callable[[], float] = time.monotonic,
+        prompt: Callable[[list[int]], Any], lease_s: float, on_engine: OnThread, on_link: OnThread,
+        options: Mapping[str, Any] | None = None, prioritised: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         super().__init__(facts, lambda leg, order: on_engine(lambda: self._ordered(leg, order)))
         self._client = client
@@ -175,6 +176,6 @@ class VllmRunner(HandedRunner):
                 if reason in ("stop", "length"):
                     self._say(Finished(leg, reason))
                 elif reason is not None:
-                    what = "did not fetch the KV cache" if handle is not None and not came else "gave the request up"
-                    code = "kv_failed" if handle is not None and not came else "engine_failed"
-                    raise Refusal(code, f"vLLM {what} ({reason})")
+                    if handle is not None and not came:
+                        raise Refusal("kv_failed", f"vLLM did not fetch the KV cache ({reason})")
+                    raise Refusal("engine_failed", f"vLLM gave the request up ({reason})")

@@ -38,7 +38,8 @@ class ClusterSpec:
     `prefill`, `decode`, `unified`: ranks of each instance of that role (0: none); `..._instances`: how many instances.
     `ranks_per_process`: how many ranks share a node process. `controllers`: `one` for all, or `per_instance` (none
     knows of another; then requests go to two of them). `embedded`: broker and controller are threads of this process.
-    `bus`, `controller`: fixed base addresses (empty: ephemeral). `..._args`: more options for the parts' command lines.
+    `bus`, `controller`: fixed base addresses (empty: ephemeral). `..._args`: more options for the parts' command lines;
+    `engine_args`: those of an engine that has arguments of its own (vllm).
     `log_dir`: where parts append to their logs, which then outlive the cluster. `metrics_port`: the parts serve their
     metrics on this port and the ones after it, in the order of starting (0: nowhere).
     """
@@ -71,6 +72,7 @@ class ClusterSpec:
     prefill_args: tuple[str, ...] = ()
     decode_args: tuple[str, ...] = ()
     unified_args: tuple[str, ...] = ()
+    engine_args: tuple[str, ...] = ()
     controller_args: tuple[str, ...] = ()
     broker_args: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
@@ -129,10 +131,11 @@ class ClusterSpec:
         first, last = self.metrics_port, self.metrics_port + len(parts) - 1
         if last > 65535:
             raise ConfigError(f"--metrics-port {first}: {len(parts)} parts need the ports up to {last}, beyond 65535")
-        return [
-            replace(part, args=(*part.args, "--metrics-port", str(port)), metrics_port=port)
-            for port, part in enumerate(parts, first)
-        ]
+        for number, part in enumerate(parts):
+            port, end = first + number, part.args.index("--") if "--" in part.args else len(part.args)
+            args = (*part.args[:end], "--metrics-port", str(port), *part.args[end:])
+            parts[number] = replace(part, args=args, metrics_port=port)
+        return parts
 
     def _controller(self, name: str, at: Addresses, common: tuple[str, ...]) -> PartSpec:
         args = ["--name", name, "--bus", at.bus, "--controller", at.controllers[name]]
@@ -151,9 +154,10 @@ class ClusterSpec:
         args: tuple[str, ...] = ("--bus", at.bus, "--controller", at.controllers[name], "--instance", instance)
         args = (*args, "--dp-size", str(size), "--dp-rank", ranks, "--engine", self.engine, "--model", self.model)
         role_args: tuple[str, ...] = getattr(self, f"{role}_args")
+        engine_args = ("--", *self.engine_args) if self.engine_args else ()
         return PartSpec(
             f"{instance}/{ranks}",
             "node",
             f"nodes.{role}",
-            (*args, "--data", at.data, *common, *self.node_args, *role_args),
+            (*args, "--data", at.data, *common, *self.node_args, *role_args, *engine_args),
         )

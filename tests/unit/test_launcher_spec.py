@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from pathlib import Path
 
@@ -105,3 +106,12 @@ def test_keys_without_tcp_would_protect_nothing() -> None:
         ClusterSpec(prefill=1, decode=1, keys="keys")
     ClusterSpec(prefill=1, decode=1, keys="keys", transport="tcp")
     ClusterSpec(prefill=1, decode=1, keys="keys", controller="tcp://127.0.0.1:7000")
+
+
+def test_an_engines_own_arguments_come_last_behind_a_dash() -> None:
+    spec = ClusterSpec(unified=1, engine="vllm", node_args=("--hold-s", "9"), engine_args=("--dtype", "float32"))
+    args = parts(spec)["unified-0/0"].args
+    assert args[-5:] == ("--hold-s", "9", "--", "--dtype", "float32")
+    ported = parts(dataclasses.replace(spec, metrics_port=7000))["unified-0/0"]
+    assert option(ported, "--metrics-port") == [str(ported.metrics_port)]
+    assert ported.args[-3:] == ("--", "--dtype", "float32")

@@ -14,7 +14,8 @@ import pytest
 NODE = """
 import os, subprocess, sys
 from nodes.vllm.reaper import Reaper
-CHILD = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)']); print(p.pid, flush=True); time.sleep(300)"
+SLEEP = "import time; time.sleep(300)"
+CHILD = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {SLEEP!r}]).pid, flush=True); {SLEEP}"
 with Reaper():
     child = subprocess.Popen([sys.executable, "-c", CHILD], start_new_session=True, stdout=subprocess.PIPE, text=True)
     print(child.pid, child.stdout.readline().strip(), flush=True)
