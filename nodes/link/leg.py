@@ -172,6 +172,10 @@ def _payload(dispatch: Dispatch, frames: Sequence[bytes], role: Role, facts: Ran
     except RemoteProtocolError as error:
         raise Refusal("bad_message", f"sampling parameters: {error}") from None
     assert isinstance(params, Params)
+    if unknown := sorted(set(params.needs) - set(facts.params)):
+        raise Refusal(
+            "bad_request", f"this rank does not know {', '.join(unknown)} (the submit did not say it needs it)"
+        )
     if bare:
         return array("i"), params
     if len(frames[0]) != 4 * dispatch.prompt_tokens:

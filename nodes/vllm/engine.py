@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 C = TypeVar("C")
 
@@ -16,7 +16,7 @@ class EngineThread(Generic[C]):
     """`with EngineThread(build, close) as engine:`; `build` makes the client on the thread, `close` ends it there.
     `engine.client` is there on entry, which may take minutes; what `build` raises is raised there."""
 
-    def __init__(self, build: Callable[[], Awaitable[C]], close: Callable[[C], None]) -> None:
+    def __init__(self, build: Callable[[], Coroutine[Any, Any, C]], close: Callable[[C], None]) -> None:
         self._build = build
         self._close = close
         self._loop = asyncio.new_event_loop()
@@ -37,10 +37,12 @@ class EngineThread(Generic[C]):
         self._loop.call_soon_threadsafe(function)
 
     def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # children inherit it: Ctrl-C is for the node, to drain
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, {signal.SIGINT}
+        )  # children inherit it: Ctrl-C is for the node, to drain
         asyncio.set_event_loop(self._loop)
         try:
-            client = self._loop.run_until_complete(self._build_now())
+            client = self._loop.run_until_complete(self._build())
         except BaseException as error:
             self._built.set_exception(error)
         else:
@@ -50,9 +52,6 @@ class EngineThread(Generic[C]):
         finally:
             self._loop.run_until_complete(self._end_tasks())
             self._loop.close()
-
-    async def _build_now(self) -> C:
-        return await self._build()
 
     async def _end_tasks(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}

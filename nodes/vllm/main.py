@@ -18,6 +18,7 @@ from bus.runtime.sockets import Sockets
 from nodes.config import NodeConfig
 from nodes.link.runner import OVER_THE_BUS, RankFacts
 from nodes.node import Node
+from nodes.own.engines import smollm2
 from nodes.vllm import versions
 from nodes.vllm.engine import EngineThread
 from nodes.vllm.events import EventRelay
@@ -25,6 +26,8 @@ from nodes.vllm.machine import claim_cores, free_ports
 from nodes.vllm.metrics import figures_of_vllm
 from nodes.vllm.reaper import Reaper
 from nodes.vllm.runner import VllmRunner
+from nodes.vllm.sampling import GRAMMARS, KNOWN
+from nodes.vllm.smollm2 import hugging_face
 
 HEARTBEATS = 6  # decode renews what it waits for so many times a lease
 
@@ -43,7 +46,8 @@ def serve(
         signal.signal(number, _leave)
     choices = _choices(config)
     _set_missing(versions.environment(choices))
-    args = versions.engine_args(model, arguments, choices)
+    path = str(hugging_face()) if model == smollm2.NAME else model
+    args = versions.engine_args(path, model, arguments, choices)
     _set_missing(versions.cpu_environment(lambda: claim_cores(Path(runtime_dir()))))
     runners: dict[int, VllmRunner] = {}
     by_index: list[VllmRunner] = []
@@ -94,6 +98,7 @@ def rank_facts(facts: versions.Facts, lease_s: float) -> RankFacts:
         kv_layout=facts.kv_layout,
         kv_transfer=facts.connector or OVER_THE_BUS,
         wants_prompt=True,
+        params=(*KNOWN, *(GRAMMARS if facts.tokenizes else ())),
         handle_margin_s=lease_s / HEARTBEATS + 2.0,
     )
 

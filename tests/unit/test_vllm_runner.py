@@ -221,7 +221,7 @@ def test_load_is_exact_at_ingest_and_kv_memory_is_the_engines(tmp_path: Path) ->
         assert (load.running, load.waiting, load.waiting_tokens) == (0, 2, len(PROMPT) + 3)
         await node.until(Output, 2)
         node.client.stepped(0, 0.5)
-        await asyncio.sleep(0.001)
+        node.runner._take()
         load = node.runner.load()
         assert (load.running, load.waiting, load.waiting_tokens) == (2, 0, 0)
         assert load.kv_tokens == CAPACITY // 2
