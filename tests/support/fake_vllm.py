@@ -26,6 +26,7 @@ from zlib import crc32
 from nodes.link.facts import RankFacts
 from nodes.own.engines.sim import feed, next_token
 from nodes.vllm.runner import VllmRunner
+from nodes.vllm.sampling import GRAMMARS, KNOWN
 
 VOCAB = 512
 DEADLY = 511
@@ -43,7 +44,7 @@ def facts(margin_s: float = 0.5) -> RankFacts:
     return RankFacts(
         model="like", max_context=4096, kv_capacity=CAPACITY, max_running=16, block_tokens=BLOCK, vocab_size=VOCAB,
         kv_transfer="files", kv_layout="like/1", wants_prompt=True, handle_margin_s=margin_s,
-        params=("min_p", "presence_penalty"),
+        params=(*KNOWN, *GRAMMARS),
     )  # fmt: skip
 
 

@@ -256,6 +256,55 @@ def test_what_the_engine_is_asked_for(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+RESUMED = [
+    ({"min_p": 0.1, "repetition_penalty": 1.5}, {"min_p": 0.1, "repetition_penalty": 1.5}),
+    ({"min_tokens": 5}, {"min_tokens": 3}),
+    ({"min_tokens": 1}, {"min_tokens": 0}),
+    ({"logit_bias": ((7, -100.0),)}, {"logit_bias": {7: -100.0}}),
+    ({"presence_penalty": 0.5}, "presence_penalty can't be resumed"),
+    ({"frequency_penalty": 0.5, "ebnf": "x"}, "ebnf, frequency_penalty can't be resumed"),
+    ({"json_schema": "{}"}, "json_schema can't be resumed"),
+    ({"json_schema": "{}", "offset": 0}, {"structured_outputs": {"json": "{}"}}),
+    ({"ebnf": "x", "regex": "y", "offset": 0}, "one at most"),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), RESUMED)
+def test_what_does_not_survive_a_resume_is_refused(
+    tmp_path: Path, given: dict[str, Any], expected: dict[str, Any] | str
+) -> None:
+    """The prompt of a resumed leg ends with the output so far, which vLLM can't know."""
+    given = dict(given)
+    offset = given.pop("offset", 2)
+
+    async def scenario() -> None:
+        node = Node("unified", tmp_path)
+        leg = node.start(params=Params(**given), offset=offset)
+        if isinstance(expected, str):
+            failed = await node.until(LegFailed)
+            assert (failed.leg, failed.code) == (leg, "bad_request")
+            assert expected in failed.message
+            assert not node.client.asked
+        else:
+            await node.until(Finished)
+            asked, _ = node.client.asked[0]
+            assert asked == asked | expected
+
+    asyncio.run(scenario())
+
+
+def test_a_prefill_leg_samples_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        node = Node("prefill", tmp_path)
+        node.start(params=Params(temperature=2.0, seed=3, json_schema="{}", min_tokens=4))
+        await node.until(Held)
+        asked, _ = node.client.asked[0]
+        assert asked.pop("extra_args")["kv_transfer_params"]["do_remote_decode"]
+        assert asked == {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+
+    asyncio.run(scenario())
+
+
 def test_a_parameter_that_vllm_refuses_is_the_callers_mistake(tmp_path: Path) -> None:
     def refuse(**arguments: Any) -> Any:
         raise ValueError("top_k must be 0 (disable), or at least 1, got -5.")

@@ -1,6 +1,6 @@
 """An environment with real vLLM for these tests, made once for each set of pins, outside the tree.
 
-    python3 tests/vllm/environment.py            # prints its Python; the first time takes some minutes and 4 GB
+    python3 tests/real_vllm/environment.py            # prints its Python; the first time takes some minutes and 4 GB
 
 It is `vllm-HASH_OF_PINS` in the cache that pdbus uses for its models. pip reads its own configuration, as it would by
 hand: an index with a CPU build of torch saves 3 GB. Imports nothing but the standard library.

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(900)
 
 PREFILL, DECODE = "prefill-0/0", "decode-0/0"
 BLOCK = 32
-LEASE_S = 12
+LEASE_S = 15
 BLOCKS = 48  # of KV memory: so few that those of a lapsed lease are soon used again
 ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 ENGINE = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--num-gpu-blocks-override", str(BLOCKS))
@@ -85,8 +85,8 @@ def cluster(alone: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
     """After the engine alone: two cores are not enough for three engines that start."""
     spec = ClusterSpec(
         prefill=1, decode=1, engine="vllm", model="smollm2", prefill_method="cache_aware", metrics_port=free_ports(4),
-        controller_args=("--lease-s", "90"), node_args=("--hold-s", str(LEASE_S)), engine_args=ENGINE, env=ENV,
-        log_dir=str(tmp_path_factory.mktemp("logs")), start_timeout_s=WAIT_S, stop_grace_s=60.0,
+        controller_args=("--lease-s", "90", "--hang-s", "90"), node_args=("--hold-s", str(LEASE_S)),
+        engine_args=ENGINE, env=ENV, log_dir=str(tmp_path_factory.mktemp("logs")), start_timeout_s=WAIT_S, stop_grace_s=60.0,
     )  # fmt: skip
     with Cluster(spec) as made:
         yield made
@@ -171,12 +171,12 @@ def test_tokens_equal_those_of_one_engine_alone_and_decode_computes_no_prompt(
     """One by one, and all at once; prompts of exactly a block among them. By vLLM's own counters."""
     for case, answer in alone:
         assert ask(client, case).tokens() == answer
-    streams = [(ask(client, case), answer) for _ in range(2) for case, answer in alone]
+    streams = [(ask(client, case), answer) for case, answer in alone]
     for stream, answer in streams:
         assert stream.tokens() == answer
-    total = 3 * sum(len(case["ids"]) for case, _ in alone)
+    total = 2 * sum(len(case["ids"]) for case, _ in alone)
     by = "vllm:prompt_tokens_by_source_total"
-    until(lambda: figure(cluster, DECODE, by, source="external_kv_transfer") == total, "decode has fetched all", 20)
+    until(lambda: figure(cluster, DECODE, by, source="external_kv_transfer") >= total, "decode has fetched all", 20)
     assert figure(cluster, DECODE, by, source="local_compute") == 0
     assert figure(cluster, PREFILL, by, source="local_compute") > 0
     until(lambda: idle(cluster), "vLLM is idle", 20)
@@ -235,19 +235,23 @@ def test_a_pull_that_comes_too_late_gives_no_wrong_token(
     case, answer = alone[7]
     refused = figure(cluster, DECODE, "pdbus_node_legs_ended_total", code="kv_failed")
     engine = processes_of(cluster.children[DECODE].pid)
-    fetched = figure(cluster, PREFILL, "vllm:prompt_tokens_total")
+    computed = figure(cluster, PREFILL, "vllm:prompt_tokens_total") + len(case["ids"])
+
+    def prefilled() -> bool:
+        return figure(cluster, PREFILL, "vllm:prompt_tokens_total") >= computed
+
     for pid in engine:
         os.kill(pid, signal.SIGSTOP)
     try:
         stream = ask(client, case)
-        until(lambda: figure(cluster, PREFILL, "vllm:prompt_tokens_total") > fetched, "the prompt is computed", 60)
+        until(prefilled, "the prompt is computed", 60)
         until_s = time.monotonic() + LEASE_S + 2.0
         until(lambda: time.monotonic() >= until_s, "the lease is over")
         for number in range(3):  # more than there is memory for beside the first
-            fetched = figure(cluster, PREFILL, "vllm:prompt_tokens_total")
+            computed += 400
             others = list(range(1000 + 500 * number, 1400 + 500 * number))
             client.generate_tokens(others, max_tokens=1, leg="prefill", bootstrap_room=number)
-            until(lambda: figure(cluster, PREFILL, "vllm:prompt_tokens_total") > fetched, "another one is", 60)
+            until(prefilled, "another one is", 60)
     finally:
         for pid in engine:
             os.kill(pid, signal.SIGCONT)

@@ -1,0 +1,91 @@
+"""What a node over vLLM takes and refuses before there is any vLLM; what it takes of its machine; which model it is."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bus.errors import ConfigError
+from nodes.vllm import machine, versions
+from nodes.vllm.fingerprint import fingerprint
+
+HERE = [sys.executable, "-P", "-m", "nodes.decode", "--bus", "ipc:///tmp/pdx/b", "--controller", "ipc:///tmp/pdx/c"]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--engine", "vllm"], "--engine vllm needs a model: --model PATH"),
+        (["--engine", "vllm", "--model", "m", "--kv-tokens", "9"], "--kv-tokens is for our own engines"),
+        (["--engine", "vllm", "--model", "m", "--sim-base-s", "1"], "--sim-base-s is for our own engines"),
+        (["--engine", "sim", "--", "--dtype", "float32"], "'--dtype': only --engine vllm takes arguments"),
+        (["--engine", "vllm", "--model", "m", "--", "--dtype", "float32"], "needs the Python package 'vllm'; run: pip"),
+    ],
+)
+def test_mistakes_are_one_line(args: list[str], words: str) -> None:
+    if "Python package" in words and versions.find_spec("vllm"):
+        pytest.skip("it is installed here")
+    done = subprocess.run([*HERE, *args], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_vllm_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "find_spec", lambda name: object())
+    found = {"vllm": "0.23.1"}
+
+    def version(name: str) -> str:
+        if name not in found:
+            raise versions.metadata.PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(versions.metadata, "version", version)
+    with pytest.raises(ConfigError, match=r"needs vLLM 0\.24 or newer, not 0\.23\.1"):
+        versions.check_installed(split=True)
+    found["vllm"] = "0.32.0+cpu"
+    versions.check_installed(split=True)
+
+
+def test_ports_in_a_row_are_free() -> None:
+    first = machine.free_ports("127.0.0.1", 3)
+    sockets = [socket.socket() for _ in range(3)]
+    try:
+        for number, each in enumerate(sockets):
+            each.bind(("127.0.0.1", first + number))
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def test_two_engines_of_a_machine_share_no_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 6, 9})
+    claimed = [machine.claim_cores(tmp_path) for _ in range(3)]
+    assert claimed == ["0,1,2", "3,6,9", ""]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {4})
+    assert [machine.claim_cores(tmp_path) for _ in range(2)] == ["4", ""]
+    for path in tmp_path.iterdir():
+        with path.open() as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_models_that_differ_in_weights_or_configuration_differ(tmp_path: Path) -> None:
+    """So that their ranks are never paired: a KV cache of the one means nothing to the other."""
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"\1" * 300_000)
+    first = fingerprint(str(folders[0]), {"layers": 2})
+    assert fingerprint(str(folders[1]), {"layers": 2}) == first, "wherever it lies"
+    assert fingerprint(str(folders[1]), {"layers": 3}) != first
+    with (folders[1] / "model.safetensors").open("r+b") as file:
+        file.seek(299_000)
+        file.write(b"\2")
+    assert fingerprint(str(folders[1]), {"layers": 2}) != first
+    assert fingerprint("org/model", {"layers": 2}) != fingerprint("org/other", {"layers": 2})
