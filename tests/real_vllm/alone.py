@@ -1,4 +1,4 @@
-"""One vLLM engine alone, without any of ours: what the split must equal. `python alone.py CASES ANSWERS`, JSON files."""
+"""One vLLM engine alone, without any of ours: what the split must equal. `alone.py CASES ANSWERS`, both JSON files."""
 
 from __future__ import annotations
 
