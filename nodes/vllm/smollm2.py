@@ -15,7 +15,13 @@ from nodes.own.engines import smollm2
 from nodes.own.engines.cache import Progress, made_once, no_progress
 from nodes.own.engines.llama_config import LlamaConfig
 from nodes.own.engines.needs import needed_by
+from nodes.own.engines.tokenizer import DEFAULT_SYSTEM
 
+CHAT_TEMPLATE = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n" + DEFAULT_SYSTEM + "<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>{{ '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
+)
 CONVERTER = 1  # part of the cache's name: raise it when the files written here change
 
 
@@ -104,5 +110,6 @@ def _settings(config: LlamaConfig) -> dict[str, Any]:
             "unk_token": smollm2.END_TOKENS[1],
             "model_max_length": config.max_context,
             "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
         },
     }
