@@ -49,21 +49,19 @@ def serve(
     path = str(hugging_face()) if model == smollm2.NAME else model
     args = versions.engine_args(path, model, arguments, choices)
     _set_missing(versions.cpu_environment(lambda: claim_cores(Path(runtime_dir()))))
-    runners: dict[int, VllmRunner] = {}
-    by_index: list[VllmRunner] = []
+    runners: list[VllmRunner] = []
 
     def stepped(index: int, kv_usage: float) -> None:
-        if index < len(by_index):
-            by_index[index].stepped(kv_usage)
+        if index < len(runners):
+            runners[index].stepped(kv_usage)
 
     def build() -> Any:
         return versions.start(args, stepped)
 
     with Reaper(), EngineThread(build, lambda client: client.shutdown()) as engine, Sockets() as sockets:
-        facts = versions.facts_of(engine.client)
-        lease_s = versions.lease_s(engine.client)
+        facts, lease_s = versions.facts_of(engine.client), versions.lease_s(engine.client)
         for index, dp_rank in enumerate(config.dp_ranks):
-            runners[dp_rank] = VllmRunner(
+            runner = VllmRunner(
                 rank_facts(facts, lease_s),
                 engine.client,
                 name=f"{choices.engine_id}-{dp_rank}",
@@ -75,13 +73,12 @@ def serve(
                 options={"data_parallel_rank": index} if choices.ranks > 1 else {},
                 prioritised=facts.prioritised,
             )
-        by_index += runners.values()
-        if choices.events_port:
-            for index, (dp_rank, runner) in enumerate(runners.items()):
+            runners.append(runner)
+            if choices.events_port:
                 relay = EventRelay(config.instance, dp_rank, runner.cache_changed)
                 loop.add(sockets.sub(f"tcp://127.0.0.1:{choices.events_port + index}", (b"",)), relay.received)
         loop.on_signals(lambda number: node.on_signal(number))
-        with Node(config, loop, runners, figures_of_vllm) as node:
+        with Node(config, loop, dict(zip(config.dp_ranks, runners, strict=True)), figures_of_vllm) as node:
             nodes.append(node)
             node.run(say_ready)
 

@@ -181,7 +181,7 @@ class VllmRunner(HandedRunner):
 
     async def _decode(self, leg: Leg) -> None:
         handle, began, came = leg.handle, self._clock(), False
-        given = None if handle is None else msgpack.unpackb(handle.data)
+        given = None if handle is None else _unpacked(handle.data)
         async with aclosing(self._generate(leg, given)) as outputs:
             async for out in outputs:
                 completion = out.outputs[0]
@@ -202,3 +202,13 @@ class VllmRunner(HandedRunner):
                     if handle is not None and not came:
                         raise Refusal("kv_failed", f"vLLM did not fetch the KV cache ({reason})")
                     raise Refusal("engine_failed", f"vLLM gave the request up ({reason})")
+
+
+def _unpacked(handle: bytes) -> dict[str, Any]:
+    try:
+        given = msgpack.unpackb(handle)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise Refusal("kv_failed", f"the handle can't be read: {error}") from None
+    if not isinstance(given, dict):
+        raise Refusal("kv_failed", "the handle is no map")
+    return given

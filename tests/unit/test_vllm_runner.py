@@ -167,8 +167,10 @@ def test_a_kv_cache_that_comes_after_its_lease_is_not_used(tmp_path: Path, fence
 def test_a_kv_cache_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
     async def scenario(prefill: Node, decode: Node) -> None:
         handle = msgpack.packb({"do_remote_prefill": True, "at": str(tmp_path / "nowhere")})
-        decode.start(handle=handle_of(Held(decode.leg(), 1, handle)))
-        assert (await decode.until(LegFailed)).code == "kv_failed"
+        for data in (handle, b"", b"\xc1", msgpack.packb([1])):  # what a peer hands over may be anything
+            decode.start(handle=handle_of(Held(decode.leg(), 1, data)))
+        for number in range(1, 5):
+            assert (await decode.until(LegFailed, number)).code == "kv_failed"
         prefill.client._decode = None  # type: ignore[assignment]
         prefill.start([1, 2])
         assert (await prefill.until(Held)).valid_s > 0
