@@ -33,6 +33,7 @@ class _Held:
     first_token: int = 0
     data: bytes = b""  # the runner's handle
     valid_until: float = FOR_EVER
+    given: bool = False  # a decode rank was told; an engine's own connector serves one alone
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +74,10 @@ class KvSender:
         held = self._held[leg.room]
         held.ready, held.first_token, held.data, held.valid_until = True, first_token, data, now + valid_s
         held.heard_at = now
-        return [self._meta(peer, held, now) for peer in held.pullers]
+        late = list(held.pullers)[1:] if data else []
+        for peer in late:
+            del held.pullers[peer]
+        return [self._meta(peer, held, now) for peer in held.pullers] + [self._given_away(peer, leg) for peer in late]
 
     def close(self, room: int, code: Code, message: str = "") -> list[Send]:
         """The leg ends; pullers that still wait are told, unless all went well."""
@@ -99,6 +103,8 @@ class KvSender:
         if peer not in held.pullers:
             if held.ready and now >= held.valid_until:
                 return [Send(peer, KvFail(pull.room, pull.attempt, "kv_failed", "the KV cache is kept no longer"))]
+            if held.data and held.given:
+                return [self._given_away(peer, held.leg)]
             if len(held.pullers) >= MAX_PULLERS:
                 held.pullers.pop(next(iter(held.pullers)))
         held.heard_at = now
@@ -163,12 +169,17 @@ class KvSender:
 
     def _meta(self, peer: bytes, held: _Held, now: float) -> Send:
         facts, leg = self._facts, held.leg
+        held.given = True
         meta = KvMeta(
             leg.room, leg.attempt, leg.prompt_tokens, held.first_token, self._blocks(leg), facts.block_tokens,
             facts.kv_layout, valid_s=0.0 if held.valid_until == FOR_EVER else max(0.001, held.valid_until - now),
             asked=held.pullers.get(peer, 0),
         )  # fmt: skip
         return Send(peer, meta, (held.data,) if held.data else ())
+
+    def _given_away(self, peer: bytes, leg: Leg) -> Send:
+        why = "the KV cache was given to another decode rank, and is gone when that has fetched it"
+        return Send(peer, KvFail(leg.room, leg.attempt, "kv_failed", why))
 
     def _not_ready(self, room: int, attempt: int) -> KvMeta:
         return KvMeta(room, attempt, 0, 0, 0, self._facts.block_tokens, self._facts.kv_layout, ready=False)

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import fcntl
 import os
+import random
 import socket
 from contextlib import suppress
 from pathlib import Path
 
+from bus.errors import StartError
+
 _PORT_TRIES = 64
+_PORTS = range(15_000, 32_000)
 
 
 def free_ports(host: str, count: int) -> int:
-    """The first of `count` ports in a row that are free now. Somebody may take one before the engine does; it then
-    does not start, and says so."""
+    """The first of `count` ports in a row that are free now. An engine binds them only when it has loaded, so they are
+    none of those that the system gives to whoever connects meanwhile."""
     for _ in range(_PORT_TRIES):
+        first = random.randrange(_PORTS.start, _PORTS.stop - count)
         taken: list[socket.socket] = []
         try:
-            for number in range(count):
+            for port in range(first, first + count):
                 taken.append(socket.socket())
-                taken[-1].bind((host, taken[0].getsockname()[1] + number if number else 0))
-            return int(taken[0].getsockname()[1])
-        except (OSError, OverflowError):
+                taken[-1].bind((host, port))
+            return first
+        except OSError:
             continue
         finally:
             for each in taken:
                 each.close()
-    raise OSError(f"no {count} free ports in a row at {host}")
+    raise StartError(f"no {count} free ports in a row at {host}")
 
 
 def claim_cores(folder: Path) -> str:
