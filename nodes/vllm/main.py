@@ -14,15 +14,16 @@ from bus.endpoints import runtime_dir
 from bus.runtime import cli
 from bus.runtime.epochs import new_epoch
 from bus.runtime.loop import Loop
+from bus.runtime.ports import free_ports
 from bus.runtime.sockets import Sockets
 from nodes.config import NodeConfig
 from nodes.link.runner import OVER_THE_BUS, RankFacts
 from nodes.node import Node
 from nodes.own.engines import smollm2
 from nodes.vllm import versions
+from nodes.vllm.cores import claim_cores
 from nodes.vllm.engine import EngineThread
 from nodes.vllm.events import EventRelay
-from nodes.vllm.machine import claim_cores, free_ports
 from nodes.vllm.metrics import figures_of_vllm
 from nodes.vllm.reaper import Reaper
 from nodes.vllm.runner import VllmRunner

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from bus.errors import RequestFailed
+from bus.runtime.ports import free_ports
 from bus.wire.hashing import hash_chain, token_bytes
 from nodes.own.engines.tokenizer import SmolTokenizer
 from nodes.vllm.reaper import MARK
@@ -82,8 +83,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any]
 def cluster(alone: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """After the engine alone: two cores are not enough for three engines that start."""
     spec = ClusterSpec(
-        prefill=1, decode=1, engine="vllm", model="smollm2", prefill_method="cache_aware", metrics_port=free_ports(4),
-        controller_args=("--lease-s", "90", "--hang-s", "90"), node_args=("--hold-s", str(LEASE_S)),
+        prefill=1, decode=1, engine="vllm", model="smollm2", prefill_method="cache_aware",
+        metrics_port=free_ports("127.0.0.1", 4), controller_args=("--lease-s", "90", "--hang-s", "90"), node_args=("--hold-s", str(LEASE_S)),
         engine_args=ENGINE, env=ENV, log_dir=str(tmp_path_factory.mktemp("logs")), start_timeout_s=WAIT_S,
         stop_grace_s=60.0,
     )  # fmt: skip
@@ -91,12 +92,6 @@ def cluster(alone: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
         yield made
         engines = [pid for child in made.started for pid in processes_of(child.pid)]
     until(lambda: not any(map(lives, engines)), "no process of an engine is left", 30)
-
-
-def free_ports(count: int) -> int:
-    from nodes.vllm.machine import free_ports as found
-
-    return found("127.0.0.1", count)
 
 
 @pytest.fixture

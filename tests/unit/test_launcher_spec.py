@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from bus.errors import ConfigError
-from pdbus.launcher.addresses import choose, free_ports
+from bus.runtime.ports import free_ports
+from pdbus.launcher.addresses import choose
 from pdbus.launcher.spec import ClusterSpec, PartSpec
 
 HERE = Path("/tmp/pdx")

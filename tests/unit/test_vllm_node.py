@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from bus.errors import ConfigError
-from nodes.vllm import machine, versions
+from nodes.vllm import versions
+from nodes.vllm.cores import claim_cores
 from nodes.vllm.fingerprint import fingerprint
 
 HERE = [sys.executable, "-P", "-m", "nodes.decode", "--bus", "ipc:///tmp/pdx/b", "--controller", "ipc:///tmp/pdx/c"]
@@ -53,23 +53,12 @@ def test_a_vllm_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     versions.check_installed(split=True)
 
 
-def test_ports_in_a_row_are_free() -> None:
-    first = machine.free_ports("127.0.0.1", 3)
-    sockets = [socket.socket() for _ in range(3)]
-    try:
-        for number, each in enumerate(sockets):
-            each.bind(("127.0.0.1", first + number))
-    finally:
-        for each in sockets:
-            each.close()
-
-
 def test_two_engines_of_a_machine_share_no_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 6, 9})
-    claimed = [machine.claim_cores(tmp_path) for _ in range(3)]
+    claimed = [claim_cores(tmp_path) for _ in range(3)]
     assert claimed == ["0,1,2", "3,6,9", ""]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {4})
-    assert [machine.claim_cores(tmp_path) for _ in range(2)] == ["4", ""]
+    assert [claim_cores(tmp_path) for _ in range(2)] == ["4", ""]
     for path in tmp_path.iterdir():
         with path.open() as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
