@@ -83,11 +83,20 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any]
 def cluster(alone: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """After the engine alone: two cores are not enough for three engines that start."""
     spec = ClusterSpec(
-        prefill=1, decode=1, engine="vllm", model="smollm2", prefill_method="cache_aware",
-        metrics_port=free_ports("127.0.0.1", 4), controller_args=("--lease-s", "90", "--hang-s", "90"),
-        node_args=("--hold-s", str(LEASE_S)), engine_args=ENGINE, env=ENV, log_dir=str(tmp_path_factory.mktemp("logs")), start_timeout_s=WAIT_S,
+        prefill=1,
+        decode=1,
+        engine="vllm",
+        model="smollm2",
+        prefill_method="cache_aware",
+        metrics_port=free_ports("127.0.0.1", 4),
+        controller_args=("--lease-s", "90", "--hang-s", "90"),
+        node_args=("--hold-s", str(LEASE_S)),
+        engine_args=ENGINE,
+        env=ENV,
+        log_dir=str(tmp_path_factory.mktemp("logs")),
+        start_timeout_s=WAIT_S,
         stop_grace_s=60.0,
-    )  # fmt: skip
+    )
     with Cluster(spec) as made:
         yield made
         engines = [pid for child in made.started for pid in processes_of(child.pid)]
