@@ -17,9 +17,10 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
-import msgpack
 from msgspec.structs import replace
 
+from bus.errors import RemoteProtocolError
+from bus.wire import codec
 from bus.wire.messages import Refusal
 from nodes.link.actions import Cancel, Release, Start
 from nodes.link.handover import HandedRunner, KnownLegs, LoadSaid, Said
@@ -176,7 +177,7 @@ class VllmRunner(HandedRunner):
         stamped = getattr(out.metrics, "last_token_ts", 0.0)
         ended = stamped - STAMP_S if began <= stamped <= self._clock() else began
         self._say(Began(leg, out.num_cached_tokens or 0))
-        handle: bytes = msgpack.packb(out.kv_transfer_params)
+        handle = codec.pack(out.kv_transfer_params)
         self._say(Held(leg, out.outputs[0].token_ids[0], handle, ended + self._lease_s))
 
     async def _decode(self, leg: Leg) -> None:
@@ -206,8 +207,8 @@ class VllmRunner(HandedRunner):
 
 def _unpacked(handle: bytes) -> dict[str, Any]:
     try:
-        given = msgpack.unpackb(handle)
-    except (ValueError, msgpack.UnpackException) as error:
+        given = codec.unpack(handle)
+    except RemoteProtocolError as error:
         raise Refusal("kv_failed", f"the handle can't be read: {error}") from None
     if not isinstance(given, dict):
         raise Refusal("kv_failed", "the handle is no map")

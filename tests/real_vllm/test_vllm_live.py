@@ -61,8 +61,8 @@ def cases() -> list[dict[str, Any]]:
     long = tokens.encode("A ship sails over the wide sea at night, and nobody knows where it goes. " * 30)
     greedy += [long[:BLOCK], long[: 2 * BLOCK], long[: BLOCK - 1], long[: BLOCK + 1], long[:400]]
     stop = list(tokens.eos_ids)
-    found = [{"ids": ids, "params": {"temperature": 0.0, "max_tokens": 24, "stop_token_ids": stop}} for ids in greedy]
-    seeded = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "seed": 7, "max_tokens": 24, "stop_token_ids": stop}
+    found = [{"ids": ids, "params": {"temperature": 0.0, "max_tokens": 16, "stop_token_ids": stop}} for ids in greedy]
+    seeded = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "seed": 7, "max_tokens": 16, "stop_token_ids": stop}
     return [*found, {"ids": greedy[0], "params": seeded}]
 
 
@@ -251,9 +251,9 @@ def test_a_stream_goes_on_when_the_decode_engine_is_killed_and_started_again(
 ) -> None:
     """The node says so, leaves and takes every process of its engine along; whoever supervises it starts it again."""
     case, _ = alone[2]
-    whole = ask(client, case, max_tokens=60, ignore_eos=True).tokens()
-    assert len(whole) == 60
-    stream = ask(client, case, max_tokens=60, ignore_eos=True)
+    whole = ask(client, case, max_tokens=32, ignore_eos=True).tokens()
+    assert len(whole) == 32
+    stream = ask(client, case, max_tokens=32, ignore_eos=True)
     pieces = stream._pieces()
     next(pieces)
     child = cluster.children[DECODE]
@@ -276,7 +276,7 @@ def test_drain_finishes_what_runs_and_leaves_nothing(
 ) -> None:
     """And after a node's own SIGKILL no process of its engine is left either."""
     case, _ = alone[2]
-    stream = ask(client, case, max_tokens=80, ignore_eos=True)
+    stream = ask(client, case, max_tokens=40, ignore_eos=True)
     pieces = stream._pieces()
     next(pieces)
     child = cluster.children[DECODE]
@@ -284,7 +284,7 @@ def test_drain_finishes_what_runs_and_leaves_nothing(
     child.send(signal.SIGTERM)
     for _ in pieces:
         pass
-    assert len(stream.result.ids) == 80
+    assert len(stream.result.ids) == 40
     assert stream.result.attempts == 1
     assert child.wait(60)
     assert child.returncode == 0, child.tail()
