@@ -21,7 +21,7 @@ from nodes.link.runner import OVER_THE_BUS, RankFacts
 from nodes.node import Node
 from nodes.own.engines import smollm2
 from nodes.vllm import versions
-from nodes.vllm.cores import claim_cores
+from nodes.vllm.cores import claim_cores, keep_to
 from nodes.vllm.engine import EngineThread
 from nodes.vllm.events import EventRelay
 from nodes.vllm.metrics import figures_of_vllm
@@ -49,7 +49,10 @@ def serve(
     _set_missing(versions.environment(choices))
     path = str(hugging_face()) if model == smollm2.NAME else model
     args = versions.engine_args(path, model, arguments, choices)
-    _set_missing(versions.cpu_environment(lambda: claim_cores(Path(runtime_dir()))))
+    cores: list[int] = []
+    if versions.on_cpu():
+        cores = claim_cores(Path(runtime_dir())) if versions.CPU_BIND not in os.environ else []
+        _set_missing(versions.cpu_environment(cores))
     runners: list[VllmRunner] = []
 
     def stepped(index: int, kv_usage: float) -> None:
@@ -59,7 +62,12 @@ def serve(
     def build() -> Any:
         return versions.start(args, stepped)
 
-    with Reaper(), EngineThread(build, lambda client: client.shutdown()) as engine, Sockets() as sockets:
+    with (
+        Reaper() as reaper,
+        EngineThread(build, lambda client: client.shutdown()) as engine,
+        Sockets() as sockets,
+    ):
+        keep_to(cores, reaper.processes())
         facts, lease_s = versions.facts_of(engine.client), versions.lease_s(engine.client)
         for index, dp_rank in enumerate(config.dp_ranks):
             runner = VllmRunner(

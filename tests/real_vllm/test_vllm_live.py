@@ -171,13 +171,14 @@ def ask(client: Client, case: dict[str, Any], **changes: Any) -> Any:
 def test_tokens_equal_those_of_one_engine_alone_and_decode_computes_no_prompt(
     cluster: Cluster, client: Client, alone: list[tuple[dict[str, Any], list[int]]]
 ) -> None:
-    """One by one, and all at once; prompts of exactly a block among them. By vLLM's own counters."""
+    """One by one, and greedy ones all at once; prompts of exactly a block among them. By vLLM's own counters."""
     for case, answer in alone:
         assert ask(client, case).tokens() == answer
-    streams = [(ask(client, case), answer) for case, answer in alone]
+    greedy = [each for each in alone if "seed" not in each[0]["params"]]  # a seeded one changes with vLLM's batches
+    streams = [(ask(client, case), answer) for case, answer in greedy]
     for stream, answer in streams:
         assert stream.tokens() == answer
-    total = 2 * sum(len(case["ids"]) for case, _ in alone)
+    total = sum(len(case["ids"]) for case, _ in alone + greedy)
     by = "vllm:prompt_tokens_by_source_total"
     until(lambda: figure(cluster, DECODE, by, source="external_kv_transfer") >= total, "decode has fetched all", 20)
     assert figure(cluster, DECODE, by, source="local_compute") == 0

@@ -12,7 +12,7 @@ import pytest
 
 from bus.errors import ConfigError
 from nodes.vllm import versions
-from nodes.vllm.cores import claim_cores
+from nodes.vllm.cores import claim_cores, keep_to
 from nodes.vllm.fingerprint import fingerprint
 
 HERE = [sys.executable, "-P", "-m", "nodes.decode", "--bus", "ipc:///tmp/pdx/b", "--controller", "ipc:///tmp/pdx/c"]
@@ -56,12 +56,25 @@ def test_a_vllm_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_two_engines_of_a_machine_share_no_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 6, 9})
     claimed = [claim_cores(tmp_path) for _ in range(3)]
-    assert claimed == ["0,1,2", "3,6,9", ""]
+    assert claimed == [[0, 1, 2], [3, 6, 9], []]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {4})
-    assert [claim_cores(tmp_path) for _ in range(2)] == ["4", ""]
+    assert [claim_cores(tmp_path) for _ in range(2)] == [[4], []]
     for path in tmp_path.iterdir():
         with path.open() as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_what_vllm_pins_to_the_last_core_is_put_back() -> None:
+    last = max(os.sched_getaffinity(0))
+    pinned = f"import os; os.sched_setaffinity(0, [{last}]); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", pinned], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        keep_to([], [child.pid])
+        assert os.sched_getaffinity(child.pid) == {last}
+        keep_to(sorted(os.sched_getaffinity(0)), [2**22 + 1, child.pid])
+        assert os.sched_getaffinity(child.pid) == os.sched_getaffinity(0)
+        child.communicate(b"\n")
 
 
 def test_models_that_differ_in_weights_or_configuration_differ(tmp_path: Path) -> None:
