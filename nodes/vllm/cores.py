@@ -27,8 +27,8 @@ def claim_cores(folder: Path) -> list[int]:
 
 
 def keep_to(cores: Sequence[int], processes: Iterable[int]) -> None:
-    """vLLM pins the main thread of each worker to the last core of the machine for its KV transfers, and computes on it:
-    two engines would do so on the same core, whatever their other threads are bound to."""
+    """vLLM pins the main thread of each worker to the machine's last core for its KV transfers, and computes on it: two
+    engines would do so on the same core, whatever their other threads are bound to."""
     for pid in processes if cores else ():
         with suppress(OSError):  # gone meanwhile
             os.sched_setaffinity(pid, cores)

@@ -138,7 +138,7 @@ def environment(choices: Choices) -> dict[str, str]:
 
 
 def cpu_environment(cores: Sequence[int]) -> dict[str, str]:
-    """Further ones where vLLM computes on the CPU, which its engine's processes read: on `cores`, where there are any."""
+    """Further ones where vLLM computes on the CPU, which its engine's processes read: on `cores`, if there are any."""
     return {"UCX_TLS": CPU_UCX_TLS, CPU_BIND: ",".join(map(str, cores)) or "nobind"}
 
 
