@@ -88,7 +88,7 @@ def engine_args(path: str, name: str, arguments: Sequence[str], choices: Choices
 
     try:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
-    except ImportError:  # before 0.27
+    except ImportError:  # where it was once
         from vllm.utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):  # type: ignore[misc]
@@ -200,7 +200,7 @@ def prompt(ids: list[int]) -> Any:
     """Token ids as `generate` takes them."""
     try:
         from vllm.inputs.engine import tokens_input
-    except ImportError:  # before engine inputs had functions of their own
+    except ImportError:  # older: the plain map will do
         return {"prompt_token_ids": ids}
     return tokens_input(ids)
 
