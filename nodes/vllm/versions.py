@@ -124,7 +124,10 @@ def engine_args(path: str, name: str, arguments: Sequence[str], choices: Choices
         given.kv_events_config = KVEventsConfig(
             enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://127.0.0.1:{choices.events_port}", topic=""
         )
-    return AsyncEngineArgs.from_cli_args(given)
+    try:
+        return AsyncEngineArgs.from_cli_args(given)
+    except Exception as error:
+        raise ConfigError(f"vLLM does not take {name!r} and its arguments: {error}") from None
 
 
 def environment(choices: Choices) -> dict[str, str]:
@@ -161,7 +164,7 @@ async def start(args: Any, stepped: Callable[[int, float], None]) -> Any:
     try:
         return AsyncLLM.from_engine_args(args, stat_loggers=[Steps])
     except Exception as error:
-        raise StartError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+        raise StartError(f"vLLM did not start: {type(error).__name__}: {error}") from None
 
 
 def facts_of(client: Any) -> Facts:
