@@ -156,7 +156,7 @@ class VllmRunner(HandedRunner):
             if self._client.errored:
                 self._say(Dead(why))
             else:
-                self._say(LegFailed(leg, "bad_request" if isinstance(error, ValueError) else "engine_failed", why))
+                self._say(LegFailed(leg, "bad_request" if _is_callers(error) else "engine_failed", why))
         finally:
             self._tasks.pop(leg, None)
 
@@ -203,6 +203,11 @@ class VllmRunner(HandedRunner):
                     if handle is not None and not came:
                         raise Refusal("kv_failed", f"vLLM did not fetch the KV cache ({reason})")
                     raise Refusal("engine_failed", f"vLLM gave the request up ({reason})")
+
+
+def _is_callers(error: Exception) -> bool:
+    """Whether vLLM says that the request is wrong: in newer versions by a class of its own, which is no ValueError."""
+    return isinstance(error, ValueError) or any(kind.__name__ == "VLLMClientError" for kind in type(error).__mro__)
 
 
 def _unpacked(handle: bytes) -> dict[str, Any]:
