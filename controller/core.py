@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from bus.actions import Note, Publish
 from bus.rights import key_of, may
+from bus.wire.kv_names import Removed, Stored
 from bus.wire.messages import (
     MAX_DP_SIZE,
     Bye,
@@ -56,7 +57,6 @@ from controller.events import (
     Undelivered,
     Unreachable,
 )
-from controller.feeds.changes import Removed, Stored
 from controller.health import DEAD, Health
 from controller.load.table import LoadTable
 from controller.members import Loss, Members

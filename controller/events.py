@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 from msgspec import Struct
 
 from bus.actions import Note, Publish
+from bus.wire.kv_names import Changes
 from bus.wire.messages import Load, MemberKey, Message, Rid
-from controller.feeds.changes import Changes
 
 
 class FromClient(Struct, frozen=True, gc=False):

@@ -31,6 +31,7 @@ from bus.runtime.ration import LARGE, Ration
 from bus.runtime.service import Service
 from bus.runtime.sockets import PAYLOAD_MAX, Socket, Sockets
 from bus.wire import codec, subscription, topics
+from bus.wire.kv_names import Changes
 from bus.wire.messages import (
     CLIENT_TO_CONTROLLER,
     NODE_TO_CONTROLLER,
@@ -58,7 +59,6 @@ from controller.events import (
     Undelivered,
     Unreachable,
 )
-from controller.feeds.changes import Changes
 from controller.feeds.engine import EngineFeed
 from controller.feeds.nodes import NodeCaches
 from controller.observe import collect

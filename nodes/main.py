@@ -11,8 +11,10 @@ from types import FrameType
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from bus.endpoints import default_bus, default_controller, runtime_dir
+from bus.errors import ConfigError
 from bus.runtime import cli, logs
 from bus.runtime.loop import Loop
 from bus.wire.messages import Role
@@ -34,6 +36,8 @@ _WORK = {
     "decode": "Fetch prompts' KV caches from prefill ranks, decode, and stream tokens to clients.",
     "unified": "Compute prompts and decode on the same rank (no PD split).",
 }
+VLLM = "vllm"
+_OWN = frozenset({"kv_tokens", "block_tokens", "max_context", "max_running", "chunk_tokens"})
 _DEFAULTS = {"torch": (16, 256), "sim": (256, 2048)}  # --max-running, --chunk-tokens
 
 log = logs.get_logger("node")
@@ -55,8 +59,10 @@ def command(role: Role) -> click.Command:
     @option("--instance", default=f"{role}-0", help="The group of ranks that this one belongs to.")
     @option("--dp-size", type=int, default=1, help="Ranks of the instance.")
     @option("--dp-rank", multiple=True, default=("0",), help="The ranks of this process: 3, or 0-7; repeatable.")
-    @option("--engine", type=click.Choice(ENGINES), default="torch", help="What computes; sim only takes the time.")
-    @option("--model", default="smollm2", help="smollm2 or tiny; with --engine sim any name.")
+    @option("--engine", type=click.Choice((*ENGINES, VLLM)), default="torch",
+            help="What computes; sim only takes the time.")  # fmt: skip
+    @option("--model", default="smollm2",
+            help="smollm2 or tiny; with --engine sim any name; with --engine vllm what vLLM takes.")  # fmt: skip
     @option("--data", default=lambda: f"ipc://{runtime_dir()}", show_default=f"ipc://{runtime_dir()}", metavar="WHERE",
             help="Where peers and clients reach this node: ipc:///directory or tcp://host.")  # fmt: skip
     @option("--kv-tokens", type=int, default=0, help="KV capacity in tokens (0: the engine's default).")
@@ -89,11 +95,33 @@ def command(role: Role) -> click.Command:
     @cli.metrics_host_option
     @cli.log_level_option
     @cli.watch_parent_option
-    def main(**options: Any) -> None:
+    @click.argument("engine_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM_ARGUMENTS...]")
+    def main(engine_args: tuple[str, ...], **options: Any) -> None:
         logs.configure(options["log_level"], part="node", instance=options["instance"])
-        serve(config_from(role, options), watch_parent=options["watch_parent"])
+        watch_parent = options["watch_parent"]
+        if options["engine"] == VLLM:
+            _refuse_own_options()
+            from nodes.vllm.main import serve as serve_vllm
+
+            options["engine"] = "torch"  # of whose settings none counts
+            serve_vllm(config_from(role, options), options["model"], engine_args, _say_ready, watch_parent=watch_parent)
+            return
+        if engine_args:
+            raise ConfigError(f"{engine_args[0]!r}: only --engine {VLLM} takes arguments of the engine's own")
+        serve(config_from(role, options), watch_parent=watch_parent)
 
     return main
+
+
+def _refuse_own_options() -> None:
+    """ConfigError for what means nothing to vLLM, and without a model."""
+    context = click.get_current_context()
+    given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    if "model" not in given:
+        raise ConfigError("--engine vllm needs a model: --model PATH")
+    for name in sorted(given):
+        if name in _OWN or name.startswith(("sim_", "fault_")):
+            raise ConfigError(f"--{name.replace('_', '-')} is for our own engines; vLLM's arguments follow a --")
 
 
 def config_from(role: Role, options: dict[str, Any]) -> NodeConfig:

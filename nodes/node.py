@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from bus.endpoints import why_silent
 from bus.errors import BusError, StartError
@@ -22,14 +22,19 @@ log = get_logger("node")
 
 
 class Node:
-    """`with Node(config, loop, runners) as node: node.run(on_ready)`; `runners` by dp_rank."""
+    """`with Node(config, loop, runners) as node: node.run(on_ready)`; `runners` by dp_rank, `figures`: metrics of
+    theirs."""
 
-    def __init__(self, config: NodeConfig, loop: Loop, runners: Mapping[int, Runner]) -> None:
+    def __init__(
+        self, config: NodeConfig, loop: Loop, runners: Mapping[int, Runner],
+        figures: Callable[[], Iterable[metrics.Metric]] = tuple,
+    ) -> None:  # fmt: skip
         self.config = config
         self.loop = loop
         self.failure: BusError | None = None
         self._figures = NodeFigures()
         self.host = Host(config, loop, runners, self._check)
+        self._figures_of_runners = figures
         self._on_ready: Callable[[Node], None] | None = None
         self._began = self._said = loop.clock()
         self._drain_began: float | None = None
@@ -122,4 +127,5 @@ class Node:
             log.info("node.waiting", waits_for=missing, waited_s=round(now - self._began, 1), gives_up_in_s=left_s)
 
     def _snapshot(self) -> Iterator[metrics.Metric]:
-        return snapshot(self.host, self._figures)
+        yield from snapshot(self.host, self._figures)
+        yield from self._figures_of_runners()

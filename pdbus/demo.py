@@ -22,6 +22,7 @@ from rich.text import Text
 from bus.errors import RequestFailed
 from bus.runtime import cli
 from bus.wire.messages import Params, RankStatus
+from nodes.own.engines.cache import Progress
 from nodes.own.engines.factory import prepare
 from pdbus.client import AsyncClient, Result
 from pdbus.commands.common import Teller
@@ -36,6 +37,8 @@ PROMPTS = (
     "What does a load balancer do? Answer for a child of seven who likes trains and long queues at the ice cream van.",
 )
 SETTLE_S = 5.0
+VLLM_ARGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--gpu-memory-utilization", "0.3")
+VLLM_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 
 
 @dataclass(slots=True)
@@ -51,35 +54,39 @@ class Answer:
     equal: bool | None = None
 
 
-def run(console: Console, *, model: str, max_tokens: int, verify: bool) -> bool:
+def run(console: Console, *, model: str, engine: str = "torch", max_tokens: int, verify: bool) -> bool:
     """The whole demo; whether every request completed (and, with `verify`, equals the single-process answer)."""
+    ranks = 1 if engine == "vllm" else 2  # vLLM takes a core, or a GPU, and GBs of memory for each
     spec = ClusterSpec(
-        prefill=2,
-        decode=2,
+        prefill=ranks,
+        decode=ranks,
         model=model,
-        engine="torch",
+        engine=engine,
         prefill_method="total_tokens",
         decode_method="total_requests",
         embedded=True,
+        start_timeout_s=600.0 if engine == "vllm" else 120.0,
+        engine_args=VLLM_ARGS if engine == "vllm" else (),
+        env=VLLM_ENV if engine == "vllm" else {},
     )
     answers = [Answer(prompt) for prompt in PROMPTS]
     teller = Teller()
     with teller.telling():
-        prepare(spec.engine, model, lambda what, fraction: teller.say(f"{what}: {fraction:.0%}"))  # once for all ranks
+        _prepare(engine, model, lambda what, fraction: teller.say(f"{what}: {fraction:.0%}"))  # once for all ranks
         began = time.monotonic()
         cluster = Cluster(spec, progress=teller.say).start()
     try:
         console.print(
-            f"[bold]{model}[/] on 2 prefill ranks (total_tokens) + 2 decode ranks (total_requests), "
+            f"[bold]{model}[/] by {engine} on {ranks} prefill (total_tokens) + {ranks} decode ranks (total_requests), "
             f"ready in {time.monotonic() - began:.1f} s; {len(answers)} prompts at once\n"
         )
-        ranks = asyncio.run(_answer_all(console, cluster.controller, answers, max_tokens))
+        ended = asyncio.run(_answer_all(console, cluster.controller, answers, max_tokens))
     finally:
         cluster.stop()
     if verify:
         _verify(model, answers, max_tokens)
     console.print(_requests_table(answers, verify))
-    console.print(_ranks_table(ranks))
+    console.print(_ranks_table(ended))
     good = all(not answer.error and answer.equal is not False for answer in answers)
     if verify and good:
         console.print(
@@ -91,6 +98,17 @@ def run(console: Console, *, model: str, max_tokens: int, verify: bool) -> bool:
         elif answer.equal is False:
             console.print(f"[red]differs from the single-process run:[/] {answer.prompt!r}")
     return good
+
+
+def _prepare(engine: str, model: str, progress: Progress) -> None:
+    if engine == "vllm":
+        from nodes.vllm.smollm2 import hugging_face
+        from nodes.vllm.versions import check_installed
+
+        check_installed(split=True)
+        hugging_face(progress)
+    else:
+        prepare(engine, model, progress)
 
 
 async def _answer_all(

@@ -92,6 +92,9 @@ Layout: TypeAlias = Annotated[str, Meta(max_length=128)]
 Model: TypeAlias = Annotated[str, Meta(max_length=128)]
 KeyName: TypeAlias = Annotated[str, Meta(max_length=80)]  # `clients/alice`; empty: there are no keys
 Priority: TypeAlias = Annotated[int, Meta(ge=-1000, le=1000)]
+Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
+Grammar: TypeAlias = Annotated[str, Meta(max_length=65536)]  # opaque here; an engine's own dialect
 Sentence: TypeAlias = Annotated[str, Meta(max_length=1024)]
 MemberKey: TypeAlias = tuple[str, int]  # (instance, dp_rank)
 
@@ -398,7 +401,9 @@ class Hello(_NamedAt, frozen=True, kw_only=True, tag="hello"):
     wants_prompt: bool = False  # decode: its dispatches carry the prompt frame too
     kv_transfer: Word = "blocks"  # how KV caches travel; prefill and decode ranks that differ are never paired
     kv_layout: Layout = ""  # model revision, dtype, block shape ...: likewise, unless one of them does not say
-    params: Annotated[tuple[Word, ...], Meta(max_length=64)] = ()  # sampling parameters beyond those of `Params`
+    params: Annotated[
+        tuple[Word, ...], Meta(max_length=64)
+    ] = ()  # sampling parameters it knows of those that not every rank does
 
 
 class Welcome(_OfController, frozen=True, tag="welcome"):
@@ -529,6 +534,26 @@ class Params(Message, frozen=True, tag="params"):
     seed: Count = 0
     stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=64)] = ()
     ignore_eos: bool = False
+    # From here on not every rank knows them: a submit whose params set one names it in `needs`.
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    min_tokens: Count = 0
+    logit_bias: Annotated[tuple[tuple[TokenId, Bias], ...], Meta(max_length=1024)] = ()
+    json_schema: Grammar = ""
+    regex: Grammar = ""
+    ebnf: Grammar = ""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Those set here that not every rank knows, by name."""
+        return tuple(name for name, default in SELDOM_KNOWN if getattr(self, name) != default)
+
+
+SELDOM_KNOWN: tuple[tuple[str, object], ...] = tuple(
+    zip(Params.__struct_fields__[6:], Params.__struct_defaults__[6:], strict=True)
+)  # with their defaults
 
 
 class Accepted(Message, frozen=True, tag="accepted"):
@@ -647,6 +672,7 @@ class KvPull(Message, frozen=True, tag="kv_pull"):
     epoch: Epoch  # the prefill node's, as located: fences a restarted node
     first: Count
     count: Annotated[int, Meta(ge=0, le=1024)]
+    asked: Count = 0  # 1, 2, 3 ... of this leg's pulls that ask for no block; 0: not counted
 
 
 class KvMeta(Message, frozen=True, tag="kv_meta"):
@@ -661,6 +687,7 @@ class KvMeta(Message, frozen=True, tag="kv_meta"):
     layout: Layout  # must equal the receiver's own
     ready: bool = True  # false: a sign of life while the prompt is still being computed; the rest says nothing yet
     valid_s: Seconds = 0.0  # how long the KV cache is kept yet, whoever asks; 0: as long as it is asked for
+    asked: Count = 0  # of the receiver's last pull that had come when this was sent: it is no older than that pull
 
 
 class KvBlock(Message, frozen=True, tag="kv_block"):

@@ -15,8 +15,8 @@ from bus.errors import RemoteProtocolError
 from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop, Timer
 from bus.runtime.sockets import Socket, Sockets
+from bus.wire.kv_names import Changes
 from bus.wire.messages import Load, MemberKey
-from controller.feeds.changes import Changes
 from controller.feeds.follower import Follower, Learned
 from controller.feeds.load_stat import parse_load_stat
 from controller.feeds.settings import EngineSettings

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from bus.errors import RemoteProtocolError
-from controller.feeds.changes import Changes, Cleared, Removed, Stored
-from controller.feeds.kv_events import (
+from bus.wire.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -18,8 +17,8 @@ from controller.feeds.kv_events import (
     parse_batch,
     split_frames,
 )
+from bus.wire.kv_names import Changes, Cleared, Removed, Stored, Translator
 from controller.feeds.sequence import Deliver, Replay, Sequencer, Step
-from controller.feeds.translate import Translator
 
 
 class Learned(Struct, frozen=True, gc=False):

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from bus.errors import RemoteProtocolError
 from bus.wire import codec
+from bus.wire.kv_events import split_frames
 from bus.wire.messages import MAX_ROOM, Load
-from controller.feeds.kv_events import split_frames
 
 FIELDS = 11  # with the tag; more may follow
 

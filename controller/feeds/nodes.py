@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from bus.errors import RemoteProtocolError
 from bus.wire import topics
+from bus.wire.kv_names import Changes
 from bus.wire.messages import MemberKey
-from controller.feeds.changes import Changes
 from controller.feeds.follower import Follower
 from controller.load.rank import RankLoad
 

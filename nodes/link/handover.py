@@ -157,6 +157,7 @@ class HandedRunner:
         """False when it made no sense: its leg has failed."""
         if isinstance(said, LoadSaid):
             self._said = said
+            self._settle()  # it may have been said before the last leg was cancelled
             self._tell(Stepped())
         elif isinstance(said, Dead):
             self._tell(said)

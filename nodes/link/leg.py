@@ -98,9 +98,11 @@ class Leg:
     kv_attempt: int = 0  # under which the room was registered
     kv_wanted: bool = False  # the prefill rank has been asked and not been told that we are done
     asked_at: float = 0.0  # when the prefill rank was asked last
+    asks: list[float] = field(default_factory=list)  # when it was asked for the handle, each time
 
     # prefill: the KV cache that it holds (sender); the last three as the runner said them
-    pullers: dict[bytes, None] = field(default_factory=dict)  # who asked for it, or for part of it
+    pullers: dict[bytes, int] = field(default_factory=dict)  # who asked for it, with the number of their last pull
+    given: bool = False  # a decode rank was told of it; an engine's own connector serves one alone
     first_token: int = 0  # sampled with the prompt
     handle_data: bytes = b""  # opaque
     valid_until: float = FOR_EVER  # fetched later, it may be another prompt's
@@ -216,6 +218,10 @@ def _payload(dispatch: Dispatch, frames: Sequence[bytes], role: Role, facts: Ran
     except RemoteProtocolError as error:
         raise Refusal("bad_message", f"sampling parameters: {error}") from None
     assert isinstance(params, Params)
+    if unknown := sorted(set(params.needs) - set(facts.params)):
+        raise Refusal(
+            "bad_request", f"this rank does not know {', '.join(unknown)} (the submit did not say it needs it)"
+        )
     if bare:
         return array("i"), params
     if len(frames[0]) != 4 * dispatch.prompt_tokens:

@@ -128,7 +128,11 @@ class KvPuller:
 
     def _ask(self, leg: Leg, now: float) -> list[Action]:
         """Ask for no block: the meta when it is ready, and a sign of life."""
-        return self.pull(leg, 0, 0, now)
+        assert leg.location is not None
+        leg.asked_at = now
+        leg.asks.append(now)
+        pull = KvPull(leg.room, leg.kv_attempt, leg.location.epoch, 0, 0, asked=len(leg.asks))
+        return [Send(leg.location.endpoint, pull)]
 
     def _other_attempt(self, leg: Leg, message: KvMeta | KvBlock | KvFail, now: float) -> list[Action]:
         """The prefill rank has the room under another attempt. Where one controller dispatched both legs they must
@@ -152,11 +156,12 @@ class KvPuller:
             return self._end(leg, "kv_failed", f"the prefill rank's KV cache {theirs} is not ours {ours}", now)
         if (facts.kv_transfer == OVER_THE_BUS) == bool(data) or len(data) > MAX_HANDLE_BYTES:
             return self._end(leg, "kv_failed", f"a handle of {len(data)} bytes for {facts.kv_transfer!r}", now)
-        if 0 < meta.valid_s < facts.handle_margin_s:
-            why = f"the KV cache lapses in {meta.valid_s:.3g} s; fetching it may take {facts.handle_margin_s:g} s"
+        valid_until = _said_at(leg, meta) + meta.valid_s if meta.valid_s else FOR_EVER
+        if valid_until - now < facts.handle_margin_s:
+            left_s = max(0.0, valid_until - now)
+            why = f"the KV cache lapses in {left_s:.3g} s; fetching it may take {facts.handle_margin_s:g} s"
             return self._end(leg, "kv_failed", why, now)
         assert leg.location is not None
-        valid_until = now + meta.valid_s if meta.valid_s else FOR_EVER
         leg.handle = KvHandle(leg.location, leg.kv_attempt, meta.first_token, meta.blocks, data, valid_until)
         self._waits_no_more(leg)
         leg.step("handed")
@@ -165,6 +170,12 @@ class KvPuller:
     def _waits_no_more(self, leg: Leg) -> None:
         self.waiting -= 1
         self.waiting_tokens -= leg.prompt_tokens
+
+
+def _said_at(leg: Leg, meta: KvMeta) -> float:
+    """When `meta` was sent at the earliest: after the pull that it names, or after the first where it names none. It
+    may have been long on its way, or waited here while this process stood still."""
+    return leg.asks[meta.asked - 1] if 0 < meta.asked <= len(leg.asks) else leg.asks[0]
 
 
 def unfetched(leg: Leg) -> bool:

@@ -28,7 +28,7 @@ MAX_PULLERS = 4
 class _Parked:
     attempt: int
     since: float
-    pullers: dict[bytes, None] = field(default_factory=dict)
+    pullers: dict[bytes, int] = field(default_factory=dict)  # with the number of their last pull
 
 
 class KvSender:
@@ -61,7 +61,10 @@ class KvSender:
     def held(self, leg: Leg, first_token: int, data: bytes, valid_s: float, now: float) -> list[Send]:
         """The prompt is computed; whoever asked is told."""
         leg.first_token, leg.handle_data, leg.valid_until, leg.heard_at = first_token, data, now + valid_s, now
-        return [self._meta(peer, leg, now) for peer in leg.pullers]
+        late = list(leg.pullers)[1:] if data else []
+        for peer in late:
+            del leg.pullers[peer]
+        return [self._meta(peer, leg, now) for peer in leg.pullers] + [self._given_away(peer, leg) for peer in late]
 
     def close(self, leg: Leg) -> list[Send]:
         """It has ended; pullers that still wait are told, unless all went well."""
@@ -88,10 +91,12 @@ class KvSender:
         if peer not in leg.pullers:
             if ready and now >= leg.valid_until:
                 return [Send(peer, KvFail(pull.room, pull.attempt, "kv_failed", "the KV cache is kept no longer"))]
+            if leg.handle_data and leg.given:
+                return [self._given_away(peer, leg)]
             if len(leg.pullers) >= MAX_PULLERS:
                 leg.pullers.pop(next(iter(leg.pullers)))
         leg.heard_at = now
-        leg.pullers[peer] = None
+        leg.pullers[peer] = pull.asked or leg.pullers.get(peer, 0)
         if not ready:
             return [Send(peer, self._not_ready(pull.room, pull.attempt))]
         answers: list[Send | SendBlock] = [self._meta(peer, leg, now)] if pull.first == 0 else []
@@ -143,16 +148,22 @@ class KvSender:
                 self._parked.popitem(last=False)
             parked = self._parked[pull.room] = _Parked(pull.attempt, now)
         if len(parked.pullers) < MAX_PULLERS:
-            parked.pullers[peer] = None
+            parked.pullers[peer] = pull.asked
         return [Send(peer, self._not_ready(pull.room, leg.attempt if leg else pull.attempt))]
 
     def _meta(self, peer: bytes, leg: Leg, now: float) -> Send:
         facts = self._facts
+        leg.given = True
         meta = KvMeta(
             leg.room, leg.attempt, leg.prompt_tokens, leg.first_token, blocks_of(leg, facts), facts.block_tokens,
             facts.kv_layout, valid_s=0.0 if leg.valid_until == FOR_EVER else max(0.001, leg.valid_until - now),
+            asked=leg.pullers.get(peer, 0),
         )  # fmt: skip
         return Send(peer, meta, (leg.handle_data,) if leg.handle_data else ())
+
+    def _given_away(self, peer: bytes, leg: Leg) -> Send:
+        why = "the KV cache was given to another decode rank, and is gone when that has fetched it"
+        return Send(peer, KvFail(leg.room, leg.attempt, "kv_failed", why))
 
     def _not_ready(self, room: int, attempt: int) -> KvMeta:
         return KvMeta(room, attempt, 0, 0, 0, self._facts.block_tokens, self._facts.kv_layout, ready=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict, TypeVar
 
@@ -57,7 +57,10 @@ class Options(TypedDict, total=False):
     """What `generate` takes beside the prompt.
 
     Sampling: `max_tokens` (at least 1; default 128), `temperature` (0, the default: greedy), `top_k` (0: off), `top_p`
-    (above 0, to 1), `seed` (default: drawn), `stop_token_ids` (at most 64), `ignore_eos`.
+    (above 0, to 1), `seed` (default: drawn), `stop_token_ids` (at most 64), `ignore_eos`; and what only ranks that know
+    it get: `min_p`, `presence_penalty`, `frequency_penalty`, `repetition_penalty`, `min_tokens`, `logit_bias` (by token
+    id), and one of `json_schema`, `regex` and `ebnf`, in the engine's dialect. Where penalties of the output, or one of
+    the last three, are set, an output that was cut off can't be resumed: the request fails.
     Placement: `leg` (default: a pair, or unified where no rank splits), `instance` and `routed_dp_rank` of the leg that
     decodes (or of the only leg), `prefill_instance` and `disagg_prefill_dp_rank` of prefill, `bootstrap_room` (0 to
     2^63 - 1; default: drawn).
@@ -74,6 +77,15 @@ class Options(TypedDict, total=False):
     seed: int
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    min_tokens: int
+    logit_bias: Mapping[int, float]
+    json_schema: str
+    regex: str
+    ebnf: str
     leg: Legs
     instance: str
     prefill_instance: str
@@ -142,6 +154,15 @@ def make_request(
             seed=options["seed"] if "seed" in options else rng.getrandbits(32),
             stop_token_ids=tuple(options.get("stop_token_ids", ())),
             ignore_eos=options.get("ignore_eos", False),
+            min_p=options.get("min_p", 0.0),
+            presence_penalty=options.get("presence_penalty", 0.0),
+            frequency_penalty=options.get("frequency_penalty", 0.0),
+            repetition_penalty=options.get("repetition_penalty", 1.0),
+            min_tokens=options.get("min_tokens", 0),
+            logit_bias=tuple(options.get("logit_bias", {}).items()),
+            json_schema=options.get("json_schema", ""),
+            regex=options.get("regex", ""),
+            ebnf=options.get("ebnf", ""),
         )
     )
     block_tokens = options.get("block_tokens", block_tokens)
@@ -161,6 +182,7 @@ def make_request(
         block_tokens=block_tokens,
         block_hashes=pack_hashes(hash_chain(prompt, block_tokens)) if block_tokens else b"",
         lives_on=options.get("lives_on", False),
+        needs=params.needs,
     )
     submits = {(at.decode, header.rid): _checked(header)}
     if at.prefill is not None:

@@ -7,18 +7,25 @@ import sys
 import click
 from rich.console import Console
 
+from bus.errors import ConfigError
 from bus.runtime import logs
 from pdbus.demo import run
 
 
 @click.command()
 @click.option("--model", type=click.Choice(["smollm2", "tiny"]), default="smollm2", show_default=True)
+@click.option(
+    "--engine", type=click.Choice(["torch", "vllm"]), default="torch", show_default=True,
+    help="What computes; with vllm one prefill and one decode engine, on a CPU or a GPU.",
+)  # fmt: skip
 @click.option("--max-tokens", type=click.IntRange(1, 512), default=48, show_default=True, help="For each prompt.")
 @click.option("--verify/--no-verify", default=True, help="Compare every answer with a single-process run.")
-def demo(model: str, max_tokens: int, verify: bool) -> None:
+def demo(model: str, engine: str, max_tokens: int, verify: bool) -> None:
     """Real prompts through two prefill and two decode ranks, streamed, then who ran where."""
+    if engine == "vllm" and model != "smollm2":
+        raise ConfigError("--engine vllm runs the demo with --model smollm2")
     logs.configure("warning")
     width = None if sys.stdout.isatty() else 110
     console = Console(highlight=False, width=width)
-    if not run(console, model=model, max_tokens=max_tokens, verify=verify):
+    if not run(console, model=model, engine=engine, max_tokens=max_tokens, verify=verify):
         sys.exit(1)

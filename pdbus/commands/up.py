@@ -28,7 +28,8 @@ def _method_option(role: str, default: str) -> Callable[[Any], Any]:
 
 
 @click.command(
-    epilog="What follows -- is given to every node, as in: pdbus up -- --kv-tokens 4096 --max-running 8. A part that "
+    epilog="What follows -- is given to every node, as in: pdbus up -- --kv-tokens 4096 --max-running 8. With --engine "
+    "vllm it is for vLLM, and what stands before a further -- for the nodes. A part that "
     "dies is started again, after a wait that grows. The command ends with exit code 3 when a part has used up its "
     "restarts, or when the last node, controller or broker has left."
 )
@@ -36,8 +37,12 @@ def _method_option(role: str, default: str) -> Callable[[Any], Any]:
 @click.option("--decode", type=click.IntRange(0), default=None, help="Decode ranks  [default: 2]")
 @click.option("--unified", type=click.IntRange(0), default=0, help="Ranks that do both, instead.")
 @click.option("--ranks-per-process", type=click.IntRange(1), default=1, show_default=True, help="Ranks that share one.")
-@click.option("--model", default="smollm2", show_default=True, help="smollm2, tiny or sim.")
-@click.option("--engine", type=click.Choice(["torch", "sim"]), default=None, help="[default: sim for sim, else torch]")
+@click.option(
+    "--model", default="smollm2", show_default=True, help="smollm2, tiny or sim; with --engine vllm what vLLM takes."
+)
+@click.option(
+    "--engine", type=click.Choice(["torch", "sim", "vllm"]), default=None, help="[default: sim for sim, else torch]"
+)
 @_method_option("prefill", "cache_aware")
 @_method_option("decode", "total_requests")
 @_method_option("unified", "cache_aware")
@@ -97,6 +102,7 @@ def up(
     engines do: follow_bootstrap_room for prefill, round_robin elsewhere.
     """
     split_default = 0 if unified else 2
+    node_args, engine_args = _arguments(engine, node_args)
     spec = ClusterSpec(
         prefill=split_default if prefill is None else prefill,
         decode=split_default if decode is None else decode,
@@ -117,6 +123,7 @@ def up(
         log_level=log_level,
         metrics_port=metrics_port,
         node_args=node_args,
+        engine_args=engine_args,
     )
     policy = RestartPolicy(limit=restarts, start_timeout_s=start_timeout_s)
     leave_on_signals()
@@ -134,6 +141,16 @@ def up(
     finally:
         with teller.telling():
             cluster.stop()
+
+
+def _arguments(engine: str | None, given: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Those of the nodes, and their engine's own."""
+    if engine != "vllm":
+        return given, ()
+    if "--" not in given:
+        return (), given
+    at = given.index("--")
+    return given[:at], given[at + 1 :]
 
 
 def _say(line: str) -> None:

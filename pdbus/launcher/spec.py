@@ -63,6 +63,7 @@ class ClusterSpec:
     prefill_args: tuple[str, ...] = ()  # of the prefill nodes alone
     decode_args: tuple[str, ...] = ()  # of the decode nodes alone
     unified_args: tuple[str, ...] = ()  # of the unified nodes alone
+    engine_args: tuple[str, ...] = ()  # of an engine that has arguments of its own (vllm)
     controller_args: tuple[str, ...] = ()  # more options for the controllers' command lines
     broker_args: tuple[str, ...] = ()  # and for the broker's
     env: dict[str, str] = field(default_factory=dict)  # more environment of the parts
@@ -121,10 +122,11 @@ class ClusterSpec:
         first, last = self.metrics_port, self.metrics_port + len(parts) - 1
         if last > 65535:
             raise ConfigError(f"--metrics-port {first}: {len(parts)} parts need the ports up to {last}, beyond 65535")
-        return [
-            replace(part, args=(*part.args, "--metrics-port", str(port)), metrics_port=port)
-            for port, part in enumerate(parts, first)
-        ]
+        for number, part in enumerate(parts):
+            port, end = first + number, part.args.index("--") if "--" in part.args else len(part.args)
+            args = (*part.args[:end], "--metrics-port", str(port), *part.args[end:])
+            parts[number] = replace(part, args=args, metrics_port=port)
+        return parts
 
     def _controller(self, name: str, at: Addresses, common: tuple[str, ...]) -> PartSpec:
         args = ["--name", name, "--bus", at.bus, "--controller", at.controllers[name]]
@@ -143,9 +145,10 @@ class ClusterSpec:
         args: tuple[str, ...] = ("--bus", at.bus, "--controller", at.controllers[name], "--instance", instance)
         args = (*args, "--dp-size", str(size), "--dp-rank", ranks, "--engine", self.engine, "--model", self.model)
         role_args: tuple[str, ...] = getattr(self, f"{role}_args")
+        engine_args = ("--", *self.engine_args) if self.engine_args else ()
         return PartSpec(
             f"{instance}/{ranks}",
             "node",
             f"nodes.{role}",
-            (*args, "--data", at.data, *common, *self.node_args, *role_args),
+            (*args, "--data", at.data, *common, *self.node_args, *role_args, *engine_args),
         )

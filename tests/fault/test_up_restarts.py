@@ -17,9 +17,9 @@ import pytest
 from up_process import Up
 
 from bus.errors import RequestFailed
+from bus.runtime.ports import free_ports
 from nodes.own.engines.sim import sim_generate
 from pdbus.client import Client
-from pdbus.launcher.addresses import free_ports
 
 pytestmark = pytest.mark.fault
 SIM = ("--model", "sim", "--prefill", "1", "--decode", "1")

@@ -17,10 +17,10 @@ from bus.runtime.loop import Loop
 from bus.runtime.sockets import Sockets
 from bus.wire.codec import pack
 from bus.wire.hashing import block_hashes
+from bus.wire.kv_events import BlockStored, parse_batch, split_frames
+from bus.wire.kv_names import Changes, Cleared, Stored
 from bus.wire.messages import Load, MemberKey
-from controller.feeds.changes import Changes, Cleared, Stored
 from controller.feeds.engine import EngineFeed
-from controller.feeds.kv_events import BlockStored, parse_batch, split_frames
 from controller.feeds.settings import EngineSettings
 from controller.policies.prefix_index import PrefixIndex
 

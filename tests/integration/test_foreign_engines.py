@@ -1,6 +1,6 @@
 """Engines that are not ours, as processes: toy schedulers on the rank link (examples/embed_rank.py and
-embed_connector.py), and a runner that behaves as vLLM's (tests/support/vllm_like.py). Controllers and engines are
-killed meanwhile."""
+embed_connector.py), a runner that behaves as vLLM's (tests/support/vllm_like.py), and our runner of vLLM over a client
+that does (tests/support/fake_vllm.py). Controllers and engines are killed meanwhile."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Processes:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.module = "vllm_like"  # of engines
         self.bus, self.controller = f"ipc://{folder}/bus", f"ipc://{folder}/ctl"
         self.children: dict[str, Child] = {}
 
@@ -51,7 +52,7 @@ class Processes:
         return child
 
     def engine(self, role: str, name: str, *, lease_s: float = 30.0) -> Child:
-        return self.start(name, "vllm_like", role, self.bus, self.controller, str(self.folder), name, str(lease_s))
+        return self.start(name, self.module, role, self.bus, self.controller, str(self.folder), name, str(lease_s))
 
     def close(self) -> None:
         for child in reversed(self.children.values()):
@@ -176,7 +177,9 @@ def run(client: Client, numbers: range, max_tokens: int = 12) -> None:
         assert stream.tokens() == sim_generate(prompt_of(number), max_tokens, VOCAB), number
 
 
-def test_a_cluster_of_engines_with_their_own_connector(processes: Processes) -> None:
+@pytest.mark.parametrize("module", ["vllm_like", "fake_vllm"])
+def test_a_cluster_of_engines_with_their_own_connector(processes: Processes, module: str) -> None:
+    processes.module = module
     for name in ("p0", "p1"):
         processes.engine("prefill", name)
     for name in ("d0", "d1"):
@@ -203,8 +206,10 @@ def test_a_cluster_of_engines_with_their_own_connector(processes: Processes) -> 
         run(client, range(40, 60))
 
 
+@pytest.mark.parametrize("module", ["vllm_like", "fake_vllm"])
 @pytest.mark.parametrize("role", ["prefill", "unified"])
-def test_an_engine_that_dies_for_good_leaves_and_comes_back(processes: Processes, role: str) -> None:
+def test_an_engine_that_dies_for_good_leaves_and_comes_back(processes: Processes, role: str, module: str) -> None:
+    processes.module = module
     first = processes.engine(role, "mortal")
     if role == "prefill":
         processes.engine("decode", "d0")

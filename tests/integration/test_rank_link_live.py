@@ -15,11 +15,11 @@ import pytest
 from bus.broker import Broker, BrokerConfig
 from bus.errors import PartFailed, RequestFailed
 from bus.runtime.keys import add_key, give_key, new_keys
+from bus.runtime.ports import free_ports
 from controller.config import ControllerConfig
 from controller.shell import Controller
 from nodes.link import Cancel, Draining, RankFacts, RankLink, Start
 from pdbus.client import Client
-from pdbus.launcher.addresses import free_ports
 
 WAIT_S = 20.0
 FACTS = RankFacts(model="m", max_context=4096, block_tokens=16)

@@ -8,10 +8,10 @@ from prefix_hits import hits
 
 from bus.errors import ConfigError
 from bus.wire.hashing import block_hashes, pack_hashes
+from bus.wire.kv_names import Stored
 from bus.wire.messages import Bye, Hello, Load, Submit
 from controller.config import ControllerConfig
 from controller.events import CacheChanged, FromNode
-from controller.feeds.changes import Stored
 from controller.load.table import LoadTable
 from controller.policies import PolicySettings
 from controller.policies.cache_aware import CacheAware

@@ -54,10 +54,24 @@ def test_defaults() -> None:
     assert params(seed=7, stop_token_ids=[9]) == Params(seed=7, stop_token_ids=(9,))
 
 
+def test_what_not_every_rank_knows_is_named_as_a_need() -> None:
+    assert request([5], temperature=1.0, min_p=0.0, repetition_penalty=1.0).main.needs == ()
+    chosen = {"min_p": 0.1, "min_tokens": 3, "logit_bias": {7: -100.0}, "json_schema": "{}"}
+    assert request([5], **chosen).main.needs == ("min_p", "min_tokens", "logit_bias", "json_schema")
+    assert params(seed=1, **chosen) == Params(
+        seed=1, min_p=0.1, min_tokens=3, logit_bias=((7, -100.0),), json_schema="{}"
+    )
+    pair = make_request([5], Options(ebnf="root ::= 'a'"), where(None, "ipc:///tmp/pdx/p", "ipc:///tmp/pdx/d"), Drawn())
+    assert [each.needs for each in pair.submits.values()] == [("ebnf",), ("ebnf",)]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"min_p": 1.5}, "min_p: expected `float` <= 1"),
+        ({"presence_penalty": 3.0}, "presence_penalty: expected `float` <= 2"),
+        ({"logit_bias": {-1: 0.5}}, "logit_bias: expected `int` >= 0"),
         ({"deadline_s": -1.0}, "deadline_s"),
         ({"deadline_s": float("nan")}, "deadline_s"),
         ({"deadline_s": float("inf")}, "deadline_s"),

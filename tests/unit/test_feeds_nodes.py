@@ -10,8 +10,8 @@ from controller_world import EPOCH, hello
 
 from bus.errors import RemoteProtocolError
 from bus.wire.codec import pack
+from bus.wire.kv_names import Cleared, Stored
 from bus.wire.messages import MemberKey
-from controller.feeds.changes import Cleared, Stored
 from controller.feeds.nodes import NodeCaches
 from controller.load.table import LoadTable
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from bus.errors import ConfigError, RemoteProtocolError
 from bus.wire.codec import pack
 from bus.wire.hashing import block_hashes
-from controller.feeds.changes import Cleared, Removed, Stored
-from controller.feeds.kv_events import (
+from bus.wire.kv_events import (
     AllBlocksCleared,
     Batch,
     BlockRemoved,
@@ -20,9 +19,9 @@ from controller.feeds.kv_events import (
     parse_batch,
     split_frames,
 )
+from bus.wire.kv_names import Cleared, Removed, Stored, Translator
 from controller.feeds.load_stat import parse_load_stat
 from controller.feeds.settings import EngineSettings, parse_engine
-from controller.feeds.translate import Translator
 from nodes.own.blocks import BlockPool
 from nodes.own.blocks import BlockRemoved as PoolRemoved
 from nodes.own.blocks import BlockStored as PoolStored

@@ -58,9 +58,41 @@ def test_a_handle_that_is_about_to_lapse_is_refused_and_no_token_is_wrong(tmp_pa
 
 def test_without_the_margin_a_late_pull_takes_another_prompts_kv(tmp_path: Path) -> None:
     """So that the test above can fail."""
-    pair = late_pull(tmp_path, margin_s=0.0)
+    pair = late_pull(tmp_path, margin_s=-9.0)
     assert pair.decode.code("late") == "ok"
     assert pair.decode.tokens["late"] != sim_generate(PROMPT, 6, VOCAB)
+
+
+@pytest.mark.parametrize("margin_s", [0.0, -9.0])
+def test_a_meta_that_was_long_on_its_way_is_as_old_as_the_pull_that_it_names(tmp_path: Path, margin_s: float) -> None:
+    """M79: it says that a second is left, and that was so when it was sent. With no margin to speak of (the control)
+    the tokens are another prompt's."""
+    pair = Pair(tmp_path, lease_s=1.0, margin_s=margin_s)
+    world, late = pair.world, [2.5]
+
+    def tamper(message: Any, data: bytes) -> bytes | None:
+        if not isinstance(message, KvMeta) or not message.ready or message.room != 5:
+            world.jitter = lambda: 0.0
+        elif late:
+            world.jitter = late.pop
+        else:
+            return None  # as if this process had stood still: what was said later waits behind the first
+        return data
+
+    def others() -> None:
+        for n in range(SLOTS):
+            pair.prefill.dispatch(f"o{n}", prompt_of(n + 3), bootstrap_room=n + 50)
+
+    world.tamper = tamper
+    world.call_later(1.5, others)
+    pair.start("late", max_tokens=6)
+    world.run(4.0)
+    assert not late
+    if margin_s == 0.0:
+        assert pair.decode.code("late") == "kv_failed"
+        assert pair.decode.tokens["late"] == []
+    else:
+        assert pair.decode.tokens["late"] != sim_generate(PROMPT, 6, VOCAB)
 
 
 def late_pull(folder: Path, margin_s: float) -> Pair:

@@ -222,3 +222,30 @@ def test_a_handle_that_nobody_asked_for_ends_when_it_lapses() -> None:
     held(sender, prefill, 33, b"opaque", 30.0, 0.0)
     assert sender.tick(29.9)[0] == []
     assert sender.tick(30.0)[0] == [prefill]
+
+
+@pytest.mark.parametrize("second", ["before the prompt is computed", "after"])
+def test_an_engines_own_handle_is_given_to_one_puller_alone(second: str) -> None:
+    """M81: it may have fetched the KV cache, which frees it, and died before it could say so."""
+    sender, prefill = KvSender(FACTS), leg()
+    sender.open(prefill, 0.0)
+    sender.pull(D, pull(), 0.0)
+    if second != "after":
+        sender.pull(b"other", pull(), 0.1)
+    answers = held(sender, prefill, 3, b"handle", 30.0, 1.0)
+    if second == "after":
+        answers += sender.pull(b"other", pull(), 2.0)
+    told, refused = answers
+    assert (told.peer, type(told.message)) == (D, KvMeta)
+    assert (refused.peer, refused.message.code) == (b"other", "kv_failed")  # type: ignore[union-attr]
+    (again,) = sender.pull(D, pull(), 3.0)
+    assert again.message.ready  # type: ignore[union-attr]
+    assert not sender.done(b"other", KvDone(5, 1, "kv_failed")), "nor can it end the leg"
+
+
+def test_blocks_over_the_bus_are_for_whoever_asks() -> None:
+    sender, prefill = KvSender(FACTS), leg()
+    sender.open(prefill, 0.0)
+    sender.pull(D, pull(), 0.0)
+    sender.pull(b"other", pull(), 0.0)
+    assert {answer.peer for answer in held(sender, prefill, 3, b"", FOR_EVER, 1.0)} == {D, b"other"}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 from pathlib import Path
 
 import pytest
 
 from bus.errors import ConfigError
-from pdbus.launcher.addresses import choose, free_ports
+from bus.runtime.ports import free_ports
+from pdbus.launcher.addresses import choose
 from pdbus.launcher.spec import ClusterSpec, PartSpec
 
 HERE = Path("/tmp/pdx")
@@ -106,3 +108,12 @@ def test_several_controllers_with_keys_are_told_apart_in_their_addresses(tmp_pat
     assert names == {"controller-prefill-0": "controller-prefill-0", "controller-decode-0": "controller-decode-0"}
     alone = ClusterSpec(prefill=1, decode=1, keys="keys")
     assert "#" not in choose(alone, tmp_path).controllers["controller-0"]
+
+
+def test_an_engines_own_arguments_come_last_behind_a_dash() -> None:
+    spec = ClusterSpec(unified=1, engine="vllm", node_args=("--hold-s", "9"), engine_args=("--dtype", "float32"))
+    args = parts(spec)["unified-0/0"].args
+    assert args[-5:] == ("--hold-s", "9", "--", "--dtype", "float32")
+    ported = parts(dataclasses.replace(spec, metrics_port=7000))["unified-0/0"]
+    assert option(ported, "--metrics-port") == [str(ported.metrics_port)]
+    assert ported.args[-3:] == ("--", "--dtype", "float32")

@@ -46,7 +46,7 @@ def test_a_pair_gives_the_tokens_of_the_reference(world: World, pair: tuple[Rank
     world.tamper = lambda message, data: asked.append(message) or data if isinstance(message, KvPull) else data
     start(pair)
     world.run(1.0)
-    assert asked[0] == KvPull(5, 1, prefill.epoch, 0, 0), "of no block, for none is computed yet"
+    assert asked[0] == KvPull(5, 1, prefill.epoch, 0, 0, asked=1), "of no block, for none is computed yet"
     assert len(asked) > 1
     assert {pull.epoch for pull in asked} == {prefill.epoch}
     assert decode.tokens["r"] == sim_generate(PROMPT, 6, VOCAB)

@@ -12,10 +12,10 @@ from controller_world import EPOCH, World, hello, peer_of, submit
 from odd_policies import Broken, Recorder
 
 from bus.errors import BusError, ConfigError
+from bus.wire.kv_names import Cleared, Removed, Stored
 from bus.wire.messages import Bye, Cancel, RankStatus, Status
 from controller.config import ControllerConfig
 from controller.events import CacheChanged, FromClient, FromNode, Undelivered
-from controller.feeds.changes import Cleared, Removed, Stored
 from controller.load.groups import Group, Subset, View
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable

@@ -41,7 +41,7 @@ def described(annotation: str) -> str:
         bounds = [f"{BOUNDS[key]} {value}" for key, value in (item.split("=") for item in whole[2].split(", "))]
     core = annotation.removesuffix(" | None")
     core = re.sub(r"tuple\[(.*), \.\.\.\]", r"[\1]", core)
-    core = re.sub(r"tuple\[(.*)\]", r"(\1)", core)
+    core = re.sub(r"tuple\[([^\[\]]*)\]", r"(\1)", core)
     core = re.sub(r"dict\[(.*)\]", r"{\1}", core)
     return ", ".join([core, *bounds]) + (" or nil" if annotation.endswith(" | None") else "")
 

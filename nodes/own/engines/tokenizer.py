@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import Protocol
 
+from bus.errors import ConfigError
 from nodes.own.engines import smollm2
 from nodes.own.engines.cache import Progress, no_progress
 from nodes.own.engines.needs import needed_by
+from nodes.own.engines.tokenizer_json import JsonTokenizer, byte_of, folder_of
 
 BYTE_SPECIALS = 3  # ids of ByteTokenizer that stand for no byte: unused, begin, end
 BYTE_EOS = 2
@@ -90,7 +91,7 @@ class SmolTokenizer:
         if token in self._specials:
             return b""
         piece = self._bpe.id_to_token(token)
-        return b"" if piece is None else bytes(_byte_of()[character] for character in piece)
+        return b"" if piece is None else bytes(byte_of()[character] for character in piece)
 
     def decode(self, ids: Iterable[int]) -> str:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
@@ -117,13 +118,12 @@ class StreamDecoder:
 
 
 def tokenizer_for(model: str, progress: Progress = no_progress) -> Tokenizer:
-    """SmolLM2's own, or bytes for any other model. ConfigError when SmolLM2's packages are missing."""
-    return SmolTokenizer(progress) if model == smollm2.NAME else ByteTokenizer()
-
-
-@cache
-def _byte_of() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable character (GPT-2): the way back."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+    """SmolLM2's own; that of a model whose files are here; or bytes for any other. ConfigError when packages are
+    missing, or when the name is a path and there is nothing."""
+    if model == smollm2.NAME:
+        return SmolTokenizer(progress)
+    if (folder := folder_of(model)) is not None:
+        return JsonTokenizer(folder)
+    if model.startswith("/"):
+        raise ConfigError(f"there is no tokenizer.json in {model}: text needs the model's files here, token ids do not")
+    return ByteTokenizer()

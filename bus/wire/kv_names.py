@@ -1,4 +1,5 @@
-"""Other engines' block hashes to ours. Owns the mapping of one rank; bounded; knows nothing of sockets.
+"""Other engines' block hashes to ours, and what of a rank's cache has changed by our names (`bus.wire.hashing`). Owns
+the mapping of one rank; bounded; knows nothing of sockets.
 
 Their hashes are opaque, but a stored block comes with its tokens and its parent, so the name that `bus.wire.hashing`
 gives the same prefix can be computed. Blocks whose parent is unknown (it came before we listened, or was given up), and
@@ -9,12 +10,29 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from typing import TypeAlias
+
+from msgspec import Struct
 
 from bus.wire.hashing import ROOT, hash_block, token_bytes
-from controller.feeds.changes import Changes, Cleared, Removed, Stored
-from controller.feeds.kv_events import BlockRemoved, BlockStored, Hash, KvEvent
+from bus.wire.kv_events import BlockRemoved, BlockStored, Hash, KvEvent
 
 MAX_BLOCKS = 262_144
+
+
+class Stored(Struct, frozen=True, gc=False):
+    hashes: tuple[int, ...]
+
+
+class Removed(Struct, frozen=True, gc=False):
+    hashes: tuple[int, ...]
+
+
+class Cleared(Struct, frozen=True, gc=False):
+    """Nothing is cached, or nothing is known, any more."""
+
+
+Changes: TypeAlias = tuple[Stored | Removed | Cleared, ...]
 
 
 class Translator:
@@ -27,6 +45,10 @@ class Translator:
 
     def clear(self) -> None:
         self._ours.clear()
+
+    def name(self, theirs: Hash | None) -> int | None:
+        """What we call a block, or the beginning (None); None for one that can't be named."""
+        return ROOT if theirs is None else self._ours.get(theirs)
 
     def changes(self, events: Sequence[KvEvent]) -> Changes:
         """What the events mean for the prefix index. Blocks that engines name one by one go there together."""
@@ -52,7 +74,7 @@ class Translator:
 
     def _stored(self, event: BlockStored) -> tuple[int, list[int]]:
         """Our name of the parent, and those of the blocks."""
-        parent = ROOT if event.parent is None else self._ours.get(event.parent)
+        parent = self.name(event.parent)
         if parent is None or not event.plain:
             self._counts["kv_blocks_unnamed"] += len(event.hashes)
             return ROOT, []

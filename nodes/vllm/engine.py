@@ -1,0 +1,60 @@
+"""The engine and its thread: an asyncio loop on which vLLM's front end lives, apart from the link's loop. Owns both."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+C = TypeVar("C")
+
+
+class EngineThread(Generic[C]):
+    """`with EngineThread(build, close) as engine:`; `build` makes the client on the thread, `close` ends it there.
+    `engine.client` is there on entry, which may take minutes; what `build` raises is raised there."""
+
+    def __init__(self, build: Callable[[], Coroutine[Any, Any, C]], close: Callable[[C], None]) -> None:
+        self._build = build
+        self._close = close
+        self._loop = asyncio.new_event_loop()
+        self._built: Future[C] = Future()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)  # it may hang while it loads
+
+    def __enter__(self) -> EngineThread[C]:
+        self._thread.start()
+        self.client = self._built.result()  # a signal meanwhile is handled here
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run it on the thread, soon."""
+        self._loop.call_soon_threadsafe(function)
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, {signal.SIGINT}
+        )  # children inherit it: Ctrl-C is for the node, to drain
+        asyncio.set_event_loop(self._loop)
+        try:
+            client = self._loop.run_until_complete(self._build())
+        except BaseException as error:
+            self._built.set_exception(error)
+        else:
+            self._built.set_result(client)
+            self._loop.run_forever()
+            self._close(client)
+        finally:
+            self._loop.run_until_complete(self._end_tasks())
+            self._loop.close()
+
+    async def _end_tasks(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

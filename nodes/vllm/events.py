@@ -1,0 +1,98 @@
+"""KV-cache events of vLLM's engines, told on as those of our own ranks: with our names of blocks and our numbers.
+
+An engine publishes them on a port of this machine. Owns what is known of one rank's blocks, and the reading of its
+stream; the socket is on the link's loop. A message that was missed, or can't be read, voids what was told before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from bus.errors import RemoteProtocolError
+from bus.wire import codec, topics
+from bus.wire.hashing import ROOT
+from bus.wire.kv_events import BlockStored, KvEvent, parse_batch, split_frames
+from bus.wire.kv_names import Cleared, Removed, Stored, Translator
+
+MAX_BLOCKS = 512  # in a message
+
+Frames = tuple[bytes, bytes, bytes]
+
+
+class EventRelay:
+    """`received` for each message of the engine's stream; `tell` gets what to publish."""
+
+    def __init__(self, instance: str, dp_rank: int, tell: Callable[[Sequence[Frames]], None]) -> None:
+        self.counts: Counter[str] = Counter()
+        self._topic = topics.for_rank(topics.KV, instance, dp_rank)
+        self._dp_rank = dp_rank
+        self._tell = tell
+        self._names = Translator(self.counts)
+        self._expected = 0
+        self._told = 0
+
+    def received(self, frames: Sequence[bytes]) -> None:
+        maps: list[dict[str, Any]] = []
+        try:
+            number, payload = split_frames(frames)
+            if number != self._expected:
+                maps.append(self._forget("kv_gaps"))
+            self._expected = number + 1
+            for event in parse_batch(payload).events:
+                maps += self._maps(event)
+        except RemoteProtocolError as error:
+            maps.append(self._forget(f"rejected_{error.reason}"))
+        for part in _parts(maps):
+            number, self._told = self._told, self._told + 1
+            self._tell([(self._topic, number.to_bytes(8, "big"), codec.pack([time.time(), part, self._dp_rank]))])
+
+    def _forget(self, why: str) -> dict[str, Any]:
+        self.counts[why] += 1
+        self._names.clear()
+        return {"type": "AllBlocksCleared"}
+
+    def _maps(self, event: KvEvent) -> list[dict[str, Any]]:
+        parent = self._names.name(event.parent) if isinstance(event, BlockStored) else None
+        maps: list[dict[str, Any]] = []
+        for change in self._names.changes((event,)):
+            match change:
+                case Stored(hashes):
+                    assert isinstance(event, BlockStored)
+                    maps += _stored(event, hashes, parent)
+                case Removed(hashes):
+                    maps.append({"type": "BlockRemoved", "block_hashes": list(hashes), "medium": "GPU"})
+                case Cleared():
+                    maps.append({"type": "AllBlocksCleared"})
+        return maps
+
+
+def _stored(event: BlockStored, names: Sequence[int], parent: int | None) -> list[dict[str, Any]]:
+    maps = []
+    for at in range(0, len(names), MAX_BLOCKS):
+        part = names[at : at + MAX_BLOCKS]
+        size = event.block_tokens
+        maps.append({
+            "type": "BlockStored", "block_hashes": list(part), "parent_block_hash": None if parent == ROOT else parent,
+            "token_ids": list(event.tokens[at * size : (at + len(part)) * size]), "block_size": size,
+            "lora_id": None, "medium": "GPU",
+        })  # fmt: skip
+        parent = part[-1]
+    return maps
+
+
+def _parts(maps: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """`maps` in lists of at most MAX_BLOCKS blocks."""
+    part: list[dict[str, Any]] = []
+    blocks = 0
+    for each in maps:
+        count = len(each.get("block_hashes", ()))
+        if part and blocks + count > MAX_BLOCKS:
+            yield part
+            part, blocks = [], 0
+        part.append(each)
+        blocks += count
+    if part:
+        yield part

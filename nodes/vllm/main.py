@@ -1,0 +1,140 @@
+"""A node over vLLM: the engine's choices, its processes, the runners of its ranks; then as any other node."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from bus.endpoints import runtime_dir
+from bus.runtime import cli
+from bus.runtime.epochs import new_epoch
+from bus.runtime.loop import Loop
+from bus.runtime.ports import free_ports
+from bus.runtime.sockets import Sockets
+from nodes.config import NodeConfig
+from nodes.link.runner import OVER_THE_BUS, RankFacts
+from nodes.node import Node
+from nodes.own.engines import smollm2
+from nodes.vllm import versions
+from nodes.vllm.cores import claim_cores, keep_to
+from nodes.vllm.engine import EngineThread
+from nodes.vllm.events import EventRelay
+from nodes.vllm.metrics import figures_of_vllm
+from nodes.vllm.reaper import Reaper
+from nodes.vllm.runner import VllmRunner
+from nodes.vllm.sampling import GRAMMARS, KNOWN
+from nodes.vllm.smollm2 import hugging_face
+
+HEARTBEATS = 6  # decode renews what it waits for so many times a lease
+
+
+def serve(
+    config: NodeConfig, model: str, arguments: Sequence[str], say_ready: Callable[[Node], None], *, watch_parent: bool
+) -> None:
+    """Load, connect, run until drained. ConfigError or StartError when that can't begin."""
+    versions.check_installed(split=config.role != "unified")
+    _keep_stdout()
+    loop = Loop()
+    nodes: list[Node] = []
+    if watch_parent:
+        cli.leave_with_parent(lambda: nodes[0].leave() if nodes else os.kill(os.getpid(), signal.SIGTERM))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
+    choices = _choices(config)
+    _set_missing(versions.environment(choices))
+    path = str(hugging_face()) if model == smollm2.NAME else model
+    args = versions.engine_args(path, model, arguments, choices)
+    cores: list[int] = []
+    if versions.on_cpu():
+        cores = claim_cores(Path(runtime_dir())) if versions.CPU_BIND not in os.environ else []
+        _set_missing(versions.cpu_environment(cores))
+    runners: list[VllmRunner] = []
+
+    def stepped(index: int, kv_usage: float) -> None:
+        if index < len(runners):
+            runners[index].stepped(kv_usage)
+
+    def build() -> Any:
+        return versions.start(args, stepped)
+
+    with (
+        Reaper() as reaper,
+        EngineThread(build, lambda client: client.shutdown()) as engine,
+        Sockets() as sockets,
+    ):
+        keep_to(cores, reaper.processes())
+        facts, lease_s = versions.facts_of(engine.client), versions.lease_s(engine.client)
+        for index, dp_rank in enumerate(config.dp_ranks):
+            runner = VllmRunner(
+                rank_facts(facts, lease_s),
+                engine.client,
+                name=f"{choices.engine_id}-{dp_rank}",
+                sampling=versions.sampling,
+                prompt=versions.prompt,
+                lease_s=lease_s,
+                on_engine=engine.call,
+                on_link=loop.call_threadsafe,
+                options={"data_parallel_rank": index} if choices.ranks > 1 else {},
+                prioritised=facts.prioritised,
+            )
+            runners.append(runner)
+            if choices.events_port:
+                relay = EventRelay(config.instance, dp_rank, runner.cache_changed)
+                loop.add(sockets.sub(f"tcp://127.0.0.1:{choices.events_port + index}", (b"",)), relay.received)
+        loop.on_signals(lambda number: node.on_signal(number))
+        with Node(config, loop, dict(zip(config.dp_ranks, runners, strict=True)), figures_of_vllm) as node:
+            nodes.append(node)
+            node.run(say_ready)
+
+
+def rank_facts(facts: versions.Facts, lease_s: float) -> RankFacts:
+    return RankFacts(
+        model=facts.model,
+        max_context=facts.max_context,
+        kv_capacity=facts.kv_capacity,
+        max_running=facts.max_running,
+        block_tokens=facts.block_tokens,
+        vocab_size=facts.vocab_size,
+        eos_ids=facts.eos_ids,
+        kv_layout=facts.kv_layout,
+        kv_transfer=facts.connector or OVER_THE_BUS,
+        wants_prompt=True,
+        params=(*KNOWN, *(GRAMMARS if facts.tokenizes else ())),
+        handle_margin_s=lease_s / HEARTBEATS + 2.0,
+    )
+
+
+def _choices(config: NodeConfig) -> versions.Choices:
+    ranks = len(config.dp_ranks)
+    scheme, _, rest = config.data.partition("://")
+    host = rest if scheme == "tcp" else "127.0.0.1"
+    return versions.Choices(
+        role=config.role,
+        ranks=ranks,
+        engine_id=f"{config.instance}-{config.dp_ranks[0]}-{new_epoch():x}",
+        host=host,
+        side_port=free_ports(host, ranks),
+        events_port=free_ports("127.0.0.1", ranks) if config.role != "decode" else 0,
+        lease_s=max(1, int(config.limits.hold_s)),
+    )
+
+
+def _set_missing(variables: Mapping[str, str]) -> None:
+    """What the user has set stays."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)
+
+
+def _keep_stdout() -> None:
+    """stdout is for READY: a launcher reads no further. What vLLM's processes print goes where logs go."""
+    sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)

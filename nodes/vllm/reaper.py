@@ -1,0 +1,78 @@
+"""No process of an engine outlives its node, however that ends. Imports nothing of ours, so that it starts at once.
+
+vLLM's engine core and workers outlive a parent that is killed, for minutes, and hold its ports and memory. So a process
+of its own waits for the end of a pipe that only the node holds open, and then kills whatever carries the node's mark:
+an environment variable, which children inherit and can't lose by changing their parent, group or session.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+MARK = "PDBUS_ENGINE_OF"
+_PAUSE_S = 0.05
+
+
+class Reaper:
+    """`with Reaper():` around all that starts processes; at its end none of them is left."""
+
+    def __init__(self) -> None:
+        self._mark = mark = secrets.token_hex(16)
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", __file__, mark], stdin=subprocess.PIPE, start_new_session=True
+        )
+        os.environ[MARK] = mark  # from now on: not for the reaper itself
+
+    def processes(self) -> list[int]:
+        """Those that were started since."""
+        return marked(self._mark)
+
+    def __enter__(self) -> Reaper:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.environ.pop(MARK, None)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that carry `mark`. Those of other users can't be read, and are not ours."""
+    found = []
+    wanted = f"{MARK}={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:
+                pass  # gone meanwhile, or another user's
+    return found
+
+
+def kill_all(mark: str) -> None:
+    """Until two looks in a row find none: one that was just forked may hide from the first."""
+    clean = 0
+    while clean < 2:
+        found = marked(mark)
+        clean = 0 if found else clean + 1
+        for pid in found:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        time.sleep(_PAUSE_S)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.stdin.buffer.read()
+    kill_all(sys.argv[1])

@@ -1,0 +1,220 @@
+"""vLLM as a runner: a leg becomes a request of an `EngineClient`, whose outputs become events.
+
+`VllmRunner` lives on the link's thread; what it starts runs on the engine's, as one asyncio task a leg. Owns the way
+between the two threads and what makes a hand-over safe; starts no engine and imports no vLLM.
+
+A prompt's KV cache is kept for a lease, after which the memory may hold another prompt's and a fetch gives no error. So
+the time at which the lease ends is taken from the moment at which the prefill engine ended the request, and a decode
+leg whose first output comes after it fails: it was fetched in time, or its tokens are not used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from msgspec.structs import replace
+
+from bus.errors import RemoteProtocolError
+from bus.wire import codec
+from bus.wire.messages import Refusal
+from nodes.link.actions import Cancel, Release, Start
+from nodes.link.handover import HandedRunner, KnownLegs, LoadSaid, Said
+from nodes.link.leg import Leg
+from nodes.link.runner import (
+    Began,
+    CacheChanged,
+    Dead,
+    Fetched,
+    Finished,
+    Held,
+    LegFailed,
+    Output,
+    RankFacts,
+    RunnerLoad,
+)
+from nodes.vllm.sampling import arguments
+
+STAMP_S = 1.0  # between the end of a request in the engine and the time that its last output is stamped with, at most
+MIN_VALID_S = 0.001
+LOAD_SAID_S = 0.05
+
+OnThread = Callable[[Callable[[], None]], None]
+
+
+class Client(Protocol):
+    """What is used of vLLM's `EngineClient`."""
+
+    @property
+    def errored(self) -> bool: ...
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
+    ) -> AsyncGenerator[Any, None]: ...
+
+
+class VllmRunner(HandedRunner):
+    """One rank's. `on_engine` and `on_link` run a function on the one thread and on the other; `sampling` and `prompt`
+    make what vLLM takes; `name` is unique among all starts of all ranks; `options` go with each request."""
+
+    def __init__(
+        self, facts: RankFacts, client: Client, *, name: str, sampling: Callable[..., Any],
+        prompt: Callable[[list[int]], Any], lease_s: float, on_engine: OnThread, on_link: OnThread,
+        options: Mapping[str, Any] | None = None, prioritised: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        super().__init__(facts, lambda leg, order: on_engine(lambda: self._ordered(leg, order)))
+        self._client = client
+        self._name = name
+        self._sampling = sampling
+        self._prompt = prompt
+        self._lease_s = lease_s
+        self._on_link = on_link
+        self._options = dict(options or {})
+        self._prioritised = prioritised
+        self._clock = clock
+        self._outbox: deque[Said] = deque()  # appended to by the engine's thread, taken by the link's
+        self._dead = False
+        # the engine's thread alone:
+        self._known = KnownLegs()
+        self._tasks: dict[Leg, asyncio.Task[None]] = {}
+        self._steps = 0
+        self._kv_usage = 0.0
+        self._load_said_at = 0.0
+
+    # --- the link's thread ----------------------------------------------------------------------------------------
+
+    def load(self) -> RunnerLoad:
+        """Legs as they were counted at ingest; steps and what of the KV memory is in use as the engine says. A held leg
+        asks for no step."""
+        return replace(super().load(), step=self._steps, busy=bool(self._tasks))
+
+    def tick(self, now: float) -> None:
+        """An engine that dies while it is idle tells nobody."""
+        if self._client.errored:
+            self._die("vLLM's engine core is gone")
+
+    def cache_changed(self, messages: Sequence[tuple[bytes, bytes, bytes]]) -> None:
+        """KV-cache events of its engine, as they are to be published."""
+        self._tell(CacheChanged(messages))
+
+    def _take(self) -> None:
+        while self._outbox:
+            said = self._outbox.popleft()
+            if isinstance(said, Dead):
+                self._die(said.reason)
+            elif isinstance(said, Held):  # on its way until when it is valid stood in place of how long
+                left_s = max(MIN_VALID_S, said.valid_s - self._clock())
+                self.hear(Held(said.leg, said.first_token, said.handle, left_s))
+            else:
+                self.hear(said)
+
+    def _die(self, reason: str) -> None:
+        if not self._dead:
+            self._dead = True
+            self.hear(Dead(reason))
+
+    # --- the engine's thread --------------------------------------------------------------------------------------
+
+    def stepped(self, kv_usage: float) -> None:
+        """The engine has done a step; `kv_usage`: the part of its KV memory that is in use."""
+        self._steps += 1
+        now = self._clock()
+        if kv_usage == self._kv_usage and now - self._load_said_at < LOAD_SAID_S:
+            return  # an engine that waits for a KV cache steps a thousand times a second
+        self._kv_usage, self._load_said_at = kv_usage, now
+        kv_tokens = round(kv_usage * self.facts.kv_capacity)
+        self._say(LoadSaid(kv_tokens=kv_tokens - self._known.kv_tokens))
+
+    def _say(self, said: Said) -> None:
+        if not isinstance(said, LoadSaid | Dead):
+            self._known.note(said)
+        self._outbox.append(said)
+        if len(self._outbox) == 1:  # else the link is on its way here already
+            self._on_link(self._take)
+
+    def _ordered(self, leg: Leg, order: Start | Cancel | Release) -> None:
+        if isinstance(order, Start):
+            self._known.start(leg)
+            self._tasks[leg] = asyncio.get_running_loop().create_task(self._run(leg))
+        else:
+            self._known.end(leg)
+            task = self._tasks.pop(leg, None)
+            if task is not None:
+                task.cancel()  # which aborts the request; where its KV cache was not fetched yet, that frees it too
+
+    async def _run(self, leg: Leg) -> None:
+        try:
+            await (self._prefill(leg) if leg.role == "prefill" else self._decode(leg))
+        except Refusal as refusal:
+            self._say(LegFailed(leg, refusal.code, refusal.sentence))
+        except Exception as error:
+            why = " ".join(f"{type(error).__name__}: {error.__cause__ or error}".split())[:500]
+            if self._client.errored:
+                self._say(Dead(why))
+            else:
+                self._say(LegFailed(leg, "bad_request" if _is_callers(error) else "engine_failed", why))
+        finally:
+            self._tasks.pop(leg, None)
+
+    def _generate(self, leg: Leg, handle: dict[str, Any] | None = None) -> AsyncGenerator[Any, None]:
+        """A name of the engine's own: that of the request may be one that its connector reads as two."""
+        options = {**self._options, "priority": -leg.priority} if self._prioritised else self._options
+        params = self._sampling(**arguments(leg, handle))
+        return self._client.generate(self._prompt(leg.prompt.tolist()), params, f"{self._name}-{leg.seq}", **options)
+
+    async def _prefill(self, leg: Leg) -> None:
+        began, out = self._clock(), None
+        async with aclosing(self._generate(leg)) as outputs:
+            async for each in outputs:
+                out = each
+        if out is None or not out.outputs[0].token_ids or not out.kv_transfer_params:
+            how = out.outputs[0].finish_reason if out is not None else "nothing"
+            raise RuntimeError(f"vLLM handed no KV cache over: its request ended with {how}")
+        stamped = getattr(out.metrics, "last_token_ts", 0.0)
+        ended = stamped - STAMP_S if began <= stamped <= self._clock() else began
+        self._say(Began(leg, out.num_cached_tokens or 0))
+        handle = codec.pack(out.kv_transfer_params)
+        self._say(Held(leg, out.outputs[0].token_ids[0], handle, ended + self._lease_s))
+
+    async def _decode(self, leg: Leg) -> None:
+        handle, began, came = leg.handle, self._clock(), False
+        given = None if handle is None else _unpacked(handle.data)
+        async with aclosing(self._generate(leg, given)) as outputs:
+            async for out in outputs:
+                completion = out.outputs[0]
+                tokens = completion.token_ids
+                if tokens and not came:
+                    came = True
+                    if handle is not None:
+                        if self._clock() >= handle.valid_until:
+                            raise Refusal("kv_failed", "the KV cache came so late that it may be another prompt's")
+                        self._say(Fetched(leg, self._clock() - began))
+                    self._say(Began(leg, 0 if handle is not None else out.num_cached_tokens or 0))
+                if tokens:
+                    self._say(Output(leg, tuple(tokens)))
+                reason = completion.finish_reason
+                if reason in ("stop", "length"):
+                    self._say(Finished(leg, reason))
+                elif reason is not None:
+                    if handle is not None and not came:
+                        raise Refusal("kv_failed", f"vLLM did not fetch the KV cache ({reason})")
+                    raise Refusal("engine_failed", f"vLLM gave the request up ({reason})")
+
+
+def _is_callers(error: Exception) -> bool:
+    """Whether vLLM says that the request is wrong: in newer versions by a class of its own, which is no ValueError."""
+    return isinstance(error, ValueError) or any(kind.__name__ == "VLLMClientError" for kind in type(error).__mro__)
+
+
+def _unpacked(handle: bytes) -> dict[str, Any]:
+    try:
+        given = codec.unpack(handle)
+    except RemoteProtocolError as error:
+        raise Refusal("kv_failed", f"the handle can't be read: {error}") from None
+    if not isinstance(given, dict):
+        raise Refusal("kv_failed", "the handle is no map")
+    return given

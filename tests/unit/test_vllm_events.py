@@ -1,0 +1,93 @@
+"""KV events of vLLM told on as those of our own ranks: our names of blocks, our numbers, nothing after a hole."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from bus.wire import codec
+from bus.wire.hashing import block_hashes
+from bus.wire.kv_names import Changes, Cleared, Removed, Stored
+from controller.feeds.follower import Follower
+from nodes.vllm.events import MAX_BLOCKS, EventRelay, Frames
+
+SIZE = 4
+TOKENS = list(range(10, 30))
+THEIRS = [bytes([number]) * 32 for number in range(5)]
+OURS = block_hashes(TOKENS, SIZE)
+
+
+class Relay:
+    """The relay, and a controller that follows what it publishes."""
+
+    def __init__(self) -> None:
+        self.relay = EventRelay("p-0", 1, self._told)
+        self.messages: list[Frames] = []
+        self.changes: Changes = ()
+        self.counts: Counter[str] = Counter()
+        self._follower = Follower(1, self.counts, replay=False, ours=True)
+        self._number = 0
+
+    def _told(self, messages: Sequence[Frames]) -> None:
+        for frames in messages:
+            self.messages.append(frames)
+            self.changes += self._follower.live(frames).changes
+
+    def say(self, *events: dict[str, Any], number: int | None = None) -> Changes:
+        self._number = self._number if number is None else number
+        payload = codec.pack([1.0, list(events), 0])
+        self.changes = ()
+        self.relay.received([b"", self._number.to_bytes(8, "big"), payload])
+        self._number += 1
+        return self.changes
+
+
+def stored(first: int, count: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "type": "BlockStored", "block_hashes": THEIRS[first : first + count],
+        "parent_block_hash": THEIRS[first - 1] if first else None,
+        "token_ids": TOKENS[first * SIZE : (first + count) * SIZE], "block_size": SIZE, "lora_id": None,
+        "medium": "CPU",
+    } | changes  # fmt: skip
+
+
+def test_blocks_come_and_go_by_our_names() -> None:
+    relay = Relay()
+    assert relay.say(stored(0, 2)) == (Stored(tuple(OURS[:2])),)
+    assert relay.say(stored(2, 3)) == (Stored(tuple(OURS[2:])),)
+    assert relay.say({"type": "BlockRemoved", "block_hashes": [THEIRS[1], b"never heard of"]}) == (Removed((OURS[1],)),)
+    assert relay.say({"type": "AllBlocksCleared"}) == (Cleared(),)
+    assert [frames[0] for frames in relay.messages] == [b"kv/p-0/1/"] * 4
+    assert [int.from_bytes(frames[1], "big") for frames in relay.messages] == [0, 1, 2, 3]
+    first, second = (codec.unpack(frames[2])[1][0] for frames in relay.messages[:2])
+    assert (first["parent_block_hash"], first["token_ids"]) == (None, TOKENS[:8])
+    assert second["parent_block_hash"] == OURS[1]
+
+
+def test_after_a_hole_nothing_is_known() -> None:
+    relay = Relay()
+    relay.say(stored(0, 2))
+    assert relay.say(stored(2, 1), number=7) == (Cleared(),), "its parent's name is no longer certain"
+    assert relay.relay.counts["kv_gaps"] == 1
+    assert relay.say(stored(0, 1)) == (Stored((OURS[0],)),)
+    relay.relay.received([b"", b"short"])
+    assert relay.relay.counts["rejected_frames"] == 1
+    assert relay.changes == (Stored((OURS[0],)), Cleared())
+    assert not relay.counts["kv_gaps"], "our own numbers go on"
+
+
+def test_what_more_than_tokens_made_is_not_told() -> None:
+    relay = Relay()
+    assert relay.say(stored(0, 1, lora_id=3)) == ()
+    assert relay.messages == []
+
+
+def test_a_long_prompt_is_told_in_messages_of_some_size() -> None:
+    tokens = list(range(SIZE * (MAX_BLOCKS + 10)))
+    names = block_hashes(tokens, SIZE)
+    event = stored(0, 0, token_ids=tokens, block_hashes=[number.to_bytes(8, "big") for number in range(len(names))])
+    relay = Relay()
+    assert relay.say(event) == (Stored(tuple(names[:MAX_BLOCKS])), Stored(tuple(names[MAX_BLOCKS:])))
+    assert len(relay.messages) == 2
+    assert codec.unpack(relay.messages[1][2])[1][0]["parent_block_hash"] == names[MAX_BLOCKS - 1]

@@ -1,0 +1,93 @@
+"""What a node over vLLM takes and refuses before there is any vLLM; what it takes of its machine; which model it is."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bus.errors import ConfigError
+from nodes.vllm import versions
+from nodes.vllm.cores import claim_cores, keep_to
+from nodes.vllm.fingerprint import fingerprint
+
+HERE = [sys.executable, "-P", "-m", "nodes.decode", "--bus", "ipc:///tmp/pdx/b", "--controller", "ipc:///tmp/pdx/c"]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--engine", "vllm"], "--engine vllm needs a model: --model PATH"),
+        (["--engine", "vllm", "--model", "m", "--kv-tokens", "9"], "--kv-tokens is for our own engines"),
+        (["--engine", "vllm", "--model", "m", "--sim-base-s", "1"], "--sim-base-s is for our own engines"),
+        (["--engine", "sim", "--", "--dtype", "float32"], "'--dtype': only --engine vllm takes arguments"),
+        (["--engine", "vllm", "--model", "m", "--", "--dtype", "float32"], "needs the Python package 'vllm'; run: pip"),
+    ],
+)
+def test_mistakes_are_one_line(args: list[str], words: str) -> None:
+    if "Python package" in words and versions.find_spec("vllm"):
+        pytest.skip("it is installed here")
+    done = subprocess.run([*HERE, *args], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_vllm_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "find_spec", lambda name: object())
+    found = {"vllm": "0.23.1"}
+
+    def version(name: str) -> str:
+        if name not in found:
+            raise versions.metadata.PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(versions.metadata, "version", version)
+    with pytest.raises(ConfigError, match=r"needs vLLM 0\.24 or newer, not 0\.23\.1"):
+        versions.check_installed(split=True)
+    found["vllm"] = "0.32.0+cpu"
+    versions.check_installed(split=True)
+
+
+def test_two_engines_of_a_machine_share_no_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 6, 9})
+    claimed = [claim_cores(tmp_path) for _ in range(3)]
+    assert claimed == [[0, 1, 2], [3, 6, 9], []]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {4})
+    assert [claim_cores(tmp_path) for _ in range(2)] == [[4], []]
+    for path in tmp_path.iterdir():
+        with path.open() as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_what_vllm_pins_to_the_last_core_is_put_back() -> None:
+    last = max(os.sched_getaffinity(0))
+    pinned = f"import os; os.sched_setaffinity(0, [{last}]); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", pinned], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        keep_to([], [child.pid])
+        assert os.sched_getaffinity(child.pid) == {last}
+        keep_to(sorted(os.sched_getaffinity(0)), [2**22 + 1, child.pid])
+        assert os.sched_getaffinity(child.pid) == os.sched_getaffinity(0)
+        child.communicate(b"\n")
+
+
+def test_models_that_differ_in_weights_or_configuration_differ(tmp_path: Path) -> None:
+    """So that their ranks are never paired: a KV cache of the one means nothing to the other."""
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"\1" * 300_000)
+    first = fingerprint(str(folders[0]), {"layers": 2})
+    assert fingerprint(str(folders[1]), {"layers": 2}) == first, "wherever it lies"
+    assert fingerprint(str(folders[1]), {"layers": 3}) != first
+    with (folders[1] / "model.safetensors").open("r+b") as file:
+        file.seek(299_000)
+        file.write(b"\2")
+    assert fingerprint(str(folders[1]), {"layers": 2}) != first
+    assert fingerprint("org/model", {"layers": 2}) != fingerprint("org/other", {"layers": 2})

@@ -1,0 +1,70 @@
+"""No process of an engine outlives its node, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+NODE = """
+import os, subprocess, sys
+from nodes.vllm.reaper import Reaper
+SLEEP = "import time; time.sleep(300)"
+CHILD = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {SLEEP!r}]).pid, flush=True); {SLEEP}"
+with Reaper():
+    child = subprocess.Popen([sys.executable, "-c", CHILD], start_new_session=True, stdout=subprocess.PIPE, text=True)
+    print(child.pid, child.stdout.readline().strip(), flush=True)
+    sys.stdin.readline()
+print("left", flush=True)
+"""
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize("end", ["leaves", "is killed", "is stopped, then killed"])
+def test_children_and_theirs_end_with_the_node(end: str) -> None:
+    """In sessions of their own, and reparented: neither hides them."""
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    node = subprocess.Popen(
+        [sys.executable, "-P", "-c", NODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert node.stdin is not None
+        assert node.stdout is not None
+        pids = [int(word) for word in node.stdout.readline().split()]
+        assert len(pids) == 2
+        assert not any(map(gone, pids))
+        if end == "leaves":
+            node.stdin.write("\n")
+            node.stdin.flush()
+            assert node.stdout.readline() == "left\n"
+            assert all(map(gone, pids)), "when the node has left there is none"
+        else:
+            if "stopped" in end:
+                node.send_signal(signal.SIGSTOP)
+            node.kill()
+        until = time.monotonic() + 20
+        while not all(map(gone, pids)):
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        assert bystander.poll() is None, "nobody else's"
+    finally:
+        for process in (node, bystander):
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        for pid in pids:
+            if not gone(pid):
+                os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,360 @@
+"""Our runner of vLLM over a client that behaves as vLLM's (tests/support/fake_vllm.py): events, traps, load, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgpack
+import pytest
+from fake_vllm import CAPACITY, DEADLY, VOCAB, FakeClient, facts, runner_of
+
+from bus.wire.codec import encode
+from bus.wire.hashing import token_bytes
+from bus.wire.messages import Dispatch, Location, Params, Role
+from nodes.link.leg import Leg, leg_of
+from nodes.link.runner import (
+    FOR_EVER,
+    Began,
+    CacheChanged,
+    Dead,
+    Event,
+    Fetched,
+    Finished,
+    Held,
+    KvHandle,
+    LegFailed,
+    Output,
+    Stepped,
+)
+from nodes.own.engines.sim import sim_generate
+
+T = TypeVar("T")
+PROMPT = list(range(7, 23))  # fills a block, which is what kills a decode engine that is given one token more
+LEASE_S = 30.0
+
+
+class Node:
+    """One runner on one asyncio loop, which is both threads; what it says is kept."""
+
+    def __init__(self, role: Role, folder: Path, **changes: Any) -> None:
+        loop = asyncio.get_running_loop()
+        self.role: Role = role
+        self.client = FakeClient(folder, role, LEASE_S)
+        self.events: list[Event] = []
+        self.late_s = 0.0  # of this machine's clock, as the runner reads it
+        self.link: Callable[[Callable[[], None]], Any] = loop.call_soon
+        self.runner = runner_of(
+            self.client, role, LEASE_S, on_engine=loop.call_soon, on_link=lambda f: self.link(f),
+            clock=lambda: time.monotonic() + self.late_s, **changes,
+        )  # fmt: skip
+        self.runner.attach(self.events.append)
+        self._seq = 0
+
+    def leg(self, prompt: list[int] = PROMPT, handle: KvHandle | None = None, params: Params | None = None,
+            **changes: Any) -> Leg:  # fmt: skip
+        self._seq += 1
+        fields: dict[str, Any] = {
+            "rid": "r,1", "attempt": 1, "leg": self.role, "dp_rank": 0, "controller_epoch": 7, "number": 1,
+            "charge": 0, "prompt_tokens": len(prompt), "max_tokens": 6, "bootstrap_room": 5,
+        } | changes  # fmt: skip
+        frames = [token_bytes(prompt), encode(params or Params())]
+        leg = leg_of(Dispatch(**fields), frames, role=self.role, dp_rank=0, facts=facts(), now=0.0)
+        leg.seq, leg.handle = self._seq, handle
+        return leg
+
+    def start(self, *args: Any, **changes: Any) -> Leg:
+        leg = self.leg(*args, **changes)
+        self.runner.start(leg)
+        return leg
+
+    async def until(self, kind: type[T], count: int = 1) -> T:
+        """The `count`-th event of `kind`."""
+        async with asyncio.timeout(10):
+            while len(found := [event for event in self.events if isinstance(event, kind)]) < count:
+                await asyncio.sleep(0.001)
+        return found[count - 1]
+
+    def said(self) -> list[str]:
+        return [type(event).__name__ for event in self.events if not isinstance(event, Stepped)]
+
+    def tokens(self) -> list[int]:
+        return [token for event in self.events if isinstance(event, Output) for token in event.tokens]
+
+
+def both(scenario: Callable[[Node, Node], Coroutine[Any, Any, None]], folder: Path) -> None:
+    async def run() -> None:
+        await scenario(Node("prefill", folder), Node("decode", folder))
+
+    asyncio.run(run())
+
+
+def handle_of(held: Held, valid_until: float = FOR_EVER) -> KvHandle:
+    return KvHandle(Location("p", 0, 1, "p"), 1, held.first_token, 0, held.handle, valid_until)
+
+
+def test_a_pair_hands_over_and_decode_computes_no_prompt_token(tmp_path: Path) -> None:
+    """Decode gets the prompt and no token more (trap: its engine would die of it)."""
+
+    async def scenario(prefill: Node, decode: Node) -> None:
+        prefill.start()
+        held = await prefill.until(Held)
+        assert prefill.said() == ["Began", "Held"]
+        assert held.first_token == sim_generate(PROMPT, 1, VOCAB)[0]
+        decode.start(handle=handle_of(held))
+        assert (await decode.until(Finished)).reason == "length"
+        assert decode.said() == ["Fetched", "Began", *["Output"] * 6, "Finished"]
+        assert decode.tokens() == sim_generate(PROMPT, 6, VOCAB)
+        assert (prefill.client.computed, decode.client.computed) == (len(PROMPT), 0)
+        assert not prefill.client.live
+        assert not decode.client.live
+
+    both(scenario, tmp_path)
+
+
+def test_the_lease_is_counted_from_the_end_of_the_request_in_the_engine(tmp_path: Path) -> None:
+    """Not from when the link heard of it: it may have stood still."""
+
+    async def scenario(prefill: Node, decode: Node) -> None:
+        prefill.start()
+        held = await prefill.until(Held)
+        assert LEASE_S - 2.0 < held.valid_s < LEASE_S
+
+        waiting: list[Callable[[], None]] = []
+        prefill.link = waiting.append
+        prefill.start()
+        async with asyncio.timeout(10):
+            while not waiting or prefill.client.live:
+                await asyncio.sleep(0.001)
+        prefill.late_s = 20.0
+        waiting[0]()
+        assert (await prefill.until(Held, 2)).valid_s < LEASE_S - 20.0
+        prefill.late_s = 100.0
+        prefill.link = asyncio.get_running_loop().call_soon
+        prefill.start()
+        assert 0 < (await prefill.until(Held, 3)).valid_s < LEASE_S
+
+    both(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+def test_a_kv_cache_that_comes_after_its_lease_is_not_used(tmp_path: Path, fenced: bool) -> None:
+    """The control shows what it would give: another prompt's tokens, and no error."""
+
+    async def scenario(prefill: Node, decode: Node) -> None:
+        prefill.start()
+        first = handle_of(await prefill.until(Held), time.monotonic() if fenced else FOR_EVER)
+        prefill.client.clock = lambda: time.monotonic() + LEASE_S  # now its slots are free
+        for number in range(4):
+            prefill.start([number + 100, 9])
+        await prefill.until(Held, 5)
+        leg = decode.start(handle=first)
+        if fenced:
+            failed = await decode.until(LegFailed)
+            assert (failed.leg, failed.code) == (leg, "kv_failed")
+            assert decode.said() == ["LegFailed"]
+            assert not decode.client.live
+        else:
+            await decode.until(Finished)
+            assert decode.tokens() != sim_generate(PROMPT, 6, VOCAB)
+
+    both(scenario, tmp_path)
+
+
+def test_a_kv_cache_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
+    async def scenario(prefill: Node, decode: Node) -> None:
+        handle = msgpack.packb({"do_remote_prefill": True, "at": str(tmp_path / "nowhere")})
+        for data in (handle, b"", b"\xc1", msgpack.packb([1])):  # what a peer hands over may be anything
+            decode.start(handle=handle_of(Held(decode.leg(), 1, data)))
+        for number in range(1, 5):
+            assert (await decode.until(LegFailed, number)).code == "kv_failed"
+        prefill.client._decode = None  # type: ignore[assignment]
+        prefill.start([1, 2])
+        assert (await prefill.until(Held)).valid_s > 0
+
+    both(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("role", ["prefill", "unified"])
+def test_a_cancel_at_any_moment_ends_the_request_in_the_engine(tmp_path: Path, role: Role) -> None:
+    async def scenario() -> None:
+        node = Node(role, tmp_path)
+        for number in range(12):
+            leg = node.start(max_tokens=50)
+            await asyncio.sleep(number * 0.002)
+            node.runner.cancel(leg)
+            async with asyncio.timeout(10):
+                while node.client.live:
+                    await asyncio.sleep(0.001)
+        load = node.runner.load()
+        assert (load.running, load.waiting, load.waiting_tokens, load.kv_tokens) == (0, 0, 0, 0)
+        assert not [event for event in node.events if isinstance(event, LegFailed)]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_an_engine_that_is_dead_for_good_is_said_to_be_once(tmp_path: Path, idle: bool) -> None:
+    async def scenario() -> None:
+        node = Node("unified", tmp_path)
+        if idle:
+            node.client.errored = True
+        else:
+            node.start(max_tokens=400)
+            await node.until(Output)
+            node.start([9, DEADLY])
+        for _ in range(20):
+            node.runner.tick(0.0)
+            await asyncio.sleep(0.003)
+        assert len([event for event in node.events if isinstance(event, Dead)]) == 1
+
+    asyncio.run(scenario())
+
+
+def test_load_is_exact_at_ingest_and_kv_memory_is_the_engines(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        node = Node("unified", tmp_path)
+        leg = node.start(max_tokens=300)
+        other = node.start([1, 2, 3], max_tokens=300)
+        load = node.runner.load()  # nothing has been said by the engine yet
+        assert (load.running, load.waiting, load.waiting_tokens) == (0, 2, len(PROMPT) + 3)
+        await node.until(Output, 2)
+        node.client.stepped(0, 0.5)
+        node.runner._take()
+        load = node.runner.load()
+        assert (load.running, load.waiting, load.waiting_tokens) == (2, 0, 0)
+        assert load.kv_tokens == CAPACITY // 2
+        assert load.busy
+        assert load.step > 0
+        node.runner.cancel(leg)
+        assert node.runner.load().kv_tokens == CAPACITY // 2 - len(PROMPT), "what is known to have ended is taken off"
+        node.runner.cancel(other)
+        await asyncio.sleep(0.01)
+        load = node.runner.load()  # the engine's figures stand still when it idles
+        assert (load.running, load.waiting, load.kv_tokens, load.busy) == (0, 0, 0, False)
+
+    asyncio.run(scenario())
+
+
+def test_what_the_engine_is_asked_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        node = Node("unified", tmp_path, options={"data_parallel_rank": 3}, prioritised=True)
+        params = Params(temperature=0.5, top_k=9, top_p=0.25, seed=44, stop_token_ids=(3, 5))
+        node.start(params=params, offset=2, priority=6)
+        await node.until(Finished)
+        asked, options = node.client.asked[0]
+        assert asked == {
+            "max_tokens": 6, "temperature": 0.5, "top_k": 9, "top_p": 0.25, "stop_token_ids": [3, 5],
+            "ignore_eos": True, "detokenize": False, "seed": 46,
+        }  # fmt: skip
+        assert options == {"data_parallel_rank": 3, "priority": -6}, "in vLLM the lower goes first"
+        greedy = node.start(params=Params(seed=44))
+        await node.until(Finished, 2)
+        assert "seed" not in node.client.asked[1][0], f"{greedy.rid}: a generator of its own costs, and changes nothing"
+
+    asyncio.run(scenario())
+
+
+RESUMED = [
+    ({"min_p": 0.1, "repetition_penalty": 1.5}, {"min_p": 0.1, "repetition_penalty": 1.5}),
+    ({"min_tokens": 5}, {"min_tokens": 3}),
+    ({"min_tokens": 1}, {"min_tokens": 0}),
+    ({"logit_bias": ((7, -100.0),)}, {"logit_bias": {7: -100.0}}),
+    ({"presence_penalty": 0.5}, "presence_penalty can't be resumed"),
+    ({"frequency_penalty": 0.5, "ebnf": "x"}, "ebnf, frequency_penalty can't be resumed"),
+    ({"json_schema": "{}"}, "json_schema can't be resumed"),
+    ({"json_schema": "{}", "offset": 0}, {"structured_outputs": {"json": "{}"}}),
+    ({"ebnf": "x", "regex": "y", "offset": 0}, "one at most"),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), RESUMED)
+def test_what_does_not_survive_a_resume_is_refused(
+    tmp_path: Path, given: dict[str, Any], expected: dict[str, Any] | str
+) -> None:
+    """The prompt of a resumed leg ends with the output so far, which vLLM can't know."""
+    given = dict(given)
+    offset = given.pop("offset", 2)
+
+    async def scenario() -> None:
+        node = Node("unified", tmp_path)
+        leg = node.start(params=Params(**given), offset=offset)
+        if isinstance(expected, str):
+            failed = await node.until(LegFailed)
+            assert (failed.leg, failed.code) == (leg, "bad_request")
+            assert expected in failed.message
+            assert not node.client.asked
+        else:
+            await node.until(Finished)
+            asked, _ = node.client.asked[0]
+            assert asked == asked | expected
+
+    asyncio.run(scenario())
+
+
+def test_a_prefill_leg_samples_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        node = Node("prefill", tmp_path)
+        node.start(params=Params(temperature=2.0, seed=3, json_schema="{}", min_tokens=4))
+        await node.until(Held)
+        asked, _ = node.client.asked[0]
+        assert asked.pop("extra_args")["kv_transfer_params"]["do_remote_decode"]
+        assert asked == {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+
+    asyncio.run(scenario())
+
+
+class VLLMClientError(Exception):
+    """As newer versions raise it."""
+
+
+class VLLMValidationError(VLLMClientError):
+    pass
+
+
+@pytest.mark.parametrize("kind", [ValueError, VLLMValidationError])
+def test_a_parameter_that_vllm_refuses_is_the_callers_mistake(tmp_path: Path, kind: type[Exception]) -> None:
+    def refuse(**arguments: Any) -> Any:
+        raise kind("top_k must be 0 (disable), or at least 1, got -5.")
+
+    async def scenario() -> None:
+        node = Node("unified", tmp_path, sampling=refuse)
+        node.start()
+        failed = await node.until(LegFailed)
+        assert failed.code == "bad_request"
+        assert "top_k must be 0" in failed.message
+
+    asyncio.run(scenario())
+
+
+def test_cache_events_pass(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        node = Node("prefill", tmp_path)
+        node.runner.cache_changed([(b"kv/p/0/", b"\0" * 8, b"x")])
+        assert (await node.until(CacheChanged)).messages == [(b"kv/p/0/", b"\0" * 8, b"x")]
+        assert node.said() == ["CacheChanged"]
+
+    asyncio.run(scenario())
+
+
+def test_many_outputs_wake_the_link_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        node = Node("unified", tmp_path)
+        wakes: list[Callable[[], None]] = []
+        node.link = wakes.append
+        node.start(max_tokens=20)
+        async with asyncio.timeout(10):
+            while node.client.asked == [] or node.client.live:
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
+        assert len(wakes) == 1
+        wakes[0]()
+        assert node.tokens() == sim_generate(PROMPT, 20, VOCAB)
+        assert isinstance(node.events[-1], Finished | Stepped)
+        assert not [event for event in node.events if isinstance(event, Fetched)], "unified: nothing to fetch"
+        assert isinstance(await node.until(Began), Began)
+
+    asyncio.run(scenario())
