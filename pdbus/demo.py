@@ -24,7 +24,7 @@ from bus.runtime import cli
 from bus.wire.messages import Params, RankStatus
 from nodes.own.engines.factory import prepare
 from pdbus.client import AsyncClient, Result
-from pdbus.commands.common import Teller
+from pdbus.commands.common import Teller, curl_line
 from pdbus.launcher import Cluster, ClusterSpec
 
 PROMPTS = (
@@ -36,6 +36,7 @@ PROMPTS = (
     "What does a load balancer do? Answer for a child of seven who likes trains and long queues at the ice cream van.",
 )
 SETTLE_S = 5.0
+HTTP_PORT = 8000
 
 
 @dataclass(slots=True)
@@ -85,6 +86,11 @@ def run(console: Console, *, model: str, max_tokens: int, verify: bool) -> bool:
         console.print(
             f"[green]All {len(answers)} answers equal the single-process run of the same model, token for token.[/]"
         )
+    usual = "" if model == "smollm2" else f" --model {model}"
+    console.print(
+        f"To ask it yourself, over OpenAI's HTTP API: pdbus up --http {HTTP_PORT}{usual}, and from another terminal:"
+    )
+    console.print(curl_line(f"http://127.0.0.1:{HTTP_PORT}", model), markup=False, soft_wrap=True)
     for answer in answers:
         if answer.error:
             console.print(f"[red]failed:[/] {answer.prompt!r}: {escape(answer.error)}")

