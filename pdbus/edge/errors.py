@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from bus.errors import BusError, ConfigError, PeerLost, RequestFailed
+from pdbus.client import Options
 
 CLIENT_GONE = 499  # nginx's number: counted, never sent
 STATUS: dict[str, int] = {  # of a request that failed; what is not here is 500
@@ -72,5 +73,5 @@ def of_bus(error: BusError) -> HttpError:
         return HttpError(status, error.message, code=code, retry_after_s=error.retry_after_s)
     if isinstance(error, ConfigError):  # `make_request` begins with the option that is at fault
         word = str(error).split(maxsplit=1)[0].rstrip(":")
-        return invalid(word if word.replace("_", "").isalpha() and word.islower() else None, str(error))
+        return invalid(word if word in Options.__annotations__ else None, str(error))
     return HttpError(503 if isinstance(error, PeerLost) else 500, str(error), code="peer_lost")

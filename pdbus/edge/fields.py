@@ -1,8 +1,8 @@
 """What a request may say: the fields of each endpoint, and those that are refused by name. Pure.
 
 A sampling parameter is supported when its field stands in `Sampling` under the name of the client's option, which it is
-then passed on as. Until then it stands in REFUSED, with the values that ask for nothing. What stands in neither is
-refused as unknown: no field is ignored.
+then passed on as. Until then it stands in `refused.REFUSED`. What stands in neither is refused as unknown: no field is
+ignored.
 """
 
 from __future__ import annotations
@@ -12,87 +12,15 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import UNSET, Struct
 
-from bus.errors import ConfigError
 from pdbus.client import Options
 from pdbus.client.options import check_options
 from pdbus.edge.errors import HttpError, invalid
+from pdbus.edge.refused import REFUSED, REFUSED_BY_GENERATE
 
 MAX_CHOICES = 128  # of one HTTP request: prompts times n
 MAX_STOPS = 16
 MAX_STOP_TOKEN_IDS = 64  # of the protocol
 _T = TypeVar("_T")
-
-REFUSED: dict[str, tuple[object, ...]] = {
-    "allowed_token_ids": (None,),
-    "audio": (None,),
-    "bad_words": (None, []),
-    "best_of": (None, 1),
-    "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
-    "continue_final_message": (None, False),
-    "echo": (None, False),
-    "frequency_penalty": (None, 0),
-    "function_call": (None, "none"),
-    "functions": (None, []),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
-    "length_penalty": (None, 1),
-    "lora_path": (None,),
-    "metadata": (None, {}),
-    "min_p": (None, 0),
-    "min_tokens": (None, 0),
-    "modalities": (None, ["text"]),
-    "parallel_tool_calls": (None, True, False),  # of tools, which are refused
-    "prediction": (None,),
-    "presence_penalty": (None, 0),
-    "priority": (None, 0),  # engines disagree about its direction: see the header x-request-priority
-    "prompt_logprobs": (None, 0),
-    "reasoning_effort": (None,),
-    "repetition_penalty": (None, 1),
-    "response_format": (None, {"type": "text"}),
-    "service_tier": (None, "auto", "default"),
-    "skip_special_tokens": (None, True),
-    "spaces_between_special_tokens": (None, True),
-    "store": (None, False),
-    "structured_outputs": (None,),
-    "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
-    "top_logprobs": (None, 0),
-    "truncate_prompt_tokens": (None,),
-    "use_beam_search": (None, False),
-    "verbosity": (None,),
-    "web_search_options": (None,),
-}  # fmt: skip
-REFUSED_BY_GENERATE: dict[str, tuple[object, ...]] = {  # SGLang's names
-    "audio_data": (None,),
-    "custom_logit_processor": (None,),
-    "data_parallel_rank": (None,),  # today's name is routed_dp_rank
-    "ebnf": (None,),
-    "image_data": (None,),
-    "input_embeds": (None,),
-    "json_schema": (None,),
-    "log_metrics": (None, True, False),
-    "logprob_start_len": (None, -1),
-    "lora_path": (None,),
-    "modalities": (None, []),
-    "n": (None, 1),  # stands in sampling_params
-    "no_stop_trim": (None, False),
-    "priority": (None, 0),
-    "regex": (None,),
-    "return_hidden_states": (None, False),
-    "return_logprob": (None, False),
-    "return_text_in_logprobs": (None, False),
-    "session_params": (None,),
-    "structural_tag": (None,),
-    "token_ids_logprob": (None,),
-    "top_logprobs_num": (None, 0),
-    "video_data": (None,),
-}  # fmt: skip
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -307,26 +235,9 @@ def prompts_of(prompt: str | list[Any] | None, param: str) -> list[str | list[in
         return [prompt]
     if not prompt:
         raise invalid(param, f"{param} is empty")
-    kinds = {type(each) for each in prompt}
-    if kinds == {int}:
+    if isinstance(prompt[0], int):  # the others are looked at when they are packed
         return [prompt]
+    kinds = {type(each) for each in prompt}
     if kinds in ({str}, {list}):
         return prompt
     raise invalid(param, f"{param}: a text, a list of texts, a list of token ids, or a list of such lists")
-
-
-__all__ = [
-    "REFUSED",
-    "Chat",
-    "Completion",
-    "ConfigError",
-    "Detokenize",
-    "Generate",
-    "Tokenize",
-    "choices_of",
-    "options_of",
-    "prompts_of",
-    "read",
-    "stops_of",
-    "text_of",
-]

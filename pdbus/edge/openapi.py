@@ -11,6 +11,7 @@ import msgspec
 
 from bus.wire.messages import RankStatus
 from pdbus.edge import fields
+from pdbus.edge.refused import REFUSED
 
 _POSTS: dict[str, tuple[type, str]] = {
     "/v1/chat/completions": (fields.Chat, "An answer to a conversation, as OpenAI's chat completions."),
@@ -130,7 +131,7 @@ def page() -> bytes:
     parts += [f"<tr><td><code>{each['name']}</code><td>{html.escape(str(each['description']))}" for each in _HEADERS]
     parts.append("</table><h2>Errors</h2><table>")
     parts += [f"<tr><td>{status}<td>{html.escape(what)}" for status, what in _STATUSES.items()]
-    refused = ", ".join(f"<code>{name}</code>" for name in sorted(fields.REFUSED))
+    refused = ", ".join(f"<code>{name}</code>" for name in sorted(REFUSED))
     parts.append(f"</table><p>Refused by name, unless they ask for nothing: {refused}.</p>")
     return "".join(parts).encode()
 
