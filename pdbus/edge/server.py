@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -69,7 +70,8 @@ def listen(config: EdgeConfig) -> socket.socket:
     except socket.gaierror as error:
         raise ConfigError(f"cannot listen on {config.http}: {error.strerror}") from None
     except OSError as error:
-        raise StartError(f"cannot listen on {config.http}: {error.strerror}; choose another --http") from None
+        why = os.strerror(error.errno) if error.errno else str(error)
+        raise StartError(f"cannot listen on {config.http}: {why}; choose another --http") from None
 
 
 async def _look(edge: Edge) -> None:
