@@ -13,9 +13,9 @@ from rich.console import Console
 
 from bus.errors import ConfigError
 
-NEEDED = ("aiohttp", "matplotlib", "requests")
+NEEDED = ("aiohttp", "matplotlib", "requests", "uvicorn", "uvloop", "httptools")
 WIDTH = 160  # of tables that no terminal shows
-NAMES = ("dispatch", "latency", "pick", "report", "rooms", "idle", "scale", "e2e")
+NAMES = ("dispatch", "latency", "pick", "report", "rooms", "idle", "scale", "e2e", "edge")
 
 
 @click.command("bench")
@@ -36,6 +36,7 @@ def bench(names: Sequence[str], as_json: bool, out: Path | None, runs: int, quic
     pick      one pick with its raise                   report   one load report
     rooms     finding a room: latency, batches, expiry  idle     CPU without requests
     scale     8 to 512 ranks                            e2e      submit to first and last token
+    edge      HTTP beside other routers on the PATH
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:

@@ -12,6 +12,7 @@ from pdbus.client import Options
 CLIENT_GONE = 499  # nginx's number: counted, never sent
 STATUS: dict[str, int] = {  # of a request that failed; what is not here is 500
     "bad_request": 400, "bad_room": 400, "bad_rank": 400, "empty_prompt": 400, "too_long": 400,
+    "bad_message": 400,  # a token id that the model has not
     "duplicate_room": 409, "duplicate_rid": 409,
     "overloaded": 429, "too_many": 429,
     "cancelled": CLIENT_GONE,
