@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
-import uuid
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,6 +19,7 @@ Header = tuple[bytes, bytes]
 
 RID_MAX = 120  # the protocol's 128, less what tells several answers apart
 _RID = re.compile(rb"[!-~]{1,%d}" % RID_MAX)
+_rng = random.Random()
 _CLOSE = (b"connection", b"close")
 _EVENTS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -47,7 +48,7 @@ class Exchange:
         self._clock = clock
         said = self.headers.get(b"x-request-id", b"")
         self.said_rid = said.decode() if _RID.fullmatch(said) else ""
-        self.rid = self.said_rid or uuid.uuid4().hex
+        self.rid = self.said_rid or f"{_rng.getrandbits(128):032x}"
 
     # --- the request ------------------------------------------------------------------------------------------------
 
