@@ -426,6 +426,7 @@ class RankCore:
         assert leg.location is not None
         valid_until = now + meta.valid_s if meta.valid_s else FOR_EVER
         leg.handle = KvHandle(leg.location, leg.kv_attempt, meta.first_token, meta.blocks, data, valid_until)
+        leg.cached_at_prefill = meta.cached_tokens
         self._waits_no_more(leg)
         leg.step("handed")
         return [Start(leg)]
@@ -469,10 +470,13 @@ class RankCore:
                 leg.kv_open = False
                 actions += self._to_prefill(leg, KvDone(leg.room, leg.kv_attempt, code))
         if leg.role != "prefill":
+            reason: FinishReason
             if code == "ok":
-                self.streams.finish(leg.rid, leg.attempt, "stop" if message == "stop" else "length", now)
+                cached = leg.cached_at_prefill if leg.role == "decode" else leg.cached_tokens
+                reason = "stop" if message == "stop" else "length"
+                self.streams.finish(leg.rid, leg.attempt, reason, now, cached_tokens=cached)
             else:
-                reason: FinishReason = "cancelled" if code == "cancelled" else "failed"
+                reason = "cancelled" if code == "cancelled" else "failed"
                 self.streams.finish(leg.rid, leg.attempt, reason, now, code, message)
         self.reports.remember(leg.owner, leg.end(code, "" if code == "ok" else message))
         self.counts[code] += 1

@@ -73,6 +73,7 @@ class Leg:
     first_token_s: float = 0.0
     output_tokens: int = 0
     cached_tokens: int = 0
+    cached_at_prefill: int = 0  # decode: of the prompt, as the prefill rank says
     prefill_instance: str = ""
     found_by: FoundBy = ""
     location: Location | None = None  # decode: of the prefill leg

@@ -166,6 +166,7 @@ class KvSender:
         meta = KvMeta(
             leg.room, leg.attempt, leg.prompt_tokens, held.first_token, self._blocks(leg), facts.block_tokens,
             facts.kv_layout, valid_s=0.0 if held.valid_until == FOR_EVER else max(0.001, held.valid_until - now),
+            cached_tokens=leg.cached_tokens,
         )  # fmt: skip
         return Send(peer, meta, (held.data,) if held.data else ())
 

@@ -40,6 +40,7 @@ class _Stream:
     finish: FinishReason = ""
     code: Code = "ok"
     message: str = ""
+    cached_tokens: int = 0
     finish_sent: bool = False
     ended_at: float = 0.0
     last_send: float = 0.0
@@ -100,13 +101,15 @@ class Streams:
         self._dirty[rid] = None
 
     def finish(
-        self, rid: str, attempt: int, reason: FinishReason, now: float, code: Code = "ok", message: str = ""
-    ) -> None:
+        self, rid: str, attempt: int, reason: FinishReason, now: float, code: Code = "ok", message: str = "",
+        cached_tokens: int = 0,
+    ) -> None:  # fmt: skip
         """No more tokens will come. Repeats and other attempts are ignored."""
         stream = self._streams.get(rid)
         if stream is None or stream.attempt != attempt or stream.finish:
             return
         stream.finish, stream.code, stream.message = reason, code, message[:1024]
+        stream.cached_tokens = cached_tokens
         stream.ended_at = now
         self._dirty[rid] = None
         self._finished[rid] = None
@@ -211,10 +214,8 @@ class Streams:
         if not stream.finish or stream.sent < stream.end:
             return Send(peer, Tokens(stream.rid, stream.attempt, start, tuple(ids), found_by=found_by))
         stream.finish_sent = True
-        return Send(
-            peer,
-            Tokens(stream.rid, stream.attempt, start, tuple(ids), stream.finish, stream.code, stream.message, found_by),
-        )
+        end = (stream.finish, stream.code, stream.message, found_by, stream.cached_tokens)
+        return Send(peer, Tokens(stream.rid, stream.attempt, start, tuple(ids), *end))
 
     def _answer(self, peer: bytes, message: Tokens) -> None:
         self._answers.append(Send(peer, message))

@@ -113,6 +113,7 @@ class Request:
     prefill: Location | None = None
     decode: Location | None = None
     found_by: FoundBy = ""
+    cached_tokens: int = 0
 
     @property
     def main(self) -> Submission:

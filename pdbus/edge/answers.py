@@ -25,11 +25,16 @@ class Answer:
 
     index: int
     prompt_tokens: int
+    first: bool = True  # of its prompt, whose tokens count once
     text: str = ""
     ids: list[int] = field(default_factory=list)
     finish: str = ""  # stop or length
     matched: str | int | None = None
     result: Result | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.result.cached_tokens if self.result is not None else 0
 
     def route(self) -> dict[str, Any] | None:
         """Who answered."""
@@ -60,7 +65,7 @@ class Head:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": out,
             "total_tokens": self.prompt_tokens + out,
-            "prompt_tokens_details": None,
+            "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in answers if answer.first)},
         }
 
 
@@ -187,6 +192,7 @@ class GenerateWriter:
             "finish_reason": finish,
             "prompt_tokens": answer.prompt_tokens,
             "completion_tokens": len(answer.ids),
+            "cached_tokens": answer.cached_tokens,
             "e2e_latency": time.monotonic() - self._began_at,
             "pdbus": answer.route(),
         }

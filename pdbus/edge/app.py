@@ -173,7 +173,9 @@ class Edge:
                     decoder = job.text.decoder() if job.text is not None else None
                     stops = StopFinder(job.stops, include=job.include_stop)
                     stop_ids = frozenset(job.said.stop_token_ids or ())
-                    choices.append(Choice(answers.Answer(index, len(ids)), stream, decoder, stops, stop_ids))
+                    choices.append(
+                        Choice(answers.Answer(index, len(ids), index % job.n == 0), stream, decoder, stops, stop_ids)
+                    )
                 if exchange.gone:
                     raise Gone
                 writer = job.writer(answers.Head(exchange.rid, job.model.name, prompt_tokens, job.include_usage), count)

@@ -98,6 +98,7 @@ class Generation:
         if answer.result.finish == "cancelled" and not answer.finish:
             raise Gone
         text = "" if answer.finish else choice.end(answer.result.finish)
+        self._counts.cached_tokens += answer.cached_tokens
         self._counts.e2e.observe(self._clock() - self._began_at)
         yield choice, text
 

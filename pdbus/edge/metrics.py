@@ -24,6 +24,7 @@ class Counts:
         self.in_flight = 0  # answers under way
         self.prompt_tokens = 0
         self.generation_tokens = 0
+        self.cached_tokens = 0
         self.requests: Counter[tuple[str, str]] = Counter()  # by endpoint and status
         self.errors: Counter[str] = Counter()  # by code
         self.registry = registry(self.snapshot)
@@ -44,6 +45,7 @@ class Counts:
         yield gauge("pdbus_edge_requests_in_flight", "answers under way", self.in_flight)
         yield counter("pdbus_edge_prompt_tokens_total", "tokens taken in", self.prompt_tokens)
         yield counter("pdbus_edge_generation_tokens_total", "tokens put out", self.generation_tokens)
+        yield counter("pdbus_edge_cached_tokens_total", "prompt tokens from a prefix cache", self.cached_tokens)
         yield histogram("pdbus_edge_time_to_first_token_seconds", "request read to first token", self.ttft.frozen())
         yield histogram("pdbus_edge_inter_token_latency_seconds", "between two tokens", self.inter_token.frozen())
         yield histogram("pdbus_edge_e2e_request_latency_seconds", "request read to last token", self.e2e.frozen())

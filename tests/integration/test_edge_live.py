@@ -128,6 +128,22 @@ def test_the_package_raises_its_own_errors(program: openai.OpenAI) -> None:
     assert raised.value.code == "context_length_exceeded"
 
 
+def test_a_prompt_goes_where_its_prefix_is_cached(program: openai.OpenAI) -> None:
+    """`cache_aware`, the default for prefill: the edge hashes the prompt's blocks for every client."""
+    for number in range(4):
+        prompt = [[3 + (number * 50 + at) % 256 for at in range(200)]]
+        ask: Any = {"model": "tiny", "prompt": prompt, "max_tokens": 2}
+        seen = []
+        for _ in range(3):
+            said = program.completions.create(**ask)
+            assert said.usage is not None
+            assert said.usage.prompt_tokens_details is not None
+            rank = said.choices[0].model_extra["pdbus"]["prefill"]  # type: ignore[index]
+            seen.append((rank, said.usage.prompt_tokens_details.cached_tokens))
+        assert seen[0][1] == 0
+        assert seen[1] == seen[2] == (seen[0][0], 192), "the same rank, and all its full blocks but the last token's"
+
+
 def test_many_at_once_with_asyncio(cluster: Up) -> None:
     async def all_of_them() -> list[str | None]:
         async with openai.AsyncOpenAI(base_url=url(cluster) + "/v1", api_key="none") as client:

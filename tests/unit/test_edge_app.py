@@ -44,7 +44,8 @@ def test_completions_take_texts_ids_and_batches() -> None:
     assert [choice["index"] for choice in answers["choices"]] == [0, 1, 2, 3]
     assert [ids for ids, _ in world.client.asked] == [[100], [100], [101, 102], [101, 102]]
     assert answers["usage"] == {
-        "prompt_tokens": 3, "completion_tokens": 20, "total_tokens": 23, "prompt_tokens_details": None,
+        "prompt_tokens": 3, "completion_tokens": 20, "total_tokens": 23,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }  # fmt: skip
     world.client.asked.clear()
     streamed = run(world.post("/v1/completions", {"prompt": [[1], [2, 3]], "stream": True}))
@@ -55,6 +56,15 @@ def test_completions_take_texts_ids_and_batches() -> None:
     assert [ids for ids, _ in world.client.asked] == [[1], [2, 3]]
     rids = [options["rid"] for _, options in world.client.asked]
     assert rids == [f"{streamed.headers['x-request-id']}-{n}" for n in (0, 1)]
+
+
+def test_cached_tokens_of_a_prompt_count_once() -> None:
+    world = World(lambda ids, o: [(100,), ended(o["rid"], cached_tokens=0 if o["rid"].endswith("-0") else len(ids))])
+    usage = run(world.post("/v1/completions", {"prompt": [[1, 2, 3], [4, 5]], "n": 2})).json["usage"]
+    assert (usage["prompt_tokens"], usage["prompt_tokens_details"]) == (5, {"cached_tokens": 2})
+    meta = run(world.post("/generate", {"input_ids": [1, 2, 3]})).json["meta_info"]
+    assert meta["cached_tokens"] == 3
+    assert world.edge.counts.cached_tokens == 3 + 2 + 2 + 3
 
 
 def test_every_answer_of_a_seed_has_a_seed_of_its_own() -> None:

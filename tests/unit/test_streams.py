@@ -178,3 +178,16 @@ def test_a_failed_fence_notice_does_not_rewind_the_new_attempt(streams: Streams)
     sent(streams)
     streams.unsent(Send(A, Tokens("r", 1, 0, (), "failed", "fenced")), SendFailure.FULL, 0.0)
     assert sent(streams, 1.0) == []
+
+
+def test_the_end_says_how_much_of_the_prompt_was_cached() -> None:
+    streams = Streams()
+    streams.open("r", 1, 0, 0.0)
+    streams.attach(b"c", Attach("r", 1), 0.0)
+    streams.flush(0.0)
+    streams.push("r", 1, [5])
+    (some,) = streams.flush(0.0)
+    assert some.message.cached_tokens == 0  # type: ignore[union-attr]
+    streams.finish("r", 1, "stop", 0.0, cached_tokens=32)
+    (end,) = streams.flush(0.0)
+    assert (end.message.finish, end.message.cached_tokens) == ("stop", 32)  # type: ignore[union-attr]
