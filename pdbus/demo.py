@@ -86,17 +86,21 @@ def run(console: Console, *, model: str, max_tokens: int, verify: bool) -> bool:
         console.print(
             f"[green]All {len(answers)} answers equal the single-process run of the same model, token for token.[/]"
         )
-    usual = "" if model == "smollm2" else f" --model {model}"
-    console.print(
-        f"To ask it yourself, over OpenAI's HTTP API: pdbus up --http {HTTP_PORT}{usual}, and from another terminal:"
-    )
-    console.print(curl_line(f"http://127.0.0.1:{HTTP_PORT}", model), markup=False, soft_wrap=True)
+    up, ask = how_to_ask(model)
+    console.print(f"To ask it over HTTP yourself: {up}, and from another terminal:", markup=False, soft_wrap=True)
+    console.print(ask, markup=False, soft_wrap=True)
     for answer in answers:
         if answer.error:
             console.print(f"[red]failed:[/] {answer.prompt!r}: {escape(answer.error)}")
         elif answer.equal is False:
             console.print(f"[red]differs from the single-process run:[/] {answer.prompt!r}")
     return good
+
+
+def how_to_ask(model: str) -> tuple[str, str]:
+    """Two command lines: one serves `model` over HTTP, the other asks it."""
+    usual = "" if model == "smollm2" else f" --model {model}"
+    return f"pdbus up --http {HTTP_PORT}{usual}", curl_line(f"http://127.0.0.1:{HTTP_PORT}", model)
 
 
 async def _answer_all(

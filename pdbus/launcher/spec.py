@@ -84,6 +84,8 @@ class ClusterSpec:
             raise ConfigError("an embedded cluster has one controller")
         if self.embedded and (self.controller_args or self.broker_args):
             raise ConfigError("an embedded broker and controller take no command line")
+        if self.http and self.controllers != "one":
+            raise ConfigError("an HTTP edge needs one controller for all requests")
         if self.embedded and self.metrics_port:
             raise ConfigError("metrics_port is for parts with a process of their own, not for an embedded cluster")
         if not 0 <= self.metrics_port <= 65535:

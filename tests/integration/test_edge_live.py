@@ -28,13 +28,16 @@ from up_process import Up
 
 from nodes.own.engines.sim import sim_generate
 from pdbus.client import Client
+from pdbus.demo import HTTP_PORT, how_to_ask
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Up]:
-    with tempfile.TemporaryDirectory(prefix="pd") as path, Up(Path(path), "--model", "tiny", "--http", "0") as up:
+    line, _ = how_to_ask("tiny")  # as the demo says
+    arguments = ["0" if word == str(HTTP_PORT) else word for word in shlex.split(line)[2:]]
+    with tempfile.TemporaryDirectory(prefix="pd") as path, Up(Path(path), *arguments) as up:
         wait(lambda: get(url(up), "/ready")[0] == 200)
         yield up
 
@@ -175,6 +178,7 @@ def test_who_leaves_ends_the_request_at_its_rank(cluster: Up, program: openai.Op
 
 def test_the_curl_line_that_up_prints_works(cluster: Up) -> None:
     line = cluster.until("stdout", r"^or:  (curl .*)$")[1]
+    assert line.replace(url(cluster), f"http://127.0.0.1:{HTTP_PORT}") == how_to_ask("tiny")[1], "and the demo"
     done = subprocess.run([*shlex.split(line), "-s"], capture_output=True, check=True, timeout=60)
     assert json.loads(done.stdout)["choices"][0]["message"]["content"]
 
