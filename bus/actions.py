@@ -1,4 +1,5 @@
-"""What the pure cores ask their shells to do. Owns the vocabulary; must not do any of it.
+"""What the pure cores ask their shells to do. Owns the vocabulary; must not do any of it. Events and actions, here and
+in each core, are frozen trees that the garbage collector need not look at.
 
 A core is `handle(event, now) -> list[Action]`: no sockets, clocks, threads or global random inside; `now` is
 seconds on a monotonic clock.
@@ -7,31 +8,28 @@ seconds on a monotonic clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from bus.wire.messages import Message
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Struct, frozen=True, gc=False):
     """Send `message`, then `frames` untouched, to `peer` (a routing id, or a name the shell resolves)."""
 
     peer: Any
     message: Message
     frames: Sequence[Any] = ()
-    cause: str = ""  # for the log of a shell that cannot send it
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
+class Publish(Struct, frozen=True, gc=False):
     """Publish `message` under its topic (`bus.wire.topics.of`)."""
 
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(Struct, frozen=True, gc=False):
     """A log line: `event` is noun.past_verb."""
 
     event: str

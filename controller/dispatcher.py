@@ -21,7 +21,7 @@ from bus.wire.messages import (
     Cancel,
     Done,
     Failed,
-    Leg,
+    Legs,
     Message,
     Status,
     StatusQuery,
@@ -73,7 +73,7 @@ class Dispatcher:
         rid: str,
         frames: Sequence[bytes],
         *,
-        leg: Leg = "unified",
+        leg: Legs = "unified",
         max_tokens: int,
         prompt_tokens: int | None = None,
         bootstrap_room: int | None = None,
@@ -164,7 +164,7 @@ class Dispatcher:
             raise TimeoutError(f"the {LOCAL} controller did not answer in {timeout_s:g} s")
         return status
 
-    def _check_roomless(self, leg: Leg, routed_dp_rank: int | None) -> None:
+    def _check_roomless(self, leg: Legs, routed_dp_rank: int | None) -> None:
         """Other refusals come back as `Failed`; a room can't be made up for the caller, who shares it with others."""
         if leg != "unified":
             if leg in ROLES:

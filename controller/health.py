@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from bus.defaults import SILENT_INTERVALS
 from bus.wire.messages import Load, MemberKey, NodeState, RankState
 
@@ -56,8 +58,7 @@ class Pulse:
         self.busy = busy
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Struct, frozen=True, gc=False):
     key: MemberKey
     old: RankState
     new: RankState

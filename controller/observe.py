@@ -118,7 +118,11 @@ class Regret:
         self.due = now + 1 / REGRET_MAX_PER_S
         role, model = rank.info.role, rank.info.model
         best = min(
-            (other.tokens for other in ranks if other.open and (other.info.role, other.info.model) == (role, model)),
+            (
+                other.tokens
+                for other in ranks
+                if other.candidate and (other.info.role, other.info.model) == (role, model)
+            ),
             default=0,
         )
         before = rank.base_tokens - rank.newly_acked_tokens

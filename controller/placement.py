@@ -7,6 +7,7 @@ request's: one request may overshoot it, and the node queues what does not fit y
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 from bus.wire.messages import Code, Refusal, Role, Submit
 from controller.load.groups import Group, Subset, exchange
@@ -14,6 +15,8 @@ from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.policies import Policy
 from controller.requests.request import ROLES
+
+Suits: TypeAlias = Callable[[RankLoad], bool]  # whether a rank can do what a leg wants, apart from being large enough
 
 
 class Placement:
@@ -67,39 +70,51 @@ class Placement:
         model = model or submit.model
         group = self._table.group(role, model, instance)
         if dp_rank is not None:
-            rank = self._pinned(group, role, dp_rank)
-            if not rank.ready:
-                raise Refusal("rank_unavailable", f"rank {rank.key[0]}/{dp_rank} is not ready: it takes nothing now")
-            if (suits := self._suits(role, submit, group, model, prefill)) is not None and not suits(rank):
-                raise Refusal("bad_rank", f"rank {rank.key[0]}/{dp_rank} {_lacks(rank, submit)}")
-            return _bounded(rank)
-        policy = self._policies[role]
+            return self._of_caller(role, submit, group, dp_rank, self._suits(role, submit, group, model, prefill))
         if not group.ready:
             raise Refusal("no_rank", f"no live {role} rank{_of(model)} can take this now")
+        policy = self._policies[role]
         if policy.fixed:
-            if submit.bootstrap_room is None:
-                raise Refusal("bad_room", f"{role} ranks are picked by bootstrap_room here; the request has none")
-            rank_or_none = policy.pick(group, submit, submit.prompt_tokens)
-            if rank_or_none is None:
-                raise Refusal("no_rank", f"the {role} rank of bootstrap_room {submit.bootstrap_room} is not there now")
-            self._check_length(role, submit, rank_or_none.largest)
-            if (suits := self._suits(role, submit, group, model, prefill)) is not None and not suits(rank_or_none):
-                raise Refusal("no_rank", f"the {role} rank of the room {_lacks(rank_or_none, submit)}")
-            return _bounded(rank_or_none)
+            return self._of_room(role, submit, group, self._suits(role, submit, group, model, prefill))
         wants = submit.leg == "pair" or submit.needs  # more of a rank than that it is large enough
         suits = self._suits(role, submit, group, model, prefill) if wants else None
         if not avoid and suits is None:
             chosen = policy.pick(group, submit, submit.prompt_tokens)
             if chosen is None or holds(chosen, role, submit):
                 return chosen
+        return policy.pick(self._some(role, submit, group, suits, avoid), submit, submit.prompt_tokens)
+
+    def _of_caller(self, role: Role, submit: Submit, group: Group, dp_rank: int, suits: Suits | None) -> RankLoad:
+        """The rank that the caller named, credit or not."""
+        rank = self._pinned(group, role, dp_rank)
+        if not rank.ready:
+            raise Refusal("rank_unavailable", f"rank {rank.key[0]}/{dp_rank} is not ready: it takes nothing now")
+        if suits is not None and not suits(rank):
+            raise Refusal("bad_rank", f"rank {rank.key[0]}/{dp_rank} {_lacks(rank, submit)}")
+        return _bounded(rank)
+
+    def _of_room(self, role: Role, submit: Submit, group: Group, suits: Suits | None) -> RankLoad:
+        """The only rank that a fixed policy has for the request, credit or not."""
+        if submit.bootstrap_room is None:
+            raise Refusal("bad_room", f"{role} ranks are picked by bootstrap_room here; the request has none")
+        rank = self._policies[role].pick(group, submit, submit.prompt_tokens)
+        if rank is None:
+            raise Refusal("no_rank", f"the {role} rank of bootstrap_room {submit.bootstrap_room} is not there now")
+        self._check_length(role, submit, rank.largest)
+        if suits is not None and not suits(rank):
+            raise Refusal("no_rank", f"the {role} rank of the room {_lacks(rank, submit)}")
+        return _bounded(rank)
+
+    @staticmethod
+    def _some(role: Role, submit: Submit, group: Group, suits: Suits | None, avoid: tuple[RankLoad, ...]) -> Subset:
+        """Those of `group` that are ready, large enough and suit, without the ones to avoid if there are others."""
         large = [rank for rank in group.members if rank is not None and rank.ready and holds(rank, role, submit)]
         if not large:
             raise Refusal("no_rank", f"no live {role} rank is large enough for {submit.prompt_tokens} prompt tokens")
         able = large if suits is None else [rank for rank in large if suits(rank)]
         if not able:
             raise Refusal("no_rank", f"no live {role} rank {_wanted(submit)}")
-        others = [rank for rank in able if rank not in avoid]
-        return policy.pick(Subset(others or able), submit, submit.prompt_tokens)
+        return Subset([rank for rank in able if rank not in avoid] or able)
 
     def may_run(self, role: Role, submit: Submit, rank: RankLoad) -> bool:
         """Whether a leg that runs at `rank` already is where `place` might have put it, credit aside."""
@@ -117,9 +132,7 @@ class Placement:
 
     # --- what not every rank can do ---------------------------------------------------------------------------
 
-    def _suits(
-        self, role: Role, submit: Submit, group: Group, model: str, prefill: RankLoad | None
-    ) -> Callable[[RankLoad], bool] | None:
+    def _suits(self, role: Role, submit: Submit, group: Group, model: str, prefill: RankLoad | None) -> Suits | None:
         """What a rank must be for this leg, apart from large enough; None, nearly always: all of `group` are that."""
         facts, needs = group.facts(), submit.needs
         paired, kinds = submit.leg == "pair", facts.kv_kinds
@@ -130,7 +143,7 @@ class Placement:
             return None
         if paired and prefill is None:  # prefill goes where some decode rank can follow, at once if there is one
             ranks = [rank for rank in other.members if rank is not None and rank.ready]
-            kinds = frozenset(rank.kv_kind for rank in [rank for rank in ranks if rank.open] or ranks) or kinds
+            kinds = frozenset(rank.kv_kind for rank in [rank for rank in ranks if rank.candidate] or ranks) or kinds
         return lambda rank: (
             rank.params.issuperset(needs) and (not paired or any(exchange(rank.kv_kind, kind) for kind in kinds))
         )

@@ -13,7 +13,18 @@ with tempfile.TemporaryDirectory(prefix="pd") as folder, Broker(f"ipc://{folder}
     with rank as prefill, Resolver(broker.address) as decode:
         decode.want(4711, deadline_s=2.0)  # the decode leg may well ask before the prefill leg has begun
         prefill.register(4711)  # in the prefill scheduler's loop, when it takes the request in
-        prefill.report(Load(0, 1, 1, 0, 128, 128, 8192, 16))  # and with each of its steps
+        prefill.report(  # and with each of its steps
+            Load(
+                seq=0,
+                step=1,
+                running=1,
+                waiting=0,
+                waiting_tokens=128,
+                kv_tokens=128,
+                kv_capacity=8192,
+                max_running=16,
+            )
+        )
         while not decode.wait(0.1):  # a scheduler would just poll once a step
             print("waiting for the room")
         for room, location in decode.poll().items():

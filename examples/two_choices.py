@@ -31,6 +31,6 @@ class TwoChoices(PrefixPolicy):
             cached |= {rank.seat: depth * request.block_tokens for rank in some if seats & alike & 1 << rank.seat}
 
         def cost(rank):
-            return rank.tokens + self._weight * (tokens - cached.get(rank.seat, 0)), rank.picked
+            return rank.tokens + self._weight * (tokens - cached.get(rank.seat, 0)), rank.last_turn
 
         return min(some, key=cost, default=None)

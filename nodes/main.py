@@ -166,10 +166,11 @@ def serve(config: NodeConfig, *, watch_parent: bool = False) -> None:
 def own_runner(config: NodeConfig, dp_rank: int, engine: Engine) -> OwnRunner:
     """The runner of one rank, over `engine`."""
     spec = engine.spec
-    told = config.role != "decode"  # decode ranks keep no prefixes
-    pool = BlockPool(spec.blocks, spec.block_tokens, record_events=told)
+    keeps_prefixes = config.role != "decode"
+    pool = BlockPool(spec.blocks, spec.block_tokens, record_events=keeps_prefixes)
     scheduler = Scheduler(pool, max_running=config.max_running, chunk_tokens=config.chunk_tokens)
-    return OwnRunner(engine, scheduler, KvEventLog(config.instance, dp_rank, spec.block_tokens) if told else None)
+    kv_events = KvEventLog(config.instance, dp_rank, spec.block_tokens) if keeps_prefixes else None
+    return OwnRunner(engine, scheduler, kv_events)
 
 
 def _load(config: NodeConfig, loop: Loop, engines: list[Engine]) -> None:

@@ -15,7 +15,7 @@ from nodes.link.host import LINGER_MS, STREAM_GRACE_S, Host
 from nodes.link.runner import Runner
 from nodes.metrics import NodeFigures, snapshot
 
-CHECK_S = 0.25
+CHECK_S = 0.25  # for deadlines; what changes is looked at in the same turn
 SAY_WAITING_S = 2.0
 
 log = get_logger("node")
@@ -29,7 +29,7 @@ class Node:
         self.loop = loop
         self.failure: BusError | None = None
         self._figures = NodeFigures()
-        self.host = Host(config.link, loop, runners)
+        self.host = Host(config, loop, runners, self._check)
         self._on_ready: Callable[[Node], None] | None = None
         self._began = self._said = loop.clock()
         self._drain_began: float | None = None
@@ -82,6 +82,7 @@ class Node:
         self.loop.stop()
 
     def close(self) -> None:
+        """Sockets, threads and engines; when the loop no longer runs."""
         self._stop_metrics()
         self.host.close(linger_ms=0 if self._left else LINGER_MS)
         self.loop.close()

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from msgspec import Struct
+
 from bus import defaults
 from bus.actions import Note, Publish, Send
 from bus.broker.rooms import TAKEN, Owner, RoomTable
@@ -59,31 +61,27 @@ class BrokerLimits:
     max_watches_per_peer: int = 65_536
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
+class Published(Struct, frozen=True, gc=False):
     """A publication arrived under `topic`."""
 
     topic: bytes
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(Struct, frozen=True, gc=False):
     """`peer` asked over the bootstrap socket."""
 
     peer: Peer
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Unreachable:
+class Unreachable(Struct, frozen=True, gc=False):
     """A send to `peer` found nobody."""
 
     peer: Peer
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Struct, frozen=True, gc=False):
     """Time passed. Wanted every few tens of milliseconds while `needs_ticks`, else for each beacon."""
 
 
@@ -228,8 +226,8 @@ class BrokerCore:
         assert kept is not None
         for addressed, other, stands in ((later, kept.owner, False), (kept.owner, later, True)):
             at = addressed.location
-            told = Conflict(at.instance, at.dp_rank, at.epoch, claim.room, claim.attempt, other.location, stands)
-            yield Publish(told)
+            conflict = Conflict(at.instance, at.dp_rank, at.epoch, claim.room, claim.attempt, other.location, stands)
+            yield Publish(conflict)
 
     def _owner(self, rank: KnownRank, endpoint: str) -> Owner:
         """The owner of the rank's claims in its present epoch; the one of an earlier epoch is retired."""

@@ -208,12 +208,12 @@ class Broker(Service):
         return "" if self._proxy.is_alive() else "publications are not forwarded"
 
     def _gather(self) -> tuple[metrics.Metric, ...]:
-        counts = self.core.tally()
+        tally = self.core.tally()
         gatekeeper = self._sockets.gatekeeper
         refused = dict(gatekeeper.refused) if gatekeeper else {}
         return (
-            *(metrics.gauge(f"pdbus_broker_{name}", f"{name} now", counts.pop(name)) for name in _GAUGES),
-            *(metrics.counter(f"pdbus_broker_{name}_total", f"{name} so far", n) for name, n in counts.items()),
+            *(metrics.gauge(f"pdbus_broker_{name}", f"{name} now", tally.pop(name)) for name in _GAUGES),
+            *(metrics.counter(f"pdbus_broker_{name}_total", f"{name} so far", n) for name, n in tally.items()),
             metrics.labelled(
                 "counter", "pdbus_broker_rejected_total", "messages dropped, by reason", "reason", self.rejected.copy()
             ),

@@ -1,15 +1,14 @@
 """Who waits for which room, until when. Owns watches and their deadlines; must not know rooms' owners or sockets.
 
-A watch is `(peer, query id, room)`; asking again moves its deadline. Deadlines are kept in slots of GRAIN_S, so
-adding, taking and removing are O(1) and nothing stale is kept: a watch ends at its deadline or up to GRAIN_S later.
+A watch is `(peer, query id, room)`; asking again moves its deadline. Adding, taking and removing are O(1) and nothing
+stale is kept: a watch ends at its deadline or up to GRAIN_S later.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections.abc import Iterable
 
+from bus.due import DueTimes
 from bus.wire.messages import Room
 
 GRAIN_S = 0.025
@@ -21,10 +20,9 @@ class Watches:
     def __init__(self, *, max_per_peer: int = 65_536, max_total: int = 262_144) -> None:
         self._max_per_peer = max_per_peer
         self._max_total = max_total
-        self._by_room: dict[Room, dict[tuple[Peer, int], int]] = {}  # -> the slot of the deadline
+        self._by_room: dict[Room, dict[tuple[Peer, int], float]] = {}  # -> the deadline
         self._by_peer: dict[Peer, set[tuple[int, Room]]] = {}
-        self._slots: dict[int, dict[Watch, None]] = {}
-        self._order: list[int] = []  # heap of slot numbers
+        self._due: DueTimes[Watch] = DueTimes(step_s=GRAIN_S)
         self.size = 0
 
     def __contains__(self, room: Room) -> bool:
@@ -36,27 +34,23 @@ class Watches:
         return held + count <= self._max_per_peer and self.size + count <= self._max_total
 
     def add(self, peer: Peer, query: int, room: Room, deadline: float) -> None:
-        slot = math.ceil(deadline / GRAIN_S)
         watchers = self._by_room.setdefault(room, {})
         old = watchers.get((peer, query))
         if old is not None:
-            del self._slots[old][peer, query, room]
+            self._due.remove((peer, query, room), old)
         else:
             self._by_peer.setdefault(peer, set()).add((query, room))
             self.size += 1
-        watchers[peer, query] = slot
-        if slot not in self._slots:
-            self._slots[slot] = {}
-            heapq.heappush(self._order, slot)
-        self._slots[slot][peer, query, room] = None
+        watchers[peer, query] = deadline
+        self._due.add((peer, query, room), deadline)
 
     def take(self, room: Room) -> list[tuple[Peer, int]]:
         """End all watches of `room`: the (peer, query id) of each."""
         watchers = self._by_room.pop(room, None)
         if watchers is None:
             return []
-        for (peer, query), slot in watchers.items():
-            del self._slots[slot][peer, query, room]
+        for (peer, query), deadline in watchers.items():
+            self._due.remove((peer, query, room), deadline)
             self._leave(peer, query, room)
         return list(watchers)
 
@@ -78,19 +72,14 @@ class Watches:
 
     def due(self, now: float, budget: int = 4096) -> list[Watch]:
         """End the watches whose deadline has passed, `budget` at most."""
-        ended: list[Watch] = []
-        while self._order and self._order[0] * GRAIN_S <= now and len(ended) < budget:
-            slot = self._slots[self._order[0]]
-            for watch in list(slot)[: budget - len(ended)]:
-                self._end(*watch)
-                ended.append(watch)
-            if not slot:
-                del self._slots[heapq.heappop(self._order)]
+        ended = self._due.take(now, budget)
+        for watch in ended:
+            self._end(*watch)
         return ended
 
     def _end(self, peer: Peer, query: int, room: Room) -> None:
         watchers = self._by_room[room]
-        del self._slots[watchers.pop((peer, query))][peer, query, room]
+        self._due.remove((peer, query, room), watchers.pop((peer, query)))
         if not watchers:
             del self._by_room[room]
         self._leave(peer, query, room)

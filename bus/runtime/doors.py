@@ -129,8 +129,8 @@ class Doors:
         door = self._doors[monitor]
         with suppress(zmq.Again):
             while True:
-                told = recv_monitor_message(monitor, zmq.NOBLOCK)
-                kind, number, endpoint = told["event"], int(told["value"]), told["endpoint"].decode(errors="replace")
+                said = recv_monitor_message(monitor, zmq.NOBLOCK)
+                kind, number, endpoint = said["event"], int(said["value"]), said["endpoint"].decode(errors="replace")
                 if kind == zmq.EVENT_ACCEPTED:
                     self._came(door, number, endpoint)
                 elif kind == zmq.EVENT_DISCONNECTED:

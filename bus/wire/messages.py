@@ -18,7 +18,7 @@ MAX_TOKENS_PER_MESSAGE = 16384
 MAX_DP_SIZE = 4096
 
 Role: TypeAlias = Literal["prefill", "decode", "unified"]
-Leg: TypeAlias = Literal["pair", "prefill", "decode", "unified"]
+Legs: TypeAlias = Literal["pair", "prefill", "decode", "unified"]  # what a request asks for
 NodeState: TypeAlias = Literal["starting", "ready", "draining", "gone"]
 RankState: TypeAlias = Literal["starting", "ready", "draining", "gone", "silent", "lost", "hung"]
 FoundBy: TypeAlias = Literal["", "told", "computed", "asked", "local"]
@@ -78,7 +78,7 @@ Rid: TypeAlias = Annotated[str, Meta(min_length=1, max_length=128)]
 Room: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
 Epoch: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_ROOM)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_ROOM)]
-Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_DP_SIZE)]
+DpRank: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_DP_SIZE)]
 DpSize: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_DP_SIZE)]
 Attempt: TypeAlias = Annotated[int, Meta(ge=1, le=1_000_000)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -150,7 +150,7 @@ class Location(_NamedAt, frozen=True):
     """Where a rank is: `endpoint` is its data socket, `epoch` this start of it."""
 
     instance: Name
-    dp_rank: Rank
+    dp_rank: DpRank
     epoch: Epoch
     endpoint: Endpoint
 
@@ -166,7 +166,7 @@ class Ack(Message, frozen=True):
     tokens: Count  # sum of `Dispatch.charge`
 
 
-class Load(Message, frozen=True):
+class Load(Message, frozen=True, kw_only=True):
     """What a scheduler says of itself, read with `acks` at one point of its loop, after it ingested its inbox."""
 
     seq: Count  # rises with every report of this epoch
@@ -188,7 +188,7 @@ class Load(Message, frozen=True):
 
 class LoadReport(_Named, frozen=True, tag="load"):
     instance: Name
-    dp_rank: Rank
+    dp_rank: DpRank
     epoch: Epoch
     seq: Count
     load: Load
@@ -213,7 +213,7 @@ class Rooms(_NamedAt, frozen=True, tag="rooms"):
     """Rooms registered and dropped since the last one; a `snapshot` answers a resync and restates live rooms."""
 
     instance: Name
-    dp_rank: Rank
+    dp_rank: DpRank
     epoch: Epoch
     seq: Count
     load: Load | None
@@ -227,7 +227,7 @@ class Member(_NamedAt, frozen=True, tag="member"):
     """Who the sender is, at least each `interval_s`; `rooms_seq` lets the broker notice a lost last message."""
 
     instance: Name
-    dp_rank: Rank
+    dp_rank: DpRank
     epoch: Epoch
     seq: Count
     load: Load | None
@@ -243,7 +243,7 @@ class Member(_NamedAt, frozen=True, tag="member"):
 
 class SentTo(_Named, frozen=True):
     instance: Name
-    dp_rank: Rank
+    dp_rank: DpRank
     epoch: Epoch
     dispatches: Count
     tokens: Count
@@ -270,7 +270,7 @@ class Resync(_Named, frozen=True, tag="resync"):
     """Broker to one publisher (topic `to/<instance>/<dp_rank>/`): restate your membership and live rooms."""
 
     instance: Name
-    dp_rank: Rank
+    dp_rank: DpRank
     epoch: Epoch  # of the publisher concerned
 
 
@@ -278,7 +278,7 @@ class Conflict(_Named, frozen=True, tag="conflict"):
     """Broker to one publisher: two live epochs claim `room` with one attempt; the later claim was refused."""
 
     instance: Name
-    dp_rank: Rank
+    dp_rank: DpRank
     epoch: Epoch
     room: Room
     attempt: Attempt
@@ -332,7 +332,7 @@ class TopologyQuery(Message, frozen=True, tag="topology"):
 
 
 class MemberInfo(_At, frozen=True):
-    dp_rank: Rank
+    dp_rank: DpRank
     epoch: Epoch
     state: NodeState
     endpoint: Endpoint
@@ -377,11 +377,11 @@ class Refused(Message, frozen=True, tag="refused"):
 # --- controller <-> node (DEALER -> ROUTER) ------------------------------------------------------------------
 
 
-class Hello(_NamedAt, frozen=True, tag="hello"):
+class Hello(_NamedAt, frozen=True, kw_only=True, tag="hello"):
     """A node introduces itself: first message on a connection, repeated on `who`, on each change of state."""
 
     instance: Name
-    dp_rank: Rank
+    dp_rank: DpRank
     epoch: Epoch
     role: Role
     model: Model
@@ -405,7 +405,7 @@ class Welcome(_OfController, frozen=True, tag="welcome"):
     epoch: Epoch
     follow_bootstrap_room: bool
     lease_s: Seconds
-    dp_rank: Rank
+    dp_rank: DpRank
 
 
 class Who(Message, frozen=True, tag="who"):
@@ -428,7 +428,7 @@ class Dispatch(Message, frozen=True, tag="dispatch"):
     rid: Rid
     attempt: Attempt
     leg: Role
-    dp_rank: Rank  # which rank of the receiving process
+    dp_rank: DpRank  # which rank of the receiving process
     controller_epoch: Epoch
     number: Count  # 1, 2, 3 ... for this (controller epoch, node epoch)
     charge: Count  # tokens charged to the rank's estimate, to be acknowledged
@@ -438,7 +438,7 @@ class Dispatch(Message, frozen=True, tag="dispatch"):
     bootstrap_room: Room | None = None
     prefill: Location | None = None  # told: where the prefill leg runs
     prefill_instance: InstanceOrEmpty = ""  # for `room % dp_size` when not told
-    disagg_prefill_dp_rank: Rank | None = None  # told by the caller, location to be looked up
+    disagg_prefill_dp_rank: DpRank | None = None  # told by the caller, location to be looked up
     deadline_s: Seconds = 0.0  # left when sent; 0: none
     priority: Priority = 0
 
@@ -451,7 +451,7 @@ class CancelLeg(Message, frozen=True, tag="cancel_leg"):
 
 
 class Drain(Message, frozen=True, tag="drain"):
-    dp_rank: Rank
+    dp_rank: DpRank
 
 
 class Ended(Message, frozen=True):
@@ -472,7 +472,7 @@ class Progress(_Named, frozen=True, tag="progress"):
     """Node to controller, at most one per step: legs that produced their first output, legs that ended."""
 
     instance: Name
-    dp_rank: Rank
+    dp_rank: DpRank
     epoch: Epoch
     started: Annotated[tuple[tuple[Rid, Attempt], ...], Meta(max_length=65536)] = ()
     ended: Annotated[tuple[Ended, ...], Meta(max_length=65536)] = ()
@@ -480,7 +480,7 @@ class Progress(_Named, frozen=True, tag="progress"):
 
 class Bye(_Named, frozen=True, tag="bye"):
     instance: Name
-    dp_rank: Rank
+    dp_rank: DpRank
     epoch: Epoch
 
 
@@ -497,7 +497,7 @@ class Submit(Message, frozen=True, tag="submit"):
     """
 
     rid: Rid
-    leg: Leg
+    leg: Legs
     prompt_tokens: int
     max_tokens: Count
     bootstrap_room: int | None = None
@@ -563,7 +563,7 @@ class StatusQuery(Message, frozen=True, tag="status"):
 
 class RankStatus(_NamedAt, frozen=True):
     instance: Name
-    dp_rank: Rank
+    dp_rank: DpRank
     role: Role
     model: Model
     state: RankState
@@ -600,7 +600,7 @@ class DrainRank(_Named, frozen=True, tag="drain_rank"):
 
     id: Count
     instance: Name
-    dp_rank: Rank
+    dp_rank: DpRank
 
 
 # --- data plane: client -> node (token streams), node -> node (KV cache), all on the node's ROUTER --------------

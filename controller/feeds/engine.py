@@ -17,7 +17,7 @@ from bus.runtime.loop import Loop, Timer
 from bus.runtime.sockets import Socket, Sockets
 from bus.wire.messages import Load, MemberKey
 from controller.feeds.changes import Changes
-from controller.feeds.follower import Follower, Progress
+from controller.feeds.follower import Follower, Learned
 from controller.feeds.load_stat import parse_load_stat
 from controller.feeds.settings import EngineSettings
 
@@ -72,11 +72,11 @@ class EngineFeed:
 
     def _event(self, rank: int, frames: list[bytes]) -> None:
         try:
-            progress = self.followers[rank].live(frames)
+            learned = self.followers[rank].live(frames)
         except RemoteProtocolError as error:
             self._reject(rank, error)
             return
-        self._do(rank, progress)
+        self._do(rank, learned)
 
     def _load(self, rank: int, frames: list[bytes]) -> None:
         try:
@@ -88,11 +88,11 @@ class EngineFeed:
             return
         self._on_load((self.settings.instance, rank), load)
 
-    def _do(self, rank: int, progress: Progress) -> None:
-        if progress.changes:
-            self._on_changes((self.settings.instance, rank), progress.changes)
-        if progress.replay_from is not None:
-            self._ask(rank, progress.replay_from)
+    def _do(self, rank: int, learned: Learned) -> None:
+        if learned.changes:
+            self._on_changes((self.settings.instance, rank), learned.changes)
+        if learned.replay_from is not None:
+            self._ask(rank, learned.replay_from)
         elif not self.followers[rank].sequence.replaying:
             self._end_replay(rank)
 
@@ -109,11 +109,11 @@ class EngineFeed:
         timer.cancel()
         self._replays[rank] = (socket, self._loop.call_later(REPLAY_S, partial(self._silence, rank)))
         try:
-            progress = self.followers[rank].replayed(frames)
+            learned = self.followers[rank].replayed(frames)
         except RemoteProtocolError as error:
             self._reject(rank, error)
             return
-        self._do(rank, progress)
+        self._do(rank, learned)
 
     def _silence(self, rank: int) -> None:
         self._end_replay(rank)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from bus.errors import RemoteProtocolError
 from controller.feeds.changes import Changes, Cleared, Removed, Stored
@@ -21,8 +22,7 @@ from controller.feeds.sequence import Deliver, Replay, Sequencer, Step
 from controller.feeds.translate import Translator
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Learned(Struct, frozen=True, gc=False):
     """What a message led to: changes for the prefix index, and from where to ask for a replay, if at all."""
 
     changes: Changes
@@ -41,22 +41,22 @@ class Follower:
         self._dp_rank = dp_rank
         self._ours = ours
 
-    def live(self, frames: Sequence[bytes]) -> Progress:
+    def live(self, frames: Sequence[bytes]) -> Learned:
         """A message of the stream. RemoteProtocolError when it has no sequence number."""
         seq, payload = split_frames(frames)
         if seq < 0:
             raise RemoteProtocolError("frames", "an end of replay in the stream")
-        return self._progress(self.sequence.live(seq, payload))
+        return self._learned(self.sequence.live(seq, payload))
 
-    def replayed(self, frames: Sequence[bytes]) -> Progress:
+    def replayed(self, frames: Sequence[bytes]) -> Learned:
         """An answer to a replay. RemoteProtocolError when it has no sequence number."""
-        return self._progress(self.sequence.replayed(*split_frames(frames)))
+        return self._learned(self.sequence.replayed(*split_frames(frames)))
 
-    def unanswered(self) -> Progress:
+    def unanswered(self) -> Learned:
         """The replay under way has had its time."""
-        return self._progress(self.sequence.unanswered())
+        return self._learned(self.sequence.unanswered())
 
-    def _progress(self, steps: Sequence[Step]) -> Progress:
+    def _learned(self, steps: Sequence[Step]) -> Learned:
         changes: list[Stored | Removed | Cleared] = []
         replay_from = None
         for step in steps:
@@ -73,7 +73,7 @@ class Follower:
                     changes.append(self._void())
             else:
                 changes.append(self._void())
-        return Progress(tuple(changes), replay_from)
+        return Learned(tuple(changes), replay_from)
 
     def _void(self) -> Cleared:
         self.translator.clear()
@@ -95,6 +95,7 @@ class Follower:
 
 
 def _integers(hashes: Sequence[Hash]) -> tuple[int, ...]:
-    if not all(type(each) is int for each in hashes):
-        raise RemoteProtocolError("schema", "our hashes are integers")
-    return tuple(each for each in hashes if isinstance(each, int))
+    found = tuple(each for each in hashes if isinstance(each, int) and each >= 0)
+    if len(found) < len(hashes):
+        raise RemoteProtocolError("schema", "our hashes are unsigned integers")
+    return found

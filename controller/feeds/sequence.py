@@ -9,27 +9,25 @@ is void and begins anew after the hole.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TypeAlias
+
+from msgspec import Struct
 
 MAX_HELD = 4096  # live messages kept while a hole is being filled
 ATTEMPTS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(Struct, frozen=True, gc=False):
     payload: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
+class Replay(Struct, frozen=True, gc=False):
     """Ask the publisher for everything from `start` on."""
 
     start: int
 
 
-@dataclass(frozen=True, slots=True)
-class Void:
+class Void(Struct, frozen=True, gc=False):
     """Forget what is known of this publisher's cache."""
 
 

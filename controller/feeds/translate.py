@@ -29,28 +29,36 @@ class Translator:
         self._ours.clear()
 
     def changes(self, events: Sequence[KvEvent]) -> Changes:
-        """What the events mean for the prefix index."""
-        found: list[Stored | Removed | Cleared] = []
+        """What the events mean for the prefix index. Blocks that engines name one by one go there together."""
+        found: list[tuple[type[Stored | Removed] | None, list[int]]] = []
         for event in events:
+            kind, names = found[-1] if found else (None, [])
             if isinstance(event, BlockStored):
-                if names := self._stored(event):
-                    found.append(Stored(names))
+                parent, some = self._stored(event)
+                if kind is not Stored or names[-1] != parent:
+                    kind, names = Stored, []
             elif isinstance(event, BlockRemoved):
-                names = tuple(ours for theirs in event.hashes if (ours := self._ours.pop(theirs, None)) is not None)
-                if names:
-                    found.append(Removed(names))
+                some = [ours for theirs in event.hashes if (ours := self._ours.pop(theirs, None)) is not None]
+                if kind is not Removed:
+                    kind, names = Removed, []
             else:
                 self.clear()
-                found.append(Cleared())
-        return tuple(found)
+                found.append((None, []))
+                continue
+            if some and not names:
+                found.append((kind, names))
+            names += some
+        return tuple(Cleared() if kind is None else kind(tuple(names)) for kind, names in found)
 
-    def _stored(self, event: BlockStored) -> tuple[int, ...]:
+    def _stored(self, event: BlockStored) -> tuple[int, list[int]]:
+        """Our name of the parent, and those of the blocks."""
         parent = ROOT if event.parent is None else self._ours.get(event.parent)
         if parent is None or not event.plain:
             self._counts["kv_blocks_unnamed"] += len(event.hashes)
-            return ()
+            return ROOT, []
+        follows = parent
         packed, size = token_bytes(event.tokens), 4 * event.block_tokens
-        names = []
+        names: list[int] = []
         for number, theirs in enumerate(event.hashes):
             parent = hash_block(parent, packed[number * size : (number + 1) * size])
             self._ours[theirs] = parent
@@ -58,4 +66,4 @@ class Translator:
             names.append(parent)
         while len(self._ours) > self._max_blocks:
             self._ours.popitem(last=False)
-        return tuple(names)
+        return follows, names

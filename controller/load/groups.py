@@ -21,18 +21,18 @@ class Metric(IntEnum):
     """What a pick minimises; equals go to the rank picked least recently, so ties rotate."""
 
     TURN = 0  # nothing: plain rotation
-    REQUESTS = 1
-    TOKENS = 2  # ties by requests
+    REQUESTS = 1  # the estimate of requests
+    TOKENS = 2  # the estimate of tokens; ties by requests
 
 
 def key_of(rank: RankLoad, metric: int) -> int:
     """What `rank` counts in `metric` (a Metric), as one integer, its last turn in the low bits."""
     if metric == 2:
         requests = rank.requests
-        return (rank.tokens << 24 | (requests if requests < 0xFFFFFF else 0xFFFFFF)) << 48 | rank.picked
+        return (rank.tokens << 24 | (requests if requests < 0xFFFFFF else 0xFFFFFF)) << 48 | rank.last_turn
     if metric == 1:
-        return rank.requests << 48 | rank.picked
-    return rank.picked
+        return rank.requests << 48 | rank.last_turn
+    return rank.last_turn
 
 
 KvKind: TypeAlias = tuple[str, str]  # (transfer, layout) as ranks say in their hello
@@ -134,7 +134,7 @@ class Group:
         return self._seated.get(rank.seat) is rank
 
     def __iter__(self) -> Iterator[RankLoad]:
-        return (rank for rank in self.members if rank is not None and rank.open)
+        return (rank for rank in self.members if rank is not None and rank.candidate)
 
     def facts(self) -> Facts:
         if self._facts is None:
@@ -206,12 +206,12 @@ class Group:
         for member in ranks:
             assert self.alike(member.info.block_tokens) >> member.seat & 1, "alike"
             if self._seats is not None:
-                want = key_of(member, Metric.TOKENS) << 16 | member.seat if member.open else NEVER
+                want = key_of(member, Metric.TOKENS) << 16 | member.seat if member.candidate else NEVER
                 assert self._seats.key(member.seat) == want, member
         for metric, index in self._indexes.items():
             index.validate()
             for leaf, rank in enumerate(self.members):
-                want = NEVER if rank is None or not rank.open else key_of(rank, metric) << 16 | leaf
+                want = NEVER if rank is None or not rank.candidate else key_of(rank, metric) << 16 | leaf
                 assert index.key(leaf) == want, (metric, leaf)
 
     def _count(self, rank: RankLoad, by: int) -> None:
@@ -232,7 +232,7 @@ class Group:
     @staticmethod
     def _enter(rank: RankLoad, metric: Metric, index: LeastIndex | SeatKeys, leaf: int) -> None:
         rank.leaves.append((index, leaf, int(metric)))
-        index.update(leaf, key_of(rank, metric) << 16 | leaf if rank.open else NEVER)
+        index.update(leaf, key_of(rank, metric) << 16 | leaf if rank.candidate else NEVER)
 
 
 class Subset:
@@ -261,4 +261,4 @@ class Subset:
         return any(each is rank for each in self._ranks)
 
     def __iter__(self) -> Iterator[RankLoad]:
-        return (rank for rank in self._ranks if rank.open)
+        return (rank for rank in self._ranks if rank.candidate)

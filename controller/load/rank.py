@@ -19,13 +19,18 @@ UNLIMITED = 1 << 62
 
 
 class RankLoad:
-    """What the controller believes of `(instance, dp_rank)` in its epoch `epoch`. Requests and tokens are counts."""
+    """What the controller believes of `(instance, dp_rank)` in its epoch `epoch`. Requests and tokens are counts.
+
+    A policy reads `requests` and `tokens` (the estimate), `ready`, `seat` (its number among the ranks there are, used
+    again once it is gone), `key` (instance, dp_rank) and `info` (its hello). The rest is the load table's.
+    """
 
     __slots__ = (
         "acked",
         "acked_tokens",
         "base_requests",
         "base_tokens",
+        "candidate",
         "counts_queue_only",
         "dispatched_total",
         "ended_total",
@@ -39,6 +44,7 @@ class RankLoad:
         "key",
         "kv_kind",
         "largest",
+        "last_turn",
         "leaves",
         "limit_requests",
         "limit_tokens",
@@ -47,7 +53,6 @@ class RankLoad:
         "newly_acked",
         "newly_acked_tokens",
         "number",
-        "open",
         "other_acks",
         "others",
         "others_requests",
@@ -56,7 +61,6 @@ class RankLoad:
         "outstanding_tokens",
         "params",
         "peer",
-        "picked",
         "ready",
         "rebase",
         "reported_at",
@@ -113,12 +117,12 @@ class RankLoad:
         self.tokens = 0
         self.ready = False  # health says that it may be dispatched to
         self.slow = False  # just back: one at a time until it reports
-        self.open = False  # ready and with credit: a candidate
+        self.candidate = False  # ready and with credit: a candidate
         self.limit_requests = UNLIMITED
         self.limit_tokens = UNLIMITED
         self.hard_requests = UNLIMITED
         self.largest = UNLIMITED  # tokens of context (prompt and output) it can hold at all
-        self.picked = 0  # turn of its last dispatch
+        self.last_turn = 0  # turn of its last dispatch
         self.leaves: list[tuple[LeastIndex | SeatKeys, int, int]] = []  # its keys: (index, leaf there, Metric)
         # totals since the controller began, over all epochs of the rank
         self.dispatched_total = 0
@@ -137,6 +141,7 @@ class RankLoad:
 
     @property
     def in_flight_tokens(self) -> int:
+        """Their tokens."""
         return self.sent_tokens - self.acked_tokens
 
     @property

@@ -20,11 +20,10 @@ Owns counters and estimates; no sockets, no clock, and no idea of a request's li
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections import Counter, OrderedDict
 
 from bus.defaults import STALE_INTERVALS, STALE_S, bounded_interval_s
+from bus.due import DueTimes
 from bus.wire.messages import Ack, Hello, Load, MemberKey, Role, Sent, SentTo
 from controller.load.groups import Group, group_names, key_of
 from controller.load.index import NEVER
@@ -73,8 +72,7 @@ class LoadTable:
         self._free_seats: list[int] = []
         self._seats = 0  # given out so far, free ones included
         self.turn = 0  # dispatches charged so far
-        self._fresh: list[tuple[float, int, RankLoad]] = []  # heap: when to look whether a rank has reported since
-        self._order = itertools.count()
+        self._fresh: DueTimes[RankLoad] = DueTimes()  # when to look whether a rank has reported since
         self._controllers: dict[int, tuple[int, float]] = {}  # epoch -> (seq of its last Sent, when)
 
     # --- ranks come and go ------------------------------------------------------------------------------------
@@ -91,7 +89,7 @@ class LoadTable:
             rank.dispatched_total, rank.routed_total = old.dispatched_total, old.routed_total
             rank.ended_total = old.ended_total + old.outstanding  # these end with it
             rank.failed_total = old.failed_total + old.outstanding
-            rank.picked = old.picked
+            rank.last_turn = old.last_turn
         closed = self._closed.pop((rank.key, rank.epoch), None)
         if closed is not None:
             rank.number, rank.sent, rank.sent_tokens = closed
@@ -130,7 +128,7 @@ class LoadTable:
             return
         for group in self._groups_of(rank):
             group.remove(rank)
-        rank.ready = rank.open = False
+        rank.ready = rank.candidate = False
         del self.ranks[rank.key]
         self._free_seats.append(rank.seat)
         if rank.number:
@@ -164,7 +162,7 @@ class LoadTable:
         rank.load = load
         rank.reported_at = now
         if rank.stale:
-            heapq.heappush(self._fresh, (now + self._stale_s, next(self._order), rank))
+            self._fresh.add(rank, now + self._stale_s)
         rank.stale = rank.slow = False
         rank.base_requests = load.running + load.waiting
         rank.base_tokens = load.waiting_tokens if rank.counts_queue_only else load.waiting_tokens + load.kv_tokens
@@ -202,15 +200,13 @@ class LoadTable:
         """To be called now and then, each second say: stop believing reports that are too old (their ranks are
         returned), and counters of silent controllers."""
         aged = []
-        while self._fresh and self._fresh[0][0] < now:
-            rank = heapq.heappop(self._fresh)[2]
+        for rank in self._fresh.take(now):
             if self.ranks.get(rank.key) is not rank:
                 continue
             assert rank.reported_at is not None
             believed_until = rank.reported_at + max(self._stale_s, STALE_INTERVALS * rank.interval_s)
             if believed_until >= now:  # looked at earlier too: its interval may have become shorter by then
-                look_at = min(believed_until, now + self._stale_s)
-                heapq.heappush(self._fresh, (look_at, next(self._order), rank))
+                self._fresh.add(rank, min(believed_until, now + self._stale_s))
                 continue
             rank.stale = True
             self._refresh(rank)
@@ -237,7 +233,7 @@ class LoadTable:
         rank.outstanding_tokens += tokens
         rank.dispatched_total += 1
         self.turn += 1
-        rank.picked = self.turn
+        rank.last_turn = self.turn
         self._refresh(rank)
         return rank.number
 
@@ -269,7 +265,7 @@ class LoadTable:
         return tuple(
             SentTo(rank.key[0], rank.key[1], rank.epoch, rank.sent, rank.sent_tokens)
             for rank in self.ranks.values()
-            if rank.picked > since
+            if rank.last_turn > since
         )
 
     @property
@@ -292,6 +288,7 @@ class LoadTable:
 
     def validate(self) -> None:
         """Every sum and index is what its definition says (tests call this after each event)."""
+        fresh = set(self._fresh)
         for rank in self.ranks.values():
             assert 0 <= rank.acked <= rank.sent, rank
             assert 0 <= rank.acked_tokens <= rank.sent_tokens, rank
@@ -299,10 +296,10 @@ class LoadTable:
             assert rank.outstanding == rank.dispatched_total - rank.ended_total, rank
             assert 0 <= rank.failed_total <= rank.ended_total, rank
             assert rank.requests >= 0 <= rank.tokens, rank
-            assert rank.stale != any(rank is fresh for _, _, fresh in self._fresh), rank
+            assert rank.stale != (rank in fresh), rank
             want = (rank.outstanding, rank.outstanding_tokens) if rank.stale else _estimate(rank)
             assert (rank.requests, rank.tokens) == want, (rank, want)
-            assert not rank.open or rank.ready, rank
+            assert not rank.candidate or rank.ready, rank
         seats = [*self._free_seats, *(rank.seat for rank in self.ranks.values())]
         assert sorted(seats) == list(range(self._seats)), "every seat is taken once, or free"
         for group in self._groups.values():
@@ -370,7 +367,7 @@ class LoadTable:
             requests = rank.base_requests + rank.sent - rank.acked + rank.others_requests
             tokens = rank.base_tokens + rank.sent_tokens - rank.acked_tokens + rank.others_tokens
         rank.requests, rank.tokens = requests, tokens
-        rank.open = can_take = (
+        rank.candidate = can_take = (
             rank.ready
             and requests < rank.limit_requests
             and tokens < rank.limit_tokens

@@ -43,7 +43,9 @@ class CacheAware(PrefixPolicy):
             if rank is None:  # none of them is a candidate
                 break
             cost = rank.tokens + weight * max(1, compute - depth * size)
-            if cost < least or (cost == least and (rank.requests, rank.picked) < (chosen.requests, chosen.picked)):
+            if cost < least or (
+                cost == least and (rank.requests, rank.last_turn) < (chosen.requests, chosen.last_turn)
+            ):
                 chosen, least = rank, cost
             if rank.tokens + at_least > least or (rank is chosen and not holders & (holders - 1)):
                 break

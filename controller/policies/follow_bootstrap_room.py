@@ -22,6 +22,6 @@ class FollowBootstrapRoom(Policy):
         for ranks in view.instances():
             dp_size = next(iter(ranks.values())).info.dp_size if ranks else 1
             rank = ranks.get(room % dp_size)
-            if rank is not None and rank.ready and (chosen is None or rank.picked < chosen.picked):
+            if rank is not None and rank.ready and (chosen is None or rank.last_turn < chosen.last_turn):
                 chosen = rank
         return chosen

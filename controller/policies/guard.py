@@ -37,7 +37,7 @@ class Guard(Policy):
         except FAULTS as error:
             self._on_fault("pick", story(error))
         else:
-            if isinstance(rank, RankLoad) and (rank.open or (self.fixed and rank.ready)) and view.has(rank):
+            if isinstance(rank, RankLoad) and (rank.candidate or (self.fixed and rank.ready)) and view.has(rank):
                 return rank
             least = view.least(Metric.TOKENS)
             if rank is None and (self.fixed or least is None):

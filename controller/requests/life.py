@@ -1,27 +1,25 @@
-"""The life of requests: accepted, placed, dispatched, retried, ended exactly once.
+"""The life of requests: accepted, placed, retried, ended exactly once.
 
-Owns what happens to a request and when; `controller.requests.table` keeps what is alive, `controller.placement` chooses
-ranks, `controller.load.table` counts them. Pure: what must be sent is appended to `out`.
+Owns what happens to a request and when, and what its client hears; `controller.requests.attempts` gives its legs to
+ranks, `controller.requests.table` keeps what is alive. Pure: what must be sent is appended to `out`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from bus.actions import Note
 from bus.wire.messages import (
     RETRYABLE,
     Accepted,
-    Attempt,
     CancelLeg,
     Code,
     Dispatch,
     Done,
     Ended,
     Failed,
-    Location,
     Progress,
     Refusal,
     Rid,
@@ -34,20 +32,10 @@ from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.members import Loss
 from controller.placement import Placement
-from controller.requests.request import (
-    MENDABLE,
-    ROLES,
-    LegRun,
-    LegState,
-    Request,
-    State,
-    check,
-    dispatch_of,
-    same_request,
-)
-from controller.requests.table import Held, RequestTable
+from controller.requests.attempts import Attempts, work_of
+from controller.requests.request import LegRun, LegState, Request, State, check, is_spare, same_request, verdict
+from controller.requests.table import RequestTable, lane_of
 
-MAX_ATTEMPT = 1_000_000
 # Failures of the cluster, logged with their rid. What a client got wrong or chose is not: it could fill the log.
 LOGGED: frozenset[Code] = frozenset(
     {"peer_lost", "unknown_room", "kv_failed", "prefill_failed", "decode_failed", "engine_failed", "poison"}
@@ -72,14 +60,11 @@ class Life:
         now: float,
     ) -> None:
         self._config = config
-        self._epoch = epoch
-        self._loads = loads
-        self._placement = placement
-        self._learns = placement.learns
         self._counts = counts
         self._ends_s = 0.0  # recent ends a second
         self._ends = 0
         self.table = RequestTable(config, now)
+        self._attempts = Attempts(epoch, self.table, loads, placement, counts)
         self.requests = self.table.requests
         self.queue = self.table.queue
         self.settled = False
@@ -99,7 +84,7 @@ class Life:
             size = sum(map(len, frames))
             self.table.check(peer, submit, size, live)
         except Refusal as refusal:
-            self._refuse(peer, submit, refusal, out)
+            self._answer_failed(peer, submit.rid, submit.attempt, refusal.code, refusal.sentence, out)
             return
         if live is not None:
             self._supersede(live, peer, out)
@@ -129,11 +114,11 @@ class Life:
     def progress(self, rank: RankLoad, progress: Progress, now: float, out: list[Action]) -> None:
         """Legs that started or ended; what an older attempt says is fenced off here."""
         for rid, attempt in progress.started:
-            work = _work(rank, rid, attempt)
+            work = work_of(rank, rid, attempt)
             if work is not None and work[1].answers:
                 self._output(work[0])
         for ended in progress.ended:
-            work = _work(rank, ended.rid, ended.attempt)
+            work = work_of(rank, ended.rid, ended.attempt)
             if work is not None and work[1].role == ended.leg:
                 self._ended(*work, ended, now, out)
 
@@ -145,20 +130,17 @@ class Life:
             self._counts["legs_lost"] += 1
             if loss.tell:
                 out.append(ToNode(loss.rank.peer, CancelLeg(rid, request.attempt, "fenced")))
-            self._over(leg, request)
+            self._attempts.over(leg, request)
             request.losses += loss.died
             self._leg_failed(request, leg, "peer_lost", loss.why, now, out)
 
     def undelivered(self, rank: RankLoad, dispatch: Dispatch, now: float, out: list[Action]) -> None:
         """A dispatch could not be queued for its node: it never happened."""
-        work = _work(rank, dispatch.rid, dispatch.attempt)
+        work = work_of(rank, dispatch.rid, dispatch.attempt)
         if work is not None:
             request, leg = work
             self._counts["undelivered"] += 1
-            self._loads.undo(rank, leg.charge)
-            leg.step("given up")
-            del rank.work[request.rid]
-            self._learn(leg, request, None, now)
+            self._attempts.undo(leg, request, now)
             sentence = f"rank {rank.key[0]}/{rank.key[1]} takes no more messages"
             self._leg_failed(request, leg, "overloaded", sentence, now, out)
 
@@ -200,16 +182,11 @@ class Life:
         """Every sum and map is what its definition says (tests call this after each event)."""
         self.table.validate()
         live = self.requests.values()
-        running = [(leg, r) for r in live for leg in r.legs if leg.state is LegState.RUNNING]
-        assert all(request.state in (State.RUNNING, State.STREAMING) for _, request in running)
-        assert all(leg.rank.work.get(request.rid) == (request, leg) for leg, request in running)
-        for rank in self._loads.ranks.values():
-            mine = [leg for leg, _ in running if leg.rank is rank]
-            assert rank.outstanding == len(mine) == len(rank.work), rank
-            assert rank.outstanding_tokens == sum(leg.charge for leg in mine), rank
+        self._attempts.validate(live)
         for request in live:
             assert request.state is not State.ENDED
-            assert request.state is State.QUEUED or any(leg.state is LegState.RUNNING for leg in request.legs)
+            running = any(leg.state is LegState.RUNNING for leg in request.legs)
+            assert running == (request.state is not State.QUEUED)
 
     # --- inside: begin ----------------------------------------------------------------------------------------
 
@@ -218,15 +195,11 @@ class Life:
             raise Refusal("duplicate_rid", "the rid belongs to another live request")
         self._counts["reattached"] += 1
         self.table.move(live, peer)
-        if live.state is not State.QUEUED:
-            self._accept(live, out)
-        else:  # it waits: say that it is known, so that its client does not take us for dead
-            waits = Accepted(live.rid, live.attempt, live.submit.bootstrap_room, None, None)
-            out.append(ToClient(live.peer, waits))
+        self._accept(live, out)  # without ranks if it waits: it is known, so that its client does not take us for dead
 
     def _supersede(self, live: Request, peer: Any, out: list[Action]) -> None:
         self._counts["superseded"] += 1
-        self._withdraw(live, "fenced", out)
+        self._attempts.withdraw(live, "fenced", out)
         if live.peer != peer:
             failed = Failed(live.rid, live.attempt, "fenced", "a newer attempt was submitted", retryable=False)
             out.append(ToClient(live.peer, failed))
@@ -235,103 +208,18 @@ class Life:
     def _enqueue(self, request: Request) -> None:
         if not self.queue.has_room(request.frames_bytes):
             raise Refusal("overloaded", f"all ranks are busy and {len(self.queue)} requests wait already")
-        self.queue.add(_lane(request.submit), request)
+        self.queue.add(lane_of(request.submit), request)
         self._counts["queued"] += 1
 
-    # --- inside: place and dispatch ---------------------------------------------------------------------------
-
     def _place(self, request: Request, now: float, out: list[Action]) -> bool:
-        """Dispatch `request` if its legs have ranks; False: it waits. Raises Refusal where waiting does not help."""
-        if not self.settled:
+        """Dispatch it and tell its client where; False: it waits. Raises Refusal where waiting does not help."""
+        if not self.settled or not self._attempts.place(request, now, out):
             return False
-        submit = request.submit
-        if not request.tries:
-            held = self.table.inherited.of(submit.rid)
-            if held and self._adopt(request, held, now, out):
-                return True
-            for role in ROLES[submit.leg]:
-                request.model = self._placement.check(role, submit, request.model)
-            if held:
-                self._disown(request, out)
-        if self.queue.requests and request.lane is None and self.queue.waits(_lane(submit)):
-            return False
-        chosen: list[tuple[Role, RankLoad]] = []
-        for role in ROLES[submit.leg]:
-            prefill = chosen[0][1] if chosen else None
-            rank = self._placement.place(role, submit, request.avoid, request.model, prefill)
-            if rank is None:
-                return False
-            chosen.append((role, rank))
-        self._dispatch(request, chosen, now, out)
-        return True
-
-    def _dispatch(self, request: Request, chosen: list[tuple[Role, RankLoad]], now: float, out: list[Action]) -> None:
-        submit = request.submit
-        if request.lane is not None:
-            self.queue.remove(request)
-        request.step("dispatched")
-        request.tries += 1
-        # Prefill computes the prompt and decode holds it; what decode may produce nobody knows, so it is not charged.
-        tokens = submit.prompt_tokens
-        last = ROLES[submit.leg][-1]
-        request.legs = ()
-        prefill: Location | None = None
-        for role, rank in chosen:
-            leg = LegRun(role, rank, tokens, now, role == last)
-            request.legs += (leg,)
-            rank.work[submit.rid] = request, leg
-            number = self._loads.charge(rank, tokens)
-            self._placement.dispatched(role, rank, submit, now)
-            frames = request.frames
-            told: Location | None = None
-            if role == "prefill":
-                prefill = rank.location
-            elif role == "decode":
-                if not rank.info.wants_prompt:
-                    frames = frames[1:]
-                told = prefill if submit.leg == "pair" else self._told(request)
-            out.append(ToNode(rank.peer, dispatch_of(request, role, rank, number, self._epoch, now, told), frames))
-        self._counts["dispatched" if request.tries == 1 else "redispatched"] += 1
         self._accept(request, out)
         if self.trace:
             ranks = {leg.role: f"{leg.rank.key[0]}/{leg.rank.key[1]}" for leg in request.legs}
             out.append(Note("request.dispatched", "debug", {"rid": request.rid, "attempt": request.attempt} | ranks))
-
-    def _told(self, request: Request) -> Location | None:
-        """Where the caller says a lone decode leg's prefill ran, if this controller knows that rank."""
-        submit = request.submit
-        if submit.disagg_prefill_dp_rank is None:
-            return None
-        group = self._loads.group("prefill", request.model, submit.prefill_instance)
-        names = group.names()
-        if len(names) != 1:
-            return None
-        rank = next(iter(group.instances())).get(submit.disagg_prefill_dp_rank)
-        return rank.location if rank is not None and rank.ready else None
-
-    def _adopt(self, request: Request, held: Held, now: float, out: list[Action]) -> bool:
-        """After my restart: a request that nodes still run goes on there, rather than being run twice, unless it is
-        not what they run: a newer attempt, or one that its legs' ranks could not have been given."""
-        submit = request.submit
-        attempt = max(attempt for _, attempt in held.values())
-        roles = ROLES[submit.leg]
-        legs = [(role, held[role][0]) for role in roles if role in held and held[role][1] == attempt]
-        if not legs or legs[-1][0] != roles[-1] or attempt < request.attempt:
-            return False
-        model = legs[-1][1].info.model
-        if not all(rank.info.model == model and self._placement.may_run(role, submit, rank) for role, rank in legs):
-            return False
-        self.table.inherited.take(submit.rid)
-        self._counts["adopted"] += 1
-        request.attempt, request.model = attempt, model
-        self._dispatch(request, legs, now, out)
         return True
-
-    def _disown(self, request: Request, out: list[Action]) -> None:
-        """What nodes still run of it is given up: it is run anew, under a higher attempt."""
-        for rank, old in self.table.inherited.take(request.rid).values():
-            out.append(ToNode(rank.peer, CancelLeg(request.rid, old, "fenced")))
-            request.attempt = max(request.attempt, min(old + 1, MAX_ATTEMPT))
 
     def _accept(self, request: Request, out: list[Action]) -> None:
         prefill = decode = None
@@ -345,35 +233,17 @@ class Life:
 
     # --- inside: end ------------------------------------------------------------------------------------------
 
-    def _over(self, leg: LegRun, request: Request, ended: Ended | None = None, now: float = 0.0) -> None:
-        """`ended` is what its rank said; None: it is given up."""
-        ok = ended is not None and ended.code == "ok"
-        if ok:
-            leg.step("done")
-            leg.ended = ended
-        else:
-            leg.step("given up")
-        del leg.rank.work[request.rid]
-        self._loads.end(leg.rank, leg.charge, ok=ok)
-        if self._learns:
-            self._learn(leg, request, ended, now)
-
-    def _learn(self, leg: LegRun, request: Request, ended: Ended | None, now: float) -> None:
-        policy = self._learns.get(leg.role)
-        if policy is not None:
-            policy.ended(leg.rank, request.submit, ended, 0.0 if ended is None else now - leg.began)
-
     def _output(self, request: Request) -> None:
         request.step("output")
         if request.frames:
             self.table.release_payload(request)
 
     def _ended(self, request: Request, leg: LegRun, ended: Ended, now: float, out: list[Action]) -> None:
-        self._over(leg, request, ended, now)
+        self._attempts.over(leg, request, ended, now)
         if leg.state is LegState.DONE:
             if leg.answers and request.state is State.RUNNING:
                 self._output(request)
-        elif not _is_spare(leg, request):
+        elif not is_spare(leg, request):
             sentence = ended.message or f"the {leg.role} leg ended with {ended.code}"
             self._leg_failed(request, leg, ended.code, sentence, now, out)
             return
@@ -383,10 +253,10 @@ class Life:
         """Done, once every leg is over."""
         done: tuple[Ended, ...] = ()
         for leg in request.legs:
-            if leg.state is LegState.RUNNING:
-                return
             if leg.ended is not None:
                 done += (leg.ended,)
+            elif leg.state is LegState.RUNNING:
+                return
         self._counts["done"] += 1
         self._ends += 1
         out.append(ToClient(request.peer, Done(request.rid, request.attempt, done)))
@@ -396,73 +266,40 @@ class Life:
         self, request: Request, leg: LegRun, code: Code, sentence: str, now: float, out: list[Action]
     ) -> None:
         """One leg of `request` is over and not well: decode may go on without it, or another attempt may mend it."""
-        if _is_spare(leg, request):
-            self._cancel(request, "prefill_failed", out, if_unfetched=True)
+        if is_spare(leg, request):
+            self._attempts.cancel(request, "prefill_failed", out, if_unfetched=True)
             self._finish(request, out)
             return
-        verdict = self._verdict(request, code)
-        if verdict == "again":
+        what = verdict(request, code, self._config.attempts)
+        if what == "again":
             self._try_again(request, leg, code, sentence, now, out)
             return
-        if verdict == "poison":
+        if what == "poison":
             code, sentence = "poison", f"{request.losses} ranks were lost with it; the last: {sentence}"
         self._fail(request, code, sentence, out, withdraw=_LEG_FAILED[leg.role])
-
-    def _verdict(self, request: Request, code: Code) -> Literal["again", "fail", "poison"]:
-        """What to do about a request of which a leg failed with `code`. Poison: it seems to kill its ranks."""
-        if code not in MENDABLE or request.state is State.STREAMING or request.attempt >= MAX_ATTEMPT:
-            return "fail"
-        attempts = self._config.attempts
-        if request.losses >= attempts:
-            return "poison"
-        if request.tries < attempts:
-            return "again"
-        return "poison" if request.losses >= request.tries > 1 else "fail"
 
     def _try_again(
         self, request: Request, failed: LegRun, code: Code, sentence: str, now: float, out: list[Action]
     ) -> None:
         """Under the next attempt, at other ranks if there are any. Who nobody can take fails as its leg did."""
-        self._withdraw(request, "fenced", out)
+        self._attempts.withdraw(request, "fenced", out)
         request.avoid += (failed.rank,)
         request.attempt += 1
         request.step("again")
+        request.legs = ()
         try:
             if not self._place(request, now, out):
                 self._enqueue(request)
         except Refusal as refusal:
             self._fail(request, code, f"{sentence}; then: {refusal.sentence}", out)
 
-    def _cancel(self, request: Request, code: Code, out: list[Action], *, if_unfetched: bool = False) -> None:
-        """Tell the ranks of the legs that still run."""
-        for leg in request.legs:
-            if leg.state is LegState.RUNNING:
-                cancel = CancelLeg(request.rid, request.attempt, code, if_unfetched=if_unfetched)
-                out.append(ToNode(leg.rank.peer, cancel))
-
-    def _withdraw(self, request: Request, code: Code, out: list[Action]) -> None:
-        """Cancel the legs that still run, and count them no more."""
-        self._cancel(request, code, out)
-        for leg in request.legs:
-            if leg.state is LegState.RUNNING:
-                self._over(leg, request)
-
     def _fail(
-        self,
-        request: Request,
-        code: Code,
-        sentence: str,
-        out: list[Action],
-        *,
-        withdraw: Code | None = None,
+        self, request: Request, code: Code, sentence: str, out: list[Action], *, withdraw: Code | None = None
     ) -> None:
-        self._withdraw(request, withdraw or code, out)
+        self._attempts.withdraw(request, withdraw or code, out)
         self._answer_failed(request.peer, request.rid, request.attempt, code, sentence, out)
         self._ends += 1
         self.table.remove(request, failed=True)
-
-    def _refuse(self, peer: Any, submit: Submit, refusal: Refusal, out: list[Action]) -> None:
-        self._answer_failed(peer, submit.rid, submit.attempt, refusal.code, refusal.sentence, out)
 
     def _answer_failed(self, peer: Any, rid: Rid, attempt: int, code: Code, sentence: str, out: list[Action]) -> None:
         self._counts["failed"] += 1
@@ -472,20 +309,3 @@ class Life:
         if self.trace or code in LOGGED:
             fields = {"rid": rid, "attempt": attempt, "code": code, "why": sentence}
             out.append(Note("request.failed", "warning" if code in LOGGED else "debug", fields))
-
-
-def _work(rank: RankLoad, rid: Rid, attempt: Attempt) -> tuple[Request, LegRun] | None:
-    """What of this attempt is live at `rank`."""
-    work: tuple[Request, LegRun] | None = rank.work.get(rid)
-    return work if work is not None and work[0].attempt == attempt else None
-
-
-def _is_spare(leg: LegRun, request: Request) -> bool:
-    """Whether `request` does without `leg`: once decode has its first token, its own end alone decides."""
-    return request.state is State.STREAMING and not leg.answers
-
-
-def _lane(submit: Submit) -> Hashable:
-    """Requests of one lane wait for the same ranks. Those with a fixed rank wait apart: they hold up nobody."""
-    fixed = (submit.routed_dp_rank, submit.disagg_prefill_dp_rank if submit.leg == "pair" else None)
-    return submit.leg, submit.model, submit.instance, submit.prefill_instance, submit.needs, fixed

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Literal
 
-from bus.wire.messages import MAX_DP_SIZE, MAX_ROOM, Code, Dispatch, Ended, Leg, Location, Refusal, Role, Submit
+from bus.wire.messages import MAX_DP_SIZE, MAX_ROOM, Code, Ended, Legs, Refusal, Role, Submit
 from controller.load.rank import RankLoad
 
-ROLES: dict[Leg, tuple[Role, ...]] = {
+ROLES: dict[Legs, tuple[Role, ...]] = {
     "pair": ("prefill", "decode"),
     "prefill": ("prefill",),
     "decode": ("decode",),
     "unified": ("unified",),
 }
+MAX_ATTEMPT = 1_000_000
 # Ends that another attempt can mend, as long as the client has seen no token of this one.
 MENDABLE: frozenset[Code] = frozenset(
     {"no_rank", "rank_unavailable", "overloaded", "peer_lost", "unknown_room", "kv_failed", "prefill_failed",
@@ -158,34 +159,18 @@ def same_request(a: Submit, b: Submit) -> bool:
     )  # fmt: skip
 
 
-def dispatch_of(
-    request: Request,
-    role: Role,
-    rank: RankLoad,
-    number: int,
-    controller_epoch: int,
-    now: float,
-    prefill: Location | None,
-) -> Dispatch:
-    """The header of one leg, at `rank`. `prefill` tells a decode leg where its prefill is; without it a lone decode leg
-    gets what its caller said, for the node to look up."""
-    submit = request.submit
-    lone = submit.leg == "decode"
-    return Dispatch(
-        submit.rid,
-        request.attempt,
-        role,
-        rank.key[1],
-        controller_epoch,
-        number,
-        submit.prompt_tokens,
-        submit.prompt_tokens,
-        submit.max_tokens,
-        submit.offset,
-        submit.bootstrap_room,
-        prefill,
-        submit.prefill_instance if lone else "",
-        submit.disagg_prefill_dp_rank if lone else None,
-        0.0 if request.deadline_at is None else max(0.001, request.deadline_at - now),
-        submit.priority,
-    )
+def is_spare(leg: LegRun, request: Request) -> bool:
+    """Whether `request` does without `leg`: once decode has its first token, its own end alone decides."""
+    return request.state is State.STREAMING and not leg.answers
+
+
+def verdict(request: Request, code: Code, attempts: int) -> Literal["again", "fail", "poison"]:
+    """What to do about a request that may be tried `attempts` times and of which a leg failed with `code`. Poison: it
+    seems to kill its ranks."""
+    if code not in MENDABLE or request.state is State.STREAMING or request.attempt >= MAX_ATTEMPT:
+        return "fail"
+    if request.losses >= attempts:
+        return "poison"
+    if request.tries < attempts:
+        return "again"
+    return "poison" if request.losses >= request.tries > 1 else "fail"

@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator
 from typing import Any, TypeAlias
 
+from bus.due import DueTimes
 from bus.wire.messages import Attempt, Refusal, Rid, Role, Submit
 from controller.config import ControllerConfig
 from controller.load.rank import RankLoad
@@ -29,7 +30,7 @@ class RequestTable:
         self._rooms: dict[tuple[int, Role], Rid] = {}
         self._of_client: dict[Any, int] = {}
         self._losses: OrderedDict[Rid, tuple[int, int]] = OrderedDict()  # of failed requests: (offset, ranks lost)
-        self._due = DueTimes(now)
+        self._due: DueTimes[Rid | RankLoad] = DueTimes(now)
         self.requests: dict[Rid, Request] = {}
         self.queue = CentralQueue(max_requests=config.queue_requests, max_bytes=config.queue_bytes)
         self.inherited = Inherited(self._due)
@@ -46,10 +47,11 @@ class RequestTable:
         kept = self.payload_bytes - (0 if live is None else live.frames_bytes)
         if kept + size > config.payload_bytes:
             raise Refusal("overloaded", "the prompts that wait here take all the memory there is for them")
-        if live is None and self._of_client.get(peer, 0) >= config.client_requests:
-            raise Refusal("too_many", f"this client has {config.client_requests} requests outstanding")
-        if live is None and len(self.requests) >= config.max_requests:
-            raise Refusal("overloaded", f"{config.max_requests} requests are alive here")
+        if live is None:
+            if self._of_client.get(peer, 0) >= config.client_requests:
+                raise Refusal("too_many", f"this client has {config.client_requests} requests outstanding")
+            if len(self.requests) >= config.max_requests:
+                raise Refusal("overloaded", f"{config.max_requests} requests are alive here")
 
     def add(self, request: Request) -> None:
         submit = request.submit
@@ -133,6 +135,12 @@ def rooms_of(submit: Submit) -> list[tuple[int, Role]]:
     return [] if room is None or submit.leg == "unified" else [(room, role) for role in ROLES[submit.leg]]
 
 
+def lane_of(submit: Submit) -> Hashable:
+    """Requests of one lane wait for the same ranks. Those with a fixed rank wait apart: they hold up nobody."""
+    fixed = (submit.routed_dp_rank, submit.disagg_prefill_dp_rank if submit.leg == "pair" else None)
+    return submit.leg, submit.model, submit.instance, submit.prefill_instance, submit.needs, fixed
+
+
 class CentralQueue:
     """Requests by lane, priority and arrival; all operations O(1) in the number of requests."""
 
@@ -195,42 +203,6 @@ class CentralQueue:
         assert all(levels and all(levels.values()) for levels in self._lanes.values())
 
 
-class DueTimes:
-    """What is due when: a wheel of `step_s` slots, so that adding and removing are O(1) and leave nothing."""
-
-    def __init__(self, now: float, step_s: float = 0.05) -> None:
-        self._step_s = step_s
-        self._next = int(now / step_s)
-        self._slots: dict[int, dict[Rid | RankLoad, None]] = {}
-
-    def add(self, key: Rid | RankLoad, due: float) -> None:
-        self._slots.setdefault(self._slot(due), {})[key] = None
-
-    def remove(self, key: Rid | RankLoad, due: float) -> None:
-        number = self._slot(due)
-        slot = self._slots.get(number)
-        if slot is not None:
-            slot.pop(key, None)
-            if not slot:
-                del self._slots[number]
-
-    def take(self, now: float) -> list[Rid | RankLoad]:
-        """Take out those whose time has come, at most a slot late."""
-        end = int(now / self._step_s)
-        if end - self._next > len(self._slots):  # a long pause: look at what is there
-            numbers = sorted(number for number in self._slots if number < end)
-        else:
-            numbers = [number for number in range(self._next, end) if number in self._slots]
-        self._next = max(self._next, end)
-        return [key for number in numbers for key in self._slots.pop(number)]
-
-    def __len__(self) -> int:
-        return sum(map(len, self._slots.values()))
-
-    def _slot(self, due: float) -> int:
-        return max(int(due / self._step_s), self._next)
-
-
 class Inherited:
     """What nodes still run of requests that a former controller dispatched, so that a resubmit is not run twice: by rid
     and role, the rank that runs it and the attempt.
@@ -238,7 +210,7 @@ class Inherited:
     Filled by the first hello of each start of a rank, emptied by resubmits, cancels, time, and the loss of ranks.
     """
 
-    def __init__(self, due: DueTimes) -> None:
+    def __init__(self, due: DueTimes[Rid | RankLoad]) -> None:
         self._due = due
         self._held: dict[Rid, Held] = {}
         self._of_rank: dict[RankLoad, tuple[float, tuple[tuple[Rid, Attempt], ...]]] = {}  # until when, and what

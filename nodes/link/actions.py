@@ -55,6 +55,8 @@ class PublishFrames:
 
 @dataclass(frozen=True, slots=True)
 class Start:
+    """Run the leg."""
+
     leg: Leg
 
 

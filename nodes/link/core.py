@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from bus.actions import Note, Send
+from bus.actions import Note
 from bus.wire.messages import (
     CancelLeg,
     Code,
     Dispatch,
     Ended,
-    FinishReason,
     FoundBy,
     KvBlock,
     KvDone,
@@ -32,25 +30,13 @@ from bus.wire.messages import (
     Refusal,
     Role,
 )
-from nodes.link.actions import (
-    Action,
-    Cancel,
-    Leave,
-    Locate,
-    PublishFrames,
-    Register,
-    Release,
-    Start,
-    TakeBlock,
-    Unlocate,
-    Unregister,
-)
-from nodes.link.checksum import block_crc32
+from nodes.link.actions import Action, Cancel, Leave, PublishFrames, Register, Release, Start, Unregister
 from nodes.link.leg import Leg, LegState, leg_of
+from nodes.link.legs import Legs
+from nodes.link.legs import Limits as Limits
+from nodes.link.puller import KvPuller, unfetched
 from nodes.link.reports import Reports
 from nodes.link.runner import (
-    FOR_EVER,
-    OVER_THE_BUS,
     Began,
     CacheChanged,
     Dead,
@@ -58,7 +44,6 @@ from nodes.link.runner import (
     Fetched,
     Finished,
     Held,
-    KvHandle,
     LegFailed,
     Output,
     Pull,
@@ -66,24 +51,8 @@ from nodes.link.runner import (
     RunnerLoad,
     Stepped,
 )
-from nodes.link.sender import KvSender, blocks_of
+from nodes.link.sender import KvSender
 from nodes.link.streams import Streams
-
-LOCATE_S = 30.0  # for the broker to learn where a room is prefilled
-ASK_S = 1.0  # a decode leg that waits or fetches shows its prefill rank that it lives
-PREFILL_SILENT_S = 5.0
-MAX_LIVE = 65_535  # legs, and bytes of their names, that one hello can list
-MAX_NAMES_BYTES = 1_000_000
-MAX_HANDLE_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of what may wait here."""
-
-    max_waiting: int = 1024
-    max_waiting_bytes: int = 64 << 20
-    hold_s: float = 60.0
 
 
 class RankCore:
@@ -98,26 +67,21 @@ class RankCore:
         self.dp_rank = dp_rank
         self.facts = facts
         self.streams = streams
-        self.limits = limits or Limits()
-        self.sender = KvSender(facts, hold_s=self.limits.hold_s)
+        limits = limits or Limits()
+        self.legs = Legs(limits)
+        self.sender = KvSender(facts, hold_s=limits.hold_s)
         self.reports = Reports()
         self.draining = False
         self.counts: Counter[str] = Counter()  # ended legs by code, damaged blocks, gaps
+        self.puller = KvPuller(facts, self.counts, self._end)
         self.first_token_s: deque[float] = deque(maxlen=4096)  # of legs that began, until the owner takes them
         self.fetch_s: deque[float] = deque(maxlen=4096)  # of KV caches fetched, likewise
         self.step_s: deque[float] = deque(maxlen=4096)  # of forward steps, likewise
         self._runner_load = runner_load
-        self._legs: dict[str, Leg] = {}
-        self._by_room: dict[int, Leg] = {}
-        self._waiting = 0  # decode legs whose KV cache is not ready, which the runner does not know yet
-        self._waiting_tokens = 0  # their prompts' tokens
-        self._prompt_bytes = 0
-        self._names_bytes = 0
-        self._seq = 0
         self._load_seq = 0
 
     def __len__(self) -> int:
-        return len(self._legs)
+        return len(self.legs)
 
     # --- from the controller ------------------------------------------------------------------------------------
 
@@ -128,11 +92,11 @@ class RankCore:
         if counted != "counted":
             self.counts[f"dispatch_{counted}"] += 1
             actions.append(Note(f"dispatch.{counted}", "warning", fields={"number": dispatch.number}))
-        if counted == "repeated" or self._told_again(owner, dispatch):
+        current = self.legs.get(dispatch.rid)
+        if counted == "repeated" or self.reports.answered(owner, dispatch, current):
             return actions
         try:
-            self._check_newest(dispatch)
-            current = self._legs.get(dispatch.rid)
+            self.reports.check_newest(dispatch, current)
             if current is not None:
                 actions += self._end(current, "fenced", "a newer attempt came", now)
             leg = self._take(dispatch, frames, now)
@@ -147,8 +111,8 @@ class RankCore:
 
     def cancel(self, owner: int, cancel: CancelLeg, now: float) -> list[Action]:
         """End `attempt` and older ones; what is not here is remembered as cancelled, in case it comes late."""
-        leg = self._legs.get(cancel.rid)
-        if cancel.if_unfetched and (leg is None or leg.role != "decode" or not _unfetched(leg)):
+        leg = self.legs.get(cancel.rid)
+        if cancel.if_unfetched and (leg is None or leg.role != "decode" or not unfetched(leg)):
             return []
         if leg is not None:
             return self._end(leg, cancel.code, "", now) if leg.attempt <= cancel.attempt else []
@@ -165,59 +129,27 @@ class RankCore:
 
     def end_all(self, code: Code, message: str, now: float) -> list[Action]:
         """Whatever lives here ends now."""
-        return [action for leg in list(self._legs.values()) for action in self._end(leg, code, message, now)]
+        return [action for leg in self.legs for action in self._end(leg, code, message, now)]
 
     def restate(self, owner: int) -> None:
         """`owner`'s controller may have missed reports: repeat what began and how the remembered ones ended."""
-        self.reports.restate(owner, self._legs.values())
+        self.reports.restate(owner, self.legs)
 
-    # --- decode: location and KV cache --------------------------------------------------------------------------
+    # --- KV caches: decode pulls, prefill sends -----------------------------------------------------------------
 
     def located(
         self, room: int, location: Location | None, attempt: int, code: Code, found_by: FoundBy, now: float
     ) -> list[Action]:
-        """The answer to `Locate`; `location` None: there is none, because of `code`."""
-        leg = self._by_room.get(room)
-        if leg is None or leg.state is not LegState.LOCATING:
-            return []
-        leg.found_by = found_by
-        if location is None:
-            why = "no rank registered the room in time" if code == "unknown_room" else "the prefill leg ended first"
-            return self._end(leg, _end_code(code), why, now)
-        return self._ask(leg, location, attempt, now)
+        return self.puller.located(room, location, attempt, code, found_by, now)
 
     def kv_message(self, message: KvMeta | KvBlock | KvFail, data: bytes | memoryview, now: float) -> list[Action]:
-        """From a prefill rank that was asked; `data` is the frame after the header."""
-        leg = self._by_room.get(message.room)
-        if leg is None or not leg.kv_open:
-            return []
-        if leg.kv_attempt != message.attempt:
-            return self._other_attempt(leg, message, now)
-        leg.heard_at = now
-        if isinstance(message, KvFail):
-            code = _end_code(message.code) if leg.state is LegState.ASKING else "kv_failed"
-            return self._end(leg, code, message.message or f"the prefill rank says {message.code}", now)
-        if isinstance(message, KvMeta):
-            return (
-                self._handed(leg, message, bytes(data), now) if leg.state is LegState.ASKING and message.ready else []
-            )
-        if leg.state is not LegState.RUNNING:
-            return []
-        if block_crc32(leg.room, leg.kv_attempt, message.index, data) == message.crc32:
-            return [TakeBlock(leg, message.index, data, intact=True)]
-        self.counts["kv_block_damaged"] += 1
-        fields = {"rid": leg.rid, "room": leg.room, "index": message.index, "bytes": len(data)}
-        return [
-            Note("kv_block.damaged", "warning", fields=fields), TakeBlock(leg, message.index, data, intact=False)
-        ]  # fmt: skip
-
-    # --- prefill: serving the KV cache --------------------------------------------------------------------------
+        return self.puller.received(message, data, now)
 
     def pulled(self, peer: bytes, message: KvPull | KvDone, now: float) -> list[Action]:
         if isinstance(message, KvPull):
             return list(self.sender.pull(peer, message, now))
-        leg = self._by_room.get(message.room)
-        if leg is None or not self.sender.done(peer, message):
+        leg = self.sender.done(peer, message)
+        if leg is None:
             return []
         if message.code == "ok":
             return self._end(leg, "ok", "", now)
@@ -233,8 +165,7 @@ class RankCore:
             if leg.state is not LegState.ENDED:
                 if not leg.started:
                     self._started(leg, now)
-                leg.output_tokens += len(event.tokens)
-                self.streams.push(leg.rid, leg.attempt, event.tokens, leg.found_by)
+                self.streams.push(leg, event.tokens)
             return []
         match event:
             case Stepped():
@@ -255,63 +186,53 @@ class RankCore:
             case Held():
                 leg.step("held")
                 self._started(leg, now)
-                return list(self.sender.ready(leg, event.first_token, event.handle, event.valid_s, now))
+                return list(self.sender.held(leg, event.first_token, event.handle, event.valid_s, now))
             case Pull():
-                assert leg.location is not None
-                leg.asked_at = now
-                return self._to_prefill(
-                    leg, KvPull(leg.room, leg.kv_attempt, leg.location.epoch, event.first, event.count)
-                )
+                return self.puller.pull(leg, event.first, event.count, now)
             case Fetched():
                 self.fetch_s.append(event.seconds)
-                leg.kv_open = False
-                return self._to_prefill(leg, KvDone(leg.room, leg.kv_attempt))
+                return self.puller.done(leg)
             case Finished():
-                return self._end(leg, "ok", event.reason, now, told=False)
+                return self._end(leg, "ok", event.reason, now, said=True)
             case LegFailed():
-                return self._end(leg, event.code, event.message, now, told=False)
+                return self._end(leg, event.code, event.message, now, said=True)
         return []
 
     def tick(self, now: float) -> list[Action]:
         """A few times a second: deadlines, signs of life, silence."""
         actions: list[Action] = []
-        for leg in list(self._legs.values()):
+        for leg in self.legs:
             if leg.deadline is not None and now >= leg.deadline:
                 actions += self._end(leg, "deadline", "the deadline passed", now)
-            elif leg.kv_open:
-                if now - leg.heard_at >= PREFILL_SILENT_S:
-                    actions += self._end(leg, "prefill_failed", "the prefill rank does not answer", now)
-                elif now - leg.asked_at >= ASK_S:
-                    actions += self._poke(leg, now)
+            elif leg.role == "decode":
+                actions += self.puller.tick(leg, now)
         lost, answers = self.sender.tick(now)
-        for room in lost:
-            why = "no decode rank fetched the KV cache in time"
-            actions += self._end(self._by_room[room], "decode_failed", why, now)
+        for leg in lost:
+            actions += self._end(leg, "decode_failed", "no decode rank fetched the KV cache in time", now)
         return actions + answers
 
     # --- what the controller and the bus are told ---------------------------------------------------------------
 
     @property
     def live(self) -> tuple[tuple[str, int], ...]:
-        return tuple((leg.rid, leg.attempt) for leg in self._legs.values())
+        return tuple((leg.rid, leg.attempt) for leg in self.legs)
 
     def figures(self) -> RunnerLoad:
         """The runner's load and what waits here."""
         load = self._runner_load()
-        return replace(
-            load, waiting=load.waiting + self._waiting, waiting_tokens=load.waiting_tokens + self._waiting_tokens
-        )
+        waiting, tokens = load.waiting + self.puller.waiting, load.waiting_tokens + self.puller.waiting_tokens
+        return replace(load, waiting=waiting, waiting_tokens=tokens)
 
     def load(self) -> Load:
         """Read it after the inbox was ingested: load and acknowledgements are then of one moment."""
         self._load_seq += 1
-        runner = self._runner_load()
+        runner = self.figures()
         return Load(
             seq=self._load_seq,
             step=runner.step,
             running=runner.running,
-            waiting=runner.waiting + self._waiting,
-            waiting_tokens=runner.waiting_tokens + self._waiting_tokens,
+            waiting=runner.waiting,
+            waiting_tokens=runner.waiting_tokens,
             kv_tokens=runner.kv_tokens,
             kv_capacity=self.facts.kv_capacity,
             max_running=self.facts.max_running,
@@ -323,118 +244,27 @@ class RankCore:
 
     # --- inside: a leg's beginning ------------------------------------------------------------------------------
 
-    def _told_again(self, owner: int, dispatch: Dispatch) -> bool:
-        """The attempt is here, or was: `owner` is told what is known of it."""
-        current = self._legs.get(dispatch.rid)
-        if current is not None and current.attempt == dispatch.attempt:
-            current.owner = owner  # a controller that came back takes its request over
-            if current.started:
-                self.reports.started(current)
-            return True
-        known = self.reports.last_end(dispatch.rid)
-        if known is not None and known.attempt == dispatch.attempt:
-            self.reports.ended(owner, known)
-            return True
-        return False
-
-    def _check_newest(self, dispatch: Dispatch) -> None:
-        current, known = self._legs.get(dispatch.rid), self.reports.last_end(dispatch.rid)
-        if max(current.attempt if current else 0, known.attempt if known else 0) > dispatch.attempt:
-            raise Refusal("fenced", "a newer attempt was here")
-
     def _take(self, dispatch: Dispatch, frames: Sequence[bytes], now: float) -> Leg:
-        """The leg, if there is room for it; Refusal otherwise."""
+        """The leg, if there is space for it; Refusal otherwise."""
         if self.draining:
             raise Refusal("draining", "this rank is draining")
         leg = leg_of(dispatch, frames, role=self.role, dp_rank=self.dp_rank, facts=self.facts, now=now)
-        if leg.room in self._by_room:
+        if leg.room in self.sender or leg.room in self.puller:
             raise Refusal("duplicate_room", "the room belongs to another request here")
-        waiting = self._waiting + self._runner_load().waiting
-        waiting_bytes = self._prompt_bytes + 4 * len(leg.prompt)
-        if waiting >= self.limits.max_waiting or waiting_bytes > self.limits.max_waiting_bytes:
-            raise Refusal("overloaded", f"{waiting} requests are waiting at this rank")
-        if len(self._legs) >= MAX_LIVE or self._names_bytes + _name_bytes(leg.rid) > MAX_NAMES_BYTES:
-            raise Refusal("overloaded", f"{len(self._legs)} requests are at this rank")
+        self.legs.check_space(leg, self.puller.waiting + self._runner_load().waiting)
         return leg
 
     def _begin(self, leg: Leg, dispatch: Dispatch, now: float) -> list[Action]:
-        self._seq += 1
-        leg.seq = self._seq
-        self._legs[leg.rid] = leg
-        self._prompt_bytes += 4 * len(leg.prompt)
-        self._names_bytes += _name_bytes(leg.rid)
+        self.legs.add(leg)
         if leg.role != "prefill":
-            self.streams.open(leg.rid, leg.attempt, leg.offset, now)
+            self.streams.open(leg, now)
         if leg.role == "unified":
             leg.found_by = "local"
             return [Start(leg)]
-        self._by_room[leg.room] = leg
         if leg.role == "prefill":
             self.sender.open(leg, now)
             return [Register(leg.room, leg.attempt), Start(leg)]
-        self._waiting += 1
-        self._waiting_tokens += leg.prompt_tokens
-        if dispatch.prefill is not None:
-            leg.found_by, leg.told = "told", True
-            return self._ask(leg, dispatch.prefill, leg.attempt, now)
-        until = now + LOCATE_S if leg.deadline is None else min(now + LOCATE_S, leg.deadline)
-        return [Locate(leg.room, leg.prefill_instance, dispatch.disagg_prefill_dp_rank, until)]
-
-    # --- inside: the decode leg's way to its KV cache -----------------------------------------------------------
-
-    def _ask(self, leg: Leg, location: Location, attempt: int, now: float) -> list[Action]:
-        leg.step("located")
-        leg.location, leg.kv_attempt, leg.kv_open = location, attempt, True
-        leg.heard_at = now
-        return self._poke(leg, now)
-
-    def _other_attempt(self, leg: Leg, message: KvMeta | KvBlock | KvFail, now: float) -> list[Action]:
-        """The prefill rank has the room under another attempt. Where one controller dispatched both legs they must
-        agree; where each has its own, they count attempts apart, and the one at the prefill rank is right."""
-        if not isinstance(message, KvMeta) or leg.state is not LegState.ASKING:
-            return []
-        if not leg.told:
-            leg.kv_attempt = message.attempt
-            return self._poke(leg, now)
-        if message.attempt > leg.kv_attempt:
-            return self._end(leg, "prefill_failed", "a newer attempt prefills the room", now)
-        leg.heard_at = now  # its dispatch is on the way there
-        return []
-
-    def _poke(self, leg: Leg, now: float) -> list[Action]:
-        """Ask for no block: the meta when it is ready, and a sign of life."""
-        assert leg.location is not None
-        leg.asked_at = now
-        return self._to_prefill(leg, KvPull(leg.room, leg.kv_attempt, leg.location.epoch, 0, 0))
-
-    def _to_prefill(self, leg: Leg, message: KvPull | KvDone) -> list[Action]:
-        assert leg.location is not None
-        return [Send(leg.location.endpoint, message)]
-
-    def _handed(self, leg: Leg, meta: KvMeta, data: bytes, now: float) -> list[Action]:
-        """The prompt is computed: the runner gets the leg, if what was handed over is of use to it."""
-        facts = self.facts
-        ours = (facts.kv_layout, facts.block_tokens, leg.prompt_tokens, blocks_of(leg, facts))
-        theirs = (meta.layout, meta.block_tokens, meta.prompt_tokens, meta.blocks)
-        if theirs != ours or (facts.vocab_size and meta.first_token >= facts.vocab_size):
-            return self._end(leg, "kv_failed", f"the prefill rank's KV cache {theirs} is not ours {ours}", now)
-        if (facts.kv_transfer == OVER_THE_BUS) == bool(data) or len(data) > MAX_HANDLE_BYTES:
-            return self._end(leg, "kv_failed", f"a handle of {len(data)} bytes for {facts.kv_transfer!r}", now)
-        if 0 < meta.valid_s < facts.handle_margin_s:
-            why = f"the KV cache lapses in {meta.valid_s:.3g} s; fetching it may take {facts.handle_margin_s:g} s"
-            return self._end(leg, "kv_failed", why, now)
-        assert leg.location is not None
-        valid_until = now + meta.valid_s if meta.valid_s else FOR_EVER
-        leg.handle = KvHandle(leg.location, leg.kv_attempt, meta.first_token, meta.blocks, data, valid_until)
-        leg.cached_at_prefill = meta.cached_tokens
-        self._waits_no_more(leg)
-        leg.step("handed")
-        return [Start(leg)]
-
-    def _waits_no_more(self, leg: Leg) -> None:
-        if leg.state in (LegState.LOCATING, LegState.ASKING):
-            self._waiting -= 1
-            self._waiting_tokens -= leg.prompt_tokens
+        return self.puller.open(leg, dispatch, now)
 
     # --- inside: output and end ---------------------------------------------------------------------------------
 
@@ -442,60 +272,30 @@ class RankCore:
         if leg.started:
             return
         leg.started = True
-        leg.first_token_s = max(0.0, now - leg.began)
+        leg.first_token_s = max(0.0, now - leg.ingested_at)
         self.first_token_s.append(leg.first_token_s)
         self.reports.started(leg)
 
-    def _end(self, leg: Leg, code: Code, message: str, now: float, *, told: bool = True) -> list[Action]:
-        """The only way out. With `ok`, `message` is the finish reason; `told`: the runner must hear of it."""
-        before = leg.state
-        self._waits_no_more(leg)
-        leg.step("over")
+    def _end(self, leg: Leg, code: Code, message: str, now: float, *, said: bool = False) -> list[Action]:
+        """The only way out. With `ok`, `message` is the finish reason; `said`: the runner said so itself."""
+        was = leg.state
+        end = leg.end(code, message, now)
+        self.legs.remove(leg)
         actions: list[Action] = []
-        del self._legs[leg.rid]
-        self._prompt_bytes -= 4 * len(leg.prompt)
-        self._names_bytes -= _name_bytes(leg.rid)
-        self._by_room.pop(leg.room, None)
-        if before is LegState.HOLDING:
+        if was is LegState.HOLDING:
             actions.append(Release(leg))
-        elif before is LegState.RUNNING and told:
+        elif was is LegState.RUNNING and not said:
             actions.append(Cancel(leg))
         if leg.role == "prefill":
-            actions += self.sender.close(leg.room, code, message)
+            actions += self.sender.close(leg)
             actions.append(Unregister(leg.room, leg.attempt, code))
         elif leg.role == "decode":
-            if before is LegState.LOCATING:
-                actions.append(Unlocate(leg.room))
-            if leg.kv_open:
-                leg.kv_open = False
-                actions += self._to_prefill(leg, KvDone(leg.room, leg.kv_attempt, code))
+            actions += self.puller.close(leg, was)
         if leg.role != "prefill":
-            reason: FinishReason
-            if code == "ok":
-                cached = leg.cached_at_prefill if leg.role == "decode" else leg.cached_tokens
-                reason = "stop" if message == "stop" else "length"
-                self.streams.finish(leg.rid, leg.attempt, reason, now, cached_tokens=cached)
-            else:
-                reason = "cancelled" if code == "cancelled" else "failed"
-                self.streams.finish(leg.rid, leg.attempt, reason, now, code, message)
-        self.reports.remember(leg.owner, leg.end(code, "" if code == "ok" else message))
+            self.streams.finish(leg)
+        self.reports.remember(leg.owner, end)
         self.counts[code] += 1
         if code != "ok":
-            fields = {"rid": leg.rid, "attempt": leg.attempt, "code": code, "why": message, "state": before.value}
+            fields = {"rid": leg.rid, "attempt": leg.attempt, "code": code, "why": message, "state": was.value}
             actions.append(Note("leg.ended", "info", fields=fields))
         return actions
-
-
-def _unfetched(leg: Leg) -> bool:
-    """A decode leg that still needs its prefill rank."""
-    return leg.kv_open or leg.state is LegState.LOCATING
-
-
-def _name_bytes(rid: str) -> int:
-    """What `(rid, attempt)` takes in a hello, at most."""
-    return len(rid.encode()) + 9
-
-
-def _end_code(code: Code) -> Code:
-    """How a decode leg ends when its prefill leg ended with `code`."""
-    return code if code in ("cancelled", "deadline", "unknown_room", "kv_failed") else "prefill_failed"

@@ -26,17 +26,17 @@ from operator import index
 from typing import Literal, TypeAlias
 
 from bus import defaults
-from bus.endpoints import BusAddress, ControllerAddress
 from bus.errors import BusError, ConfigError, ProtocolError
 from bus.runtime.service import Service
 from bus.wire.codec import decode, encode
 from bus.wire.messages import NODE_TO_CONTROLLER, Code, Role
 from nodes.link.actions import Cancel, Release, Start
+from nodes.link.config import LinkConfig
 from nodes.link.core import Limits
 from nodes.link.handover import HandedRunner, KnownLegs, LoadSaid, OfLeg, Said, said_of
 from nodes.link.host import Host
 from nodes.link.leg import Leg
-from nodes.link.rank import LinkConfig, hello_of
+from nodes.link.rank import hello_of
 from nodes.link.runner import (
     FOR_EVER,
     OVER_THE_BUS,
@@ -50,13 +50,12 @@ from nodes.link.runner import (
     RankFacts,
 )
 
-CHECK_S = 0.25
 QUEUE_MAX = 65_536
 
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """Nothing more will come for this rank; the link is `drained` when its legs are over."""
+    """Nothing more will come for rank `dp_rank`; the link is `drained` when its legs are over."""
 
     dp_rank: int
 
@@ -89,17 +88,20 @@ class RankLink(Service):
         keys: str = "",
         queue_max: int = QUEUE_MAX,
     ) -> None:
+        self.config = LinkConfig(
+            role, instance, dp_size, tuple(dp_ranks), bus, tuple(controllers), data,
+            report_interval_s=report_interval_s, room_ttl_s=room_ttl_s, limits=limits or Limits(), keys=keys,
+        )  # fmt: skip
+        if queue_max < 1:
+            raise ConfigError(f"queue_max must be at least 1, not {queue_max}")
         if role != "unified" and facts.kv_transfer == OVER_THE_BUS:
             raise ConfigError(
                 f"a {role} rank's KV caches need a connector of the engine's own: name it in RankFacts.kv_transfer"
             )
-        if not dp_ranks or any(not 0 <= rank < dp_size for rank in dp_ranks):
-            raise ConfigError(f"dp_ranks {tuple(dp_ranks)} do not lie in 0..{dp_size - 1}")
-        self.config = LinkConfig(
-            role=role, instance=instance, dp_size=dp_size, bus=bus, controllers=tuple(controllers), data=data,
-            report_interval_s=report_interval_s, room_ttl_s=room_ttl_s, limits=limits or Limits(), keys=keys,
-        )  # fmt: skip
-        self._check_config(facts)
+        try:
+            decode(encode(hello_of(self.config, facts, 0, 1, "ready", "")), NODE_TO_CONTROLLER)
+        except (ProtocolError, TypeError, ValueError, OverflowError) as error:
+            raise ConfigError(f"rank link of {instance!r}: {error}") from None
         self.overflows = 0
         self.invalid = 0
         self._runners = {rank: HandedRunner(facts, self._order) for rank in dp_ranks}
@@ -118,9 +120,8 @@ class RankLink(Service):
     # --- life -----------------------------------------------------------------------------------------------------
 
     def _open(self, exits: ExitStack) -> None:
-        self._host = host = Host(self.config, self.loop, self._runners)
+        self._host = host = Host(self.config, self.loop, self._runners, self._look)
         exits.callback(host.close)
-        self.loop.call_every(CHECK_S, self._check)
         self.loop.call_threadsafe(self._take)  # what was said before the start
 
     def leave(self) -> None:
@@ -284,7 +285,8 @@ class RankLink(Service):
         assert self._host is not None
         self._host.drain(cause)
 
-    def _check(self) -> None:
+    def _look(self) -> None:
+        """What has become of the ranks."""
         host = self._host
         assert host is not None
         if not self._joined.is_set() and not host.missing():
@@ -298,16 +300,3 @@ class RankLink(Service):
                     self._came.notify_all()
         if host.drained():
             self._drained.set()
-
-    def _check_config(self, facts: RankFacts) -> None:
-        """ConfigError for what a controller or the bus would refuse."""
-        config = self.config
-        BusAddress(config.bus)
-        if not config.controllers:
-            raise ConfigError("controllers: name at least one")
-        for address in config.controllers:
-            ControllerAddress(address)
-        try:
-            decode(encode(hello_of(config, facts, 0, 1, "ready", "")), NODE_TO_CONTROLLER)
-        except (ProtocolError, TypeError, ValueError, OverflowError) as error:
-            raise ConfigError(f"rank link of {config.instance!r}: {error}") from None

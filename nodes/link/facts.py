@@ -17,13 +17,13 @@ OVER_THE_BUS = "blocks"  # RankFacts.kv_transfer of runners that serve and take 
 class RankFacts:
     """What a rank says of itself in `hello`. Sizes in tokens; 0: not stated, and not checked."""
 
-    model: str
+    model: str  # its name; a request that names another goes elsewhere
     max_context: int  # prompt and output together
-    kv_capacity: int = 0
-    max_running: int = 0
-    block_tokens: int = 0
-    vocab_size: int = 0
-    eos_ids: tuple[int, ...] = ()
+    kv_capacity: int = 0  # that it can hold at once
+    max_running: int = 0  # run slots
+    block_tokens: int = 0  # of a KV block, as its prefix cache counts
+    vocab_size: int = 0  # prompts with larger ids are refused
+    eos_ids: tuple[int, ...] = ()  # end the output, unless a request ignores them
     kv_layout: str = ""  # ranks exchange KV caches where this is equal: model revision, dtype, block shape ...
     kv_transfer: str = OVER_THE_BUS  # or the name of the engine's own connector
     wants_prompt: bool = False  # decode legs come with the prompt's ids, and the runner samples the first token itself
@@ -35,9 +35,9 @@ class RankFacts:
 class KvHandle:
     """A prompt's KV cache at the rank that computed it, for the decode leg that fetches it."""
 
-    source: Location
+    source: Location  # the rank that holds it
     attempt: int  # under which the room was registered
     first_token: int  # sampled by the prefill leg
-    blocks: int
+    blocks: int  # of KV, where they travel over the bus
     data: bytes = b""  # the engine's own, as its prefill side gave it; empty where blocks travel over the bus
     valid_until: float = FOR_EVER  # on this process's monotonic clock

@@ -14,8 +14,8 @@ from msgspec import Struct
 
 from bus.wire.messages import Code
 from nodes.link.actions import Cancel, Release, Start
-from nodes.link.core import MAX_HANDLE_BYTES
 from nodes.link.leg import Leg, LegState
+from nodes.link.puller import MAX_HANDLE_BYTES
 from nodes.link.runner import (
     Began,
     Dead,

@@ -7,7 +7,7 @@ its own to each controller, so a connection is a rank.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import zmq
 
@@ -38,8 +38,9 @@ from bus.wire.messages import (
     Tokens,
 )
 from nodes.link.actions import Locate
+from nodes.link.config import LinkConfig
 from nodes.link.data import KvPeers, send_answer
-from nodes.link.rank import LinkConfig, LinkedRank
+from nodes.link.rank import LinkedRank
 from nodes.link.runner import Runner
 from nodes.link.streams import RETRY_S, SendFailure, Streams
 
@@ -58,9 +59,16 @@ class EngineDied(BusError):
 
 
 class Host:
-    """`runners` has one runner for each dp_rank that this process hosts. All methods are for the loop's thread."""
+    """`runners` has one runner for each dp_rank that this process hosts. All methods are for the loop's thread.
 
-    def __init__(self, config: LinkConfig, loop: Loop, runners: Mapping[int, Runner]) -> None:
+    `on_change` is called at the end of each turn that may have changed what `missing`, `drained` or the ranks' states
+    say.
+    """
+
+    def __init__(
+        self, config: LinkConfig, loop: Loop, runners: Mapping[int, Runner], on_change: Callable[[], None]
+    ) -> None:
+        assert runners.keys() == set(config.dp_ranks), f"runners of {list(runners)}, ranks {config.dp_ranks}"
         self.config = config
         self.loop = loop
         self.streams = Streams()
@@ -69,6 +77,8 @@ class Host:
         self.unsent_publications = 0
         self.serving = False  # the owner's: everything it needs has been there
         self.failure: BusError | None = None  # why the process must leave; its legs have ended, and its ranks drain
+        self._on_change = on_change
+        self._changed = False
         self._logged: set[tuple[str, bytes]] = set()
         keys = load_keys(config.keys, server=True) if config.keys else None
         self._sockets = Sockets(keys=keys, max_sockets=16384)
@@ -151,7 +161,11 @@ class Host:
         left_s = self.now - max(ended)
         if not all(rank.said_goodbye for rank in ranks) and left_s < GOODBYE_S:
             return False  # it is said again with each interval
-        return not self.streams.untaken or left_s >= STREAM_GRACE_S
+        return not self.streams.untaken(self.now) or left_s >= STREAM_GRACE_S
+
+    @property
+    def _leaving(self) -> bool:
+        return all(rank.state == "gone" for rank in self.ranks.values())
 
     # --- for the ranks (rank.Services) --------------------------------------------------------------------------
 
@@ -215,6 +229,10 @@ class Host:
         for rank in self.ranks.values():
             rank.abandon()
 
+    def changed(self) -> None:
+        """What the owner of this process looks at: a rank's state, whether it is welcome, what the bus says of it."""
+        self._changed = True
+
     # --- what comes in ------------------------------------------------------------------------------------------
 
     def _data_received(self, frames: list[bytes]) -> None:
@@ -250,6 +268,8 @@ class Host:
             self.reject("bus", error)
             return
         if isinstance(message, Beacon):
+            if self.resolver.broker_heard_at is None:
+                self.changed()
             self._resolve(self.resolver.on_message(message, self.now))
             for rank in self.ranks.values():
                 rank.from_bus(message)
@@ -291,6 +311,9 @@ class Host:
                 rank.turn()
         self._resolve(self.resolver.flush(self.now))
         self._send_tokens()
+        if self._changed:
+            self._changed = self._leaving  # to be drained then takes nothing but turns and time
+            self._on_change()
 
     def _send_tokens(self) -> None:
         failed: dict[bytes, SendFailure] = {}

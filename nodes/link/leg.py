@@ -5,14 +5,14 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from bus.errors import RemoteProtocolError
 from bus.wire.codec import decode
 from bus.wire.hashing import tokens_of
-from bus.wire.messages import PARAMS, Code, Dispatch, Ended, FoundBy, Location, Params, Refusal, Role
-from nodes.link.facts import KvHandle, RankFacts
+from bus.wire.messages import PARAMS, Code, Dispatch, Ended, FinishReason, FoundBy, Location, Params, Refusal, Role
+from nodes.link.facts import FOR_EVER, KvHandle, RankFacts
 
 NO_ROOM = -1
 
@@ -48,44 +48,78 @@ class IllegalStep(AssertionError):
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """What a runner is given, and what the link keeps of it (from `owner` on; a runner leaves that alone)."""
+    """What a runner is given, and all that the link knows of it (from `owner` on; a runner leaves that alone)."""
 
-    rid: str
-    attempt: int
-    role: Role
-    dp_rank: int
+    rid: str  # the request's id
+    attempt: int  # of the request, from 1 on
+    role: Role  # what is to be done of it
+    dp_rank: int  # of this process's ranks, which
     seq: int  # names the leg at its rank; never used twice
     room: int  # NO_ROOM for unified legs
     prompt: array[int]  # token ids; empty for a decode leg unless the rank wants the prompt
-    prompt_tokens: int
+    prompt_tokens: int  # how many the prompt has, also where `prompt` is empty
     max_tokens: int  # output tokens wanted, those of a resumed request's past not counted
     offset: int  # index of the first output token among all of the request's
-    priority: int
-    params: Params
+    priority: int  # higher first
+    params: Params  # sampling
     stop_ids: frozenset[int]  # end the output, and are the last of it
     deadline: float | None  # on this process's monotonic clock
     handle: KvHandle | None = None  # decode: the KV cache to fetch
 
     owner: int = 0  # the connection whose controller hears of it
-    state: LegState = LegState.RUNNING
-    began: float = 0.0  # when it was ingested
+    state: LegState = LegState.RUNNING  # moved by `step` alone
+    ingested_at: float = 0.0  # on this process's monotonic clock, as all times here
     started: bool = False  # its first output exists
-    first_token_s: float = 0.0
-    output_tokens: int = 0
-    cached_tokens: int = 0
-    cached_at_prefill: int = 0  # decode: of the prompt, as the prefill rank says
-    prefill_instance: str = ""
-    found_by: FoundBy = ""
-    location: Location | None = None  # decode: of the prefill leg
-    told: bool = False  # decode: its controller dispatched the prefill leg too
-    kv_attempt: int = 0  # decode: the attempt under which the room was registered
-    kv_open: bool = False  # decode: the prefill rank has been asked and not been told that we are done
-    asked_at: float = 0.0
-    heard_at: float = 0.0
+    first_token_s: float = 0.0  # from `ingested_at`
+    cached_tokens: int = 0  # of the prompt, in the prefix cache
+    found_by: FoundBy = ""  # how its prefill rank was found
+
+    # how it ended, in the words of its reader
+    finish: FinishReason = ""  # empty while it runs
+    code: Code = "ok"  # ok, or why it failed
+    message: str = ""  # the same in a sentence
+    ended_at: float = 0.0  # when
+
+    # decode and unified: its output, and who reads it (streams)
+    output: list[int] = field(default_factory=list)  # kept until the reader has all of it
+    reader: bytes | None = None  # the client that is sent the output, by its connection
+    lost: bool = False  # the reader's connection is gone: it may attach again over another
+    sent: int = 0  # the next token to send, counted from the request's first output token
+    sent_at: float = 0.0  # when something was sent last
+    finish_sent: bool = False  # the reader was told of the end
+    blocked_until: float = 0.0  # the reader's queue was full
+
+    # decode: its way to the KV cache (puller)
+    location: Location | None = None  # of the prefill leg
+    paired: bool = False  # its controller dispatched the prefill leg too, under the same attempt
+    kv_attempt: int = 0  # under which the room was registered
+    cached_at_prefill: int = 0  # of the prompt, as the prefill rank says
+    kv_wanted: bool = False  # the prefill rank has been asked and not been told that we are done
+    asked_at: float = 0.0  # when the prefill rank was asked last
+
+    # prefill: the KV cache that it holds (sender); the last three as the runner said them
+    pullers: dict[bytes, None] = field(default_factory=dict)  # who asked for it, or for part of it
+    first_token: int = 0  # sampled with the prompt
+    handle_data: bytes = b""  # opaque
+    valid_until: float = FOR_EVER  # fetched later, it may be another prompt's
+
+    heard_at: float = 0.0  # when the rank at the other end of the KV cache's way gave a sign of life
 
     @property
     def live(self) -> bool:
+        """Not over yet."""
         return self.state is not LegState.ENDED
+
+    @property
+    def produced(self) -> int:
+        """The token after the last of `output`, counted as `sent` is."""
+        return self.offset + len(self.output)
+
+    @property
+    def owes(self) -> bool:
+        """Whether there is something to send to its reader."""
+        unsent = self.sent - self.offset < len(self.output) or (self.finish and not self.finish_sent)
+        return bool(unsent) and self.reader is not None
 
     def step(self, step: Step) -> None:
         """Move on as the table says."""
@@ -93,18 +127,25 @@ class Leg:
         if to is None:
             raise IllegalStep(
                 f"{self.role} leg {self.rid}/{self.attempt} is {self.state.value} and cannot be {step} "
-                f"(started {self.started}, {self.output_tokens} tokens, found by {self.found_by or 'nobody'})"
+                f"(started {self.started}, {len(self.output)} tokens, found by {self.found_by or 'nobody'})"
             )
         self.state = to
 
-    def end(self, code: Code, message: str) -> Ended:
+    def end(self, code: Code, message: str, now: float) -> Ended:
+        """It is over: what its controller is told. With `ok`, `message` says why a decode or unified leg stopped."""
+        self.step("over")
+        self.code, self.message, self.ended_at = code, "" if code == "ok" else message[:1024], now
+        if code == "ok":
+            self.finish = "stop" if message == "stop" else "length"
+        else:
+            self.finish = "cancelled" if code == "cancelled" else "failed"
         return Ended(
             self.rid,
             self.attempt,
             self.role,
             code,
-            message[:1024],
-            self.output_tokens,
+            self.message,
+            len(self.output),
             self.found_by,
             self.first_token_s,
             self.cached_tokens,
@@ -147,8 +188,7 @@ def leg_of(
         stop_ids=stop_ids if params.ignore_eos else stop_ids | frozenset(facts.eos_ids),
         deadline=now + dispatch.deadline_s if dispatch.deadline_s else None,
         state=LegState.LOCATING if role == "decode" else LegState.RUNNING,
-        began=now,
-        prefill_instance=dispatch.prefill_instance,
+        ingested_at=now,
     )
 
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from bus import defaults
 from bus.actions import Note, Publish, Send
 from bus.embed.publications import PublisherCore
 from bus.errors import RemoteProtocolError
@@ -35,7 +33,6 @@ from bus.wire.messages import (
     Member,
     Message,
     NodeState,
-    Role,
     Welcome,
 )
 from nodes.link.actions import (
@@ -48,28 +45,13 @@ from nodes.link.actions import (
     Unlocate,
     Unregister,
 )
+from nodes.link.config import LinkConfig
 from nodes.link.connection import Connection
-from nodes.link.core import Limits, RankCore
+from nodes.link.core import RankCore
 from nodes.link.data import KvPeers
 from nodes.link.join import Joint
 from nodes.link.runner import BlockRunner, RankFacts, Runner
 from nodes.link.streams import Streams
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkConfig:
-    """Who the ranks of a process are, and where they find the rest. Durations in seconds."""
-
-    role: Role
-    instance: str
-    dp_size: int = 1
-    bus: str
-    controllers: tuple[str, ...]
-    data: str  # where the data socket goes: ipc:///directory or tcp://host
-    report_interval_s: float = defaults.REPORT_INTERVAL_S
-    room_ttl_s: float = defaults.ROOM_TTL_S
-    limits: Limits = field(default_factory=Limits)
-    keys: str = ""
 
 
 def hello_of(
@@ -78,9 +60,11 @@ def hello_of(
 ) -> Hello:  # fmt: skip
     """How one start of a rank introduces itself; `running`: `(rid, attempt)` of its legs."""
     return Hello(
-        config.instance, dp_rank, epoch, config.role, facts.model, config.dp_size, state, endpoint, facts.max_context,
-        facts.kv_capacity, facts.max_running, facts.block_tokens, running, started_us, facts.wants_prompt,
-        facts.kv_transfer, facts.kv_layout, facts.params,
+        instance=config.instance, dp_rank=dp_rank, epoch=epoch, role=config.role, model=facts.model,
+        dp_size=config.dp_size, state=state, endpoint=endpoint, max_context=facts.max_context,
+        kv_capacity=facts.kv_capacity, max_running=facts.max_running, block_tokens=facts.block_tokens,
+        running=running, started_us=started_us, wants_prompt=facts.wants_prompt,
+        kv_transfer=facts.kv_transfer, kv_layout=facts.kv_layout, params=facts.params,
     )  # fmt: skip
 
 
@@ -103,6 +87,7 @@ class Services(Protocol):
     def reject(self, socket: str, error: RemoteProtocolError, peer: bytes = b"") -> None: ...
     def runner_died(self, dp_rank: int, reason: str) -> None: ...
     def superseded(self, why: str) -> None: ...
+    def changed(self) -> None: ...
 
 
 class LinkedRank:
@@ -166,6 +151,7 @@ class LinkedRank:
             self.core.restate(connection.key)
         follow = all(each.welcome is not None and each.welcome.follow_bootstrap_room for each in self.connections)
         self._host.publish(self.publisher.set_follow(follow, self._host.now))
+        self._host.changed()
 
     def dispatched(self, connection: Connection, dispatch: Dispatch, frames: list[bytes]) -> None:
         self.joint.carry_out(self.core.ingest(connection.key, dispatch, frames, self._host.now))
@@ -202,6 +188,7 @@ class LinkedRank:
 
     def _set_state(self, state: NodeState) -> None:
         self.state = state
+        self._host.changed()
         self._host.publish(self.publisher.set_state(state, self._host.now))
         for connection in self.connections:
             if state == "gone":
@@ -225,8 +212,9 @@ class LinkedRank:
 
     def came_back(self, member: Member) -> None:
         """A `member` as every subscriber gets it: ours has passed the broker."""
-        if (member.instance, member.epoch) == (self.instance, self.epoch):
+        if (member.instance, member.epoch) == (self.instance, self.epoch) and member.state != self.on_the_bus:
             self.on_the_bus = member.state
+            self._host.changed()
 
     # --- time ---------------------------------------------------------------------------------------------------
 

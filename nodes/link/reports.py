@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from bus.wire.messages import Ack, Dispatch, Ended
+from bus.wire.messages import Ack, Dispatch, Ended, Refusal
 from nodes.link.leg import Leg
 
 MAX_ACKS = 64
@@ -66,6 +66,25 @@ class Reports:
         self._remembered.move_to_end(end.rid)
         if len(self._remembered) > MAX_REMEMBERED:
             self._remembered.popitem(last=False)
+
+    def answered(self, owner: int, dispatch: Dispatch, current: Leg | None) -> bool:
+        """Whether the attempt is here (`current`), or was: `owner` hears again what is known of it."""
+        if current is not None and current.attempt == dispatch.attempt:
+            current.owner = owner  # a controller that came back takes its request over
+            if current.started:
+                self.started(current)
+            return True
+        known = self.last_end(dispatch.rid)
+        if known is not None and known.attempt == dispatch.attempt:
+            self.ended(owner, known)
+            return True
+        return False
+
+    def check_newest(self, dispatch: Dispatch, current: Leg | None) -> None:
+        """Refusal when a newer attempt is here, or was."""
+        known = self.last_end(dispatch.rid)
+        if max(current.attempt if current else 0, known.attempt if known else 0) > dispatch.attempt:
+            raise Refusal("fenced", "a newer attempt was here")
 
     def last_end(self, rid: str) -> Ended | None:
         known = self._remembered.get(rid)

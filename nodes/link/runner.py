@@ -24,15 +24,15 @@ from nodes.link.leg import Leg
 class RunnerLoad(Struct, frozen=True):
     """Of all legs that were started and are not over. Requests and tokens as in `bus.wire.messages.Load`."""
 
-    running: int = 0
-    waiting: int = 0
-    waiting_tokens: int = 0
-    kv_tokens: int = 0
+    running: int = 0  # requests that hold a run slot
+    waiting: int = 0  # requests that do not run yet
+    waiting_tokens: int = 0  # prompt tokens not yet computed or fetched
+    kv_tokens: int = 0  # held by these requests
     step: int = 0  # forward steps done; one that stands still while `busy` is taken for a hang
-    busy: bool = False
-    prompt_tokens_total: int = 0
-    cached_tokens_total: int = 0
-    busy_us_total: int = 0
+    busy: bool = False  # a step is being computed
+    prompt_tokens_total: int = 0  # of all legs started so far
+    cached_tokens_total: int = 0  # of those, served from the prefix cache
+    busy_us_total: int = 0  # microseconds spent in steps
 
 
 # --- events: what a runner says -----------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
-"""The receiver's side of KV transfer: which blocks of one prompt to ask for, when again, when to give up. Pure.
+"""The receiver's side of KV transfer: which blocks of a prompt to ask for, when again, when to give up. Pure.
 
-At most `window` blocks are on their way (credit), so neither side's queue grows. A damaged block is asked for again
-by itself; when nothing arrives for `stall_s`, everything missing is. Both are bounded.
+At most `window` blocks of a prompt are on their way (credit), so neither side's queue grows. A damaged block is asked
+for again by itself; when nothing arrives for `stall_s`, everything missing is. Both are bounded.
 """
 
 from __future__ import annotations
 
 from typing import TypeAlias
+
+from nodes.own.sequence import Sequence
 
 STALL_S = 2.0
 MAX_STALLS = 3
@@ -17,62 +19,51 @@ MAX_WINDOW = 64
 Span: TypeAlias = tuple[int, int]
 
 
+class FetchFailed(Exception):
+    """It is given up; the message says why."""
+
+
 def window_for(block_bytes: int) -> int:
     """Blocks in flight for one prompt: enough to keep a connection busy, not more than 8 MiB."""
     return max(2, min(MAX_WINDOW, WINDOW_BYTES // max(1, block_bytes)))
 
 
 class KvReceiver:
-    """`begin` once, `received` for each block, `tick` a few times a second; each returns what to ask for now, as
-    `(first block, count)`."""
+    """`begin` once a sequence, `received` for each block, `tick` a few times a second; each returns what to ask for
+    now, as `(first block, count)`. What is known of a fetch is kept in its sequence."""
 
-    def __init__(self, blocks: int, *, window: int, stall_s: float = STALL_S) -> None:
-        self.blocks = blocks
+    def __init__(self, *, window: int, stall_s: float = STALL_S) -> None:
         self.window = window
         self.stall_s = stall_s
-        self.failure = ""  # why it gave up
-        self.damaged = 0
-        self.stalls = 0
-        self._missing: dict[int, None] = {}  # asked for, not received intact; in order of asking
-        self._next = 0
-        self._moved_at = 0.0
 
-    @property
-    def complete(self) -> bool:
-        return self._next == self.blocks and not self._missing
+    def begin(self, sequence: Sequence, blocks: int, now: float) -> list[Span]:
+        sequence.unasked = range(blocks)
+        sequence.fetch_began = sequence.moved_at = now
+        return self._ask_more(sequence)
 
-    def begin(self, now: float) -> list[Span]:
-        self._moved_at = now
-        return self._ask_more()
-
-    def wants(self, index: int) -> bool:
-        """Whether this block is awaited; anything else is a duplicate or unasked for."""
-        return index in self._missing and not self.failure
-
-    def received(self, index: int, intact: bool, now: float) -> list[Span]:
-        """An awaited block came."""
-        assert self.wants(index)
+    def received(self, sequence: Sequence, index: int, intact: bool, now: float) -> list[Span]:
+        """A `missing` block came. FetchFailed when too many were damaged."""
+        assert index in sequence.missing
         if not intact:
-            self.damaged += 1
-            if self.damaged > MAX_REPAIRS:
-                self.failure = f"{self.damaged} damaged blocks"
-                return []
+            sequence.damaged += 1
+            if sequence.damaged > MAX_REPAIRS:
+                raise FetchFailed(f"{sequence.damaged} damaged blocks")
             return [(index, 1)]
-        del self._missing[index]
-        self._moved_at = now
-        return self._ask_more() if len(self._missing) <= self.window // 2 else []
+        del sequence.missing[index]
+        sequence.moved_at = now
+        return self._ask_more(sequence) if len(sequence.missing) <= self.window // 2 else []
 
-    def tick(self, now: float) -> list[Span]:
-        if not self._missing or self.failure or now - self._moved_at < self.stall_s:
+    def tick(self, sequence: Sequence, now: float) -> list[Span]:
+        """FetchFailed when nothing came for too long."""
+        if now - sequence.moved_at < self.stall_s:
             return []
-        self.stalls += 1
-        if self.stalls > MAX_STALLS:
-            self.failure = f"no block for {self.stall_s * self.stalls:g} s"
-            return []
-        self._moved_at = now
+        sequence.stalls += 1
+        if sequence.stalls > MAX_STALLS:
+            raise FetchFailed(f"no block for {self.stall_s * sequence.stalls:g} s")
+        sequence.moved_at = now
         pulls: list[Span] = []
         run: list[int] = []
-        for index in sorted(self._missing):
+        for index in sorted(sequence.missing):
             if run and index != run[-1] + 1:
                 pulls.append((run[0], len(run)))
                 run = []
@@ -80,10 +71,8 @@ class KvReceiver:
         pulls.append((run[0], len(run)))
         return pulls
 
-    def _ask_more(self) -> list[Span]:
-        count = min(self.window - len(self._missing), self.blocks - self._next)
-        if count <= 0:
-            return []
-        first, self._next = self._next, self._next + count
-        self._missing.update(dict.fromkeys(range(first, self._next)))
-        return [(first, count)]
+    def _ask_more(self, sequence: Sequence) -> list[Span]:
+        asked = sequence.unasked[: self.window - len(sequence.missing)]
+        sequence.unasked = sequence.unasked[len(asked) :]
+        sequence.missing.update(dict.fromkeys(asked))
+        return [(asked.start, len(asked))] if asked else []

@@ -6,7 +6,6 @@ Owns what connects these; who runs and who waits is the scheduler's, what to fet
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from bus.runtime.logs import get_logger
 from nodes.link.leg import Leg
@@ -26,8 +25,9 @@ from nodes.link.runner import (
 )
 from nodes.own.engines.base import Engine, EngineSpec, StepResult
 from nodes.own.kv_events import KvEventLog
-from nodes.own.receiver import KvReceiver, Span, window_for
-from nodes.own.scheduler import Scheduler, Sequence
+from nodes.own.receiver import FetchFailed, KvReceiver, Span, window_for
+from nodes.own.scheduler import Scheduler
+from nodes.own.sequence import Sequence
 
 log = get_logger("node")
 
@@ -45,16 +45,6 @@ def facts_of(spec: EngineSpec, max_running: int) -> RankFacts:
     )
 
 
-@dataclass(slots=True, eq=False)
-class _Run:
-    """A leg here; `receiver` while its KV cache comes in."""
-
-    leg: Leg
-    began: bool = False
-    receiver: KvReceiver | None = None
-    fetching_since: float = 0.0
-
-
 class OwnRunner:
     """`kv_events` makes messages of what changes in the prefix cache, where anybody is to hear of it."""
 
@@ -63,8 +53,8 @@ class OwnRunner:
         self.scheduler = scheduler
         self.facts = facts_of(engine.spec, scheduler.max_running)
         self._kv_events = kv_events
-        self._runs: dict[int, _Run] = {}  # by the leg's `seq`, which names its sequence too
-        self._receiving: dict[int, _Run] = {}  # of these, those whose KV cache comes in
+        self._receiver = KvReceiver(window=window_for(engine.spec.block_bytes))
+        self._fetching: dict[int, Sequence] = {}  # by the leg's `seq`, which names its sequence too
 
     def attach(self, tell: Tell) -> None:
         self._tell = tell
@@ -82,7 +72,6 @@ class OwnRunner:
             if handle.first_token in leg.stop_ids or leg.max_tokens == 1:
                 self._tell(Finished(leg, "stop" if handle.first_token in leg.stop_ids else "length"))
                 return
-        self._runs[leg.seq] = _Run(leg, began=handle is not None)
         self.scheduler.add(
             Sequence(
                 leg.seq,
@@ -94,12 +83,12 @@ class OwnRunner:
                 imported=handle is not None,
                 hold=leg.role == "prefill",
                 offset=leg.offset,
+                leg=leg,
             )
         )
 
     def cancel(self, leg: Leg) -> None:
-        self._runs.pop(leg.seq, None)
-        self._receiving.pop(leg.seq, None)
+        self._fetching.pop(leg.seq, None)
         self.scheduler.cancel(leg.seq)
 
     release = cancel
@@ -116,19 +105,20 @@ class OwnRunner:
         if plan is not None:
             self.engine.submit(plan, self._stepped)
         for sequence in self.scheduler.take_admitted():
-            run = self._receiving[sequence.id] = self._runs[sequence.id]
-            assert run.leg.handle is not None
-            run.receiver = KvReceiver(run.leg.handle.blocks, window=window_for(self.engine.spec.block_bytes))
-            run.fetching_since = now
-            self._ask(run, run.receiver.begin(now))
+            assert sequence.leg is not None
+            assert sequence.leg.handle is not None
+            self._fetching[sequence.id] = sequence
+            self._pull(sequence.leg, self._receiver.begin(sequence, sequence.leg.handle.blocks, now))
         if self._kv_events is not None and (events := self.scheduler.pool.take_events()):
             self._tell(CacheChanged(self._kv_events.messages(events, time.time())))
 
     def tick(self, now: float) -> None:
-        for run in list(self._receiving.values()):
-            assert run.receiver is not None
-            self._ask(run, run.receiver.tick(now))
-            self._check(run, now)
+        for sequence in list(self._fetching.values()):
+            assert sequence.leg is not None
+            try:
+                self._pull(sequence.leg, self._receiver.tick(sequence, now))
+            except FetchFailed as failure:
+                self._give_up(sequence.leg, failure)
 
     # --- KV blocks ----------------------------------------------------------------------------------------------
 
@@ -136,56 +126,49 @@ class OwnRunner:
         return self.engine.export_block(self.scheduler.sequence(leg.seq).table[index])
 
     def received(self, leg: Leg, index: int, data: bytes | memoryview, intact: bool, now: float) -> None:
-        run = self._receiving.get(leg.seq)
-        if run is None or run.receiver is None or not run.receiver.wants(index):
-            return
+        sequence = self._fetching.get(leg.seq)
+        if sequence is None or index not in sequence.missing:
+            return  # a duplicate, or never asked for
         intact = intact and len(data) == self.engine.spec.block_bytes
         if intact:
-            self.engine.import_block(self.scheduler.sequence(leg.seq).table[index], data)
-        self._ask(run, run.receiver.received(index, intact, now))
-        self._check(run, now)
-
-    def _ask(self, run: _Run, spans: list[Span]) -> None:
-        for first, count in spans:
-            self._tell(Pull(run.leg, first, count))
-
-    def _check(self, run: _Run, now: float) -> None:
-        """Whether its KV cache is all here, or will never be."""
-        receiver, leg = run.receiver, run.leg
-        assert receiver is not None
-        if receiver.failure:
-            self.cancel(leg)
-            self._tell(LegFailed(leg, "kv_failed", receiver.failure))
-        elif receiver.complete:
-            del self._receiving[leg.seq]
-            run.receiver = None
+            self.engine.import_block(sequence.table[index], data)
+        try:
+            self._pull(leg, self._receiver.received(sequence, index, intact, now))
+        except FetchFailed as failure:
+            self._give_up(leg, failure)
+            return
+        if not sequence.missing:
+            del self._fetching[leg.seq]
             assert leg.handle is not None
             self.scheduler.start(leg.seq, leg.handle.first_token)
-            self._tell(Fetched(leg, now - run.fetching_since))
+            self._tell(Fetched(leg, now - sequence.fetch_began))
+
+    def _pull(self, leg: Leg, spans: list[Span]) -> None:
+        for first, count in spans:
+            self._tell(Pull(leg, first, count))
+
+    def _give_up(self, leg: Leg, failure: FetchFailed) -> None:
+        self.cancel(leg)
+        self._tell(LegFailed(leg, "kv_failed", str(failure)))
 
     # --- the engine ---------------------------------------------------------------------------------------------
 
     def _stepped(self, result: StepResult) -> None:
         if result.error:
             log.error("step.failed", step=result.number, error=result.error)
-        for output in self.scheduler.complete(result):
-            run = self._runs.get(output.seq)
-            if run is None:
+        tell = self._tell
+        for sequence in self.scheduler.complete(result):
+            leg, output, finish = sequence.leg, sequence.output, sequence.finish
+            assert leg is not None
+            if finish == "failed":
+                tell(LegFailed(leg, "engine_failed", result.error))
                 continue
-            leg = run.leg
-            if output.error:
-                del self._runs[output.seq]
-                self._tell(LegFailed(leg, "engine_failed", output.error))
+            if len(output) == 1:
+                tell(Began(leg, sequence.cached_tokens))
+            if sequence.hold:
+                tell(Held(leg, output[-1]))
                 continue
-            if not run.began:
-                run.began = True
-                known = leg.seq in self.scheduler
-                self._tell(Began(leg, self.scheduler.sequence(leg.seq).cached_tokens if known else 0))
-            if leg.role == "prefill":
-                self._tell(Held(leg, output.token))
-                continue
-            self._tell(Output(leg, (output.token,)))
-            if output.finish:
-                del self._runs[output.seq]
-                self._tell(Finished(leg, "stop" if output.finish == "stop" else "length"))
-        self._tell(Stepped(result.duration_s))
+            tell(Output(leg, (output[-1],)))
+            if finish:
+                tell(Finished(leg, "stop" if finish == "stop" else "length"))
+        tell(Stepped(result.duration_s))

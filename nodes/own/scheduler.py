@@ -11,70 +11,13 @@ every decoding sequence, then prompt tokens in order of admission up to `chunk_t
 
 from __future__ import annotations
 
-import enum
 import heapq
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 
 from bus.wire.hashing import ROOT, block_hashes, hash_block, token_bytes
-from bus.wire.messages import FinishReason, Params
 from nodes.own.blocks import BlockPool
 from nodes.own.engines.base import Row, StepPlan, StepResult
-
-
-class Phase(enum.Enum):
-    PARKED = "parked"  # ingested, not ready to be admitted (its KV cache is not located yet)
-    WAITING = "waiting"  # for a slot and blocks
-    FETCHING = "fetching"  # admitted; its prompt's KV cache is being copied in
-    PROMPT = "prompt"  # admitted; its prompt is being computed
-    DECODING = "decoding"
-    HELD = "held"  # finished prefill whose KV cache somebody will fetch; no slot
-    GONE = "gone"
-
-
-_SLOT_PHASES = frozenset({Phase.FETCHING, Phase.PROMPT, Phase.DECODING})
-
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One leg's computation. `imported`: the prompt's KV comes from elsewhere. `hold`: stop after the prompt's token
-    and keep the KV. `offset` is the output index of the first token produced here. `hashes`: None to compute them."""
-
-    id: int
-    prompt: Seq[int]
-    max_tokens: int
-    params: Params = field(default_factory=Params)
-    stop_ids: frozenset[int] = frozenset()
-    priority: int = 0
-    imported: bool = False
-    hold: bool = False
-    offset: int = 0
-    hashes: list[int] | None = None
-
-    phase: Phase = Phase.WAITING
-    table: list[int] = field(default_factory=list)
-    cached_tokens: int = 0
-    computed: int = 0  # tokens whose KV is in `table`
-    expected: int = 0  # prompt tokens still to compute or fetch, as counted in the load
-    committed: int = 0  # full blocks named in the prefix cache
-    output: list[int] = field(default_factory=list)
-    in_step: bool = False
-    doomed: bool = False
-
-    @property
-    def reserve_tokens(self) -> int:
-        """KV tokens it can ever need; the last output token's KV is never computed."""
-        return len(self.prompt) if self.hold else len(self.prompt) + max(0, self.max_tokens - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """One new token of `seq`; `finish` says that it was the last. `error`: it has none and the sequence is gone."""
-
-    seq: int
-    token: int
-    finish: FinishReason = ""
-    error: str = ""
+from nodes.own.sequence import SLOT_PHASES, Phase, Sequence
 
 
 class Scheduler:
@@ -93,7 +36,7 @@ class Scheduler:
         self._order = 0
         self._running: dict[int, Sequence] = {}  # holds a slot, in order of admission
         self._admitted: list[Sequence] = []
-        self._in_step: dict[int, int] = {}  # seq -> tokens fed in the step under way
+        self._in_step: list[Sequence] = []  # in the order of the plan's rows
         self._held = 0  # sequences in phase HELD
         self._waiting_tokens = 0
         self._kv_tokens = 0
@@ -180,7 +123,7 @@ class Scheduler:
         sequence = self._sequences.get(seq)
         if sequence is None:
             return False
-        if sequence.in_step:
+        if sequence.fed:
             sequence.doomed = True
         else:
             self._remove(sequence)
@@ -196,6 +139,7 @@ class Scheduler:
             return None
         self._admit()
         rows: list[Row] = []
+        fed = self._in_step
         budget = self.chunk_tokens
         for sequence in self._running.values():
             if sequence.phase is Phase.DECODING:
@@ -205,6 +149,8 @@ class Scheduler:
                     Row(sequence.id, (sequence.output[-1],), row_at, sequence.table, sequence.params,
                         sequence.offset + index)
                 )  # fmt: skip
+                sequence.fed = 1
+                fed.append(sequence)
                 budget -= 1
         budget = max(budget, self.pool.block_tokens)  # prompts progress however many sequences decode
         for sequence in self._running.values():
@@ -216,56 +162,55 @@ class Scheduler:
                     Row(sequence.id, tokens, sequence.computed, sequence.table, sequence.params if last else None,
                         sequence.offset)
                 )  # fmt: skip
+                sequence.fed = len(tokens)
+                fed.append(sequence)
                 budget -= len(tokens)
-        if not rows:
-            return None
-        for row in rows:
-            self._in_step[row.seq] = len(row.tokens)
-            self._sequences[row.seq].in_step = True
-        return StepPlan(self.step + 1, tuple(rows))
+        return StepPlan(self.step + 1, tuple(rows)) if rows else None
 
-    def complete(self, result: StepResult) -> list[Output]:
-        """Account for the step under way; the outputs of those still wanted, in the order of the plan's rows."""
+    def complete(self, result: StepResult) -> list[Sequence]:
+        """Account for the step under way; those that are still wanted and have one more token in their `output`, or
+        whose `finish` is `failed`, in the order of the plan's rows."""
         tokens = dict(result.tokens)
-        fed, self._in_step = self._in_step, {}
+        stepped, self._in_step = self._in_step, []
         self.step += 1
         self.busy_us_total += round(result.duration_s * 1e6)
-        outputs: list[Output] = []
-        for seq, count in fed.items():
-            sequence = self._sequences[seq]
-            sequence.in_step = False
+        outputs: list[Sequence] = []
+        size = self.pool.block_tokens
+        for sequence in stepped:
+            fed, sequence.fed = sequence.fed, 0
             if sequence.doomed:
                 self._remove(sequence)
             elif result.error:
+                sequence.finish = "failed"
                 self._remove(sequence)
-                outputs.append(Output(seq, 0, "failed", result.error))
+                outputs.append(sequence)
             else:
-                self._hold(sequence, count)
+                self._hold(sequence, fed)
                 if sequence.phase is Phase.PROMPT:
                     self._expect(sequence, len(sequence.prompt) - sequence.computed)
                     if sequence.computed == len(sequence.prompt):
                         sequence.phase = Phase.DECODING
-                self._commit(sequence)
+                if sequence.computed >= (sequence.committed + 1) * size:
+                    self._commit(sequence)
                 if sequence.phase is Phase.DECODING:
-                    outputs.append(self._append(sequence, tokens[seq]))
+                    self._append(sequence, tokens[sequence.id])
+                    outputs.append(sequence)
         return outputs
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _append(self, sequence: Sequence, token: int) -> Output:
+    def _append(self, sequence: Sequence, token: int) -> None:
         sequence.output.append(token)
-        finish: FinishReason = ""
         if token in sequence.stop_ids:
-            finish = "stop"
+            sequence.finish = "stop"
         elif len(sequence.output) >= sequence.max_tokens:
-            finish = "length"
+            sequence.finish = "length"
         if sequence.hold:
             sequence.phase = Phase.HELD
             self._held += 1
             del self._running[sequence.id]
-        elif finish:
+        elif sequence.finish:
             self._remove(sequence)
-        return Output(sequence.id, token, finish)
 
     def _reusable(self, sequence: Sequence) -> Seq[int]:
         """At least one prompt token is always computed, since its output is what is wanted."""
@@ -342,10 +287,10 @@ class Scheduler:
         assert self._waiting_tokens == sum(s.expected for s in live)
         assert self._kv_tokens == sum(s.computed for s in live)
         assert list(self._running) == [s.id for s in self._running.values()]
-        assert {s.id for s in live if s.phase in _SLOT_PHASES} == set(self._running)
+        assert {s.id for s in live if s.phase in SLOT_PHASES} == set(self._running)
         assert len(self._running) <= self.max_running
         assert self._held == sum(s.phase is Phase.HELD for s in live)
         assert self.waiting == sum(s.phase in (Phase.PARKED, Phase.WAITING) for s in live)
         assert len({block for s in live for block in s.table}) == self.pool.held
         assert all(s.computed <= len(s.table) * self.pool.block_tokens for s in live)
-        assert {s.id for s in live if s.in_step} == set(self._in_step)
+        assert {s for s in live if s.fed} == set(self._in_step)

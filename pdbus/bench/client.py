@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 
 from bus.wire import codec
-from bus.wire.messages import CONTROLLER_TO_CLIENT, Accepted, Done, Leg, Params, Submit
+from bus.wire.messages import CONTROLLER_TO_CLIENT, Accepted, Done, Legs, Params, Submit
 from pdbus.bench.bare import NO_COPY_FROM
 from pdbus.bench.child import Parent
 
@@ -21,7 +21,7 @@ TOKEN_BYTES = 4
 SILENT_MS = 20_000
 
 
-def main(parent: Parent, endpoint: str, ours: bool, prompt_tokens: int, leg: Leg = "unified") -> None:
+def main(parent: Parent, endpoint: str, ours: bool, prompt_tokens: int, leg: Legs = "unified") -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(endpoint)
@@ -31,7 +31,7 @@ def main(parent: Parent, endpoint: str, ours: bool, prompt_tokens: int, leg: Leg
 
 
 class Traffic:
-    def __init__(self, socket: zmq.Socket[bytes], ours: bool, prompt_tokens: int, leg: Leg) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], ours: bool, prompt_tokens: int, leg: Legs) -> None:
         self._socket = socket
         self._ours = ours
         self._leg = leg

@@ -19,9 +19,15 @@ def core_of(ranks: int, method: str = "total_tokens") -> ControllerCore:
     """A controller that knows `ranks` idle unified ranks, which have reported and been picked from, at time 0."""
     core = ControllerCore(ControllerConfig(unified_method=method), 1, 0.0)
     for dp_rank in range(ranks):
-        hello = Hello(INSTANCE, dp_rank, 1, "unified", MODEL, ranks, "ready", "ipc:///nowhere", 1 << 20, 0, 0, 16)
+        hello = Hello(
+            instance=INSTANCE, dp_rank=dp_rank, epoch=1, role="unified", model=MODEL, dp_size=ranks, state="ready",
+            endpoint="ipc:///nowhere", max_context=1 << 20, kv_capacity=0, max_running=0, block_tokens=16,
+        )  # fmt: skip
         core.handle(FromNode(dp_rank, hello), 0.0)
-        load = Load(1, 0, 0, 0, 0, 0, 1 << 20, 256, (Ack(1, 0, 0),))
+        load = Load(
+            seq=1, step=0, running=0, waiting=0, waiting_tokens=0, kv_tokens=0, kv_capacity=1 << 20,
+            max_running=256, acks=(Ack(1, 0, 0),),
+        )  # fmt: skip
         core.handle(Published(LoadReport(INSTANCE, dp_rank, 1, 1, load)), 0.0)
     assert core.table.group("unified", MODEL).least(Metric.TOKENS) is not None
     return core

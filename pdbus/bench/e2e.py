@@ -25,7 +25,7 @@ from bus.wire.messages import (
     Attach,
     Detach,
     Done,
-    Leg,
+    Legs,
     Location,
     Params,
     Submit,
@@ -91,7 +91,7 @@ class _Client:
         self._nodes: dict[str, Socket] = {}
         self._rooms = itertools.count(time.monotonic_ns())
 
-    def measure(self, leg: Leg, count: int) -> dict[str, float]:
+    def measure(self, leg: Legs, count: int) -> dict[str, float]:
         """Medians of `count` requests, one after the other, in microseconds from submit."""
         times: dict[str, list[float]] = {"accepted": [], "first": [], "last": []}
         for _ in range(count):
@@ -99,7 +99,7 @@ class _Client:
                 times[name].append(seconds * 1e6)
         return {name: statistics.median(values) for name, values in times.items()}
 
-    def _one(self, leg: Leg) -> dict[str, float]:
+    def _one(self, leg: Legs) -> dict[str, float]:
         room = next(self._rooms)
         rid = str(room)
         submit = Submit(rid, leg, PROMPT_TOKENS, OUTPUT_TOKENS, room)

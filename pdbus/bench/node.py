@@ -25,8 +25,9 @@ from bus.runtime.loop import Loop
 from bus.runtime.sockets import Socket, Sockets
 from bus.wire import codec, topics
 from bus.wire.messages import CancelLeg, Dispatch, Ended, Hello, Load, Role, Welcome
+from nodes.link.config import LinkConfig
 from nodes.link.connection import Connection
-from nodes.link.rank import LinkConfig, hello_of
+from nodes.link.rank import hello_of
 from nodes.link.reports import Reports
 from nodes.link.runner import RankFacts
 from pdbus.bench.bare import BUDGET, NO_COPY_FROM
@@ -95,8 +96,7 @@ def ours(
     with Sockets() as sockets:
         pub = sockets.pub(BusAddress(bus).publish)
         config = LinkConfig(
-            role=role, instance=instance, dp_size=dp_size, bus=bus, controllers=(controller,), data="",
-            report_interval_s=MEMBER_S,
+            role, instance, dp_size, tuple(ranks), bus, (controller,), "ipc:///never-bound", report_interval_s=MEMBER_S
         )  # fmt: skip
         nodes = [_Rank(loop, sockets, pub, config, dp_rank, journeys, 0.5 / report_hz) for dp_rank in ranks]
         waiting = set(nodes)
@@ -183,7 +183,10 @@ class _Rank:
 
     def report(self) -> None:
         now = self._clock()
-        load = Load(0, self._step, 0, 0, 0, 0, KV_TOKENS, MANY, self._reports.acks)
+        load = Load(
+            seq=0, step=self._step, running=0, waiting=0, waiting_tokens=0, kv_tokens=0, kv_capacity=KV_TOKENS,
+            max_running=MANY, acks=self._reports.acks,
+        )  # fmt: skip
         self._publish(self._publisher.report(load, now))
         self._publish(self._publisher.tick(now))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bus.wire.messages import Leg, Role
+from bus.wire.messages import Legs, Role
 from pdbus.bench.harness import Process, Workspace
 
 
@@ -80,7 +80,7 @@ def our_path(
     )
     for node in nodes:
         node.wait_ready()
-    leg: Leg = "unified"
+    leg: Legs = "unified"
     client = space.part(
         "client:main", endpoint=f"{space.endpoint('ctl')}.clients", ours=True, prompt_tokens=prompt_tokens, leg=leg
     )

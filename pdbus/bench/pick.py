@@ -36,7 +36,7 @@ class Hits:
 HITS = {  # by number of ranks
     512: (
         Hits(16, 8), Hits(16, 256), Hits(64, 1), Hits(64, 8), Hits(64, 256), Hits(64, 512),
-        Hits(256, 1), Hits(256, 8), Hits(256, 512),
+        Hits(256, 1), Hits(256, 8), Hits(256, 256), Hits(256, 512),
     ),
     4_096: (Hits(16, 8), Hits(64, 8), Hits(64, 2_048), Hits(256, 8)),
 }  # fmt: skip
@@ -71,10 +71,18 @@ def table_of(ranks: int) -> LoadTable:
     """A load table of `ranks` unified ranks that have all reported an even load, ready for dispatch."""
     table = LoadTable(1)
     for dp_rank in range(ranks):
-        hello = Hello(INSTANCE, dp_rank, 1, "unified", "m", ranks, "ready", "", 0, 0, 0, BLOCK_TOKENS)
+        hello = Hello(
+            instance=INSTANCE, dp_rank=dp_rank, epoch=1, role="unified", model="m", dp_size=ranks, state="ready",
+            endpoint="", max_context=0, kv_capacity=0, max_running=0, block_tokens=BLOCK_TOKENS,
+        )  # fmt: skip
         rank = table.open(hello)
         table.set_ready(rank, True)
-        table.apply(rank.key, 1, Load(1, 0, 4, 0, 0, 1_000, 0, 0), 0.0)
+        table.apply(
+            rank.key,
+            1,
+            Load(seq=1, step=0, running=4, waiting=0, waiting_tokens=0, kv_tokens=1_000, kv_capacity=0, max_running=0),
+            0.0,
+        )
     return table
 
 

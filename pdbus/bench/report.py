@@ -37,7 +37,10 @@ def frames_of(ranks: int, first_seq: int, reports: int) -> list[tuple[bytes, byt
     for seq in range(first_seq, first_seq + reports):
         for dp_rank in rng.sample(range(ranks), ranks):
             running, tokens = rng.randrange(200), rng.randrange(200_000)
-            load = Load(seq, seq, running, seq % 3, 100, tokens, 1 << 20, 256, (Ack(1, 0, 0),))
+            load = Load(
+                seq=seq, step=seq, running=running, waiting=seq % 3, waiting_tokens=100, kv_tokens=tokens,
+                kv_capacity=1 << 20, max_running=256, acks=(Ack(1, 0, 0),),
+            )  # fmt: skip
             message = LoadReport(INSTANCE, dp_rank, 1, seq, load)
             frames.append((topics.of(message), codec.encode(message)))
     return frames

@@ -115,14 +115,14 @@ def _expiry(scope: Scope) -> list[Row]:
         scope.say(f"registering {rooms:,} rooms that live {EXPIRY_TTL_S:g} s")
         publisher.ask(do="bulk", first=0, count=rooms, batch=BULK)
         scope.say("probing while they expire")
-        busy: list[float] = []
+        sweeping: list[float] = []
         began = time.perf_counter()
         while watcher.ask(do="count", name="rooms_held"):
-            busy += watcher.ask(do="probe", seconds=1.0, gap_s=PROBE_GAP_S)
+            sweeping += watcher.ask(do="probe", seconds=1.0, gap_s=PROBE_GAP_S)
         scope.say("probing a quiet broker for as long")
         quiet = watcher.ask(do="probe", seconds=time.perf_counter() - began, gap_s=PROBE_GAP_S)
     live = [
-        row(case, name, "ms", [figure(busy) * 1e3], [figure(quiet) * 1e3], aim)
+        row(case, name, "ms", [figure(sweeping) * 1e3], [figure(quiet) * 1e3], aim)
         for name, figure, aim in (
             ("longest pause", max, AIM_PAUSE_MS),
             ("p99.9 round trip", lambda times: percentile(times, 0.999), None),

@@ -7,33 +7,45 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import cast
 
 from bus.wire import codec
-from bus.wire.hashing import pack_hashes
+from bus.wire.hashing import pack_hashes, token_bytes
 from bus.wire.messages import (
     CLIENT_TO_CONTROLLER,
     NODE_TO_CONTROLLER,
     PUBLICATIONS,
     Accepted,
     Ack,
+    Attach,
     Dispatch,
     Ended,
     Load,
     LoadReport,
     Location,
     Message,
+    Params,
     Progress,
     Submit,
 )
 from controller.events import FromClient, FromNode, Tick, ToNode
 from controller.load.table import LoadTable
 from controller.policies import Policy, make_policy
+from controller.policies.prefix_index import PrefixIndex
+from nodes.link.core import RankCore
+from nodes.link.join import Joint
+from nodes.link.streams import Streams
+from nodes.own.blocks import BlockPool
+from nodes.own.engines.base import Engine, EngineSpec, StepPlan, StepResult
+from nodes.own.runner import OwnRunner
+from nodes.own.scheduler import Scheduler
 from pdbus.bench.controller_parts import core_of, publication_handler
 from pdbus.bench.pick import BLOCK_TOKENS, INSTANCE, Hits, cached, requests, table_of
 from pdbus.bench.report import frames_of
 
 TIMES = 100
 RANKS = 64
+ROWS = 32  # sequences that decode together
 NOW = 1.0  # settled, and the reports are fresh
 Script = Callable[[], None]
 
@@ -57,6 +69,24 @@ def _picks(table: LoadTable, policy: Policy, submits: list[Submit]) -> Script:
             rank = policy.pick(group, submit, submit.prompt_tokens)
             assert rank is not None
             table.charge(rank, submit.prompt_tokens)
+
+    return script
+
+
+def kv_events() -> Script:
+    """The prefix index alone: of a prompt of 16 blocks that others hold, a rank stores two times eight and gives up one
+    after the other, from the end."""
+    index = PrefixIndex()
+    prompt = list(range(1, 17))
+    for seat in range(1, 8):
+        index.stored(seat, prompt)
+
+    def script() -> None:
+        for _ in range(TIMES):
+            index.stored(0, prompt[:8])
+            index.stored(0, prompt[8:])
+            for block in reversed(prompt):
+                index.removed(0, (block,))
 
     return script
 
@@ -91,7 +121,10 @@ def encode() -> Script:
 
 def decode() -> Script:
     ended = Ended("r" * 32, 1, "unified", "ok", "", 16)
-    load = Load(9, 9, 3, 1, 500, 1_000, 1 << 20, 256, (Ack(1 << 60, 100, 9_000),))
+    load = Load(
+        seq=9, step=9, running=3, waiting=1, waiting_tokens=500, kv_tokens=1_000, kv_capacity=1 << 20,
+        max_running=256, acks=(Ack(1 << 60, 100, 9_000),),
+    )  # fmt: skip
     frames = [
         (codec.encode(Submit("r" * 32, "unified", 128, 16)), CLIENT_TO_CONTROLLER),
         (codec.encode(Progress(INSTANCE, 3, 1 << 60, (("r" * 32, 1),), (ended,))), NODE_TO_CONTROLLER),
@@ -124,5 +157,45 @@ def dispatch(method: str = "total_tokens", blocks: int = 0) -> Script:
             assert isinstance(sent, ToNode)
             ended = (Ended(rid, 1, "unified", "ok", "", 16),)
             core.handle(FromNode(sent.peer, Progress(INSTANCE, sent.peer, 1, ((rid, 1),), ended)), NOW)
+
+    return script
+
+
+class _NoEngine:
+    """Computes nothing: a script gives the result of the step that was submitted."""
+
+    spec = EngineSpec("m", "layout", 1 << 20, BLOCK_TOKENS, 1 << 14, 64, 512, ())
+
+    def submit(self, plan: StepPlan, done: Callable[[StepResult], None]) -> None:
+        self.plan, self.done = plan, done
+
+
+def decode_step() -> Script:
+    """A rank's decode step of `ROWS` rows without its engine: from the engine's answer over scheduler, runner and core
+    to the messages for their readers, the load, and the next plan. `TIMES` steps."""
+    engine = _NoEngine()
+    streams = Streams()
+    scheduler = Scheduler(BlockPool(engine.spec.blocks, BLOCK_TOKENS), max_running=ROWS, chunk_tokens=1 << 14)
+    runner = OwnRunner(cast(Engine, engine), scheduler)
+    core = RankCore("unified", 0, runner.facts, streams, runner.load)
+    joint = Joint(core, runner, lambda action: None, lambda: NOW)
+    for number in range(1, ROWS + 1):
+        streams.attach(b"client", Attach(f"r{number}", 1), NOW)
+        dispatch = Dispatch(f"r{number}", 1, "unified", 0, 1, number, 32, 32, 1000)
+        joint.carry_out(core.ingest(0, dispatch, [token_bytes([number] * 32), codec.encode(Params())], NOW))
+
+    def step() -> None:
+        answer = tuple([(row.seq, 7) for row in engine.plan.rows])
+        engine.done(StepResult(engine.plan.number, answer, 0.01))
+        runner.turn(NOW)
+        core.load()
+        assert len(streams.flush(NOW)) == ROWS
+
+    runner.turn(NOW)
+    streams.flush(NOW)
+
+    def script() -> None:
+        for _ in range(TIMES):
+            step()
 
     return script

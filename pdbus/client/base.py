@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bus.wire.messages import DrainRank, Leg, Status, StatusQuery
+from bus.wire.messages import DrainRank, Legs, Status, StatusQuery
 from pdbus.client.channel import Channel, Update
 from pdbus.client.options import Options, any_rank, block_tokens_for, leg_for, make_request, model_of, patience, where
 from pdbus.client.output import Piece, Result, Texts
@@ -38,7 +38,7 @@ class BaseClient:
         self._where = where(controller, prefill_controller, decode_controller)
         self._channel = Channel(self._where.endpoints, patience(retries, connect_timeout_s), keys=keys, seed=seed)
         self._texts = Texts(model)
-        self._leg: Leg | None = None if self._where.prefill is None else "pair"
+        self._leg: Legs | None = None if self._where.prefill is None else "pair"
         self._block_tokens = 0
 
     def _ask_status(self, timeout_s: float | None) -> Future[Status]:

@@ -171,7 +171,8 @@ class Channel(Service):
         try:
             frames.send(self._connect(action.peer), [codec.encode(action.message), *action.frames])
         except zmq.Again:
-            log.debug("message.unsent", peer=action.peer, cause=action.cause)  # the core repeats what matters
+            kind = type(action.message).__name__
+            log.debug("message.unsent", peer=action.peer, message=kind)  # the core repeats what matters
         except StartError as error:  # a controller may name any endpoint as a rank's; to the core it is a silent one
             log.warning("rank.unreachable", peer=action.peer, error=str(error))
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from bus.actions import Send
 from bus.wire.messages import (
     RETRYABLE,
@@ -29,7 +31,7 @@ from bus.wire.messages import (
     Tokens,
 )
 from pdbus.client.output import Result
-from pdbus.client.request import GAP_S, Event, Request, State, Submission, SubmissionState
+from pdbus.client.request import GAP_S, Event, Place, Request, State, SubmitState
 
 SILENCE_S = 3.0  # a stream that shows no sign of life for so long is asked again, and then given up
 VERDICT_S = 2.0  # after a stream failed, how long its controller may take to say what becomes of the request
@@ -49,16 +51,14 @@ class Patience:
     connect_timeout_s: float = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(Struct, frozen=True, gc=False):
     """New output tokens, in order."""
 
     rid: str
     ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(Struct, frozen=True, gc=False):
     """The last action of every request."""
 
     rid: str
@@ -73,14 +73,14 @@ class ClientCore:
         self._patience = patience
         self._rng = rng
         self._requests: dict[str, Request] = {}
-        self._submissions: dict[tuple[str, str], tuple[Request, Submission]] = {}  # by controller and rid
+        self._places: dict[Place, Request] = {}  # where each is submitted
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def is_taken(self, request: Request) -> bool:
         """Whether a rid of `request` belongs to a live one."""
-        return any((one.controller, one.header.rid) in self._submissions for one in request.submissions)
+        return any(place in self._places for place in request.submits)
 
     @property
     def endpoints(self) -> set[str]:
@@ -93,12 +93,11 @@ class ClientCore:
         """Submit it. None of its rids may belong to a live one."""
         assert not self.is_taken(request), f"{request.rid} is live already"
         self._requests[request.rid] = request
-        for submission in request.submissions:
-            self._submissions[submission.controller, submission.header.rid] = request, submission
+        self._places.update(dict.fromkeys(request.submits, request))
         request.began_at = now
-        if deadline_s := request.main.header.deadline_s:
+        if deadline_s := request.main.deadline_s:
             request.deadline_at = now + deadline_s
-        return self._submit(request, now)
+        return self._submit(request, 1, now)
 
     def received(self, peer: str, message: Message, now: float) -> list[Action]:
         """`message` came from the controller or node at `peer`; what comes too late means nothing."""
@@ -107,14 +106,15 @@ class ClientCore:
             return self._tokens(request, peer, message, now) if request is not None else []
         if not isinstance(message, (Accepted, Failed, Done)):
             return []
-        request, submission = self._submissions.get((peer, message.rid), (None, None))
-        if request is None or submission is None:
+        place = peer, message.rid
+        request = self._places.get(place)
+        if request is None:
             return []
         if isinstance(message, Accepted):
-            return self._accepted(request, submission, message, now)
+            return self._accepted(request, place, message, now)
         if isinstance(message, Failed):
-            return self._failed(request, submission, message, now)
-        return self._done(request, submission, message, now)
+            return self._failed(request, place, message, now)
+        return self._done(request, place, message, now)
 
     def cancel(self, rid: str, now: float) -> list[Action]:
         """End it, if it is live."""
@@ -127,36 +127,37 @@ class ClientCore:
 
     # --- inside: of one request ---------------------------------------------------------------------------------
 
-    def _accepted(self, request: Request, submission: Submission, message: Accepted, now: float) -> list[Action]:
-        if message.attempt < submission.attempt:
+    def _accepted(self, request: Request, place: Place, message: Accepted, now: float) -> list[Action]:
+        attempt = request.submits[place].attempt
+        if message.attempt < attempt:
             return []
-        news = message.attempt > submission.attempt or submission.state is SubmissionState.ASKED
-        submission.attempt = message.attempt
+        said_again = message.attempt == attempt and request.submit_states[place] is not SubmitState.ASKED
+        request.number(place, message.attempt)
         if message.prefill is None and message.decode is None:
-            submission.move(Event.QUEUED)
-            submission.asked_at = now
+            request.move_at(place, Event.QUEUED)
+            request.asked_at[place] = now
             return []
-        submission.move(Event.ACCEPTED)
+        request.move_at(place, Event.ACCEPTED)
         request.prefill = message.prefill or request.prefill
-        if submission is not request.main or not news or not request.takes(Event.ACCEPTED):
+        if message.rid != request.rid or said_again or not request.takes(Event.ACCEPTED):
             return []
         request.move(Event.ACCEPTED)
         request.heard_at = now
         return self._attach(request, message.decode) if message.decode is not None else []
 
-    def _done(self, request: Request, submission: Submission, message: Done, now: float) -> list[Action]:
-        if message.attempt < submission.attempt or not submission.takes(Event.DONE):
+    def _done(self, request: Request, place: Place, message: Done, now: float) -> list[Action]:
+        if message.attempt < request.submits[place].attempt or not request.takes_at(place, Event.DONE):
             return []
-        submission.move(Event.DONE)
-        lone_prefill = submission is request.main and submission.header.leg == "prefill"
+        request.move_at(place, Event.DONE)
+        lone_prefill = message.rid == request.rid and request.main.leg == "prefill"
         return self._end(request, "stop", now) if lone_prefill else []
 
-    def _failed(self, request: Request, submission: Submission, message: Failed, now: float) -> list[Action]:
-        if 0 < message.attempt < submission.attempt or not submission.takes(Event.FAILED):
+    def _failed(self, request: Request, place: Place, message: Failed, now: float) -> list[Action]:
+        if 0 < message.attempt < request.submits[place].attempt or not request.takes_at(place, Event.FAILED):
             return []
-        submission.move(Event.FAILED)
+        request.move_at(place, Event.FAILED)
         if request.state is State.BACKOFF and (message.code in RETRYABLE or message.code in ("cancelled", "fenced")):
-            return []  # as the other submission failed already; a graver reason would be the end
+            return []  # as the other submit failed already; a graver reason would be the end
         return self._retry(request, message.code, message.message, message.retry_after_s, now)
 
     def _tokens(self, request: Request, endpoint: str, message: Tokens, now: float) -> list[Action]:
@@ -187,10 +188,10 @@ class ClientCore:
 
     def _tick(self, request: Request, now: float) -> list[Action]:
         if request.deadline_at is not None and now >= request.deadline_at:
-            why = f"no end within {request.main.header.deadline_s:g} s"
+            why = f"no end within {request.main.deadline_s:g} s"
             return self._end(request, "failed", now, "deadline", why)
         if request.state is State.BACKOFF:
-            return self._submit(request, now) if now >= request.due_at else []
+            return self._submit(request, request.attempt + 1, now) if now >= request.due_at else []
         if request.state is State.DOUBTFUL:
             return self._retry(request, *request.doubt, 0.0, now) if now >= request.due_at else []
         actions = self._resend(request, now)
@@ -200,38 +201,35 @@ class ClientCore:
 
     # --- inside: submitting -------------------------------------------------------------------------------------
 
-    def _submit(self, request: Request, now: float) -> list[Action]:
+    def _submit(self, request: Request, attempt: int, now: float) -> list[Action]:
         request.move(Event.SUBMIT)
-        attempt = request.attempt + 1
-        for submission in request.submissions:
-            submission.attempt = attempt
-        return [self._ask(request, submission, now) for submission in request.submissions]
+        for place in request.submits:
+            request.number(place, attempt)
+        return [self._ask(request, place, now) for place in request.submits]
 
-    def _ask(self, request: Request, submission: Submission, now: float) -> Send:
+    def _ask(self, request: Request, place: Place, now: float) -> Send:
         """Submit; from now on its controller may take `connect_timeout_s` to answer."""
-        submission.move(Event.SUBMIT)
-        submission.asked_at, submission.resend_s, submission.resend_at = now, RESEND_S, now + RESEND_S
-        return self._say(request, submission, now)
+        request.move_at(place, Event.SUBMIT)
+        request.asked_at[place], request.resend_s, request.resend_at = now, RESEND_S, now + RESEND_S
+        return self._say(request, place, now)
 
-    def _say(self, request: Request, submission: Submission, now: float) -> Send:
-        return Send(submission.controller, request.header(submission, now), request.frames(), cause="submit")
+    @staticmethod
+    def _say(request: Request, place: Place, now: float) -> Send:
+        return Send(place[0], request.header(place, now), request.frames())
 
     def _resend(self, request: Request, now: float) -> list[Action]:
         """Say again what was not answered; a controller that came back knows nothing of it, another ignores it."""
-        actions: list[Action] = []
-        for submission in request.submissions:
-            if submission.state is not SubmissionState.ASKED:
-                continue
-            if now - submission.asked_at >= self._patience.connect_timeout_s:
-                waited = f"{self._patience.connect_timeout_s:g} s"
-                why = f"no controller answers at {submission.controller} (waited {waited})"
+        unanswered = [place for place, state in request.submit_states.items() if state is SubmitState.ASKED]
+        patience_s = self._patience.connect_timeout_s
+        for place in unanswered:
+            if now - request.asked_at[place] >= patience_s:
+                why = f"no controller answers at {place[0]} (waited {patience_s:g} s)"
                 return self._end(request, "failed", now, "peer_lost", why)
-            if now < submission.resend_at:
-                continue
-            submission.resend_s = min(RESEND_MAX_S, 2 * submission.resend_s)
-            submission.resend_at = now + submission.resend_s
-            actions.append(self._say(request, submission, now))
-        return actions
+        if not unanswered or now < request.resend_at:
+            return []
+        request.resend_s = min(RESEND_MAX_S, 2 * request.resend_s)
+        request.resend_at = now + request.resend_s
+        return [self._say(request, place, now) for place in unanswered]
 
     # --- inside: the stream -------------------------------------------------------------------------------------
 
@@ -239,31 +237,32 @@ class ClientCore:
         actions = self._detach(request) if request.endpoint != decode.endpoint else []
         request.decode, request.endpoint, request.attached = decode, decode.endpoint, request.main.attempt
         request.asked_again, request.gap_at = False, -GAP_S
-        return [*actions, self._ask_stream(request, "accepted")]
+        return [*actions, self._ask_stream(request)]
 
-    def _ask_stream(self, request: Request, cause: str) -> Send:
+    @staticmethod
+    def _ask_stream(request: Request) -> Send:
         """For all from the first token that is missing."""
-        return Send(request.endpoint, Attach(request.rid, request.attached, len(request.ids)), cause=cause)
+        return Send(request.endpoint, Attach(request.rid, request.attached, len(request.ids)))
 
     def _detach(self, request: Request) -> list[Action]:
         if not request.endpoint:
             return []
         endpoint, request.endpoint = request.endpoint, ""
-        return [Send(endpoint, Detach(request.rid, request.attached), cause="detach")]
+        return [Send(endpoint, Detach(request.rid, request.attached))]
 
     def _ask_for_gap(self, request: Request, now: float) -> list[Action]:
         if now - request.gap_at < GAP_S:
             return []
         request.gap_at = now
-        return [self._ask_stream(request, "gap")]
+        return [self._ask_stream(request)]
 
     def _break_silence(self, request: Request, now: float) -> list[Action]:
         request.heard_at = now
         if not request.endpoint:  # a lone prefill leg: its controller may have been replaced; so submit again
-            return [self._ask(request, request.main, now)]
+            return [self._ask(request, next(iter(request.submits)), now)]
         if not request.asked_again:
             request.asked_again = True
-            return [self._ask_stream(request, "silence")]
+            return [self._ask_stream(request)]
         where = f"{request.decode.instance}/{request.decode.dp_rank}" if request.decode else request.endpoint
         return self._retry(request, "peer_lost", f"{where} fell silent", 0.0, now)
 
@@ -275,7 +274,7 @@ class ClientCore:
             return self._end(request, "length", now)  # the last message was lost, the output is whole
         if request.ids and request.ids[-1] in request.stop_ids:
             return self._end(request, "stop", now)
-        caller_chose = any(one.header.routed_dp_rank is not None for one in request.submissions)
+        caller_chose = any(submit.routed_dp_rank is not None for submit in request.submits.values())
         if (
             (code not in RETRYABLE and code != "fenced")
             or (code == "rank_unavailable" and caller_chose)
@@ -283,7 +282,7 @@ class ClientCore:
             or request.retries >= self._patience.retries
         ):
             return self._end(request, "failed", now, code, message, retry_after_s)
-        actions = self._detach(request) + self._cancel_submissions(request, code)
+        actions = self._detach(request) + self._cancel_submits(request)
         backoff_s = min(BACKOFF_MAX_S, BACKOFF_S * 2**request.retries) * self._rng.uniform(0.5, 1.0)
         request.retries += 1
         request.due_at = now + max(backoff_s, retry_after_s)
@@ -296,21 +295,21 @@ class ClientCore:
     ) -> list[Action]:  # fmt: skip
         actions = self._detach(request)
         if code != "ok":
-            actions += self._cancel_submissions(request, code)
+            actions += self._cancel_submits(request)
         request.move(Event.END)
         del self._requests[request.rid]
-        for submission in request.submissions:
-            del self._submissions[submission.controller, submission.header.rid]
+        for place in request.submits:
+            del self._places[place]
         result = Result(
             rid=request.rid,
             finish=finish,
             ids=tuple(request.ids),
             attempts=request.attempt,
-            bootstrap_room=request.main.header.bootstrap_room,
+            bootstrap_room=request.main.bootstrap_room,
             prefill=request.prefill,
             decode=request.decode,
             found_by=request.found_by,
-            cached_tokens=min(request.cached_tokens, request.main.header.prompt_tokens),
+            cached_tokens=min(request.cached_tokens, request.main.prompt_tokens),
             ttft_s=request.first_token_at - request.began_at if request.first_token_at is not None else 0.0,
             total_s=now - request.began_at,
             code=code,
@@ -320,10 +319,11 @@ class ClientCore:
         )
         return [*actions, Ended(request.rid, result)]
 
-    def _cancel_submissions(self, request: Request, cause: str) -> list[Action]:
+    @staticmethod
+    def _cancel_submits(request: Request) -> list[Action]:
         """Those that are not over."""
         return [
-            Send(one.controller, Cancel(one.header.rid), cause=cause)
-            for one in request.submissions
-            if one.state is not SubmissionState.OVER
+            Send(controller, Cancel(rid))
+            for (controller, rid), state in request.submit_states.items()
+            if state is not SubmitState.OVER
         ]

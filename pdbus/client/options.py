@@ -21,9 +21,9 @@ from bus.errors import ConfigError
 from bus.runtime.sockets import PAYLOAD_MAX
 from bus.wire.codec import encode
 from bus.wire.hashing import packed_hashes, token_bytes
-from bus.wire.messages import Leg, Message, Params, Status, Submit
+from bus.wire.messages import Legs, Message, Params, Status, Submit
 from pdbus.client.core import Patience
-from pdbus.client.request import Request, Submission
+from pdbus.client.request import Request
 
 DEFAULT_MAX_TOKENS = 128
 _M = TypeVar("_M", bound=Message)
@@ -73,7 +73,7 @@ class Options(TypedDict, total=False):
     seed: int
     stop_token_ids: Sequence[int]
     ignore_eos: bool
-    leg: Leg
+    leg: Legs
     instance: str
     prefill_instance: str
     routed_dp_rank: int | None
@@ -112,7 +112,7 @@ def make_request(
     at: Where,
     rng: random.Random,
     *,
-    leg: Leg = "pair",
+    leg: Legs = "pair",
     block_tokens: int = 0,
     eos_ids: Sequence[int] = (),
 ) -> Request:
@@ -159,12 +159,13 @@ def make_request(
         block_tokens=block_tokens,
         block_hashes=packed_hashes(prompt, block_tokens) if block_tokens else b"",
     )
-    submissions = [Submission(at.decode, _checked(header))]
+    submits = {(at.decode, header.rid): _checked(header)}
     if at.prefill is not None:
-        submissions.append(Submission(at.prefill, _checked(_of_prefill(header))))
+        prefill = _of_prefill(header)
+        submits[at.prefill, prefill.rid] = _checked(prefill)
     return Request(
         rid=header.rid,
-        submissions=tuple(submissions),
+        submits=submits,
         prompt=prompt,
         params=encode(params),
         stop_ids=frozenset(() if params.ignore_eos else eos_ids) | frozenset(params.stop_token_ids),
@@ -214,7 +215,7 @@ def any_rank(status: Status) -> bool:
     return any(rank.state != "gone" for rank in status.ranks)
 
 
-def leg_for(status: Status) -> Leg | None:
+def leg_for(status: Status) -> Legs | None:
     """`unified` where all ranks are, `pair` where they split; None while too few have joined to tell."""
     roles = {rank.role for rank in status.ranks if rank.state != "gone"}
     if roles == {"unified"}:

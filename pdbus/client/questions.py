@@ -79,7 +79,7 @@ class Questions:
                 settle(question.answer, question.seen or PeerLost(f"no controller answers at {question.peer}"))
             elif now >= question.next_at:
                 question.next_at = now + REPEAT_S
-                sends.append(Send(question.peer, question.make(number), cause="ask"))
+                sends.append(Send(question.peer, question.make(number)))
         return sends
 
     def drop(self, outcome: Exception | None = None) -> None:

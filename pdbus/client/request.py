@@ -1,4 +1,4 @@
-"""One request at the client: its record, one of each submit, and the tables that decide their next states.
+"""One request at the client: its record, and the tables that decide its next state and that of each of its submits.
 
 Owns what is kept of a request. Who is told what, and when, is for `core`.
 """
@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeAlias
 
 import msgspec
 
 from bus.wire.hashing import token_bytes
-from bus.wire.messages import Code, FoundBy, Location, Submit
+from bus.wire.messages import Code, FoundBy, Location, Rid, Submit
 
 GAP_S = 0.25  # between two requests to fill the same gap
+Place: TypeAlias = tuple[str, Rid]  # a controller's client endpoint, and the rid that was submitted there
 
 
 class Event(Enum):
-    """What moves a request, or one of its submissions, to another state."""
+    """What moves a request, or one of its submits, to another state."""
 
     SUBMIT = "submit"  # submitted, or submitted again
     QUEUED = "queued"  # `accepted` without a rank: known there, and waits for one
@@ -38,13 +40,13 @@ class State(Enum):
     ENDED = "ended"
 
 
-class SubmissionState(Enum):
+class SubmitState(Enum):
     ASKED = "asked"  # waits for its controller's answer, and is repeated until it comes
     TAKEN = "taken"  # its controller gave it to a rank
     OVER = "over"  # done, or failed
 
 
-_S, _L, _E = State, SubmissionState, Event
+_S, _L, _E = State, SubmitState, Event
 NEXT: dict[State, dict[Event, State]] = {
     _S.NEW: {_E.SUBMIT: _S.SUBMITTED},
     _S.SUBMITTED: {_E.ACCEPTED: _S.RUNNING, _E.RETRY: _S.BACKOFF, _E.END: _S.ENDED},
@@ -55,7 +57,7 @@ NEXT: dict[State, dict[Event, State]] = {
     _S.BACKOFF: {_E.SUBMIT: _S.SUBMITTED, _E.END: _S.ENDED},
     _S.ENDED: {},
 }  # fmt: skip
-SUBMISSION_NEXT: dict[SubmissionState, dict[Event, SubmissionState]] = {
+SUBMIT_NEXT: dict[SubmitState, dict[Event, SubmitState]] = {
     _L.ASKED: {  # done without `accepted`: that was lost, and with it where the output is; so it is asked again
         _E.SUBMIT: _L.ASKED, _E.QUEUED: _L.ASKED, _E.ACCEPTED: _L.TAKEN, _E.DONE: _L.ASKED, _E.FAILED: _L.OVER,
     },
@@ -67,37 +69,22 @@ SUBMISSION_NEXT: dict[SubmissionState, dict[Event, SubmissionState]] = {
 
 
 @dataclass(slots=True, eq=False)
-class Submission:
-    """One submit to the controller whose client endpoint is `controller`, and what that said of it."""
-
-    controller: str
-    header: Submit = field(repr=False)  # of the first attempt
-    state: SubmissionState = SubmissionState.ASKED
-    attempt: int = 0  # the last that was submitted, or that the controller told of
-    asked_at: float = 0.0  # first submit of this attempt, or last sign that the controller knows of it
-    resend_at: float = 0.0
-    resend_s: float = 0.0
-
-    def takes(self, event: Event) -> bool:
-        """Whether `event` means anything to it now; what peers say late does not."""
-        return event in SUBMISSION_NEXT[self.state]
-
-    def move(self, event: Event) -> None:
-        assert self.takes(event), f"{self.header.rid}: {self} cannot take {event}"
-        self.state = SUBMISSION_NEXT[self.state][event]
-
-
-@dataclass(slots=True, eq=False)
 class Request:
-    """A request and how it goes. `submissions[0]`, the main one, streams the tokens unless it is a lone prefill leg;
-    its end is the request's. The others share its fate."""
+    """A request and how it goes. Its main submit, the first and nearly always the only one, has its rid and streams the
+    tokens unless it is a lone prefill leg; its end is the request's. With a controller for each leg there is another,
+    which shares its fate."""
 
     rid: str
-    submissions: tuple[Submission, ...]
+    # as they were said first, but for the number of the attempt: that is the last one submitted or heard of
+    submits: dict[Place, Submit] = field(repr=False)
     prompt: bytes = field(repr=False)  # int32 little-endian
     params: bytes = field(repr=False)  # the frame
     stop_ids: frozenset[int]  # the tokens that are known to end the output
     state: State = State.NEW
+    submit_states: dict[Place, SubmitState] = field(init=False)
+    asked_at: dict[Place, float] = field(init=False)  # this attempt, or when its controller last said that it waits
+    resend_at: float = 0.0  # when those without an answer are said again
+    resend_s: float = 0.0
     ids: list[int] = field(default_factory=list)  # the output so far
     began_at: float = 0.0
     deadline_at: float | None = None
@@ -115,18 +102,27 @@ class Request:
     found_by: FoundBy = ""
     cached_tokens: int = 0
 
+    def __post_init__(self) -> None:
+        self.submit_states = dict.fromkeys(self.submits, SubmitState.ASKED)
+        self.asked_at = dict.fromkeys(self.submits, 0.0)
+
     @property
-    def main(self) -> Submission:
-        return self.submissions[0]
+    def main(self) -> Submit:
+        return next(iter(self.submits.values()))
 
     @property
     def max_tokens(self) -> int:
-        return self.submissions[0].header.max_tokens
+        return self.main.max_tokens
 
     @property
     def attempt(self) -> int:
-        """The last of any submission."""
-        return max(submission.attempt for submission in self.submissions)
+        """The last of any submit."""
+        return max(submit.attempt for submit in self.submits.values())
+
+    def number(self, place: Place, attempt: int) -> None:
+        """The submit at `place` is of this attempt now."""
+        if attempt != self.submits[place].attempt:
+            self.submits[place] = msgspec.structs.replace(self.submits[place], attempt=attempt)
 
     def takes(self, event: Event) -> bool:
         return event in NEXT[self.state]
@@ -135,14 +131,21 @@ class Request:
         assert self.takes(event), f"{self} cannot take {event}"
         self.state = NEXT[self.state][event]
 
-    def header(self, submission: Submission, now: float) -> Submit:
-        """What `submission` says now: the output so far follows the prompt in its frame."""
-        first, have = submission.header, len(self.ids)
+    def takes_at(self, place: Place, event: Event) -> bool:
+        """Whether `event` means anything to the submit at `place` now; what peers say late does not."""
+        return event in SUBMIT_NEXT[self.submit_states[place]]
+
+    def move_at(self, place: Place, event: Event) -> None:
+        assert self.takes_at(place, event), f"{self} cannot take {event} at {place}"
+        self.submit_states[place] = SUBMIT_NEXT[self.submit_states[place]][event]
+
+    def header(self, place: Place, now: float) -> Submit:
+        """What is said at `place` now: the output so far follows the prompt in its frame."""
+        first, have = self.submits[place], len(self.ids)
         return msgspec.structs.replace(
             first,
             prompt_tokens=first.prompt_tokens + have,
             max_tokens=first.max_tokens - have,
-            attempt=submission.attempt,
             offset=have,
             deadline_s=max(0.001, self.deadline_at - now) if self.deadline_at is not None else 0.0,
         )

@@ -77,5 +77,5 @@ def _show(verdict: Verdict) -> None:
     console.print(table)
     by_kind = ", ".join(f"{what} {count}" for what, count in sorted(verdict.faults.items()))
     console.print(f"faults: {by_kind or 'none'}")
-    for line in (*verdict.ledger.told, *verdict.troubles, *(f"{rid} never ended" for rid in verdict.lost[:20])):
+    for line in (*verdict.ledger.complaints, *verdict.troubles, *(f"{rid} never ended" for rid in verdict.lost[:20])):
         console.print(line, markup=False)

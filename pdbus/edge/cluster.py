@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from bus.wire.messages import Leg, RankStatus, Status
+from bus.wire.messages import Legs, RankStatus, Status
 from pdbus.client.options import block_tokens_for, leg_for
 from pdbus.edge.errors import HttpError
 
@@ -18,7 +18,7 @@ class ServedModel:
     """One model, and what a request for it must know."""
 
     name: str
-    leg: Leg  # of its requests
+    leg: Legs  # of its requests
     block_tokens: int  # to hash prompts with; 0: nobody looks at hashes
     max_context: int  # prompt and output of the longest request that some rank takes
     missing: str  # the role of which no rank is ready; empty: it can serve
@@ -68,7 +68,7 @@ class View:
 
 
 def _served(name: str, status: Status) -> ServedModel:
-    leg: Leg = leg_for(status) or "pair"
+    leg: Legs = leg_for(status) or "pair"
     ready = {rank.role for rank in status.ranks if rank.state == "ready"}
     missing = ""
     if "unified" not in ready:

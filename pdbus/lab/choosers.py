@@ -92,7 +92,10 @@ class TableChooser(Deaf):
         self._live: dict[str, tuple[Submit, float]] = {}  # by rid: what was dispatched, and when
         self._keys: list[MemberKey] = [(role, dp_rank) for dp_rank in range(ranks)]
         for dp_rank in range(ranks):
-            hello = Hello(role, dp_rank, EPOCH, role, "sim", ranks, "ready", "", 0, 0, 0, block_tokens)
+            hello = Hello(
+                instance=role, dp_rank=dp_rank, epoch=EPOCH, role=role, model="sim", dp_size=ranks, state="ready",
+                endpoint="", max_context=0, kv_capacity=0, max_running=0, block_tokens=block_tokens,
+            )  # fmt: skip
             self.table.set_ready(self.table.open(hello), True)
         self._group = self.table.group(role)
 
@@ -144,7 +147,7 @@ class PowerOfTwo(Policy):
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
         ranks = [*view]
         drawn = self._rng.sample(ranks, min(2, len(ranks)))
-        return min(drawn, key=lambda rank: (rank.tokens, rank.requests, rank.picked), default=None)
+        return min(drawn, key=lambda rank: (rank.tokens, rank.requests, rank.last_turn), default=None)
 
 
 class Overwrite(Deaf):
@@ -152,16 +155,16 @@ class Overwrite(Deaf):
 
     def __init__(self, ranks: int, of_report: Callable[[Load], int], of_dispatch: Callable[[int], int]) -> None:
         self._believed = [0] * ranks
-        self._picked = [0] * ranks
+        self._last_turn = [0] * ranks
         self._turn = 0
         self._of_report = of_report
         self._of_dispatch = of_dispatch
 
     def pick(self, request: Submit, now: float) -> int:
-        chosen = min(range(len(self._believed)), key=lambda rank: (self._believed[rank], self._picked[rank]))
+        chosen = min(range(len(self._believed)), key=lambda rank: (self._believed[rank], self._last_turn[rank]))
         self._believed[chosen] += self._of_dispatch(request.prompt_tokens)
         self._turn += 1
-        self._picked[chosen] = self._turn
+        self._last_turn[chosen] = self._turn
         return chosen
 
     def report(self, dp_rank: int, load: Load, now: float) -> None:
@@ -174,7 +177,7 @@ class Oracle(Deaf):
     def __init__(self, truth: Truth, ranks: int, *, cache: bool) -> None:
         self._truth = truth
         self._cache = cache
-        self._picked = [0] * ranks
+        self._last_turn = [0] * ranks
         self._turn = 0
 
     def pick(self, request: Submit, now: float) -> int:
@@ -183,11 +186,11 @@ class Oracle(Deaf):
 
         def cost(rank: int) -> tuple[int, int, int]:
             saved = truth.cached_tokens(rank, hashes) if hashes else 0
-            return truth.queued_tokens(rank) - saved, truth.requests(rank), self._picked[rank]
+            return truth.queued_tokens(rank) - saved, truth.requests(rank), self._last_turn[rank]
 
-        chosen = min(range(len(self._picked)), key=cost)
+        chosen = min(range(len(self._last_turn)), key=cost)
         self._turn += 1
-        self._picked[chosen] = self._turn
+        self._last_turn[chosen] = self._turn
         return chosen
 
 

@@ -20,18 +20,18 @@ class _Rank:
     rows: int = 0
     context: int = 0  # KV tokens of its rows
     ends: dict[int, list[int]] = field(default_factory=dict)  # step -> context that leaves with it
-    picked: int = 0
+    last_turn: int = 0
 
 
 Placement = Callable[[list[_Rank], int, SimTiming, random.Random], _Rank]
 
 PLACEMENTS: dict[str, Placement] = {
     "random": lambda ranks, prompt, timing, rng: rng.choice(ranks),
-    "round_robin": lambda ranks, prompt, timing, rng: min(ranks, key=lambda r: r.picked),
-    "total_requests": lambda ranks, prompt, timing, rng: min(ranks, key=lambda r: (r.rows, r.picked)),
-    "total_tokens": lambda ranks, prompt, timing, rng: min(ranks, key=lambda r: (r.context, r.rows, r.picked)),
+    "round_robin": lambda ranks, prompt, timing, rng: min(ranks, key=lambda r: r.last_turn),
+    "total_requests": lambda ranks, prompt, timing, rng: min(ranks, key=lambda r: (r.rows, r.last_turn)),
+    "total_tokens": lambda ranks, prompt, timing, rng: min(ranks, key=lambda r: (r.context, r.rows, r.last_turn)),
     "step_time": lambda ranks, prompt, timing, rng: min(
-        ranks, key=lambda r: (timing.step_s(0, r.rows, r.context), r.picked)
+        ranks, key=lambda r: (timing.step_s(0, r.rows, r.context), r.last_turn)
     ),
 }
 
@@ -65,7 +65,7 @@ def examine(trace: Trace, placement: str, ranks: int, *, timing: SimTiming | Non
             at += 1
             turn += 1
             rank = choose(group, request.prompt_tokens, timing, rng)
-            rank.picked = turn
+            rank.last_turn = turn
             rank.rows += 1
             rank.context += request.prompt_tokens
             steps = request.output_tokens - 1

@@ -14,7 +14,7 @@ from bus.wire.messages import Ack, Load, MemberKey
 from nodes.own.blocks import BlockPool, KvEvent
 from nodes.own.engines.base import StepResult
 from nodes.own.engines.timing import SimTiming
-from nodes.own.scheduler import Sequence
+from nodes.own.sequence import Sequence
 from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.scheduler import NO_TOKEN, DecodeRun, LabScheduler
 
@@ -164,9 +164,9 @@ class VirtualRank:
     def _complete(self, result: StepResult) -> None:
         outputs = self.scheduler.complete(result)
         self._stepping = False
-        for output in outputs:
-            if output.finish:
-                self._on_output(output.seq)
+        for sequence in outputs:
+            if sequence.finish:
+                self._on_output(sequence.id)
         self._begin()
         for function in self.steps_taken:
             function()

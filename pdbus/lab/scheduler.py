@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 
 from nodes.own.engines.timing import SimTiming
-from nodes.own.scheduler import Phase, Scheduler, Sequence
+from nodes.own.scheduler import Scheduler
+from nodes.own.sequence import Phase, Sequence
 
 NO_TOKEN = 0  # the lab's outputs are counted, not read
 

@@ -19,7 +19,7 @@ from functools import partial
 from bus.errors import ConfigError
 from bus.wire.hashing import pack_hashes
 from bus.wire.messages import Ended, Role, Sent, Submit
-from nodes.own.scheduler import Sequence
+from nodes.own.sequence import Sequence
 from pdbus.lab.capacity import stretch
 from pdbus.lab.choosers import build_chooser, check_method, method_of
 from pdbus.lab.clock import VirtualLoop
@@ -110,7 +110,7 @@ class _Run:
     def __init__(self, trace: Trace, method: str, config: LabConfig, on_share: Callable[[float], None]) -> None:
         self.trace, self.method, self.config = trace, method, config
         self.on_share = on_share
-        self.told = 0.0  # the share last told
+        self.shown = 0.0  # the share last shown
         self.kind = method_of(method)
         self.loop = VirtualLoop()
         self.delay_s = config.hop_s + config.report_delay_s
@@ -342,8 +342,8 @@ class _Run:
         self.outcome.load.append(array("q", (self.prefill.queued_tokens(n) for n in range(self.config.ranks))))
         self.outcome.decode_load.append(array("q", (self.decode.requests(n) for n in range(self.config.decode_ranks))))
         share = 1 - self.left / len(self.courses)
-        if share >= self.told + SHARE_STEP:
-            self.told = share
+        if share >= self.shown + SHARE_STEP:
+            self.shown = share
             self.on_share(share)
         self.loop.call_later(self.config.sample_s, self._sample)
 

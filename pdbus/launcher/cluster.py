@@ -1,7 +1,7 @@
 """A running cluster: starts the parts, waits for READY, takes all down without a trace. Owns children and their files.
 
-An edge goes first (its requests finish), then nodes (they drain), controllers, and the broker; what does not leave in
-time is killed. Nothing survives: children notice when this process dies.
+Nodes start last, and leave (they drain) before the controllers and then the broker; an edge leaves before them. What
+does not leave in time is killed. Nothing survives: children notice when this process dies.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Cluster:
             fresh_ports = self.spec.transport == "tcp" and not (self.spec.bus and self.spec.controller)
             for attempt in range(_PORT_TRIES if fresh_ports else 1):
                 try:
-                    self._start_parts(in_order=fresh_ports)
+                    self._start_parts()
                     break
                 except StartError as error:
                     if " is taken" not in str(error) or attempt == _PORT_TRIES - 1 or not fresh_ports:
@@ -181,16 +181,15 @@ class Cluster:
             raise ConfigError(f"no part {part!r}; there are {', '.join(self.children)}")
         return self.children[part]
 
-    def _start_parts(self, *, in_order: bool) -> None:
+    def _start_parts(self) -> None:
+        """Nodes once the addresses are ours: where another cluster has them, its controllers would take our ranks for
+        later starts of its own, and fence those."""
         self._addresses = choose(self.spec, self.directory)
         if self.spec.embedded:
             self._embed()
         parts = self.spec.parts(self._addresses)
-        centre = [part for part in parts if part.kind != "node"]
-        if in_order:  # so that a port taken meanwhile is noticed before the nodes load
-            self._wait_ready([self._spawn(part) for part in centre])
-            parts = [part for part in parts if part.kind == "node"]
-        self._wait_ready([self._spawn(part) for part in parts])
+        self._wait_ready([self._spawn(part) for part in parts if part.kind != "node"])
+        self._wait_ready([self._spawn(part) for part in parts if part.kind == "node"])
 
     def _embed(self) -> None:
         from bus.broker import Broker, BrokerConfig

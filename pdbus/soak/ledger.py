@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from pdbus.client.output import Result
 
-TOLD_MAX = 20
+COMPLAINTS_MAX = 20
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Ledger:
         self.duplicated = 0
         self.wrong = 0
         self.failed: Counter[str] = Counter()
-        self.told: list[str] = []  # what went wrong, in words; the first TOLD_MAX
+        self.complaints: list[str] = []  # what went wrong, in words; the first COMPLAINTS_MAX
         self._prefix = prefix
         self._open: dict[str, _Open] = {}
 
@@ -90,5 +90,5 @@ class Ledger:
             self.failed[result.code] += 1
 
     def _tell(self, line: str) -> None:
-        if len(self.told) < TOLD_MAX:
-            self.told.append(line)
+        if len(self.complaints) < COMPLAINTS_MAX:
+            self.complaints.append(line)

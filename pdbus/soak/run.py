@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bus.errors import ConfigError
-from bus.wire.messages import Leg
+from bus.wire.messages import Legs
 from nodes.own.engines.reference import generate_alone
 from pdbus.client.channel import Channel, Update
 from pdbus.client.options import Options, make_request, patience, where
@@ -71,8 +71,8 @@ class SoakConfig:
             node_args=node_args,
         )
 
-    def legs(self) -> tuple[Leg, ...]:
-        pairs: tuple[Leg, ...] = ("pair",) * 3 if self.prefill and self.decode else ()
+    def legs(self) -> tuple[Legs, ...]:
+        pairs: tuple[Legs, ...] = ("pair",) * 3 if self.prefill and self.decode else ()
         return (*pairs, "unified") if self.unified else pairs
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from fault_rig import CONTROLLER_ARGS, LEASE_S, TIMING, Rig, rig
 
-from bus.wire.messages import Leg, Role
+from bus.wire.messages import Legs, Role
 from pdbus.launcher import Cluster, ClusterSpec
 
 pytestmark = pytest.mark.fault
@@ -41,7 +41,7 @@ def reach(live: Rig, kind: str, stage: str) -> tuple[str, str]:
     central = {"controller": "controller-0", "broker": "broker"}.get(kind, "")
     if stage == "before_dispatch":
         return "", central or f"{role}-0/0"
-    leg: Leg = "unified" if kind == "unified" else "pair"
+    leg: Legs = "unified" if kind == "unified" else "pair"
     if stage == "during_prefill":
         for _ in range(5):
             rid = live.begin(800, leg=leg)

@@ -133,7 +133,11 @@ SAMPLES: list[Message] = [
     Submit("x" * 128, "pair", -5, 0, bootstrap_room=BIG, routed_dp_rank=-(2**62), instance="\0", model="é" * 128),
     DrainRank(BIG, "nobody", 4095),
     StatusQuery(BIG),
-    Hello("evil", 5, 1, "decode", "sim", 1, "ready", LOCATION_AT, BIG, BIG, BIG, BIG, (("a", 1),) * 2000),
+    Hello(
+        instance="evil", dp_rank=5, epoch=1, role="decode", model="sim", dp_size=1, state="ready",
+        endpoint=LOCATION_AT, max_context=BIG, kv_capacity=BIG, max_running=BIG, block_tokens=BIG,
+        running=(("a", 1),) * 2000,
+    ),
     Progress("prefill-0", 0, 1, (("a", 1),) * 2000, (Ended("a", 1, "decode", "ok"),) * 2000),
     Bye("prefill-0", 0, 1),
     Query(BIG, tuple(range(4096)), 3600.0),
@@ -149,7 +153,7 @@ SAMPLES: list[Message] = [
     Tokens("t", 1, BIG, tuple(range(4096)), "stop"),
     Done("t", 1, ()),
     Params(seed=BIG),
-]
+]  # fmt: skip
 
 
 def awkward(rng: random.Random) -> Iterator[list[bytes]]:

@@ -119,7 +119,10 @@ def test_a_connection_speaks_for_the_rank_it_claimed_and_no_other(live: Rig, key
 
         lie = Progress(decode.instance, decode.dp_rank, decode.epoch, (), ())
         assert isinstance(answer(lie), Who)
-        claim = Hello("decode-0", 0, decode.epoch, "prefill", "sim", 1, "ready", "tcp://127.0.0.1:1", 1, 1, 1, 1)
+        claim = Hello(
+            instance="decode-0", dp_rank=0, epoch=decode.epoch, role="prefill", model="sim", dp_size=1,
+            state="ready", endpoint="tcp://127.0.0.1:1", max_context=1, kv_capacity=1, max_running=1, block_tokens=1,
+        )  # fmt: skip
         refusal = answer(claim)
         assert isinstance(refusal, Refused)
         assert refusal.code == "bad_identity"

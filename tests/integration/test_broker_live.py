@@ -385,7 +385,9 @@ def test_nothing_a_scheduler_hands_over_raises_or_blocks(ipc_base: str) -> None:
             rank.report(nonsense)  # type: ignore[arg-type]
             resolver.want(nonsense)  # type: ignore[arg-type]
             resolver.want(9, deadline_s=nonsense)  # type: ignore[arg-type]
-        rank.report(Load(0, -1, 0, 0, 0, 0, 0, 0))
+        rank.report(
+            Load(seq=0, step=-1, running=0, waiting=0, waiting_tokens=0, kv_tokens=0, kv_capacity=0, max_running=0),
+        )
         resolver.want(*range(20_000), deadline_s=0.1)
         assert time.monotonic() - started < 5.0
         assert rank.counts["overflows"] == rank.overflows > 0

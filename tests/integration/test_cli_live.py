@@ -59,10 +59,10 @@ def parts_of(process: Up) -> list[int]:
     return [int(pid) for pid in listed]
 
 
-def states(directory: Path) -> dict[str, str]:
-    """By rank."""
+def of_ranks(directory: Path, key: str) -> dict[str, object]:
+    """What `status` says under `key`, by rank."""
     ranks = json.loads(pdbus(directory, "status", "--json").stdout)["controller"]["ranks"]
-    return {f"{rank['instance']}/{rank['dp_rank']}": rank["state"] for rank in ranks}
+    return {f"{rank['instance']}/{rank['dp_rank']}": rank[key] for rank in ranks}
 
 
 @pytest.fixture
@@ -153,8 +153,8 @@ def test_a_rank_that_hangs_is_lost_and_the_rest_goes_on(up: Up, directory: Path)
     assert [int(word) for word in answer.stdout.split()] == sim_generate([5, 6], 3), answer.stderr
     lost = f"decode-0/{words[words.index('--dp-rank') + 1]}"
     until = time.monotonic() + 30
-    while states(directory)[lost] != "lost":
-        assert time.monotonic() < until, states(directory)
+    while (states := of_ranks(directory, "state"))[lost] != "lost":
+        assert time.monotonic() < until, states
     gone = pdbus(directory, "drain", lost)
     assert gone.returncode == 3
     assert re.search(rf"error: {lost} is lost: it has said nothing for \d+ s", gone.stderr), gone.stderr
@@ -181,10 +181,18 @@ def test_a_generate_that_is_ended_cancels_its_request(up: Up, directory: Path, n
     assert sorted(decode)[-1] == (1, 1), "it did not just finish"
 
 
-def test_two_clusters_at_one_place(up: Up, directory: Path) -> None:
+@pytest.mark.parametrize("other", ["", "--bus", "--controller"])
+def test_two_clusters_at_one_place(up: Up, directory: Path, tmp_path: Path, other: str) -> None:
+    """`other`: the address that the second one does not share with the first."""
     read_until(up, r"^READY bus=")
-    second = pdbus(directory, "up", "--model", "sim")
+    epochs = of_ranks(directory, "epoch")
+    elsewhere = [other, f"ipc://{directory}/other"] if other else []
+    second = pdbus(directory, "up", "--model", "sim", "--log-dir", str(tmp_path), *elsewhere)
     assert second.returncode == 3
-    assert "is taken" in second.stderr.splitlines()[-1]
-    assert "Traceback" not in second.stderr
+    assert re.fullmatch(r"pdbus: error: \S+: ipc://\S+ is taken: stop what runs there .*\n", second.stderr)
+    assert {log.stem for log in tmp_path.iterdir()} == {"broker", "controller-0"}, "no node"
+    answer = pdbus(directory, "generate", "5 6 7", "--tokens", "--max-tokens", "6")
+    assert [int(word) for word in answer.stdout.split()] == sim_generate([5, 6, 7], 6), answer.stderr
+    assert of_ranks(directory, "epoch") == epochs
+    assert set(of_ranks(directory, "state").values()) == {"ready"}
     assert leave(up)[0] == 130

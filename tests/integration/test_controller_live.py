@@ -31,7 +31,7 @@ from bus.wire.messages import (
     Dispatch,
     Done,
     Failed,
-    Leg,
+    Legs,
     Refused,
     Status,
     StatusQuery,
@@ -306,7 +306,7 @@ class TestDispatcher:
     def test_a_missing_room_is_said_in_the_callers_line(self, config: ControllerConfig) -> None:
         with Dispatcher(replace(config, unified_method="follow_bootstrap_room"), max_handed_over=1) as dispatcher:
             payload = [b"\1\0\0\0", b"p"]
-            legs: tuple[Leg, ...] = ("pair", "prefill", "decode")
+            legs: tuple[Legs, ...] = ("pair", "prefill", "decode")
             for leg in legs:
                 with pytest.raises(ConfigError, match=f"a {leg} request needs a bootstrap_room"):
                     dispatcher.dispatch("r", payload, leg=leg, max_tokens=3)

@@ -27,7 +27,7 @@ from bus.wire.messages import (
     Detach,
     Done,
     Failed,
-    Leg,
+    Legs,
     Location,
     Params,
     Submit,
@@ -82,7 +82,7 @@ class Stack:
         socket.connect(endpoint)
         return socket
 
-    def submit(self, rid: str, prompt: list[int], max_tokens: int, leg: Leg = "pair") -> None:
+    def submit(self, rid: str, prompt: list[int], max_tokens: int, leg: Legs = "pair") -> None:
         submit = Submit(rid, leg, len(prompt), max_tokens, bootstrap_room=len(self.rooms))
         self.rooms.append(rid)
         self.client.send_multipart([encode(submit), token_bytes(prompt), encode(Params())])

@@ -15,7 +15,7 @@ from controller.policies import PolicySettings
 from controller.policies.cache_aware import CacheAware
 
 SIZE = 16
-CHAIN = list(range(1, 81))  # more than is looked at before the first chance to stop
+CHAIN = list(range(1, 81))
 RUNS = st.tuples(
     st.sampled_from([0, 1, 2, 31, 32, 33, 63, 64, 65, 79, 80]), st.sets(st.sampled_from(CHAIN), max_size=3)
 )
@@ -23,6 +23,7 @@ RANKS = st.fixed_dictionaries({
     "queued": st.one_of(st.integers(0, 3), st.integers(0, 90).map(lambda blocks: blocks * SIZE), st.integers(0, 2000)),
     "waiting": st.integers(0, 3),
     "run": RUNS,  # how many blocks from the first on are cached, and which of them are not after all
+    "named": st.sampled_from([1, 16, 80]),  # so many at a time
     "ready": st.sampled_from([True, True, True, False]),
     "size": st.sampled_from([SIZE, SIZE, SIZE, 2 * SIZE]),
     "charges": st.integers(0, 2),
@@ -33,37 +34,47 @@ RANKS = st.fixed_dictionaries({
 @given(
     ranks=st.lists(RANKS, min_size=1, max_size=24),
     blocks=st.sampled_from([1, 2, 32, 33, 64, 80]),
+    fork=st.sampled_from([3, 40, 80, 80]),  # from here on the prompt is not what was cached
     rest=st.integers(-40, 40),
     weight=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
     narrow=st.booleans(),
 )
 def test_the_choice_is_the_least_of_all_candidates(
-    ranks: list[dict[str, object]], blocks: int, rest: int, weight: float, narrow: bool
+    ranks: list[dict[str, object]], blocks: int, fork: int, rest: int, weight: float, narrow: bool
 ) -> None:
     table, policy = LoadTable(1), CacheAware(PolicySettings(cache_weight=weight))
     held: dict[int, set[int]] = {}
     for dp_rank, facts in enumerate(ranks):
-        hello = Hello("p", dp_rank, 1, "prefill", "m", len(ranks), "ready", "", 0, 0, 0, facts["size"])  # type: ignore[arg-type]
+        hello = Hello(
+            instance="p", dp_rank=dp_rank, epoch=1, role="prefill", model="m", dp_size=len(ranks), state="ready",
+            endpoint="", max_context=0, kv_capacity=0, max_running=0, block_tokens=facts["size"],
+        )  # fmt: skip
         rank = table.open(hello)
         table.set_ready(rank, bool(facts["ready"]))
-        table.apply(rank.key, 1, Load(1, 0, 0, facts["waiting"], facts["queued"], 0, 0, 0), 0.0)  # type: ignore[arg-type]
+        load = Load(
+            seq=1, step=0, running=0, waiting=facts["waiting"], waiting_tokens=facts["queued"], kv_tokens=0,
+            kv_capacity=0, max_running=0,
+        )  # fmt: skip
+        table.apply(rank.key, 1, load, 0.0)
         depth, holes = facts["run"]  # type: ignore[misc]
         held[rank.seat] = set(CHAIN[:depth]) - holes
-        policy.prefixes.stored(rank.seat, sorted(held[rank.seat]))
+        cached, named = sorted(held[rank.seat]), int(facts["named"])  # type: ignore[call-overload]
+        for start in range(0, len(cached), named):
+            policy.prefixes.stored(rank.seat, cached[start : start + named])
         for _ in range(int(facts["charges"])):  # type: ignore[call-overload]
             table.charge(rank, 0)
-    hashes = CHAIN[:blocks]
+    hashes = [each if each <= fork else each + 1_000 for each in CHAIN[:blocks]]
     prompt_tokens = max(0, blocks * SIZE + rest)
     request = Submit("r", "prefill", prompt_tokens, 1, block_tokens=SIZE, block_hashes=pack_hashes(hashes))
 
     def cost(rank: RankLoad) -> tuple[float, int, int]:
         cached = run_length(held[rank.seat], hashes) * SIZE if rank.info.block_tokens == SIZE else 0
-        return rank.tokens + weight * max(1, prompt_tokens - cached), rank.requests, rank.picked
+        return rank.tokens + weight * max(1, prompt_tokens - cached), rank.requests, rank.last_turn
 
     group = table.group("prefill")
     some = [rank for rank in table.ranks.values() if rank.ready]
     some = some[: len(some) // 2 + 1] if narrow else some
     chosen = policy.pick(Subset(some) if narrow else group, request, prompt_tokens)
     table.validate()
-    best = min((cost(rank) for rank in some if rank.open), default=None)
+    best = min((cost(rank) for rank in some if rank.candidate), default=None)
     assert (None if chosen is None else cost(chosen)) == best

@@ -78,7 +78,9 @@ class Loads(RuleBasedStateMachine):
         if rank is None:
             return
         if metric is not Metric.TURN:  # nobody is less loaded
-            amounts = [(r.requests if metric is Metric.REQUESTS else r.tokens) for r in table.ranks.values() if r.open]
+            amounts = [
+                (r.requests if metric is Metric.REQUESTS else r.tokens) for r in table.ranks.values() if r.candidate
+            ]
             assert (rank.requests if metric is Metric.REQUESTS else rank.tokens) == min(amounts)
         before = rank.requests
         table.charge(rank, tokens)
@@ -121,7 +123,10 @@ class Loads(RuleBasedStateMachine):
         )
         waiting_tokens = sum(r.tokens for r in live if not r.running)
         kv_tokens = sum(r.tokens for r in running)
-        load = Load(node.seq, 0, len(running), len(live) - len(running), waiting_tokens, kv_tokens, 0, 0, acks)
+        load = Load(
+            seq=node.seq, step=0, running=len(running), waiting=len(live) - len(running),
+            waiting_tokens=waiting_tokens, kv_tokens=kv_tokens, kv_capacity=0, max_running=0, acks=acks,
+        )  # fmt: skip
         for controller in CONTROLLERS:
             self.mail[controller].append((rank, Report(node.epoch, self.clock, load)))
 

@@ -27,7 +27,10 @@ def test_exact_after_two_fresh_reports_whatever_was_swallowed(steps: list[str]) 
         nonlocal seq
         seq += 1
         acks = (Ack(ME, ingested, ingested_tokens),) if ingested else ()
-        return Load(seq, 0, len(live), 0, 0, sum(live), 0, 0, acks)
+        return Load(
+            seq=seq, step=0, running=len(live), waiting=0, waiting_tokens=0, kv_tokens=sum(live), kv_capacity=0,
+            max_running=0, acks=acks,
+        )  # fmt: skip
 
     for number, step in enumerate([*steps, "settle"]):
         if step == "dispatch":

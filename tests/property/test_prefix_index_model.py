@@ -7,17 +7,25 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from prefix_hits import hits, run_length
 
+from controller.policies.holders import Holders
 from controller.policies.prefix_index import CONFIRMED, PrefixIndex
 
 SEATS = st.integers(0, 3)
-HASHES = st.lists(st.integers(1, 12), max_size=6)
+TREE = [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 9, 10, 11], [1, 2, 3, 4, 5, 12, 13], [14, 15]]  # prompts that fork
+PARTS = st.builds(lambda prompt, start, stop, step: prompt[start:stop][::step],
+                  st.sampled_from(TREE), st.integers(0, 4), st.integers(1, 8), st.sampled_from([1, 1, -1]))  # fmt: skip
+HASHES = st.one_of(st.lists(st.integers(1, 15), max_size=6), PARTS)
 CONFIRM_S, EXPECT_S = 3.0, 10.0
 
 
 class PrefixIndexModel(RuleBasedStateMachine):
+    max_blocks = 1_000
+    longest_run = 512
+
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex(max_blocks=1_000, confirm_s=CONFIRM_S, expect_s=EXPECT_S)
+        self.index = PrefixIndex(max_blocks=self.max_blocks, confirm_s=CONFIRM_S, expect_s=EXPECT_S)
+        self.index._holders = Holders(self.longest_run)
         self.held: dict[int, dict[int, float]] = {}
         self.speaks: set[int] = set()
         self.now = 0.0
@@ -26,14 +34,23 @@ class PrefixIndexModel(RuleBasedStateMachine):
     def stored(self, seat: int, hashes: list[int]) -> None:
         self.index.stored(seat, hashes)
         self.speaks.add(seat)
-        self.held.setdefault(seat, {}).update(dict.fromkeys(hashes, CONFIRMED))
+        self.hold(seat, hashes, CONFIRMED)
 
     @rule(seat=SEATS, hashes=HASHES)
     def expected(self, seat: int, hashes: list[int]) -> None:
         self.index.expected(seat, hashes)
         until = self.now + (CONFIRM_S if seat in self.speaks else EXPECT_S)
         mine = self.held.setdefault(seat, {})
-        mine.update({h: until for h in hashes if mine.get(h) != CONFIRMED})
+        self.hold(seat, [h for h in hashes if mine.get(h) not in (until, CONFIRMED)], until)
+
+    def hold(self, seat: int, hashes: list[int], until: float) -> None:
+        """The last to be named are kept, in the order of a dict."""
+        mine = self.held.setdefault(seat, {})
+        for each in hashes:
+            mine.pop(each, None)
+            mine[each] = until
+        for each in list(mine)[: -self.max_blocks]:
+            del mine[each]
 
     @rule(seat=SEATS, hashes=HASHES)
     def removed(self, seat: int, hashes: list[int]) -> None:
@@ -66,5 +83,14 @@ class PrefixIndexModel(RuleBasedStateMachine):
         assert len(self.index) == sum(map(len, self.held.values()))
 
 
-PrefixIndexModel.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+class CrampedPrefixIndexModel(PrefixIndexModel):
+    """The oldest blocks go, and runs are too short for a prompt."""
+
+    max_blocks = 5
+    longest_run = 3
+
+
+SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PrefixIndexModel.TestCase.settings = CrampedPrefixIndexModel.TestCase.settings = SETTINGS
 TestPrefixIndex = PrefixIndexModel.TestCase
+TestCrampedPrefixIndex = CrampedPrefixIndexModel.TestCase

@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from nodes.own.blocks import BlockPool
 from nodes.own.engines.base import StepResult
 from nodes.own.engines.sim import SimEngine, feed, sim_generate
-from nodes.own.scheduler import Phase, Scheduler, Sequence
+from nodes.own.scheduler import Scheduler
+from nodes.own.sequence import Phase, Sequence
 
 VOCAB = 64
 SIZE = 2
@@ -77,18 +78,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         total = sum(len(row.tokens) for row in plan.rows)
         decoding = sum(row.params is not None and row.output_index > 0 for row in plan.rows)
         assert total <= max(self.scheduler.chunk_tokens, decoding + SIZE)
+        self.in_step = [row.seq for row in plan.rows]
         self.engine.submit(plan, self.done)
 
     def done(self, result: StepResult) -> None:
-        for output in self.scheduler.complete(result):
-            seq = output.seq
+        for sequence in self.scheduler.complete(result):
+            seq = sequence.id
             assert seq not in self.cancelled
             assert seq not in self.finished
-            self.produced[seq].append(output.token)
-            if self.live[seq].hold:
-                assert self.live[seq].phase is Phase.HELD
-            elif output.finish:
-                self.finished[seq] = output.finish
+            assert self.live[seq] is sequence
+            self.produced[seq].append(sequence.output[-1])
+            if sequence.hold:
+                assert sequence.phase is Phase.HELD
+            elif sequence.finish:
+                self.finished[seq] = sequence.finish
                 del self.live[seq]
 
     @precondition(lambda self: self.clock.due)
@@ -101,13 +104,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def engine_fails(self) -> None:
         self.clock.due.clear()
         self.engine._pending = None
-        in_step = [seq for seq in self.scheduler._in_step if not self.live.get(seq, _GONE).doomed]
-        outputs = self.scheduler.complete(StepResult(0, (), 0.0, "broken"))
-        assert [output.seq for output in outputs] == [seq for seq in in_step if seq not in self.cancelled]
-        for output in outputs:
-            assert output.error == "broken"
-            self.cancelled.add(output.seq)
-            del self.live[output.seq]
+        failed = self.scheduler.complete(StepResult(0, (), 0.0, "broken"))
+        assert [sequence.id for sequence in failed] == [seq for seq in self.in_step if seq not in self.cancelled]
+        for sequence in failed:
+            assert sequence.finish == "failed"
+            self.cancelled.add(sequence.id)
+            del self.live[sequence.id]
 
     @precondition(lambda self: any(s.phase is Phase.PARKED for s in self.live.values()))
     @rule(data=st.data())
@@ -181,6 +183,5 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.produced[seq]
 
 
-_GONE = Sequence(0, [1], 1, doomed=False)
 SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestScheduler = SchedulerMachine.TestCase

@@ -36,19 +36,25 @@ class Name:
 
     @cached_property
     def members(self) -> list[tuple[str, Object]]:
-        """Public functions and properties, inherited ones too."""
+        """Public functions, properties, and attributes with a docstring; inherited ones too."""
         if not isinstance(self.found, Class):
             return []
         every = ((name, target(member)) for name, member in self.found.all_members.items() if not name.startswith("_"))
-        return [(n, m) for n, m in every if (isinstance(m, Function) or is_property(m)) and m.path not in PARTS_OWN]
+        shown = (
+            (n, m) for n, m in every if isinstance(m, Function) or is_property(m) or (m.docstring and m.is_attribute)
+        )
+        return [(name, member) for name, member in shown if member.path not in PARTS_OWN]
 
     @cached_property
     def fields(self) -> list[Object]:
-        """Of a record, in order."""
+        """Of a record or an enumeration, in order."""
         cls = self.found
-        if not isinstance(cls, Class) or not (
-            "dataclass" in cls.labels or RECORDS & {str(b).rpartition(".")[2] for b in cls.bases}
-        ):
+        if not isinstance(cls, Class):
+            return []
+        bases = {str(base).rpartition(".")[2] for base in cls.bases}
+        if "IntEnum" in bases:
+            return [member for member in cls.members.values() if isinstance(member, Attribute)]
+        if "dataclass" not in cls.labels and not RECORDS & bases:
             return []
         every = (target(member) for name, member in cls.all_members.items() if not name.startswith("_"))
         return [m for m in every if isinstance(m, Attribute) and m.annotation and not is_property(m)]

@@ -46,14 +46,18 @@ def hello(
     started_us: int = 0,
 ) -> Hello:
     return Hello(
-        instance, dp_rank, epoch, role, model, dp_size, state, f"ipc:///{instance}.{dp_rank}", max_context, kv_capacity,
-        max_running, 16, running, started_us,
+        instance=instance, dp_rank=dp_rank, epoch=epoch, role=role, model=model, dp_size=dp_size, state=state,
+        endpoint=f"ipc:///{instance}.{dp_rank}", max_context=max_context, kv_capacity=kv_capacity,
+        max_running=max_running, block_tokens=16, running=running, started_us=started_us,
     )  # fmt: skip
 
 
 def load(seq: int, *, running: int = 0, waiting: int = 0, waiting_tokens: int = 0, kv_tokens: int = 0, step: int = 0,
          acks: Iterable[tuple[int, int, int]] = ()) -> Load:  # fmt: skip
-    return Load(seq, step, running, waiting, waiting_tokens, kv_tokens, 1000, 4, tuple(Ack(*ack) for ack in acks))
+    return Load(
+        seq=seq, step=step, running=running, waiting=waiting, waiting_tokens=waiting_tokens, kv_tokens=kv_tokens,
+        kv_capacity=1000, max_running=4, acks=tuple(Ack(*ack) for ack in acks),
+    )  # fmt: skip
 
 
 def submit(rid: str = "r", leg: str = "unified", prompt_tokens: int = 10, max_tokens: int = 5, **rest: Any) -> Submit:

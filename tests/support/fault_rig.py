@@ -142,7 +142,7 @@ class Rig:
         """Every request ended once, rightly; those that failed did so with these codes."""
         ledger = self.ledger
         assert not ledger.live
-        assert (ledger.duplicated, ledger.wrong) == (0, 0), ledger.told
+        assert (ledger.duplicated, ledger.wrong) == (0, 0), ledger.complaints
         assert dict(ledger.failed) == (failed or {}), [r for r in self.results.values() if r.code != "ok"]
 
     # --- faults -------------------------------------------------------------------------------------------------

@@ -47,8 +47,8 @@ def of(kind: type[Any]) -> Draw:
     """How to draw one message of this kind."""
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)
-    draws = [_of(field.type) for field in info.fields]
-    return lambda rng: kind(*[draw(rng) for draw in draws])
+    draws = {field.name: _of(field.type) for field in info.fields}
+    return lambda rng: kind(**{name: draw(rng) for name, draw in draws.items()})
 
 
 def _of(kind: inspect.Type) -> Draw:

@@ -110,7 +110,10 @@ class Node(Peer):
         """Publish the load as it is: all legs run."""
         assert self.pub is not None
         tokens = sum(leg.prompt_tokens for leg in self.legs)
-        load = Load(0, 0, len(self.legs), 0, 0, tokens, self.info.kv_capacity, 4, self._reports.acks)
+        load = Load(
+            seq=0, step=0, running=len(self.legs), waiting=0, waiting_tokens=0, kv_tokens=tokens,
+            kv_capacity=self.info.kv_capacity, max_running=4, acks=self._reports.acks,
+        )  # fmt: skip
         now = time.monotonic()
         for publication in [*self._publisher.report(load, now), *self._publisher.flush(now)]:
             self.pub.send_multipart((topics.of(publication.message), codec.encode(publication.message)))

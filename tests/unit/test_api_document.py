@@ -16,3 +16,7 @@ def test_a_public_name_without_a_place_is_an_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(api_page, "OUTLINE", api_page.OUTLINE.replace("@ nodes RankLink", "@ nodes"))
     with pytest.raises(LookupError, match=r"nodes\.link\.embed\.RankLink"):
         api_page.public_names()
+
+
+def test_every_public_name_method_and_field_is_explained() -> None:
+    assert not list(api_page.unsaid(NAMES))

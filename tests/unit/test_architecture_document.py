@@ -66,6 +66,20 @@ def test_no_module_imports_itself_in_a_circle() -> None:
     TopologicalSorter({name_of(path): imported(path) & NAMES for path in modules()}).prepare()
 
 
+def test_a_request_is_at_most_seven_records() -> None:
+    """Each of them is a class, and two rooms may call theirs alike."""
+    journey = TEXT.partition("**A request**")[2].partition("**A load report.**")[0]
+    records = re.findall(r"\*(\w+)\*", journey.partition("\n1. ")[2])
+    defined = [
+        node.name
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert len(records) <= 7
+    assert all(defined.count(record) >= records.count(record) for record in records), records
+
+
 def test_what_it_names_is_there() -> None:
     """Every `package.module.name` in backticks can be imported."""
     for name in set(re.findall(r"`((?:bus|controller|nodes|pdbus)(?:\.\w+)+)(?:\(\))?`", TEXT)):

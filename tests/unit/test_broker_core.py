@@ -271,7 +271,7 @@ def test_a_publisher_speaks_for_the_rank_of_its_topic_alone() -> None:
 
 def test_loads_are_none_of_its_business() -> None:
     core = broker()
-    load = Load(1, 0, 0, 0, 0, 0, 0, 0)
+    load = Load(seq=1, step=0, running=0, waiting=0, waiting_tokens=0, kv_tokens=0, kv_capacity=0, max_running=0)
     assert core.handle(published(LoadReport("prefill-0", 0, 1, 1, load)), 0.0) == []
     assert core.tally()["ranks"] == 0
 

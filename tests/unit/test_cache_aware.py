@@ -26,16 +26,25 @@ def request(tokens: int = len(PROMPT), hashes: list[int] | None = None, size: in
     return Submit("r", "prefill", tokens, 1, bootstrap_room=1, block_tokens=size, block_hashes=pack_hashes(found))
 
 
+def load(seq: int, waiting_tokens: int = 0) -> Load:
+    return Load(
+        seq=seq, step=0, running=0, waiting=0, waiting_tokens=waiting_tokens, kv_tokens=0, kv_capacity=0, max_running=0
+    )
+
+
 class Table:
     def __init__(self, *queued: int, weight: float = 1.0) -> None:
         self.table = LoadTable(EPOCH)
         self.policy = CacheAware(PolicySettings(cache_weight=weight))
         for dp_rank, tokens in enumerate(queued):
             rank = self.table.open(
-                Hello("p", dp_rank, 1, "prefill", "m", len(queued), "ready", "", 0, 0, 0, SIZE)
+                Hello(
+                    instance="p", dp_rank=dp_rank, epoch=1, role="prefill", model="m", dp_size=len(queued),
+                    state="ready", endpoint="", max_context=0, kv_capacity=0, max_running=0, block_tokens=SIZE,
+                )
             )  # fmt: skip
             self.table.set_ready(rank, True)
-            self.table.apply(rank.key, 1, Load(1, 0, 0, 0, tokens, 0, 0, 0), 0.0)
+            self.table.apply(rank.key, 1, load(1, tokens), 0.0)
 
     def pick(self, wanted: Submit) -> int:
         rank = self.policy.pick(self.table.group("prefill"), wanted, wanted.prompt_tokens)
@@ -89,7 +98,7 @@ def test_ties_rotate() -> None:
         table.table.charge(table.table.ranks[("p", dp_rank)], 0)
         seen.append(dp_rank)
         for rank in table.table.ranks.values():  # all idle again
-            now_load = Load(rank.load.seq + 1 if rank.load else 1, 0, 0, 0, 0, 0, 0, 0)
+            now_load = load(rank.load.seq + 1 if rank.load else 1)
             table.table.reconnected(rank)
             table.table.apply(rank.key, 1, now_load, 0.0)
     assert sorted(seen[:3]) == [0, 1, 2] == sorted(seen[3:])

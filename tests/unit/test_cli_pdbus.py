@@ -147,7 +147,7 @@ def test_the_front_door_is_cheap_and_complete() -> None:
 
 
 def test_status_as_json_names_every_field() -> None:
-    load = Load(1, 2, 3, 4, 5, 6, 7, 8)
+    load = Load(seq=1, step=2, running=3, waiting=4, waiting_tokens=5, kv_tokens=6, kv_capacity=7, max_running=8)
     rank = RankStatus(
         "decode-0", 1, "decode", "sim", "ready", 9, "ipc:///d", 100, 0.5, load, 1, 20, 8, 46, 1, 5, 4, 0
     )  # fmt: skip

@@ -45,10 +45,10 @@ def params(**options: Any) -> Params:
 
 def test_defaults() -> None:
     made = request([5])
-    assert (made.rid, made.main.header, made.stop_ids) == (
+    assert (made.rid, made.main, made.stop_ids) == (
         "f" * 16, Submit("f" * 16, "pair", 1, DEFAULT_MAX_TOKENS, 2**63 - 1), frozenset({2}),
     )  # fmt: skip
-    assert request([5], leg="prefill").main.header.bootstrap_room is None  # who sends a lone leg knows the room
+    assert request([5], leg="prefill").main.bootstrap_room is None  # who sends a lone leg knows the room
     assert request([5], ignore_eos=True, stop_token_ids=(7,)).stop_ids == frozenset({7})
     assert params() == Params(seed=2**32 - 1)
     assert params(seed=7, stop_token_ids=[9]) == Params(seed=7, stop_token_ids=(9,))

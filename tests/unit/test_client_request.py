@@ -26,7 +26,7 @@ from bus.wire.messages import (
 from pdbus.client.core import SILENCE_S, VERDICT_S, ClientCore, Deliver, Ended, Patience
 from pdbus.client.options import Options, Where, make_request
 from pdbus.client.output import Result
-from pdbus.client.request import NEXT, SUBMISSION_NEXT, Event, State
+from pdbus.client.request import NEXT, SUBMIT_NEXT, Event, State
 
 C = "ipc:///c.clients"
 P = "ipc:///p.clients"
@@ -312,6 +312,23 @@ def test_legs_are_tried_again_together() -> None:
     assert {(message.leg, message.attempt) for message in again} == {("decode", 2), ("prefill", 2)}
 
 
+def test_one_controller_that_answers_does_not_hide_another_that_is_dead() -> None:
+    d = two_controllers()
+    for _ in range(11):
+        repeats = d.wait(1.0)
+        if any(isinstance(message, Submit) and message.rid == "r" for message in repeats):
+            d.receive(Accepted("r", 1, 9, None, None))
+    assert d.result is not None
+    assert (d.result.code, P in d.result.message, d.result.total_s) == ("peer_lost", True, pytest.approx(10.0, abs=0.1))
+
+
+def test_only_who_gave_no_answer_is_asked_again() -> None:
+    d = two_controllers()
+    d.accept()
+    (again,) = [message for message in d.wait(1.1) if isinstance(message, Submit)]
+    assert (again.rid, d.sent[-1].peer) == ("r.prefill", P)
+
+
 def test_the_graver_reason_wins() -> None:
     d = two_controllers()
     d.accept()
@@ -363,7 +380,7 @@ def test_a_rid_is_taken_as_long_as_any_submit_of_its_request_lives() -> None:
     assert not d.core.is_taken(other)
 
 
-@pytest.mark.parametrize("table", [NEXT, SUBMISSION_NEXT], ids=["request", "submission"])
+@pytest.mark.parametrize("table", [NEXT, SUBMIT_NEXT], ids=["request", "submit"])
 def test_the_tables_are_whole(table: dict[Any, dict[Event, Any]]) -> None:
     """Each state has its row, can be reached, and can be left unless it is the last one."""
     kinds = type(next(iter(table)))
@@ -377,5 +394,5 @@ def test_what_the_table_does_not_know_is_our_bug_and_tells_the_story() -> None:
     d = Driver()
     with pytest.raises(AssertionError, match=r"rid='r'.*SUBMITTED.* cannot take Event.SUBMIT"):
         d.request.move(Event.SUBMIT)
-    with pytest.raises(AssertionError, match=r"^r: .*ASKED.* cannot take Event.RETRY"):
-        d.request.main.move(Event.RETRY)
+    with pytest.raises(AssertionError, match=r"rid='r'.*ASKED.* cannot take Event.RETRY"):
+        d.request.move_at((C, "r"), Event.RETRY)

@@ -231,3 +231,10 @@ def test_every_name_and_endpoint_is_checked_wherever_it_travels(
     fields[at] = bad
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(fields, kind, builtin_types=(bytes,))
+
+
+@pytest.mark.parametrize("kind", [messages.Load, messages.Hello])
+def test_what_users_make_of_many_numbers_is_made_by_name(kind: type[messages.Message]) -> None:
+    good = fuzz_messages.of(kind)(random.Random(7))
+    with pytest.raises(TypeError):
+        kind(*msgspec.structs.astuple(good))

@@ -31,7 +31,10 @@ def stale_share(interval_s: float) -> float:
         instance="e", dp_rank=0, epoch=1, role="unified", model="m", dp_size=2, endpoint="", interval_s=interval_s,
         state="ready",
     )  # fmt: skip
-    publisher.report(Load(0, 0, 0, 0, 0, 0, 1000, 4), world.now)
+    publisher.report(
+        Load(seq=0, step=0, running=0, waiting=0, waiting_tokens=0, kv_tokens=0, kv_capacity=1000, max_running=4),
+        world.now,
+    )
     rank = world.core.table.ranks[("e", 0)]
     for publication in publisher.tick(world.now):
         world.feed(Published(publication.message))
@@ -67,7 +70,7 @@ def test_all_parts_that_share_a_default_have_it() -> None:
 
 def report(world: World, seq: int, declared_s: float) -> RankLoad:
     """A membership with a load, as an embedded rank of any make may publish it."""
-    load = Load(seq, 0, 0, 0, 0, 0, 1000, 4)
+    load = Load(seq=seq, step=0, running=0, waiting=0, waiting_tokens=0, kv_tokens=0, kv_capacity=1000, max_running=4)
     world.feed(Published(Member("e", 0, 1, seq, load, "unified", "m", 2, "ready", "", False, 0, declared_s)))
     return world.core.table.ranks[("e", 0)]
 

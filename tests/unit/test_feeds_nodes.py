@@ -54,5 +54,7 @@ def test_holes_and_restarts_void_what_is_known_and_are_counted() -> None:
     topic, seq, _ = frames("n", 1)
     assert caches.received([topic, seq, b"\xc1"]) == (key, (Cleared(),))
     assert counts == {"kv_gaps": 1, "kv_restarts": 1, "rejected_syntax": 1}
+    assert caches.received(frames("n", 2, -1)) == (key, (Cleared(),))  # none of our hashes
+    assert counts["rejected_schema"] == 1
     with pytest.raises(RemoteProtocolError, match="topic"):
         caches.received([b"kv/n/0x/", seq, b""])

@@ -136,10 +136,26 @@ def test_translation_gives_the_names_that_requests_use() -> None:
     first = BlockStored((-1, -2), None, tuple(tokens[:8]), 4)
     second = BlockStored((b"third",), -2, tuple(tokens[8:]), 4)
     orphan = BlockStored((50,), 49, tuple(tokens[:4]), 4)
-    assert translator.changes([first, second, orphan]) == (Stored(ours[:2]), Stored(ours[2:]))
+    assert translator.changes([first, orphan, second]) == (Stored(ours),)
     assert translator.changes([BlockRemoved((-2, 50))]) == (Removed(ours[1:2]),)
     assert translator.changes([AllBlocksCleared(), second]) == (Cleared(),)  # its parent is forgotten
     assert counts == {"kv_blocks_unnamed": 2}
+
+
+def test_what_an_engine_names_block_by_block_is_told_together_as_far_as_it_belongs_together() -> None:
+    tokens = list(range(100, 124))
+    one, other = block_hashes(tokens[:12], 4), block_hashes(tokens[12:], 4)
+    stored = [
+        BlockStored((number,), number - 1 if number % 3 else None, tuple(tokens[4 * number : 4 * number + 4]), 4)
+        for number in range(6)
+    ]
+    removed = [BlockRemoved((number,)) for number in (2, 1, 5)]
+    translator = Translator(Counter())
+    assert translator.changes(stored) == (Stored(tuple(one)), Stored(tuple(other)))
+    assert translator.changes([*removed, stored[5]]) == (Removed((one[2], one[1], other[2])), Stored((other[2],)))
+    assert translator.changes([removed[2], AllBlocksCleared(), *removed, stored[0]]) == (
+        Removed((other[2],)), Cleared(), Stored((one[0],)),
+    )  # fmt: skip
 
 
 def test_translation_is_bounded() -> None:

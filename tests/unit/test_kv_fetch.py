@@ -8,13 +8,15 @@ from array import array
 
 import pytest
 
-from bus.wire.messages import KvDone, KvFail, KvMeta, KvPull, Params
+from bus.actions import Send
+from bus.wire.messages import Code, KvDone, KvFail, KvMeta, KvPull, Params
 from nodes.link.actions import SendBlock
 from nodes.link.checksum import block_crc32
 from nodes.link.leg import Leg
 from nodes.link.runner import FOR_EVER, RankFacts
 from nodes.link.sender import HOLD_S, MAX_PULLERS, PARK_S, PULLER_SILENT_S, KvSender
-from nodes.own.receiver import MAX_REPAIRS, MAX_STALLS, STALL_S, KvReceiver, window_for
+from nodes.own.receiver import MAX_REPAIRS, MAX_STALLS, STALL_S, FetchFailed, KvReceiver, Span, window_for
+from nodes.own.sequence import Sequence
 
 FACTS = RankFacts(model="m", max_context=100, kv_capacity=40, block_tokens=4, kv_layout="lay")
 
@@ -30,54 +32,67 @@ def test_the_checksum_covers_place_and_bytes() -> None:
     assert len({block_crc32(*place, data) for place in ((9, 2, 3), (9, 2, 4), (9, 3, 3), (8, 2, 3))}) == 4
 
 
+class Fetch:
+    """A receiver and one sequence whose blocks it asks for."""
+
+    def __init__(self, blocks: int, *, window: int) -> None:
+        self.receiver = KvReceiver(window=window)
+        self.sequence = Sequence(1, range(blocks), 9)
+        self.pulls = self.receiver.begin(self.sequence, blocks, 0.0)
+
+    def wants(self, index: int) -> bool:
+        return index in self.sequence.missing
+
+    def received(self, index: int, intact: bool = True) -> list[Span]:
+        return self.receiver.received(self.sequence, index, intact, 0.0)
+
+    def tick(self, now: float) -> list[Span]:
+        return self.receiver.tick(self.sequence, now)
+
+
 def test_no_more_than_a_window_is_ever_on_its_way() -> None:
-    receiver = KvReceiver(20, window=6)
-    pulls = receiver.begin(0.0)
+    fetch = Fetch(20, window=6)
+    pulls = fetch.pulls
     on_the_way: list[int] = []
     asked = 0
-    while not receiver.complete:
+    while fetch.sequence.missing:
         for first, count in pulls:
             on_the_way += range(first, first + count)
             asked += count
         assert len(on_the_way) <= 6
-        pulls = receiver.received(on_the_way.pop(0), True, 0.0)
+        pulls = fetch.received(on_the_way.pop(0))
     assert asked == 20
     assert on_the_way == []
 
 
 def test_a_damaged_block_alone_is_asked_for_again_and_not_for_ever() -> None:
-    receiver = KvReceiver(3, window=6)
-    receiver.begin(0.0)
+    fetch = Fetch(3, window=6)
     for _ in range(MAX_REPAIRS):
-        assert receiver.received(1, False, 0.0) == [(1, 1)]
-        assert not receiver.failure
-    assert receiver.received(1, False, 0.0) == []
-    assert "damaged" in receiver.failure
-    assert not receiver.wants(1)
+        assert fetch.received(1, intact=False) == [(1, 1)]
+    with pytest.raises(FetchFailed, match="damaged"):
+        fetch.received(1, intact=False)
 
 
 def test_a_stall_asks_for_everything_missing_in_runs_then_fails() -> None:
-    receiver = KvReceiver(6, window=6)
-    receiver.begin(0.0)
-    receiver.received(2, True, 0.0)
-    assert receiver.tick(STALL_S - 0.01) == []
+    fetch = Fetch(6, window=6)
+    fetch.received(2)
+    assert fetch.tick(STALL_S - 0.01) == []
     now = STALL_S
-    assert receiver.tick(now) == [(0, 2), (3, 3)]
-    assert receiver.tick(now) == []
+    assert fetch.tick(now) == [(0, 2), (3, 3)]
+    assert fetch.tick(now) == []
     for _ in range(MAX_STALLS - 1):
         now += STALL_S
-        assert receiver.tick(now)
-    assert receiver.tick(now + STALL_S) == []
-    assert receiver.failure
+        assert fetch.tick(now)
+    with pytest.raises(FetchFailed, match="no block for"):
+        fetch.tick(now + STALL_S)
 
 
 def test_duplicates_and_strangers_are_not_wanted() -> None:
-    receiver = KvReceiver(2, window=2)
-    receiver.begin(0.0)
-    receiver.received(0, True, 0.0)
-    assert not receiver.wants(0)
-    assert not receiver.wants(2)
-    assert receiver.wants(1)
+    fetch = Fetch(2, window=2)
+    fetch.received(0)
+    assert not fetch.wants(0)
+    assert not fetch.wants(2)
+    assert fetch.wants(1)
 
 
 @pytest.mark.parametrize(("size", "window"), [(64, 64), (1 << 20, 8), (1 << 28, 2)])
@@ -94,13 +109,23 @@ def pull(first: int = 0, count: int = 0, attempt: int = 1) -> KvPull:
     return KvPull(5, attempt, 1, first, count)
 
 
+def held(sender: KvSender, leg: Leg, token: int, data: bytes, valid_s: float, now: float) -> list[Send]:
+    leg.step("held")
+    return sender.held(leg, token, data, valid_s, now)
+
+
+def close(sender: KvSender, leg: Leg, code: Code, message: str = "") -> list[Send]:
+    leg.end(code, message, 0.0)
+    return sender.close(leg)
+
+
 def test_a_pull_before_the_dispatch_is_answered_once_the_prompt_is_computed() -> None:
     sender = KvSender(FACTS)
     (early,) = sender.pull(D, pull(), 0.0)
     assert early.message == KvMeta(5, 1, 0, 0, 0, 4, "lay", ready=False)  # type: ignore[union-attr]
     prefill = leg()
     sender.open(prefill, 0.0)
-    (told,) = sender.ready(prefill, 33, b"", FOR_EVER, 1.0)
+    (told,) = held(sender, prefill, 33, b"", FOR_EVER, 1.0)
     assert told.peer == D
     assert told.message == KvMeta(5, 1, 6, 33, 2, 4, "lay")
     assert sender.pull(D, pull(1, 9), 1.0) == [SendBlock(D, prefill, 1, 2)]  # the rest of the prompt is 2 tokens
@@ -113,8 +138,9 @@ def test_a_pull_nobody_dispatches_fails_and_one_of_a_failed_room_at_once() -> No
     sender.pull(D, pull(), PARK_S - 0.1)
     _, (answer,) = sender.tick(PARK_S)
     assert answer.message.code == "unknown_room"  # type: ignore[attr-defined]
-    sender.open(leg(), 0.0)
-    sender.close(5, "engine_failed")
+    prefill = leg()
+    sender.open(prefill, 0.0)
+    close(sender, prefill, "engine_failed")
     (answer,) = sender.pull(D, pull(), 0.0)  # type: ignore[assignment]
     assert answer.message == KvFail(5, 1, "engine_failed", "the prefill leg has ended")
     (answer,) = sender.pull(D, pull(attempt=2), 0.0)  # type: ignore[assignment]
@@ -123,21 +149,23 @@ def test_a_pull_nobody_dispatches_fails_and_one_of_a_failed_room_at_once() -> No
 
 def test_pullers_hear_of_a_failure_but_a_stranger_cannot_cause_one() -> None:
     sender = KvSender(FACTS)
-    sender.open(leg(), 0.0)
+    prefill = leg()
+    sender.open(prefill, 0.0)
     sender.pull(D, pull(), 0.0)
     assert not sender.done(b"stranger", KvDone(5, 1, "cancelled"))
     assert not sender.done(D, KvDone(5, 2))
-    assert not sender.done(D, KvDone(5, 1))  # nobody can have receivered what is not computed
-    (fail,) = sender.close(5, "cancelled", "why")
+    assert not sender.done(D, KvDone(5, 1))  # nobody can have received what is not computed
+    (fail,) = close(sender, prefill, "cancelled", "why")
     assert (fail.peer, fail.message) == (D, KvFail(5, 1, "cancelled", "why"))
 
 
 def test_who_gives_up_is_not_told_that_it_failed() -> None:
     sender = KvSender(FACTS)
-    sender.open(leg(), 0.0)
+    prefill = leg()
+    sender.open(prefill, 0.0)
     sender.pull(D, pull(), 0.0)
-    assert sender.done(D, KvDone(5, 1, "kv_failed"))
-    assert sender.close(5, "decode_failed") == []
+    assert sender.done(D, KvDone(5, 1, "kv_failed")) is prefill
+    assert close(sender, prefill, "decode_failed") == []
 
 
 def test_the_kv_cache_is_kept_for_pullers_that_live() -> None:
@@ -145,12 +173,12 @@ def test_the_kv_cache_is_kept_for_pullers_that_live() -> None:
     prefill = leg()
     sender.open(prefill, 0.0)
     assert sender.tick(10 * HOLD_S)[0] == []  # still computing
-    sender.ready(prefill, 33, b"", FOR_EVER, 0.0)
+    held(sender, prefill, 33, b"", FOR_EVER, 0.0)
     assert sender.tick(HOLD_S - 1)[0] == []
-    assert sender.tick(HOLD_S)[0] == [5]
+    assert sender.tick(HOLD_S)[0] == [prefill]
     sender.pull(D, pull(), HOLD_S - 1)
     assert sender.tick(HOLD_S + PULLER_SILENT_S - 1.1)[0] == []
-    assert sender.tick(HOLD_S + PULLER_SILENT_S - 1)[0] == [5]
+    assert sender.tick(HOLD_S + PULLER_SILENT_S - 1)[0] == [prefill]
 
 
 def test_another_attempt_is_told_which_one_is_here() -> None:
@@ -167,7 +195,7 @@ def test_pullers_of_one_room_are_bounded() -> None:
     sender.open(prefill, 0.0)
     for number in range(50):
         sender.pull(b"%d" % number, pull(), 0.0)
-    assert len(sender.ready(prefill, 3, b"", FOR_EVER, 0.0)) == MAX_PULLERS
+    assert len(held(sender, prefill, 3, b"", FOR_EVER, 0.0)) == MAX_PULLERS
 
 
 def test_a_handle_goes_with_the_meta_and_its_time_runs_out() -> None:
@@ -175,7 +203,7 @@ def test_a_handle_goes_with_the_meta_and_its_time_runs_out() -> None:
     prefill = leg()
     sender.open(prefill, 0.0)
     sender.pull(D, pull(), 0.0)
-    (told,) = sender.ready(prefill, 33, b"opaque", 30.0, 1.0)
+    (told,) = held(sender, prefill, 33, b"opaque", 30.0, 1.0)
     assert (told.frames, told.message.valid_s) == ((b"opaque",), 30.0)  # type: ignore[attr-defined]
     (again,) = sender.pull(D, pull(), 26.0)
     assert again.message.valid_s == 5.0  # type: ignore[union-attr]
@@ -188,6 +216,6 @@ def test_a_handle_that_nobody_asked_for_ends_when_it_lapses() -> None:
     sender = KvSender(FACTS)
     prefill = leg()
     sender.open(prefill, 0.0)
-    sender.ready(prefill, 33, b"opaque", 30.0, 0.0)
+    held(sender, prefill, 33, b"opaque", 30.0, 0.0)
     assert sender.tick(29.9)[0] == []
-    assert sender.tick(30.0)[0] == [5]
+    assert sender.tick(30.0)[0] == [prefill]

@@ -8,7 +8,7 @@ import pytest
 
 from bus.wire.messages import Load
 from nodes.own.engines.timing import SimTiming
-from nodes.own.scheduler import Sequence
+from nodes.own.sequence import Sequence
 from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.rank import VirtualRank
 from pdbus.lab.scheduler import DecodeRun

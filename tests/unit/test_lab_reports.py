@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from bus.wire.messages import Load
 from nodes.own.engines.timing import SimTiming
-from nodes.own.scheduler import Sequence
+from nodes.own.sequence import Sequence
 from pdbus.lab.choosers import Deaf
 from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.rank import VirtualRank

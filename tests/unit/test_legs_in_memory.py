@@ -12,6 +12,8 @@ from bus.wire.hashing import token_bytes
 from bus.wire.messages import Attach, CancelLeg, Dispatch, KvBlock, KvFail, KvMeta, Params
 from nodes.link.actions import Unregister
 from nodes.link.core import Limits
+from nodes.link.leg import Leg
+from nodes.link.runner import Finished, LegFailed, Output
 from nodes.own.engines.sim import sim_generate
 
 
@@ -221,6 +223,22 @@ def test_a_repeated_attempt_is_acknowledged_and_told_again_but_not_run_again(
     assert prefill.idle()
 
 
+def test_what_a_runner_says_of_a_leg_that_is_over_counts_for_nothing(world: World) -> None:
+    rank = Rank(world, "unified", "u")
+    legs: list[Leg] = []
+    rank.runner.start = lambda leg, start=rank.runner.start: (legs.append(leg), start(leg))
+    rank.read("r")
+    rank.dispatch("r", PROMPT)
+    world.run(1.0)
+    (leg,) = legs
+    ended, tokens = rank.ended["r", 1].copy(), rank.tokens["r"].copy()
+    for event in (Output(leg, (9,)), Finished(leg, "stop"), LegFailed(leg, "engine_failed", "late")):
+        assert rank.core.handle(event, world.now) == []
+    rank.read("r")
+    rank.do([])
+    assert (rank.ended["r", 1], rank.tokens["r"], rank.finishes["r"].finish) == (ended, tokens, "length")
+
+
 def test_a_message_delivered_twice_counts_once(world: World, pair: tuple[Rank, Rank]) -> None:
     decode = pair[1]
     decode.dispatch("r", PROMPT)
@@ -356,14 +374,15 @@ def test_resumed_output_starts_at_its_offset(world: World) -> None:
     assert rank.tokens["r"] == whole
 
 
-def test_a_cached_prefix_is_reused_and_reported(world: World) -> None:
+@pytest.mark.parametrize("max_tokens", [6, 1])
+def test_a_cached_prefix_is_reused_and_reported(world: World, max_tokens: int) -> None:
     rank = Rank(world, "unified", "u")
     rank.dispatch("a", PROMPT)
     world.run(1.0)
     rank.read("b")
-    rank.dispatch("b", PROMPT)
+    rank.dispatch("b", PROMPT, max_tokens=max_tokens)
     world.run(1.0)
-    assert rank.tokens["b"] == sim_generate(PROMPT, 6, VOCAB)
+    assert rank.tokens["b"] == sim_generate(PROMPT, max_tokens, VOCAB)
     assert rank.ended["b", 1][0].cached_tokens == 8  # two full blocks of 4; the last token is always computed
     assert rank.core.load().cached_tokens_total == 8
 

@@ -39,11 +39,11 @@ from bus.wire.messages import (
 from bus.wire.status import join, split
 from controller.events import FromClient, Tick
 from controller.load.table import LoadTable
-from nodes.link import core as rank_core
+from nodes.link import legs as rank_legs
 from nodes.link.connection import MAX_ENDED_PER_MESSAGE, MAX_STARTED_PER_MESSAGE, Connection
 
 NAME, MODEL, RID, ENDPOINT = "n" * 64, "\U0001f600" * 128, "\U0001f600" * 128, "e" * 150
-LOAD = Load(*(MAX_ROOM,) * 8, (), *(MAX_ROOM,) * 3)
+LOAD = Load(**dict.fromkeys(Load.__struct_fields__, MAX_ROOM) | {"acks": ()})
 
 
 def status(ranks: int) -> Status:
@@ -151,7 +151,7 @@ def test_progress_of_very_many_legs_loses_none() -> None:
 
 @pytest.mark.parametrize("rid", ["{}", "a-usual-length-of-request-id-{:06}", RID[:120] + "{:08}"])
 def test_a_rank_takes_no_more_than_its_hello_can_list(rid: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_core, "MAX_NAMES_BYTES", 2_000)  # in proportion
+    monkeypatch.setattr(rank_legs, "MAX_NAMES_BYTES", 2_000)  # in proportion
     rank = Rank(LegsWorld(), "unified", "u")
     count = 0
     while not rank.ended:
@@ -160,7 +160,10 @@ def test_a_rank_takes_no_more_than_its_hello_can_list(rid: str, monkeypatch: pyt
     assert rank.code(rid.format(count - 1)) == "overloaded"
     live = rank.core.live
     assert len(live) == count - 1
-    rest = Hello(NAME, 4095, MAX_ROOM, "prefill", MODEL, 4096, "draining", ENDPOINT, *(MAX_ROOM,) * 4)
+    rest = Hello(
+        instance=NAME, dp_rank=4095, epoch=MAX_ROOM, role="prefill", model=MODEL, dp_size=4096, state="draining",
+        endpoint=ENDPOINT, max_context=MAX_ROOM, kv_capacity=MAX_ROOM, max_running=MAX_ROOM, block_tokens=MAX_ROOM,
+    )  # fmt: skip
     listed = len(codec.encode(replace(rest, running=live))) - len(codec.encode(rest))
     assert 900 < listed <= 2_000 + 4
     assert len(codec.encode(rest)) + 1_000_000 + 4 <= codec.MAX_HEADER_BYTES

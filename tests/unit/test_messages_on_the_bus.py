@@ -291,7 +291,16 @@ def publisher() -> PublisherCore:
 
 
 def load(running: int = 0) -> Load:
-    return Load(0, 0, running, 0, 0, 0, 100, 4)
+    return Load(
+        seq=0,
+        step=0,
+        running=running,
+        waiting=0,
+        waiting_tokens=0,
+        kv_tokens=0,
+        kv_capacity=100,
+        max_running=4,
+    )
 
 
 @pytest.mark.parametrize(("running", "at_most_s"), [(1, 0.25), (0, 1.0)])

@@ -38,7 +38,10 @@ class World:
         self.queue.append(decode(frame, NODE_TO_CONTROLLER))
 
     def hello(self) -> Hello:
-        return Hello(self.instance, self.dp_rank, self.epoch, "unified", "m", 1, self.state, "ipc:///u", 9, 9, 9, 4)
+        return Hello(
+            instance=self.instance, dp_rank=self.dp_rank, epoch=self.epoch, role="unified", model="m", dp_size=1,
+            state=self.state, endpoint="ipc:///u", max_context=9, kv_capacity=9, max_running=9, block_tokens=4,
+        )  # fmt: skip
 
     def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None: ...
 

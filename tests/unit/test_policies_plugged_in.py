@@ -258,7 +258,7 @@ class TestGuard:
             self.table.charge(full, 1)
         self.table.set_ready(unready, False)
         self.table.close(gone)
-        assert not full.open
+        assert not full.candidate
         for answer in (stranger, full, unready, gone, 3, "i/2", object()):
             assert self.pick(answer) is self.ranks[1]
         assert len(self.faults) == 7
@@ -279,7 +279,7 @@ class TestGuard:
     def test_a_fixed_policy_may_name_a_rank_without_credit(self) -> None:
         for _ in range(2):
             self.table.charge(self.ranks[2], 1)
-        assert not self.ranks[2].open
+        assert not self.ranks[2].candidate
         assert self.pick(self.ranks[2], fixed=True) is self.ranks[2]
         assert not self.faults
         self.table.set_ready(self.ranks[2], False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from prefix_hits import hits
 
+from controller.policies.holders import Holders
 from controller.policies.prefix_index import PrefixIndex
 
 A, B, C = 0, 1, 5  # seats
@@ -90,3 +92,79 @@ def test_repeated_expectations_do_not_pile_up() -> None:
     index.validate()
     assert index._expiring <= 40
     assert hits(index, [1, 2, 3]) == {A: 3}
+
+
+PROMPT = list(range(100, 164))
+
+
+def run_count(index: PrefixIndex) -> int:
+    return len({id(run) for run in index._holders._runs.values()})
+
+
+def test_what_is_told_block_by_block_is_one_run_once_a_prompt_names_it() -> None:
+    index = PrefixIndex()
+    for seat in (A, B):
+        for block in PROMPT:
+            index.stored(seat, [block])
+    assert run_count(index) == len(PROMPT)
+    index.expected(A, PROMPT)
+    assert run_count(index) == 1
+    assert hits(index, PROMPT) == {A: 64, B: 64}
+
+
+def test_a_rank_that_gives_up_the_end_of_a_prompt_leaves_two_runs_to_the_others() -> None:
+    for step in (1, 5):
+        index = PrefixIndex()
+        for seat in (A, B, C):
+            index.stored(seat, PROMPT)
+        for stop in range(len(PROMPT), 32, -step):
+            index.removed(A, PROMPT[max(32, stop - step) : stop][::-1])
+        assert run_count(index) == 2
+        assert hits(index, PROMPT) == {A: 32, B: 64, C: 64}
+        index.validate()
+
+
+def test_a_hole_ends_a_hit_until_the_block_is_back() -> None:
+    index = PrefixIndex()
+    index.stored(A, PROMPT)
+    index.stored(B, PROMPT)
+    index.removed(A, [PROMPT[10]])
+    assert hits(index, PROMPT) == {A: 10, B: 64}
+    index.stored(A, [PROMPT[10]])
+    assert hits(index, PROMPT) == {A: 64, B: 64}
+    index.expected(B, PROMPT)
+    assert run_count(index) == 1
+    index.validate()
+
+
+def test_prompts_that_fork_within_a_run_and_blocks_out_of_order() -> None:
+    index = PrefixIndex()
+    index.stored(A, PROMPT)
+    assert hits(index, [*PROMPT[:37], 1, 2]) == {A: 37}
+    assert hits(index, PROMPT[5:9]) == {A: 4}
+    assert hits(index, [PROMPT[0], PROMPT[2], PROMPT[1]]) == {A: 3}
+    index.stored(B, [*PROMPT[:37], 1, 2, 2, 1])
+    assert hits(index, [*PROMPT[:37], 1, 2]) == {A: 37, B: 39}
+    assert hits(index, PROMPT) == {A: 64, B: 37}
+    index.validate()
+
+
+def test_runs_are_bounded_and_a_long_prompt_has_several() -> None:
+    index = PrefixIndex()
+    index._holders = Holders(longest=10)
+    for start in range(0, 64, 4):
+        index.stored(A, PROMPT[start : start + 4])
+    index.expected(A, PROMPT)
+    assert run_count(index) == 8  # of 8: three of 4 would be too long
+    index.stored(B, PROMPT)
+    assert hits(index, PROMPT) == {A: 64, B: 64}
+    index.validate()
+
+
+def test_a_hash_that_is_none_is_refused_and_changes_nothing() -> None:
+    index = PrefixIndex()
+    for bad in (-1, 1 << 64):
+        with pytest.raises(OverflowError):
+            index.stored(A, [1, bad])
+    assert len(index) == 0
+    index.validate()

@@ -88,7 +88,7 @@ def test_codes_are_those_of_the_code() -> None:
     assert {row[0] for row in rows if row[2] == "yes"} == messages.RETRYABLE
 
 
-@pytest.mark.parametrize("alias", ["Role", "Leg", "NodeState", "FoundBy", "FinishReason"])
+@pytest.mark.parametrize("alias", ["Role", "Legs", "NodeState", "FoundBy", "FinishReason"])
 def test_words_are_those_of_the_code(alias: str) -> None:
     row = re.search(rf"^\| {alias} \| str \| (.*) \|$", DOCUMENT, re.M)
     assert row
@@ -97,7 +97,7 @@ def test_words_are_those_of_the_code(alias: str) -> None:
 
 @pytest.mark.parametrize(
     ("alias", "low", "high"),
-    [("Room", 0, 2**63 - 1), ("Epoch", 1, 2**63 - 1), ("Count", 0, 2**63 - 1), ("Rank", 0, 4095), ("DpSize", 1, 4096),
+    [("Room", 0, 2**63 - 1), ("Epoch", 1, 2**63 - 1), ("Count", 0, 2**63 - 1), ("DpRank", 0, 4095), ("DpSize", 1, 4096),
      ("Attempt", 1, 1_000_000), ("TokenId", 0, 2**31 - 1), ("Priority", -1000, 1000)],
 )  # fmt: skip
 def test_bounds_of_integers(alias: str, low: int, high: int) -> None:

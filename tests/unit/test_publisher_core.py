@@ -35,7 +35,16 @@ def core(**fields: Any) -> PublisherCore:
 
 
 def load(running: int = 0) -> Load:
-    return Load(0, 0, running, 0, 0, 0, 1024, 16)
+    return Load(
+        seq=0,
+        step=0,
+        running=running,
+        waiting=0,
+        waiting_tokens=0,
+        kv_tokens=0,
+        kv_capacity=1024,
+        max_running=16,
+    )
 
 
 def messages(publications: list[Publish]) -> list[Any]:
@@ -272,7 +281,13 @@ def test_a_tick_has_nothing_to_do_before_it_is_due(seed: int) -> None:
             case 1:
                 publisher.drop(room, 1, "ok", now)
             case 2:
-                publisher.report(Load(0, 0, rng.randrange(2), 0, 0, 0, 100, 4), now)
+                publisher.report(
+                    Load(
+                        seq=0, step=0, running=rng.randrange(2), waiting=0, waiting_tokens=0, kv_tokens=0,
+                        kv_capacity=100, max_running=4,
+                    ),
+                    now,
+                )  # fmt: skip
             case 3:
                 publisher.on_message(Beacon(rng.randrange(1, 3), 1, 0.25), now)
         publisher.flush(now)

@@ -1,11 +1,11 @@
-"""The central queue and the deadline wheel: order, bounds, and nothing left behind."""
+"""The central queue: order and bounds."""
 
 from __future__ import annotations
 
 from controller_world import submit
 
 from controller.requests.request import Request
-from controller.requests.table import CentralQueue, DueTimes
+from controller.requests.table import CentralQueue
 
 
 def request(rid: str, priority: int = 0, size: int = 8) -> Request:
@@ -48,27 +48,3 @@ def test_whoever_leaves_from_the_middle_leaves_nothing() -> None:
     assert queue.head(0) is b
     queue.remove(b)
     assert (len(queue), queue.bytes, queue.lanes(), list(queue)) == (0, 0, [], [])
-
-
-def test_deadlines_come_due_at_most_a_slot_late_and_never_early() -> None:
-    wheel = DueTimes(100.0, step_s=0.05)
-    for n in range(100):
-        wheel.add(f"r{n}", 100.0 + n / 100)
-    now = 100.0
-    while len(wheel):
-        now += 0.013
-        for rid in wheel.take(now):
-            due = 100.0 + int(rid[1:]) / 100
-            assert due <= now <= due + 0.05 + 0.013 + 1e-6
-
-
-def test_a_removed_deadline_leaves_nothing_and_one_in_the_past_comes_at_once() -> None:
-    wheel = DueTimes(0.0)
-    wheel.add("a", 3600.0)
-    wheel.remove("a", 3600.0)
-    assert not wheel._slots
-    wheel.take(10.0)
-    wheel.add("b", 5.0)
-    assert wheel.take(10.1) == ["b"]
-    wheel.add("c", 20.0)
-    assert wheel.take(10_000_000.0) == ["c"]

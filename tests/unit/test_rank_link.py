@@ -256,15 +256,27 @@ def test_a_report_that_makes_no_sense_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"instance": ""}, "rank link of ''"), ({"controllers": []}, "at least one"),
-        ({"controllers": ["udp://x"]}, "udp"),
-        ({"dp_ranks": (2,), "dp_size": 2}, "dp_ranks"), ({"role": "prefill"}, "kv_transfer"),
-        ({"facts": RankFacts(model="m", max_context=-1)}, "rank link of 'u'"), ({"role": "worker"}, "worker"),
+        ({"instance": ""}, "^instance '': use 1 to 64 of letters"), ({"instance": "a b"}, "^instance 'a b': use"),
+        ({"controllers": []}, "^controller: name at least one$"), ({"controllers": ["udp://x"]}, "udp"),
+        ({"controllers": ["ipc:///c", "ipc:///c"]}, "^controller: the same address twice$"),
+        ({"bus": "http://x"}, "^'http://x': an address starts with"),
+        ({"dp_ranks": (2,), "dp_size": 2}, r"^dp_rank 2: must lie in 0\.\.1 \(dp_size 2\)$"),
+        ({"dp_ranks": (-1,)}, r"^dp_rank -1: must lie in 0\.\.0"), ({"dp_size": 0}, "^dp_size 0: choose from 1"),
+        ({"dp_ranks": ()}, "^dp_rank: name each rank"), ({"dp_ranks": (0, 0)}, "^dp_rank: name each rank"),
+        ({"data": "tcp://0.0.0.0"}, "^data 'tcp://0.0.0.0': name an address that the other machines can reach$"),
+        ({"data": "tcp://h:5000"}, r"^data 'tcp://h:5000': use .* \(the port is chosen freely\)$"),
+        ({"data": "ipc://d"}, "^data 'ipc://d': name a directory by an absolute path"),
+        ({"report_interval_s": 0.0}, "^report_interval_s must lie between 0.01 s and a day, not 0.0$"),
+        ({"room_ttl_s": float("nan")}, "^room_ttl_s must lie .* not nan$"),
+        ({"queue_max": 0}, "^queue_max must be at least 1, not 0$"),
+        ({"role": "prefill"}, "kv_transfer"), ({"role": "worker"}, "^unknown role 'worker'; choose"),
+        ({"facts": RankFacts(model="m", max_context=-1)}, "rank link of 'u'"),
     ],
 )  # fmt: skip
 def test_a_bad_argument_is_said_at_once(changes: dict[str, Any], word: str) -> None:
-    with pytest.raises(ConfigError, match=word):
-        RankLink("ipc:///b", **({"role": "unified"} | SETTINGS | changes))
+    with pytest.raises(ConfigError, match=word) as caught:
+        RankLink(**({"bus": "ipc:///b", "role": "unified"} | SETTINGS | changes))
+    assert "\n" not in str(caught.value)
 
 
 def test_before_the_start_nothing_has_happened() -> None:

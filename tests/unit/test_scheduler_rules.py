@@ -7,18 +7,21 @@ import pytest
 from bus.wire.hashing import block_hashes, pack_hashes, token_bytes, tokens_of, unpack_hashes
 from nodes.own.blocks import BlockPool
 from nodes.own.engines.base import StepPlan, StepResult
-from nodes.own.scheduler import Output, Phase, Scheduler, Sequence
+from nodes.own.scheduler import Scheduler
+from nodes.own.sequence import Phase, Sequence
 
 
 def scheduler(blocks: int = 16, **changes: int) -> Scheduler:
     return Scheduler(BlockPool(blocks, 4), **{"max_running": 4, "chunk_tokens": 8, **changes})
 
 
-def run(s: Scheduler, token: int = 9) -> tuple[StepPlan, list[Output]]:
+def run(s: Scheduler, token: int = 9) -> tuple[StepPlan, list[tuple[int, int, str]]]:
+    """The plan, and `(id, new token, finish)` of what it gave."""
     plan = s.plan()
     assert plan is not None
     wanted = tuple((row.seq, token) for row in plan.rows if row.params is not None)
-    return plan, s.complete(StepResult(plan.number, wanted, 0.5))
+    outputs = s.complete(StepResult(plan.number, wanted, 0.5))
+    return plan, [(sequence.id, sequence.output[-1], sequence.finish) for sequence in outputs]
 
 
 def shape(plan: StepPlan) -> list[tuple[int, int, int]]:
@@ -35,7 +38,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decoding() -> None:
     plan, outputs = run(s)
     assert shape(plan) == [(1, 6, 1), (2, 18, 1)]
     assert plan.rows[1].params is not None
-    assert outputs == [Output(1, 9), Output(2, 9)]
+    assert outputs == [(1, 9, ""), (2, 9, "")]
     assert (s.step, s.busy_us_total) == (4, 2_000_000)
 
 
@@ -62,8 +65,8 @@ def test_the_last_token_needs_no_kv() -> None:
 def test_stop_tokens_end_a_sequence() -> None:
     s = scheduler()
     s.add(Sequence(1, [5], 10, stop_ids=frozenset({7})))
-    assert run(s, token=6)[1] == [Output(1, 6)]
-    assert run(s, token=7)[1] == [Output(1, 7, "stop")]
+    assert run(s, token=6)[1] == [(1, 6, "")]
+    assert run(s, token=7)[1] == [(1, 7, "stop")]
     assert len(s) == 0
     assert s.pool.held == 0
 
@@ -100,7 +103,7 @@ def test_waiting_tokens_leave_out_what_the_cache_will_save() -> None:
 def test_a_held_prefill_keeps_its_kv_and_no_slot() -> None:
     s = scheduler(max_running=1)
     s.add(Sequence(1, [5] * 6, 1, hold=True))
-    assert run(s)[1] == [Output(1, 9, "length")]
+    assert run(s)[1] == [(1, 9, "length")]
     assert (s.running, s.kv_tokens, s.sequence(1).phase) == (0, 6, Phase.HELD)
     s.release(1)
     assert (s.kv_tokens, len(s)) == (0, 0)

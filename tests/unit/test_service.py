@@ -116,7 +116,9 @@ CALLS: list[tuple[Callable[[str], Any], dict[str, Callable[[Any], object]]]] = [
         {
             "register": lambda part: part.register(1),
             "drop": lambda part: part.drop(1),
-            "report": lambda part: part.report(Load(0, 0, 0, 0, 0, 0, 0, 0)),
+            "report": lambda part: part.report(
+                Load(seq=0, step=0, running=0, waiting=0, waiting_tokens=0, kv_tokens=0, kv_capacity=0, max_running=0),
+            ),
             "set_state": lambda part: part.set_state("draining"),
             "set_follow": lambda part: part.set_follow(True),
             "take_conflicts": lambda part: part.take_conflicts(),

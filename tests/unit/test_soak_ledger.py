@@ -61,7 +61,7 @@ def test_a_wrong_output_is_seen(
 ) -> None:
     ledger = judged(*pieces, end=end, said=said)
     assert ledger.wrong == 1
-    assert ledger.told
+    assert ledger.complaints
 
 
 def test_a_token_that_came_twice_is_seen() -> None:

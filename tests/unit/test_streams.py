@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import weakref
+from array import array
+
 import pytest
 
 from bus.actions import Send
-from bus.wire.messages import MAX_TOKENS_PER_MESSAGE, Attach, Detach, Tokens
+from bus.wire.messages import MAX_TOKENS_PER_MESSAGE, Attach, Code, Detach, Params, Role, Tokens
 from nodes.link import streams as module
-from nodes.link.streams import ATTACH_WAIT_S, KEEP_FINISHED_S, KEEPALIVE_S, RETRY_S, SendFailure, Streams
+from nodes.link.leg import NO_ROOM, Leg
+from nodes.link.streams import (
+    ATTACH_GRACE_S,
+    ATTACH_WAIT_S,
+    KEEP_FINISHED_S,
+    KEEPALIVE_S,
+    RETRY_S,
+    SendFailure,
+    Streams,
+)
 
 A, B = b"reader-a", b"reader-b"
 
@@ -22,6 +34,18 @@ def sent(streams: Streams, now: float = 0.0) -> list[tuple[bytes, int, tuple[int
     return out
 
 
+def opened(streams: Streams, rid: str = "r", attempt: int = 1, offset: int = 0) -> Leg:
+    """A unified leg that was taken in."""
+    leg = Leg(rid, attempt, "unified", 0, 1, NO_ROOM, array("i", [5]), 1, 9, offset, 0, Params(), frozenset(), None)
+    streams.open(leg, 0.0)
+    return leg
+
+
+def end(streams: Streams, leg: Leg, code: Code = "ok", message: str = "length") -> None:
+    leg.end(code, message, 0.0)
+    streams.finish(leg)
+
+
 @pytest.fixture
 def streams() -> Streams:
     return Streams()
@@ -29,74 +53,91 @@ def streams() -> Streams:
 
 def test_attach_first_or_dispatch_first_gives_the_same(streams: Streams) -> None:
     streams.attach(A, Attach("early", 1), 0.0)
-    streams.open("early", 1, 0, 0.0)
-    streams.open("late", 1, 0, 0.0)
+    legs = [opened(streams, "early"), opened(streams, "late")]
     assert sent(streams) == [(A, 0, (), "", "ok")]  # attached, and told so
-    for rid in ("early", "late"):
-        streams.push(rid, 1, [5, 6])
+    for leg in legs:
+        streams.push(leg, [5, 6])
     assert sent(streams) == [(A, 0, (5, 6), "", "ok")]
     streams.attach(B, Attach("late", 1), 0.0)
     assert sent(streams) == [(B, 0, (5, 6), "", "ok")]
 
 
 def test_the_last_tokens_and_the_finish_come_in_one_message(streams: Streams) -> None:
-    streams.open("r", 1, 0, 0.0)
+    leg = opened(streams)
     streams.attach(A, Attach("r", 1), 0.0)
     sent(streams)
-    streams.push("r", 1, [1])
-    streams.finish("r", 1, "length", 0.0)
+    streams.push(leg, [1])
+    end(streams, leg)
     assert sent(streams) == [(A, 0, (1,), "length", "ok")]
-    assert streams.untaken == 0
-    streams.push("r", 1, [2])
-    streams.finish("r", 1, "failed", 0.0, "engine_failed")
-    assert sent(streams) == []
+    assert streams.untaken(0.0) == 0
 
 
 def test_a_full_queue_delays_and_never_loses(streams: Streams) -> None:
-    streams.open("r", 1, 0, 0.0)
+    leg = opened(streams)
     streams.attach(A, Attach("r", 1), 0.0)
     sent(streams)
-    streams.push("r", 1, [1, 2])
+    streams.push(leg, [1, 2])
     (send,) = streams.flush(0.0)
     streams.unsent(send, SendFailure.FULL, 0.0)
-    streams.push("r", 1, [3])
-    streams.finish("r", 1, "stop", 0.0)
+    streams.push(leg, [3])
+    end(streams, leg, message="stop")
     assert sent(streams, RETRY_S / 2) == []
-    assert streams.untaken == 1
+    assert streams.untaken(99.0) == 1, "a slow reader is a reader"
     assert sent(streams, RETRY_S) == [(A, 0, (1, 2, 3), "stop", "ok")]
 
 
+def test_an_end_that_nobody_came_for_is_due_for_a_while_one_whose_reader_was_cut_off_for_longer(
+    streams: Streams,
+) -> None:
+    legs = {rid: opened(streams, rid) for rid in ("never read", "left", "cut off")}
+    for rid, leg in legs.items():
+        if rid != "never read":
+            streams.attach(A, Attach(rid, 1), 0.0)
+        streams.push(leg, [1])
+    streams.detach(A, Detach("left", 1))
+    (cut_off,) = [send for send in streams.flush(0.0) if send.message.ids]  # type: ignore[attr-defined]
+    streams.unsent(cut_off, SendFailure.GONE, 0.0)
+    for leg in legs.values():
+        leg.end("ok", "length", 7.0)
+        streams.finish(leg)
+    assert streams.untaken(7.0) == 3
+    assert streams.untaken(7.0 + ATTACH_GRACE_S) == 1
+    streams.attach(B, Attach("cut off", 1), 9.0)
+    assert sent(streams, 9.0) == [(B, 0, (1,), "length", "ok")]
+    assert streams.untaken(9.0) == 0
+
+
 def test_a_reader_that_reconnects_reads_on_from_what_it_has(streams: Streams) -> None:
-    streams.open("r", 1, 0, 0.0)
+    leg = opened(streams)
     streams.attach(A, Attach("r", 1), 0.0)
-    streams.push("r", 1, [1, 2, 3])
+    streams.push(leg, [1, 2, 3])
     (first,) = [send for send in streams.flush(0.0) if send.message.ids]  # type: ignore[attr-defined]
     streams.unsent(first, SendFailure.GONE, 0.0)
-    streams.push("r", 1, [4])
+    streams.push(leg, [4])
     assert sent(streams, 1.0) == []
     streams.attach(B, Attach("r", 1, have=2), 1.0)
     assert sent(streams, 1.0) == [(B, 2, (3, 4), "", "ok")]
 
 
 def test_tokens_of_a_resumed_request_are_numbered_over_all_attempts(streams: Streams) -> None:
-    streams.open("r", 2, 10, 0.0)
+    leg = opened(streams, attempt=2, offset=10)
     streams.attach(A, Attach("r", 2, have=10), 0.0)
-    streams.push("r", 2, [7])
+    streams.push(leg, [7])
     assert sent(streams) == [(A, 10, (), "", "ok"), (A, 10, (7,), "", "ok")]
 
 
 def test_a_newer_attempt_fences_the_older(streams: Streams) -> None:
-    streams.open("r", 1, 0, 0.0)
+    old = opened(streams)
     streams.attach(A, Attach("r", 1), 0.0)
     sent(streams)
-    streams.open("r", 2, 0, 0.0)
+    new = opened(streams, attempt=2)
     assert sent(streams) == [(A, 0, (), "failed", "fenced")]
     streams.attach(B, Attach("r", 1), 0.0)
     assert sent(streams) == [(B, 0, (), "failed", "fenced")]
-    streams.push("r", 1, [9])  # the old leg's last breath
-    streams.finish("r", 1, "length", 0.0)
+    streams.push(old, [9])  # its last breath
+    end(streams, old)
     streams.attach(B, Attach("r", 2), 0.0)
-    streams.push("r", 2, [1])
+    streams.push(new, [1])
     assert sent(streams)[-1] == (B, 0, (1,), "", "ok")
 
 
@@ -110,7 +151,7 @@ def test_what_nobody_runs_is_answered_after_a_while(streams: Streams) -> None:
 
 
 def test_a_quiet_stream_shows_that_it_lives(streams: Streams) -> None:
-    streams.open("r", 1, 0, 0.0)
+    opened(streams)
     streams.attach(A, Attach("r", 1), 0.0)
     sent(streams)
     streams.tick(KEEPALIVE_S / 2)
@@ -121,9 +162,9 @@ def test_a_quiet_stream_shows_that_it_lives(streams: Streams) -> None:
 
 def test_streams_are_forgotten_on_detach_or_a_while_after_the_end(streams: Streams) -> None:
     for rid in ("taken", "left"):
-        streams.open(rid, 1, 0, 0.0)
-        streams.push(rid, 1, [1])
-        streams.finish(rid, 1, "length", 0.0)
+        leg = opened(streams, rid)
+        streams.push(leg, [1])
+        end(streams, leg)
     streams.attach(A, Attach("taken", 1), 0.0)
     sent(streams)
     streams.detach(B, Detach("taken", 1))  # not its reader
@@ -138,11 +179,11 @@ def test_streams_are_forgotten_on_detach_or_a_while_after_the_end(streams: Strea
 
 
 def test_a_reader_that_detaches_early_stops_being_sent_to(streams: Streams) -> None:
-    streams.open("r", 1, 0, 0.0)
+    leg = opened(streams)
     streams.attach(A, Attach("r", 1), 0.0)
     sent(streams)
     streams.detach(A, Detach("r", 1))
-    streams.push("r", 1, [1])
+    streams.push(leg, [1])
     assert sent(streams) == []
 
 
@@ -151,8 +192,7 @@ def test_attaches_and_finished_streams_are_bounded(streams: Streams, monkeypatch
     monkeypatch.setattr(module, "MAX_FINISHED", 3)
     for number in range(10):
         streams.attach(A, Attach(f"p{number}", 1), 0.0)
-        streams.open(f"f{number}", 1, 0, 0.0)
-        streams.finish(f"f{number}", 1, "cancelled", 0.0, "cancelled")
+        end(streams, opened(streams, f"f{number}"), "cancelled", "")
     assert len(streams) == 3
     assert streams.pending_dropped_total == 7
     streams.tick(ATTACH_WAIT_S)
@@ -160,10 +200,10 @@ def test_attaches_and_finished_streams_are_bounded(streams: Streams, monkeypatch
 
 
 def test_a_very_long_backlog_leaves_in_several_messages(streams: Streams) -> None:
-    streams.open("r", 1, 0, 0.0)
+    leg = opened(streams)
     total = MAX_TOKENS_PER_MESSAGE * 2 + 5
-    streams.push("r", 1, list(range(total)))
-    streams.finish("r", 1, "length", 0.0)
+    streams.push(leg, list(range(total)))
+    end(streams, leg)
     streams.attach(A, Attach("r", 1), 0.0)
     parts = sent(streams)
     assert [len(ids) for _, _, ids, _, _ in parts] == [MAX_TOKENS_PER_MESSAGE, MAX_TOKENS_PER_MESSAGE, 5]
@@ -172,22 +212,48 @@ def test_a_very_long_backlog_leaves_in_several_messages(streams: Streams) -> Non
 
 
 def test_a_failed_fence_notice_does_not_rewind_the_new_attempt(streams: Streams) -> None:
-    streams.open("r", 2, 0, 0.0)
+    leg = opened(streams, attempt=2)
     streams.attach(A, Attach("r", 2), 0.0)
-    streams.push("r", 2, [1, 2])
+    streams.push(leg, [1, 2])
     sent(streams)
     streams.unsent(Send(A, Tokens("r", 1, 0, (), "failed", "fenced")), SendFailure.FULL, 0.0)
     assert sent(streams, 1.0) == []
 
 
-def test_the_end_says_how_much_of_the_prompt_was_cached() -> None:
-    streams = Streams()
-    streams.open("r", 1, 0, 0.0)
-    streams.attach(b"c", Attach("r", 1), 0.0)
-    streams.flush(0.0)
-    streams.push("r", 1, [5])
-    (some,) = streams.flush(0.0)
-    assert some.message.cached_tokens == 0  # type: ignore[union-attr]
-    streams.finish("r", 1, "stop", 0.0, cached_tokens=32)
-    (end,) = streams.flush(0.0)
-    assert (end.message.finish, end.message.cached_tokens) == ("stop", 32)  # type: ignore[union-attr]
+def test_a_leg_whose_place_a_newer_attempt_took_is_sent_to_nobody(streams: Streams) -> None:
+    """Where another rank of the process took it, the older one may run on for a while."""
+    old = opened(streams)
+    streams.attach(A, Attach("r", 1), 0.0)
+    new = opened(streams, attempt=2)
+    streams.attach(A, Attach("r", 2), 0.0)
+    end(streams, new)
+    sent(streams)
+    streams.detach(A, Detach("r", 2))
+    streams.push(old, [9])
+    end(streams, old)
+    assert sent(streams) == []
+    assert len(streams) == 0
+
+
+def test_what_is_kept_for_a_reader_holds_no_prompt(streams: Streams) -> None:
+    """And the leg does: an engine's thread may not have read it yet."""
+    leg = opened(streams)
+    leg.prompt, seen = array("i", [5] * 9), weakref.ref(leg.prompt)
+    end(streams, leg)
+    assert len(leg.prompt) == 9
+    del leg
+    assert seen() is None
+    streams.attach(A, Attach("r", 1), 0.0)
+    assert sent(streams) == [(A, 0, (), "length", "ok")]
+
+
+@pytest.mark.parametrize("role", ["unified", "decode"])
+def test_the_end_says_how_much_of_the_prompt_was_cached(streams: Streams, role: Role) -> None:
+    leg = opened(streams)
+    leg.role, leg.cached_tokens, leg.cached_at_prefill = role, 16, 32
+    streams.attach(A, Attach("r", 1), 0.0)
+    streams.push(leg, [5])
+    end(streams, leg)
+    *_, last = [send.message for send in streams.flush(0.0)]
+    assert isinstance(last, Tokens)
+    assert (last.finish, last.cached_tokens) == ("length", 16 if role == "unified" else 32)

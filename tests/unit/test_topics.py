@@ -7,7 +7,7 @@ import pytest
 from bus.wire import topics
 from bus.wire.messages import Beacon, Conflict, Load, LoadReport, Location, Member, Message, Ping, Resync, Rooms, Sent
 
-LOAD = Load(1, 1, 0, 0, 0, 0, 100, 4)
+LOAD = Load(seq=1, step=1, running=0, waiting=0, waiting_tokens=0, kv_tokens=0, kv_capacity=100, max_running=4)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec import Struct
+
 from bus.wire.messages import Params
 
 
@@ -32,13 +34,13 @@ class EngineSpec:
         return self.blocks * self.block_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True):
     """One sequence's part of a step: feed `tokens` at positions `start`, `start`+1, ...
 
     `table` lists the sequence's blocks: position p lives in `table[p // block_tokens]`. With `params` the engine
     returns the next token after the last one fed (sampled with a seed made of `params.seed` and `output_index`,
     so that the same output position gives the same draw on any rank); without, none (a chunk that isn't the last).
+    A struct, not a dataclass: a step makes one for each sequence.
     """
 
     seq: int

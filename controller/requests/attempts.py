@@ -1,0 +1,205 @@
+"""An attempt of a request, from its placing to its withdrawal: which ranks get its legs, and what they are told.
+
+Owns the legs and what is charged for them; what becomes of a request, and what its client hears, is for
+`controller.requests.life`. Pure: what must be sent is appended to `out`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from bus.wire.messages import Attempt, CancelLeg, Code, Dispatch, Ended, Location, Rid, Role
+from controller.events import Action, ToNode
+from controller.load.rank import RankLoad
+from controller.load.table import LoadTable
+from controller.placement import Placement
+from controller.requests.request import MAX_ATTEMPT, ROLES, LegRun, LegState, Request
+from controller.requests.table import Held, RequestTable, lane_of
+
+
+class Attempts:
+    """Of the requests in `table`, at the ranks of `loads`. Dispatches are numbered under `epoch`."""
+
+    def __init__(
+        self, epoch: int, table: RequestTable, loads: LoadTable, placement: Placement, counts: Counter[str]
+    ) -> None:
+        self._epoch = epoch
+        self._table = table
+        self._loads = loads
+        self._placement = placement
+        self._learns = placement.learns
+        self._counts = counts
+
+    # --- begin ------------------------------------------------------------------------------------------------
+
+    def place(self, request: Request, now: float, out: list[Action]) -> bool:
+        """Dispatch `request` if its legs have ranks; False: it waits. Raises Refusal where waiting does not help."""
+        submit = request.submit
+        roles = ROLES[submit.leg]
+        if not request.tries:
+            held = self._table.inherited.of(submit.rid)
+            if held and self._adopt(request, held, now, out):
+                return True
+            for role in roles:
+                request.model = self._placement.check(role, submit, request.model)
+            if held:
+                self._disown(request, out)
+        queue = self._table.queue
+        if queue.requests and request.lane is None and queue.waits(lane_of(submit)):
+            return False
+        chosen: list[tuple[Role, RankLoad]] = []
+        prefill: RankLoad | None = None
+        for role in roles:
+            rank = self._placement.place(role, submit, request.avoid, request.model, prefill)
+            if rank is None:
+                return False
+            chosen.append((role, rank))
+            prefill = rank
+        self._dispatch(request, chosen, now, out)
+        return True
+
+    def _dispatch(self, request: Request, chosen: list[tuple[Role, RankLoad]], now: float, out: list[Action]) -> None:
+        submit = request.submit
+        if request.lane is not None:
+            self._table.queue.remove(request)
+        request.step("dispatched")
+        request.tries += 1
+        # Prefill computes the prompt and decode holds it; what decode may produce nobody knows, so it is not charged.
+        tokens = submit.prompt_tokens
+        last = chosen[-1][0]
+        prefill: Location | None = None
+        for role, rank in chosen:
+            leg = LegRun(role, rank, tokens, now, role == last)
+            request.legs += (leg,)
+            rank.work[submit.rid] = request, leg
+            number = self._loads.charge(rank, tokens)
+            self._placement.dispatched(role, rank, submit, now)
+            frames = request.frames
+            if role == "decode":
+                if not rank.info.wants_prompt:
+                    frames = frames[1:]
+                if submit.leg == "decode":
+                    prefill = self._prefill_of(request)
+            out.append(ToNode(rank.peer, self._header(request, role, rank, number, prefill, now), frames))
+            if role == "prefill":
+                prefill = rank.location
+        self._counts["dispatched" if request.tries == 1 else "redispatched"] += 1
+
+    def _header(
+        self, request: Request, role: Role, rank: RankLoad, number: int, prefill: Location | None, now: float
+    ) -> Dispatch:
+        """Of one leg, at `rank`. `prefill` tells a decode leg where its prefill is; without it a lone decode leg gets
+        what its caller said, for the node to look up."""
+        submit = request.submit
+        lone = submit.leg == "decode"
+        return Dispatch(
+            submit.rid,
+            request.attempt,
+            role,
+            rank.key[1],
+            self._epoch,
+            number,
+            submit.prompt_tokens,
+            submit.prompt_tokens,
+            submit.max_tokens,
+            submit.offset,
+            submit.bootstrap_room,
+            prefill,
+            submit.prefill_instance if lone else "",
+            submit.disagg_prefill_dp_rank if lone else None,
+            0.0 if request.deadline_at is None else max(0.001, request.deadline_at - now),
+            submit.priority,
+        )
+
+    def _prefill_of(self, request: Request) -> Location | None:
+        """Where the caller says a lone decode leg's prefill ran, if this controller knows that rank."""
+        submit = request.submit
+        if submit.disagg_prefill_dp_rank is None:
+            return None
+        group = self._loads.group("prefill", request.model, submit.prefill_instance)
+        names = group.names()
+        if len(names) != 1:
+            return None
+        rank = next(iter(group.instances())).get(submit.disagg_prefill_dp_rank)
+        return rank.location if rank is not None and rank.ready else None
+
+    def _adopt(self, request: Request, held: Held, now: float, out: list[Action]) -> bool:
+        """After my restart: a request that nodes still run goes on there, rather than being run twice, unless it is
+        not what they run: a newer attempt, or one that its legs' ranks could not have been given."""
+        submit = request.submit
+        attempt = max(attempt for _, attempt in held.values())
+        roles = ROLES[submit.leg]
+        legs = [(role, held[role][0]) for role in roles if role in held and held[role][1] == attempt]
+        if not legs or legs[-1][0] != roles[-1] or attempt < request.attempt:
+            return False
+        model = legs[-1][1].info.model
+        if not all(rank.info.model == model and self._placement.may_run(role, submit, rank) for role, rank in legs):
+            return False
+        self._table.inherited.take(submit.rid)
+        self._counts["adopted"] += 1
+        request.attempt, request.model = attempt, model
+        self._dispatch(request, legs, now, out)
+        return True
+
+    def _disown(self, request: Request, out: list[Action]) -> None:
+        """What nodes still run of it is given up: it is run anew, under a higher attempt."""
+        for rank, old in self._table.inherited.take(request.rid).values():
+            out.append(ToNode(rank.peer, CancelLeg(request.rid, old, "fenced")))
+            request.attempt = max(request.attempt, min(old + 1, MAX_ATTEMPT))
+
+    # --- end --------------------------------------------------------------------------------------------------
+
+    def over(self, leg: LegRun, request: Request, ended: Ended | None = None, now: float = 0.0) -> None:
+        """`ended` is what its rank said; None: it is given up."""
+        ok = ended is not None and ended.code == "ok"
+        if ok:
+            leg.step("done")
+            leg.ended = ended
+        else:
+            leg.step("given up")
+        del leg.rank.work[request.rid]
+        self._loads.end(leg.rank, leg.charge, ok=ok)
+        if self._learns:
+            self._learn(leg, request, ended, now)
+
+    def undo(self, leg: LegRun, request: Request, now: float) -> None:
+        """Its dispatch never left this process."""
+        self._loads.undo(leg.rank, leg.charge)
+        leg.step("given up")
+        del leg.rank.work[request.rid]
+        self._learn(leg, request, None, now)
+
+    def cancel(self, request: Request, code: Code, out: list[Action], *, if_unfetched: bool = False) -> None:
+        """Tell the ranks of the legs that still run."""
+        for leg in request.legs:
+            if leg.state is LegState.RUNNING:
+                cancel = CancelLeg(request.rid, request.attempt, code, if_unfetched=if_unfetched)
+                out.append(ToNode(leg.rank.peer, cancel))
+
+    def withdraw(self, request: Request, code: Code, out: list[Action]) -> None:
+        """Cancel the legs that still run, and count them no more."""
+        self.cancel(request, code, out)
+        for leg in request.legs:
+            if leg.state is LegState.RUNNING:
+                self.over(leg, request)
+
+    def validate(self, live: Iterable[Request]) -> None:
+        """Ranks and requests agree on what runs (tests call this after each event)."""
+        running = [(leg, r) for r in live for leg in r.legs if leg.state is LegState.RUNNING]
+        assert all(leg.rank.work.get(request.rid) == (request, leg) for leg, request in running)
+        for rank in self._loads.ranks.values():
+            mine = [leg for leg, _ in running if leg.rank is rank]
+            assert rank.outstanding == len(mine) == len(rank.work), rank
+            assert rank.outstanding_tokens == sum(leg.charge for leg in mine), rank
+
+    def _learn(self, leg: LegRun, request: Request, ended: Ended | None, now: float) -> None:
+        policy = self._learns.get(leg.role)
+        if policy is not None:
+            policy.ended(leg.rank, request.submit, ended, 0.0 if ended is None else now - leg.began)
+
+
+def work_of(rank: RankLoad, rid: Rid, attempt: Attempt) -> tuple[Request, LegRun] | None:
+    """What of this attempt is live at `rank`."""
+    work: tuple[Request, LegRun] | None = rank.work.get(rid)
+    return work if work is not None and work[0].attempt == attempt else None

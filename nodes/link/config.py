@@ -1,0 +1,78 @@
+"""What the ranks of a process share: who they are, and where they find the rest. Checked once, here alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bus import defaults
+from bus.endpoints import BusAddress, ControllerAddress
+from bus.errors import ConfigError
+from bus.wire.messages import MAX_DP_SIZE, NAME, Role
+from nodes.link.core import Limits
+
+ROLES: tuple[Role, ...] = ("prefill", "decode", "unified")
+_DATA_PATH_MAX = 80
+
+
+@dataclass(frozen=True)
+class LinkConfig:
+    """`data` is where the data socket goes: `ipc:///directory` or `tcp://host`. Durations in seconds. ConfigError on
+    whatever a controller or the bus would refuse."""
+
+    role: Role  # of all ranks here: prefill, decode or unified
+    instance: str  # their name together, 1 to 64 of letters, digits, '.', '_' and '-'
+    dp_size: int  # ranks of the instance, those of other processes too
+    dp_ranks: tuple[int, ...]  # those of this process
+    bus: str  # the broker's base address
+    controllers: tuple[str, ...]  # base addresses, one at least
+    data: str  # where peers and clients reach this process
+    report_interval_s: float = defaults.REPORT_INTERVAL_S  # between load reports at most
+    room_ttl_s: float = defaults.ROOM_TTL_S  # a room that is not refreshed lives so long at the broker
+    limits: Limits = field(default_factory=Limits)  # of what may wait here
+    keys: str = ""  # directory of CURVE keys; empty: none
+
+    def __post_init__(self) -> None:
+        called = self._called
+        if self.role not in ROLES:
+            raise ConfigError(f"unknown role {self.role!r}; choose one of {', '.join(ROLES)}")
+        if NAME.fullmatch(self.instance) is None:
+            why = "use 1 to 64 of letters, digits, '.', '_' and '-'"
+            raise ConfigError(f"{called('instance')} {self.instance!r}: {why}")
+        if not 1 <= self.dp_size <= MAX_DP_SIZE:
+            raise ConfigError(f"{called('dp_size')} {self.dp_size}: choose from 1 to {MAX_DP_SIZE}")
+        if not self.dp_ranks or len(set(self.dp_ranks)) != len(self.dp_ranks):
+            raise ConfigError(f"{called('dp_rank')}: name each rank of this process once")
+        for rank in self.dp_ranks:
+            if not 0 <= rank < self.dp_size:
+                inside = f"must lie in 0..{self.dp_size - 1} ({called('dp_size')} {self.dp_size})"
+                raise ConfigError(f"{called('dp_rank')} {rank}: {inside}")
+        BusAddress(self.bus)
+        if not self.controllers:
+            raise ConfigError(f"{called('controller')}: name at least one")
+        if len(set(self.controllers)) != len(self.controllers):
+            raise ConfigError(f"{called('controller')}: the same address twice")
+        for address in self.controllers:
+            ControllerAddress(address)
+        self._check_data()
+        for name in ("report_interval_s", "room_ttl_s"):
+            self._check_duration(name)
+
+    def _check_data(self) -> None:
+        scheme, _, rest = self.data.partition("://")
+        at = f"{self._called('data')} {self.data!r}"
+        if scheme == "ipc":
+            if not rest.startswith("/") or len(rest.encode()) > _DATA_PATH_MAX:
+                raise ConfigError(f"{at}: name a directory by an absolute path of at most {_DATA_PATH_MAX} bytes")
+        elif scheme != "tcp" or not rest or ":" in rest.rpartition("]")[2]:
+            raise ConfigError(f"{at}: use ipc:///directory or tcp://host (the port is chosen freely)")
+        elif rest in ("*", "0.0.0.0", "[::]", "::"):
+            raise ConfigError(f"{at}: name an address that the other machines can reach")
+
+    def _check_duration(self, name: str) -> None:
+        value = getattr(self, name)
+        if not 0.01 <= value <= 86_400:  # also refuses NaN
+            raise ConfigError(f"{self._called(name)} must lie between 0.01 s and a day, not {value}")
+
+    def _called(self, name: str) -> str:
+        """What whoever gave the setting `name` calls it."""
+        return name

@@ -1,0 +1,178 @@
+"""The puller's side of KV transfer: a decode leg's way from its dispatch to its KV cache. Pure.
+
+Owns which rank a leg asks and under which attempt, what it makes of the answers, and the signs of life it gives until
+its runner has the KV cache. Which blocks to pull, and when again, is the runner's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeAlias
+
+from bus.actions import Note, Send
+from bus.wire.messages import Code, Dispatch, FoundBy, KvBlock, KvDone, KvFail, KvMeta, KvPull, Location
+from nodes.link.actions import Action, Locate, Start, TakeBlock, Unlocate
+from nodes.link.checksum import block_crc32
+from nodes.link.facts import FOR_EVER, OVER_THE_BUS, KvHandle, RankFacts
+from nodes.link.leg import Leg, LegState
+from nodes.link.sender import blocks_of
+
+LOCATE_S = 30.0  # for the broker to learn where a room is prefilled
+ASK_S = 1.0  # a decode leg that waits or fetches shows its prefill rank that it lives
+PREFILL_SILENT_S = 5.0
+MAX_HANDLE_BYTES = 1 << 20
+
+End: TypeAlias = Callable[[Leg, Code, str, float], list[Action]]
+
+
+class KvPuller:
+    """Of one rank. `end` ends a leg that can't go on, and calls `close`; `counts` is the rank's."""
+
+    def __init__(self, facts: RankFacts, counts: Counter[str], end: End) -> None:
+        self.waiting = 0  # legs whose KV cache is not ready: the runner does not know them yet
+        self.waiting_tokens = 0  # of their prompts
+        self._facts = facts
+        self._counts = counts
+        self._end = end
+        self._legs: dict[int, Leg] = {}  # by room
+
+    def __contains__(self, room: int) -> bool:
+        return room in self._legs
+
+    def open(self, leg: Leg, dispatch: Dispatch, now: float) -> list[Action]:
+        """It was taken in: ask the prefill rank that it was told, or look for the one that registered the room."""
+        self._legs[leg.room] = leg
+        self.waiting += 1
+        self.waiting_tokens += leg.prompt_tokens
+        if dispatch.prefill is not None:
+            leg.found_by, leg.paired = "told", True
+            return self._found(leg, dispatch.prefill, leg.attempt, now)
+        until = now + LOCATE_S if leg.deadline is None else min(now + LOCATE_S, leg.deadline)
+        return [Locate(leg.room, dispatch.prefill_instance, dispatch.disagg_prefill_dp_rank, until)]
+
+    def located(
+        self, room: int, location: Location | None, attempt: int, code: Code, found_by: FoundBy, now: float
+    ) -> list[Action]:
+        """The answer to `Locate`; `location` None: there is none, because of `code`."""
+        leg = self._legs.get(room)
+        if leg is None or leg.state is not LegState.LOCATING:
+            return []
+        leg.found_by = found_by
+        if location is None:
+            why = "no rank registered the room in time" if code == "unknown_room" else "the prefill leg ended first"
+            return self._end(leg, _end_code(code), why, now)
+        return self._found(leg, location, attempt, now)
+
+    def received(self, message: KvMeta | KvBlock | KvFail, data: bytes | memoryview, now: float) -> list[Action]:
+        """From a prefill rank that was asked; `data` is the frame after the header."""
+        leg = self._legs.get(message.room)
+        if leg is None or not leg.kv_wanted:
+            return []
+        if leg.kv_attempt != message.attempt:
+            return self._other_attempt(leg, message, now)
+        leg.heard_at = now
+        if isinstance(message, KvFail):
+            code = _end_code(message.code) if leg.state is LegState.ASKING else "kv_failed"
+            return self._end(leg, code, message.message or f"the prefill rank says {message.code}", now)
+        if isinstance(message, KvMeta):
+            if leg.state is LegState.ASKING and message.ready:
+                return self._handed(leg, message, bytes(data), now)
+            return []
+        if leg.state is not LegState.RUNNING:
+            return []
+        intact = block_crc32(leg.room, leg.kv_attempt, message.index, data) == message.crc32
+        take = TakeBlock(leg, message.index, data, intact)
+        if intact:
+            return [take]
+        self._counts["kv_block_damaged"] += 1
+        fields = {"rid": leg.rid, "room": leg.room, "index": message.index, "bytes": len(data)}
+        return [Note("kv_block.damaged", "warning", fields=fields), take]
+
+    def pull(self, leg: Leg, first: int, count: int, now: float) -> list[Action]:
+        """Its runner wants these blocks."""
+        assert leg.location is not None
+        leg.asked_at = now
+        return [Send(leg.location.endpoint, KvPull(leg.room, leg.kv_attempt, leg.location.epoch, first, count))]
+
+    def done(self, leg: Leg, code: Code = "ok") -> list[Action]:
+        """The prefill rank need not keep the KV cache any longer."""
+        assert leg.location is not None
+        leg.kv_wanted = False
+        return [Send(leg.location.endpoint, KvDone(leg.room, leg.kv_attempt, code))]
+
+    def tick(self, leg: Leg, now: float) -> list[Action]:
+        """Signs of life, and what comes of their absence."""
+        if not leg.kv_wanted:
+            return []
+        if now - leg.heard_at >= PREFILL_SILENT_S:
+            return self._end(leg, "prefill_failed", "the prefill rank does not answer", now)
+        return self._ask(leg, now) if now - leg.asked_at >= ASK_S else []
+
+    def close(self, leg: Leg, was: LegState) -> list[Action]:
+        """It has ended, out of state `was`."""
+        del self._legs[leg.room]
+        if was is not LegState.RUNNING:
+            self._waits_no_more(leg)
+        if was is LegState.LOCATING:
+            return [Unlocate(leg.room)]
+        return self.done(leg, leg.code) if leg.kv_wanted else []
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _found(self, leg: Leg, location: Location, attempt: int, now: float) -> list[Action]:
+        leg.step("located")
+        leg.location, leg.kv_attempt, leg.kv_wanted = location, attempt, True
+        leg.heard_at = now
+        return self._ask(leg, now)
+
+    def _ask(self, leg: Leg, now: float) -> list[Action]:
+        """Ask for no block: the meta when it is ready, and a sign of life."""
+        return self.pull(leg, 0, 0, now)
+
+    def _other_attempt(self, leg: Leg, message: KvMeta | KvBlock | KvFail, now: float) -> list[Action]:
+        """The prefill rank has the room under another attempt. Where one controller dispatched both legs they must
+        agree; where each has its own, they count attempts apart, and the one at the prefill rank is right."""
+        if not isinstance(message, KvMeta) or leg.state is not LegState.ASKING:
+            return []
+        if not leg.paired:
+            leg.kv_attempt = message.attempt
+            return self._ask(leg, now)
+        if message.attempt > leg.kv_attempt:
+            return self._end(leg, "prefill_failed", "a newer attempt prefills the room", now)
+        leg.heard_at = now  # its dispatch is on the way there
+        return []
+
+    def _handed(self, leg: Leg, meta: KvMeta, data: bytes, now: float) -> list[Action]:
+        """The prompt is computed: the runner gets the leg, if what was handed over is of use to it."""
+        facts = self._facts
+        ours = (facts.kv_layout, facts.block_tokens, leg.prompt_tokens, blocks_of(leg, facts))
+        theirs = (meta.layout, meta.block_tokens, meta.prompt_tokens, meta.blocks)
+        if theirs != ours or (facts.vocab_size and meta.first_token >= facts.vocab_size):
+            return self._end(leg, "kv_failed", f"the prefill rank's KV cache {theirs} is not ours {ours}", now)
+        if (facts.kv_transfer == OVER_THE_BUS) == bool(data) or len(data) > MAX_HANDLE_BYTES:
+            return self._end(leg, "kv_failed", f"a handle of {len(data)} bytes for {facts.kv_transfer!r}", now)
+        if 0 < meta.valid_s < facts.handle_margin_s:
+            why = f"the KV cache lapses in {meta.valid_s:.3g} s; fetching it may take {facts.handle_margin_s:g} s"
+            return self._end(leg, "kv_failed", why, now)
+        assert leg.location is not None
+        valid_until = now + meta.valid_s if meta.valid_s else FOR_EVER
+        leg.handle = KvHandle(leg.location, leg.kv_attempt, meta.first_token, meta.blocks, data, valid_until)
+        leg.cached_at_prefill = meta.cached_tokens
+        self._waits_no_more(leg)
+        leg.step("handed")
+        return [Start(leg)]
+
+    def _waits_no_more(self, leg: Leg) -> None:
+        self.waiting -= 1
+        self.waiting_tokens -= leg.prompt_tokens
+
+
+def unfetched(leg: Leg) -> bool:
+    """Whether a decode leg still needs its prefill rank."""
+    return leg.kv_wanted or leg.state is LegState.LOCATING
+
+
+def _end_code(code: Code) -> Code:
+    """How a decode leg ends when its prefill leg ended with `code`."""
+    return code if code in ("cancelled", "deadline", "unknown_room", "kv_failed") else "prefill_failed"

@@ -1,0 +1,67 @@
+"""One leg at our runner: what its scheduler and its pull of KV blocks know of it. Owns the record, decides nothing."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from bus.wire.messages import FinishReason, Params
+from nodes.link.leg import Leg
+
+
+class Phase(enum.Enum):
+    PARKED = "parked"  # ingested, not ready to be admitted (its KV cache is not located yet)
+    WAITING = "waiting"  # for a slot and blocks
+    FETCHING = "fetching"  # admitted; its prompt's KV cache is being copied in
+    PROMPT = "prompt"  # admitted; its prompt is being computed
+    DECODING = "decoding"
+    HELD = "held"  # finished prefill whose KV cache somebody will fetch; no slot
+    GONE = "gone"
+
+
+SLOT_PHASES = frozenset({Phase.FETCHING, Phase.PROMPT, Phase.DECODING})
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One leg's computation. `imported`: the prompt's KV comes from elsewhere. `hold`: stop after the prompt's token
+    and keep the KV. `offset` is the output index of the first token produced here. `hashes`: None to compute them.
+    `leg`: whose it is; the lab has none."""
+
+    id: int
+    prompt: Seq[int]
+    max_tokens: int
+    params: Params = field(default_factory=Params)
+    stop_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    imported: bool = False
+    hold: bool = False
+    offset: int = 0
+    hashes: list[int] | None = None
+    leg: Leg | None = None
+
+    # the scheduler's
+    phase: Phase = Phase.WAITING
+    table: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    computed: int = 0  # tokens whose KV is in `table`
+    expected: int = 0  # prompt tokens still to compute or fetch, as counted in the load
+    committed: int = 0  # full blocks named in the prefix cache
+    output: list[int] = field(default_factory=list)
+    finish: FinishReason = ""  # why the last token of `output` is the last; or `failed`, with its step
+    fed: int = 0  # tokens of it in the step under way
+    doomed: bool = False  # cancelled while in a step
+
+    # the receiver's, while FETCHING
+    missing: dict[int, None] = field(default_factory=dict)  # blocks asked for, not received intact; in order of asking
+    unasked: range = range(0)  # blocks not asked for yet
+    fetch_began: float = 0.0
+    moved_at: float = 0.0  # when the last block came
+    damaged: int = 0
+    stalls: int = 0
+
+    @property
+    def reserve_tokens(self) -> int:
+        """KV tokens it can ever need; the last output token's KV is never computed."""
+        return len(self.prompt) if self.hold else len(self.prompt) + max(0, self.max_tokens - 1)

@@ -1,0 +1,99 @@
+"""A host over real sockets, on a loop that the test turns: when its owner is told of changes, when it has drained."""
+
+from __future__ import annotations
+
+import tempfile
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from link_world import FACTS
+
+from bus.runtime.loop import Loop
+from bus.wire import topics
+from bus.wire.codec import encode
+from bus.wire.messages import Beacon, Member, Message, Params
+from nodes.link.config import LinkConfig
+from nodes.link.handover import HandedRunner
+from nodes.link.host import GOODBYE_S, Host
+from nodes.link.leg import NO_ROOM, Leg
+from nodes.link.streams import ATTACH_GRACE_S
+
+
+class Rig:
+    """Two ranks. The clock stands unless the test moves it, and no turn waits."""
+
+    def __init__(self, folder: str) -> None:
+        self.now = 0.0
+        self.changes = 0
+        self.loop = Loop(lambda: self.now)
+        config = LinkConfig("unified", "u", 2, (0, 1), f"ipc://{folder}/b", (f"ipc://{folder}/c",), f"ipc://{folder}")
+        runners: Any = {rank: HandedRunner(FACTS, lambda leg, order: None) for rank in config.dp_ranks}
+        self.host = Host(config, self.loop, runners, self._note)
+
+    def _note(self) -> None:
+        self.changes += 1
+
+    def turn(self, seconds: float = 0.0) -> int:
+        """How often the owner is told in one turn, `seconds` after the last."""
+        self.now += seconds
+        before = self.changes
+        self.loop.call_threadsafe(lambda: None)
+        self.loop.turn()
+        return self.changes - before
+
+    def hear(self, message: Message) -> None:
+        """From the bus, in the next turn."""
+        frames = [topics.of(message), encode(message)]
+        self.loop.call_threadsafe(lambda: self.host._publication_received(frames))
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with tempfile.TemporaryDirectory(prefix="pd") as folder:
+        rig = Rig(folder)
+        yield rig
+        rig.host.close(linger_ms=0)
+        rig.loop.close()
+
+
+def test_the_owner_is_told_in_the_turn_of_a_change_and_not_otherwise(rig: Rig) -> None:
+    host = rig.host
+    assert [rig.turn(0.3) for _ in range(20)] == [0] * 20
+    rig.hear(Beacon(5, 1, 0.25))
+    assert rig.turn() == 1
+    rig.hear(Beacon(5, 2, 0.25))
+    assert rig.turn() == 0
+    mine = host.ranks[1]
+    said = Member("u", 1, mine.epoch, 1, None, "unified", "m", 2, "ready", "", False, 0, 0.25)
+    for told in (1, 0):  # each interval it comes again
+        rig.hear(said)
+        assert rig.turn() == told
+    mine.drain("test")
+    assert (rig.turn(), mine.state) == (1, "gone")
+    assert rig.turn(0.3) == 0
+
+
+def test_drained_when_the_bus_has_carried_the_goodbyes(rig: Rig) -> None:
+    host = rig.host
+    host.drain("test")
+    rig.turn()
+    assert not host.drained()
+    for rank in host.ranks.values():
+        rig.hear(Member("u", rank.dp_rank, rank.epoch, 1, None, "unified", "m", 2, "gone", "", False, 0, 0.25))
+    assert rig.turn() == 1
+    assert host.drained()
+
+
+def test_a_stream_that_nobody_reads_holds_a_drained_host_up_no_longer_than_its_grace(rig: Rig) -> None:
+    host = rig.host
+    leg = Leg("r", 1, "unified", 0, 1, NO_ROOM, array("i", [5]), 1, 9, 0, 0, Params(), frozenset(), None)
+    host.streams.open(leg, 0.0)
+    leg.end("ok", "length", 0.0)
+    host.streams.finish(leg)
+    rig.now = ATTACH_GRACE_S
+    host.drain("test")
+    rig.turn()
+    assert rig.turn(GOODBYE_S) == 1
+    assert host.drained()
