@@ -19,7 +19,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         Benchmark("rooms", "finding the rank that prefilled a room, beside a bare round trip and HTTP", rooms.run),
         Benchmark("idle", "CPU with nothing to do", idle.run),
         Benchmark("scale", "the controller with ever more ranks, beside itself at 8", scale.run),
-        Benchmark("edge", "our HTTP edge beside other routers that are installed, ranks of no step time", edge.run),
         Benchmark("e2e", "first and last token through sim nodes of no step time, beside the bare hops", e2e.run),
+        Benchmark("edge", "our HTTP edge beside other routers that are installed, ranks of no step time", edge.run),
     )
 }

@@ -60,7 +60,7 @@ def serve(
     """Serve OpenAI's HTTP API in front of a running cluster."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"pdbus serve needs {', '.join(missing)}: pip install 'pdbus[serve]'")
+        raise ConfigError(f"pdbus serve needs {', '.join(missing)}: pip install {' '.join(missing)}")
     from pdbus.edge.server import serve as run
 
     logs.configure(log_level, part="edge")

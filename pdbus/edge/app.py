@@ -189,7 +189,8 @@ class Edge:
             generation.cancel()
             self.counts.in_flight -= count
             if key is not None:
-                key.leave(prompt_tokens + sum(len(answer.ids) for answer in generation.answers))
+                used = sum(len(answer.ids) for answer in generation.answers)
+                key.leave(prompt_tokens + used if used else 0)  # what the cluster refused costs nothing
 
     def _urgency(self, exchange: Exchange) -> tuple[float, int]:
         """The deadline in seconds, and the priority, by header."""

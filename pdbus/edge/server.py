@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -113,6 +112,7 @@ class Server(uvicorn.Server):
             "lifespan": "off",
             "interface": "asgi3",
             "log_config": None,
+            "log_level": "critical",  # what matters is logged by the edge
             "access_log": False,
             "server_header": False,
             "date_header": False,
@@ -122,7 +122,6 @@ class Server(uvicorn.Server):
         }
         if config.tls_cert:
             options |= {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key}
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what matters is logged by the edge
         super().__init__(uvicorn.Config(**options))
         try:
             self.config.load()

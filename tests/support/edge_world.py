@@ -16,6 +16,9 @@ from pdbus.client.options import make_request, where
 from pdbus.edge.app import Edge
 from pdbus.edge.config import EdgeConfig
 
+LOAD = Load(
+    seq=1, step=1, running=0, waiting=0, waiting_tokens=0, kv_tokens=0, kv_capacity=2048, max_running=16
+)  # fmt: skip
 Script = Callable[[Sequence[int], Options], Iterable[Update]]
 AT = where(None, None, None)
 
@@ -23,7 +26,7 @@ AT = where(None, None, None)
 def rank(instance: str, role: Role, model: str = "sim", state: str = "ready", **more: Any) -> RankStatus:
     fields: dict[str, Any] = {
         "dp_rank": 0, "epoch": 1, "endpoint": "ipc:///x", "max_context": 4096, "report_age_s": 0.1,
-        "load": Load(1, 1, 0, 0, 0, 0, 2048, 16), "in_flight_requests": 0, "in_flight_tokens": 0,
+        "load": LOAD, "in_flight_requests": 0, "in_flight_tokens": 0,
         "estimate_requests": 0, "estimate_tokens": 0, "outstanding": 0, "dispatched_total": 0, "ended_total": 0,
         "failed_total": 0, "block_tokens": 16,
     }  # fmt: skip

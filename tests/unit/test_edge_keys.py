@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from edge_world import World, chat, letters
+from edge_world import World, chat, ended, letters
 
 from bus.errors import ConfigError
 from pdbus.edge.errors import HttpError
@@ -73,6 +73,15 @@ def test_requests_in_flight_are_counted_until_they_end() -> None:
         key.enter(0.0)
     key.leave(5)
     key.enter(0.0)
+
+
+def test_what_the_cluster_refuses_costs_no_tokens(tmp_path: Path) -> None:
+    path = write(tmp_path / "keys", '[a]\nkey = "sk-12345"\ntokens_per_minute = 2\n')
+    world = World(lambda ids, o: [ended(o["rid"], "failed", code="overloaded")], api_keys=path)
+    said = {"authorization": "Bearer sk-12345"}
+    for _ in range(3):
+        answer = asyncio.run(world.post("/v1/completions", {"prompt": "many tokens"}, headers=said))
+        assert (answer.status, answer.error["code"]) == (429, "overloaded")
 
 
 def test_a_request_that_fails_gives_its_place_back(tmp_path: Path) -> None:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
 from edge_world import PAIR, ScriptedClient, letters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bus.errors import ConfigError
+from pdbus.commands.serve import serve
 from pdbus.edge.app import Edge
 from pdbus.edge.config import EdgeConfig
 from pdbus.edge.server import Server, listen
+
+
+def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
+    with pytest.raises(ConfigError, match="pdbus serve needs uvicorn: pip install uvicorn"):
+        serve.main(["--http", "0"], standalone_mode=False)
+
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 ASK = POST + b"Content-Length: 15\r\n\r\n" + b'{"prompt": "x"}'
