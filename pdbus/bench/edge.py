@@ -2,7 +2,8 @@
 
 Routers are asked for SGLang's `/generate` with token ids, and pass it on to mock engines. Ours reads the same request,
 hashes the prompt's blocks, submits it over the bus and follows the stream. A router is measured where its command is on
-the PATH. Latency is that through it less that of asking the engine, or the client library, without it.
+the PATH. The floor of a latency is that of asking without it: the engine, or the cluster by the client library.
+Requests a second are ours alone: the ranks are the bound there, and they do more than a mock engine.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ ENGINES = 4
 STREAMED = 65  # tokens, of which the first is counted with the request
 ROUTERS = {"sglang-router": ("launch",), "smg": ("launch",), "vllm-router": ()}
 START_S = 30.0
+OWN, WHOLE, STREAMING = "CPU a request", "CPU a request, with the controller's", "CPU a streamed token"
 
 
 @dataclass(slots=True, eq=False)
@@ -62,44 +64,48 @@ def run(scope: Scope) -> list[Row]:
 
 
 def _measure(side: Side, load: Process, tokens: int, scope: Scope) -> None:
-    count = scope.size(2_000, 40) if tokens < 10_000 else scope.size(200, 10)
+    count = scope.size(1_000, 40) if tokens < 10_000 else scope.size(100, 10)
 
-    def cost(connections: int, **asked: int) -> tuple[float, float]:
+    def cost(count: int, connections: int, **asked: int) -> tuple[float, float, float]:
+        """Seconds in all, and microseconds of processor time a request: its own, and with the others'."""
         began, own, whole = time.monotonic(), *side.cpu_s()
         load.ask(url=side.url, tokens=tokens, count=count, connections=connections, **asked)
         own_after, whole_after = side.cpu_s()
-        side.note(tokens, "requests/s", count / (time.monotonic() - began))
-        return (own_after - own) / count * 1e6, (whole_after - whole) / count * 1e6
+        return time.monotonic() - began, (own_after - own) / count * 1e6, (whole_after - whole) / count * 1e6
 
-    own, whole = cost(16)
-    side.note(tokens, "CPU a request", own)
-    side.note(tokens, "CPU a request, with what else it needs", whole)
+    taken_s, own, whole = cost(count, 16)
+    side.note(tokens, OWN, own)
+    side.note(tokens, WHOLE, whole)
+    side.note(tokens, "requests/s", count / taken_s)
     if tokens == PROMPTS[0]:
-        count = scope.size(200, 10)
-        rate = side.figures[tokens, "requests/s"].pop()
-        first, _ = cost(4, output=1, stream=1)
-        more, _ = cost(4, output=STREAMED, stream=1)
-        del side.figures[tokens, "requests/s"][-2:]
-        side.note(tokens, "requests/s", rate)
-        side.note(tokens, "CPU a streamed token", (more - first) / (STREAMED - 1))
-    alone = scope.size(200, 20)
+        few = scope.size(200, 10)
+        _, first, _ = cost(few, 4, output=1, stream=1)
+        _, more, _ = cost(few, 4, output=STREAMED, stream=1)
+        side.note(tokens, STREAMING, (more - first) / (STREAMED - 1))
+    alone = scope.size(200 if tokens < 10_000 else 50, 20)
     through = load.ask(url=side.url, tokens=tokens, count=alone, connections=1)
     direct = side.direct(tokens, alone)
     for name, share in (("p50", 0.5), ("p99", 0.99)):
-        side.note(tokens, f"added {name}", percentile(through, share) - percentile(direct, share))
+        side.note(tokens, name, percentile(through, share))
+        side.note(tokens, f"{name} without it", percentile(direct, share))
 
 
 def _rows(tokens: int, ours: Side, routers: list[Side]) -> list[Row]:
-    units = {"requests/s": "/s"}
-    made: list[Row] = []
-    for (of, metric), values in ours.figures.items():
-        if of != tokens:
-            continue
-        unit = units.get(metric, "µs")
-        made.append(row(f"{tokens} tokens", metric, unit, values))
-        for router in routers:
-            theirs = router.figures[of, metric]
-            made.append(row(f"{tokens} tokens, beside {router.name}", metric, unit, values, theirs))
+    """CPU of ours beside that of each router; latency through each beside that of what it stands in front of."""
+    case = f"{tokens} tokens"
+    seen = {metric: values for (of, metric), values in ours.figures.items() if of == tokens}
+    made = [row(case, metric, unit, seen[metric]) for metric, unit in ((WHOLE, "µs"), ("requests/s", "/s"))]
+    for metric in (OWN, STREAMING):
+        if metric in seen:
+            made.append(row(case, metric, "µs", seen[metric]))
+            for router in routers:
+                made.append(
+                    row(f"{case}, beside {router.name}", metric, "µs", seen[metric], router.figures[tokens, metric])
+                )
+    for side in (ours, *routers):
+        for metric in ("p50", "p99"):
+            through, without = side.figures[tokens, metric], side.figures[tokens, f"{metric} without it"]
+            made.append(row(f"{case}, through {side.name}", metric, "µs", through, without))
     return made
 
 

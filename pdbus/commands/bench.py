@@ -13,7 +13,8 @@ from rich.console import Console
 
 from bus.errors import ConfigError
 
-NEEDED = ("aiohttp", "matplotlib", "requests", "uvicorn", "uvloop", "httptools")
+NEEDED = ("aiohttp", "matplotlib", "requests")
+NEEDED_BY_EDGE = ("uvicorn", "httptools", "uvloop")
 WIDTH = 160  # of tables that no terminal shows
 NAMES = ("dispatch", "latency", "pick", "report", "rooms", "idle", "scale", "e2e", "edge")
 
@@ -38,7 +39,8 @@ def bench(names: Sequence[str], as_json: bool, out: Path | None, runs: int, quic
     scale     8 to 512 ranks                            e2e      submit to first and last token
     edge      HTTP beside other routers on the PATH
     """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    needed = NEEDED + (NEEDED_BY_EDGE if "edge" in (names or NAMES) else ())
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"benchmarks need {', '.join(missing)}: pip install {' '.join(missing)}")
     if sys.platform != "linux":

@@ -104,7 +104,7 @@ class Edge:
         except BusError:
             return  # what was seen last grows old
         for name in self.view.models:
-            self._texts.of(name)
+            self._texts.begin(name)
 
     # --- every request ----------------------------------------------------------------------------------------------
 

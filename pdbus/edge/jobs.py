@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,13 +89,21 @@ class Texts:
         self._folders = dict(folders)
         self._loading: dict[str, asyncio.Task[ModelText]] = {}
 
-    def of(self, model: str) -> Awaitable[ModelText]:
-        """HttpError when it cannot be had, after which it is tried again."""
+    def begin(self, model: str) -> asyncio.Task[ModelText]:
+        """Load it, unless that was tried already."""
         task = self._loading.get(model)
-        if task is None or (task.done() and task.exception() is not None):
+        if task is None:
             task = self._loading[model] = asyncio.create_task(self._load(model))
-            task.add_done_callback(lambda done: done.exception())
-        return asyncio.shield(task)
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # who asks is told
+        return task
+
+    async def of(self, model: str) -> ModelText:
+        """HttpError when it cannot be had, after which it is tried again."""
+        task = self.begin(model)
+        if task.done() and task.exception() is not None:
+            del self._loading[model]
+            task = self.begin(model)
+        return await asyncio.shield(task)
 
     async def _load(self, model: str) -> ModelText:
         try:

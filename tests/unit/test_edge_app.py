@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from edge_world import PAIR, World, chat, ended, letters, rank, status
 
+from bus.errors import ConfigError
 from bus.wire.messages import Code
+from pdbus.edge import jobs
 from pdbus.edge.errors import STATUS
 
 
@@ -325,6 +327,31 @@ def test_several_models_must_be_named() -> None:
     assert run(world.post("/v1/chat/completions", chat(model="b"))).status == 200
     refused = run(world.post("/v1/chat/completions", {"messages": chat()["messages"]}))
     assert (refused.status, refused.error["message"]) == (400, "several models are served: name one of a, b")
+
+
+def test_a_model_without_a_tokenizer_takes_ids_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def missing(model: str, folders: Any) -> Any:
+        tried.append(model)
+        raise ConfigError("the package is missing")
+
+    monkeypatch.setattr(jobs, "text_for", missing)
+
+    async def ask() -> None:
+        world = World()
+        for _ in range(3):
+            await world.edge.look()
+            await asyncio.wait(world.edge._texts._loading.values())
+        refused = await world.post("/v1/completions", {"prompt": "x"})
+        assert (refused.status, refused.error["code"]) == (501, "no_tokenizer")
+        assert len(tried) == 2, "once when the model was seen, and again when it was asked for"
+        assert (await world.post("/generate", {"text": "x"})).status == 501
+        said = await world.post("/generate", {"input_ids": [5]})
+        assert (said.json["text"], said.json["output_ids"]) == ("", [107, 104, 111, 111, 114])
+        assert world.client.asked[0][1]["stop_token_ids"] == []
+
+    run(ask())
 
 
 def test_texts_become_ids_and_ids_texts() -> None:
