@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from bus.errors import ConfigError, ProtocolError
 from bus.wire import codec
-from bus.wire.hashing import hash_chain, pack_hashes
+from bus.wire.hashing import packed_hashes
 from bus.wire.messages import (
     CLIENT_TO_CONTROLLER,
     Accepted,
@@ -103,7 +103,7 @@ class Dispatcher:
         if bootstrap_room is None:
             self._check_roomless(leg, routed_dp_rank)
         if block_tokens > 0 and not block_hashes:
-            block_hashes = pack_hashes(hash_chain(frames[0], block_tokens))
+            block_hashes = packed_hashes(frames[0], block_tokens)
         submit = Submit(
             rid=rid,
             leg=leg,

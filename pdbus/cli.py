@@ -11,6 +11,7 @@ from bus.runtime import cli, interrupt, logs
 # name -> (module, attribute, what it does)
 COMMANDS = {
     "up": ("pdbus.commands.up", "up", "Start a broker, a controller and nodes with one command."),
+    "serve": ("pdbus.commands.serve", "serve", "Serve OpenAI's HTTP API in front of a cluster."),
     "generate": ("pdbus.commands.generate", "generate", "Send a prompt and stream the answer."),
     "status": ("pdbus.commands.status", "status", "Show every rank: state, load, work in flight."),
     "drain": ("pdbus.commands.drain", "drain", "Let a rank finish what it has and leave."),

@@ -25,7 +25,7 @@ from bus.wire.messages import Params, RankStatus
 from nodes.own.engines.cache import Progress
 from nodes.own.engines.factory import prepare
 from pdbus.client import AsyncClient, Result
-from pdbus.commands.common import Teller
+from pdbus.commands.common import Teller, curl_line
 from pdbus.launcher import Cluster, ClusterSpec
 
 PROMPTS = (
@@ -39,6 +39,7 @@ PROMPTS = (
 SETTLE_S = 5.0
 VLLM_ARGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--gpu-memory-utilization", "0.3")
 VLLM_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+HTTP_PORT = 8000
 
 
 @dataclass(slots=True)
@@ -92,6 +93,9 @@ def run(console: Console, *, model: str, engine: str = "torch", max_tokens: int,
         console.print(
             f"[green]All {len(answers)} answers equal the single-process run of the same model, token for token.[/]"
         )
+    up, ask = how_to_ask(model)
+    console.print(f"To ask it over HTTP yourself: {up}, and from another terminal:", markup=False, soft_wrap=True)
+    console.print(ask, markup=False, soft_wrap=True)
     for answer in answers:
         if answer.error:
             console.print(f"[red]failed:[/] {answer.prompt!r}: {escape(answer.error)}")
@@ -109,6 +113,12 @@ def _prepare(engine: str, model: str, progress: Progress) -> None:
         hugging_face(progress)
     else:
         prepare(engine, model, progress)
+
+
+def how_to_ask(model: str) -> tuple[str, str]:
+    """Two command lines: one serves `model` over HTTP, the other asks it."""
+    usual = "" if model == "smollm2" else f" --model {model}"
+    return f"pdbus up --http {HTTP_PORT}{usual}", curl_line(f"http://127.0.0.1:{HTTP_PORT}", model)
 
 
 async def _answer_all(

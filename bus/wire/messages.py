@@ -655,6 +655,7 @@ class Tokens(Message, frozen=True, tag="tokens"):
     code: Code = "ok"
     message: Sentence = ""
     found_by: FoundBy = ""
+    cached_tokens: Count = 0  # with `finish`: how much of the prompt came from the prefix cache
 
 
 class Detach(Message, frozen=True, tag="detach"):
@@ -688,6 +689,7 @@ class KvMeta(Message, frozen=True, tag="kv_meta"):
     ready: bool = True  # false: a sign of life while the prompt is still being computed; the rest says nothing yet
     valid_s: Seconds = 0.0  # how long the KV cache is kept yet, whoever asks; 0: as long as it is asked for
     asked: Count = 0  # of the receiver's last pull that had come when this was sent: it is no older than that pull
+    cached_tokens: Count = 0  # how much of the prompt came from the prefix cache
 
 
 class KvBlock(Message, frozen=True, tag="kv_block"):

@@ -96,6 +96,7 @@ class Leg:
     location: Location | None = None  # of the prefill leg
     paired: bool = False  # its controller dispatched the prefill leg too, under the same attempt
     kv_attempt: int = 0  # under which the room was registered
+    cached_at_prefill: int = 0  # of the prompt, as the prefill rank says
     kv_wanted: bool = False  # the prefill rank has been asked and not been told that we are done
     asked_at: float = 0.0  # when the prefill rank was asked last
     asks: list[float] = field(default_factory=list)  # when it was asked for the handle, each time

@@ -163,6 +163,7 @@ class KvPuller:
             return self._end(leg, "kv_failed", why, now)
         assert leg.location is not None
         leg.handle = KvHandle(leg.location, leg.kv_attempt, meta.first_token, meta.blocks, data, valid_until)
+        leg.cached_at_prefill = meta.cached_tokens
         self._waits_no_more(leg)
         leg.step("handed")
         return [Start(leg)]

@@ -158,6 +158,7 @@ class KvSender:
             leg.room, leg.attempt, leg.prompt_tokens, leg.first_token, blocks_of(leg, facts), facts.block_tokens,
             facts.kv_layout, valid_s=0.0 if leg.valid_until == FOR_EVER else max(0.001, leg.valid_until - now),
             asked=leg.pullers.get(peer, 0),
+            cached_tokens=leg.cached_tokens,
         )  # fmt: skip
         return Send(peer, meta, (leg.handle_data,) if leg.handle_data else ())
 

@@ -205,7 +205,8 @@ class Streams:
         if not leg.finish or leg.sent < leg.produced:
             return Send(peer, Tokens(leg.rid, leg.attempt, start, tuple(ids), found_by=found_by))
         leg.finish_sent = True
-        last = Tokens(leg.rid, leg.attempt, start, tuple(ids), leg.finish, leg.code, leg.message, found_by)
+        cached = leg.cached_at_prefill if leg.role == "decode" else leg.cached_tokens
+        last = Tokens(leg.rid, leg.attempt, start, tuple(ids), leg.finish, leg.code, leg.message, found_by, cached)
         return Send(peer, last)
 
     def _answer(self, peer: bytes, message: Tokens) -> None:

@@ -37,13 +37,14 @@ def controller(space: Workspace, *options: str) -> Process:
     return started
 
 
-def sim_nodes(space: Workspace, role: Role, *, processes: int, ranks: int) -> list[Process]:
+def sim_nodes(space: Workspace, role: Role, *options: str, processes: int, ranks: int) -> list[Process]:
     """`ranks` ranks of one instance of the real node program, sim engine, steps of no time."""
     nodes = [
         space.program(
             f"nodes.{role}", "--bus", space.endpoint("bus"), "--controller", space.endpoint("ctl"),
             "--instance", f"{role}-0", "--dp-size", str(ranks), "--data", f"ipc://{space.folder}",
             "--engine", "sim", "--sim-timing", "zero", "--watch-parent", "--log-level", "warning", "--drain-s", "0",
+            *options,
             *(argument for rank in range(number, ranks, processes) for argument in ("--dp-rank", str(rank))),
         )
         for number in range(processes)

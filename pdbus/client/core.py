@@ -177,6 +177,7 @@ class ClientCore:
                 request.first_token_at = now
             actions.append(Deliver(request.rid, new))
         if message.finish in ("stop", "length"):
+            request.cached_tokens = message.cached_tokens
             return actions + self._end(request, message.finish, now)
         if message.finish:
             request.move(Event.STREAM_FAILED)
@@ -308,6 +309,7 @@ class ClientCore:
             prefill=request.prefill,
             decode=request.decode,
             found_by=request.found_by,
+            cached_tokens=min(request.cached_tokens, request.main.prompt_tokens),
             ttft_s=request.first_token_at - request.began_at if request.first_token_at is not None else 0.0,
             total_s=now - request.began_at,
             code=code,

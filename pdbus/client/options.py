@@ -20,7 +20,7 @@ from bus.endpoints import ControllerAddress, default_controller
 from bus.errors import ConfigError
 from bus.runtime.sockets import PAYLOAD_MAX
 from bus.wire.codec import encode
-from bus.wire.hashing import hash_chain, pack_hashes, token_bytes
+from bus.wire.hashing import packed_hashes, token_bytes
 from bus.wire.messages import Legs, Message, Params, Status, Submit
 from pdbus.client.core import Patience
 from pdbus.client.request import Request
@@ -180,7 +180,7 @@ def make_request(
         deadline_s=deadline_s,
         priority=options.get("priority", 0),
         block_tokens=block_tokens,
-        block_hashes=pack_hashes(hash_chain(prompt, block_tokens)) if block_tokens else b"",
+        block_hashes=packed_hashes(prompt, block_tokens) if block_tokens else b"",
         lives_on=options.get("lives_on", False),
         needs=params.needs,
     )
@@ -218,7 +218,7 @@ def prompt_bytes(ids: Sequence[int]) -> bytes:
         frame = token_bytes(ids)
     except (OverflowError, TypeError):
         raise ConfigError("token ids are integers from 0 to 2147483647") from None
-    if ids and min(ids) < 0:
+    if not frame[3::4].isascii():  # the highest bit of one is set: far quicker to see than the least id
         raise ConfigError(f"token ids are integers from 0 to 2147483647, not {min(ids)}")
     return frame
 

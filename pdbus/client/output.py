@@ -42,6 +42,7 @@ class Result:
     message: str = ""  # the same in one sentence
     retry_after_s: float = 0.0  # when it failed: how long to wait before a new try (0: as one likes)
     retryable: bool = False  # when it failed: whether a new try may go better
+    cached_tokens: int = 0  # of the prompt, from a prefix cache; 0 where no rank says, or the end did not come
 
     @property
     def tpot_s(self) -> float:

@@ -100,6 +100,7 @@ class Request:
     prefill: Location | None = None
     decode: Location | None = None
     found_by: FoundBy = ""
+    cached_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.submit_states = dict.fromkeys(self.submits, SubmitState.ASKED)

@@ -14,8 +14,9 @@ from rich.console import Console
 from bus.errors import ConfigError
 
 NEEDED = ("aiohttp", "matplotlib", "requests")
+NEEDED_BY_EDGE = ("uvicorn", "httptools", "uvloop")
 WIDTH = 160  # of tables that no terminal shows
-NAMES = ("dispatch", "latency", "pick", "report", "rooms", "idle", "scale", "e2e")
+NAMES = ("dispatch", "latency", "pick", "report", "rooms", "idle", "scale", "e2e", "edge")
 
 
 @click.command("bench")
@@ -36,8 +37,10 @@ def bench(names: Sequence[str], as_json: bool, out: Path | None, runs: int, quic
     pick      one pick with its raise                   report   one load report
     rooms     finding a room: latency, batches, expiry  idle     CPU without requests
     scale     8 to 512 ranks                            e2e      submit to first and last token
+    edge      HTTP beside other routers on the PATH
     """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    needed = NEEDED + (NEEDED_BY_EDGE if "edge" in (names or NAMES) else ())
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"benchmarks need {', '.join(missing)}: pip install {' '.join(missing)}")
     if sys.platform != "linux":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import sys
@@ -67,6 +68,12 @@ class Teller:
                 yield self
             finally:
                 self._status = None
+
+
+def curl_line(url: str, model: str) -> str:
+    """How to ask an edge at `url`."""
+    body = {"model": model, "messages": [{"role": "user", "content": "What is a load balancer?"}]}
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
 def leave_on_signals() -> None:

@@ -14,7 +14,7 @@ from bus.endpoints import default_bus, default_controller
 from bus.runtime import cli
 from bus.runtime.logs import LEVELS
 from controller.policies import resolve
-from pdbus.commands.common import Teller, leave_on_signals
+from pdbus.commands.common import Teller, curl_line, leave_on_signals
 from pdbus.launcher import Cluster, ClusterSpec, RestartPolicy, Supervisor
 
 DRAIN_S = 70.0  # the nodes' own --drain-s (60 s) and their goodbyes
@@ -31,7 +31,7 @@ def _method_option(role: str, default: str) -> Callable[[Any], Any]:
     epilog="What follows -- is given to every node, as in: pdbus up -- --kv-tokens 4096 --max-running 8. With --engine "
     "vllm it is for vLLM, and what stands before a further -- for the nodes. A part that "
     "dies is started again, after a wait that grows. The command ends with exit code 3 when a part has used up its "
-    "restarts, or when the last node, controller or broker has left."
+    "restarts, or when the last node, controller, broker or edge has left."
 )
 @click.option("--prefill", type=click.IntRange(0), default=None, help="Prefill ranks  [default: 2]")
 @click.option("--decode", type=click.IntRange(0), default=None, help="Decode ranks  [default: 2]")
@@ -66,6 +66,7 @@ def _method_option(role: str, default: str) -> Callable[[Any], Any]:
     metavar="DIR",
     help="Append each part's log to a file here, and keep it  [default: gone when the cluster is]",
 )
+@click.option("--http", default="", metavar="[HOST:]PORT", help="Serve OpenAI's HTTP API there  [default: don't]")
 @click.option(
     "--metrics-port",
     type=click.IntRange(0, 65535),
@@ -93,6 +94,7 @@ def up(
     restarts: int,
     log_level: str,
     log_dir: str,
+    http: str,
     metrics_port: int,
     node_args: tuple[str, ...],
 ) -> None:
@@ -121,6 +123,7 @@ def up(
         stop_grace_s=DRAIN_S,
         log_dir=log_dir,
         log_level=log_level,
+        http=http,
         metrics_port=metrics_port,
         node_args=node_args,
         engine_args=engine_args,
@@ -165,10 +168,15 @@ def _show(cluster: Cluster) -> None:
     for name, child in cluster.children.items():
         facts = child.facts
         address = facts.get("endpoint") or (cluster.bus if child.spec.kind == "broker" else cluster.controllers[name])
-        table.add_row(name, str(child.pid), cli.printable(address), *(str(child.spec.metrics_port) for _ in metrics))
+        table.add_row(
+            name, str(child.pid), cli.printable(address), *(str(child.spec.metrics_port or "-") for _ in metrics)
+        )
     Console(highlight=False).print(table)
     cli.ready(bus=cluster.bus, controller=cluster.controller)
     usual = "" if cluster.controller == default_controller() else f" --controller {cluster.controller}"
     keep = "" if cluster.spec.log_dir else " while it runs; to keep them: --log-dir DIR"
     click.echo(f"Logs: {cluster.log_dir}/*.log{keep}")
     click.echo(f"Try, from another terminal:  pdbus generate{usual} 'What is a load balancer?'   (Ctrl-C ends it all)")
+    if edge := cluster.children.get("edge"):
+        url = edge.facts["endpoint"]
+        click.echo(f"or:  {curl_line(url, cluster.spec.model)}\nor talk to it at {url}/ (the API: {url}/docs)")

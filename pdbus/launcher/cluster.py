@@ -1,7 +1,7 @@
 """A running cluster: starts the parts, waits for READY, takes all down without a trace. Owns children and their files.
 
-Nodes start last and leave first (they drain), before the controllers and then the broker; what does not leave in time
-is killed. Nothing survives: children notice when this process dies.
+Nodes start last, and leave (they drain) before the controllers and then the broker; an edge leaves before them. What
+does not leave in time is killed. Nothing survives: children notice when this process dies.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class Cluster:
             client.close()
         self._clients.clear()
         interrupted = False
-        for kind in ("node", "controller", "broker"):
+        for kind in ("edge", "node", "controller", "broker"):
             interrupted |= self._take_down(
                 [child for child in self.children.values() if child.spec.kind == kind], at_once=interrupted
             )

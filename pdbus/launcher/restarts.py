@@ -123,7 +123,7 @@ class Restarts:
     """Every part of one cluster, from the moment that all of them serve."""
 
     def __init__(self, kinds: Mapping[str, str], policy: RestartPolicy, now: float) -> None:
-        """`kinds`: each part's name, and its kind (`broker`, `controller`, `node`), of which one at least must stay."""
+        """`kinds`: each part's name, and its kind (`broker`, `controller`, `node`, `edge`), of which one must stay."""
         self.policy = policy
         self._parts = {name: _Part(name, kind, now) for name, kind in kinds.items()}
 

@@ -8,7 +8,7 @@ from typing import Literal
 from bus.errors import ConfigError
 from bus.wire.messages import Role
 
-Kind = Literal["broker", "controller", "node"]
+Kind = Literal["broker", "controller", "node", "edge"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ class ClusterSpec:
     keys: str = ""  # directory made with `pdbus keys new`; keys that the parts need and it lacks are added
     log_dir: str = ""  # where parts append to their logs, which then outlive the cluster
     log_level: str = "info"  # debug, info, warning or error
+    http: str = ""  # where an HTTP edge listens ([host:]port); empty: there is none
     metrics_port: int = 0  # of the first part started; the next ones follow (0: nowhere)
     start_timeout_s: float = 120.0  # for all parts to be ready
     stop_grace_s: float = 5.0  # for a part to leave before it is killed
@@ -82,6 +83,8 @@ class ClusterSpec:
             raise ConfigError("an embedded cluster has one controller")
         if self.embedded and (self.controller_args or self.broker_args):
             raise ConfigError("an embedded broker and controller take no command line")
+        if self.http and self.controllers != "one":
+            raise ConfigError("an HTTP edge needs one controller for all requests")
         if self.embedded and self.metrics_port:
             raise ConfigError("metrics_port is for parts with a process of their own, not for an embedded cluster")
         if not 0 <= self.metrics_port <= 65535:
@@ -107,7 +110,7 @@ class ClusterSpec:
         return {"prefill": self.prefill_method, "decode": self.decode_method, "unified": self.unified_method}
 
     def parts(self, at: Addresses) -> list[PartSpec]:
-        """Every child process, in the order of starting: broker, controllers, nodes."""
+        """Every child process, in the order of starting: broker, controllers, nodes, edge."""
         common = ("--watch-parent", "--log-level", self.log_level, *(("--keys", self.keys) if self.keys else ()))
         parts: list[PartSpec] = []
         if not self.embedded:
@@ -116,7 +119,12 @@ class ClusterSpec:
         for instance, (role, size) in self.instances().items():
             for first in range(0, size, self.ranks_per_process):
                 parts.append(self._node(instance, role, size, first, at, common))
-        return self._with_metrics(parts) if self.metrics_port else parts
+        if self.metrics_port:
+            parts = self._with_metrics(parts)
+        if self.http:  # its own port has the metrics too
+            args = ("serve", "--http", self.http, "--controller", next(iter(at.controllers.values())), *common)
+            parts.append(PartSpec("edge", "edge", "pdbus", args))
+        return parts
 
     def _with_metrics(self, parts: list[PartSpec]) -> list[PartSpec]:
         first, last = self.metrics_port, self.metrics_port + len(parts) - 1

@@ -98,4 +98,6 @@ def test_later_starts_read_the_cache_alone(monkeypatch: pytest.MonkeyPatch):
     directory = smollm2.converted()
     monkeypatch.setattr(smollm2, "_convert", lambda *arguments: pytest.fail("converted again"))
     assert smollm2.converted() == directory
-    assert {path.name for path in directory.iterdir()} == {smollm2.WEIGHTS_FILE, smollm2.TOKENIZER_FILE}
+    assert {path.name for path in directory.iterdir()} == {
+        smollm2.WEIGHTS_FILE, smollm2.TOKENIZER_FILE, smollm2.TEMPLATE_FILE, smollm2.GENERATION_FILE,
+    }  # fmt: skip

@@ -44,6 +44,18 @@ def test_a_controller_for_each_instance_serves_it_alone() -> None:
     assert len({tuple(option(part, "--controller")) for part in made.values() if part.kind == "controller"}) == 3
 
 
+def test_an_edge_comes_last_and_has_its_metrics_on_its_own_port() -> None:
+    made = parts(ClusterSpec(unified=1, http="0.0.0.0:8000", metrics_port=9400, keys="k", transport="tcp"))
+    *_, (name, edge) = made.items()
+    assert (name, edge.kind, edge.module, edge.args[0]) == ("edge", "edge", "pdbus", "serve")
+    assert option(edge, "--http") == ["0.0.0.0:8000"]
+    assert option(edge, "--controller") == option(made["controller-0"], "--controller")
+    assert (option(edge, "--keys"), option(edge, "--metrics-port"), edge.metrics_port) == (["k"], [], 0)
+    assert "--watch-parent" in edge.args
+    with pytest.raises(ConfigError, match="one controller"):
+        ClusterSpec(prefill=1, decode=1, controllers="per_instance", http="8000")
+
+
 def test_embedded_starts_nodes_alone_and_arguments_reach_their_part() -> None:
     made = parts(ClusterSpec(unified=1, embedded=True, node_args=("--a", "1"), unified_args=("--b", "2")))
     assert list(made) == ["unified-0/0"]

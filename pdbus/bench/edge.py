@@ -1,0 +1,182 @@
+"""`edge`: our HTTP edge beside the routers that others run, under one load generator, with ranks that take no time.
+
+Routers are asked for SGLang's `/generate` with token ids, and pass it on to mock engines. Ours reads the same request,
+hashes the prompt's blocks, submits it over the bus and follows the stream. A router is measured where its command is on
+the PATH. The floor of a latency is that of asking without it: the engine, or the cluster by the client library.
+Requests a second are ours alone: the ranks are the bound there, and they do more than a mock engine.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from bus.runtime.ports import free_ports
+from pdbus.bench import parts
+from pdbus.bench.harness import PartFailed, Process, Row, Scope, Workspace, percentile, row
+
+PROMPTS = (128, 2_048, 32_768)
+ENGINES = 4
+STREAMED = 65  # tokens, of which the first is counted with the request
+ROUTERS = {"sglang-router": ("launch",), "smg": ("launch",), "vllm-router": ()}
+START_S = 30.0
+OWN, WHOLE, STREAMING = "CPU a request", "CPU a request, with the controller's", "CPU a streamed token"
+
+
+@dataclass(slots=True, eq=False)
+class Side:
+    """One thing that takes HTTP requests. `cpu` is of what stands between client and engine."""
+
+    name: str
+    url: str
+    process: Process
+    direct: Callable[[int, int], list[float]]  # microseconds of `count` requests of so many tokens, without it
+    others: tuple[Process, ...] = ()  # whose processor time a whole path has besides
+    figures: dict[tuple[int, str], list[float]] = field(default_factory=dict)
+
+    def note(self, tokens: int, metric: str, value: float) -> None:
+        self.figures.setdefault((tokens, metric), []).append(value)
+
+    def cpu_s(self) -> tuple[float, float]:
+        own = self.process.cpu_s()
+        return own, own + sum(other.cpu_s() for other in self.others)
+
+
+def run(scope: Scope) -> list[Row]:
+    with Workspace() as space:
+        load = space.part("edge_parts:load")
+        load.wait_ready()
+        ours = _ours(space, scope)
+        sides = [ours, *_routers(space, scope, load)]
+        for number in range(1 + scope.runs):
+            for tokens in PROMPTS:
+                for side in sides:
+                    scope.say(f"run {number} of {scope.runs}: {side.name}, {tokens} tokens")
+                    _measure(side, load, tokens, scope)
+            if not number:
+                for side in sides:
+                    side.figures.clear()  # warm-up
+    return [made for tokens in PROMPTS for made in _rows(tokens, ours, sides[1:])]
+
+
+def _measure(side: Side, load: Process, tokens: int, scope: Scope) -> None:
+    count = scope.size(1_000, 40) if tokens < 10_000 else scope.size(100, 10)
+
+    def cost(count: int, connections: int, **asked: int) -> tuple[float, float, float]:
+        """Seconds in all, and microseconds of processor time a request: its own, and with the others'."""
+        began, own, whole = time.monotonic(), *side.cpu_s()
+        load.ask(url=side.url, tokens=tokens, count=count, connections=connections, **asked)
+        own_after, whole_after = side.cpu_s()
+        return time.monotonic() - began, (own_after - own) / count * 1e6, (whole_after - whole) / count * 1e6
+
+    taken_s, own, whole = cost(count, 16)
+    side.note(tokens, OWN, own)
+    side.note(tokens, WHOLE, whole)
+    side.note(tokens, "requests/s", count / taken_s)
+    if tokens == PROMPTS[0]:
+        few = scope.size(200, 10)
+        _, first, _ = cost(few, 4, output=1, stream=1)
+        _, more, _ = cost(few, 4, output=STREAMED, stream=1)
+        side.note(tokens, STREAMING, (more - first) / (STREAMED - 1))
+    alone = scope.size(200 if tokens < 10_000 else 50, 20)
+    through = load.ask(url=side.url, tokens=tokens, count=alone, connections=1)
+    direct = side.direct(tokens, alone)
+    for name, share in (("p50", 0.5), ("p99", 0.99)):
+        side.note(tokens, name, percentile(through, share))
+        side.note(tokens, f"{name} without it", percentile(direct, share))
+
+
+def _rows(tokens: int, ours: Side, routers: list[Side]) -> list[Row]:
+    """CPU of ours beside that of each router; latency through each beside that of what it stands in front of."""
+    case = f"{tokens} tokens"
+    seen = {metric: values for (of, metric), values in ours.figures.items() if of == tokens}
+    made = [row(case, metric, unit, seen[metric]) for metric, unit in ((WHOLE, "µs"), ("requests/s", "/s"))]
+    for metric in (OWN, STREAMING):
+        if metric in seen:
+            made.append(row(case, metric, "µs", seen[metric]))
+            for router in routers:
+                made.append(
+                    row(f"{case}, beside {router.name}", metric, "µs", seen[metric], router.figures[tokens, metric])
+                )
+    for side in (ours, *routers):
+        for metric in ("p50", "p99"):
+            through, without = side.figures[tokens, metric], side.figures[tokens, f"{metric} without it"]
+            made.append(row(f"{case}, through {side.name}", metric, "µs", through, without))
+    return made
+
+
+def _ours(space: Workspace, scope: Scope) -> Side:
+    scope.say("starting broker, controller, sim nodes and the edge")
+    parts.broker(space)
+    controller = parts.controller(space, "--unified-method", "cache_aware")
+    parts.sim_nodes(space, "unified", "--sim-vocab-size", "65536", processes=ENGINES, ranks=ENGINES)
+    edge = space.program(
+        "pdbus", "serve", "--http", "0", "--controller", space.endpoint("ctl"), "--watch-parent", "--log-level", "error"
+    )
+    url = edge.wait_ready().split("endpoint=")[1].strip()
+    _await(f"{url}/ready")
+    client = space.part("edge_parts:client", controller=space.endpoint("ctl"))
+    client.wait_ready()
+
+    def direct(tokens: int, count: int) -> list[float]:
+        taken: list[float] = client.ask(tokens=tokens, count=count)
+        return taken
+
+    return Side("pdbus", url, edge, direct, (controller,))
+
+
+def _routers(space: Workspace, scope: Scope, load: Process) -> list[Side]:
+    found = {name: at for name in ROUTERS if (at := shutil.which(name))}
+    if not found:
+        return []
+    engines = [space.part("edge_parts:engine") for _ in range(ENGINES)]
+    for engine in engines:
+        engine.wait_ready()
+    urls = [f"http://127.0.0.1:{engine.answer()}" for engine in engines]
+
+    def direct(tokens: int, count: int) -> list[float]:
+        taken: list[float] = load.ask(url=urls[0], tokens=tokens, count=count, connections=1)
+        return taken
+
+    sides = []
+    for name, at in found.items():
+        scope.say(f"starting {name}")
+        port = free_ports("127.0.0.1", 2)
+        argv = [at, *ROUTERS[name], "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls]
+        argv += ["--prometheus-port", str(port + 1), "--policy", "round_robin", "--log-level", "error"]
+        router = space.part("edge_parts:become", argv=argv)
+        router.wait_ready()
+        _await(f"http://127.0.0.1:{port}/health")
+        side = Side(name, f"http://127.0.0.1:{port}", router, direct)
+        _until_it_serves(load, side)
+        sides.append(side)
+    return sides
+
+
+def _await(url: str) -> None:
+    until = time.monotonic() + START_S
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except (urllib.error.URLError, OSError) as error:
+            if time.monotonic() > until:
+                raise PartFailed(f"{url}: {error}") from None
+            time.sleep(0.1)
+
+
+def _until_it_serves(load: Process, side: Side) -> None:
+    """A router is up before it has looked at its engines."""
+    until = time.monotonic() + START_S
+    while True:
+        try:
+            load.ask(url=side.url, tokens=8, count=1, connections=1)
+            return
+        except PartFailed:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.2)

@@ -1,0 +1,93 @@
+"""`pdbus serve`: the HTTP edge. Owns its options and what it says."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+from pathlib import Path
+
+import click
+
+from bus.errors import ConfigError
+from bus.runtime import cli, logs
+from pdbus.commands.common import Teller, controller_option, keys_option
+from pdbus.edge.config import EdgeConfig
+
+NEEDED = ("uvicorn", "httptools", "uvloop")
+
+
+@click.command(
+    epilog="Any number of edges may run side by side. /docs lists the endpoints; /health and /ready are for probes, "
+    "/metrics for Prometheus. SIGTERM lets requests finish."
+)
+@cli.setting(EdgeConfig(), "--http", metavar="[HOST:]PORT", help="Where it listens.")
+@controller_option
+@keys_option
+@click.option("--api-keys", default="", metavar="FILE", help="Bearer keys, their names and quotas (docs/edge.md).")
+@click.option("--tls-cert", default="", metavar="FILE", help="PEM; with --tls-key: HTTPS.")
+@click.option("--tls-key", default="", metavar="FILE")
+@click.option(
+    "--tokenizer",
+    "tokenizers",
+    multiple=True,
+    metavar="[MODEL=]DIR",
+    help="A folder with tokenizer.json and chat template, of one model or of all  [default: the model's own]",
+)
+@cli.setting(EdgeConfig(), "--wait-s", type=cli.Seconds(0.1), help="For the controller, at the start.")
+@cli.setting(EdgeConfig(), "--drain-s", type=cli.Seconds(), help="For requests to finish, at the end.")
+@cli.setting(EdgeConfig(), "--max-requests", type=click.IntRange(1), help="Answers under way; beyond that 429.")
+@cli.setting(EdgeConfig(), "--max-body-bytes", type=click.IntRange(1), help="Of a request; beyond that 413.")
+@cli.setting(EdgeConfig(), "--max-time-s", type=cli.Seconds(0.1), help="Of a request, whatever deadline it says.")
+@cli.log_level_option
+@cli.watch_parent_option
+def serve(
+    http: str,
+    controller: str,
+    keys: str,
+    api_keys: str,
+    tls_cert: str,
+    tls_key: str,
+    tokenizers: tuple[str, ...],
+    wait_s: float,
+    drain_s: float,
+    max_requests: int,
+    max_body_bytes: int,
+    max_time_s: float,
+    log_level: str,
+    watch_parent: bool,
+) -> None:
+    """Serve OpenAI's HTTP API in front of a running cluster."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"pdbus serve needs {', '.join(missing)}: pip install {' '.join(missing)}")
+    from pdbus.edge.server import serve as run
+
+    logs.configure(log_level, part="edge")
+    config = EdgeConfig(
+        http=http,
+        controller=controller,
+        keys=keys,
+        api_keys=api_keys,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        tokenizers=_folders(tokenizers),
+        wait_s=wait_s,
+        drain_s=drain_s,
+        max_requests=max_requests,
+        max_body_bytes=max_body_bytes,
+        max_time_s=max_time_s,
+    )
+    if watch_parent:
+        cli.leave_with_parent(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    run(config, lambda url: cli.ready(endpoint=url), Teller(at_once=True).say)
+
+
+def _folders(said: tuple[str, ...]) -> dict[str, Path]:
+    folders: dict[str, Path] = {}
+    for each in said:
+        model, _, folder = each.rpartition("=")
+        if not (Path(folder) / "tokenizer.json").is_file():
+            raise ConfigError(f"--tokenizer {each}: {folder} has no tokenizer.json")
+        folders[model] = Path(folder)
+    return folders

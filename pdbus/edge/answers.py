@@ -1,0 +1,214 @@
+"""The bytes of answers: OpenAI's chat and text completions and SGLang's `/generate`, whole or as server-sent events.
+
+What is the same in every event of an answer is made once; a token adds its text. Pure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from bus.wire.messages import Location
+from pdbus.client import Result
+
+DONE = b"data: [DONE]\n\n"
+encode = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True)
+class Answer:
+    """One choice: what came so far, and how it ended. `matched` is the stop string or token that ended it."""
+
+    index: int
+    prompt_tokens: int
+    first: bool = True  # of its prompt, whose tokens count once
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    finish: str = ""  # stop or length
+    matched: str | int | None = None
+    result: Result | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.result.cached_tokens if self.result is not None else 0
+
+    def route(self) -> dict[str, Any] | None:
+        """Who answered."""
+        result = self.result
+        if result is None:
+            return None
+        return {
+            "prefill": _name(result.prefill),
+            "decode": _name(result.decode),
+            "found_by": result.found_by,
+            "attempts": result.attempts,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all choices share. `prompt_tokens` of the request: each prompt counts once."""
+
+    id: str
+    model: str
+    prompt_tokens: int
+    include_usage: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        out = sum(len(answer.ids) for answer in answers)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": out,
+            "total_tokens": self.prompt_tokens + out,
+            "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in answers if answer.first)},
+        }
+
+
+class Writer(Protocol):
+    """Of one HTTP request."""
+
+    def begin(self, answer: Answer) -> bytes:
+        """Before the first text of `answer`."""
+
+    def more(self, answer: Answer, text: str) -> bytes:
+        """`text` was added to `answer`."""
+
+    def end(self, answer: Answer) -> bytes:
+        """`answer` is over."""
+
+    def close(self, answers: Sequence[Answer]) -> bytes:
+        """All are over."""
+
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        """All at once, not as events."""
+
+
+class _OpenAi:
+    """What OpenAI's two forms share."""
+
+    chunk: str  # the `object` of an event
+    object: str  # of the whole
+    prefix: str  # of ids
+
+    def __init__(self, head: Head, choices: int) -> None:
+        self._head = head
+        self._usage = b',"usage":null' if head.include_usage else b""
+        begin = encode(self._fields(self.chunk))[:-1]
+        self._starts = [b'data: %b,"choices":[{"index":%d,' % (begin, index) for index in range(choices)]
+
+    def _fields(self, kind: str) -> dict[str, Any]:
+        head = self._head
+        return {"id": self.prefix + head.id, "object": kind, "created": head.created, "model": head.model}
+
+    def _event(self, index: int, inside: bytes) -> bytes:
+        return b"%b%b}]%b}\n\n" % (self._starts[index], inside, self._usage)
+
+    def close(self, answers: Sequence[Answer]) -> bytes:
+        if not self._head.include_usage:
+            return DONE
+        last = self._fields(self.chunk) | {"choices": [], "usage": self._head.usage(answers)}
+        return b"data: %b\n\n%b" % (encode(last), DONE)
+
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        choices = [self._choice(answer) | _ending(answer) for answer in answers]
+        return encode(self._fields(self.object) | {"choices": choices, "usage": self._head.usage(answers)})
+
+    def _choice(self, answer: Answer) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ChatWriter(_OpenAi):
+    chunk, object, prefix = "chat.completion.chunk", "chat.completion", "chatcmpl-"
+
+    def begin(self, answer: Answer) -> bytes:
+        return self._event(
+            answer.index, b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+        )
+
+    def more(self, answer: Answer, text: str) -> bytes:
+        return self._event(answer.index, b'"delta":{"content":%b},"logprobs":null,"finish_reason":null' % encode(text))
+
+    def end(self, answer: Answer) -> bytes:
+        return self._event(answer.index, b'"delta":{},' + encode(_ending(answer))[1:-1])
+
+    def _choice(self, answer: Answer) -> dict[str, Any]:
+        return {"index": answer.index, "message": {"role": "assistant", "content": answer.text, "refusal": None}}
+
+
+class CompletionWriter(_OpenAi):
+    chunk = object = "text_completion"
+    prefix = "cmpl-"
+
+    def begin(self, answer: Answer) -> bytes:
+        return b""
+
+    def more(self, answer: Answer, text: str) -> bytes:
+        return self._event(answer.index, b'"text":%b,"logprobs":null,"finish_reason":null' % encode(text))
+
+    def end(self, answer: Answer) -> bytes:
+        return self._event(answer.index, b'"text":"",' + encode(_ending(answer))[1:-1])
+
+    def _choice(self, answer: Answer) -> dict[str, Any]:
+        return {"index": answer.index, "text": answer.text}
+
+
+class GenerateWriter:
+    """SGLang's: every event repeats the text and ids so far. `batch`: a list of answers, each event with an index."""
+
+    def __init__(self, head: Head, *, batch: bool) -> None:
+        self._head = head
+        self._batch = batch
+        self._began_at = time.monotonic()
+
+    def begin(self, answer: Answer) -> bytes:
+        return b""
+
+    def more(self, answer: Answer, text: str) -> bytes:
+        return b"data: %b\n\n" % encode(self._fields(answer))
+
+    def end(self, answer: Answer) -> bytes:
+        return b"data: %b\n\n" % encode(self._fields(answer))
+
+    def close(self, answers: Sequence[Answer]) -> bytes:
+        return DONE
+
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        every = [self._fields(answer) for answer in answers]
+        return encode(every if self._batch else every[0])
+
+    def _fields(self, answer: Answer) -> dict[str, Any]:
+        finish: dict[str, Any] | None = None
+        if answer.finish == "length":
+            finish = {"type": "length", "length": len(answer.ids)}
+        elif answer.finish:
+            finish = {"type": answer.finish, "matched": answer.matched}
+        meta = {
+            "id": self._head.id,
+            "finish_reason": finish,
+            "prompt_tokens": answer.prompt_tokens,
+            "completion_tokens": len(answer.ids),
+            "cached_tokens": answer.cached_tokens,
+            "e2e_latency": time.monotonic() - self._began_at,
+            "pdbus": answer.route(),
+        }
+        fields: dict[str, Any] = {"text": answer.text, "output_ids": answer.ids, "meta_info": meta}
+        return fields | {"index": answer.index} if self._batch else fields
+
+
+def failed(body: bytes) -> bytes:
+    """An answer that has begun cannot be taken back: its error is an event, and the last one."""
+    return b"data: %b\n\n%b" % (body, DONE)
+
+
+def _ending(answer: Answer) -> dict[str, Any]:
+    stop_reason = answer.matched if answer.finish == "stop" else None
+    return {"logprobs": None, "finish_reason": answer.finish, "stop_reason": stop_reason, "pdbus": answer.route()}
+
+
+def _name(at: Location | None) -> str | None:
+    return f"{at.instance}/{at.dp_rank}" if at is not None else None

@@ -1,0 +1,285 @@
+"""The edge as an ASGI application: endpoints, and what a request goes through on its way to the client library.
+
+Owns the tables of live exchanges and loaded tokenizers; binds no port (see `server`), speaks to no rank itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import msgspec
+from prometheus_client.exposition import choose_encoder
+
+from bus.errors import BusError
+from bus.runtime.logs import get_logger
+from pdbus.client import AsyncClient
+from pdbus.edge import answers, fields, jobs, openapi
+from pdbus.edge.cluster import ServedModel, View
+from pdbus.edge.config import EdgeConfig
+from pdbus.edge.errors import CLIENT_GONE, HttpError, invalid, of_bus
+from pdbus.edge.exchange import Exchange, Receive, Scope, Send
+from pdbus.edge.generation import Choice, Generation, Gone
+from pdbus.edge.keys import Key, Keys
+from pdbus.edge.metrics import Counts
+from pdbus.edge.stops import StopFinder
+
+LOOK_S = 1.0  # between two looks at the cluster, the keys and who has stopped reading
+
+log = get_logger("edge")
+encode = msgspec.json.encode
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    method: str
+    serve: Callable[[Exchange], Awaitable[None]]
+    open: bool = False  # to those without a key too
+
+
+class Edge:
+    """`await edge(scope, receive, send)`; `await edge.look()` each LOOK_S keeps it up to date."""
+
+    def __init__(self, config: EdgeConfig, client: AsyncClient, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._client = client
+        self._clock = clock
+        self._keys = Keys(config.api_keys) if config.api_keys else None
+        self._texts = jobs.Texts(config.tokenizers)
+        self._live: dict[Exchange, Key | None] = {}
+        self._page = resources.files("pdbus.edge").joinpath("page.html").read_bytes()
+        self.counts = Counts()
+        self.view = View()
+        self._routes = {
+            "/v1/chat/completions": Route("POST", self._chat),
+            "/v1/completions": Route("POST", self._completions),
+            "/generate": Route("POST", self._generate),
+            "/tokenize": Route("POST", self._tokenize),
+            "/detokenize": Route("POST", self._detokenize),
+            "/v1/models": Route("GET", self._models),
+            "/load": Route("GET", self._load),
+            "/health": Route("GET", self._health, open=True),
+            "/ready": Route("GET", self._ready, open=True),
+            "/metrics": Route("GET", self._metrics, open=True),
+            "/openapi.json": Route("GET", self._openapi, open=True),
+            "/docs": Route("GET", self._docs, open=True),
+            "/": Route("GET", self._home, open=True),
+        }
+
+    # --- from outside -----------------------------------------------------------------------------------------------
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"an edge serves http, not {scope['type']}")
+        exchange = Exchange(scope, receive, send, self._config, self._clock)
+        try:
+            await self._serve(exchange)
+        except HttpError as error:
+            await self._fail(exchange, error)
+        except Gone:
+            await self._fail(exchange, HttpError(CLIENT_GONE, "the client left", code="cancelled"))
+        except BusError as error:
+            await self._fail(exchange, of_bus(error))
+        except Exception:  # a bug of ours
+            log.exception("request.crashed", rid=exchange.rid, path=exchange.path)
+            await self._fail(exchange, HttpError(500, "the edge has failed; its log says why", code="internal_error"))
+        finally:
+            status = CLIENT_GONE if exchange.gone else exchange.status
+            self.counts.requests[exchange.path if exchange.path in self._routes else "other", str(status)] += 1
+
+    async def look(self) -> None:
+        """Ask the controller how the cluster is, read the keys again, end what nobody reads."""
+        if self._keys is not None:
+            self._keys.refresh()
+        now = self._clock()
+        for exchange in self._live:
+            if exchange.overdue(now) and exchange.task is not None:
+                log.warning("client.stopped_reading", rid=exchange.rid)
+                exchange.task.cancel()
+        try:
+            self.view = View(await self._client.status(timeout_s=LOOK_S), self._clock())
+        except BusError:
+            return  # what was seen last grows old
+        for name in self.view.models:
+            self._texts.begin(name)
+
+    # --- every request ----------------------------------------------------------------------------------------------
+
+    async def _serve(self, exchange: Exchange) -> None:
+        exchange.check()
+        route = self._routes.get(exchange.path)
+        if route is None and exchange.path.startswith("/v1/models/"):
+            route = Route("GET", self._model)
+        if route is None:
+            raise HttpError(404, f"there is no {exchange.path[:200]}; see /docs", code="not_found")
+        if exchange.method != route.method and (exchange.method, route.method) != ("HEAD", "GET"):
+            allowed = ((b"allow", route.method.encode()),)
+            raise HttpError(405, f"{exchange.path} takes {route.method}", code="method_not_allowed", headers=allowed)
+        key = None
+        if self._keys is not None and not route.open:
+            key = self._keys.find(exchange.headers.get(b"authorization", b""))
+            if key is None:
+                why = "send a valid key, as in: Authorization: Bearer KEY"
+                raise HttpError(401, why, code="invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
+        self._live[exchange] = key
+        try:
+            await route.serve(exchange)
+        finally:
+            del self._live[exchange]
+
+    async def _fail(self, exchange: Exchange, error: HttpError) -> None:
+        self.counts.errors[error.code or str(error.status)] += 1
+        if error.status >= 500:
+            log.warning("request.failed", rid=exchange.rid, status=error.status, code=error.code, message=error.message)
+        if exchange.gone or error.status == CLIENT_GONE:
+            return
+        if exchange.status:  # an answer has begun
+            await exchange.event(answers.failed(error.body()), last=True)
+        else:
+            await exchange.fail(error)
+
+    # --- answers ----------------------------------------------------------------------------------------------------
+
+    async def _chat(self, exchange: Exchange) -> None:
+        await self._answer(exchange, await jobs.chat(await exchange.body(), self.view, self._texts))
+
+    async def _completions(self, exchange: Exchange) -> None:
+        await self._answer(exchange, await jobs.completions(await exchange.body(), self.view, self._texts))
+
+    async def _generate(self, exchange: Exchange) -> None:
+        job = await jobs.generate(await exchange.body(), self.view, self._texts)
+        exchange.rid = job.rid or exchange.rid
+        await self._answer(exchange, job)
+
+    async def _answer(self, exchange: Exchange, job: jobs.Job) -> None:
+        count = job.n * len(job.prompts)
+        requests = job.requests(exchange.rid, *self._urgency(exchange))
+        if self.counts.in_flight + count > self._config.max_requests:
+            raise HttpError(429, f"{self.counts.in_flight} answers are under way here", code="overloaded")
+        if (key := self._live[exchange]) is not None:
+            key.enter(self._clock())
+        prompt_tokens = sum(map(len, job.prompts))
+        self.counts.in_flight += count
+        self.counts.prompt_tokens += prompt_tokens
+        choices: list[Choice] = []
+        generation = Generation(choices, self.counts, exchange.began_at, self._clock)
+        try:
+            async with exchange.watched(generation.cancel):
+                for index, (ids, options) in enumerate(requests):
+                    stream = await self._client.generate_tokens(ids, **options)
+                    decoder = job.text.decoder() if job.text is not None else None
+                    stops = StopFinder(job.stops, include=job.include_stop)
+                    stop_ids = frozenset(job.said.stop_token_ids or ())
+                    choices.append(
+                        Choice(answers.Answer(index, len(ids), index % job.n == 0), stream, decoder, stops, stop_ids)
+                    )
+                if exchange.gone:
+                    raise Gone
+                writer = job.writer(answers.Head(exchange.rid, job.model.name, prompt_tokens, job.include_usage), count)
+                if job.stream:
+                    await _stream(exchange, generation, writer)
+                else:
+                    async for _ in generation:
+                        pass
+                    await exchange.answer(200, writer.whole(generation.answers))
+        finally:
+            generation.cancel()
+            self.counts.in_flight -= count
+            if key is not None:
+                used = sum(len(answer.ids) for answer in generation.answers)
+                key.leave(prompt_tokens + used if used else 0)  # what the cluster refused costs nothing
+
+    def _urgency(self, exchange: Exchange) -> tuple[float, int]:
+        """The deadline in seconds, and the priority, by header."""
+        deadline_s = exchange.number(b"x-request-deadline-s")
+        if deadline_s is not None and deadline_s <= 0:
+            raise invalid("x-request-deadline-s", "x-request-deadline-s: seconds, above 0")
+        most = self._config.max_time_s
+        return min(deadline_s or most, most), int(exchange.number(b"x-request-priority") or 0)
+
+    # --- text -------------------------------------------------------------------------------------------------------
+
+    async def _tokenize(self, exchange: Exchange) -> None:
+        said = fields.read(fields.Tokenize, await exchange.body())
+        if (said.prompt is None) == (said.messages is None):
+            raise invalid("prompt", "give either prompt or messages")
+        model = self.view.model(said.model)
+        text = await self._texts.of(model.name)
+        if said.messages is not None:
+            ids = await jobs.conversation(text, said.messages, said.add_generation_prompt)
+        else:
+            ids = await jobs.token_ids(text, said.prompt or "")
+        await exchange.answer(200, encode({"count": len(ids), "max_model_len": model.max_context, "tokens": ids}))
+
+    async def _detokenize(self, exchange: Exchange) -> None:
+        said = fields.read(fields.Detokenize, await exchange.body())
+        if not all(0 <= id < 2**31 for id in said.tokens):
+            raise invalid("tokens", "tokens: ids from 0 to 2147483647")
+        text = await self._texts.of(self.view.model(said.model).name)
+        prompt = await jobs.off_loop(len(said.tokens), lambda: text.decode(said.tokens))
+        await exchange.answer(200, encode({"prompt": prompt}))
+
+    # --- what is served, and how it is ------------------------------------------------------------------------------
+
+    async def _models(self, exchange: Exchange) -> None:
+        await exchange.answer(
+            200, encode({"object": "list", "data": [_card(model) for model in self.view.models.values()]})
+        )
+
+    async def _model(self, exchange: Exchange) -> None:
+        name = exchange.path.removeprefix("/v1/models/")
+        await exchange.answer(200, encode(_card(self.view.model(name or " "))))
+
+    async def _load(self, exchange: Exchange) -> None:
+        ranks = self.view.seen.ranks if self.view.seen is not None else ()
+        await exchange.answer(
+            200, encode({"ranks": [openapi.rank_row(rank) for rank in ranks if rank.state != "gone"]})
+        )
+
+    async def _health(self, exchange: Exchange) -> None:
+        await exchange.answer(200, b"ok\n", b"text/plain; charset=utf-8")
+
+    async def _ready(self, exchange: Exchange) -> None:
+        trouble = self.view.unready(self._clock())
+        await exchange.answer(503 if trouble else 200, f"{trouble or 'ok'}\n".encode(), b"text/plain; charset=utf-8")
+
+    async def _metrics(self, exchange: Exchange) -> None:
+        write, kind = choose_encoder(exchange.headers.get(b"accept", b"").decode("latin-1"))
+        await exchange.answer(200, write(self.counts.registry), kind.encode())
+
+    async def _openapi(self, exchange: Exchange) -> None:
+        await exchange.answer(200, openapi.document())
+
+    async def _docs(self, exchange: Exchange) -> None:
+        await exchange.answer(200, openapi.page(), b"text/html; charset=utf-8")
+
+    async def _home(self, exchange: Exchange) -> None:
+        await exchange.answer(200, self._page, b"text/html; charset=utf-8")
+
+
+async def _stream(exchange: Exchange, generation: Generation, writer: answers.Writer) -> None:
+    """The status is sent with the first event: a request that fails before it gets the status that it deserves."""
+    begun: set[int] = set()
+    async for choice, text in generation:
+        answer = choice.answer
+        data = b""
+        if answer.index not in begun:
+            begun.add(answer.index)
+            data = writer.begin(answer)
+            if not exchange.status:
+                await exchange.events()
+        if text:
+            data += writer.more(answer, text)
+        if answer.result is not None:
+            data += writer.end(answer)
+        if data:
+            await exchange.event(data)
+    await exchange.event(writer.close(generation.answers), last=True)
+
+
+def _card(model: ServedModel) -> dict[str, Any]:
+    """As OpenAI lists a model, with vLLM's `max_model_len`."""
+    return {"id": model.name, "object": "model", "created": 0, "owned_by": "pdbus", "max_model_len": model.max_context}

@@ -1,0 +1,78 @@
+"""Errors as HTTP clients know them: a status, and a body in OpenAI's shape. Owns the status of each of our codes."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from bus.errors import BusError, ConfigError, PeerLost, RequestFailed
+from pdbus.client import Options
+
+CLIENT_GONE = 499  # nginx's number: counted, never sent
+STATUS: dict[str, int] = {  # of a request that failed; what is not here is 500
+    "bad_request": 400, "bad_room": 400, "bad_rank": 400, "empty_prompt": 400, "too_long": 400,
+    "bad_message": 400,  # a token id that the model has not
+    "duplicate_room": 409, "duplicate_rid": 409,
+    "overloaded": 429, "too_many": 429,
+    "cancelled": CLIENT_GONE,
+    "no_rank": 503, "rank_unavailable": 503, "peer_lost": 503, "draining": 503, "shutting_down": 503,
+    "unknown_room": 503, "kv_failed": 503, "prefill_failed": 503, "decode_failed": 503,
+    "deadline": 504,
+}  # fmt: skip
+OPENAI_CODES = {"too_long": "context_length_exceeded"}  # where clients look for another name than ours
+TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+RETRY_AFTER_S = 1.0  # of a 429 or 503 that came without a hint
+
+
+class HttpError(Exception):
+    """Ends a request before it has an answer. `param` names the field at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float = 0.0,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s or (RETRY_AFTER_S if status in (429, 503) else 0.0)
+        self._headers = headers
+
+    @property
+    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
+        """Whole seconds are all that `Retry-After` knows; `retry-after-ms` is read by OpenAI's own clients."""
+        if not self.retry_after_s:
+            return self._headers
+        seconds, ms = math.ceil(self.retry_after_s), math.ceil(self.retry_after_s * 1000)
+        return (*self._headers, (b"retry-after", b"%d" % seconds), (b"retry-after-ms", b"%d" % ms))
+
+    def body(self) -> bytes:
+        kind = TYPES.get(self.status, "rate_limit_error" if self.status == 429 else "")
+        kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+def invalid(param: str | None, message: str, code: str | None = None) -> HttpError:
+    """A field that is wrong or that we cannot honour."""
+    return HttpError(400, message, code=code, param=param)
+
+
+def of_bus(error: BusError) -> HttpError:
+    """What the client library raised, for an HTTP client."""
+    if isinstance(error, RequestFailed):
+        status = STATUS.get(error.code, 500)
+        code = OPENAI_CODES.get(error.code, error.code)
+        return HttpError(status, error.message, code=code, retry_after_s=error.retry_after_s)
+    if isinstance(error, ConfigError):  # `make_request` begins with the option that is at fault
+        word = str(error).split(maxsplit=1)[0].rstrip(":")
+        return invalid(word if word in Options.__annotations__ else None, str(error))
+    return HttpError(503 if isinstance(error, PeerLost) else 500, str(error), code="peer_lost")

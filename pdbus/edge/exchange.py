@@ -1,0 +1,156 @@
+"""One HTTP request and its response, over ASGI: the limits on both, and whether anybody still waits."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from pdbus.edge.config import EdgeConfig
+from pdbus.edge.errors import HttpError, invalid
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Header = tuple[bytes, bytes]
+
+RID_MAX = 120  # the protocol's 128, less what tells several answers apart
+_RID = re.compile(rb"[!-~]{1,%d}" % RID_MAX)
+_rng = random.Random()
+_CLOSE = (b"connection", b"close")
+_EVENTS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class Exchange:
+    """`rid` is the client's `x-request-id`, or drawn; every response says it."""
+
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, config: EdgeConfig, clock: Callable[[], float]
+    ) -> None:
+        self.path: str = scope["path"]
+        self.method: str = scope["method"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.status = 0  # of the response, once it has begun
+        self.gone = False  # the client left
+        self.began_at = clock()
+        self.sending_since: float | None = None
+        self.task = asyncio.current_task()
+        self._receive = receive
+        self._send = send
+        self._config = config
+        self._clock = clock
+        said = self.headers.get(b"x-request-id", b"")
+        self.said_rid = said.decode() if _RID.fullmatch(said) else ""
+        self.rid = self.said_rid or f"{_rng.getrandbits(128):032x}"
+
+    # --- the request ------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """HttpError for headers that make no sense."""
+        if b"x-request-id" in self.headers and not self.said_rid:
+            raise invalid("x-request-id", f"x-request-id: 1 to {RID_MAX} printable characters")
+
+    def number(self, header: bytes) -> float | None:
+        """Of a header of ours; HttpError when it is none."""
+        said = self.headers.get(header)
+        if said is None:
+            return None
+        try:
+            value = float(said)
+            if abs(value) < 1e9:  # NaN is not
+                return value
+        except ValueError:
+            pass
+        raise invalid(header.decode(), f"{header.decode()}: not a number")
+
+    async def body(self) -> bytes:
+        """All of it; HttpError when it is too long, takes too long, or is no JSON by its own account."""
+        kind = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if kind != b"application/json":
+            raise HttpError(415, "send JSON, with the header Content-Type: application/json", headers=(_CLOSE,))
+        if self.headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise HttpError(415, "send the body as it is, without Content-Encoding", headers=(_CLOSE,))
+        most = self._config.max_body_bytes
+        length = self.headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > most:
+            raise self._too_long(most)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self._config.receive_s):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        self.gone = True
+                        raise HttpError(499, "the client left")
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size > most:
+                        raise self._too_long(most)
+                    parts.append(part)
+                    if not message.get("more_body"):
+                        return parts[0] if len(parts) == 1 else b"".join(parts)
+        except TimeoutError:
+            raise HttpError(
+                408, f"the body did not come within {self._config.receive_s:g} s", headers=(_CLOSE,)
+            ) from None
+
+    @asynccontextmanager
+    async def watched(self, left: Callable[[], None]) -> Any:
+        """Call `left` when the client disconnects meanwhile (with the body read)."""
+
+        async def watch() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            self.gone = True
+            left()
+
+        watcher = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watcher.cancel()
+
+    # --- the response -----------------------------------------------------------------------------------------------
+
+    async def answer(
+        self, status: int, body: bytes, kind: bytes = b"application/json", headers: Iterable[Header] = ()
+    ) -> None:
+        await self._start(status, ((b"content-type", kind), (b"content-length", b"%d" % len(body)), *headers))
+        await self._say(body, more=False)
+
+    async def fail(self, error: HttpError) -> None:
+        await self.answer(error.status, error.body(), headers=error.headers)
+
+    async def events(self) -> None:
+        """Begin a stream of server-sent events."""
+        await self._start(200, _EVENTS)
+
+    async def event(self, data: bytes, *, last: bool = False) -> None:
+        """Returns when the client has not too much to read yet."""
+        await self._say(data, more=not last)
+
+    def overdue(self, now: float) -> bool:
+        """Whether the client has stopped reading for too long."""
+        return self.sending_since is not None and now - self.sending_since > self._config.send_s
+
+    async def _start(self, status: int, headers: Iterable[Header]) -> None:
+        self.status = status
+        named = [(b"x-request-id", self.rid.encode()), *headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": named})
+
+    async def _say(self, body: bytes, *, more: bool) -> None:
+        self.sending_since = self._clock()
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        self.sending_since = None
+
+    @staticmethod
+    def _too_long(most: int) -> HttpError:
+        return HttpError(413, f"the body is longer than {most} bytes", code="body_too_long", headers=(_CLOSE,))

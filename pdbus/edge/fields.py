@@ -1,0 +1,243 @@
+"""What a request may say: the fields of each endpoint, and those that are refused by name. Pure.
+
+A sampling parameter is supported when its field stands in `Sampling` under the name of the client's option, which it is
+then passed on as. Until then it stands in `refused.REFUSED`. What stands in neither is refused as unknown: no field is
+ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import UNSET, Struct
+
+from pdbus.client import Options
+from pdbus.client.options import check_options
+from pdbus.edge.errors import HttpError, invalid
+from pdbus.edge.refused import REFUSED, REFUSED_BY_GENERATE
+
+MAX_CHOICES = 128  # of one HTTP request: prompts times n
+MAX_STOPS = 16
+MAX_STOP_TOKEN_IDS = 64  # of the protocol
+_T = TypeVar("_T")
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+
+
+class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a request of any endpoint may say of how to sample."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None  # 0 or -1: off
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    n: int | None = None
+
+
+class Generation(Sampling, kw_only=True):
+    """What OpenAI's two endpoints share."""
+
+    model: str = ""
+    max_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    include_stop_str_in_output: bool | None = None
+    user: str | None = None  # says who asks, and so asks for nothing
+    bootstrap_room: int | None = None
+    routed_dp_rank: int | None = None
+    disagg_prefill_dp_rank: int | None = None
+
+
+class Part(Struct, forbid_unknown_fields=True):
+    type: str
+    text: str
+
+
+class Turn(Struct, forbid_unknown_fields=True):
+    """One message of a conversation. The null fields are what OpenAI's own package sends back of an answer."""
+
+    role: str
+    content: str | list[Part] | None = None
+    name: None = None
+    refusal: None = None
+    audio: None = None
+    annotations: list[None] | None = None
+    function_call: None = None
+    tool_calls: list[None] | None = None
+
+
+class Chat(Generation, kw_only=True):
+    messages: list[Turn]
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool | None = None
+
+
+class Completion(Generation, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+
+
+class SglSampling(Sampling, kw_only=True):
+    max_new_tokens: int | None = None
+
+
+class Generate(Struct, kw_only=True, forbid_unknown_fields=True):
+    """SGLang's `/generate`. Of a batch each placement is a list, or the same for all; rooms are never the same."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: SglSampling | None = None
+    stream: bool = False
+    rid: str | None = None
+    model: str = ""
+    bootstrap_room: int | list[int] | None = None
+    routed_dp_rank: int | None = None
+    disagg_prefill_dp_rank: int | None = None
+
+
+class Tokenize(Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's: of a text, or of a conversation as its template renders it."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: list[Turn] | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+
+
+class Detokenize(Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str = ""
+    tokens: list[int]
+
+
+def _with_refused(kind: type[_T], refused: dict[str, tuple[object, ...]]) -> type[_T]:
+    """`kind` that takes the `refused` fields too, so that `read` can tell them from unknown ones."""
+    fields: list[Any] = [(name, Any, UNSET) for name in refused if name not in kind.__struct_fields__]  # type: ignore[attr-defined]
+    return msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True, forbid_unknown_fields=True)  # type: ignore[return-value]
+
+
+_SglSampling = _with_refused(SglSampling, REFUSED)
+
+
+class _Generate(Generate, kw_only=True):
+    sampling_params: _SglSampling | None = None  # type: ignore[valid-type]
+
+
+_DECODERS: dict[type, tuple[Any, tuple[str, ...]]] = {}
+for _kind, _full, _names in (
+    (Chat, _with_refused(Chat, REFUSED), REFUSED),
+    (Completion, _with_refused(Completion, REFUSED), REFUSED),
+    (Generate, _with_refused(_Generate, REFUSED_BY_GENERATE), REFUSED_BY_GENERATE),
+    (Tokenize, Tokenize, {}),
+    (Detokenize, Detokenize, {}),
+):
+    _DECODERS[_kind] = msgspec.json.Decoder(_full), tuple(_names)
+
+
+def read(kind: type[_T], body: bytes) -> _T:
+    """The request in `body`; HttpError 400 that names the field at fault."""
+    decoder, refused = _DECODERS[kind]
+    try:
+        said = decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _wrong(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(None, f"the body is not JSON: {error}") from None
+    _refuse(said, refused, REFUSED_BY_GENERATE if kind is Generate else REFUSED, "")
+    if kind is Generate and said.sampling_params is not None:
+        _refuse(said.sampling_params, tuple(REFUSED), REFUSED, "sampling_params.")
+    return said  # type: ignore[no-any-return]
+
+
+def _refuse(said: Any, names: tuple[str, ...], table: dict[str, tuple[object, ...]], path: str) -> None:
+    for name in names:
+        value = getattr(said, name, UNSET)
+        if value is not UNSET and value not in table[name]:
+            raise invalid(f"{path}{name}", f"{path}{name} is not supported here; leave it out", "unsupported_parameter")
+
+
+def _wrong(reason: str) -> HttpError:
+    """Of msgspec's sentences, like: Expected `int`, got `str` - at `$.max_tokens`."""
+    what, _, path = reason.partition(" - at `$")
+    path = path.rstrip("`").lstrip(".")
+    if what.startswith("Object contains unknown field `"):
+        name = what.split("`")[1]
+        path = f"{path}.{name}" if path else name
+        return invalid(path, f"{path} is not supported here; leave it out", "unsupported_parameter")
+    if what.startswith("Object missing required field `"):
+        name = what.split("`")[1]
+        path = f"{path}.{name}" if path else name
+        return invalid(path, f"{path} is missing", "missing_required_parameter")
+    return invalid(path or None, f"{path}: {what[0].lower()}{what[1:]}" if path else what)
+
+
+_PASSED = tuple(
+    name for name in (*Generation.__struct_fields__, *SglSampling.__struct_fields__) if name in Options.__annotations__
+)
+_PASSED = tuple(name for name in dict.fromkeys(_PASSED) if name not in ("model", "max_tokens", "stop_token_ids"))
+
+
+def options_of(said: Sampling) -> Options:
+    """The client's options that `said` asks for. OpenAI's default of `temperature` is 1."""
+    options: dict[str, Any] = {"temperature": 1.0}
+    for name in _PASSED:
+        value = getattr(said, name, None)
+        if value is not None:
+            options[name] = value
+    if options.get("top_k") == -1:
+        options["top_k"] = 0
+    if said.stop_token_ids:
+        options["stop_token_ids"] = said.stop_token_ids
+    check_options(options)
+    return options  # type: ignore[return-value]
+
+
+def stops_of(said: Sampling) -> tuple[str, ...]:
+    stops = (said.stop,) if isinstance(said.stop, str) else tuple(said.stop or ())
+    if not all(stops) or len(stops) > MAX_STOPS:
+        raise invalid("stop", f"stop: at most {MAX_STOPS} strings, none of them empty")
+    return stops
+
+
+def choices_of(said: Sampling, prompts: int) -> int:
+    """How many answers each of so many prompts gets."""
+    n = 1 if said.n is None else said.n
+    if n < 1 or n * prompts > MAX_CHOICES:
+        raise invalid("n", f"n: from 1 on, and at most {MAX_CHOICES} answers in all, not {n} for each of {prompts}")
+    if n * prompts > 1 and getattr(said, "bootstrap_room", None) is not None:
+        raise invalid("bootstrap_room", "bootstrap_room: a room is one request's; ask for one answer")
+    return n
+
+
+def text_of(turn: Turn, at: int) -> str:
+    """The text of one message; parts are joined as they stand."""
+    if turn.role not in ("system", "developer", "user", "assistant"):
+        raise invalid(f"messages[{at}].role", f"messages[{at}].role: {turn.role[:40]!r} is not supported")
+    if turn.content is None:
+        raise invalid(f"messages[{at}].content", f"messages[{at}].content is missing")
+    if isinstance(turn.content, str):
+        return turn.content
+    for number, part in enumerate(turn.content):
+        if part.type != "text":
+            path = f"messages[{at}].content[{number}].type"
+            raise invalid(path, f"{path}: {part.type[:40]!r} is not supported, text alone is")
+    return "".join(part.text for part in turn.content)
+
+
+def prompts_of(prompt: str | list[Any] | None, param: str) -> list[str | list[int]]:
+    """Texts and lists of ids, one of each answer's prompt, from the four forms that a prompt may have."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise invalid(param, f"{param} is empty")
+    if isinstance(prompt[0], int):  # the others are looked at when they are packed
+        return [prompt]
+    kinds = {type(each) for each in prompt}
+    if kinds in ({str}, {list}):
+        return prompt
+    raise invalid(param, f"{param}: a text, a list of texts, a list of token ids, or a list of such lists")

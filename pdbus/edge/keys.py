@@ -1,0 +1,165 @@
+"""Bearer keys: who may use an edge, under which name, and how much. The file is read again when it has changed.
+
+    [alice]
+    key = "sk-..."             # or its SHA-256: sha256 = "hex"
+    requests_in_flight = 16    # this and the next two: optional
+    requests_per_minute = 600
+    tokens_per_minute = 200000
+
+Several edges count each for itself. Owns the file and the counts; answers nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import stat
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bus.errors import ConfigError
+from bus.runtime.logs import get_logger
+from pdbus.edge.errors import HttpError
+
+LIMITS = ("requests_in_flight", "requests_per_minute", "tokens_per_minute")
+_MINUTE_S = 60.0
+
+log = get_logger("edge")
+
+
+@dataclass(slots=True)
+class Allowance:
+    """So many a minute: a bucket that fills evenly and holds one minute's worth. It may be overdrawn, and what is over
+    must be made good before anything else passes."""
+
+    per_minute: int
+    left: float
+    at: float = 0.0
+
+    def wait_s(self, now: float) -> float:
+        """How long until something is left; 0: it is."""
+        self.left = min(self.per_minute, self.left + (now - self.at) * self.per_minute / _MINUTE_S)
+        self.at = now
+        return 0.0 if self.left >= 1 else (1 - self.left) * _MINUTE_S / self.per_minute
+
+
+@dataclass(slots=True, eq=False)
+class Key:
+    """Whoever has it, and what is left to them. 0 stands for no limit."""
+
+    name: str
+    requests_in_flight: int = 0
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    in_flight: int = 0
+    _requests: Allowance = field(init=False)
+    _tokens: Allowance = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._requests = Allowance(self.requests_per_minute, self.requests_per_minute)
+        self._tokens = Allowance(self.tokens_per_minute, self.tokens_per_minute)
+
+    def enter(self, now: float) -> None:
+        """Begin a request; HttpError 429 when a quota is used up. `leave` follows."""
+        if 0 < self.requests_in_flight <= self.in_flight:
+            raise HttpError(
+                429, f"the key {self.name!r} has {self.in_flight} requests under way", code="quota_exceeded"
+            )
+        for allowance, what in ((self._requests, "requests"), (self._tokens, "tokens")):
+            if allowance.per_minute and (wait_s := allowance.wait_s(now)):
+                why = f"the key {self.name!r} may use {allowance.per_minute} {what} a minute"
+                raise HttpError(429, why, code="quota_exceeded", retry_after_s=wait_s)
+        self._requests.left -= 1
+        self.in_flight += 1
+
+    def leave(self, tokens: int) -> None:
+        """End a request that has taken in and put out so many tokens."""
+        self._tokens.left -= tokens
+        self.in_flight -= 1
+
+    def limits(self) -> tuple[int, ...]:
+        return self.requests_in_flight, self.requests_per_minute, self.tokens_per_minute
+
+
+class Keys:
+    """Of one file. ConfigError when it holds none, or others may read it."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._stamp = _stamp(self._path)
+        self._keys = _read(self._path)
+
+    def find(self, authorization: bytes) -> Key | None:
+        """Whose `Authorization: Bearer ...` it is; None: nobody's."""
+        scheme, _, token = authorization.partition(b" ")
+        if scheme.lower() != b"bearer":
+            return None
+        return self._keys.get(hashlib.sha256(token.strip()).hexdigest())
+
+    def refresh(self) -> None:
+        """Look at the file. One that makes no sense is logged, and the keys stay as they were."""
+        stamp = _stamp(self._path)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            fresh = _read(self._path)
+        except ConfigError as error:
+            log.error("api_keys.unreadable", error=str(error))
+            return
+        before = {key.name: key for key in self._keys.values()}
+        for digest, key in fresh.items():
+            known = before.get(key.name)
+            if known is not None and known.limits() == key.limits():
+                fresh[digest] = known  # with what it has used
+        self._keys = fresh
+        log.info("api_keys.read", keys=len(fresh))
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
+
+
+def _read(path: Path) -> dict[str, Key]:
+    """By SHA-256 of the key, so that no comparison takes longer the better one guesses."""
+    try:
+        if stat.S_IMODE(os.stat(path).st_mode) & 0o077:
+            raise ConfigError(f"{path} is readable by others; run: chmod 600 {path}")
+        said = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from None
+    keys: dict[str, Key] = {}
+    for name, entry in said.items():
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{path}: {name} stands outside of a [name]")
+        if strange := entry.keys() - {"key", "sha256", *LIMITS}:
+            raise ConfigError(f"{path}: [{name}] has {min(strange)!r}; choose from key, sha256, {', '.join(LIMITS)}")
+        limits = {limit: entry.get(limit, 0) for limit in LIMITS}
+        if not all(isinstance(value, int) and value >= 0 for value in limits.values()):
+            raise ConfigError(f"{path}: the limits of [{name}] must be whole numbers from 0 (none) on")
+        digest = _digest(entry)
+        if digest is None:
+            raise ConfigError(f"{path}: [{name}] needs key (8 characters or more) or sha256 (64 of hex)")
+        if digest in keys:
+            raise ConfigError(f"{path}: [{name}] has the key of [{keys[digest].name}]")
+        keys[digest] = Key(name, **limits)
+    if not keys:
+        raise ConfigError(f'{path} holds no key; write one like: [alice] and below it key = "..."')
+    return keys
+
+
+def _digest(entry: dict[str, object]) -> str | None:
+    key, digest = entry.get("key"), entry.get("sha256")
+    if isinstance(key, str) and len(key) >= 8 and digest is None:
+        return hashlib.sha256(key.encode()).hexdigest()
+    if isinstance(digest, str) and re.fullmatch("[0-9a-fA-F]{64}", digest) and key is None:
+        return digest.lower()
+    return None

@@ -1,0 +1,169 @@
+"""The OpenAPI document of an edge, made from the types that requests are read into, and a page that shows it. Pure."""
+
+from __future__ import annotations
+
+import html
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+import msgspec
+
+from bus.wire.messages import RankStatus
+from pdbus.edge import fields
+from pdbus.edge.refused import REFUSED
+
+_POSTS: dict[str, tuple[type, str]] = {
+    "/v1/chat/completions": (fields.Chat, "An answer to a conversation, as OpenAI's chat completions."),
+    "/v1/completions": (fields.Completion, "Continue prompts: texts or lists of token ids."),
+    "/generate": (fields.Generate, "SGLang's: texts or token ids in, text and token ids out."),
+    "/tokenize": (fields.Tokenize, "The token ids of a text or a conversation."),
+    "/detokenize": (fields.Detokenize, "The text of token ids."),
+}
+_GETS: dict[str, tuple[str, str]] = {
+    "/v1/models": ("The models that ranks serve.", "application/json"),
+    "/load": ("Every rank's load, as its controller knows it.", "application/json"),
+    "/health": ("200 while the process lives.", "text/plain"),
+    "/ready": ("200 while there is a ready rank for each role, else 503 and why not.", "text/plain"),
+    "/metrics": ("For Prometheus.", "text/plain"),
+}
+_OPEN = ("/health", "/ready", "/metrics")  # to those without a key too
+_STATUSES = {
+    "400": "a field is wrong or not supported; `param` names it",
+    "401": "no valid key",
+    "404": "no such model",
+    "408": "the body came too slowly",
+    "409": "a live request has that id, or that room",
+    "413": "the body is too long",
+    "415": "not JSON",
+    "429": "a quota is used up, or the cluster is: Retry-After says when to come again",
+    "500": "a rank or the edge failed",
+    "501": "the edge has no tokenizer for the model",
+    "503": "nothing can serve it now: Retry-After",
+    "504": "its deadline passed",
+}
+_HEADERS = [
+    {"name": name, "in": "header", "required": False, "description": what, "schema": {"type": kind}}
+    for name, kind, what in (
+        ("x-request-id", "string", "The request's id, 1 to 120 printable characters; it comes back."),
+        ("x-request-deadline-s", "number", "Seconds after which nobody wants the answer any more."),
+        ("x-request-priority", "number", "-1000 to 1000; higher goes first."),
+    )
+]
+
+
+@cache
+def document() -> bytes:
+    """The OpenAPI 3.1 document, as JSON."""
+    kinds = [kind for kind, _ in _POSTS.values()]
+    schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    components["Error"] = {
+        "type": "object",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["message", "type", "param", "code"],
+                "properties": {
+                    "message": {"type": "string"},
+                    "type": {"type": "string"},
+                    "param": {"type": ["string", "null"]},
+                    "code": {"type": ["string", "null"]},
+                },
+            }
+        },
+    }
+    error = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
+    errors = {status: {"description": what, **error} for status, what in _STATUSES.items()}
+    paths: dict[str, Any] = {}
+    for (path, (_, what)), schema in zip(_POSTS.items(), schemas, strict=True):
+        answer = {
+            "description": "The answer; with `stream`, server-sent events.",
+            "content": {"application/json": {}, "text/event-stream": {}},
+        }
+        paths[path] = {
+            "post": {
+                "summary": what,
+                "parameters": _HEADERS,
+                "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
+                "responses": {"200": answer, **errors},
+            }
+        }
+    for path, (what, kind) in _GETS.items():
+        responses: dict[str, Any] = {"200": {"description": what, "content": {kind: {}}}}
+        if path == "/ready":
+            responses["503"] = {"description": "Why nothing can be served.", "content": {kind: {}}}
+        elif path not in _OPEN:
+            responses["401"] = errors["401"]
+        paths[path] = {"get": {"summary": what, "responses": responses, **({"security": []} if path in _OPEN else {})}}
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": "pdbus serve", "version": metadata.version("pdbus")},
+            "paths": paths,
+            "components": {
+                "schemas": components,
+                "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+            },
+            "security": [{"bearer": []}, {}],
+        }
+    )
+
+
+@cache
+def page() -> bytes:
+    """The document for people: each endpoint with its fields."""
+    said = msgspec.json.decode(document())
+    parts = [_STYLE, "<h1>pdbus serve</h1><p>The same <a href=/openapi.json>for programs</a>.</p>"]
+    for path, methods in said["paths"].items():
+        for method, it in methods.items():
+            parts.append(f"<h2>{method.upper()} {path}</h2><p>{html.escape(it['summary'])}</p>")
+            if "requestBody" in it:
+                reference = it["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+                schema = said["components"]["schemas"][reference.rpartition("/")[2]]
+                rows = (
+                    f"<tr><td><code>{name}</code><td>{html.escape(_type(kind))}"
+                    f"<td>{'required' if name in schema.get('required', ()) else ''}"
+                    for name, kind in schema["properties"].items()
+                )
+                parts.append(f"<table>{''.join(rows)}</table>")
+    parts.append("<h2>Headers</h2><table>")
+    parts += [f"<tr><td><code>{each['name']}</code><td>{html.escape(str(each['description']))}" for each in _HEADERS]
+    parts.append("</table><h2>Errors</h2><table>")
+    parts += [f"<tr><td>{status}<td>{html.escape(what)}" for status, what in _STATUSES.items()]
+    refused = ", ".join(f"<code>{name}</code>" for name in sorted(REFUSED))
+    parts.append(f"</table><p>Refused by name, unless they ask for nothing: {refused}.</p>")
+    return "".join(parts).encode()
+
+
+_STYLE = (
+    "<!doctype html><meta charset=utf-8><title>pdbus serve</title><style>body{font:15px/1.5 system-ui,sans-serif;"
+    "max-width:50rem;margin:2rem auto;padding:0 1rem}td{padding:.1rem 1rem .1rem 0;vertical-align:top}"
+    "h2{margin-top:2rem;font-size:1.1rem}</style>"
+)
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "$ref" in schema:
+        return str(schema["$ref"]).rpartition("/")[2]
+    if "anyOf" in schema:
+        return " | ".join(_type(each) for each in schema["anyOf"])
+    if schema.get("type") == "array":
+        return f"[{_type(schema['items'])}]" if schema.get("items") else "[]"
+    return str(schema.get("type", "any"))
+
+
+def rank_row(rank: RankStatus) -> dict[str, Any]:
+    """One rank on `/load`."""
+    load = rank.load
+    return {
+        "rank": f"{rank.instance}/{rank.dp_rank}",
+        "role": rank.role,
+        "model": rank.model,
+        "state": rank.state,
+        "running": load.running if load else None,
+        "waiting": load.waiting if load else None,
+        "kv_tokens": load.kv_tokens if load else None,
+        "kv_capacity": load.kv_capacity if load else None,
+        "estimate_tokens": rank.estimate_tokens,
+    }

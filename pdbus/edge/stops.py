@@ -1,0 +1,48 @@
+"""Stop strings: found in text that comes in pieces, over their borders. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopFinder:
+    """`push` hands out text that belongs to no stop string; `found` is the one that ended it.
+
+    Text that may yet turn out to begin a stop string is held back, at most as long as the longest of them less one.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        assert all(stops), "an empty stop string is met before anything"
+        self._stops = tuple(stops)
+        self._include = include  # hand the stop string out too
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, text: str) -> str:
+        """What of all text so far may be shown now and was not before. Nothing after a stop string."""
+        if not self._stops or not text:
+            return text
+        if self.found is not None:
+            return ""
+        text = self._held + text
+        hits = [(at, -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if hits:
+            at, _, self.found = min(hits)
+            self._held = ""
+            return text[: at + len(self.found) if self._include else at]
+        keep = max(self._begun(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """What was held back, when no more comes."""
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _begun(text: str, stop: str) -> int:
+        """How many characters at the end of `text` begin `stop`."""
+        for length in range(min(len(stop) - 1, len(text)), 0, -1):
+            if text.endswith(stop[:length]):
+                return length
+        return 0

@@ -1,0 +1,408 @@
+"""The edge over ASGI, in memory: what each endpoint answers, and with which status."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from edge_world import PAIR, World, chat, ended, letters, rank, status
+
+from bus.errors import ConfigError
+from bus.wire.messages import Code
+from pdbus.edge import jobs
+from pdbus.edge.errors import STATUS
+
+
+def run(coroutine: Any) -> Any:
+    return asyncio.run(coroutine)
+
+
+def test_a_chat_whole_and_streamed_is_the_same() -> None:
+    world = World(letters("héllo"))
+    whole = run(world.post("/v1/chat/completions", chat()))
+    assert whole.status == 200
+    (choice,) = whole.json["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "héllo", "refusal": None}
+    assert (choice["finish_reason"], choice["pdbus"]["decode"]) == ("stop", "d/0")
+    assert whole.json["usage"]["completion_tokens"] == 6
+    usage = {"include_usage": True}
+    streamed = run(world.post("/v1/chat/completions", chat(stream=True, stream_options=usage)))
+    assert streamed.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *events, last = streamed.events
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == "héllo"
+    assert [event["choices"][0]["finish_reason"] for event in events][-2:] == [None, "stop"]
+    assert (last["choices"], last["usage"]) == ([], whole.json["usage"])
+    assert all(event["usage"] is None for event in events)
+    assert {event["id"] for event in streamed.events} == {"chatcmpl-" + streamed.headers["x-request-id"]}
+
+
+def test_completions_take_texts_ids_and_batches() -> None:
+    world = World()
+    answers = run(world.post("/v1/completions", {"model": "sim", "prompt": ["a", "bc"], "n": 2})).json
+    assert [choice["index"] for choice in answers["choices"]] == [0, 1, 2, 3]
+    assert [ids for ids, _ in world.client.asked] == [[100], [100], [101, 102], [101, 102]]
+    assert answers["usage"] == {
+        "prompt_tokens": 3, "completion_tokens": 20, "total_tokens": 23,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }  # fmt: skip
+    world.client.asked.clear()
+    streamed = run(world.post("/v1/completions", {"prompt": [[1], [2, 3]], "stream": True}))
+    texts = {0: "", 1: ""}
+    for event in streamed.events:
+        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    assert texts == {0: "hello", 1: "hello"}
+    assert [ids for ids, _ in world.client.asked] == [[1], [2, 3]]
+    rids = [options["rid"] for _, options in world.client.asked]
+    assert rids == [f"{streamed.headers['x-request-id']}-{n}" for n in (0, 1)]
+
+
+def test_cached_tokens_of_a_prompt_count_once() -> None:
+    world = World(lambda ids, o: [(100,), ended(o["rid"], cached_tokens=0 if o["rid"].endswith("-0") else len(ids))])
+    usage = run(world.post("/v1/completions", {"prompt": [[1, 2, 3], [4, 5]], "n": 2})).json["usage"]
+    assert (usage["prompt_tokens"], usage["prompt_tokens_details"]) == (5, {"cached_tokens": 2})
+    meta = run(world.post("/generate", {"input_ids": [1, 2, 3]})).json["meta_info"]
+    assert meta["cached_tokens"] == 3
+    assert world.edge.counts.cached_tokens == 3 + 2 + 2 + 3
+
+
+def test_every_answer_of_a_seed_has_a_seed_of_its_own() -> None:
+    world = World()
+    run(world.post("/v1/chat/completions", chat(n=3, seed=7)))
+    assert [options["seed"] for _, options in world.client.asked] == [7, 8, 9]
+
+
+def test_sglangs_generate() -> None:
+    world = World(letters("hey", "length"))
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}, "rid": "mine", "bootstrap_room": 9}
+    ranks = {"routed_dp_rank": 0, "disagg_prefill_dp_rank": 0}
+    said = run(world.post("/generate", body | ranks)).json
+    assert (said["text"], said["output_ids"]) == ("hey", [107, 104, 124])
+    meta = said["meta_info"]
+    assert (meta["id"], meta["finish_reason"]) == ("mine", {"type": "length", "length": 3})
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (2, 3)
+    ((ids, options),) = world.client.asked
+    assert ids == [5, 6]
+    assert options | ranks | {"rid": "mine", "bootstrap_room": 9, "max_tokens": 3} == options
+    events = run(world.post("/generate", {"text": "x", "stream": True})).events
+    assert [event["text"] for event in events] == ["h", "he", "hey", "hey"], "each repeats what came before"
+    batch = run(world.post("/generate", {"text": ["x", "y"], "bootstrap_room": [1, 2]})).json
+    assert [each["index"] for each in batch] == [0, 1]
+    assert [options["bootstrap_room"] for _, options in world.client.asked[-2:]] == [1, 2]
+    assert len(run(world.post("/generate", {"text": ["x"]})).json) == 1, "a list is answered by a list"
+
+
+def test_a_stop_string_ends_the_answer_and_cancels_the_rest() -> None:
+    world = World(letters("one two three", "length"))
+    said = run(world.post("/v1/chat/completions", chat(stop=["wo t", "zzz"]))).json
+    (choice,) = said["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ("one t", "stop", "wo t")
+    assert said["usage"]["completion_tokens"] == len("one two t"), "what was made to find it"
+    assert world.client.channel.cancelled == [said["id"].removeprefix("chatcmpl-")]
+    with_stop = chat(stop="wo t", include_stop_str_in_output=True, stream=True)
+    events = run(world.post("/v1/chat/completions", with_stop)).events
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == "one two t"
+
+
+def test_a_stop_token_is_no_part_of_the_text() -> None:
+    world = World(letters("abc"))
+    said = run(world.post("/v1/completions", {"prompt": "x", "stop_token_ids": [102]})).json
+    assert (said["choices"][0]["text"], said["choices"][0]["stop_reason"]) == ("ab", 102)
+    assert world.client.asked[0][1]["stop_token_ids"] == [102, 2], "and the model's own end token"
+
+
+def test_what_a_request_tells_the_cluster() -> None:
+    world = World(max_time_s=50.0)
+    headers = {"x-request-id": "r-1", "x-request-deadline-s": "2.5", "x-request-priority": "-3"}
+    answer = run(world.post("/v1/chat/completions", chat(max_tokens=5), headers=headers))
+    assert answer.headers["x-request-id"] == "r-1"
+    options = world.client.asked[0][1]
+    told = {"rid": "r-1", "deadline_s": 2.5, "priority": -3, "max_tokens": 5, "leg": "pair", "model": "sim"}
+    assert options | told == options
+    assert options["block_tokens"] == 16, "so that cache_aware sees the prompt's prefix"
+    run(world.post("/v1/chat/completions", chat(max_tokens=5, max_completion_tokens=6)))
+    assert world.client.asked[1][1]["max_tokens"] == 6
+    assert world.client.asked[1][1]["deadline_s"] == 50.0
+    run(world.post("/v1/chat/completions", chat("x" * 2040)))
+    assert world.client.asked[2][1]["max_tokens"] == 8, "as many as fit behind the prompt"
+
+
+def test_prompts_are_not_hashed_where_nobody_looks() -> None:
+    world = World(seen=status(rank("u", "unified"), uses_hashes=("prefill",)))
+    run(world.post("/v1/chat/completions", chat()))
+    assert (world.client.asked[0][1]["leg"], world.client.asked[0][1]["block_tokens"]) == ("unified", 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "status", "param"),
+    [
+        ("/v1/chat/completions", chat(model="other"), {}, 404, "model"),
+        ("/v1/chat/completions", chat() | {"messages": []}, {}, 400, "messages"),
+        ("/v1/chat/completions", chat(temperature=-1), {}, 400, "temperature"),
+        ("/v1/chat/completions", chat(max_tokens=0), {}, 400, "max_tokens"),
+        ("/v1/chat/completions", chat(stop_token_ids=[1] * 65), {}, 400, "stop_token_ids"),
+        ("/v1/chat/completions", chat(seed=-1), {}, 400, "seed"),
+        ("/v1/chat/completions", chat(logprobs=True), {}, 400, "logprobs"),
+        ("/v1/chat/completions", chat(stream_options={}), {}, 400, "stream_options"),
+        ("/v1/chat/completions", chat(), {"x-request-priority": "high"}, 400, "x-request-priority"),
+        ("/v1/chat/completions", chat(), {"x-request-priority": "5000"}, 400, "priority"),
+        ("/v1/chat/completions", chat(), {"x-request-deadline-s": "nan"}, 400, "x-request-deadline-s"),
+        ("/v1/chat/completions", chat(), {"x-request-deadline-s": "-1"}, 400, "x-request-deadline-s"),
+        ("/v1/chat/completions", chat(), {"x-request-id": "a" * 121}, 400, "x-request-id"),
+        ("/v1/chat/completions", chat(), {"content-type": "text/plain"}, 415, None),
+        ("/v1/chat/completions", chat(), {"content-encoding": "gzip"}, 415, None),
+        ("/v1/completions", {"prompt": [1, "a"]}, {}, 400, None),
+        ("/v1/completions", {"prompt": [1, -2]}, {}, 400, None),
+        ("/v1/completions", {"prompt": [2**31]}, {}, 400, None),
+        ("/v1/completions", {"prompt": "x", "n": 1000}, {}, 400, "n"),
+        ("/generate", {}, {}, 400, "text"),
+        ("/generate", {"text": "x", "rid": "é"}, {}, 400, "rid"),
+        ("/generate", {"text": ["a", "b"], "bootstrap_room": [1]}, {}, 400, "bootstrap_room"),
+        ("/generate", {"text": ["a", "b"], "bootstrap_room": 1}, {}, 400, "bootstrap_room"),
+        ("/tokenize", {}, {}, 400, "prompt"),
+        ("/detokenize", {"tokens": [-1]}, {}, 400, "tokens"),
+        ("/v1/embeddings", {}, {}, 404, None),
+        ("/v1/models", {}, {}, 405, None),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_in_openais_shape(
+    path: str, body: Any, headers: dict[str, str], status: int, param: str | None
+) -> None:
+    world = World()
+    answer = run(world.post(path, body, headers=headers))
+    assert (answer.status, answer.error["param"]) == (status, param), answer.error
+    assert answer.error.keys() == {"message", "type", "param", "code"}
+    assert world.edge.counts.in_flight == 0
+    assert sum(world.edge.counts.errors.values()) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("code", sorted(Code.__args__))
+def test_a_request_that_fails_before_its_first_token_has_the_status_of_its_code(code: Any, stream: bool) -> None:
+    if code in ("ok", "cancelled"):
+        return
+    world = World(lambda ids, o: [ended(o["rid"], "failed", code=code, message="why", retry_after_s=2.5)])
+    answer = run(world.post("/v1/chat/completions", chat(stream=stream)))
+    assert answer.status == STATUS.get(code, 500)
+    assert answer.error["message"] == "why"
+    assert answer.error["code"] == ("context_length_exceeded" if code == "too_long" else code)
+    assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("3", "2500")
+
+
+def test_an_answer_that_fails_on_its_way_ends_with_the_error() -> None:
+    def script(ids: Any, options: Any) -> Any:
+        return [(100,), ended(options["rid"], "failed", code="engine_failed", message="broke")]
+
+    answer = run(World(script).post("/v1/chat/completions", chat(stream=True)))
+    assert answer.status == 200
+    assert answer.events[-1]["error"] == {
+        "message": "broke", "type": "server_error", "param": None, "code": "engine_failed",
+    }  # fmt: skip
+
+
+def test_one_of_several_that_fails_ends_the_others() -> None:
+    def script(ids: Any, options: Any) -> Any:
+        bad = options["rid"].endswith("-1")
+        return [ended(options["rid"], "failed", code="poison", message="x")] if bad else [(100,)]
+
+    world = World(script)
+    assert run(world.post("/v1/chat/completions", chat(n=3))).status == 500
+    assert {rid[-2:] for rid in world.client.channel.cancelled} >= {"-0", "-2"}
+    assert world.edge.counts.in_flight == 0
+
+
+@pytest.mark.parametrize(("stream", "leave_after"), [(True, 3), (True, 0), (False, 0)])
+def test_who_leaves_is_cancelled_and_counted(stream: bool, leave_after: int) -> None:
+    world = World(lambda ids, options: [(100,)] * 20)  # it never ends by itself
+    run(world.post("/v1/chat/completions", chat(stream=stream, n=2), leave_after=leave_after))
+    assert len(set(world.client.channel.cancelled)) == 2
+    assert world.edge.counts.requests["/v1/chat/completions", "499"] == 1
+    assert world.edge.counts.in_flight == 0
+
+
+def test_a_body_has_limits() -> None:
+    world = World(max_body_bytes=100)
+    assert run(world.ask("POST", "/tokenize", [b"x" * 60, b"x" * 60])).status == 413
+    claimed = run(world.ask("POST", "/tokenize", [b"x"], headers={"content-length": "101"}))
+    assert (claimed.status, claimed.headers["connection"]) == (413, "close")
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    async def silent() -> Any:
+        world = World(receive_s=0.01)
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/tokenize",
+            "headers": [(b"content-type", b"application/json")],
+        }
+        await world.edge(scope, receive, send)
+        return sent[0]["status"]
+
+    assert run(silent()) == 408
+
+
+def test_who_stops_reading_is_cut_off() -> None:
+    async def slow() -> World:
+        world = World(lambda ids, options: [(100,)] * 3, send_s=60.0)
+        await world.edge.look()
+        stuck = asyncio.Event()
+        body = [{"type": "http.request", "body": b'{"prompt": "x", "stream": true}'}]
+
+        async def receive() -> Any:
+            return body.pop() if body else await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                stuck.set()
+                await asyncio.Event().wait()
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+        request = asyncio.create_task(world.edge(scope, receive, send))
+        await stuck.wait()
+        world.now += 59
+        await world.edge.look()
+        assert not request.done()
+        world.now += 2
+        await world.edge.look()
+        await asyncio.wait([request])
+        return world
+
+    world = run(slow())
+    assert world.client.channel.cancelled
+    assert world.edge.counts.in_flight == 0
+
+
+def test_more_than_it_may_hold_is_turned_away() -> None:
+    world = World(max_requests=2)
+    answer = run(world.post("/v1/chat/completions", chat(n=3)))
+    assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (429, "overloaded", "1")
+    assert run(world.post("/v1/chat/completions", chat(n=2))).status == 200
+
+
+def test_models_probes_and_load() -> None:
+    world = World()
+    (card,) = run(world.get("/v1/models")).json["data"]
+    assert (card["id"], card["max_model_len"]) == ("sim", 2048)
+    assert run(world.get("/v1/models/sim")).json == card
+    assert run(world.get("/v1/models/x")).status == 404
+    assert run(world.get("/ready")).body == b"ok\n"
+    assert [each["rank"] for each in run(world.get("/load")).json["ranks"]] == ["p/0", "d/0"]
+    world.now += 6
+    stale = run(world.get("/ready"))
+    assert (stale.status, stale.body) == (503, b"the controller has not answered for 6 s\n")
+    assert run(world.get("/health")).status == 200
+
+
+@pytest.mark.parametrize(
+    ("seen", "why"),
+    [
+        (None, "no controller has answered yet"),
+        (status(), "no rank has joined"),
+        (status(rank("p", "prefill")), "no decode rank is ready"),
+        (status(rank("p", "prefill", state="draining"), rank("d", "decode")), "no prefill rank is ready"),
+        (status(rank("u", "unified", state="lost")), "no prefill rank is ready"),
+    ],
+)
+def test_it_is_ready_when_every_role_is(seen: Any, why: str) -> None:
+    world = World(seen=seen)
+    answer = run(world.get("/ready"))
+    assert (answer.status, answer.body.decode()) == (503, f"{why}\n")
+
+
+def test_several_models_must_be_named() -> None:
+    world = World(seen=status(rank("u", "unified", "a"), rank("v", "unified", "b")))
+    assert run(world.post("/v1/chat/completions", chat(model="b"))).status == 200
+    refused = run(world.post("/v1/chat/completions", {"messages": chat()["messages"]}))
+    assert (refused.status, refused.error["message"]) == (400, "several models are served: name one of a, b")
+
+
+def test_a_model_without_a_tokenizer_takes_ids_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def missing(model: str, folders: Any) -> Any:
+        tried.append(model)
+        raise ConfigError("the package is missing")
+
+    monkeypatch.setattr(jobs, "text_for", missing)
+
+    async def ask() -> None:
+        world = World()
+        for _ in range(3):
+            await world.edge.look()
+            await asyncio.wait(world.edge._texts._loading.values())
+        refused = await world.post("/v1/completions", {"prompt": "x"})
+        assert (refused.status, refused.error["code"]) == (501, "no_tokenizer")
+        assert len(tried) == 2, "once when the model was seen, and again when it was asked for"
+        assert (await world.post("/generate", {"text": "x"})).status == 501
+        said = await world.post("/generate", {"input_ids": [5]})
+        assert (said.json["text"], said.json["output_ids"]) == ("", [107, 104, 111, 111, 114])
+        assert world.client.asked[0][1]["stop_token_ids"] == []
+
+    run(ask())
+
+
+def test_texts_become_ids_and_ids_texts() -> None:
+    world = World()
+    said = run(world.post("/tokenize", {"prompt": "hé"})).json
+    assert said == {"count": 3, "max_model_len": 2048, "tokens": [107, 198, 172]}
+    assert run(world.post("/detokenize", {"tokens": said["tokens"]})).json == {"prompt": "hé"}
+    assert run(world.post("/tokenize", chat("hi"))).json["count"] == 2
+
+
+def test_metrics_count_what_happened() -> None:
+    world = World()
+    run(world.post("/v1/chat/completions", chat()))
+    run(world.post("/nowhere", {}))
+    page = run(world.get("/metrics")).body.decode()
+    for line in (
+        'pdbus_edge_requests_total{endpoint="/v1/chat/completions",status="200"} 1.0',
+        'pdbus_edge_requests_total{endpoint="other",status="404"} 1.0',
+        'pdbus_edge_errors_total{code="not_found"} 1.0',
+        "pdbus_edge_prompt_tokens_total 2.0",
+        "pdbus_edge_generation_tokens_total 5.0",
+        "pdbus_edge_requests_in_flight 0.0",
+        "pdbus_edge_time_to_first_token_seconds_count 1.0",
+        "pdbus_edge_inter_token_latency_seconds_count 4.0",
+        "pdbus_edge_e2e_request_latency_seconds_count 1.0",
+        'pdbus_edge_time_to_first_token_seconds_bucket{le="0.0005"} 1.0',
+    ):
+        assert line in page, line
+    assert 'le="600.0"' in page
+
+
+def test_the_api_page_knows_every_endpoint_and_field() -> None:
+    world = World()
+    document = run(world.get("/openapi.json")).json
+    served = set(world.edge._routes) - {"/", "/docs", "/openapi.json"}
+    assert set(document["paths"]) == served
+    page = run(world.get("/docs")).body.decode()
+    for name in ("max_completion_tokens", "stop_token_ids", "input_ids", "x-request-deadline-s", "logprobs"):
+        assert f"<code>{name}</code>" in page, name
+
+
+def test_the_edge_document_names_every_metric_and_endpoint() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "edge.md").read_text()
+    world = World()
+    for path in world.edge._routes:
+        assert f"`{path}`" in text, path
+    for metric in world.edge.counts.snapshot():
+        assert metric.name.removeprefix("pdbus_edge_") in text, metric.name
+    for header in re.findall(r'b"(x-request-[a-z-]+)"', (Path(__file__).parents[2] / "pdbus/edge/app.py").read_text()):
+        assert f"`{header}`" in text
+
+
+def test_head_is_answered_as_get() -> None:
+    assert run(World(seen=PAIR).ask("HEAD", "/health", [b""])).status == 200

@@ -1,0 +1,178 @@
+"""The edge's HTTP server over real sockets: limits on heads, connections that wait, and noise of all kinds."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from edge_world import PAIR, ScriptedClient, letters
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bus.errors import ConfigError
+from pdbus.commands.serve import serve
+from pdbus.edge.app import Edge
+from pdbus.edge.config import EdgeConfig
+from pdbus.edge.server import Server, listen
+
+
+def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
+    with pytest.raises(ConfigError, match="pdbus serve needs uvicorn: pip install uvicorn"):
+        serve.main(["--http", "0"], standalone_mode=False)
+
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+ASK = POST + b"Content-Length: 15\r\n\r\n" + b'{"prompt": "x"}'
+
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def served(*talks: Talk, **config: Any) -> Edge:
+    """Each of `talks` over a connection of its own, one after the other, with a server that lives as long."""
+
+    async def run() -> Edge:
+        settings = EdgeConfig(http="127.0.0.1:0", **config)
+        edge = Edge(settings, ScriptedClient(letters("ok"), PAIR))  # type: ignore[arg-type]
+        await edge.look()
+        server = Server(settings, edge)
+        listener = listen(settings)
+        running = asyncio.create_task(server.serve(sockets=[listener]))
+        port = listener.getsockname()[1]
+        try:
+            async with asyncio.timeout(60):
+                for talk in talks:
+                    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                    try:
+                        await talk(reader, writer)
+                    finally:
+                        writer.close()
+        finally:
+            server.leave()
+            await running
+        return edge
+
+    return asyncio.run(run())
+
+
+async def answer(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+    return head + await reader.readexactly(length)
+
+
+def test_a_connection_serves_many_requests_also_pipelined() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(3):
+            writer.write(ASK)
+            assert b'"text":"ok"' in await answer(reader)
+        writer.write(ASK * 3)
+        for _ in range(3):
+            assert b'"text":"ok"' in await answer(reader)
+
+    assert served(talk).counts.requests["/v1/completions", "200"] == 6
+
+
+def test_a_head_without_end_is_cut_off() -> None:
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(POST)
+        sent = 0
+        try:
+            while not reader.at_eof() and sent < 100:
+                writer.write(b"X-More: " + b"x" * 60_000 + b"\r\n")
+                sent += 1
+                await writer.drain()
+                await asyncio.sleep(0)
+        except ConnectionError:
+            pass
+        assert sent < 100, "it took six megabytes of a head"
+
+    async def second(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(ASK)
+        await answer(reader)
+        await endless(reader, writer)
+
+    served(endless, second)
+
+
+def test_a_head_that_does_not_come_is_not_waited_for() -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert await reader.read() == b""
+
+    async def half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(POST)
+        assert await reader.read() == b""
+
+    async def half_of_a_second(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(ASK)
+        await answer(reader)
+        writer.write(POST[:20])
+        assert await reader.read() == b""
+
+    async def half_a_body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(ASK[:-3])
+        assert (await reader.read()).startswith(b"HTTP/1.1 408")
+
+    served(silent, half, half_of_a_second, half_a_body, receive_s=0.1)
+
+
+def test_an_idle_connection_is_closed_after_a_while() -> None:
+    async def idle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(ASK)
+        await answer(reader)
+        assert await reader.read() == b""
+
+    served(idle, keep_alive_s=1.0, receive_s=60.0)
+
+
+def test_too_long_a_body_is_refused_before_it_is_sent() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(POST + b"Content-Length: 99999999\r\nExpect: 100-continue\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 413")
+
+    served(talk)
+
+
+def test_what_is_no_http_harms_nobody() -> None:
+    async def noise(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\x00\x01\x02 what?\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+
+    async def after(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(ASK)
+        assert b'"text":"ok"' in await answer(reader)
+
+    served(noise, after)
+
+
+HEADERS = (b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n", b"Content-Type: application/json\r\n",
+           b"X-Request-Id: \xff\r\n", b"Expect: 100-continue\r\n", b"Connection: upgrade\r\nUpgrade: websocket\r\n",
+           b"Authorization: Bearer\r\n", b"x-request-priority: 1e400\r\n", b"x-request-deadline-s: -0\r\n")  # fmt: skip
+LINES = (b"POST /generate HTTP/1.1\r\n", b"GET /%00%ff?\xff HTTP/1.1\r\n", b"HEAD / HTTP/1.0\r\n",
+         b"PUT /v1/models/ HTTP/1.1\r\n", b"GET /v1/models/%2e HTTP/1.1\r\n", b"OPTIONS * HTTP/1.1\r\n")  # fmt: skip
+OTHERS = (b"\r\n", b'{"a"', b"5\r\nhello\r\n", b"0\r\n\r\n")
+PIECES = st.one_of(st.sampled_from((*LINES, *HEADERS, *OTHERS)), st.binary(max_size=20))
+
+
+@settings(max_examples=20)
+@given(st.lists(st.lists(PIECES, max_size=8).map(b"".join), min_size=5, max_size=5))
+def test_no_bytes_break_it(noises: list[bytes]) -> None:
+    def said(noise: bytes) -> Talk:
+        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(noise)
+            writer.write_eof()
+            await reader.read(1 << 16)
+
+        return talk
+
+    async def after(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(ASK)
+        assert b'"text":"ok"' in await answer(reader)
+
+    edge = served(*map(said, noises), after, receive_s=0.2)
+    assert edge.counts.errors["internal_error"] == 0
+    assert edge.counts.in_flight == 0
