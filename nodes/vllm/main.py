@@ -52,7 +52,7 @@ def serve(
     cores: list[int] = []
     if versions.on_cpu():
         cores = claim_cores(Path(runtime_dir())) if versions.CPU_BIND not in os.environ else []
-        _set_missing(versions.cpu_environment(cores))
+        _set_missing(versions.cpu_environment(cores, choices.ranks))
     runners: list[VllmRunner] = []
 
     def stepped(index: int, kv_usage: float) -> None:

@@ -140,9 +140,11 @@ def environment(choices: Choices) -> dict[str, str]:
     }
 
 
-def cpu_environment(cores: Sequence[int]) -> dict[str, str]:
-    """Further ones where vLLM computes on the CPU, which its engine's processes read: on `cores`, if there are any."""
-    return {"UCX_TLS": CPU_UCX_TLS, CPU_BIND: ",".join(map(str, cores)) or "nobind"}
+def cpu_environment(cores: Sequence[int], ranks: int) -> dict[str, str]:
+    """Further ones where vLLM computes on the CPU, which its engine's processes read: `cores` dealt out to its ranks,
+    if there are enough."""
+    shares = [",".join(map(str, cores[rank::ranks])) for rank in range(ranks)]
+    return {"UCX_TLS": CPU_UCX_TLS, CPU_BIND: "|".join(shares) if all(shares) else "nobind"}
 
 
 async def start(args: Any, stepped: Callable[[int, float], None]) -> Any:

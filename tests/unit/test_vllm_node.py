@@ -64,6 +64,14 @@ def test_two_engines_of_a_machine_share_no_core(tmp_path: Path, monkeypatch: pyt
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@pytest.mark.parametrize(
+    ("cores", "ranks", "bound"),
+    [([0, 1, 2], 1, "0,1,2"), ([0, 1, 2], 2, "0,2|1"), ([4], 2, "nobind"), ([], 1, "nobind")],
+)
+def test_the_ranks_of_one_engine_share_its_cores(cores: list[int], ranks: int, bound: str) -> None:
+    assert versions.cpu_environment(cores, ranks)[versions.CPU_BIND] == bound
+
+
 def test_what_vllm_pins_to_the_last_core_is_put_back() -> None:
     last = max(os.sched_getaffinity(0))
     pinned = f"import os; os.sched_setaffinity(0, [{last}]); print(flush=True); input()"
