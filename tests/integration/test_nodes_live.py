@@ -464,9 +464,11 @@ def test_a_controller_that_returns_hears_what_runs_and_takes_it_over(cluster: Cl
     old = cluster.controller
     old.dispatch(U, "r", PROMPT, max_tokens=80)
     old.until(lambda: ("r", 1) in old.started)
-    old.tell(U, Who())
     old.hellos.clear()
-    old.until(lambda: U in old.hellos, "hello after who")
+    while U not in old.hellos:  # one that comes right behind a hello is taken for answered by it
+        old.tell(U, Who())
+        if old.router.poll(100):
+            old.take()
     assert old.hellos[U].running == (("r", 1),)
     old.epoch = new_epoch()  # as a restarted controller
     old.numbers.clear()
