@@ -107,7 +107,6 @@ class Tokenize(Struct, kw_only=True, forbid_unknown_fields=True):
     prompt: str | None = None
     messages: list[Turn] | None = None
     add_generation_prompt: bool = True
-    add_special_tokens: bool = False
 
 
 class Detokenize(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -116,8 +115,9 @@ class Detokenize(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def _with_refused(kind: type[_T], refused: dict[str, tuple[object, ...]]) -> type[_T]:
-    """`kind` that takes the `refused` fields too, so that `read` can tell them from unknown ones."""
-    fields: list[Any] = [(name, Any, UNSET) for name in refused if name not in kind.__struct_fields__]  # type: ignore[attr-defined]
+    """`kind` that takes the `refused` fields too, as its last, so that `read` can tell them from unknown ones."""
+    assert not set(refused) & set(kind.__struct_fields__), "a field is supported or refused"  # type: ignore[attr-defined]
+    fields: list[Any] = [(name, Any, UNSET) for name in refused]
     return msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True, forbid_unknown_fields=True)  # type: ignore[return-value]
 
 
@@ -128,35 +128,37 @@ class _Generate(Generate, kw_only=True):
     sampling_params: _SglSampling | None = None  # type: ignore[valid-type]
 
 
-_DECODERS: dict[type, tuple[Any, tuple[str, ...]]] = {}
-for _kind, _full, _names in (
-    (Chat, _with_refused(Chat, REFUSED), REFUSED),
-    (Completion, _with_refused(Completion, REFUSED), REFUSED),
-    (Generate, _with_refused(_Generate, REFUSED_BY_GENERATE), REFUSED_BY_GENERATE),
-    (Tokenize, Tokenize, {}),
-    (Detokenize, Detokenize, {}),
-):
-    _DECODERS[_kind] = msgspec.json.Decoder(_full), tuple(_names)
+_DECODERS: dict[type, Any] = {
+    Chat: msgspec.json.Decoder(_with_refused(Chat, REFUSED)),
+    Completion: msgspec.json.Decoder(_with_refused(Completion, REFUSED)),
+    Generate: msgspec.json.Decoder(_with_refused(_Generate, REFUSED_BY_GENERATE)),
+    Tokenize: msgspec.json.Decoder(Tokenize),
+    Detokenize: msgspec.json.Decoder(Detokenize),
+}
 
 
 def read(kind: type[_T], body: bytes) -> _T:
     """The request in `body`; HttpError 400 that names the field at fault."""
-    decoder, refused = _DECODERS[kind]
     try:
-        said = decoder.decode(body)
+        said = _DECODERS[kind].decode(body)
     except msgspec.ValidationError as error:
         raise _wrong(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(None, f"the body is not JSON: {error}") from None
-    _refuse(said, refused, REFUSED_BY_GENERATE if kind is Generate else REFUSED, "")
-    if kind is Generate and said.sampling_params is not None:
-        _refuse(said.sampling_params, tuple(REFUSED), REFUSED, "sampling_params.")
+    if kind in (Chat, Completion):
+        _refuse(said, REFUSED, "")
+    elif kind is Generate:
+        _refuse(said, REFUSED_BY_GENERATE, "")
+        if said.sampling_params is not None:
+            _refuse(said.sampling_params, REFUSED, "sampling_params.")
     return said  # type: ignore[no-any-return]
 
 
-def _refuse(said: Any, names: tuple[str, ...], table: dict[str, tuple[object, ...]], path: str) -> None:
-    for name in names:
-        value = getattr(said, name, UNSET)
+def _refuse(said: Any, table: dict[str, tuple[object, ...]], path: str) -> None:
+    values = msgspec.structs.astuple(said)[-len(table) :]  # the refused fields stand last
+    if values.count(UNSET) == len(table):
+        return
+    for name, value in zip(said.__struct_fields__[-len(table) :], values, strict=True):
         if value is not UNSET and value not in table[name]:
             raise invalid(f"{path}{name}", f"{path}{name} is not supported here; leave it out", "unsupported_parameter")
 
