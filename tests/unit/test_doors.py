@@ -27,7 +27,7 @@ from bus.runtime.frames import FRAMES_MAX
 from bus.runtime.loop import Loop
 from bus.runtime.sockets import TOPIC_MAX, Sockets
 
-WAIT_S = 10.0
+WAIT_S = 30.0
 
 
 @pytest.fixture
