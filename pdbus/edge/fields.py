@@ -7,7 +7,7 @@ ignored.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct
@@ -38,6 +38,26 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     n: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[int, float] | None = None
+
+
+class Schema(Struct, forbid_unknown_fields=True):
+    """OpenAI's way to name a JSON schema. Ranks that take one always keep to it."""
+
+    schema: dict[str, Any]
+    name: str = ""
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
 
 
 class Generation(Sampling, kw_only=True):
@@ -48,6 +68,7 @@ class Generation(Sampling, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     include_stop_str_in_output: bool | None = None
+    response_format: ResponseFormat | None = None
     user: str | None = None  # says who asks, and so asks for nothing
     bootstrap_room: int | None = None
     routed_dp_rank: int | None = None
@@ -84,6 +105,9 @@ class Completion(Generation, kw_only=True):
 
 class SglSampling(Sampling, kw_only=True):
     max_new_tokens: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
 
 class Generate(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -193,10 +217,23 @@ def options_of(said: Sampling) -> Options:
             options[name] = value
     if options.get("top_k") == -1:
         options["top_k"] = 0
+    if schema := _schema_of(getattr(said, "response_format", None)):
+        options["json_schema"] = schema
     if said.stop_token_ids:
         options["stop_token_ids"] = said.stop_token_ids
     check_options(options)
     return options  # type: ignore[return-value]
+
+
+def _schema_of(form: ResponseFormat | None) -> str:
+    """The JSON schema that the answer is to keep to; empty: none."""
+    if form is None or form.type == "text":
+        return ""
+    if form.type == "json_object":
+        return '{"type":"object"}'
+    if form.json_schema is None:
+        raise invalid("response_format.json_schema", "response_format.json_schema is missing")
+    return msgspec.json.encode(form.json_schema.schema).decode()
 
 
 def stops_of(said: Sampling) -> tuple[str, ...]:

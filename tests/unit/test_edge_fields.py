@@ -38,8 +38,40 @@ def test_so_it_is_with_sglangs_names(name: str) -> None:
         read(fields.Generate, text="a", **{name: "something"})
     assert refused.value.param == name
     with pytest.raises(HttpError) as refused:
-        read(fields.Generate, text="a", sampling_params={"min_p": 0.5})
-    assert refused.value.param == "sampling_params.min_p"
+        read(fields.Generate, text="a", sampling_params={"best_of": 5})
+    assert refused.value.param == "sampling_params.best_of"
+
+
+@pytest.mark.parametrize(
+    ("said", "options"),
+    [
+        ({"min_p": 0.1, "min_tokens": 3}, {"min_p": 0.1, "min_tokens": 3}),
+        ({"logit_bias": {"7": -100}}, {"logit_bias": {7: -100.0}}),
+        ({"presence_penalty": 1, "frequency_penalty": -1.5}, {"presence_penalty": 1.0, "frequency_penalty": -1.5}),
+        ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
+        ({"response_format": {"type": "text"}}, {}),
+        ({"response_format": {"type": "json_object"}}, {"json_schema": '{"type":"object"}'}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string"}}}},
+            {"json_schema": '{"type":"string"}'},
+        ),
+    ],
+)  # fmt: skip
+def test_what_some_ranks_can_do_is_passed_on(said: dict[str, Any], options: dict[str, Any]) -> None:
+    assert fields.options_of(read(fields.Chat, messages=MESSAGES, **said)) == {"temperature": 1.0, **options}
+
+
+def test_sglangs_grammars_are_passed_on() -> None:
+    for name in ("json_schema", "regex", "ebnf"):
+        said = read(fields.Generate, text="a", sampling_params={name: "x"})
+        assert fields.options_of(said.sampling_params)[name] == "x"
+
+
+def test_a_schema_that_is_not_there_is_missed_by_name() -> None:
+    said = read(fields.Chat, messages=MESSAGES, response_format={"type": "json_schema"})
+    with pytest.raises(HttpError) as refused:
+        fields.options_of(said)
+    assert refused.value.param == "response_format.json_schema"
 
 
 @pytest.mark.parametrize(
