@@ -29,6 +29,7 @@ from up_process import Up
 from nodes.own.engines.sim import sim_generate
 from pdbus.client import Client
 from pdbus.demo import HTTP_PORT, how_to_ask
+from pdbus.launcher.addresses import free_ports
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
@@ -37,7 +38,8 @@ MESSAGES: Any = [{"role": "user", "content": "hi"}]
 def cluster() -> Iterator[Up]:
     line, _ = how_to_ask("tiny")  # as the demo says
     arguments = ["0" if word == str(HTTP_PORT) else word for word in shlex.split(line)[2:]]
-    with tempfile.TemporaryDirectory(prefix="pd") as path, Up(Path(path), *arguments) as up:
+    ports = str(free_ports("127.0.0.1", 8))
+    with tempfile.TemporaryDirectory(prefix="pd") as path, Up(Path(path), *arguments, "--metrics-port", ports) as up:
         wait(lambda: get(url(up), "/ready")[0] == 200)
         yield up
 
@@ -131,18 +133,22 @@ def test_the_package_raises_its_own_errors(program: openai.OpenAI) -> None:
     assert raised.value.code == "context_length_exceeded"
 
 
-def test_a_prompt_goes_where_its_prefix_is_cached(program: openai.OpenAI) -> None:
+def test_a_prompt_goes_where_its_prefix_is_cached(cluster: Up, program: openai.OpenAI) -> None:
     """`cache_aware`, the default for prefill: the edge hashes the prompt's blocks for every client."""
+    port = cluster.until("stdout", r"controller-0 .* (\d+) +\S$")[1]
+    controller = f"http://127.0.0.1:{port}"
     for number in range(4):
         prompt = [[3 + (number * 50 + at) % 256 for at in range(200)]]
         ask: Any = {"model": "tiny", "prompt": prompt, "max_tokens": 2}
         seen = []
+        known = metric(controller, "pdbus_controller_prefix_blocks")
         for _ in range(3):
             said = program.completions.create(**ask)
             assert said.usage is not None
             assert said.usage.prompt_tokens_details is not None
             rank = said.choices[0].model_extra["pdbus"]["prefill"]  # type: ignore[index]
             seen.append((rank, said.usage.prompt_tokens_details.cached_tokens))
+            wait(lambda known=known: metric(controller, "pdbus_controller_prefix_blocks") >= known + 12)  # type: ignore[misc]
         assert seen[0][1] == 0
         assert seen[1] == seen[2] == (seen[0][0], 192), "the same rank, and all its full blocks but the last token's"
 
