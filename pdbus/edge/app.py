@@ -5,6 +5,7 @@ Owns the tables of live exchanges and loaded tokenizers; binds no port (see `ser
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class Route:
     method: str
     serve: Callable[[Exchange], Awaitable[None]]
     open: bool = False  # to those without a key too
+    of_cluster: bool = True  # what it answers depends on the cluster
 
 
 class Edge:
@@ -53,6 +55,7 @@ class Edge:
         self._page = resources.files("pdbus.edge").joinpath("page.html").read_bytes()
         self.counts = Counts()
         self.view = View()
+        self._asking: asyncio.Task[None] | None = None
         self._routes = {
             "/v1/chat/completions": Route("POST", self._chat),
             "/v1/completions": Route("POST", self._completions),
@@ -61,12 +64,12 @@ class Edge:
             "/detokenize": Route("POST", self._detokenize),
             "/v1/models": Route("GET", self._models),
             "/load": Route("GET", self._load),
-            "/health": Route("GET", self._health, open=True),
+            "/health": Route("GET", self._health, open=True, of_cluster=False),
             "/ready": Route("GET", self._ready, open=True),
-            "/metrics": Route("GET", self._metrics, open=True),
-            "/openapi.json": Route("GET", self._openapi, open=True),
-            "/docs": Route("GET", self._docs, open=True),
-            "/": Route("GET", self._home, open=True),
+            "/metrics": Route("GET", self._metrics, open=True, of_cluster=False),
+            "/openapi.json": Route("GET", self._openapi, open=True, of_cluster=False),
+            "/docs": Route("GET", self._docs, open=True, of_cluster=False),
+            "/": Route("GET", self._home, open=True, of_cluster=False),
         }
 
     # --- from outside -----------------------------------------------------------------------------------------------
@@ -99,12 +102,23 @@ class Edge:
             if exchange.overdue(now) and exchange.task is not None:
                 log.warning("client.stopped_reading", rid=exchange.rid)
                 exchange.task.cancel()
+        await self._ask()
+
+    async def _ask(self) -> None:
+        """The controller's status now; whoever asks meanwhile gets the same answer."""
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._see())
+        await asyncio.shield(self._asking)
+
+    async def _see(self) -> None:
         try:
             self.view = View(await self._client.status(timeout_s=LOOK_S), self._clock())
+            for name in self.view.models:
+                self._texts.begin(name)
         except BusError:
-            return  # what was seen last grows old
-        for name in self.view.models:
-            self._texts.begin(name)
+            pass  # what was seen last grows old
+        finally:
+            self._asking = None
 
     # --- every request ----------------------------------------------------------------------------------------------
 
@@ -126,6 +140,8 @@ class Edge:
                 raise HttpError(401, why, code="invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
         self._live[exchange] = key
         try:
+            if route.of_cluster and self.view.unready(self._clock()):
+                await self._ask()  # a rank may have joined since
             await route.serve(exchange)
         finally:
             del self._live[exchange]

@@ -301,6 +301,7 @@ def test_models_probes_and_load() -> None:
     assert run(world.get("/ready")).body == b"ok\n"
     assert [each["rank"] for each in run(world.get("/load")).json["ranks"]] == ["p/0", "d/0"]
     world.now += 6
+    world.client.seen = None
     stale = run(world.get("/ready"))
     assert (stale.status, stale.body) == (503, b"the controller has not answered for 6 s\n")
     assert run(world.get("/health")).status == 200
@@ -406,3 +407,16 @@ def test_the_edge_document_names_every_metric_and_endpoint() -> None:
 
 def test_head_is_answered_as_get() -> None:
     assert run(World(seen=PAIR).ask("HEAD", "/health", [b""])).status == 200
+
+
+def test_a_rank_that_has_just_joined_is_seen_by_the_first_request() -> None:
+    world = World()
+
+    async def story() -> list[int]:
+        world.client.seen = status()
+        await world.edge.look()
+        before = await world.get("/ready")
+        world.client.seen = PAIR
+        return [before.status, (await world.post("/v1/chat/completions", chat())).status]
+
+    assert run(story()) == [503, 200]
