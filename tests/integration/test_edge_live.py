@@ -38,8 +38,7 @@ MESSAGES: Any = [{"role": "user", "content": "hi"}]
 def cluster() -> Iterator[Up]:
     line, _ = how_to_ask("tiny")  # as the demo says
     arguments = ["0" if word == str(HTTP_PORT) else word for word in shlex.split(line)[2:]]
-    ports = str(free_ports("127.0.0.1", 8))
-    with tempfile.TemporaryDirectory(prefix="pd") as path, Up(Path(path), *arguments, "--metrics-port", ports) as up:
+    with tempfile.TemporaryDirectory(prefix="pd") as path, Up(Path(path), *arguments) as up:
         wait(lambda: get(url(up), "/ready")[0] == 200)
         yield up
 
@@ -133,24 +132,28 @@ def test_the_package_raises_its_own_errors(program: openai.OpenAI) -> None:
     assert raised.value.code == "context_length_exceeded"
 
 
-def test_a_prompt_goes_where_its_prefix_is_cached(cluster: Up, program: openai.OpenAI) -> None:
+def test_a_prompt_goes_where_its_prefix_is_cached() -> None:
     """`cache_aware`, the default for prefill: the edge hashes the prompt's blocks for every client."""
-    port = cluster.until("stdout", r"controller-0 .* (\d+) +\S$")[1]
-    controller = f"http://127.0.0.1:{port}"
-    for number in range(4):
-        prompt = [[3 + (number * 50 + at) % 256 for at in range(200)]]
-        ask: Any = {"model": "tiny", "prompt": prompt, "max_tokens": 2}
-        seen = []
-        known = metric(controller, "pdbus_controller_prefix_blocks")
-        for _ in range(3):
-            said = program.completions.create(**ask)
-            assert said.usage is not None
-            assert said.usage.prompt_tokens_details is not None
-            rank = said.choices[0].model_extra["pdbus"]["prefill"]  # type: ignore[index]
-            seen.append((rank, said.usage.prompt_tokens_details.cached_tokens))
-            wait(lambda known=known: metric(controller, "pdbus_controller_prefix_blocks") >= known + 12)  # type: ignore[misc]
-        assert seen[0][1] == 0
-        assert seen[1] == seen[2] == (seen[0][0], 192), "the same rank, and all its full blocks but the last token's"
+    port = free_ports("127.0.0.1", 8)
+    controller = f"http://127.0.0.1:{port + 1}"
+    with (
+        tempfile.TemporaryDirectory(prefix="pd") as path,
+        Up(Path(path), "--model", "sim", "--http", "0", "--metrics-port", str(port)) as up,
+        openai.OpenAI(base_url=url(up) + "/v1", api_key="none", max_retries=0) as program,
+    ):
+        wait(lambda: get(url(up), "/ready")[0] == 200)
+        for number in range(6):
+            prompt = [[3 + (number * 50 + at) % 256 for at in range(200)]]
+            seen = []
+            for _ in range(3):
+                said = program.completions.create(model="sim", prompt=prompt, max_tokens=2)
+                assert said.usage is not None
+                assert said.usage.prompt_tokens_details is not None
+                rank = said.choices[0].model_extra["pdbus"]["prefill"]  # type: ignore[index]
+                seen.append((rank, said.usage.prompt_tokens_details.cached_tokens))
+                blocks = 12 * (number + 1)  # full ones of each prompt so far, once the controller has heard of them
+                wait(lambda blocks=blocks: metric(controller, "pdbus_controller_prefix_blocks") == blocks)  # type: ignore[misc]
+            assert seen == [(seen[0][0], cached) for cached in (0, 192, 192)], "the same rank, and all its full blocks"
 
 
 def test_many_at_once_with_asyncio(cluster: Up) -> None:
