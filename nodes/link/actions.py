@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from bus.actions import Note, Send
 from bus.wire.messages import Code
@@ -13,23 +14,20 @@ from nodes.link.leg import Leg
 # --- for the bus -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Register:
+class Register(Struct, frozen=True, gc=False):
     """Publish that this rank prefills `room`."""
 
     room: int
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class Unregister:
+class Unregister(Struct, frozen=True, gc=False):
     room: int
     attempt: int
     code: Code
 
 
-@dataclass(frozen=True, slots=True)
-class Locate:
+class Locate(Struct, frozen=True, gc=False):
     """Find the rank that prefills `room`, and call `located`."""
 
     room: int
@@ -38,13 +36,11 @@ class Locate:
     deadline: float
 
 
-@dataclass(frozen=True, slots=True)
-class Unlocate:
+class Unlocate(Struct, frozen=True, gc=False):
     room: int
 
 
-@dataclass(frozen=True, slots=True)
-class PublishFrames:
+class PublishFrames(Struct, frozen=True, gc=False):
     """Publish what the runner made, as it is."""
 
     messages: Sequence[tuple[bytes, ...]]
@@ -53,29 +49,25 @@ class PublishFrames:
 # --- for the runner ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(Struct, frozen=True, gc=False):
     """Run the leg."""
 
     leg: Leg
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(Struct, frozen=True, gc=False):
     """The leg is over before the runner said so."""
 
     leg: Leg
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(Struct, frozen=True, gc=False):
     """Nobody needs the KV cache that the leg holds."""
 
     leg: Leg
 
 
-@dataclass(frozen=True, slots=True)
-class SendBlock:
+class SendBlock(Struct, frozen=True, gc=False):
     """Send block `index` of a held leg, which has `tokens` tokens in it, to `peer`."""
 
     peer: bytes
@@ -84,8 +76,7 @@ class SendBlock:
     tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class TakeBlock:
+class TakeBlock(Struct, frozen=True, gc=False):
     """A block came for a leg that the runner has."""
 
     leg: Leg
@@ -94,8 +85,7 @@ class TakeBlock:
     intact: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(Struct, frozen=True, gc=False):
     """The runner is dead: the rank is over, for `reason`."""
 
     reason: str

@@ -20,10 +20,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from operator import index
 from typing import Literal, TypeAlias
+
+from msgspec import Struct
 
 from bus import defaults
 from bus.errors import BusError, ConfigError, ProtocolError
@@ -53,8 +54,7 @@ from nodes.link.runner import (
 QUEUE_MAX = 65_536
 
 
-@dataclass(frozen=True, slots=True)
-class Draining:
+class Draining(Struct, frozen=True, gc=False):
     """Nothing more will come for rank `dp_rank`; the link is `drained` when its legs are over."""
 
     dp_rank: int
