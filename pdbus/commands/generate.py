@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -23,7 +24,18 @@ from pdbus.commands.common import (
     wait_option,
 )
 
+_BY_CAPABILITY = {  # sampling that some ranks alone know, by option of the client
+    "min_p": float, "presence_penalty": float, "frequency_penalty": float, "repetition_penalty": float,
+    "min_tokens": int, "json_schema": str, "regex": str, "ebnf": str,
+}  # fmt: skip
 _PLACEMENT = ("leg", "instance", "prefill_instance", "routed_dp_rank", "disagg_prefill_dp_rank", "bootstrap_room")
+
+
+def _sampling_options(command: Callable[..., None]) -> Callable[..., None]:
+    for name, kind in reversed(_BY_CAPABILITY.items()):
+        flag = f"--{name.replace('_', '-')}"
+        command = click.option(flag, type=kind, default=None, help="Where ranks know it, as vLLM's.")(command)
+    return command
 
 
 @click.command()
@@ -33,6 +45,7 @@ _PLACEMENT = ("leg", "instance", "prefill_instance", "routed_dp_rank", "disagg_p
 @click.option("--top-k", type=int, default=0, help="0: off.")
 @click.option("--top-p", type=float, default=1.0, help="1: off.")
 @click.option("--seed", type=int, default=None, help="The same seed gives the same sample  [default: drawn]")
+@_sampling_options
 @click.option("--system", default=None, help="What the model is told to be.")
 @click.option("--raw", is_flag=True, help="Continue TEXT as it is, without the chat template.")
 @click.option("--tokens", is_flag=True, help="TEXT is a list of token ids, and so is the output.")
@@ -102,6 +115,7 @@ def _begin(client: Client, text: str, options: dict[str, Any], waits: str) -> St
     chosen["top_k"] = options["top_k"]
     chosen["top_p"] = options["top_p"]
     chosen["deadline_s"] = options["deadline_s"]
+    chosen |= {name: options[name] for name in _BY_CAPABILITY if options[name] is not None}  # type: ignore[typeddict-item]
     if options["seed"] is not None:
         chosen["seed"] = options["seed"]
     with Teller().telling() as teller:

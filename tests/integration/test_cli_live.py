@@ -116,6 +116,9 @@ def test_a_session(up: Up, directory: Path) -> None:
     assert (unknown.returncode, unknown.stderr.count("\n")) == (1, 1)
     assert "bad_rank" in unknown.stderr
 
+    unable = pdbus(directory, "generate", "hi", "--min-p", "0.1")
+    assert (unable.returncode, unable.stdout) == (1, "")
+    assert unable.stderr.startswith("pdbus: error: bad_request: no prefill rank knows min_p")
     refused = pdbus(directory, "generate", "hi", "--json", "--routed-dp-rank", "9")
     assert (refused.returncode, refused.stderr) == (1, unknown.stderr)
     error = json.loads(refused.stdout)
