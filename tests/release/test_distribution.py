@@ -76,7 +76,7 @@ def names(wheel: Path) -> set[str]:
 
 
 def test_the_wheel_holds_the_packages_their_type_marks_and_the_license(wheel: Path) -> None:
-    sources = {path for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    sources = {path for package in PACKAGES for kind in ("*.py", "*.html") for path in (ROOT / package).rglob(kind)}
     marks = {ROOT / package / "py.typed" for package in PACKAGES}
     info = wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"
     facts = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt")}
