@@ -21,7 +21,7 @@ import pytest
 
 from bus.errors import RequestFailed
 from bus.runtime.ports import free_ports
-from bus.wire.hashing import hash_chain, token_bytes
+from bus.wire.hashing import block_hashes
 from nodes.own.engines.tokenizer import SmolTokenizer
 from nodes.vllm.reaper import MARK
 from nodes.vllm.smollm2 import hugging_face
@@ -190,7 +190,7 @@ def test_tokens_equal_those_of_one_engine_alone_and_decode_computes_no_prompt(
 def test_prefixes_are_announced(cluster: Cluster, client: Client) -> None:
     """What cache_aware goes by: vLLM's KV events, each block of them with a name of ours at the controller."""
     prompt = SmolTokenizer().encode("Once upon a time, in a land far away, there lived an old king who " * 8)
-    named = len(hash_chain(token_bytes(prompt), BLOCK))
+    named = len(block_hashes(prompt, BLOCK))
     assert named > 2
     counts = client.status().counts
     client.generate_tokens(prompt, max_tokens=1).tokens()
