@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from controller_world import submit
+from retained import retained
 
 from bus.rights import Known
 from controller.requests.queue import CentralQueue
@@ -112,7 +113,9 @@ def test_a_full_queue_makes_room_at_the_cost_of_who_has_most_of_it() -> None:
 
 def test_nothing_is_remembered_of_an_empty_queue() -> None:
     queue = CentralQueue(max_requests=10, max_bytes=1000)
+    empty = retained(queue)
     for number in range(6):
         queue.add(number % 2, request(f"r{number}", key=f"k{number % 3}"))
+    filled = retained(queue)
     assert len(served(queue)) == 6
-    assert not any((queue._clocks, queue._lanes, queue._of_client, queue._bytes_of))
+    assert retained(queue) == empty < filled
