@@ -9,6 +9,7 @@ import io
 import os
 import re
 import select
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -67,6 +68,8 @@ def _run(command: click.Command, program: str) -> NoReturn:
         _fail(program, f"cannot write the output: {error.strerror}", 1)
     finally:
         leave_at_once()  # a second Ctrl-C, while the interpreter ends
+        if callable(signal.getsignal(signal.SIGTERM)):  # it leaves because of one; the next would look like a crash
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(0)
 
 

@@ -42,6 +42,7 @@ from nodes.vllm.sampling import arguments
 STAMP_S = 1.0  # between the end of a request in the engine and the time that its last output is stamped with, at most
 MIN_VALID_S = 0.001
 LOAD_SAID_S = 0.05
+LEGS_SAY_WHY_S = 1.0  # what runs in a dead engine ends by its exception, unless the engine forgot it
 
 OnThread = Callable[[Callable[[], None]], None]
 
@@ -78,6 +79,7 @@ class VllmRunner(HandedRunner):
         self._clock = clock
         self._outbox: deque[Said] = deque()  # appended to by the engine's thread, taken by the link's
         self._dead = False
+        self._gone_at: float | None = None  # when its engine was first seen to be dead
         # the engine's thread alone:
         self._known = KnownLegs()
         self._tasks: dict[Leg, asyncio.Task[None]] = {}
@@ -93,9 +95,12 @@ class VllmRunner(HandedRunner):
         return replace(super().load(), step=self._steps, busy=bool(self._tasks))
 
     def tick(self, now: float) -> None:
-        """An engine that dies while it is idle tells nobody."""
+        """An engine that dies while it is idle tells nobody; otherwise its legs say why it did, a moment later."""
         if self._client.errored:
-            self._die("vLLM's engine core is gone")
+            self._gone_at = now if self._gone_at is None else self._gone_at
+            if not self._tasks or now - self._gone_at > LEGS_SAY_WHY_S:
+                self._take()  # where the last of them just said it
+                self._die("vLLM's engine core is gone")
 
     def cache_changed(self, messages: Sequence[tuple[bytes, bytes, bytes]]) -> None:
         """KV-cache events of its engine, as they are to be published."""

@@ -104,3 +104,22 @@ def test_printable() -> None:
 def test_an_embedded_controller_refuses_them_too(value: float) -> None:
     with pytest.raises(ConfigError, match="lease_s must be greater than 0 and finite"):
         ControllerConfig(lease_s=value)
+
+
+LEAVES = """
+import builtins, os, signal, click
+from bus.runtime import cli
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+        kill(pid, number)
+@click.command()
+def command():
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    builtins.late = Late()  # which the interpreter drops after it has given its signals up
+cli.run(command, "leaver")
+"""
+
+
+def test_a_second_sigterm_while_the_interpreter_ends_is_no_crash() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -209,7 +209,23 @@ def test_an_engine_that_is_dead_for_good_is_said_to_be_once(tmp_path: Path, idle
         for _ in range(20):
             node.runner.tick(0.0)
             await asyncio.sleep(0.003)
-        assert len([event for event in node.events if isinstance(event, Dead)]) == 1
+        said = [event.reason for event in node.events if isinstance(event, Dead)]
+        assert said == ["vLLM's engine core is gone" if idle else "EngineDeadError: EngineCore encountered an issue"]
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_is_dead_and_lets_its_requests_hang_is_said_to_be_in_a_second(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        node = Node("unified", tmp_path)
+        node.start(max_tokens=4)
+        await asyncio.sleep(0)  # it runs, and says nothing more while nothing is awaited
+        node.client.errored = True
+        for now in (5.0, 5.9):
+            node.runner.tick(now)
+            assert not [event for event in node.events if isinstance(event, Dead)]
+        node.runner.tick(6.1)
+        assert [event.reason for event in node.events if isinstance(event, Dead)] == ["vLLM's engine core is gone"]
 
     asyncio.run(scenario())
 
