@@ -33,10 +33,10 @@ def send(socket: Socket, frames: Sequence[Any]) -> None:
 
     EAGAIN when the peer's queue is full, EHOSTUNREACH from a ROUTER whose peer is gone: then nothing was sent.
     """
-    last = len(frames) - 1
-    for index in range(last):
-        _send(socket, frames[index], _NOW_MORE)
-    _send(socket, frames[last], _NOW)
+    *first, last = frames
+    for frame in first:
+        _send(socket, frame, _NOW_MORE)
+    _send(socket, last, _NOW)
 
 
 def name_of(first: bytes) -> str:
@@ -68,11 +68,13 @@ def receive(socket: Socket, copied: int = ALL, keyed: bool = False) -> list[Any]
     """
     frame = _receive(socket, _NOW, False)  # a Frame knows whether more follow; to ask the socket costs more than this
     frames: list[Any] = [_known(frame) if keyed else frame.bytes]
-    while frame.more:
-        if len(frames) == FRAMES_MAX:
-            raise TooManyFrames(frame)
+    for number in range(1, FRAMES_MAX):
+        if not frame.more:
+            return frames
         frame = _receive(socket, _NOW, False)
-        frames.append(frame.bytes if len(frames) < copied else frame)
+        frames.append(frame.bytes if number < copied else frame)
+    if frame.more:
+        raise TooManyFrames(frame)
     return frames
 
 
