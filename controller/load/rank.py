@@ -32,8 +32,7 @@ class RankLoad:
         "base_tokens",
         "candidate",
         "counts_queue_only",
-        "dispatched_total",
-        "ended_total",
+        "dispatched_before",
         "epoch",
         "failed_total",
         "follower",
@@ -52,7 +51,6 @@ class RankLoad:
         "location",
         "newly_acked",
         "newly_acked_tokens",
-        "number",
         "other_acks",
         "others",
         "others_requests",
@@ -74,6 +72,7 @@ class RankLoad:
         "slow",
         "stale",
         "tokens",
+        "undone",
         "work",
     )
 
@@ -95,9 +94,9 @@ class RankLoad:
         self.base_requests = 0
         self.base_tokens = 0
         # what I sent in this epoch, what the report says was ingested, and what is outstanding (not ended)
-        self.number = 0  # of the last dispatch
         self.sent = 0
         self.sent_tokens = 0
+        self.undone = 0  # dispatches numbered, of which nothing was sent
         self.acked = 0
         self.acked_tokens = 0
         self.newly_acked = 0  # of `acked`, what the last report acknowledged first
@@ -125,9 +124,8 @@ class RankLoad:
         self.last_turn = 0  # turn of its last dispatch
         self.leaves: list[tuple[LeastIndex | SeatKeys, int, int]] = []  # its keys: (index, leaf there, Metric)
         # totals since the controller began, over all epochs of the rank
-        self.dispatched_total = 0
+        self.dispatched_before = 0  # in earlier epochs
         self.routed_total = 0
-        self.ended_total = 0
         self.failed_total = 0
         # not the load table's: its connection, and the live (request, leg)s here, by rid
         self.peer: Any = None
@@ -143,6 +141,21 @@ class RankLoad:
     def in_flight_tokens(self) -> int:
         """Their tokens."""
         return self.sent_tokens - self.acked_tokens
+
+    @property
+    def number(self) -> int:
+        """Of the last dispatch."""
+        return self.sent + self.undone
+
+    @property
+    def dispatched_total(self) -> int:
+        """Since the controller began."""
+        return self.dispatched_before + self.sent
+
+    @property
+    def ended_total(self) -> int:
+        """Likewise; what was in flight to an earlier epoch ended with that."""
+        return self.dispatched_total - self.outstanding
 
     @property
     def full(self) -> bool:

@@ -87,13 +87,13 @@ class LoadTable:
             self.close(old)
         rank = RankLoad(info)
         if old is not None:
-            rank.dispatched_total, rank.routed_total = old.dispatched_total, old.routed_total
-            rank.ended_total = old.ended_total + old.outstanding  # these end with it
-            rank.failed_total = old.failed_total + old.outstanding
+            rank.dispatched_before, rank.routed_total = old.dispatched_total, old.routed_total
+            rank.failed_total = old.failed_total + old.outstanding  # these end with it
             rank.last_turn = old.last_turn
         closed = self._closed.pop((rank.key, rank.epoch), None)
         if closed is not None:
-            rank.number, rank.sent, rank.sent_tokens = closed
+            rank.undone, rank.sent, rank.sent_tokens = closed
+            rank.dispatched_before -= rank.sent
             rank.acked, rank.acked_tokens = rank.sent, rank.sent_tokens
             self.reconnected(rank)
             rank.inherited = ()  # what it runs may be mine
@@ -133,7 +133,7 @@ class LoadTable:
         del self.ranks[rank.key]
         self._free_seats.append(rank.seat)
         if rank.number:
-            self._closed[(rank.key, rank.epoch)] = rank.number, rank.sent, rank.sent_tokens
+            self._closed[(rank.key, rank.epoch)] = rank.undone, rank.sent, rank.sent_tokens
             if len(self._closed) > MAX_CLOSED:
                 self._closed.popitem(last=False)
 
@@ -227,22 +227,22 @@ class LoadTable:
         """A dispatch of `tokens` (of its prompt) goes to `rank`: its estimate rises at once. Each is to be undone or
         ended once, with the same `tokens`. Returns the dispatch's number (1, 2, ... for this controller epoch and node
         epoch)."""
-        rank.number += 1
         rank.sent += 1
         rank.sent_tokens += tokens
         rank.outstanding += 1
         rank.outstanding_tokens += tokens
-        rank.dispatched_total += 1
+        rank.requests += 1
+        rank.tokens += tokens
         self.turn += 1
         rank.last_turn = self.turn
-        self._refresh(rank)
-        return rank.number
+        self._index(rank)
+        return rank.sent + rank.undone
 
     def undo(self, rank: RankLoad, tokens: int) -> None:
         """A dispatch charged before never left this process (its number is not used again)."""
+        rank.undone += 1
         rank.sent -= 1
         rank.sent_tokens -= tokens
-        rank.dispatched_total -= 1
         rank.outstanding -= 1
         rank.outstanding_tokens -= tokens
         early = max(0, rank.acked - rank.sent)  # not ingested, but taken for it when the connection was new
@@ -253,7 +253,6 @@ class LoadTable:
 
     def end(self, rank: RankLoad, tokens: int, *, ok: bool = True) -> None:
         """A dispatch of `tokens` is over, or given up: no longer outstanding (the estimate waits for a report)."""
-        rank.ended_total += 1
         if not ok:
             rank.failed_total += 1
         rank.outstanding -= 1
@@ -294,7 +293,6 @@ class LoadTable:
             assert 0 <= rank.acked <= rank.sent, rank
             assert 0 <= rank.acked_tokens <= rank.sent_tokens, rank
             assert 0 <= rank.outstanding <= rank.sent, rank
-            assert rank.outstanding == rank.dispatched_total - rank.ended_total, rank
             assert 0 <= rank.failed_total <= rank.ended_total, rank
             assert rank.requests >= 0 <= rank.tokens, rank
             assert rank.stale != (rank in fresh), rank
@@ -361,17 +359,21 @@ class LoadTable:
             rank.limit_tokens = max(1, int(self._token_overcommit[info.role] * info.kv_capacity))
 
     def _refresh(self, rank: RankLoad) -> None:
-        """Recompute the estimate and what hangs on it. The hot path: one call a dispatch, one a report."""
+        """Recompute the estimate and what hangs on it."""
         if rank.stale:
-            requests, tokens = rank.outstanding, rank.outstanding_tokens
+            rank.requests, rank.tokens = rank.outstanding, rank.outstanding_tokens
         else:
-            requests = rank.base_requests + rank.sent - rank.acked + rank.others_requests
-            tokens = rank.base_tokens + rank.sent_tokens - rank.acked_tokens + rank.others_tokens
-        rank.requests, rank.tokens = requests, tokens
+            rank.requests = rank.base_requests + rank.sent - rank.acked + rank.others_requests
+            rank.tokens = rank.base_tokens + rank.sent_tokens - rank.acked_tokens + rank.others_tokens
+        self._index(rank)
+
+    @staticmethod
+    def _index(rank: RankLoad) -> None:
+        """What hangs on the estimate. The hot path: one call a dispatch, one a report."""
         rank.candidate = can_take = (
             rank.ready
-            and requests < rank.limit_requests
-            and tokens < rank.limit_tokens
+            and rank.requests < rank.limit_requests
+            and rank.tokens < rank.limit_tokens
             and not (rank.slow and rank.outstanding)
         )
         for index, leaf, metric in rank.leaves:

@@ -77,6 +77,26 @@ def test_what_is_remembered_of_starts_that_left_is_bounded() -> None:
     table.validate()
 
 
+def test_totals_go_on_over_starts_of_a_rank_also_when_an_old_one_comes_back() -> None:
+    table = LoadTable(ME)
+    first = table.open(hello("i", 0, dp_size=1, epoch=1))
+    for _ in range(3):
+        table.charge(first, 10)
+    table.undo(first, 10)
+    table.end(first, 10)
+    second = table.open(hello("i", 0, dp_size=1, epoch=2))
+    table.charge(second, 10)
+    assert (second.dispatched_total, second.ended_total, second.failed_total) == (3, 2, 1), "one was lost"
+    back = table.open(hello("i", 0, dp_size=1, epoch=1))
+    assert (back.dispatched_total, back.ended_total, back.failed_total) == (3, 3, 2)
+    assert table.charge(back, 10) == 4, "numbered on, over what was undone"
+    assert (back.dispatched_total, back.ended_total) == (4, 3)
+    table.close(back)
+    forgotten = table.open(hello("i", 0, dp_size=1, epoch=1))
+    assert (forgotten.dispatched_total, forgotten.ended_total) == (0, 0)
+    table.validate()
+
+
 def test_acks_of_other_controllers_are_not_mine() -> None:
     """M26"""
     table, (rank,) = table_with(1)
