@@ -34,7 +34,7 @@ from controller.load.table import LoadTable
 from controller.members import Loss
 from controller.placement import Placement
 from controller.requests.attempts import Attempts, work_of
-from controller.requests.request import LegRun, LegState, Request, State, check, is_spare, same_request, verdict
+from controller.requests.request import LegRun, LegState, Request, State, is_spare, request_of, same_request, verdict
 from controller.requests.table import RequestTable, lane_of
 
 # Failures of the cluster, logged with their rid. What a client got wrong or chose is not: it could fill the log.
@@ -83,15 +83,13 @@ class Life:
             if live is not None and submit.attempt <= live.attempt:
                 self._reattach(live, peer, submit, out)
                 return
-            check(submit, frames)
-            size = sum(map(len, frames))
-            self.table.check(peer, submit, size, live)
+            request = request_of(peer, submit, frames, now)
+            self.table.check(request, live)
         except Refusal as refusal:
             self._answer_failed(peer, submit.rid, submit.attempt, refusal.code, refusal.sentence, out)
             return
         if live is not None:
             self._supersede(live, peer, out)
-        request = Request(peer, submit, frames, size, now)
         self.table.add(request)
         try:
             if not self._place(request, now, out):

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Literal
 
+from msgspec import Struct
+
 from bus.rights import key_of
-from bus.wire.messages import MAX_DP_SIZE, MAX_ROOM, Code, Ended, Legs, Refusal, Role, Submit
+from bus.wire.messages import MAX_DP_SIZE, MAX_ROOM, Code, Ended, Legs, Refusal, Rid, Role, Submit
 from controller.load.rank import RankLoad
 
 ROLES: dict[Legs, tuple[Role, ...]] = {
@@ -60,19 +62,16 @@ LEG_NEXT: dict[tuple[LegState, Literal["done", "given up"]], LegState] = {
 }
 
 
-class LegRun:
-    """One leg of one attempt at one rank (one start of it). `answers`: its output is what the client waits for."""
+class LegRun(Struct, eq=False):
+    """One leg of one attempt at one rank (one start of it)."""
 
-    __slots__ = ("answers", "began", "charge", "ended", "rank", "role", "state")
-
-    def __init__(self, role: Role, rank: RankLoad, charge: int, began: float, answers: bool) -> None:
-        self.role: Role = role
-        self.rank = rank
-        self.charge = charge
-        self.began = began  # dispatched at
-        self.answers = answers
-        self.state = LegState.RUNNING
-        self.ended: Ended | None = None  # what the node said of a leg that is done
+    role: Role
+    rank: RankLoad
+    charge: int
+    began: float  # dispatched at
+    answers: bool  # its output is what the client waits for
+    state: LegState = LegState.RUNNING
+    ended: Ended | None = None  # what the node said of a leg that is done
 
     def step(self, what: Literal["done", "given up"]) -> None:
         """Move on as the table says; what it does not know is our bug, and tells the story."""
@@ -82,43 +81,25 @@ class LegRun:
             raise AssertionError(f"{self.role} leg at {self.rank} is {self.state.value}: cannot be {what}") from None
 
 
-class Request:
-    """One accepted request. `frames` are its payload, kept until the legs that need it have started."""
+class Request(Struct, eq=False):
+    """One accepted request (`request_of`)."""
 
-    __slots__ = (
-        "attempt",
-        "avoid",
-        "client",
-        "deadline_at",
-        "frames",
-        "frames_bytes",
-        "lane",
-        "legs",
-        "losses",
-        "model",
-        "peer",
-        "rid",
-        "state",
-        "submit",
-        "tries",
-    )
-
-    def __init__(self, peer: Any, submit: Submit, frames: Sequence[Any], size: int, now: float) -> None:
-        self.peer = peer
-        self.client = key_of(peer)  # its key; empty: there are none
-        self.rid = submit.rid
-        self.submit = submit
-        self.model = submit.model  # of all its attempts; where it names none, settled when it is first placed
-        self.frames: tuple[Any, ...] = tuple(frames)
-        self.frames_bytes = size
-        self.attempt = submit.attempt
-        self.deadline_at = now + submit.deadline_s if submit.deadline_s else None
-        self.state = State.QUEUED
-        self.legs: tuple[LegRun, ...] = ()
-        self.tries = 0  # dispatches
-        self.losses = 0  # of those, ended by the loss of a rank
-        self.avoid: tuple[RankLoad, ...] = ()  # ranks that failed it
-        self.lane: Any = None  # the queue it waits in
+    peer: Any
+    client: str  # its key; empty: there are none
+    rid: Rid
+    submit: Submit
+    frames: tuple[Any, ...]  # its payload, kept until the legs that need it have started
+    frames_bytes: int
+    places: tuple[tuple[int, Role], ...]  # what it claims of its room: the legs of one room are one pair
+    attempt: int
+    model: str  # of all its attempts; where the submit names none, settled when it is first placed
+    deadline_at: float | None
+    state: State = State.QUEUED
+    legs: tuple[LegRun, ...] = ()
+    tries: int = 0  # dispatches
+    losses: int = 0  # of those, ended by the loss of a rank
+    avoid: tuple[RankLoad, ...] = ()  # ranks that failed it
+    lane: Any = None  # the queue it waits in
 
     def step(self, what: Literal["dispatched", "output", "again", "over"]) -> None:
         """Move on as the table says; what it does not know is our bug, and tells the story."""
@@ -130,26 +111,41 @@ class Request:
             raise AssertionError(f"{story}, legs {legs}") from None
 
 
-def check(submit: Submit, frames: Sequence[Any]) -> None:
-    """Raise Refusal unless header and payload are sound by themselves (`frames`: prompt, params)."""
+def request_of(peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> Request:
+    """What `peer` asks for with `submit` and its payload (`frames`: prompt, params). Raises Refusal unless they are
+    sound by themselves."""
     if submit.prompt_tokens < 1:
         raise Refusal("empty_prompt", f"a prompt has at least 1 token, not {submit.prompt_tokens}")
     if submit.max_tokens < 1:
         raise Refusal("bad_request", "max_tokens must be at least 1")
     if len(frames) != 2:
         raise Refusal("bad_request", f"a submit has 2 payload frames (prompt, params), not {len(frames)}")
-    if len(frames[0]) != 4 * submit.prompt_tokens:
-        raise Refusal(
-            "bad_request", f"{len(frames[0])} bytes of prompt are not {submit.prompt_tokens} tokens of 4 bytes"
-        )
+    size = len(frames[0])
+    if size != 4 * submit.prompt_tokens:
+        raise Refusal("bad_request", f"{size} bytes of prompt are not {submit.prompt_tokens} tokens of 4 bytes")
     room = submit.bootstrap_room
-    if room is None and submit.leg != "unified":
-        raise Refusal("bad_room", f"a {submit.leg} request needs a bootstrap_room")
+    places: tuple[tuple[int, Role], ...] = ()
     if room is not None and not 0 <= room <= MAX_ROOM:
         raise Refusal("bad_room", f"bootstrap_room {room} is outside 0..2^63-1")
+    if submit.leg != "unified":
+        if room is None:
+            raise Refusal("bad_room", f"a {submit.leg} request needs a bootstrap_room")
+        places = tuple([(room, role) for role in ROLES[submit.leg]])
     told = submit.disagg_prefill_dp_rank
     if told is not None and not 0 <= told < MAX_DP_SIZE:
         raise Refusal("bad_rank", f"disagg_prefill_dp_rank {told} is outside 0..{MAX_DP_SIZE - 1}")
+    return Request(
+        peer,
+        key_of(peer),
+        submit.rid,
+        submit,
+        tuple(frames),
+        size + len(frames[1]),
+        places,
+        submit.attempt,
+        submit.model,
+        now + submit.deadline_s if submit.deadline_s else None,
+    )
 
 
 def same_request(a: Submit, b: Submit) -> bool:

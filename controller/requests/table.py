@@ -11,12 +11,11 @@ from collections.abc import Hashable
 from typing import Any, TypeAlias
 
 from bus.due import DueTimes
-from bus.rights import key_of
 from bus.wire.messages import Attempt, Refusal, Rid, Role, Submit
 from controller.config import ControllerConfig
 from controller.load.rank import RankLoad
 from controller.requests.queue import CentralQueue
-from controller.requests.request import ROLES, Request, State
+from controller.requests.request import Request, State
 
 INHERITED_S = 60.0
 MAX_LOSSES = 4096
@@ -38,35 +37,34 @@ class RequestTable:
         self.inherited = Inherited(self._due)
         self.payload_bytes = 0
 
-    def check(self, peer: Any, submit: Submit, size: int, live: Request | None) -> None:
-        """Raise Refusal when `submit` with `size` bytes of payload does not fit beside what is alive; `live` is the
-        request it would replace."""
-        for place in rooms_of(submit):
+    def check(self, request: Request, live: Request | None) -> None:
+        """Raise Refusal when `request` does not fit beside what is alive; `live` is the one it would replace."""
+        for place in request.places:
             holder = self._rooms.get(place)
-            if holder is not None and holder != submit.rid:
-                raise Refusal("duplicate_room", f"bootstrap_room {submit.bootstrap_room} belongs to a live request")
+            if holder is not None and holder != request.rid:
+                raise Refusal("duplicate_room", f"bootstrap_room {place[0]} belongs to a live request")
         config = self._config
         kept = self.payload_bytes - (0 if live is None else live.frames_bytes)
-        if kept + size > config.payload_bytes:
+        if kept + request.frames_bytes > config.payload_bytes:
             raise Refusal("overloaded", "the prompts that wait here take all the memory there is for them")
         if live is None:
-            if self._of_client.get(key_of(peer) or peer, 0) >= config.client_requests:
+            if self._of_client.get(request.client or request.peer, 0) >= config.client_requests:
                 raise Refusal("too_many", f"this client has {config.client_requests} requests outstanding")
             if len(self.requests) >= config.max_requests:
                 raise Refusal("overloaded", f"{config.max_requests} requests are alive here")
 
     def add(self, request: Request) -> None:
-        submit = request.submit
-        self.requests[submit.rid] = request
-        for place in rooms_of(submit):
-            self._rooms[place] = submit.rid
+        rid = request.rid
+        self.requests[rid] = request
+        for place in request.places:
+            self._rooms[place] = rid
         self._enter(request)
         self.payload_bytes += request.frames_bytes
         if request.deadline_at is not None:
-            self._due.add(submit.rid, request.deadline_at)
-        if submit.rid in self._losses:
-            offset, losses = self._losses.pop(submit.rid)
-            if offset == submit.offset:  # no token since: it may be what kills them
+            self._due.add(rid, request.deadline_at)
+        if rid in self._losses:
+            offset, losses = self._losses.pop(rid)
+            if offset == request.submit.offset:  # no token since: it may be what kills them
                 request.losses = losses
 
     def move(self, request: Request, peer: Any) -> None:
@@ -82,19 +80,18 @@ class RequestTable:
 
     def remove(self, request: Request, *, failed: bool = False) -> None:
         """It has ended. If it `failed`, the ranks it lost are remembered, should its client come back with it."""
-        submit = request.submit
         if request.lane is not None:
             self.queue.remove(request)
         request.step("over")
-        del self.requests[submit.rid]
-        for place in rooms_of(submit):
+        del self.requests[request.rid]
+        for place in request.places:
             del self._rooms[place]
         self._leave(request)
         self.payload_bytes -= request.frames_bytes
         if request.deadline_at is not None:
-            self._due.remove(submit.rid, request.deadline_at)
+            self._due.remove(request.rid, request.deadline_at)
         if failed and request.losses:
-            self._losses[submit.rid] = submit.offset, request.losses
+            self._losses[request.rid] = request.submit.offset, request.losses
             if len(self._losses) > MAX_LOSSES:
                 self._losses.popitem(last=False)
 
@@ -118,7 +115,7 @@ class RequestTable:
         assert self.payload_bytes == sum(request.frames_bytes for request in live)
         assert self._of_client == Counter(request.client or request.peer for request in live)
         assert len(self._due) == sum(request.deadline_at is not None for request in live) + self.inherited.ranks
-        assert self._rooms == {place: request.rid for request in live for place in rooms_of(request.submit)}
+        assert self._rooms == {place: request.rid for request in live for place in request.places}
 
     def _enter(self, request: Request) -> None:
         """Limits count by key, over however many connections, or without keys by connection."""
@@ -132,12 +129,6 @@ class RequestTable:
             self._of_client[client] = left
         else:
             del self._of_client[client]
-
-
-def rooms_of(submit: Submit) -> list[tuple[int, Role]]:
-    """What `submit` claims of its room: a prefill and a decode leg of one room are one pair."""
-    room = submit.bootstrap_room
-    return [] if room is None or submit.leg == "unified" else [(room, role) for role in ROLES[submit.leg]]
 
 
 def lane_of(submit: Submit) -> Hashable:

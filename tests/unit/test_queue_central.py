@@ -15,7 +15,8 @@ from controller.requests.request import Request
 def request(rid: str, priority: int = 0, size: int = 8, key: str = "", tokens: int = 10) -> Request:
     peer = Known(b"p")
     peer.key = key
-    return Request(peer, submit(rid, priority=priority, prompt_tokens=tokens), (b"x" * size,), size, 0.0)
+    header = submit(rid, priority=priority, prompt_tokens=tokens)
+    return Request(peer, key, rid, header, (b"x" * size,), size, (), 1, "", None)
 
 
 def served(queue: CentralQueue, count: int = 1000) -> list[str]:
