@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq
 
-from bus.actions import Note, Publish
+from bus.actions import Publish
 from bus.broker import Broker, BrokerConfig
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.errors import LocalProtocolError, RemoteProtocolError
@@ -55,6 +55,7 @@ from controller.events import (
     FromNode,
     Published,
     Tick,
+    ToClient,
     ToNode,
     Undelivered,
     Unreachable,
@@ -255,24 +256,23 @@ class Controller(Service):
         """At the end of a turn, so that what the turn sends to one peer shares system calls."""
         outbox = self._outbox
         for action in outbox:  # what a failed send leads to joins the end of the list
-            if type(action) is ToNode:
-                failure = self._send(self._nodes, action.peer, action.message, action.frames)
-                if failure == errno.EHOSTUNREACH:
-                    outbox.extend(self.core.handle(Unreachable(action.peer), self.loop.clock()))
-                elif failure == errno.EAGAIN:
-                    outbox.extend(self.core.handle(Undelivered(action.peer, action.message), self.loop.clock()))
-            elif type(action) is Publish:
+            kind = type(action)
+            if kind is ToNode:
+                if failure := self._send(self._nodes, action.peer, action.message, action.frames):
+                    gone = failure == errno.EHOSTUNREACH
+                    self.handle(Unreachable(action.peer) if gone else Undelivered(action.peer, action.message))
+            elif kind is ToClient:
+                if action.peer is LOCAL:
+                    if self._on_local is not None:
+                        self._on_local(action.message)
+                elif failure := self._send(self._clients, action.peer, action.message):
+                    self.core.counts["clients_unreachable"] += 1  # it may come back and ask again
+                    if failure == errno.EHOSTUNREACH and type(action.message) is Accepted:
+                        self.handle(ClientGone(action.peer, action.message.rid))
+            elif kind is Publish:
                 self._publish(action.message)
-            elif type(action) is Note:
+            else:
                 getattr(log, action.level)(action.event, **action.fields)
-            elif action.peer == LOCAL:
-                if self._on_local is not None:
-                    self._on_local(action.message)
-            elif failure := self._send(self._clients, action.peer, action.message):
-                self.core.counts["clients_unreachable"] += 1  # it may come back and ask again
-                if failure == errno.EHOSTUNREACH and type(action.message) is Accepted:
-                    gone = ClientGone(action.peer, action.message.rid)
-                    outbox.extend(self.core.handle(gone, self.loop.clock()))
         outbox.clear()
 
     def _send(self, router: Socket, peer: bytes, message: Message, frames: Sequence[Any] = ()) -> int:
