@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from test_broker_live import Asker
 
 from bus.errors import RequestFailed
 from bus.wire.messages import Params, Status
@@ -23,7 +24,7 @@ BLOCK_TOKENS = 16  # of the sim engine
 SHARED = [3 + n for n in range(4 * BLOCK_TOKENS)]  # what every prompt begins with
 
 
-def settled(read: Callable[[], Status], deadline_s: float = 5.0) -> Status:
+def settled(read: Callable[[], Status], deadline_s: float = 60.0) -> Status:
     """The status once nothing is in flight or estimated any more; fails when that does not come about."""
     until = time.monotonic() + deadline_s
     while True:
@@ -86,6 +87,9 @@ def test_one_controller_per_instance(pdbus_cluster: Factory, transport: str, met
         prefill=2, decode=2, ranks_per_process=2, transport=transport, controllers="per_instance", prefill_method=method
     )
     with cluster.client() as client:
+        if method == "follow_bootstrap_room":
+            with Asker(cluster.bus) as asker:
+                asker.until_followed("prefill-0", 2)
         results = run_some(client)
         assert {result.found_by for result in results} == {found_by}
         if method == "follow_bootstrap_room":
@@ -185,7 +189,7 @@ def test_threads_cancel_deadline_and_text(pdbus_cluster: Factory) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         assert done == [True] * 4
 
         stream = client.generate_tokens([5, 6], max_tokens=5000)
@@ -231,7 +235,7 @@ def test_split_equals_single_process_on_the_torch_engine(pdbus_cluster: Factory)
 def test_a_killed_rank_and_a_restarted_controller_cost_no_request(pdbus_cluster: Factory) -> None:
     """Resumed mid-stream by the client; the restarted part is used again."""
     cluster = pdbus_cluster(prefill=1, decode=2, node_args=("--sim-base-s", "0.02"), decode_method="total_requests")
-    with cluster.client() as client:
+    with cluster.client(connect_timeout_s=60.0) as client:
         streams = [client.generate_tokens([5, 6, i], max_tokens=150) for i in range(3, 7)]
         read = [iter(stream) for stream in streams]
         first = [next(pieces) for pieces in read]
