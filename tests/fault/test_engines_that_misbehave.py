@@ -99,7 +99,7 @@ def test_overload_is_refused_early_with_a_hint_and_waits_are_bounded() -> None:
             live.results[rid].total_s for rid in rids if live.results[rid].code == "ok"
         )
         live.check(failed={"overloaded": len(refused)})
-    with Cluster(crowded) as cluster, rig(cluster, retries=12) as patient:
-        patient.idle()
-        patient.ended(*[patient.begin(20, 10, leg="unified") for _ in range(12)])  # who waits as hinted gets through
-        patient.check()
+        with rig(cluster, retries=12) as patient:
+            patient.idle()
+            patient.ended(*[patient.begin(20, 10, leg="unified") for _ in range(12)])
+            patient.check()  # who waits as hinted gets through

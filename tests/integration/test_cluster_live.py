@@ -39,12 +39,12 @@ def settled(read: Callable[[], Status], deadline_s: float = 60.0) -> Status:
         assert time.monotonic() < until, f"still busy: {busy}"
 
 
-def stays_where_it_is_cached(client: Client, rank_of: Callable[[Result], object]) -> None:
+def stays_where_it_is_cached(client: Client, rank_of: Callable[[Result], object], **options: Any) -> None:
     """One at a time, a prompt returns to the rank that has computed it: all are idle, and the others would have to."""
     prompt = [*SHARED, *range(200, 200 + 6 * BLOCK_TOKENS)]
     ranks = set()
     for _ in range(4):
-        result = client.generate_tokens(prompt, max_tokens=2, block_tokens=BLOCK_TOKENS).result
+        result = client.generate_tokens(prompt, max_tokens=2, block_tokens=BLOCK_TOKENS, **options).result
         ranks.add(rank_of(result))
         settled(client.status)
     assert len(ranks) == 1, ranks
@@ -105,15 +105,22 @@ def test_one_controller_per_instance(pdbus_cluster: Factory, transport: str, met
 
 
 @pytest.mark.parametrize("method", POLICIES)
-def test_every_method_on_either_leg(pdbus_cluster: Factory, method: str) -> None:
-    cluster = pdbus_cluster(prefill=3, decode=3, ranks_per_process=3, prefill_method=method, decode_method=method)
+def test_every_method_on_every_leg(pdbus_cluster: Factory, method: str) -> None:
+    cluster = pdbus_cluster(
+        prefill=3, decode=3, unified=2, ranks_per_process=3, prefill_method=method, decode_method=method,
+        unified_method=method,
+    )  # fmt: skip
     with cluster.client() as client:
-        results = run_some(client, 15)
+        alone = run_some(client, 6, leg="unified")
+        assert {result.found_by for result in alone} == {"local"}
+        assert {result.prefill for result in alone} == {None}
+        results = run_some(client, 15, leg="pair")
         status = settled(client.status)
-        assert status.methods["prefill"] == status.methods["decode"] == method
+        assert set(status.methods.values()) == {method}
         if method == "cache_aware":
             assert status.counts["prefix_blocks"] >= len(SHARED) // BLOCK_TOKENS
-            stays_where_it_is_cached(client, lambda result: (result.prefill, result.decode))
+            stays_where_it_is_cached(client, lambda result: (result.prefill, result.decode), leg="pair")
+            stays_where_it_is_cached(client, lambda result: result.decode, leg="unified")
             return
     if method == "follow_bootstrap_room":
         for result in results:
@@ -123,18 +130,6 @@ def test_every_method_on_either_leg(pdbus_cluster: Factory, method: str) -> None
             assert result.prefill.dp_rank == result.decode.dp_rank == result.bootstrap_room % 3
     else:
         assert {result.decode.dp_rank for result in results if result.decode} == {0, 1, 2}
-
-
-@pytest.mark.parametrize("method", POLICIES)
-def test_unified_ranks(pdbus_cluster: Factory, method: str) -> None:
-    cluster = pdbus_cluster(unified=2, ranks_per_process=2, unified_method=method)
-    with cluster.client() as client:
-        results = run_some(client, 6)
-        assert {result.found_by for result in results} == {"local"}
-        assert {result.prefill for result in results} == {None}
-        settled(client.status)
-        if method == "cache_aware":
-            stays_where_it_is_cached(client, lambda result: result.decode)
 
 
 def test_several_instances_and_an_embedded_centre(pdbus_cluster: Factory) -> None:
