@@ -115,16 +115,17 @@ class Node:
             assert on_ready is not None
             self.host.serving = True
             on_ready(self)
-        elif now - self._began >= self.config.wait_s:
+            return
+        if now - self._said >= SAY_WAITING_S:  # also where the time is up, on a machine that stood still meanwhile
+            self._said = now
+            left_s = max(0.0, round(self.config.wait_s - (now - self._began), 1))
+            log.info("node.waiting", waits_for=missing, waited_s=round(now - self._began, 1), gives_up_in_s=left_s)
+        if now - self._began >= self.config.wait_s:
             why = why_silent(missing[0].partition(" at ")[2], self.config.keys)
             silent = f"{' and '.join(missing)} did not answer (waited {self.config.wait_s:g} s): {why}"
             fenced = self.host.fenced()
             self.failure = StartError(f"{fenced}; this one leaves" if fenced else silent)
             self.leave()
-        elif now - self._said >= SAY_WAITING_S:
-            self._said = now
-            left_s = round(self.config.wait_s - (now - self._began), 1)
-            log.info("node.waiting", waits_for=missing, waited_s=round(now - self._began, 1), gives_up_in_s=left_s)
 
     def _snapshot(self) -> Iterator[metrics.Metric]:
         yield from snapshot(self.host, self._figures)

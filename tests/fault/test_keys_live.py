@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import zmq
-from fault_rig import CONTROLLER_ARGS, TIMING, WAIT_S, Rig, rig
+from fault_rig import TIMING, WAIT_S, Rig, rig
 
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.rights import KeyRole
@@ -70,7 +70,7 @@ def cluster(keys: Path) -> Iterator[Cluster]:
     transport: Any = keys.name.rstrip("0123456789")
     spec = ClusterSpec(
         prefill=1, decode=1, engine="sim", model="sim", transport=transport, keys=str(keys / "cluster"),
-        node_args=TIMING, controller_args=CONTROLLER_ARGS,
+        node_args=TIMING,
     )  # fmt: skip
     with Cluster(spec) as running:
         yield running
@@ -100,7 +100,7 @@ class Peer:
     def __exit__(self, *_: object) -> None:
         self.sockets.close()
 
-    def says(self, at: str, to: KeyRole, *frames: bytes, wait_ms: int = 5000) -> bytes | None:
+    def says(self, at: str, to: KeyRole, *frames: bytes, wait_ms: int = 60_000) -> bytes | None:
         """What is answered, if anything."""
         dealer = self.sockets.dealer(at, role=to)
         with suppress(zmq.Again):  # refused before it could say so much
@@ -121,6 +121,18 @@ class Peer:
             for message in messages:
                 pub.send_multipart((topics.of(message), codec.encode(message)))
             time.sleep(0.01)
+
+
+@pytest.fixture
+def long(live: Rig) -> Iterator[str]:
+    """The rid of an operator's request that goes on while the test lasts, and that nothing in it disturbs."""
+    with rig(live.cluster) as operator:
+        rid = operator.begin(60, 4000)
+        operator.got(rid, 2)
+        yield rid
+        operator.channel.cancel(rid)
+        assert operator.ended(rid).attempts == 1
+        operator.check(failed={"cancelled": 1})
 
 
 def test_a_listed_client_is_served(cluster: Cluster, keys: Path) -> None:
@@ -157,6 +169,7 @@ def test_others_get_nowhere_and_are_counted(live: Rig, keys: Path, who: str) -> 
 def test_a_revoked_client_is_turned_away_and_cut_off_in_the_midst_of_a_stream(live: Rig, keys: Path) -> None:
     client(keys, "bob")
     with Client(live.cluster.controller, keys=keys / "bob", retries=0, connect_timeout_s=2.0) as bob:
+        bob.status(timeout_s=WAIT_S)  # it is connected
         stream = bob.generate_tokens([5, 6], max_tokens=4000)
         pieces = iter(stream)
         assert next(pieces).ids
@@ -165,11 +178,9 @@ def test_a_revoked_client_is_turned_away_and_cut_off_in_the_midst_of_a_stream(li
     assert "key.revoked" in (live.cluster.log_dir / "controller-0.log").read_text()
 
 
-def test_a_client_may_do_nothing_to_anothers_request_and_sees_no_loads(live: Rig, keys: Path) -> None:
+def test_a_client_may_do_nothing_to_anothers_request_and_sees_no_loads(live: Rig, keys: Path, long: str) -> None:
     """Although mallory knows its rid and room."""
     at = ControllerAddress(live.cluster.controller).clients
-    rid = live.begin(60, 200)  # the operator's
-    live.got(rid, 2)
     decode = next(rank for rank in live.status().ranks if rank.role == "decode")
     with Peer(keys / "mallory") as mallory:
         status = mallory.asks(at, "controllers", StatusQuery(1), CONTROLLER_TO_CLIENT)
@@ -179,17 +190,15 @@ def test_a_client_may_do_nothing_to_anothers_request_and_sees_no_loads(live: Rig
         assert isinstance(drained, Refused)
         assert drained.code == "bad_identity"
         for attempt in (1, 2, 1000):
-            submit = Submit(rid, "unified", 1, 1, attempt=attempt)
+            submit = Submit(long, "unified", 1, 1, attempt=attempt)
             failed = mallory.asks(at, "controllers", submit, CONTROLLER_TO_CLIENT, b"\1\0\0\0", b"")
             assert getattr(failed, "code", "") == "duplicate_rid"
-        assert mallory.says(at, "controllers", codec.encode(Cancel(rid)), wait_ms=200) is None
-        tokens = mallory.asks(decode.endpoint, "nodes", Attach(rid, 1), FROM_NODE_DATA)
+        assert mallory.says(at, "controllers", codec.encode(Cancel(long)), wait_ms=200) is None
+        tokens = mallory.asks(decode.endpoint, "nodes", Attach(long, 1), FROM_NODE_DATA)
         assert isinstance(tokens, Tokens)
         assert (tokens.code, tokens.ids) == ("bad_identity", ())
         pull = KvPull(1, 1, decode.epoch, 0, 0)
         assert mallory.says(decode.endpoint, "nodes", codec.encode(pull), wait_ms=200) is None
-    live.ended(rid)
-    assert live.results[rid].attempts == 1
     assert live.status().counts["rejected_not_yours"] >= 2
 
 
@@ -210,11 +219,10 @@ def test_the_brokers_status_is_for_an_admin(live: Rig, keys: Path) -> None:
         assert not isinstance(operator.asks(at, "brokers", BrokerStatusQuery(1), FROM_BROKER), Refused)
 
 
+@pytest.mark.usefixtures("long")
 def test_a_connection_speaks_for_the_rank_it_claimed_and_no_other(live: Rig, keys: Path) -> None:
     """Even a peer with a node's key: its progress about another's rank, or before any hello, changes nothing."""
     decode = next(rank for rank in live.status().ranks if rank.role == "decode")
-    rid = live.begin(60, 200)
-    live.got(rid, 2)
     at = ControllerAddress(live.cluster.controller).nodes
     lie = Progress(decode.instance, decode.dp_rank, decode.epoch, (), ())
     claim = Hello(
@@ -231,8 +239,6 @@ def test_a_connection_speaks_for_the_rank_it_claimed_and_no_other(live: Rig, key
             answer = other.asks(at, "controllers", message, CONTROLLER_TO_NODE)
             assert isinstance(answer, Refused)
             assert (answer.code, answer.message.partition(":")[0]) == ("bad_identity", "not_yours")
-    live.ended(rid)
-    assert live.results[rid].attempts == 1
 
 
 def test_a_publication_needs_the_key_of_whom_it_speaks_for(live: Rig, keys: Path) -> None:
@@ -260,9 +266,9 @@ def test_a_publication_needs_the_key_of_whom_it_speaks_for(live: Rig, keys: Path
         probe = operator.sockets.sub(bus.subscribe, (b"load/decode-0/", b"sent/controller-9/", b"beacon/"))
         node.publishes(bus, forged, told("nodes/prefill-0"))
         controller.publishes(bus, [forged[0], forged[2]], told("controllers/controller-0"))
-        seen = []
         live.ended(live.begin(60))
+        assert probe.poll(WAIT_S * 1000)
+        seen = []
         while probe.poll(100):
             seen.append(codec.decode(probe.recv_multipart()[1], PUBLICATIONS))
-        assert seen
         assert not set(forged) & set(seen)

@@ -66,10 +66,11 @@ class Link:
 
 
 @pytest.fixture
-def live() -> Iterator[Rig]:
+def live(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """With the controllers' options that the test asks for."""
     spec = ClusterSpec(
         unified=1, engine="sim", model="sim", unified_method="total_requests", node_args=TIMING,
-        controller_args=CONTROLLER_ARGS,
+        controller_args=request.param,
     )  # fmt: skip
     with Cluster(spec) as cluster, rig(cluster) as made:
         yield made
@@ -104,10 +105,11 @@ def state(live: Rig) -> str:
     return rank.state if rank is not None else ""
 
 
+@pytest.mark.parametrize("live", [CONTROLLER_ARGS], indirect=True, ids=[""])
 def test_cut_off_from_its_controller_it_is_lost_and_what_ran_there_goes_on_elsewhere(live: Rig) -> None:
     live.idle()
     with far_node(live) as (link, _):
-        rids = [live.begin(60, 150, leg="unified") for _ in range(6)]
+        rids = [live.begin(60, 400, leg="unified") for _ in range(6)]
         for rid in rids:
             live.got(rid, 1)
         live.until(lambda: (rank := far(live)) is not None and rank.outstanding, "it has some of them")
@@ -123,10 +125,11 @@ def test_cut_off_from_its_controller_it_is_lost_and_what_ran_there_goes_on_elsew
         live.check()
 
 
+@pytest.mark.parametrize("live", [("--lease-s", "2.0", "--stale-s", "0.6")], indirect=True, ids=[""])
 def test_cut_off_from_the_bus_it_gets_nothing_new_and_finishes_what_it_has(live: Rig) -> None:
     live.idle()
     with far_node(live) as (_, links):
-        rids = [live.begin(60, 300, leg="unified") for _ in range(6)]
+        rids = [live.begin(60, 800, leg="unified") for _ in range(6)]
         for rid in rids:
             live.got(rid, 1)
         live.until(lambda: (rank := far(live)) is not None and rank.outstanding, "it has some of them")

@@ -44,8 +44,11 @@ def test_ranks_join_and_leave_a_running_cluster_and_nothing_is_lost() -> None:
         live.got(rids[0], 1)
         with part(cluster.directory, "more", "nodes.unified", *unified(cluster, "unified-more", 3, "0-2")) as more:
             live.until(lambda: (more.read(), more.ready)[1], "the new ranks are ready")
-            names = {(r.instance, r.dp_rank) for r in live.status().ranks if r.state == "ready"}
-            assert {("unified-more", n) for n in range(3)} < names
+            wanted = {("unified-more", n) for n in range(3)}
+            live.until(
+                lambda: wanted < {(r.instance, r.dp_rank) for r in live.status().ranks if r.state == "ready"},
+                "and the controller counts with them",
+            )
             rids += [live.begin(40, 60, leg="unified") for _ in range(12)]
             counts = live.until(
                 lambda: {r.dispatched_total for r in live.status().ranks if r.instance == "unified-more"} - {0},
@@ -54,7 +57,7 @@ def test_ranks_join_and_leave_a_running_cluster_and_nothing_is_lost() -> None:
             assert counts
             more.send(signal.SIGTERM)  # in the middle of it
             live.ended(*rids)
-            assert more.wait(20)
+            assert more.wait(60)
             assert more.returncode == 0
         live.check()
         assert {r.state for r in live.status().ranks if r.instance == "unified-more"} == {"gone"}
@@ -63,7 +66,7 @@ def test_ranks_join_and_leave_a_running_cluster_and_nothing_is_lost() -> None:
 
 
 def test_an_operator_drains_a_rank_over_the_controller() -> None:
-    spec = ClusterSpec(unified=2, engine="sim", model="sim", node_args=TIMING, controller_args=CONTROLLER_ARGS)
+    spec = ClusterSpec(unified=2, engine="sim", model="sim", node_args=TIMING)
     with Cluster(spec) as cluster, rig(cluster) as live, cluster.client() as client:
         live.idle()
         rids = [live.begin(40, 80, leg="unified") for _ in range(8)]
@@ -75,7 +78,7 @@ def test_an_operator_drains_a_rank_over_the_controller() -> None:
         live.check()
         assert {live.results[rid].attempts for rid in rids} == {1}, "what ran there was finished there"
         assert {live.results[rid].decode.dp_rank for rid in more} == {0}  # type: ignore[union-attr]
-        assert cluster.children["unified-0/1"].wait(20)
+        assert cluster.children["unified-0/1"].wait(60)
         assert cluster.children["unified-0/1"].returncode == 0
 
 
@@ -107,19 +110,18 @@ def test_two_controllers_share_the_ranks_and_one_of_them_dies(two: tuple[Rig, Ri
     first.cluster.kill("controller-0")
     other.ended(*theirs)
     other.check()
-    assert {rank.state for rank in other.status().ranks} == {"ready"}
+    other.idle()
     first.cluster.restart("controller-0")
     first.ended(*mine)
     first.check()
     first.idle()
-    seen = other.status()
-    assert all(rank.in_flight_requests == 0 for rank in seen.ranks), seen
+    other.until(lambda: not any(rank.in_flight_requests for rank in other.status().ranks), "the other knows that too")
 
 
 def test_both_controllers_see_the_work_of_the_other(two: tuple[Rig, Rig, Child]) -> None:
     """They do not all pick the same rank: with one at work, the other one's estimate of those ranks rises."""
     first, other, _ = two
-    rids = [first.begin(300, 200) for _ in range(8)]
+    rids = [first.begin(300, 600) for _ in range(8)]
     first.got(rids[0], 1)
     estimates = other.until(
         lambda: [rank.estimate_requests for rank in other.status().ranks if rank.estimate_requests],

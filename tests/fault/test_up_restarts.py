@@ -195,7 +195,7 @@ def test_the_second_ctrl_c_waits_for_nothing(directory: Path) -> None:
         up.process.send_signal(signal.SIGINT)
         up.until("stderr", "draining; Ctrl-C again ends it at once")
         up.process.send_signal(signal.SIGINT)
-        assert up.end(deadline_s=20.0) == 130
+        assert up.end() == 130
         with pytest.raises(RequestFailed):
             list(pieces)
     assert not list(directory.iterdir())

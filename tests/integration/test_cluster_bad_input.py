@@ -84,12 +84,12 @@ def test_another_version_is_refused_and_the_connection_stays_usable(cluster: Clu
         frame = encode(StatusQuery(1))
         for bad, code in ((b"\x02" + frame[1:], "bad_version"), (b"\x01garbage", "bad_message")):
             dealer.send(bad)
-            assert dealer.poll(5000, zmq.POLLIN)
+            assert dealer.poll(60_000, zmq.POLLIN)
             answer = decode(dealer.recv(), CONTROLLER_TO_CLIENT)
             assert isinstance(answer, Refused)
             assert answer.code == code
         dealer.send(frame)
-        assert dealer.poll(5000, zmq.POLLIN)
+        assert dealer.poll(60_000, zmq.POLLIN)
 
 
 def test_a_rank_with_no_possible_name(client: Client) -> None:
@@ -137,12 +137,12 @@ def empty() -> Iterator[Path]:
 def test_a_bus_that_is_not_there(empty: Path) -> None:
     done = python(
         "-m", "nodes.unified", "--engine", "sim", "--bus", f"ipc://{empty}/bus", "--controller", f"ipc://{empty}/c",
-        "--data", f"ipc://{empty}", "--wait-s", "3",
+        "--data", f"ipc://{empty}", "--wait-s", "2.1",
     )  # fmt: skip
     assert done.returncode == 3
     error = done.stderr.strip().splitlines()[-1]
     assert f"ipc://{empty}/bus" in error
-    assert "3" in error
+    assert "2.1" in error
     assert "waiting" in done.stderr, "meanwhile it says what it waits for"
     assert "Traceback" not in done.stderr
 

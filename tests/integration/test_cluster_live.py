@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from test_broker_live import Asker
 
 from bus.errors import RequestFailed
 from bus.wire.messages import Params, Status
@@ -23,7 +24,7 @@ BLOCK_TOKENS = 16  # of the sim engine
 SHARED = [3 + n for n in range(4 * BLOCK_TOKENS)]  # what every prompt begins with
 
 
-def settled(read: Callable[[], Status], deadline_s: float = 5.0) -> Status:
+def settled(read: Callable[[], Status], deadline_s: float = 60.0) -> Status:
     """The status once nothing is in flight or estimated any more; fails when that does not come about."""
     until = time.monotonic() + deadline_s
     while True:
@@ -38,12 +39,12 @@ def settled(read: Callable[[], Status], deadline_s: float = 5.0) -> Status:
         assert time.monotonic() < until, f"still busy: {busy}"
 
 
-def stays_where_it_is_cached(client: Client, rank_of: Callable[[Result], object]) -> None:
+def stays_where_it_is_cached(client: Client, rank_of: Callable[[Result], object], **options: Any) -> None:
     """One at a time, a prompt returns to the rank that has computed it: all are idle, and the others would have to."""
     prompt = [*SHARED, *range(200, 200 + 6 * BLOCK_TOKENS)]
     ranks = set()
     for _ in range(4):
-        result = client.generate_tokens(prompt, max_tokens=2, block_tokens=BLOCK_TOKENS).result
+        result = client.generate_tokens(prompt, max_tokens=2, block_tokens=BLOCK_TOKENS, **options).result
         ranks.add(rank_of(result))
         settled(client.status)
     assert len(ranks) == 1, ranks
@@ -86,6 +87,9 @@ def test_one_controller_per_instance(pdbus_cluster: Factory, transport: str, met
         prefill=2, decode=2, ranks_per_process=2, transport=transport, controllers="per_instance", prefill_method=method
     )
     with cluster.client() as client:
+        if method == "follow_bootstrap_room":
+            with Asker(cluster.bus) as asker:
+                asker.until_followed("prefill-0", 2)
         results = run_some(client)
         assert {result.found_by for result in results} == {found_by}
         if method == "follow_bootstrap_room":
@@ -101,15 +105,22 @@ def test_one_controller_per_instance(pdbus_cluster: Factory, transport: str, met
 
 
 @pytest.mark.parametrize("method", POLICIES)
-def test_every_method_on_either_leg(pdbus_cluster: Factory, method: str) -> None:
-    cluster = pdbus_cluster(prefill=3, decode=3, ranks_per_process=3, prefill_method=method, decode_method=method)
+def test_every_method_on_every_leg(pdbus_cluster: Factory, method: str) -> None:
+    cluster = pdbus_cluster(
+        prefill=3, decode=3, unified=2, ranks_per_process=3, prefill_method=method, decode_method=method,
+        unified_method=method,
+    )  # fmt: skip
     with cluster.client() as client:
-        results = run_some(client, 15)
+        alone = run_some(client, 6, leg="unified")
+        assert {result.found_by for result in alone} == {"local"}
+        assert {result.prefill for result in alone} == {None}
+        results = run_some(client, 15, leg="pair")
         status = settled(client.status)
-        assert status.methods["prefill"] == status.methods["decode"] == method
+        assert set(status.methods.values()) == {method}
         if method == "cache_aware":
             assert status.counts["prefix_blocks"] >= len(SHARED) // BLOCK_TOKENS
-            stays_where_it_is_cached(client, lambda result: (result.prefill, result.decode))
+            stays_where_it_is_cached(client, lambda result: (result.prefill, result.decode), leg="pair")
+            stays_where_it_is_cached(client, lambda result: result.decode, leg="unified")
             return
     if method == "follow_bootstrap_room":
         for result in results:
@@ -119,18 +130,6 @@ def test_every_method_on_either_leg(pdbus_cluster: Factory, method: str) -> None
             assert result.prefill.dp_rank == result.decode.dp_rank == result.bootstrap_room % 3
     else:
         assert {result.decode.dp_rank for result in results if result.decode} == {0, 1, 2}
-
-
-@pytest.mark.parametrize("method", POLICIES)
-def test_unified_ranks(pdbus_cluster: Factory, method: str) -> None:
-    cluster = pdbus_cluster(unified=2, ranks_per_process=2, unified_method=method)
-    with cluster.client() as client:
-        results = run_some(client, 6)
-        assert {result.found_by for result in results} == {"local"}
-        assert {result.prefill for result in results} == {None}
-        settled(client.status)
-        if method == "cache_aware":
-            stays_where_it_is_cached(client, lambda result: result.decode)
 
 
 def test_several_instances_and_an_embedded_centre(pdbus_cluster: Factory) -> None:
@@ -185,7 +184,7 @@ def test_threads_cancel_deadline_and_text(pdbus_cluster: Factory) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         assert done == [True] * 4
 
         stream = client.generate_tokens([5, 6], max_tokens=5000)
@@ -231,7 +230,7 @@ def test_split_equals_single_process_on_the_torch_engine(pdbus_cluster: Factory)
 def test_a_killed_rank_and_a_restarted_controller_cost_no_request(pdbus_cluster: Factory) -> None:
     """Resumed mid-stream by the client; the restarted part is used again."""
     cluster = pdbus_cluster(prefill=1, decode=2, node_args=("--sim-base-s", "0.02"), decode_method="total_requests")
-    with cluster.client() as client:
+    with cluster.client(connect_timeout_s=60.0) as client:
         streams = [client.generate_tokens([5, 6, i], max_tokens=150) for i in range(3, 7)]
         read = [iter(stream) for stream in streams]
         first = [next(pieces) for pieces in read]

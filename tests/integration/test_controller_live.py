@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from socket import create_server
 
 import pytest
 from controller_world import hello, submit
@@ -22,6 +21,7 @@ from raw_nodes import WAIT_S, Client, Node
 
 from bus.broker import Broker, BrokerConfig
 from bus.errors import ConfigError, StartError
+from bus.runtime.ports import free_ports
 from bus.runtime.sockets import Sockets
 from bus.wire.hashing import block_hashes, pack_hashes, token_bytes
 from bus.wire.messages import (
@@ -64,6 +64,7 @@ def config(folder: str) -> ControllerConfig:
         prefill_method="total_tokens",
         decode_method="total_requests",
         settle_s=0.0,
+        lease_s=WAIT_S,  # raw nodes answer pings when the test comes to read them
     )
 
 
@@ -138,7 +139,7 @@ def test_requests_spread_by_reported_load_and_estimates_return_to_zero(
 
 
 def test_a_node_whose_connection_closes_loses_its_work_to_another(sockets: Sockets, config: ControllerConfig) -> None:
-    with Controller(config):
+    with Controller(replace(config, lease_s=6.0)):  # it finds out when it pings, three times a lease
         other = Sockets()
         (doomed,) = joined(other, config, hello("u", 0))
         (left,) = joined(sockets, config, hello("u", 1))
@@ -226,9 +227,7 @@ def test_a_taken_address_is_one_clear_line(config: ControllerConfig) -> None:
 
 
 def test_over_tcp_too(sockets: Sockets, config: ControllerConfig) -> None:
-    with create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    tcp = replace(config, controller=f"tcp://127.0.0.1:{port}")
+    tcp = replace(config, controller=f"tcp://127.0.0.1:{free_ports('127.0.0.1', 2)}")
     with Controller(tcp):
         joined(sockets, tcp, hello("u", 0, dp_size=1), eager=True)[0]
         (node,) = joined(sockets, tcp, hello("w", 0, dp_size=1), eager=True)
@@ -392,8 +391,7 @@ def test_the_example_of_an_embedded_dispatcher_runs() -> None:
 
 
 def test_ready_tells_whether_requests_would_be_served(config: ControllerConfig, sockets: Sockets) -> None:
-    with create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
+    port = free_ports("127.0.0.1", 1)
 
     def ready() -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 import zmq
-from foreign_wire import EXAMPLES, OURS, Peers, Process, decode, encode, hidden_environment, receive
+from foreign_wire import EXAMPLES, OURS, WAIT_S, Peers, Process, decode, encode, hidden_environment, receive
 
+from bus.runtime.ports import free_ports
 from nodes.own.engines.sim import sim_generate
 
 CLIENT, SCHEDULER = EXAMPLES / "foreign_client.py", EXAMPLES / "foreign_scheduler.py"
@@ -54,16 +55,14 @@ class Cluster:
 
     def client(self, *options: str) -> Process:
         prompt = ",".join(map(str, PROMPT))
-        return self.stack.enter_context(
-            Process(str(CLIENT), self.clients, "--prompt", prompt, *options, env=self.environment, cwd=self.directory)
-        )
+        command = (str(CLIENT), self.clients, "--prompt", prompt, "--timeout-s", str(WAIT_S), *options)
+        return self.stack.enter_context(Process(*command, env=self.environment, cwd=self.directory))
 
 
 def _ports(base: str) -> tuple[str, str]:
     """Two bases with free ports after them."""
-    with zmq.Context() as context, context.socket(zmq.REP) as probe:
-        port = probe.bind_to_random_port(base, 20000, 32000)
-    return f"{base}:{port}", f"{base}:{port + 10}"
+    port = free_ports(base.removeprefix("tcp://"), 5)
+    return f"{base}:{port}", f"{base}:{port + 3}"
 
 
 @pytest.fixture

@@ -76,7 +76,9 @@ class Stage:
     def __init__(self, directory: Path) -> None:
         self.base = f"ipc://{directory}/c"
         self.bus = f"ipc://{directory}/b"
-        self.process = Process("-m", "controller", "--with-broker", "--bus", self.bus, "--controller", self.base)
+        # the raw nodes answer no ping and publish nothing: within that lease they count as alive
+        command = ("-m", "controller", "--with-broker", "--lease-s", str(2 * WAIT_S))
+        self.process = Process(*command, "--bus", self.bus, "--controller", self.base)
         self.process.wait_ready()
         self.peers = Peers()
         self.client = Party(self.peers.make(zmq.DEALER, connect=f"{self.base}.clients"))

@@ -6,7 +6,6 @@ import http.client
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,10 +16,12 @@ from typing import Any
 
 import pytest
 import zmq
+from test_broker_live import Asker
 
 from bus.broker import Broker
 from bus.endpoints import ControllerAddress
 from bus.runtime.epochs import new_epoch
+from bus.runtime.ports import free_ports
 from bus.wire.codec import decode, encode
 from bus.wire.hashing import token_bytes
 from bus.wire.messages import (
@@ -128,10 +129,15 @@ class Reader:
         self.socket.linger = 0
         self.socket.connect(endpoint)
 
-    def read(
-        self, rid: str, attempt: int = 1, have: int = 0, stop_after: int | None = None
-    ) -> tuple[list[int], Tokens]:
+    def attach(self, rid: str, attempt: int = 1, have: int = 0) -> None:
         self.socket.send(encode(Attach(rid, attempt, have)))
+
+    def read(
+        self, rid: str, attempt: int = 1, have: int = 0, stop_after: int | None = None, *, attached: bool = False
+    ) -> tuple[list[int], Tokens]:
+        """From `have` on, to the end or until there are `stop_after` tokens."""
+        if not attached:
+            self.attach(rid, attempt, have)
         ids: list[int] = []
         end = time.monotonic() + DEADLINE_S
         while time.monotonic() < end:
@@ -139,8 +145,8 @@ class Reader:
                 continue
             message = decode(self.socket.recv(), FROM_NODE_DATA)
             assert isinstance(message, Tokens)
-            if message.rid != rid:
-                continue
+            if message.rid != rid or (not ids and message.start > have):
+                continue  # of what was read before
             assert message.start == have + len(ids)
             ids += message.ids
             if message.finish:
@@ -273,6 +279,8 @@ def test_decode_computes_the_rank_where_the_instance_follows_the_room(cluster: C
     cluster.node("decode")
     second = ("prefill", 1)
     cluster.ready(P, second, D)
+    with Asker(cluster.bus) as asker:
+        asker.until_followed("prefill", 2)
     controller = cluster.controller
     reader = cluster.reader(D)
     controller.dispatch(second, "p", PROMPT, bootstrap_room=7, attempt=2)  # 7 % 2 == 1
@@ -305,11 +313,11 @@ def test_an_attach_may_come_before_the_dispatch_and_a_stream_may_be_read_again(c
     cluster.node("unified", "--sim-base-s", "0.01")
     cluster.ready(U)
     reader = cluster.reader(U)
-    reader.socket.send(encode(Attach("r", 1, 0)))
+    reader.attach("r")
     cluster.answered(U)
     cluster.controller.dispatch(U, "r", PROMPT, max_tokens=40)
     want = sim_generate(PROMPT, 40, VOCAB)
-    first, _ = reader.read("r", stop_after=5)
+    first, _ = reader.read("r", stop_after=5, attached=True)
     assert first == want[: len(first)]
     again = cluster.reader(U)  # another connection, from where the first one was
     rest, last = again.read("r", have=len(first))
@@ -459,7 +467,7 @@ def test_a_node_leaves_with_its_parent(cluster: Cluster) -> None:
     cluster.ready(U)
     assert process.stdin is not None
     process.stdin.close()
-    assert process.wait(5) == 0
+    assert process.wait(DEADLINE_S) == 0
     process.stdin = None
 
 
@@ -501,9 +509,7 @@ def test_a_node_says_what_it_waits_for_and_gives_up(cluster: Cluster, what: str)
 
 
 def test_metrics_show_what_went_on(cluster: Cluster) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_ports("127.0.0.1", 1)
     cluster.node("prefill")
     cluster.node("decode", "--metrics-port", str(port))
     cluster.ready(P, D)
@@ -529,7 +535,7 @@ def test_metrics_show_what_went_on(cluster: Cluster) -> None:
     }
 
     def scraped() -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
         try:
             connection.request("GET", "/metrics")
             text = connection.getresponse().read().decode()
@@ -542,9 +548,7 @@ def test_metrics_show_what_went_on(cluster: Cluster) -> None:
 
 
 def test_ready_tells_whether_legs_may_come(cluster: Cluster) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_ports("127.0.0.1", 1)
 
     def asked(path: str) -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)

@@ -21,7 +21,7 @@ from controller.shell import Controller
 from nodes.link import Cancel, Draining, RankFacts, RankLink, Start
 from pdbus.client import Client
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 FACTS = RankFacts(model="m", max_context=4096, block_tokens=16)
 
 

@@ -38,7 +38,7 @@ def started(command: list[str], directory: Path) -> Iterator[None]:
         yield
     finally:
         part.terminate()
-        part.communicate(timeout=30)
+        part.communicate(timeout=60)
 
 
 def test_several_machines_serve_a_client(tmp_path: Path) -> None:

@@ -141,5 +141,5 @@ def test_live_nodes_and_virtual_ones_side_by_side() -> None:
     assert done.returncode == 0, done.stderr
     live, virtual = json.loads(done.stdout)["methods"].values()
     assert live["cache_hit_rate"] == pytest.approx(virtual["cache_hit_rate"], abs=0.1)
-    assert 0.7 < live["ttft_mean_s"] / virtual["ttft_mean_s"] < 2.5  # the machine may be busy with other things
+    assert 0.7 < live["ttft_p50_s"] / virtual["ttft_p50_s"] < 2.5  # a machine's pause is in the mean, not in the median
     assert live["regret_mean_tokens"] is None

@@ -10,11 +10,11 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 
-from griffe import Alias, Attribute, Class, Function, GriffeLoader, Object
+from griffe import Alias, Attribute, Class, Function, GriffeLoader, ModulesCollection, Object
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "api.md"
@@ -115,22 +115,27 @@ def open_brackets(text: str) -> int:
     return sum(text.count(char) for char in "([{") - sum(text.count(char) for char in ")]}")
 
 
-def public_names() -> dict[str, Name]:
-    """By path, as `OUTLINE` says it. LookupError when it lacks a public name, has one twice, or one that is not
-    public."""
+@cache
+def modules() -> ModulesCollection:
+    """All of ours, which takes seconds to read."""
     loader = GriffeLoader(search_paths=[ROOT])
     for package in PACKAGES:
         loader.load(package.partition(".")[0])
     loader.resolve_aliases(external=False)
-    modules = loader.modules_collection
+    return loader.modules_collection
+
+
+def public_names() -> dict[str, Name]:
+    """By path, as `OUTLINE` says it. LookupError when it lacks a public name, has one twice, or one that is not
+    public."""
 
     def find(path: str) -> Object:
-        found = modules[path]
+        found = modules()[path]
         return target(found[found.name] if found.is_module else found)  # a function may have its module's name
 
     placed = [f"{package}.{name}" for package, names in LINE.findall(OUTLINE) for name in names.split()]
     homes = [find(path).path for path in placed]
-    public = {find(f"{package}.{name}").path for package in PACKAGES for name in modules[package].exports or ()}
+    public = {find(f"{package}.{name}").path for package in PACKAGES for name in modules()[package].exports or ()}
     if wrong := set(homes) ^ public | {home for home in homes if homes.count(home) > 1}:
         raise LookupError(f"not once in tests/support/api_outline.md: {', '.join(sorted(wrong))}")
     return {path: Name(path, find(path)) for path in placed}

@@ -12,6 +12,7 @@ from bus.wire.messages import (
     Code,
     Dispatch,
     Ended,
+    Failed,
     Hello,
     Load,
     LoadReport,
@@ -170,3 +171,32 @@ class World:
 
 def peer_of(node: Hello) -> str:
     return f"{node.instance}/{node.dp_rank}@{node.epoch}"
+
+
+P = [hello("p", n, role="prefill") for n in range(2)]
+D = [hello("d", n, role="decode") for n in range(2)]
+U = [hello("u", n) for n in range(2)]
+
+
+def pd(**settings: Any) -> World:
+    """A controller whose two prefill and two decode ranks have joined."""
+    settings = {"prefill_method": "total_tokens", "decode_method": "total_requests", **settings}
+    world = World(**settings)
+    for node in (*P, *D):
+        world.join(node)
+    return world
+
+
+def unified(*nodes: Any, **settings: Any) -> World:
+    """One that `nodes` have joined, or two unified ranks."""
+    world = World(**settings)
+    for node in nodes or U:
+        world.join(node)
+    return world
+
+
+def failure(world: World) -> Failed:
+    """The only one that clients were told of."""
+    failures = world.answers(Failed)
+    assert len(failures) == 1, failures
+    return failures[0]

@@ -19,7 +19,7 @@ from pdbus.client.output import Result
 from pdbus.launcher import Cluster
 from pdbus.soak.ledger import Ledger
 
-WAIT_S = 30.0
+WAIT_S = 60.0  # of a busy machine; a wait that succeeds ends with its event
 LEASE_S = 0.8
 # A prompt of 300 tokens takes 0.3 s, then a token 5 ms, and its KV cache 1.2 MB: every stage can be met.
 TIMING = ("--sim-base-s", "0.005", "--sim-prefill-s-per-token", "0.001", "--sim-decode-s", "0",
@@ -37,7 +37,7 @@ class Rig:
         self.tokens: dict[str, list[int]] = {}
         self._where = where(address or cluster.controller, None, None)
         self._updates: queue.SimpleQueue[tuple[str, Update]] = queue.SimpleQueue()
-        self.channel = Channel(self._where.endpoints, patience(retries, 20.0), keys=cluster.spec.keys)
+        self.channel = Channel(self._where.endpoints, patience(retries, WAIT_S), keys=cluster.spec.keys)
         self._numbers = iter(range(1, 1_000_000))
 
     def begin(self, prompt: list[int] | int = 300, max_tokens: int = 40, **options: Any) -> str:
@@ -106,16 +106,17 @@ class Rig:
         ranks = self.status().ranks
         return next((rank for rank in ranks if (rank.instance, rank.dp_rank) == (instance, int(number))), None)
 
-    def holder(self, role: Role) -> str:
-        """The part whose rank of this role was given the only request there is."""
+    def holder(self, role: Role, rid: str) -> str:
+        """The part whose rank of this role runs `rid`, the only request there is; nobody's when it ended meanwhile."""
+        found: list[str] = []
 
-        def find() -> str:
-            for rank in self.status().ranks:
-                if rank.role == role and rank.outstanding:
-                    return f"{rank.instance}/{rank.dp_rank}"
-            return ""
+        def looked() -> bool:
+            ranks = self.status().ranks
+            found.extend(f"{each.instance}/{each.dp_rank}" for each in ranks if each.role == role and each.outstanding)
+            return bool(found) or rid in self.results
 
-        return str(self.until(find, f"a {role} rank has the request"))
+        self.until(looked, f"a {role} rank has {rid}")
+        return found[0] if found else ""
 
     def idle(self) -> None:
         """Until every part is there, ready, and holds nothing: no request, no run slot, no KV token."""

@@ -24,7 +24,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300.0  # a mutant whose tests take longer hangs: caught
-WORLD = ["unit/test_controller_core.py", "property/test_controller_life.py", "property/test_load_invariant.py"]
+WORLD = [*(f"unit/test_controller_{part}.py" for part in ("submits", "once", "ends", "waits", "ranks")),
+         "property/test_controller_life.py", "property/test_load_invariant.py"]  # fmt: skip
 CORE = ["unit/test_health_states.py", "unit/test_who_speaks_for_ranks.py", "unit/test_policies_plugged_in.py",
         "unit/test_cache_aware.py", "unit/test_defaults.py", *WORLD]  # fmt: skip
 LEGS = ["unit/test_legs_in_memory.py", "property/test_legs_machine.py"]

@@ -32,7 +32,7 @@ from nodes.link.connection import Connection
 from nodes.link.reports import Reports
 
 M = TypeVar("M", bound=Message)
-WAIT_S = 15.0
+WAIT_S = 60.0  # of a busy machine; a wait that succeeds ends with its event
 
 
 class Peer:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import api_page
 import pytest
 
-NAMES = api_page.public_names()
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, api_page.Name]:
+    return api_page.public_names()
 
 
-def test_the_page_is_what_the_docstrings_give() -> None:
-    assert api_page.PAGE.read_text(encoding="utf-8") == api_page.page(NAMES), "run: make api"
+def test_the_page_is_what_the_docstrings_give(names: dict[str, api_page.Name]) -> None:
+    assert api_page.PAGE.read_text(encoding="utf-8") == api_page.page(names), "run: make api"
 
 
 def test_a_public_name_without_a_place_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,5 +21,5 @@ def test_a_public_name_without_a_place_is_an_error(monkeypatch: pytest.MonkeyPat
         api_page.public_names()
 
 
-def test_every_public_name_method_and_field_is_explained() -> None:
-    assert not list(api_page.unsaid(NAMES))
+def test_every_public_name_method_and_field_is_explained(names: dict[str, api_page.Name]) -> None:
+    assert not list(api_page.unsaid(names))

@@ -14,7 +14,7 @@ from bus.wire.codec import decode, encode
 from bus.wire.messages import TO_NODE_DATA, KvDone, KvFail, KvMeta, KvPull
 from nodes.link.data import IDLE_S, KvPeers
 
-WAIT_S = 15.0
+WAIT_S = 60.0
 
 
 class Peer:

@@ -46,7 +46,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 
 def turns(supervisor: Supervisor, until: Callable[[], bool] = lambda: False) -> None:
-    end = time.monotonic() + 20.0
+    end = time.monotonic() + 60.0
     while not until():
         assert time.monotonic() < end
         supervisor.turn()

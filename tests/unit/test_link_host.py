@@ -1,4 +1,5 @@
-"""A host over real sockets, on a loop that the test turns: when its owner is told of changes, when it has drained."""
+"""A host over real sockets, on a loop that the test turns: when its owner is told of changes, when it has drained; and
+a node over one that waits."""
 
 from __future__ import annotations
 
@@ -8,15 +9,19 @@ from typing import Any
 
 import pytest
 from link_world import FACTS, unified_leg
+from structlog.testing import capture_logs
 
+from bus.errors import StartError
 from bus.runtime.loop import Loop
 from bus.wire import topics
 from bus.wire.codec import encode
 from bus.wire.messages import Beacon, Member, Message
+from nodes.config import NodeConfig
 from nodes.link.config import LinkConfig
 from nodes.link.handover import HandedRunner
 from nodes.link.host import GOODBYE_S, Host
 from nodes.link.streams import ATTACH_GRACE_S
+from nodes.node import Node
 
 
 class Rig:
@@ -95,3 +100,19 @@ def test_a_stream_that_nobody_reads_holds_a_drained_host_up_no_longer_than_its_g
     rig.turn()
     assert rig.turn(GOODBYE_S) == 1
     assert host.drained()
+
+
+def test_a_node_that_stood_still_while_it_waited_says_what_for_before_it_gives_up() -> None:
+    now = 0.0
+    with tempfile.TemporaryDirectory(prefix="pd") as folder, capture_logs() as logs:
+        at = (f"ipc://{folder}/b", (f"ipc://{folder}/c",), f"ipc://{folder}")
+        runners: Any = {0: HandedRunner(FACTS, lambda leg, order: None)}
+        loop = Loop(lambda: now)
+        with Node(NodeConfig("unified", "u", 1, (0,), *at, wait_s=3.0), loop, runners) as node:
+            loop.call_later(1.0, lambda: None)
+            now = 60.0
+            with pytest.raises(StartError, match=r"did not answer \(waited 3 s\)"):
+                node.run(lambda node: None)
+    (waiting,) = (line for line in logs if line["event"] == "node.waiting")
+    assert len(waiting["waits_for"]) == 2
+    assert waiting["gives_up_in_s"] == 0.0

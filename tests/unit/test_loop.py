@@ -197,7 +197,7 @@ def test_stop_from_another_thread_ends_an_idle_loop() -> None:
     runner = threading.Thread(target=loop.run)
     runner.start()
     loop.stop()
-    runner.join(10)
+    runner.join(60)
     assert not runner.is_alive()
     loop.close()
     loop.stop()  # late, and harmless

@@ -13,6 +13,7 @@ from bus.errors import StartError
 from bus.runtime import probes
 from bus.runtime.loop import Loop
 from bus.runtime.metrics import Metric, counter
+from bus.runtime.ports import free_ports
 from bus.runtime.probes import HEALTHY_S, MAX_ASKING
 
 HOST = "127.0.0.1"
@@ -47,9 +48,7 @@ class Part:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    return free_ports(HOST, 1)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from bus.runtime.keys import Keys, add_key, give_key, listed_keys, load_keys, ne
 from bus.runtime.sockets import Sockets
 
 
-def _exchange(server: Sockets, client: Sockets, *, domain: Domain = "clients", wait_ms: int = 2000) -> str:
+def _exchange(server: Sockets, client: Sockets, *, domain: Domain = "clients", wait_ms: int = 60_000) -> str:
     """As whom a message from `client` reaches a ROUTER of `server`, if it does and its answer comes back."""
     router = server.router("tcp://127.0.0.1:*", domain=domain)
     dealer = client.dealer(router.getsockopt_string(zmq.LAST_ENDPOINT))
@@ -169,7 +169,7 @@ def test_keys_count_over_ipc_too(cluster: Path, ipc_directory: Path) -> None:
         for sockets in (plain, client):
             with suppress(zmq.Again):
                 sockets.dealer(f"ipc://{ipc_directory}/r").send(b"hello", zmq.NOBLOCK)
-        assert router.poll(2000)
+        assert router.poll(60_000)
         assert key_of(frames.receive(router, keyed=True)[0]) == "clients/alice"
         assert not router.poll(200)
 
@@ -185,7 +185,7 @@ def test_a_rank_says_in_its_endpoint_which_key_its_port_has(cluster: Path) -> No
     with Sockets(keys=of(cluster, "nodes")) as node, Sockets(keys=alice) as client:
         router, endpoint = node.ephemeral_router("tcp://127.0.0.1")
         client.dealer(endpoint, role="nodes").send(b"hello")
-        assert router.poll(2000)
+        assert router.poll(60_000)
         with pytest.raises(StartError, match="does not say which key"):
             client.dealer(router.getsockopt_string(zmq.LAST_ENDPOINT), role="nodes")
 
@@ -204,7 +204,7 @@ def test_one_of_several_controllers_is_named_in_its_address(cluster: Path) -> No
         for name, comes in (("controller-0", False), ("controller-1", True)):
             with suppress(zmq.Again):
                 client.dealer(f"{at}#{name}", role="controllers").send(b"hello", zmq.NOBLOCK)
-            assert bool(router.poll(2000 if comes else 300)) is comes
+            assert bool(router.poll(60_000 if comes else 300)) is comes
 
 
 def test_listed_keys_get_in_and_clients_stay_out_of_the_nodes_ports(cluster: Path) -> None:
@@ -266,7 +266,7 @@ def test_a_key_that_connects_too_often_has_to_wait_and_others_do_not(
     with Sockets(keys=of(cluster, "brokers")) as server:
         for name, gets_in in (("alice", True), ("alice", True), ("alice", False), ("bob", True)):
             with Sockets(keys=keys[name]) as client:
-                assert bool(_exchange(server, client, wait_ms=2000 if gets_in else 300)) is gets_in
+                assert bool(_exchange(server, client, wait_ms=60_000 if gets_in else 300)) is gets_in
         assert server.gatekeeper is not None
         assert server.gatekeeper.refused["clients"] >= 1
 
@@ -286,7 +286,7 @@ def test_a_revoked_key_loses_its_connections_and_others_keep_theirs(
         for name, theirs in keys.items():
             dealers[name] = stack.enter_context(Sockets(keys=theirs)).dealer(at)
             dealers[name].send(b"hello")
-            assert router.poll(2000)
+            assert router.poll(60_000)
             peers[name] = frames.receive(router, keyed=True)[0]
         revoke_key(cluster, "clients", "alice")
 
@@ -297,7 +297,7 @@ def test_a_revoked_key_loses_its_connections_and_others_keep_theirs(
                 return error.errno == errno.EHOSTUNREACH
             return False
 
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while not gone():
             assert time.monotonic() < end, "its connection stands"
             if dealers["alice"].poll(20):

@@ -135,7 +135,7 @@ def _make_one(root: str, started: object, results: object) -> None:
 
     def make(directory: Path, tell: Progress) -> None:
         tell("making it", 0.25)
-        started.wait(timeout=30)  # type: ignore[attr-defined]
+        started.wait(timeout=60)  # type: ignore[attr-defined]
         (directory / "maker").write_text(str(os.getpid()))
 
     def progress(what: str, fraction: float) -> None:
@@ -153,9 +153,9 @@ def test_of_two_processes_one_makes_and_the_other_waits(tmp_path: Path):
     processes = [context.Process(target=_make_one, args=(str(tmp_path), waiting, results)) for _ in range(2)]
     for process in processes:
         process.start()
-    both = [results.get(timeout=60) for _ in processes]
+    both = [results.get(timeout=110) for _ in processes]
     for process in processes:
-        process.join(30)
+        process.join(60)
     results.close()
     results.join_thread()
     maker = both[0][2]

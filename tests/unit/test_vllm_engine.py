@@ -33,7 +33,7 @@ def test_the_client_is_made_used_and_closed_on_the_thread() -> None:
         assert engine.client == "client"
         tasks: list[asyncio.Task[None]] = []
         engine.call(lambda: tasks.append(asyncio.get_running_loop().create_task(forever())))
-        assert done.wait(10)
+        assert done.wait(60)
     assert threads == ["engine", "client engine"]
     assert tasks[0].cancelled()
 
@@ -59,5 +59,5 @@ def test_ctrl_c_is_not_for_the_engines_processes() -> None:
         assert child.stdout is not None
         child.stdout.readline()
         child.send_signal(signal.SIGINT)
-        assert child.communicate("\n", timeout=20) == ("lives\n", None)
+        assert child.communicate("\n", timeout=60) == ("lives\n", None)
         assert child.returncode == 0

@@ -53,7 +53,7 @@ def test_children_and_theirs_end_with_the_node(end: str) -> None:
             if "stopped" in end:
                 node.send_signal(signal.SIGSTOP)
             node.kill()
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while not all(map(gone, pids)):
             assert time.monotonic() < until
             time.sleep(0.02)

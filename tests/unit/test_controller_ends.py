@@ -1,0 +1,194 @@
+"""How requests end: done elsewhere after a failure, poison, cancelled, too late."""
+
+from __future__ import annotations
+
+import pytest
+from controller_world import D, P, U, failure, hello, pd, peer_of, submit, unified
+
+from bus.wire.messages import Accepted, Cancel, Failed
+from controller.events import FromClient, Undelivered, Unreachable
+
+
+class TestRetries:
+    def test_a_mendable_failure_before_any_output_goes_elsewhere_under_the_next_attempt(self) -> None:
+        """M54"""
+        world = pd()
+        world.submit(submit("r", "pair"))
+        (decode,) = world.dispatches(D[0])
+        world.progress(D[0], ended=[decode], code="kv_failed")
+        (cancel,) = world.cancels(P[0])
+        assert (cancel.rid, cancel.attempt, cancel.code) == ("r", 1, "fenced")
+        (again,) = world.dispatches(D[1])
+        assert again.attempt == 2
+        assert [a.attempt for a in world.answers(Accepted)] == [1, 2]
+        assert world.core.counts["redispatched"] == 1
+
+    def test_a_failure_that_is_the_requests_own_is_final(self) -> None:
+        world = pd()
+        world.submit(submit("r", "pair"))
+        (prefill,) = world.dispatches(P[0])
+        world.progress(P[0], ended=[prefill], code="bad_request")
+        assert failure(world).code == "bad_request"
+        assert [c.code for c in world.cancels(D[0])] == ["prefill_failed"]
+        world.assert_empty()
+
+    def test_after_output_it_is_the_clients_to_resume(self) -> None:
+        world = unified()
+        world.submit(submit("r"))
+        (dispatch,) = world.dispatches(U[0])
+        world.progress(U[0], started=[dispatch])
+        world.feed(Unreachable(peer_of(U[0])))
+        failed = failure(world)
+        assert (failed.code, failed.retryable) == ("peer_lost", True)
+        assert len(world.dispatches()) == 1
+        world.assert_empty()
+
+    def test_attempts_are_bounded(self) -> None:
+        world = unified(attempts=2)
+        world.submit(submit("r"))
+        for node in U:
+            world.progress(node, ended=world.dispatches(node)[-1:], code="engine_failed")
+        assert failure(world).code == "engine_failed"
+        assert len(world.dispatches()) == 2
+        world.assert_empty()
+
+    def test_a_request_that_takes_down_every_rank_is_poison(self) -> None:
+        nodes = [hello("u", n, dp_size=4) for n in range(4)]
+        world = unified(*nodes)
+        world.submit(submit("r"))
+        for node in nodes[:3]:
+            world.feed(Unreachable(peer_of(node)))
+        failed = failure(world)
+        assert (failed.code, failed.retryable) == ("poison", False)
+        assert not world.dispatches(nodes[3])
+        world.assert_empty()
+
+    def test_what_failed_in_the_cluster_is_in_the_log_by_its_rid(self) -> None:
+        """And what a client got wrong is not, or it could fill the log."""
+        world = unified(attempts=2)
+        world.submit(submit("wrong", prompt_tokens=0))
+        world.submit(submit("killer"))
+        for node in U:
+            world.feed(Unreachable(peer_of(node)))
+        assert [failed.code for failed in world.answers(Failed)] == ["empty_prompt", "poison"]
+        (note,) = [note for note in world.notes if note.event == "request.failed"]
+        assert note.level == "warning"
+        assert note.fields.items() >= {"rid": "killer", "attempt": 2, "code": "poison"}.items()
+        assert "rank u/1 is lost" in note.fields["why"]
+
+    def test_poison_is_known_again_when_its_client_comes_back_without_progress(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("controller.requests.table.MAX_LOSSES", 1)
+        world = unified(U[0])
+        for epoch in (1, 2, 3):  # its only rank dies of it, and is started again each time
+            node = hello("u", 0, epoch=epoch)
+            world.join(node)
+            world.report(node)
+            world.submit(submit("r", attempt=epoch))
+            assert len(world.dispatches(node)) == 1
+            world.feed(Unreachable(peer_of(node)))
+        assert [f.code for f in world.answers(Failed)] == ["peer_lost", "peer_lost", "poison"]
+        world.assert_empty()
+
+    def test_of_those_that_took_down_ranks_the_oldest_is_forgotten_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("controller.requests.table.MAX_LOSSES", 1)
+        world = unified(hello("u", 0, dp_size=1))
+        epoch = 1
+        for rid in ("old", "young", "young", "young"):
+            world.report(hello("u", 0, dp_size=1, epoch=epoch))
+            world.submit(submit(rid, attempt=epoch))
+            world.feed(Unreachable(peer_of(hello("u", 0, epoch=epoch))))
+            epoch += 1
+            world.join(hello("u", 0, dp_size=1, epoch=epoch))
+        assert [(f.rid, f.code) for f in world.answers(Failed)][-1] == ("young", "poison")
+
+    def test_a_rank_that_merely_lost_its_connection_did_not_die_of_its_requests(self) -> None:
+        world = unified(U[0], attempts=2)
+        world.submit(submit("r"))
+        for number in range(2):
+            world.join(U[0], peer=f"again {number}")
+            world.report(U[0])
+        assert failure(world).code == "peer_lost"
+
+    def test_a_request_that_made_progress_before_its_rank_was_lost_is_no_poison(self) -> None:
+        world = unified(U[0])
+        for epoch in (1, 2, 3, 4):
+            node = hello("u", 0, epoch=epoch)
+            world.join(node)
+            world.report(node)
+            world.submit(submit("r", attempt=epoch, offset=epoch))
+            world.feed(Unreachable(peer_of(node)))
+        assert [f.code for f in world.answers(Failed)] == ["peer_lost"] * 4
+
+    def test_an_undelivered_dispatch_leaves_no_trace_in_the_estimate(self) -> None:
+        world = unified()
+        world.report(U[0])
+        world.submit(submit("r"))
+        world.feed(Undelivered(peer_of(U[0]), world.dispatches(U[0])[0]))
+        assert (world.rank(U[0]).requests, world.rank(U[1]).requests) == (0, 1)
+
+    def test_with_nowhere_to_go_it_fails_with_what_happened(self) -> None:
+        world = unified(U[0])
+        world.submit(submit("r"))
+        world.feed(Unreachable(peer_of(U[0])))
+        failed = failure(world)
+        assert (failed.code, failed.retryable) == ("peer_lost", True)
+        assert "no live unified rank" in failed.message
+
+    def test_a_message_that_could_not_be_queued_never_happened(self) -> None:
+        world = unified()
+        world.submit(submit("r"))
+        (dispatch,) = world.dispatches(U[0])
+        world.feed(Undelivered(peer_of(U[0]), dispatch))
+        assert world.rank(U[0]).sent == 0
+        assert [d.attempt for d in world.dispatches(U[1])] == [2]
+
+
+class TestEnds:
+    def test_cancel_ends_both_legs_and_answers_at_once(self) -> None:
+        """M76"""
+        world = pd()
+        world.submit(submit("r", "pair"))
+        world.feed(FromClient("client", Cancel("r"), ()))
+        assert failure(world).code == "cancelled"
+        assert len(world.cancels(P[0])) == len(world.cancels(D[0])) == 1
+        world.assert_empty()
+        world.feed(FromClient("client", Cancel("r"), ()))  # over already
+        world.progress(D[0], ended=world.dispatches(D[0]), code="cancelled")
+        assert len(world.answers(Failed)) == 1
+
+    def test_a_strangers_cancel_is_answered_and_its_owner_hears_the_end(self) -> None:
+        world = unified(client_requests=1)
+        world.submit(submit("mine"), peer="stranger")
+        world.submit(submit("r"), peer="owner")
+        world.feed(FromClient("stranger", Cancel("r"), ()))
+        for peer in ("owner", "stranger"):
+            (failed,) = world.answers(Failed, peer)
+            assert (failed.rid, failed.attempt, failed.code, failed.retryable) == ("r", 1, "cancelled", False)
+        assert world.core.counts["failed_cancelled"] == 1
+        world.submit(submit("next"), peer="owner")  # its one place is free again
+        assert len(world.answers(Accepted, "owner")) == 2
+        world.feed(FromClient("stranger", Cancel("nothing"), ()))
+        assert len(world.answers(Failed)) == 2
+
+    def test_a_deadline_ends_it_and_is_told_to_the_nodes(self) -> None:
+        world = unified()
+        world.submit(submit("r", deadline_s=1.0))
+        assert 0.9 < world.dispatches()[0].deadline_s <= 1.0
+        world.pass_time(0.95, alive=U)
+        assert not world.answers(Failed)
+        world.pass_time(0.2, alive=U)
+        assert failure(world).code == "deadline"
+        assert [c.code for c in world.cancels()] == ["deadline"]
+        world.assert_empty()
+
+    def test_shutdown_ends_everything(self) -> None:
+        world = pd()
+        for n in range(3):
+            world.submit(submit(f"r{n}", "pair", bootstrap_room=n))
+        actions = world.core.shutdown(world.now)
+        failed = [a.message for a in actions if isinstance(a.message, Failed)]  # type: ignore[union-attr]
+        assert [(f.code, f.retryable) for f in failed] == [("shutting_down", True)] * 3
+        world.core.validate()
+        world.assert_empty()
