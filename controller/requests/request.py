@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from math import inf
 from typing import Any, Literal
 
 from bus.rights import key_of
@@ -90,6 +91,7 @@ class Request:
         "avoid",
         "client",
         "deadline_at",
+        "first_due",
         "frames",
         "frames_bytes",
         "lane",
@@ -101,6 +103,7 @@ class Request:
         "state",
         "submit",
         "tries",
+        "work",
     )
 
     def __init__(self, peer: Any, submit: Submit, frames: Sequence[Any], size: int, now: float) -> None:
@@ -119,6 +122,8 @@ class Request:
         self.losses = 0  # of those, ended by the loss of a rank
         self.avoid: tuple[RankLoad, ...] = ()  # ranks that failed it
         self.lane: Any = None  # the queue it waits in
+        self.work = submit.prompt_tokens  # prompt tokens to compute, as far as was known when it began to wait
+        self.first_due = inf  # when its first token is to be there, where that counts
 
     def step(self, what: Literal["dispatched", "output", "again", "over"]) -> None:
         """Move on as the table says; what it does not know is our bug, and tells the story."""

@@ -36,7 +36,8 @@ WIDTH = 160  # of a table that does not go to a terminal
 _FROM_OPTIONS = (
     "ranks", "decode_ranks", "load", "cache_blocks", "decode_kv_tokens", "decode_method", "chunk_tokens",
     "prefill_running", "decode_running", "hop_s", "report_interval_s", "report_delay_s", "report_loss", "controllers",
-    "shared_counters", "sent_interval_s", "cache_weight", "late_tokens", "slo_ttft_s", "slo_tpot_s", "seed",
+    "shared_counters", "sent_interval_s", "cache_weight", "late_tokens", "queue_order", "overtake_tokens", "slo_ttft_s",
+    "slo_tpot_s", "seed",
 )  # fmt: skip
 
 
@@ -84,6 +85,9 @@ class _Command(click.Command):
 @_setting("sent_interval_s", "At most this often.")
 @_setting("cache_weight", "cache_aware: worth of a token to compute against a token queued.")
 @_setting("late_tokens", "late_tokens and late_cache: a rank with less than this queued gets the next request.")
+@_option("--queue-order", type=click.Choice(["arrival", "slo"]), default="arrival",
+         help="slo: bind late, and serve what can keep its TTFT first.")  # fmt: skip
+@_setting("overtake_tokens", "slo: work that came later and is served before a request, at most.")
 @_setting("slo_ttft_s", "A request keeps the SLO when its first token came by then ...")
 @_setting("slo_tpot_s", "... and each further one within this, on average.")
 @_option("--duration-s", type=cli.Seconds(), default=None, show_default=False,
