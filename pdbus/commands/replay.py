@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from bus.errors import ConfigError
 from bus.runtime import cli
 from nodes.own.engines.timing import TIMINGS, timing_named
 from pdbus.lab.choosers import METHODS, check_method
-from pdbus.lab.compare import Result, Run, compare, result_of
+from pdbus.lab.compare import Result, Run, compare, result_of, row_of
 from pdbus.lab.config import LabConfig
 from pdbus.lab.generator import generate
 from pdbus.lab.live import comparable, run_live
@@ -36,8 +37,8 @@ WIDTH = 160  # of a table that does not go to a terminal
 _FROM_OPTIONS = (
     "ranks", "decode_ranks", "load", "cache_blocks", "decode_kv_tokens", "decode_method", "chunk_tokens",
     "prefill_running", "decode_running", "hop_s", "report_interval_s", "report_delay_s", "report_loss", "controllers",
-    "shared_counters", "sent_interval_s", "cache_weight", "late_tokens", "queue_order", "overtake_tokens", "slo_ttft_s",
-    "slo_tpot_s", "seed",
+    "shared_counters", "sent_interval_s", "cache_weight", "late_tokens", "overtake_tokens", "slo_ttft_s", "slo_tpot_s",
+    "seed",
 )  # fmt: skip
 
 
@@ -85,8 +86,8 @@ class _Command(click.Command):
 @_setting("sent_interval_s", "At most this often.")
 @_setting("cache_weight", "cache_aware: worth of a token to compute against a token queued.")
 @_setting("late_tokens", "late_tokens and late_cache: a rank with less than this queued gets the next request.")
-@_option("--queue-order", type=click.Choice(["arrival", "slo"]), default="arrival",
-         help="slo: bind late, and serve what can keep its TTFT first.")  # fmt: skip
+@_option("--queue-order", type=click.Choice(["arrival", "slo", "both"]), default="arrival",
+         help="Of the controller's queue; slo: bind late, and what can keep --slo-ttft-s first.")  # fmt: skip
 @_setting("overtake_tokens", "slo: work that came later and is served before a request, at most.")
 @_setting("slo_ttft_s", "A request keeps the SLO when its first token came by then ...")
 @_setting("slo_tpot_s", "... and each further one within this, on average.")
@@ -109,6 +110,8 @@ def replay(trace: Path | None, **options: Any) -> None:
     """
     timing = timing_named(options["timing"]).scaled(options["timing_scale"])
     config = LabConfig(timing=timing, **{name: options[name] for name in _FROM_OPTIONS})
+    order = options["queue_order"]
+    orders = [replace(config, queue_order=name) for name in (("arrival", "slo") if order == "both" else (order,))]
     methods = _methods(options["methods"])
     if options["live"] and options["seeds"] > 1:
         raise ConfigError("--live takes as long as its trace and runs one seed: leave out --seeds")
@@ -118,16 +121,20 @@ def replay(trace: Path | None, **options: Any) -> None:
     traces = _traces(trace, options["duration_s"], seeds)
     console = Console(stderr=True, quiet=options["as_json"])
     if options["live"]:
-        results = _live(traces[0], methods, config, console)
+        results = _live(traces[0], methods, orders, console)
     else:
         runs = [
-            Run(requests, method, replace(config, seed=seed))
+            Run(requests, method, replace(ordered, seed=seed))
             for method in methods
+            for ordered in orders
             for seed, requests in zip(seeds, traces, strict=True)
         ]
         results = _virtual(runs, options["jobs"], console)
     title = _title(traces, config)
-    asked = {name: options[name] for name in ("methods", "seeds", "duration_s", "timing", "timing_scale", "live")}
+    asked = {
+        name: options[name]
+        for name in ("methods", "queue_order", "seeds", "duration_s", "timing", "timing_scale", "live")
+    }
     found = json_of(results, str(trace) if trace else traces[0].name, len(traces[0]), config, asked)
     if options["as_json"]:
         click.echo(json.dumps(found))
@@ -165,17 +172,18 @@ def _virtual(runs: list[Run], jobs: int, console: Console) -> list[Result]:
         return compare(runs, jobs=jobs, on_share=on_share)
 
 
-def _live(requests: Trace, methods: list[str], config: LabConfig, console: Console) -> list[Result]:
+def _live(requests: Trace, methods: list[str], orders: list[LabConfig], console: Console) -> list[Result]:
     """Each method twice: `NAME` in real time, `NAME (virtual)` by the same settings."""
     results = []
     with console.status("starting") as status:
-        for method in methods:
+        for method, config in product(methods, orders):
+            name = row_of(method, config)
             results.append(result_of(run_live(requests, method, config, status.update), config))
-            status.update(f"{method} once more in virtual time")
+            status.update(f"{name} once more in virtual time")
             twin = comparable(config)
-            results.append(result_of(simulate(requests, method, twin), twin, f"{method} (virtual)"))
+            results.append(result_of(simulate(requests, method, twin), twin, f"{name} (virtual)"))
             live, virtual = results[-2].summary.ttft_mean_s, results[-1].summary.ttft_mean_s
-            console.print(f"{method}: mean TTFT {live:.3f} s live, {virtual:.3f} s virtual ({live / virtual - 1:+.1%})")
+            console.print(f"{name}: mean TTFT {live:.3f} s live, {virtual:.3f} s virtual ({live / virtual - 1:+.1%})")
     return results
 
 

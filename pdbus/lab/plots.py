@@ -71,10 +71,12 @@ def write_plots(results: Sequence[Result], directory: Path, title: str) -> list[
 
 
 def look_of(method: str) -> dict[str, Any]:
-    """Colour and line of a method, `NAME (virtual)` thinner than the live NAME."""
-    name, _, variant = method.partition(" ")
+    """Colour and line of a method, `NAME (virtual)` thinner than the live NAME, `NAME slo` dotted."""
+    name, *variant = method.split(" ")
     color, style = LOOKS.get(name) or (OTHERS[zlib.crc32(name.encode()) % len(OTHERS)], (0, (4, 1, 1, 1)))
-    return {"color": color, "linestyle": style, "linewidth": 1.2 if variant else 2.0}
+    if "slo" in variant:
+        style = (0, (1, 1))
+    return {"color": color, "linestyle": style, "linewidth": 1.2 if "(virtual)" in variant else 2.0}
 
 
 def _best_first(results: Sequence[Result]) -> dict[str, list[Result]]:

@@ -18,10 +18,11 @@ from functools import partial
 from bus.errors import ConfigError
 from bus.wire.hashing import pack_hashes
 from bus.wire.messages import Ended, Role, Sent, Submit
+from controller.policies.registry import find
 from controller.requests.order import ArrivalOrder, SloOrder
 from nodes.own.sequence import Sequence
 from pdbus.lab.capacity import stretch
-from pdbus.lab.choosers import build_chooser, check_method, method_of
+from pdbus.lab.choosers import LATE, build_chooser, check_method, method_of
 from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.config import LabConfig
 from pdbus.lab.rank import VirtualRank
@@ -70,6 +71,8 @@ def simulate(
     """
     check_method(method)
     check_method(config.decode_method)
+    if config.queue_order == "slo" and find(LATE.get(method, method)) is None:
+        raise ConfigError(f"--queue-order slo is for methods that a controller can run, which {method} is not")
     longest = max(request.prompt_tokens for request in trace.requests)
     if longest > config.cache_blocks * trace.block_tokens:
         blocks = f"--cache-blocks {config.cache_blocks} of {trace.block_tokens} tokens"
@@ -318,7 +321,7 @@ class _Run:
             reports.append(mine)
             if kind.report_interval_s is None:
                 rank.steps_taken.append(mine.say)
-            if self.late:
+            if self.late and role == "prefill":
                 rank.steps_taken.append(self._news)
         size = self.trace.block_tokens
         listeners = [
