@@ -42,7 +42,7 @@ def test_short_prompts_go_first_and_hopeless_ones_last(pdbus_cluster: Factory, s
     with cluster.client() as client:
         client.generate_tokens(prompt(100), max_tokens=2).tokens()  # so that the pace is known
         settled(client.status)
-        asked = [("busy", BUSY, 60.0), ("hopeless", 40, 0.001), ("long", 900, 60.0), ("short", 90, 60.0)]
+        asked = [("busy", BUSY, 60.0), ("hopeless", 400, 0.001), ("long", 900, 60.0), ("short", 300, 60.0)]
         assert first_tokens(client, asked) == ["busy", "short", "long", "hopeless"]
         counts = settled(client.status).counts
         assert (counts["ttft_slo_kept"], counts["ttft_slo_missed"]) == (4, 1)
