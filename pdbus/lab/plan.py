@@ -1,14 +1,14 @@
-"""Which split of the ranks, methods and order keep most requests of a trace within their SLO. Pure; runs nothing itself.
+"""Which split of the ranks, which methods and which order keep most requests of a trace within their SLO.
 
 The whole product of splits, methods and orders would take hours, so the search goes by steps: every split that can
 compute the prompts at all, with one choice of the rest; the rest at the best of these; and the best of that at the
-splits beside it.
+splits beside it, as long as one is better. Runs nothing itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from bus.errors import ConfigError
 from pdbus.lab.capacity import offered_load
@@ -37,6 +37,10 @@ class Choice:
     def __str__(self) -> str:
         return f"{self.prefill} + {self.decode}, {self.prefill_method}, {self.decode_method}, order {self.queue_order}"
 
+    def settings(self) -> dict[str, str | int]:
+        """By name."""
+        return asdict(self)
+
     def run(self, trace: Trace, config: LabConfig) -> Run:
         """It on `trace`, at the trace's own times."""
         settings = replace(
@@ -56,12 +60,23 @@ class Found:
     @property
     def kept(self) -> Estimate:
         """The share of requests within both SLOs."""
-        return estimate([result.summary.slo_attainment for result in self.results])
+        return self.mean("slo_attainment")
+
+    def mean(self, field: str) -> Estimate:
+        """Of a figure of `Summary`, over seeds."""
+        return estimate([getattr(result.summary, field) for result in self.results])
 
 
-def plan(traces: Sequence[Trace], ranks: int, config: LabConfig, run: Runner) -> list[Found]:
-    """What was tried with all seeds, the best first. One trace a seed, from `config.seed` on; `run` runs what it is
-    given. ConfigError where no split can serve the trace."""
+@dataclass(frozen=True)
+class Plan:
+    """`splits`: the choice of the first step at each split, with one seed; `tried`: with all seeds, the best first."""
+
+    splits: list[Found]
+    tried: list[Found]
+
+
+def plan(traces: Sequence[Trace], ranks: int, config: LabConfig, run: Runner) -> Plan:
+    """One trace a seed, from `config.seed` on; `run` runs what it is given. ConfigError where no split will do."""
     splits = [n for n in range(1, ranks) if offered_load(traces[0], replace(config, ranks=n)) <= MOST_LOAD]
     if not splits:
         load = offered_load(traces[0], replace(config, ranks=max(1, ranks - 1)))
@@ -77,10 +92,16 @@ def plan(traces: Sequence[Trace], ranks: int, config: LabConfig, run: Runner) ->
     first = try_all((Choice(n, ranks - n, PREFILL[0], DECODE[0], ORDERS[0]) for n in splits), 1)
     split = _best(first).prefill
     rest = (Choice(split, ranks - split, p, d, order) for p in PREFILL for d in DECODE for order in ORDERS)
-    second = try_all(rest, len(traces))
-    best = _best(second)
-    beside = (replace(best, prefill=n, decode=ranks - n) for n in (split - 1, split + 1) if n in splits)
-    return sorted(second + try_all(beside, len(traces)), key=lambda found: -found.kept.mean)
+    tried = try_all(rest, len(traces))
+    while beside := _beside(_best(tried), splits) - {found.choice for found in tried}:
+        tried += try_all(sorted(beside), len(traces))
+    return Plan(first, sorted(tried, key=lambda found: (-found.kept.mean, found.mean("ttft_mean_s").mean)))
+
+
+def _beside(choice: Choice, splits: Sequence[int]) -> set[Choice]:
+    """The same with a rank more, and with one less, of prefill."""
+    ranks, n = choice.prefill + choice.decode, choice.prefill
+    return {replace(choice, prefill=m, decode=ranks - m) for m in (n - 1, n + 1) if m in splits}
 
 
 def _runs(choices: Iterable[Choice], traces: Sequence[Trace], config: LabConfig) -> Iterator[Run]:
