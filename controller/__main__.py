@@ -71,6 +71,33 @@ GUIDANCE = (
 @cli.setting(
     ControllerConfig, "--queue-requests", type=int, help="Requests that wait centrally at most; more are refused."
 )
+@cli.setting(
+    ControllerConfig,
+    "--queue-order",
+    type=click.Choice(["arrival", "slo"]),
+    help="slo: what can still have its first token in time goes first, short prompts before long ones.",
+)
+@cli.setting(
+    ControllerConfig, "--ttft-slo-s", type=cli.Seconds(), help="slo: time to first token of requests that name none."
+)
+@cli.setting(
+    ControllerConfig,
+    "--late-tokens",
+    type=int,
+    help="slo: a rank with fewer prompt tokens queued gets the next request.",
+)
+@cli.setting(
+    ControllerConfig,
+    "--overtake-tokens",
+    type=int,
+    help="slo: tokens of prompts that come later and overtake a request at most.",
+)
+@cli.setting(
+    ControllerConfig,
+    "--shed",
+    type=click.Choice(["never", "hopeless"]),
+    help="slo: hopeless: refuse at once what cannot have its first token in time.",
+)
 @click.option(
     "--wait-s", type=cli.Seconds(), default=defaults.WAIT_S, help="How long to wait for the bus at the start."
 )

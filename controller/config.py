@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
+from typing import Literal
 
 from bus import defaults
 from bus.endpoints import BusAddress, ControllerAddress, default_bus, default_controller
@@ -45,6 +46,11 @@ class ControllerConfig:
     request_overcommit: float = 2.0  # outstanding requests of a rank, as a multiple of its run slots
     kv_overcommit: float = 1.0  # decode, unified: tokens of a rank, as a multiple of its KV capacity
     prefill_overcommit: float = 4.0  # prefill: tokens queued at a rank, as a multiple of its KV capacity
+    queue_order: Literal["arrival", "slo"] = "arrival"  # `slo`: what can still keep its TTFT first
+    ttft_slo_s: float = 2.0  # `slo`: of requests that name none
+    late_tokens: int = 2_048  # `slo`: a prompt goes to ranks when one of them has less than this queued
+    overtake_tokens: int = 3_000_000  # `slo`: of prompts that came later and are served before a request, at most
+    shed: Literal["never", "hopeless"] = "never"  # `slo`: whether what cannot keep its TTFT any more is refused
     cache_weight: float = 1.0  # cache_aware: worth of a token to compute, in tokens queued
     attempts: int = 3  # for each submit
     queue_requests: int = 1024  # central queue
@@ -64,13 +70,19 @@ class ControllerConfig:
         ControllerAddress(self.controller)
         for label in ("lease_s", "hang_s", "stale_s", "sent_interval_s", "request_overcommit", "kv_overcommit",
                       "prefill_overcommit", "attempts", "queue_requests", "queue_bytes", "payload_bytes",
-                      "max_requests", "client_requests", "max_ranks", "forget_s"):  # fmt: skip
+                      "max_requests", "client_requests", "max_ranks", "forget_s", "ttft_slo_s", "late_tokens",
+                      "overtake_tokens"):  # fmt: skip
             if not 0 < getattr(self, label) < math.inf:
                 raise ConfigError(f"{label} must be greater than 0 and finite, not {getattr(self, label)}")
         if not 0 <= self.cache_weight < 1e6:
             raise ConfigError(f"cache_weight must lie in 0..1e6, not {self.cache_weight}")
         if self.settle_s < 0:
             raise ConfigError(f"settle_s must not be negative, not {self.settle_s}")
+        for label, choices in (("queue_order", ("arrival", "slo")), ("shed", ("never", "hopeless"))):
+            if getattr(self, label) not in choices:
+                raise ConfigError(f"{label} is one of {', '.join(choices)}, not {getattr(self, label)!r}")
+        if self.shed != "never" and self.queue_order != "slo":
+            raise ConfigError(f"shed {self.shed} needs the queue order slo")
         for role in ("prefill", "decode", "unified"):  # old names become the new ones here, once
             object.__setattr__(self, f"{role}_method", resolve(getattr(self, f"{role}_method"), role))
 

@@ -58,6 +58,7 @@ from controller.events import (
     Unreachable,
 )
 from controller.health import DEAD, Health
+from controller.late import LateBinding
 from controller.load.table import LoadTable
 from controller.members import Loss, Members
 from controller.observe import Regret, rank_status
@@ -93,7 +94,9 @@ class ControllerCore:
         self._faults: dict[tuple[Role, str], Note | None] = {}  # of policies, by role and hook; None: told already
         self.policies = {role: self._policy(role, (policies or {}).get(role)) for role in config.methods}
         self.uses_hashes = tuple(role for role, policy in self.policies.items() if policy.uses_hashes)
-        self.life = Life(config, epoch, self.table, Placement(self.table, self.policies), self.counts, now)
+        self.late = LateBinding(config.late_tokens) if config.queue_order == "slo" else None
+        placement = Placement(self.table, self.policies, self.late)
+        self.life = Life(config, epoch, self.table, placement, self.counts, now)
         self._started_at = now
         self._pings = 0
         self._ping_at = now
@@ -137,10 +140,16 @@ class ControllerCore:
             self.life.client_gone(event.peer, event.rid, out)
         elif type(event) is Unreachable:
             self._lose(self.members.unreachable(event.peer, now, out), now, out)
-        if self.life.queue.requests:
+        if self.life.queue.requests and (type(event) is Tick or not self._by_tick):
             self._settle(now)
             self.life.drain(now, out)
         return out
+
+    @property
+    def _by_tick(self) -> bool:
+        """What waits is dispatched with ticks alone: controllers that share ranks and bind late would all take one
+        report for leave to fill the same rank, and their ticks come at different times."""
+        return self.late is not None and self.table.shared
 
     @property
     def needs_ticks(self) -> bool:
@@ -306,7 +315,10 @@ class ControllerCore:
         self.health.bus_heard(now)  # which is all that a beacon says
 
     def _on_load(self, message: LoadReport | Rooms | Member, load: Load, now: float, out: list[Action]) -> None:
-        rank = self.table.apply((message.instance, message.dp_rank), message.epoch, load, now)
+        key = message.instance, message.dp_rank
+        if self.late is not None and (rank := self.table.ranks.get(key)) is not None and rank.epoch == message.epoch:
+            self.late.heard(rank, load, now)
+        rank = self.table.apply(key, message.epoch, load, now)
         if rank is not None:
             if rank.newly_acked and now >= self.regret.due:
                 self.regret.acknowledged(rank, self.table.ranks.values(), now)
@@ -355,6 +367,8 @@ class ControllerCore:
         for policy in self.policies.values():
             policy.tick(now)
         self.life.expire(now, out)
+        if self.config.shed == "hopeless" and self.life.queue.requests:
+            self.life.shed(now, out)
         if now >= self._sweep_at:
             self._sweep_at = now + self.config.lease_s / 12
             self._lose(self.members.sweep(now, out), now, out)

@@ -90,6 +90,7 @@ class Dispatcher:
         block_hashes: bytes = b"",
         needs: tuple[str, ...] = (),
         lives_on: bool = False,
+        ttft_slo_s: float = 0.0,
     ) -> bool:
         """Hand over one request: `frames` are the prompt (int32 little-endian token ids) and its params, passed on as
         they are; the rest is what `bus.wire.messages.Submit` carries. For `cache_aware`, `block_tokens` is the size of
@@ -123,6 +124,7 @@ class Dispatcher:
             block_hashes=block_hashes,
             needs=needs,
             lives_on=lives_on,
+            ttft_slo_s=ttft_slo_s,
         )
         with self._arrived:
             if len(self._live) >= self._max_handed_over or rid in self._live:

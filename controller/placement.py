@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from bus.wire.messages import Code, Refusal, Role, Submit
-from controller.load.groups import Group, Subset, exchange
+from controller.late import LateBinding
+from controller.load.groups import Group, Metric, Subset, View, exchange
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.policies import Policy
@@ -22,8 +23,9 @@ Suits: TypeAlias = Callable[[RankLoad], bool]  # whether a rank can do what a le
 class Placement:
     """Chooses by `policies` among the ranks of `table`. `learns` are those that want to know of ends."""
 
-    def __init__(self, table: LoadTable, policies: Mapping[Role, Policy]) -> None:
+    def __init__(self, table: LoadTable, policies: Mapping[Role, Policy], late: LateBinding | None = None) -> None:
         self._table = table
+        self._late = late  # None: at once
         self._policies = policies
         self._watches = _overriding("dispatched", policies)
         self.learns = _overriding("ended", policies)
@@ -79,10 +81,32 @@ class Placement:
         wants = submit.leg == "pair" or submit.needs  # more of a rank than that it is large enough
         suits = self._suits(role, submit, group, model, prefill) if wants else None
         if not avoid and suits is None:
-            chosen = policy.pick(group, submit, submit.prompt_tokens)
+            chosen = self._pick(role, group, submit)
             if chosen is None or holds(chosen, role, submit):
                 return chosen
-        return policy.pick(self._some(role, submit, group, suits, avoid), submit, submit.prompt_tokens)
+        return self._pick(role, self._some(role, submit, group, suits, avoid), submit)
+
+    def _pick(self, role: Role, view: View, submit: Submit) -> RankLoad | None:
+        """By the method; None also while a prompt is better kept in the queue."""
+        late, policy = self._late, self._policies[role]
+        if late is None or role == "decode" or late.open(view.least(Metric.TOKENS)):
+            return policy.pick(view, submit, submit.prompt_tokens)
+        if role == "prefill":
+            return None
+        rank = policy.pick(view, submit, submit.prompt_tokens)  # of unified ranks, the least loaded may be another one
+        return rank if late.open(rank) else None
+
+    def work(self, submit: Submit) -> int:
+        """Prompt tokens that the first leg's rank will have to compute, as far as is known."""
+        return self._policies[ROLES[submit.leg][0]].work(submit)
+
+    def first_token_s(self, submit: Submit, model: str, work: int) -> float:
+        """How soon the first token of a prompt with `work` tokens to compute could come, if it went to a rank now."""
+        role = ROLES[submit.leg][0]
+        if self._late is None or role == "decode":
+            return 0.0
+        group = self._table.group(role, model, target_of(role, submit)[0])
+        return self._late.first_token_s(group.least(Metric.TOKENS), work)
 
     def _of_caller(self, role: Role, submit: Submit, group: Group, dp_rank: int, suits: Suits | None) -> RankLoad:
         """The rank that the caller named, credit or not."""

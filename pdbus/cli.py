@@ -18,6 +18,7 @@ COMMANDS = {
     "demo": ("pdbus.commands.demo", "demo", "Real prompts through two prefill and two decode ranks."),
     "bench": ("pdbus.commands.bench", "bench", "Measure against bare ZeroMQ and HTTP."),
     "replay": ("pdbus.commands.replay", "replay", "Replay traces in virtual time and compare methods."),
+    "plan": ("pdbus.commands.plan", "plan", "Find the split, methods and order that keep most SLOs of a trace."),
     "soak": ("pdbus.commands.soak", "soak", "Keep killing processes under load, and count what is lost."),
     "keys": ("pdbus.commands.keys", "keys", "Make the keys that encrypt tcp connections."),
 }

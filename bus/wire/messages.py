@@ -523,6 +523,7 @@ class Submit(Message, frozen=True, tag="submit"):
     block_hashes: Annotated[bytes, Meta(max_length=1 << 19)] = b""  # 8 bytes a full prompt block
     needs: Annotated[tuple[Word, ...], Meta(max_length=64)] = ()  # sampling parameters that its ranks must know
     lives_on: bool = False  # it goes on to its end when its client is gone and nobody reads its output
+    ttft_slo_s: Seconds = 0.0  # its first token is to be there by then; 0: what the controller takes for usual
 
 
 class Params(Message, frozen=True, tag="params"):

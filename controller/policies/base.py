@@ -49,6 +49,11 @@ class Policy(Protocol):
         """One of `view`'s candidates for `request`, which will charge `tokens` to it (counts); None when there is no
         candidate. A `fixed` policy may return a rank without credit, but only one that is ready, and None besides."""
 
+    def work(self, request: Submit) -> int:
+        """Prompt tokens of `request` that its rank will have to compute, as far as is known now: by this the queue's
+        order `slo` goes."""
+        return request.prompt_tokens
+
     def dispatched(self, rank: RankLoad, request: Submit, now: float) -> None:
         """A leg of `request` went to `rank`, by this policy's choice or the caller's. Comes before its `ended`."""
         return
@@ -84,6 +89,15 @@ class PrefixPolicy(Policy):
 
     def __init__(self, settings: PolicySettings | None = None) -> None:
         self.prefixes = PrefixIndex()
+
+    def work(self, request: Submit) -> int:
+        """What the rank that caches most of it would compute."""
+        if not request.block_hashes:
+            return request.prompt_tokens
+        depth = 0
+        for depth, _ in self.prefixes.runs(unpack_hashes(request.block_hashes)):  # noqa: B007
+            pass
+        return max(1, request.prompt_tokens - depth * request.block_tokens)
 
     def dispatched(self, rank: RankLoad, request: Submit, now: float) -> None:
         """The rank will soon hold the prompt's prefix."""

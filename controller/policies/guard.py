@@ -46,6 +46,13 @@ class Guard(Policy):
             self._on_fault("pick", f"it returned {what}, which is none of the candidates")
         return view.least(Metric.TOKENS)
 
+    def work(self, request: Submit) -> int:
+        try:
+            return max(1, int(self.policy.work(request)))
+        except FAULTS as error:
+            self._on_fault("work", story(error))
+            return request.prompt_tokens
+
     def dispatched(self, rank: RankLoad, request: Submit, now: float) -> None:
         self._tell("dispatched", rank, request, now)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import inf
 from typing import Any, Literal
 
 from bus.actions import Note
@@ -41,6 +42,7 @@ from controller.requests.table import RequestTable, lane_of
 LOGGED: frozenset[Code] = frozenset(
     {"peer_lost", "unknown_room", "kv_failed", "prefill_failed", "decode_failed", "engine_failed", "poison"}
 )
+TOO_LATE = "its first token can no longer come in time"
 _LEG_FAILED: dict[Role, Literal["prefill_failed", "decode_failed"]] = {
     "prefill": "prefill_failed",
     "decode": "decode_failed",
@@ -65,6 +67,7 @@ class Life:
         self._ends_s = 0.0  # recent ends a second
         self._ends = 0
         self.table = RequestTable(config, now)
+        self._placement = placement
         self._attempts = Attempts(epoch, self.table, loads, placement, counts)
         self.requests = self.table.requests
         self.queue = self.table.queue
@@ -90,10 +93,12 @@ class Life:
             return
         if live is not None:
             self._supersede(live, peer, out)
+        if self._config.queue_order == "slo" and submit.leg != "decode" and not submit.offset:
+            request.first_due = now + (submit.ttft_slo_s or self._config.ttft_slo_s)
         self.table.add(request)
         try:
             if not self._place(request, now, out):
-                self._enqueue(request, out)
+                self._enqueue(request, now, out)
         except Refusal as refusal:
             self._fail(request, refusal.code, refusal.sentence, out)
 
@@ -130,7 +135,7 @@ class Life:
         for rid, attempt in progress.started:
             work = work_of(rank, rid, attempt)
             if work is not None and work[1].answers:
-                self._output(work[0])
+                self._output(work[0], now)
         for ended in progress.ended:
             work = work_of(rank, ended.rid, ended.attempt)
             if work is not None and work[1].role == ended.leg:
@@ -168,11 +173,16 @@ class Life:
 
     def drain(self, now: float, out: list[Action]) -> None:
         """Dispatch from the queue what there is credit for."""
-        for request in self.queue.turns():
+        for request in self.queue.turns(lambda request: self._in_time(request, now)):
             try:
                 self._place(request, now, out)
             except Refusal as refusal:
                 self._fail(request, refusal.code, refusal.sentence, out)
+
+    def shed(self, now: float, out: list[Action]) -> None:
+        """Refuse what waits and cannot have its first token in time any more."""
+        for request in [request for request in self.queue if not self._in_time(request, now)]:
+            self._fail(request, "overloaded", TOO_LATE, out)
 
     def shutdown(self, out: list[Action]) -> None:
         """End everything that lives."""
@@ -217,7 +227,11 @@ class Life:
             out.append(ToClient(live.peer, failed))
         self.table.remove(live)
 
-    def _enqueue(self, request: Request, out: list[Action]) -> None:
+    def _enqueue(self, request: Request, now: float, out: list[Action]) -> None:
+        if self._config.queue_order == "slo":
+            request.work = self._placement.work(request.submit)
+            if self._config.shed == "hopeless" and not self._in_time(request, now):
+                raise Refusal("overloaded", TOO_LATE)
         while not self.queue.has_room(request.frames_bytes):
             other = self.queue.in_the_way(request)
             sentence = f"all ranks are busy and {len(self.queue)} requests wait already"
@@ -226,6 +240,11 @@ class Life:
             self._fail(other, "overloaded", f"{sentence}, most of them this client's", out)
         self.queue.add(lane_of(request.submit), request)
         self._counts["queued"] += 1
+
+    def _in_time(self, request: Request, now: float) -> bool:
+        """Whether its first token would come in time if it went to a rank now."""
+        due = request.first_due
+        return due == inf or now + self._placement.first_token_s(request.submit, request.model, request.work) <= due
 
     def _place(self, request: Request, now: float, out: list[Action]) -> bool:
         """Dispatch it and tell its client where; False: it waits. Raises Refusal where waiting does not help."""
@@ -249,8 +268,11 @@ class Life:
 
     # --- inside: end ------------------------------------------------------------------------------------------
 
-    def _output(self, request: Request) -> None:
+    def _output(self, request: Request, now: float) -> None:
         request.step("output")
+        if request.first_due != inf:
+            self._counts["ttft_slo_kept" if now <= request.first_due else "ttft_slo_missed"] += 1
+            request.first_due = inf
         if request.frames:
             self.table.release_payload(request)
 
@@ -258,7 +280,7 @@ class Life:
         self._attempts.over(leg, request, ended, now)
         if leg.state is LegState.DONE:
             if leg.answers and request.state is State.RUNNING:
-                self._output(request)
+                self._output(request, now)
         elif not is_spare(leg, request):
             sentence = ended.message or f"the {leg.role} leg ended with {ended.code}"
             self._leg_failed(request, leg, ended.code, sentence, now, out)
@@ -305,7 +327,7 @@ class Life:
         request.legs = ()
         try:
             if not self._place(request, now, out):
-                self._enqueue(request, out)
+                self._enqueue(request, now, out)
         except Refusal as refusal:
             self._fail(request, code, f"{sentence}; then: {refusal.sentence}", out)
 

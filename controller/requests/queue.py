@@ -3,27 +3,33 @@
 Clients take turns, by tokens (start-time fair queueing; Goyal, Vin, Cheng, SIGCOMM 1996): each has a clock that runs on
 by the tokens of what it is served, and who is furthest behind is next. Who comes anew, or comes back, starts where the
 clock of the one served last stood: nobody saves up turns. A client is a key; without keys all are one. A priority is a
-client's word, so it counts among its own requests: those go by priority, then in order of arrival.
+client's word, so it counts among its own requests: those go by priority, then in the order asked for
+(`controller.requests.order`).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import TypeAlias
 
 from bus.wire.messages import Rid
+from controller.requests.order import ArrivalOrder
 from controller.requests.request import Request
 
-_Line: TypeAlias = dict[int, dict[Rid, Request]]  # what waits of one client in one lane, by priority
+_Line: TypeAlias = dict[int, ArrivalOrder[Request]]  # what waits of one client in one lane, by priority
+InTime: TypeAlias = Callable[[Request], bool]
 
 
 class CentralQueue:
     """Requests by lane: those of one lane wait for the same ranks. Without keys, and where one client waits alone, all
     operations are O(1) in the number of requests and clients, but `turns` is O(lanes)."""
 
-    def __init__(self, *, max_requests: int, max_bytes: int) -> None:
+    def __init__(
+        self, *, max_requests: int, max_bytes: int, order: Callable[[], ArrivalOrder[Request]] = ArrivalOrder
+    ) -> None:
+        self._order = order
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._lanes: dict[Hashable, dict[str, _Line]] = {}
@@ -68,7 +74,10 @@ class CentralQueue:
             self._clocks[client] = max(self._clocks.get(client, 0), self._now)
         self._of_client[client][request.rid] = request
         line = self._lanes.setdefault(lane, {}).setdefault(client, {})
-        line.setdefault(request.submit.priority, {})[request.rid] = request
+        level = line.get(request.submit.priority)
+        if level is None:
+            level = line[request.submit.priority] = self._order()
+        level.add(request)
         request.lane = lane
         self._bytes_of[client] += request.frames_bytes
         self.requests += 1
@@ -81,7 +90,7 @@ class CentralQueue:
             self._now = self._clocks[client]
             self._clocks[client] += request.submit.prompt_tokens + request.submit.max_tokens
         level = lane[client][request.submit.priority]
-        del level[request.rid]
+        level.remove(request)
         if not level:
             del lane[client][request.submit.priority]
             if not lane[client]:
@@ -102,32 +111,33 @@ class CentralQueue:
     def lanes(self) -> list[Hashable]:
         return list(self._lanes)
 
-    def head(self, lane: Hashable) -> Request | None:
+    def head(self, lane: Hashable, in_time: InTime = lambda request: True) -> Request | None:
         """Who is next in `lane`."""
         lines = self._lanes.get(lane)
         if lines is None:
             return None
         client = next(iter(lines)) if len(lines) == 1 else min(lines, key=self._clocks.__getitem__)
         line = lines[client]
-        return next(iter(line[max(line)].values()))
+        return line[max(line)].head(in_time)
 
-    def turns(self) -> Iterator[Request]:
-        """The next request of each lane, and so on until it stays where it is: who is furthest behind comes first."""
+    def turns(self, in_time: InTime = lambda request: True) -> Iterator[Request]:
+        """The next request of each lane, and so on until it stays where it is: who is furthest behind comes first.
+        `in_time`: whether a request would keep its SLO if it were served now."""
         waiting: list[tuple[int, int, Hashable]] = []
         for order, lane in enumerate(list(self._lanes)):
-            request = self.head(lane)
+            request = self.head(lane, in_time)
             while request is not None and len(self._of_client) <= 1:
                 yield request
-                request = None if request.lane is not None else self.head(lane)
+                request = None if request.lane is not None else self.head(lane, in_time)
             if request is not None:
                 waiting.append((self._clocks[request.client], order, lane))
         heapq.heapify(waiting)
         while waiting:
             _, order, lane = heapq.heappop(waiting)
-            request = self.head(lane)
+            request = self.head(lane, in_time)
             if request is not None:
                 yield request
-                following = None if request.lane is not None else self.head(lane)
+                following = None if request.lane is not None else self.head(lane, in_time)
                 if following is not None:
                     heapq.heappush(waiting, (self._clocks[following.client], order, lane))
 
@@ -140,8 +150,11 @@ class CentralQueue:
         requests = [r for lane in self._lanes.values() for line in lane.values() for lvl in line.values() for r in lvl]
         assert self.requests == len(requests)
         assert self.bytes == sum(request.frames_bytes for request in self)
-        assert sorted(requests) == sorted(request.rid for request in self)
-        assert all(lane and all(line and all(line.values()) for line in lane.values()) for lane in self._lanes.values())
+        assert {*requests} == {*self}
+        assert all(
+            lane and all(line and all(map(len, line.values())) for line in lane.values())
+            for lane in self._lanes.values()
+        )
         assert all(self._of_client.values())
         assert self._of_client.keys() <= self._clocks.keys()
         for client, mine in self._of_client.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from math import inf
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -100,6 +101,8 @@ class Request(Struct, eq=False):
     losses: int = 0  # of those, ended by the loss of a rank
     avoid: tuple[RankLoad, ...] = ()  # ranks that failed it
     lane: Any = None  # the queue it waits in
+    work: int = 0  # prompt tokens to compute, as far as was known when it began to wait
+    first_due: float = inf  # when its first token is to be there, where that counts
 
     def step(self, what: Literal["dispatched", "output", "again", "over"]) -> None:
         """Move on as the table says; what it does not know is our bug, and tells the story."""

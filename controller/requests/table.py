@@ -14,6 +14,7 @@ from bus.due import DueTimes
 from bus.wire.messages import Attempt, Refusal, Rid, Role, Submit
 from controller.config import ControllerConfig
 from controller.load.rank import RankLoad
+from controller.requests.order import ArrivalOrder, SloOrder
 from controller.requests.queue import CentralQueue
 from controller.requests.request import Request, State
 
@@ -33,7 +34,12 @@ class RequestTable:
         self._losses: OrderedDict[Rid, tuple[int, int]] = OrderedDict()  # of failed requests: (offset, ranks lost)
         self._due: DueTimes[Rid | RankLoad] = DueTimes(now)
         self.requests: dict[Rid, Request] = {}
-        self.queue = CentralQueue(max_requests=config.queue_requests, max_bytes=config.queue_bytes)
+        overtake = config.overtake_tokens
+        self.queue = CentralQueue(
+            max_requests=config.queue_requests,
+            max_bytes=config.queue_bytes,
+            order=ArrivalOrder if config.queue_order == "arrival" else lambda: SloOrder(overtake),
+        )
         self.inherited = Inherited(self._due)
         self.payload_bytes = 0
 

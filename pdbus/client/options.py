@@ -64,7 +64,8 @@ class Options(TypedDict, total=False):
     Placement: `leg` (default: a pair, or unified where no rank splits), `instance` and `routed_dp_rank` of the leg that
     decodes (or of the only leg), `prefill_instance` and `disagg_prefill_dp_rank` of prefill, `bootstrap_room` (0 to
     2^63 - 1; default: drawn).
-    Others: `deadline_s` (seconds from the submit; 0: none), `priority` (-1000 to 1000, higher first), `rid` (at most
+    Others: `deadline_s` (seconds from the submit; 0: none), `ttft_slo_s` (the first token is wanted within it; 0: the
+    controller's own; counts where its queue order is `slo`), `priority` (-1000 to 1000, higher first), `rid` (at most
     128 characters; default: drawn), `model`, `block_tokens` (send hashes of prompt blocks of this size, for
     `cache_aware`; default: of the ranks' size where the controller says that it uses them; 0: none), `lives_on` (go on
     to the end even if this client is gone and nobody reads the output).
@@ -93,6 +94,7 @@ class Options(TypedDict, total=False):
     disagg_prefill_dp_rank: int | None
     bootstrap_room: int | None
     deadline_s: float
+    ttft_slo_s: float
     priority: int
     rid: str
     model: str
@@ -138,6 +140,9 @@ def make_request(
     deadline_s = options.get("deadline_s", 0.0)
     if not 0 <= deadline_s < math.inf:
         raise ConfigError(f"deadline_s must be a number of seconds (0: none), not {deadline_s:g}")
+    ttft_slo_s = options.get("ttft_slo_s", 0.0)
+    if not 0 <= ttft_slo_s < math.inf:
+        raise ConfigError(f"ttft_slo_s must be a number of seconds (0: the controller's own), not {ttft_slo_s:g}")
     if at.prefill is None:
         leg = options.get("leg") or leg
     elif options.get("leg") not in (None, "pair"):
@@ -182,6 +187,7 @@ def make_request(
         block_tokens=block_tokens,
         block_hashes=packed_hashes(prompt, block_tokens) if block_tokens else b"",
         lives_on=options.get("lives_on", False),
+        ttft_slo_s=ttft_slo_s,
         needs=params.needs,
     )
     submits = {(at.decode, header.rid): _checked(header)}

@@ -4,51 +4,35 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.text import Text
 
 from bus.errors import ConfigError
 from bus.runtime import cli
 from nodes.own.engines.timing import TIMINGS, timing_named
+from pdbus.commands.lab import GENERATED_S, option, run_virtual, setting, traces_of
 from pdbus.lab.choosers import METHODS, check_method
-from pdbus.lab.compare import Result, Run, compare, result_of
+from pdbus.lab.compare import Result, Run, result_of, row_of
 from pdbus.lab.config import LabConfig
-from pdbus.lab.generator import generate
 from pdbus.lab.live import comparable, run_live
 from pdbus.lab.plots import prepare, write_plots
-from pdbus.lab.progress import Progress
 from pdbus.lab.simulate import simulate
 from pdbus.lab.tables import COLUMNS, json_of, markdown_of, table_of
-from pdbus.lab.traces import Trace, read_trace
-
-Decorator = Callable[[Any], Any]
+from pdbus.lab.traces import Trace
 
 DEFAULT_METHODS = "follow_bootstrap_room,round_robin,total_tokens,cache_aware,oracle"
-GENERATED_S = 600.0
 WIDTH = 160  # of a table that does not go to a terminal
 _FROM_OPTIONS = (
     "ranks", "decode_ranks", "load", "cache_blocks", "decode_kv_tokens", "decode_method", "chunk_tokens",
     "prefill_running", "decode_running", "hop_s", "report_interval_s", "report_delay_s", "report_loss", "controllers",
-    "shared_counters", "sent_interval_s", "cache_weight", "late_tokens", "slo_ttft_s", "slo_tpot_s", "seed",
+    "shared_counters", "sent_interval_s", "cache_weight", "late_tokens", "overtake_tokens", "slo_ttft_s", "slo_tpot_s",
+    "seed",
 )  # fmt: skip
-
-
-def _option(*names: str, **settings: Any) -> Decorator:
-    return click.option(*names, show_default=settings.pop("show_default", True), **settings)
-
-
-def _setting(name: str, text: str) -> Decorator:
-    """An option for the LabConfig field of that name, with its default and type."""
-    default = getattr(LabConfig(), name)
-    kind = cli.Seconds() if name.endswith("_s") else type(default)
-    return _option("--" + name.replace("_", "-"), type=kind, default=default, help=text)
 
 
 class _Command(click.Command):
@@ -61,43 +45,46 @@ class _Command(click.Command):
 
 @click.command(cls=_Command)
 @click.argument("trace", required=False, type=click.Path(path_type=Path, dir_okay=False))
-@_option("--methods", default=DEFAULT_METHODS, metavar="A,B,...",
+@option("--methods", default=DEFAULT_METHODS, metavar="A,B,...",
          help="What to compare: `all` of these, or your own as module:Class or file.py:Class.")  # fmt: skip
-@_setting("ranks", "Prefill ranks.")
-@_setting("decode_ranks", "Decode ranks; 0: look at prefill alone.")
-@_setting("load", "Share of what the prefill ranks can do without cache hits; 0: the trace's own times.")
-@_setting("cache_blocks", "KV memory of a prefill rank, in blocks of the trace (512 tokens).")
-@_setting("decode_kv_tokens", "KV memory of a decode rank.")
-@_setting("decode_method", "How decode ranks are chosen.")
-@_setting("chunk_tokens", "Tokens a step at most.")
-@_setting("prefill_running", "Prompts a prefill rank works on at once.")
-@_setting("decode_running", "Requests a decode rank runs at once.")
-@_option("--timing", type=click.Choice(list(TIMINGS)), default="h100-8b", help="How long a step takes.")
-@_option("--timing-scale", type=click.FloatRange(0.001, 1000.0), default=1.0,
+@setting("ranks", "Prefill ranks.")
+@setting("decode_ranks", "Decode ranks; 0: look at prefill alone.")
+@setting("load", "Share of what the prefill ranks can do without cache hits; 0: the trace's own times.")
+@setting("cache_blocks", "KV memory of a prefill rank, in blocks of the trace (512 tokens).")
+@setting("decode_kv_tokens", "KV memory of a decode rank.")
+@setting("decode_method", "How decode ranks are chosen.")
+@setting("chunk_tokens", "Tokens a step at most.")
+@setting("prefill_running", "Prompts a prefill rank works on at once.")
+@setting("decode_running", "Requests a decode rank runs at once.")
+@option("--timing", type=click.Choice(list(TIMINGS)), default="h100-8b", help="How long a step takes.")
+@option("--timing-scale", type=click.FloatRange(0.001, 1000.0), default=1.0,
          help="All steps take this many times as long (live: less disturbed by what else runs).")  # fmt: skip
-@_setting("hop_s", "One message, one way.")
-@_setting("report_interval_s", "A load report at least this often (and after each prefill step).")
-@_setting("report_delay_s", "Reports arrive this much later than other messages.")
-@_setting("report_loss", "Share of reports that never arrive.")
-@_setting("controllers", "Controllers that share the requests.")
-@_option("--shared-counters/--no-shared-counters", default=True, help="Controllers publish what they sent.")
-@_setting("sent_interval_s", "At most this often.")
-@_setting("cache_weight", "cache_aware: worth of a token to compute against a token queued.")
-@_setting("late_tokens", "late_tokens and late_cache: a rank with less than this queued gets the next request.")
-@_setting("slo_ttft_s", "A request keeps the SLO when its first token came by then ...")
-@_setting("slo_tpot_s", "... and each further one within this, on average.")
-@_option("--duration-s", type=cli.Seconds(), default=None, show_default=False,
+@setting("hop_s", "One message, one way.")
+@setting("report_interval_s", "A load report at least this often (and after each prefill step).")
+@setting("report_delay_s", "Reports arrive this much later than other messages.")
+@setting("report_loss", "Share of reports that never arrive.")
+@setting("controllers", "Controllers that share the requests.")
+@option("--shared-counters/--no-shared-counters", default=True, help="Controllers publish what they sent.")
+@setting("sent_interval_s", "At most this often.")
+@setting("cache_weight", "cache_aware: worth of a token to compute against a token queued.")
+@setting("late_tokens", "late_tokens and late_cache: a rank with less than this queued gets the next request.")
+@option("--queue-order", type=click.Choice(["arrival", "slo", "both"]), default="arrival",
+         help="Of the controller's queue; slo: bind late, and what can keep --slo-ttft-s first.")  # fmt: skip
+@setting("overtake_tokens", "slo: work that came later and is served before a request, at most.")
+@setting("slo_ttft_s", "A request keeps the SLO when its first token came by then ...")
+@setting("slo_tpot_s", "... and each further one within this, on average.")
+@option("--duration-s", type=cli.Seconds(), default=None, show_default=False,
          help=f"The trace's first seconds; with no TRACE: its length [default: all, {GENERATED_S:g}]")  # fmt: skip
-@_setting("seed", "For all that is drawn at random: jitter, lost reports, a made-up trace.")
-@_option("--seeds", type=click.IntRange(1, 1000), metavar="N", default=1,
+@setting("seed", "For all that is drawn at random: jitter, lost reports, a made-up trace.")
+@option("--seeds", type=click.IntRange(1, 1000), metavar="N", default=1,
          help="Runs of each method, from --seed on: means, with 95 % confidence intervals.")  # fmt: skip
-@_option("--live", is_flag=True, show_default=False,
+@option("--live", is_flag=True, show_default=False,
          help="Run it in real time on sim nodes of this machine, and once more in virtual time beside it.")  # fmt: skip
-@_option("--jobs", type=click.IntRange(1, 64), default=min(4, os.cpu_count() or 1), help="Runs at once.")
-@_option("--out", type=click.Path(path_type=Path, file_okay=False), default=None,
+@option("--jobs", type=click.IntRange(1, 64), default=min(4, os.cpu_count() or 1), help="Runs at once.")
+@option("--out", type=click.Path(path_type=Path, file_okay=False), default=None,
          help="Write methods.png, ttft.png, load.png and replay.json there.")  # fmt: skip
-@_option("--markdown", is_flag=True, help="Print the table for a document.")
-@_option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@option("--markdown", is_flag=True, help="Print the table for a document.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def replay(trace: Path | None, **options: Any) -> None:
     """Replay TRACE (Mooncake JSON lines or Azure CSV; none: a made-up one) under several balancing methods.
 
@@ -105,25 +92,31 @@ def replay(trace: Path | None, **options: Any) -> None:
     """
     timing = timing_named(options["timing"]).scaled(options["timing_scale"])
     config = LabConfig(timing=timing, **{name: options[name] for name in _FROM_OPTIONS})
+    order = options["queue_order"]
+    orders = [replace(config, queue_order=name) for name in (("arrival", "slo") if order == "both" else (order,))]
     methods = _methods(options["methods"])
     if options["live"] and options["seeds"] > 1:
         raise ConfigError("--live takes as long as its trace and runs one seed: leave out --seeds")
     if options["out"] is not None:
         prepare(options["out"])
     seeds = range(config.seed, config.seed + options["seeds"])
-    traces = _traces(trace, options["duration_s"], seeds)
+    traces = traces_of(trace, options["duration_s"], seeds)
     console = Console(stderr=True, quiet=options["as_json"])
     if options["live"]:
-        results = _live(traces[0], methods, config, console)
+        results = _live(traces[0], methods, orders, console)
     else:
         runs = [
-            Run(requests, method, replace(config, seed=seed))
+            Run(requests, method, replace(ordered, seed=seed))
             for method in methods
+            for ordered in orders
             for seed, requests in zip(seeds, traces, strict=True)
         ]
-        results = _virtual(runs, options["jobs"], console)
+        results = run_virtual(runs, options["jobs"], console)
     title = _title(traces, config)
-    asked = {name: options[name] for name in ("methods", "seeds", "duration_s", "timing", "timing_scale", "live")}
+    asked = {
+        name: options[name]
+        for name in ("methods", "queue_order", "seeds", "duration_s", "timing", "timing_scale", "live")
+    }
     found = json_of(results, str(trace) if trace else traces[0].name, len(traces[0]), config, asked)
     if options["as_json"]:
         click.echo(json.dumps(found))
@@ -140,38 +133,18 @@ def replay(trace: Path | None, **options: Any) -> None:
         console.print("wrote " + ", ".join(map(str, [*paths, table])))
 
 
-def _virtual(runs: list[Run], jobs: int, console: Console) -> list[Result]:
-    """A line that keeps up on a terminal, a line for each run that ends elsewhere."""
-    progress = Progress([str(run) for run in runs])
-    longest = max(len(run.trace) for run in runs)
-    at_once = min(jobs, len(runs))
-    console.print(f"replaying up to {longest:,} requests a run: {len(runs)} runs, {at_once} at once", highlight=False)
-    with console.status("starting") as status:
-
-        def on_share(number: int, share: float) -> None:
-            now = time.monotonic()
-            progress.share(number, share, now)
-            text = Text(progress.text(now))
-            if console.is_terminal:
-                text.truncate(console.width - 2, overflow="ellipsis")  # beside the spinner
-                status.update(text)
-            elif share == 1.0:
-                console.print(f"{runs[number]} done;", text, highlight=False, soft_wrap=True)
-
-        return compare(runs, jobs=jobs, on_share=on_share)
-
-
-def _live(requests: Trace, methods: list[str], config: LabConfig, console: Console) -> list[Result]:
+def _live(requests: Trace, methods: list[str], orders: list[LabConfig], console: Console) -> list[Result]:
     """Each method twice: `NAME` in real time, `NAME (virtual)` by the same settings."""
     results = []
     with console.status("starting") as status:
-        for method in methods:
+        for method, config in product(methods, orders):
+            name = row_of(method, config)
             results.append(result_of(run_live(requests, method, config, status.update), config))
-            status.update(f"{method} once more in virtual time")
+            status.update(f"{name} once more in virtual time")
             twin = comparable(config)
-            results.append(result_of(simulate(requests, method, twin), twin, f"{method} (virtual)"))
+            results.append(result_of(simulate(requests, method, twin), twin, f"{name} (virtual)"))
             live, virtual = results[-2].summary.ttft_mean_s, results[-1].summary.ttft_mean_s
-            console.print(f"{method}: mean TTFT {live:.3f} s live, {virtual:.3f} s virtual ({live / virtual - 1:+.1%})")
+            console.print(f"{name}: mean TTFT {live:.3f} s live, {virtual:.3f} s virtual ({live / virtual - 1:+.1%})")
     return results
 
 
@@ -180,16 +153,6 @@ def _methods(text: str) -> list[str]:
     if not names:
         raise ConfigError("--methods names no method")
     return [check_method(name) for name in dict.fromkeys(names)]
-
-
-def _traces(path: Path | None, duration_s: float | None, seeds: range) -> list[Trace]:
-    """One for each seed: of a file the same one, whose jitter the seed draws later."""
-    if duration_s is not None and not 1 <= duration_s <= 1e7:
-        raise ConfigError(f"--duration-s must lie between 1 and 1e7, not {duration_s}")
-    if path is None:
-        return [generate(duration_s or GENERATED_S, seed=seed) for seed in seeds]
-    found = read_trace(path)
-    return [found if duration_s is None else found.first(duration_s)] * len(seeds)
 
 
 def _title(traces: list[Trace], config: LabConfig) -> str:

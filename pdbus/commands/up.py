@@ -13,6 +13,7 @@ from rich.table import Table
 from bus.endpoints import default_bus, default_controller
 from bus.runtime import cli
 from bus.runtime.logs import LEVELS
+from controller.config import ControllerConfig
 from controller.policies import resolve
 from pdbus.commands.common import Teller, curl_line, leave_on_signals
 from pdbus.launcher import Cluster, ClusterSpec, RestartPolicy, Supervisor
@@ -46,6 +47,14 @@ def _method_option(role: str, default: str) -> Callable[[Any], Any]:
 @_method_option("prefill", "cache_aware")
 @_method_option("decode", "total_requests")
 @_method_option("unified", "cache_aware")
+@click.option(
+    "--queue-order",
+    type=click.Choice(["arrival", "slo"]),
+    default="arrival",
+    show_default=True,
+    help="slo: what can still have its first token in time goes first, short prompts before long ones.",
+)
+@cli.setting(ControllerConfig, "--ttft-slo-s", type=cli.Seconds(), help="slo: of requests that name none.")
 @click.option("--transport", type=click.Choice(["ipc", "tcp"]), default="ipc", show_default=True)
 @click.option("--bus", default="", metavar="BASE", help="Where the broker serves  [default: the usual place]")
 @click.option("--controller", default="", metavar="BASE", help="Where the controller serves  [likewise]")
@@ -86,6 +95,8 @@ def up(
     prefill_method: str,
     decode_method: str,
     unified_method: str,
+    queue_order: str,
+    ttft_slo_s: float,
     transport: Literal["ipc", "tcp"],
     bus: str,
     controller: str,
@@ -127,6 +138,7 @@ def up(
         metrics_port=metrics_port,
         node_args=node_args,
         engine_args=engine_args,
+        controller_args=("--queue-order", queue_order, "--ttft-slo-s", str(ttft_slo_s)),
     )
     policy = RestartPolicy(limit=restarts, start_timeout_s=start_timeout_s)
     leave_on_signals()

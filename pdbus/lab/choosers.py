@@ -14,6 +14,7 @@ from typing import Protocol
 from bus.errors import BusError
 from bus.wire.hashing import unpack_hashes
 from bus.wire.messages import Ended, Hello, Load, MemberKey, Role, Sent, Submit
+from controller.late import LateBinding
 from controller.load.groups import Metric, View
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
@@ -42,6 +43,12 @@ class Chooser(Protocol):
     def least_tokens(self) -> int:
         """What the least loaded rank is believed to have queued."""
 
+    def work(self, request: Submit) -> int:
+        """Prompt tokens of `request` that will have to be computed."""
+
+    def first_token_s(self, work: int) -> float:
+        """How long `work` prompt tokens would take at the least loaded rank, as the reports have it."""
+
     def ended(self, dp_rank: int, ended: Ended, now: float) -> None:
         """The request `ended.rid`, charged there, is over."""
 
@@ -63,6 +70,12 @@ class Deaf:
 
     def least_tokens(self) -> int:
         return 0
+
+    def work(self, request: Submit) -> int:
+        return request.prompt_tokens
+
+    def first_token_s(self, work: int) -> float:
+        return 0.0
 
     def ended(self, dp_rank: int, ended: Ended, now: float) -> None:
         pass
@@ -89,6 +102,7 @@ class TableChooser(Deaf):
         self._epoch = controller + 1
         self._seq = 0
         self.table = LoadTable(self._epoch, stale_s=config.stale_s)
+        self._late = LateBinding(config.late_tokens)
         self._live: dict[str, tuple[Submit, float]] = {}  # by rid: what was dispatched, and when
         self._keys: list[MemberKey] = [(role, dp_rank) for dp_rank in range(ranks)]
         for dp_rank in range(ranks):
@@ -115,6 +129,12 @@ class TableChooser(Deaf):
         assert rank is not None, "ranks without stated limits are always candidates"
         return rank.tokens
 
+    def work(self, request: Submit) -> int:
+        return self.policy.work(request)
+
+    def first_token_s(self, work: int) -> float:
+        return self._late.first_token_s(self._group.least(Metric.TOKENS), work)
+
     def ended(self, dp_rank: int, ended: Ended, now: float) -> None:
         rank = self.table.ranks[self._keys[dp_rank]]
         request, began = self._live.pop(ended.rid)
@@ -122,6 +142,7 @@ class TableChooser(Deaf):
         self.policy.ended(rank, request, ended, now - began)
 
     def report(self, dp_rank: int, load: Load, now: float) -> None:
+        self._late.heard(self.table.ranks[self._keys[dp_rank]], load, now)
         self.table.apply(self._keys[dp_rank], EPOCH, load, now)
 
     def sent(self) -> Sent | None:

@@ -30,7 +30,7 @@ class Run:
     config: LabConfig
 
     def __str__(self) -> str:
-        return f"{self.method} seed {self.config.seed}"
+        return f"{row_of(self.method, self.config)} seed {self.config.seed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,16 @@ class Result:
     load: list[list[int]]
 
 
+def row_of(method: str, config: LabConfig) -> str:
+    """What a method's row is called: the order of the queue is named where it is not that of arrival."""
+    return method if config.queue_order == "arrival" else f"{method} {config.queue_order}"
+
+
 def result_of(outcome: Outcome, config: LabConfig, name: str = "") -> Result:
     """`outcome` summed up, under its method's name or another one."""
     load = [list(row) for row in outcome.load]
     summary = summarise(outcome, config)
-    return Result(name or outcome.method, config.seed, summary, ttfts(outcome), outcome.sample_s, load)
+    return Result(name or row_of(outcome.method, config), config.seed, summary, ttfts(outcome), outcome.sample_s, load)
 
 
 def compare(

@@ -36,7 +36,9 @@ class LabConfig:
     shared_counters: bool = True  # controllers tell each other what they have sent
     sent_interval_s: float = 0.01  # counters are shared when something was sent, at most this often
     cache_weight: float = 1.0  # cache_aware: worth of a token to compute, in tokens queued
-    late_tokens: int = 4_096  # late binding: a rank with less than this queued gets the next request
+    late_tokens: int = 2_048  # late binding: a rank with less than this queued gets the next request
+    queue_order: str = "arrival"  # `slo`: requests wait at the controller, those that can keep their TTFT first
+    overtake_tokens: int = 3_000_000  # of prompts that came later and are served before a request, at most
     slo_ttft_s: float = 2.0  # limit of time to first token
     slo_tpot_s: float = 0.05  # limit of time per output token
     sample_s: float = 1.0  # between samples of the true load
@@ -44,7 +46,7 @@ class LabConfig:
 
     def __post_init__(self) -> None:
         counts = ("ranks", "cache_blocks", "decode_kv_tokens", "chunk_tokens", "prefill_running", "decode_running",
-                  "controllers", "late_tokens")  # fmt: skip
+                  "controllers", "late_tokens", "overtake_tokens")  # fmt: skip
         for name in counts:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{_option(name)} must be at least 1, not {getattr(self, name)}")
@@ -57,6 +59,8 @@ class LabConfig:
                 raise ConfigError(f"{_option(name)} must be at least 0.001 s, not {getattr(self, name)}")
         if not 0 <= self.report_loss < 1:
             raise ConfigError(f"--report-loss must lie in 0..1 (1 excluded), not {self.report_loss}")
+        if self.queue_order not in ("arrival", "slo"):
+            raise ConfigError(f"--queue-order is arrival or slo, not {self.queue_order!r}")
         if self.controllers > 64:
             raise ConfigError(f"--controllers must be at most 64, not {self.controllers}")
 

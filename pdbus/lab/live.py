@@ -152,5 +152,13 @@ def _spec(method: str, config: LabConfig, block_tokens: int) -> ClusterSpec:
             "1000",
             "--queue-requests",
             "100000",
+            "--queue-order",
+            config.queue_order,
+            "--late-tokens",
+            str(config.late_tokens),
+            "--overtake-tokens",
+            str(config.overtake_tokens),
+            "--ttft-slo-s",
+            str(config.slo_ttft_s),
         ),
     )

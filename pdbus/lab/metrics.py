@@ -26,6 +26,7 @@ class Summary:
     ttft_mean_s: float  # time to first token
     ttft_p50_s: float  # half of the requests are at least as quick
     ttft_p99_s: float  # 99 % are
+    ttft_p999_s: float  # 99.9 % are
     tpot_mean_s: float  # time per output token after the first
     tpot_p50_s: float  # half of the requests with two tokens or more are at least as quick
     tpot_p99_s: float  # 99 % are
@@ -98,6 +99,7 @@ def summarise(outcome: Outcome, config: LabConfig) -> Summary:
         ttft_mean_s=_mean(first),
         ttft_p50_s=quantile(first, 0.5),
         ttft_p99_s=quantile(first, 0.99),
+        ttft_p999_s=quantile(first, 0.999),
         tpot_mean_s=_mean(per_token),
         tpot_p50_s=quantile(per_token, 0.5),
         tpot_p99_s=quantile(per_token, 0.99),

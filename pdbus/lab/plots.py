@@ -13,6 +13,7 @@ from typing import Any
 from bus.errors import ConfigError
 from pdbus.lab.compare import Result
 from pdbus.lab.metrics import estimate
+from pdbus.lab.plan import Plan
 from pdbus.lab.tables import COLUMNS, by_method, estimate_of, written
 
 MAX_COLUMNS = 400
@@ -71,10 +72,12 @@ def write_plots(results: Sequence[Result], directory: Path, title: str) -> list[
 
 
 def look_of(method: str) -> dict[str, Any]:
-    """Colour and line of a method, `NAME (virtual)` thinner than the live NAME."""
-    name, _, variant = method.partition(" ")
+    """Colour and line of a method, `NAME (virtual)` thinner than the live NAME, `NAME slo` dotted."""
+    name, *variant = method.split(" ")
     color, style = LOOKS.get(name) or (OTHERS[zlib.crc32(name.encode()) % len(OTHERS)], (0, (4, 1, 1, 1)))
-    return {"color": color, "linestyle": style, "linewidth": 1.2 if variant else 2.0}
+    if "slo" in variant:
+        style = (0, (1, 1))
+    return {"color": color, "linestyle": style, "linewidth": 1.2 if "(virtual)" in variant else 2.0}
 
 
 def _best_first(results: Sequence[Result]) -> dict[str, list[Result]]:
@@ -195,6 +198,44 @@ def _draw_load(pyplot: Any, methods: dict[str, list[Result]], title: str) -> Any
         f"Load by rank over time{seed}: pale is idle, dark is a long queue\n{title}", fontsize=9, x=0.01, ha="left"
     )
     return figure
+
+
+def write_plan(plan: Plan, path: Path, title: str) -> None:
+    """The share of requests that keep both SLOs: by split, and by choice. ConfigError when it cannot be written."""
+    prepare(path.parent)
+    from matplotlib import pyplot
+
+    height = max(3.2, 0.9 + 0.3 * len(plan.tried))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, height), layout="constrained")
+    splits = [found.choice for found in plan.splits]
+    shares = [100 * found.kept.mean for found in plan.splits]
+    left.plot([each.prefill for each in splits], shares, "o-", color="#332288")
+    left.set_xticks(
+        [each.prefill for each in splits], [f"{each.prefill}\n{each.decode}" for each in splits], fontsize=8
+    )
+    left.set_xlabel("prefill ranks, and below them decode ranks", fontsize=9)
+    what = f"{splits[0].prefill_method}, {splits[0].decode_method}, order {splits[0].queue_order}"
+    left.set_title(f"By split: {what}", loc="left", fontsize=9)
+    for number, found in enumerate(plan.tried):
+        mean = found.kept.mean
+        half = 0.0 if math.isnan(found.kept.half_width) else found.kept.half_width
+        ends = [[100 * min(half, mean)], [100 * min(half, 1 - mean)]]
+        color = "#332288" if number else "#117733"
+        right.errorbar(100 * mean, number, xerr=ends, fmt="o", markersize=5, capsize=3, color=color)
+    right.set_yticks(range(len(plan.tried)), [str(found.choice) for found in plan.tried], fontsize=8)
+    right.set_ylim(len(plan.tried) - 0.4, -0.6)
+    right.set_title("Methods and orders at the best split, and beside it", loc="left", fontsize=9)
+    for axes, axis in ((left, left.yaxis), (right, right.xaxis)):
+        axis.set_major_formatter(lambda value, _: f"{value:.0f}%")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    left.set_ylim(0, 102)
+    figure.suptitle(f"Requests that keep both SLOs\n{title}", fontsize=9, x=0.01, ha="left")
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    pyplot.close(figure)
 
 
 def _binned(load: Sequence[Sequence[int]]) -> list[list[float]]:

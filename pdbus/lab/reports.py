@@ -107,6 +107,12 @@ class Listener:
         self.read()
         return self.chooser.pick(request, now)
 
+    def work(self, request: Submit) -> int:
+        return self.chooser.work(request)
+
+    def first_token_s(self, work: int) -> float:
+        return self.chooser.first_token_s(work)
+
     def least_tokens(self) -> int:
         self.read()
         return self.chooser.least_tokens()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import random
 from array import array
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -19,9 +18,11 @@ from functools import partial
 from bus.errors import ConfigError
 from bus.wire.hashing import pack_hashes
 from bus.wire.messages import Ended, Role, Sent, Submit
+from controller.policies.registry import find
+from controller.requests.order import ArrivalOrder, SloOrder
 from nodes.own.sequence import Sequence
 from pdbus.lab.capacity import stretch
-from pdbus.lab.choosers import build_chooser, check_method, method_of
+from pdbus.lab.choosers import LATE, build_chooser, check_method, method_of
 from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.config import LabConfig
 from pdbus.lab.rank import VirtualRank
@@ -29,6 +30,7 @@ from pdbus.lab.reports import Listener, Reports
 from pdbus.lab.traces import Trace, TraceRequest
 
 RESTATE_S = 1.0
+TICK_S = 0.05  # of a controller
 SHARE_STEP = 0.02
 
 
@@ -69,6 +71,8 @@ def simulate(
     """
     check_method(method)
     check_method(config.decode_method)
+    if config.queue_order == "slo" and find(LATE.get(method, method)) is None:
+        raise ConfigError(f"--queue-order slo is for methods that a controller can run, which {method} is not")
     longest = max(request.prompt_tokens for request in trace.requests)
     if longest > config.cache_blocks * trace.block_tokens:
         blocks = f"--cache-blocks {config.cache_blocks} of {trace.block_tokens} tokens"
@@ -76,6 +80,15 @@ def simulate(
     if config.decode_ranks and max(r.prompt_tokens + r.output_tokens for r in trace.requests) > config.decode_kv_tokens:
         raise ConfigError(f"--decode-kv-tokens {config.decode_kv_tokens} cannot hold the trace's longest request")
     return _Run(stretch(trace, config), method, config, on_share).run()
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A request that waits at a controller."""
+
+    number: int
+    work: int
+    first_due: float
 
 
 class _Truth:
@@ -112,6 +125,7 @@ class _Run:
         self.on_share = on_share
         self.shown = 0.0  # the share last shown
         self.kind = method_of(method)
+        self.late = self.kind.late or config.queue_order == "slo"
         self.loop = VirtualLoop()
         self.delay_s = config.hop_s + config.report_delay_s
         self.rng = random.Random(config.seed)
@@ -131,7 +145,8 @@ class _Run:
         )
         self.choosers = self._listeners("prefill", method, self.prefill)
         self.decode_choosers = self._listeners("decode", config.decode_method, self.decode)
-        self.waiting: list[deque[int]] = [deque() for _ in range(config.controllers)]
+        self.by_tick = self.late and config.controllers > 1
+        self.waiting = [self._order() for _ in range(config.controllers)]
         self.wakes = [math.inf] * config.controllers  # when something is tried again for what waits
         self.sharing = config.controllers > 1 and config.shared_counters
         self.share_due: dict[tuple[int, int], float] = {}
@@ -139,7 +154,7 @@ class _Run:
 
     def run(self) -> Outcome:
         for number, course in enumerate(self.courses):
-            arrive = self._queue if self.kind.late else self._submit
+            arrive = self._queue if self.late else self._submit
             self.loop.call_at(course.request.arrival_s + self.config.hop_s, arrive, number)
         if self.sharing:
             for choosers in (self.choosers, self.decode_choosers):
@@ -157,19 +172,34 @@ class _Run:
     # --- a request's course -----------------------------------------------------------------------------------
 
     def _queue(self, number: int) -> None:
-        owner = self.owner[number]
-        self.waiting[owner].append(number)
-        self._bind(owner)
+        owner, course = self.owner[number], self.courses[number]
+        chooser = self.choosers[owner]
+        chooser.read()
+        work = chooser.work(self._header(number))
+        self.waiting[owner].add(_Waiting(number, work, course.request.arrival_s + self.config.slo_ttft_s))
+        if not self.by_tick or len(self.waiting[owner]) == 1:
+            self._bind(owner)
+
+    def _order(self) -> ArrivalOrder[_Waiting]:
+        slo = self.config.queue_order == "slo"
+        return SloOrder(self.config.overtake_tokens) if slo else ArrivalOrder()
 
     def _bind(self, owner: int) -> None:
         """Late binding: dispatch while a rank is about to run dry."""
         waiting = self.waiting[owner]
-        while waiting and self.choosers[owner].least_tokens() < self.config.late_tokens:
-            self._submit(waiting.popleft())
+        chooser = self.choosers[owner]
+        while waiting and chooser.least_tokens() < self.config.late_tokens:
+            head = waiting.head(lambda item: self.loop.now + chooser.first_token_s(item.work) <= item.first_due)
+            waiting.remove(head)
+            self._submit(head.number)
         if waiting:  # until a report comes
             self._wake_at(owner, self.choosers[owner].next_s())
 
     def _wake_at(self, owner: int, at_s: float) -> None:
+        if self.by_tick:  # or all controllers would take the same report for leave to fill the same rank
+            phase = TICK_S * owner / self.config.controllers
+            at_s = phase + TICK_S * math.ceil((at_s - phase) / TICK_S)
+            at_s += TICK_S * (at_s <= self.loop.now)
         if self.loop.now <= at_s < self.wakes[owner]:
             self.wakes[owner] = at_s
             self.loop.call_at(at_s, self._wake, owner, at_s)
@@ -181,16 +211,7 @@ class _Run:
 
     def _submit(self, number: int) -> None:
         course, now = self.courses[number], self.loop.now
-        request = course.request
-        submit = Submit(
-            rid=str(number),
-            leg="pair",
-            prompt_tokens=request.prompt_tokens,
-            max_tokens=max(1, request.output_tokens),
-            bootstrap_room=self.rooms[number],
-            block_tokens=self.trace.block_tokens if request.hashes else 0,
-            block_hashes=pack_hashes(request.hashes),
-        )
+        request, submit = course.request, self._header(number)
         rank = course.prefill_rank = self.choosers[self.owner[number]].pick(submit, now)
         course.regret_tokens = self._regret(rank, request)
         self.prefill.depart(rank, request.prompt_tokens)
@@ -202,6 +223,18 @@ class _Run:
                 if choosers:
                     self._share_soon(choosers, self.owner[number])
         self.loop.call_later(self.config.hop_s, self._arrive, number)
+
+    def _header(self, number: int) -> Submit:
+        request = self.courses[number].request
+        return Submit(
+            rid=str(number),
+            leg="pair",
+            prompt_tokens=request.prompt_tokens,
+            max_tokens=max(1, request.output_tokens),
+            bootstrap_room=self.rooms[number],
+            block_tokens=self.trace.block_tokens if request.hashes else 0,
+            block_hashes=pack_hashes(request.hashes),
+        )
 
     def _arrive(self, number: int) -> None:
         course = self.courses[number]
@@ -288,7 +321,7 @@ class _Run:
             reports.append(mine)
             if kind.report_interval_s is None:
                 rank.steps_taken.append(mine.say)
-            if kind.late:
+            if self.late and role == "prefill":
                 rank.steps_taken.append(self._news)
         size = self.trace.block_tokens
         listeners = [

@@ -20,17 +20,20 @@ from controller.events import FromClient, FromNode, ToClient, ToNode, Undelivere
 from controller.policies import POLICIES
 
 ROLES: dict[str, Role] = {"p": "prefill", "d": "decode", "u": "unified"}
+SLO = {"queue_order": "slo"}
 KEYS = [(name, n) for name in ROLES for n in range(2)]
 CODES: list[Code] = ["kv_failed", "unknown_room", "engine_failed", "too_long", "cancelled", "draining", "fenced"]
 keys = st.sampled_from(KEYS)
 
 
 class Life(RuleBasedStateMachine):
-    @initialize(prefill=st.sampled_from([*POLICIES]), decode=st.sampled_from([*POLICIES]))
-    def begin(self, prefill: str, decode: str) -> None:
+    @initialize(prefill=st.sampled_from([*POLICIES]), decode=st.sampled_from([*POLICIES]),
+                order=st.sampled_from([{}, SLO, SLO | {"shed": "hopeless"}]))  # fmt: skip
+    def begin(self, prefill: str, decode: str, order: dict[str, str]) -> None:
         self.world = World(
             prefill_method=prefill, decode_method=decode, unified_method="odd_policies:Erratic",
-            queue_requests=4, client_requests=12, request_overcommit=1.0, forget_s=3.5,
+            queue_requests=4, client_requests=12, request_overcommit=1.0, forget_s=3.5, late_tokens=60,
+            overtake_tokens=100, **order,
         )  # fmt: skip
         self.nodes: dict[tuple[str, int], Hello] = {}
         self.peers: dict[tuple[str, int], str] = {}

@@ -54,10 +54,10 @@ def hello(
 
 
 def load(seq: int, *, running: int = 0, waiting: int = 0, waiting_tokens: int = 0, kv_tokens: int = 0, step: int = 0,
-         acks: Iterable[tuple[int, int, int]] = ()) -> Load:  # fmt: skip
+         acks: Iterable[tuple[int, int, int]] = (), **totals: int) -> Load:  # fmt: skip
     return Load(
         seq=seq, step=step, running=running, waiting=waiting, waiting_tokens=waiting_tokens, kv_tokens=kv_tokens,
-        kv_capacity=1000, max_running=4, acks=tuple(Ack(*ack) for ack in acks),
+        kv_capacity=1000, max_running=4, acks=tuple(Ack(*ack) for ack in acks), **totals,
     )  # fmt: skip
 
 

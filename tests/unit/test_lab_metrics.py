@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from typing import Any
 
 import pytest
 
@@ -58,9 +59,11 @@ def test_load_is_the_share_of_time_that_cold_prompts_would_take() -> None:
         ({"load": float("nan")}, "--load must not be negative"),
         ({"report_loss": 1.0}, "--report-loss must lie in 0..1"),
         ({"report_interval_s": 0.0}, "--report-interval-s must be at least"),
+        ({"queue_order": "random"}, "--queue-order is arrival or slo"),
+        ({"overtake_tokens": 0}, "--overtake-tokens must be at least 1"),
         ({"controllers": 65}, "--controllers must be at most 64"),
     ],
 )
-def test_bad_settings(settings: dict[str, float], says: str) -> None:
+def test_bad_settings(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        LabConfig(**settings)  # type: ignore[arg-type]
+        LabConfig(**settings)

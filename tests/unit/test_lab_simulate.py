@@ -33,7 +33,7 @@ def bare() -> Trace:
 
 @functools.cache
 def run(method: str, *, of: Callable[[], Trace] = trace, **settings: Any) -> Summary:
-    config = replace(PREFILL_ONLY, load=0.9 if of is trace else 0.7, **settings)
+    config = replace(PREFILL_ONLY, **{"load": 0.9 if of is trace else 0.7} | settings)
     return summarise(simulate(of(), method, config), config)
 
 
@@ -98,6 +98,35 @@ def test_cache_aware_finds_prefixes_and_computes_less() -> None:
 def test_without_prefixes_cache_aware_is_total_tokens() -> None:
     first, second = (simulate(bare(), method, PREFILL_ONLY).courses for method in ("cache_aware", "total_tokens"))
     assert [course.prefill_rank for course in first] == [course.prefill_rank for course in second]
+
+
+def test_the_order_slo_keeps_more_slos_under_a_burst_and_costs_nothing_without() -> None:
+    before, ordered = (run("cache_aware", load=1.3, queue_order=order) for order in ("arrival", "slo"))
+    assert ordered.slo_attainment > 1.4 * before.slo_attainment
+    assert ordered.ttft_mean_s < 0.8 * before.ttft_mean_s
+    assert ordered.ttft_p999_s < 2.5 * before.ttft_p999_s
+    before, ordered = (run("cache_aware", load=0.3, queue_order=order) for order in ("arrival", "slo"))
+    assert ordered.ttft_mean_s < 1.01 * before.ttft_mean_s
+
+
+def test_the_order_slo_needs_no_single_controller() -> None:
+    before = run("cache_aware", load=1.2, controllers=4)
+    ordered = run("cache_aware", load=1.2, controllers=4, queue_order="slo")
+    assert ordered.slo_attainment > 1.2 * before.slo_attainment
+
+
+def test_how_far_others_overtake_is_bounded() -> None:
+    tight, wide = (
+        run("total_tokens", load=1.3, queue_order="slo", overtake_tokens=tokens) for tokens in (50_000, 1 << 40)
+    )
+    assert tight.ttft_p999_s < wide.ttft_p999_s
+    assert tight.slo_attainment < wide.slo_attainment
+
+
+@pytest.mark.parametrize("method", ["oracle", "overwrite", "power_of_two"])
+def test_the_order_slo_is_for_what_a_controller_can_run(method: str) -> None:
+    with pytest.raises(ConfigError, match=f"which {method} is not"):
+        simulate(trace(), method, LabConfig(queue_order="slo"))
 
 
 def test_what_cannot_be_held_is_said() -> None:

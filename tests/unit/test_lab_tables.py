@@ -19,7 +19,7 @@ from pdbus.lab.plots import look_of, write_plots
 from pdbus.lab.progress import Progress
 from pdbus.lab.tables import COLUMNS, json_of, markdown_of, table_of, written
 
-SUMMARY = Summary(1.0, 0.5, 8.0, 0.009, 0.008, 0.026, 0.85, 3.5, 0.28, 54_087.6, 0.64, 0.5, 100.0)
+SUMMARY = Summary(1.0, 0.5, 8.0, 12.0, 0.009, 0.008, 0.026, 0.85, 3.5, 0.28, 54_087.6, 0.64, 0.5, 100.0)
 
 
 def runs(methods: list[str], seeds: int) -> list[Result]:

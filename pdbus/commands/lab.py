@@ -1,0 +1,66 @@
+"""What the commands over the lab share: options of its settings, traces, and runs that say how far they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from bus.errors import ConfigError
+from bus.runtime import cli
+from pdbus.lab.compare import Result, Run, compare
+from pdbus.lab.config import LabConfig
+from pdbus.lab.generator import generate
+from pdbus.lab.progress import Progress
+from pdbus.lab.traces import Trace, read_trace
+
+Decorator = Callable[[Any], Any]
+
+GENERATED_S = 600.0
+
+
+def option(*names: str, **settings: Any) -> Decorator:
+    return click.option(*names, show_default=settings.pop("show_default", True), **settings)
+
+
+def setting(name: str, text: str) -> Decorator:
+    """An option for the LabConfig field of that name, with its default and type."""
+    default = getattr(LabConfig(), name)
+    kind = cli.Seconds() if name.endswith("_s") else type(default)
+    return option("--" + name.replace("_", "-"), type=kind, default=default, help=text)
+
+
+def run_virtual(runs: Sequence[Run], jobs: int, console: Console) -> list[Result]:
+    """A line that keeps up on a terminal, a line for each run that ends elsewhere."""
+    progress = Progress([str(run) for run in runs])
+    longest = max(len(run.trace) for run in runs)
+    at_once = min(jobs, len(runs))
+    console.print(f"replaying up to {longest:,} requests a run: {len(runs)} runs, {at_once} at once", highlight=False)
+    with console.status("starting") as status:
+
+        def on_share(number: int, share: float) -> None:
+            now = time.monotonic()
+            progress.share(number, share, now)
+            text = Text(progress.text(now))
+            if console.is_terminal:
+                text.truncate(console.width - 2, overflow="ellipsis")  # beside the spinner
+                status.update(text)
+            elif share == 1.0:
+                console.print(f"{runs[number]} done;", text, highlight=False, soft_wrap=True)
+
+        return compare(runs, jobs=jobs, on_share=on_share)
+
+
+def traces_of(path: Path | None, duration_s: float | None, seeds: range) -> list[Trace]:
+    """One for each seed: of a file the same one, whose jitter the seed draws later."""
+    if duration_s is not None and not 1 <= duration_s <= 1e7:
+        raise ConfigError(f"--duration-s must lie between 1 and 1e7, not {duration_s}")
+    if path is None:
+        return [generate(duration_s or GENERATED_S, seed=seed) for seed in seeds]
+    found = read_trace(path)
+    return [found if duration_s is None else found.first(duration_s)] * len(seeds)

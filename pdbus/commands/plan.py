@@ -1,0 +1,141 @@
+"""`pdbus plan`: how to run so many ranks for a trace. Owns the command line and what is printed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from bus.errors import ConfigError
+from bus.runtime import cli
+from nodes.own.engines.timing import TIMINGS, timing_named
+from pdbus.commands.lab import GENERATED_S, option, run_virtual, setting, traces_of
+from pdbus.lab.config import LabConfig
+from pdbus.lab.plan import Found, Plan
+from pdbus.lab.plan import plan as find
+from pdbus.lab.plots import prepare, write_plan
+from pdbus.lab.tables import COLUMNS, Column, written
+
+_FROM_OPTIONS = ("cache_blocks", "decode_kv_tokens", "chunk_tokens", "report_delay_s", "report_loss", "late_tokens",
+                 "overtake_tokens", "seed")  # fmt: skip
+_SHOWN = ("slo_attainment", "ttft_mean_s", "ttft_p99_s", "ttft_p50_s", "tpot_mean_s", "tpot_p99_s", "cache_hit_rate")
+WIDE = 130  # columns that all of it takes
+
+
+@click.command(
+    epilog="It tries each split of the ranks first, then methods and orders at the best split, then what was best at "
+    "the splits beside it. Times are the trace's own."
+)
+@click.argument("trace", required=False, type=click.Path(path_type=Path, dir_okay=False))
+@option("--ranks", type=click.IntRange(2, 512), default=16, help="Ranks there are, prefill and decode together.")
+@option(
+    "--slo-ttft", type=cli.Seconds(), default=2.0, metavar="SECONDS", help="The first token is to be there by then."
+)
+@option("--slo-tpot", type=cli.Seconds(), default=0.05, metavar="SECONDS", help="Each further one, on average.")
+@option("--rate", type=click.FloatRange(0.001, 1000.0), default=1.0, help="Requests come so many times as often.")
+@option("--timing", type=click.Choice(list(TIMINGS)), default="h100-8b", help="How long a step takes.")
+@option("--timing-scale", type=click.FloatRange(0.001, 1000.0), default=1.0, help="Steps take so many times as long.")
+@setting("cache_blocks", "KV memory of a prefill rank, in blocks of the trace (512 tokens).")
+@setting("decode_kv_tokens", "KV memory of a decode rank.")
+@setting("chunk_tokens", "Tokens a step at most.")
+@setting("report_delay_s", "Reports arrive this much later than other messages.")
+@setting("report_loss", "Share of reports that never arrive.")
+@setting("late_tokens", "Order slo: a rank with less than this queued gets the next request.")
+@setting("overtake_tokens", "Order slo: work that came later and is served before a request, at most.")
+@option("--duration-s", type=cli.Seconds(), default=None, show_default=False,
+        help=f"The trace's first seconds; with no TRACE: its length [default: all, {GENERATED_S:g}]")  # fmt: skip
+@setting("seed", "For all that is drawn at random.")
+@option("--seeds", type=click.IntRange(1, 100), default=3, metavar="N", help="Runs of each, but for the first look.")
+@option("--jobs", type=click.IntRange(1, 64), default=min(4, os.cpu_count() or 1), help="Runs at once.")
+@option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), default=None, help="Write plan.png and plan.json there."
+)
+@option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def plan(trace: Path | None, **options: Any) -> None:
+    """How to run so many ranks for TRACE (as `pdbus replay` reads it; none: a made-up one): how many compute prompts
+    and how many decode, by which methods and in which order, so that most requests keep both SLOs."""
+    config = LabConfig(
+        timing=timing_named(options["timing"]).scaled(options["timing_scale"]),
+        slo_ttft_s=options["slo_ttft"],
+        slo_tpot_s=options["slo_tpot"],
+        **{name: options[name] for name in _FROM_OPTIONS},
+    )
+    out: Path | None = options["out"]
+    if out is not None:
+        prepare(out)
+    seeds = range(config.seed, config.seed + options["seeds"])
+    traces = [found.scaled(1 / options["rate"]) for found in traces_of(trace, options["duration_s"], seeds)]
+    console = Console(stderr=True, quiet=options["as_json"])
+    found = find(traces, options["ranks"], config, lambda runs: run_virtual(runs, options["jobs"], console))
+    names = ("ranks", "slo_ttft", "slo_tpot", "rate", "timing", "timing_scale", "seeds")
+    asked = {name: options[name] for name in names}
+    data = {"trace": str(trace) if trace else traces[0].name, "options": asked} | json_of(found)
+    if options["as_json"]:
+        click.echo(json.dumps(data))
+    else:
+        best = found.tried[0]
+        terminal = Console()
+        width = terminal.width if terminal.is_terminal or "COLUMNS" in os.environ else WIDE
+        Console(width=width).print(table_of(found, _SHOWN if width >= WIDE else _SHOWN[:3]))
+        click.echo(f"{best.choice} keeps {_cell('slo_attainment', best)} of the requests. To run it:")
+        click.echo(f"  {command_of(best, config)}")
+    if out is not None:
+        write_plan(found, out / "plan.png", f"{traces[0].name}, {len(traces[0]):,} requests, {options['ranks']} ranks")
+        try:
+            (out / "plan.json").write_text(json.dumps(data, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"cannot write {out / 'plan.json'}: {error.strerror}") from None
+        console.print(f"wrote {out / 'plan.png'}, {out / 'plan.json'}")
+
+
+def table_of(found: Plan, shown: Sequence[str]) -> Table:
+    """One row a choice, the best first; `shown` are fields of `Summary`."""
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("prefill\n+ decode", "prefill\nmethod", "decode\nmethod", "queue\norder"):
+        table.add_column(heading, no_wrap=True)
+    for field in shown:
+        table.add_column("\n".join(_column(field).heading), justify="right", no_wrap=True)
+    for number, each in enumerate(found.tried):
+        choice = each.choice
+        names = (f"{choice.prefill} + {choice.decode}", choice.prefill_method, choice.decode_method, choice.queue_order)
+        table.add_row(*names, *(_cell(field, each) for field in shown), style=None if number else "bold")
+    return table
+
+
+def json_of(found: Plan) -> dict[str, Any]:
+    """The same for programs: means over seeds, and half the width of their 95 % intervals (null with one seed)."""
+
+    def row(each: Found) -> dict[str, Any]:
+        figures: dict[str, Any] = {}
+        for field in _SHOWN:
+            mean = each.mean(field)
+            figures[field] = round(mean.mean, 6)
+            figures[f"{field}_half_width"] = None if math.isnan(mean.half_width) else round(mean.half_width, 6)
+        return each.choice.settings() | figures
+
+    return {"best": row(found.tried[0]), "tried": [*map(row, found.tried)], "splits": [*map(row, found.splits)]}
+
+
+def command_of(found: Found, config: LabConfig) -> str:
+    """What starts a controller that does it."""
+    choice = found.choice
+    order = f" --queue-order slo --ttft-slo-s {config.slo_ttft_s:g}" if choice.queue_order == "slo" else ""
+    return (
+        f"python -m controller --prefill-method {choice.prefill_method} --decode-method {choice.decode_method}{order}"
+    )
+
+
+def _column(field: str) -> Column:
+    return next(column for column in COLUMNS if column.field == field)
+
+
+def _cell(field: str, found: Found) -> str:
+    return written(_column(field), found.mean(field))

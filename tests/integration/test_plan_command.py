@@ -1,0 +1,52 @@
+"""`pdbus plan` as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SHORT = ("--duration-s", "40", "--ranks", "4", "--seeds", "1", "--jobs", "1")
+
+
+def plan(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "pdbus", "plan", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=os.environ | env)
+
+
+def test_a_table_a_command_to_run_and_files(tmp_path: Path) -> None:
+    done = plan(*SHORT, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "keeps" in lines[-2]
+    assert lines[-1].startswith("  python -m controller --prefill-method ")
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["best"] == found["tried"][0]
+    assert all(row["prefill"] + row["decode"] == 4 for row in found["tried"] + found["splits"])
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_eighty_columns_show_the_choice_whole() -> None:
+    done = plan(*SHORT, COLUMNS="80")
+    assert done.returncode == 0, done.stderr
+    assert "…" not in done.stdout
+    assert max(map(len, done.stdout.splitlines()[:-2])) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--ranks", "1"), "1 is not in the range"),
+        (("--rate", "100", "--ranks", "2", "--duration-s", "40"), "cannot serve this"),
+        (("no-such-trace.csv",), "cannot read the trace"),
+    ],
+)
+def test_errors_are_one_line_and_exit_2(arguments: tuple[str, ...], says: str) -> None:
+    done = plan(*arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert done.stderr.strip().count("\n") == 0

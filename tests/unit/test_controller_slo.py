@@ -1,0 +1,226 @@
+"""The controller with the queue order `slo`: prompts bind late, and those that can be in time go first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from controller_world import World, hello, submit
+
+from bus.errors import ConfigError
+from bus.wire.hashing import pack_hashes
+from bus.wire.kv_names import Stored
+from bus.wire.messages import Accepted, Cancel, Dispatch, Failed, Hello, Sent
+from controller.config import ControllerConfig
+from controller.events import CacheChanged, FromClient, Published, Tick
+
+P = hello("p", role="prefill", dp_size=1, kv_capacity=100_000, max_context=100_000, max_running=64)
+D = hello("d", role="decode", dp_size=1, kv_capacity=100_000, max_context=100_000, max_running=64)
+U = hello("u", dp_size=1, kv_capacity=100_000, max_context=100_000, max_running=64)
+PACE = {"prompt_tokens_total": 10_000, "busy_us_total": 10_000_000}  # 1 ms a token
+
+
+class SloWorld(World):
+    """One prefill and one decode rank, 1 ms a prompt token, which has `busy` tokens queued."""
+
+    def __init__(self, *nodes: Hello, **settings: Any) -> None:
+        methods = {"prefill_method": "total_tokens", "unified_method": "total_tokens"}
+        super().__init__(**(methods | {"queue_order": "slo", "late_tokens": 100} | settings))
+        self.acks: dict[str, tuple[int, int]] = {}
+        for node in nodes or (P, D):
+            self.join(node)
+            self.say(node)
+            self.say(node, **PACE)
+
+    def say(self, node: Hello, waiting_tokens: int = 0, **more: int) -> None:
+        """`node` has taken in all it was sent, and `waiting_tokens` of it wait."""
+        mine = self.dispatches(node)
+        acks = ((77, len(mine), sum(each.charge for each in mine)),) if mine else ()
+        fields = PACE | {"prompt_tokens_total": PACE["prompt_tokens_total"] + waiting_tokens} | more
+        if self.seqs.get((node.instance, 0, 1), 0) == 0:
+            fields = dict.fromkeys(PACE, 0)
+        self.report(node, acks=acks, waiting_tokens=waiting_tokens, **fields)
+
+    def ask(self, rid: str, tokens: int, **more: Any) -> None:
+        self.submit(submit(rid, "pair", tokens, **more))
+
+    def order(self, node: Hello = P) -> list[str]:
+        """What `node` gets, as it runs dry again and again."""
+        before = len(self.dispatches(node))
+        for _ in range(50):
+            self.say(node)
+        return [each.rid for each in self.dispatches(node)[before:]]
+
+
+def test_a_prompt_goes_at_once_where_nothing_waits() -> None:
+    world = SloWorld()
+    world.ask("a", 5000)
+    assert [each.rid for each in world.dispatches(P)] == ["a"]
+    assert world.answers(Accepted)
+
+
+def test_a_prompt_waits_until_a_rank_has_nearly_nothing_queued() -> None:
+    world = SloWorld()
+    world.ask("a", 500)
+    world.ask("b", 10)
+    assert [each.rid for each in world.dispatches()] == ["a", "a"]
+    world.say(P, 100)
+    assert len(world.dispatches(P)) == 1
+    world.say(P, 99)
+    assert [each.rid for each in world.dispatches(P)] == ["a", "b"]
+
+
+def test_short_ones_that_can_be_in_time_go_first_and_hopeless_ones_last_by_arrival() -> None:
+    world = SloWorld(ttft_slo_s=2.0)
+    world.ask("busy", 500)
+    for rid, tokens, more in (
+        ("hopeless", 2500, {}),
+        ("long", 1500, {}),
+        ("short", 300, {}),
+        ("patient", 1600, {"ttft_slo_s": 60.0}),
+        ("impatient", 100, {"ttft_slo_s": 0.05}),
+        ("first of all", 1700, {"priority": 1}),
+    ):
+        world.ask(rid, tokens, **more)
+    assert world.order() == ["first of all", "short", "long", "patient", "hopeless", "impatient"]
+
+
+def test_time_makes_hopeless() -> None:
+    world = SloWorld(ttft_slo_s=2.0)
+    world.ask("busy", 500)
+    world.ask("long", 1500)
+    world.ask("short", 300)
+    world.say(P, 400)
+    world.pass_time(1.0, alive=(P, D))
+    world.ask("new", 900)
+    assert world.order() == ["short", "new", "long"]
+
+
+def test_work_is_what_is_not_cached() -> None:
+    world = SloWorld(prefill_method="cache_aware")
+    world.feed(CacheChanged(("p", 0), (Stored(tuple(range(1, 101))),)))
+    world.ask("busy", 500)
+    world.ask("plain", 200)
+    world.ask("cached", 1610, block_tokens=16, block_hashes=pack_hashes(range(1, 101)))
+    assert world.order() == ["cached", "plain"]
+
+
+def test_a_request_is_overtaken_by_so_much_work_and_no_more() -> None:
+    world = SloWorld(overtake_tokens=1000)
+    world.ask("busy", 500)
+    world.ask("long", 1900)
+    for number in range(10):
+        world.ask(f"s{number}", 250)
+    assert world.order() == ["s0", "s1", "s2", "s3", "long", "s4", "s5", "s6", "s7", "s8", "s9"]
+
+
+def test_what_cannot_be_in_time_is_refused_at_once_where_asked_for() -> None:
+    world = SloWorld(shed="hopeless", ttft_slo_s=2.0)
+    world.ask("busy", 500)
+    world.ask("hopeless", 2500)
+    world.ask("waits", 1500)
+    (failed,) = world.answers(Failed)
+    assert (failed.rid, failed.code, failed.retryable) == ("hopeless", "overloaded", True)
+    assert failed.retry_after_s > 0
+    world.pass_time(1.0, alive=(P, D))
+    assert [each.rid for each in world.answers(Failed)] == ["hopeless", "waits"]
+    assert "in time" in failed.message
+    assert world.core.life.queue.requests == 0
+
+
+def test_a_decode_rank_is_sought_before_the_prompt_is_sent() -> None:
+    """So that no KV cache waits for a rank that takes it."""
+    small = hello("d", role="decode", kv_capacity=1000, max_context=1000)
+    world = SloWorld(P, small)
+    world.ask("a", 900)
+    world.say(P)
+    world.say(small, kv_tokens=1000)
+    world.ask("b", 90)
+    assert [each.rid for each in world.dispatches(P)] == ["a"]
+    world.say(small)
+    assert [each.rid for each in world.dispatches(P)] == ["a", "b"]
+
+
+def test_unified_ranks_bind_late_by_what_is_queued_and_not_by_what_they_hold() -> None:
+    world = SloWorld(U)
+    world.say(U, kv_tokens=50_000, running=3)
+    world.submit(submit("a", prompt_tokens=500))
+    world.submit(submit("b", prompt_tokens=10))
+    assert [each.rid for each in world.dispatches()] == ["a"]
+    world.say(U, 99, kv_tokens=50_000, running=4)
+    assert [each.rid for each in world.dispatches()] == ["a", "b"]
+
+
+@pytest.mark.parametrize("how", [{"routed_dp_rank": 0, "disagg_prefill_dp_rank": 0}, {"bootstrap_room": 7}])
+def test_who_can_go_to_one_rank_only_goes_there_at_once(how: dict[str, int]) -> None:
+    method = "follow_bootstrap_room" if "bootstrap_room" in how else "total_tokens"
+    world = SloWorld(prefill_method=method)
+    world.ask("busy", 500, bootstrap_room=1)
+    world.ask("fixed", 500, **how)
+    assert [each.rid for each in world.dispatches(P)] == ["busy", "fixed"]
+
+
+def test_a_resumed_request_has_had_its_first_token() -> None:
+    world = SloWorld(ttft_slo_s=2.0)
+    world.ask("busy", 500)
+    world.ask("new", 2900)
+    world.ask("resumed", 3000, offset=20, attempt=2)
+    assert world.order() == ["resumed", "new"]
+
+
+def test_who_goes_away_leaves_nothing() -> None:
+    world = SloWorld()
+    world.ask("busy", 500)
+    world.ask("a", 300)
+    world.feed(FromClient("client", Cancel("a"), ()))
+    world.feed(FromClient("client", Cancel("busy"), ()))
+    world.assert_empty()
+
+
+def test_it_is_counted_whose_first_token_came_in_time() -> None:
+    world = SloWorld(ttft_slo_s=2.0)
+    world.ask("in time", 50)
+    world.ask("late", 10)
+    first, second = world.dispatches(D)
+    world.progress(D, started=[first])
+    world.pass_time(2.5, alive=(P, D))
+    world.progress(D, started=[second, first])
+    assert (world.core.counts["ttft_slo_kept"], world.core.counts["ttft_slo_missed"]) == (1, 1)
+
+
+def test_controllers_that_share_ranks_bind_with_their_ticks() -> None:
+    """One report would be leave for all of them to fill the same rank."""
+    world = SloWorld()
+    world.feed(Published(Sent("other", 99, 1, ())))
+    world.ask("busy", 500)
+    world.ask("waits", 10)
+    world.say(P)
+    assert [each.rid for each in world.dispatches(P)] == ["busy"]
+    world.feed(Tick())
+    assert [each.rid for each in world.dispatches(P)] == ["busy", "waits"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"queue_order": "random"}, "queue_order is one of arrival, slo"),
+        ({"queue_order": "slo", "shed": "all"}, "shed is one of never, hopeless"),
+        ({"shed": "hopeless"}, "needs the queue order slo"),
+        ({"late_tokens": 0}, "late_tokens must be greater than 0"),
+        ({"overtake_tokens": 0}, "overtake_tokens must be greater than 0"),
+        ({"ttft_slo_s": float("inf")}, "ttft_slo_s must be greater than 0"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        ControllerConfig(**settings)
+
+
+def test_the_order_of_arrival_is_as_it_was() -> None:
+    world = World(prefill_method="total_tokens")
+    for node in (P, D):
+        world.join(node)
+        world.report(node)
+    for number in range(20):
+        world.submit(submit(f"r{number}", "pair", 4000 - number))
+    assert [each.rid for each in world.sent(Dispatch, P)] == [f"r{number}" for number in range(20)]
