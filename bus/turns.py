@@ -1,7 +1,7 @@
 """Whose turn it is among clients that share something: start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996).
 
-Pure. Each client has a clock that runs on by the tokens of what it is served, and who is furthest behind is next. Who comes
-anew, or comes back, starts where the clock of the one served last stood: nobody saves up turns.
+Pure. Each client has a clock that runs on by the tokens of what it is served, and who is furthest behind is next. Who
+comes anew, or comes back, starts where the clock of the one served last stood: nobody saves up turns.
 """
 
 from __future__ import annotations

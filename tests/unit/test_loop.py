@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import zmq
 
-from bus.runtime.epochs import new_epoch
 from bus.runtime import frames
+from bus.runtime.epochs import new_epoch
 from bus.runtime.frames import FRAMES_MAX, SKIP_MAX, name_of
 from bus.runtime.loop import SLICE_S, Loop
 from bus.runtime.sockets import HEADER_MAX, Socket, Sockets
