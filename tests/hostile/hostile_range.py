@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -21,7 +20,6 @@ from bus.runtime.keys import add_key, give_key, new_keys
 from pdbus.launcher import Cluster, ClusterSpec
 from pdbus.soak.usage import usage_of
 
-HERE = Path(__file__).parent
 ATTACK_S = 60.0  # an attack that is not over by then is ended
 QUICK = ("--sim-base-s", "0.002", "--sim-prefill-s-per-token", "0.0001")
 
@@ -79,12 +77,7 @@ class Range:
 @contextmanager
 def attacking(attack: str, ports: dict[str, str]) -> Iterator[Callable[[], bool]]:
     """While this lasts, `attack` runs at `ports`; what is handed out says whether it still does."""
-    path = os.pathsep.join((str(HERE), str(HERE.parent / "support")))
-    child = subprocess.Popen(
-        [sys.executable, str(HERE / "hostile_attacks.py"), attack],
-        stdin=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    child = subprocess.Popen([sys.executable, "-P", "-m", "pdbus.soak.attacks", attack], stdin=subprocess.PIPE)
     assert child.stdin is not None
     with child.stdin as pipe:
         pipe.write(json.dumps(ports).encode())

@@ -18,8 +18,9 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from hostile_attacks import ATTACKS, OUTSIDERS
 from hostile_range import Outcome, firing_range, make_keys
+
+from pdbus.soak.attacks import ATTACKS, OUTSIDERS
 
 RUNS = {"ipc": ("ipc", False), "tcp": ("tcp", False), "ipc-keys": ("ipc", True), "tcp-keys": ("tcp", True)}
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 import zmq
-from raw_zmtp import MORE, frame, greet, pour
 
 from bus.errors import StartError
 from bus.runtime import doors
@@ -26,6 +25,7 @@ from bus.runtime.file_limit import FILES_MIN
 from bus.runtime.frames import FRAMES_MAX
 from bus.runtime.loop import Loop
 from bus.runtime.sockets import TOPIC_MAX, Sockets
+from pdbus.soak.raw_zmtp import MORE, frame, greet, pour
 
 WAIT_S = 30.0
 

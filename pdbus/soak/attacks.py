@@ -1,5 +1,5 @@
 """The attacks: each is a function of the endpoints under attack, bounded in time, bytes and connections, run in a
-process of its own (`python hostile_attacks.py NAME`, the endpoints as JSON on stdin). Nothing leaves this machine.
+process of its own (`python -m pdbus.soak.attacks NAME`, the endpoints as JSON on stdin). Nothing leaves this machine.
 
 An attack only attacks; whether it did harm is judged by who runs it. Those of outsiders write ZMTP byte by byte and
 have no key; INSIDERS are peers like any other, with the key of a client or of a node where there are keys.
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 import zmq
-from raw_zmtp import GREETING, MORE, connect, frame, greet, pour, ready
 
 from bus.endpoints import split_owner
 from bus.rights import KeyRole
@@ -39,6 +38,7 @@ from bus.wire.messages import (
     StatusQuery,
     Submit,
 )
+from pdbus.soak.raw_zmtp import GREETING, MORE, connect, frame, greet, pour, ready
 
 # publish, subscribe, bootstrap, clients, nodes; `data INSTANCE`, and `epoch INSTANCE` of its rank; `keys`: a directory
 # with a client's and a node's keys, in the folders `clients` and `nodes`
