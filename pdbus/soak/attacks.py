@@ -40,8 +40,8 @@ from bus.wire.messages import (
 )
 from pdbus.soak.raw_zmtp import GREETING, MORE, connect, frame, greet, pour, ready
 
-# publish, subscribe, bootstrap, clients, nodes; `data INSTANCE`, and `epoch INSTANCE` of its rank; `keys`: a directory
-# with a client's and a node's keys, in the folders `clients` and `nodes`
+# publish, subscribe, bootstrap, clients, nodes; `data INSTANCE/DP_RANK`, and `epoch INSTANCE/DP_RANK` of each rank;
+# `keys`: a directory with a client's and a node's keys, in the folders `clients` and `nodes`
 Ports: TypeAlias = dict[str, str]
 UNSEEDED = 0x6B8B4567  # what libzmq's counter of routing ids starts from while nobody calls srand
 ROUTERS = ("bootstrap", "clients", "nodes")
@@ -256,7 +256,12 @@ def valid_megabytes(ports: Ports) -> None:
 def forged_publications(ports: Ports) -> None:
     """Loads of every rank with a seq that it will never reach, beacons of other brokers, and 64 controllers that have
     sent it thousands of requests; for three seconds, with a node's key."""
-    ranks = [name.partition(" ")[2] for name in ports if name.startswith("data")]
+    ranks = {
+        (instance, int(number)): int(ports.get(f"epoch {instance}/{number}", "1"))
+        for name in ports
+        if name.startswith("data ")
+        for instance, _, number in (name.removeprefix("data ").rpartition("/"),)
+    }
     load = Load(
         seq=2**63 - 1, step=2**40, running=2**30, waiting=2**30, waiting_tokens=2**40, kv_tokens=2**40,
         kv_capacity=1, max_running=1,
@@ -265,12 +270,12 @@ def forged_publications(ports: Ports) -> None:
     with insider(ports, "nodes") as sockets:
         pub = sockets.pub(ports["publish"])
         while time.monotonic() < until:
-            for rank in ranks:
-                for epoch in (1, int(ports.get(f"epoch {rank}", "1"))):
-                    report = LoadReport(rank, 0, epoch, 2**63 - 1, load)
+            for (instance, number), started in ranks.items():
+                for epoch in (1, started):
+                    report = LoadReport(instance, number, epoch, 2**63 - 1, load)
                     told(pub, [topics.of(report), codec.encode(report)])
+            counters = tuple(SentTo(*rank, epoch, 2**30, 2**40) for rank, epoch in ranks.items())
             for number in range(64):
-                counters = tuple(SentTo(rank, 0, int(ports.get(f"epoch {rank}", "1")), 2**30, 2**40) for rank in ranks)
                 sent = Sent(f"c{number}", 10_000 + number, int(1e6 * time.monotonic()), counters)
                 told(pub, [topics.of(sent), codec.encode(sent)])
             beacon = Beacon(random.getrandbits(60) + 1, 1, 0.1)
