@@ -44,7 +44,7 @@ def ports_of(cluster: Cluster, ranks: Iterable[RankStatus], keys: str = "") -> P
 def attacking(attack: str, ports: Ports) -> Iterator[Callable[[], int | None]]:
     """While this lasts, `attack` runs at `ports`; what is handed out gives its exit code, None while it still does.
     One that was ended since it took too long has the code 0."""
-    child = subprocess.Popen([sys.executable, "-P", "-m", "pdbus.soak.attacks", attack], stdin=subprocess.PIPE)
+    child = subprocess.Popen([sys.executable, "-P", "-m", "pdbus.soak", attack], stdin=subprocess.PIPE)
     assert child.stdin is not None
     with child.stdin as pipe:
         pipe.write(json.dumps(ports).encode())

@@ -1,5 +1,5 @@
 """The attacks: each is a function of the endpoints under attack, bounded in time, bytes and connections, run in a
-process of its own (`python -m pdbus.soak.attacks NAME`, the endpoints as JSON on stdin). Nothing leaves this machine.
+process of its own (`python -m pdbus.soak NAME`, the endpoints as JSON on stdin). Nothing leaves this machine.
 
 An attack only attacks; whether it did harm is judged by who runs it. Those of outsiders write ZMTP byte by byte and
 have no key; INSIDERS are peers like any other, with the key of a client or of a node where there are keys.
@@ -7,12 +7,10 @@ have no key; INSIDERS are peers like any other, with the key of a client or of a
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import socket as unix
 import struct
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -294,6 +292,3 @@ INSIDERS: dict[str, Callable[[Ports], None]] = {
     each.__name__: each for each in (vanishing_clients, attach_flood, valid_megabytes, forged_publications)
 }
 ATTACKS = OUTSIDERS | INSIDERS
-
-if __name__ == "__main__":
-    ATTACKS[sys.argv[1]](json.load(sys.stdin))
