@@ -172,6 +172,18 @@ def unread_status(ports: Ports) -> None:
         time.sleep(2.0)
 
 
+def unread_publications(ports: Ports) -> None:
+    """Publish 64 MiB to oneself, 1 MiB at a time, and read nothing of it, for three seconds."""
+    topic = topics.KV + b"mallory/0/"
+    with ExitStack() as held, suppress(OSError):
+        listener = held.enter_context(greet(ports["subscribe"], b"SUB", timeout_s=2.0))
+        listener.sendall(frame(b"\1" + topic))
+        speaker = held.enter_context(greet(ports["publish"], b"PUB", timeout_s=2.0))
+        time.sleep(0.2)  # for the subscription to be taken in
+        pour(speaker, frame(topic, MORE) + frame(bytes((1 << 20) - 1)), 64)
+        time.sleep(3.0)
+
+
 def noise(ports: Ports) -> None:
     """Random greetings, commands, flags and sizes on every port, for two seconds."""
     rng = random.Random(int.from_bytes(os.urandom(4)))
@@ -285,7 +297,7 @@ OUTSIDERS: dict[str, Callable[[Ports], None]] = {
     each.__name__: each
     for each in (
         claimed_ids, long_topic, subscriptions, endless_message, empty_frames, full_queue_and_gone, huge_frame,
-        idle_connections, connection_storm, unread_status, noise,
+        idle_connections, connection_storm, unread_status, unread_publications, noise,
     )
 }  # fmt: skip
 INSIDERS: dict[str, Callable[[Ports], None]] = {

@@ -18,6 +18,7 @@ GROWN_MAX = dict.fromkeys(ATTACKS, 64 * MIB) | {
     "endless_message": 256 * MIB,
     "empty_frames": 256 * MIB,
     "full_queue_and_gone": 256 * MIB,
+    "unread_publications": 128 * MIB,
     "valid_megabytes": 128 * MIB,  # of four connections
 }
 
