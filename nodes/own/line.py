@@ -13,6 +13,7 @@ from bus.turns import Turns
 from nodes.own.sequence import Sequence
 
 SHARES = 6  # what one client gets at most of a step's prompt tokens while others are here: one part of so many
+SHARE_MIN = 128  # tokens: a step has a price of its own, which shorter ones would pay too often
 RESERVE = 8  # what it leaves of run slots and KV memory to others meanwhile: one part of so many
 HERE_STEPS = 100  # who left within so many steps counts as here
 
@@ -53,6 +54,11 @@ class Line:
                 if not self._lines:
                     self._turns.clear()
 
+    def validate(self, waiting: set[Sequence]) -> None:
+        lines = self._lines.values()
+        assert all(line and all(line.values()) for line in lines)
+        assert {sequence for line in lines for level in line.values() for sequence in level.values()} == waiting
+
 
 class Shares:
     """Who is here, and whose prompts a step computes. While several clients are here none gets more than a part of each
@@ -83,10 +89,10 @@ class Shares:
         return len(self._here) + len(self._left) > 1
 
     def divide(self, prompts: Iterable[Sequence], budget: int, step: int, least: int) -> list[tuple[Sequence, int]]:
-        """How many tokens of which prompts a step computes, `budget` in all; a client's share is `least` or more."""
+        """How many tokens of which prompts a step computes, `budget` in all; beside a newcomer's `least` at least."""
         share = budget
         if self.several(step):
-            share = max(least, budget // SHARES)
+            share = max(SHARE_MIN, budget // SHARES)
             prompts = sorted(prompts, key=lambda sequence: self._turns.clock(sequence.client))
         used: dict[str, int] = {}
         given = []
@@ -102,3 +108,6 @@ class Shares:
         for client, tokens in used.items():
             self._turns.serve(client, tokens)
         return given
+
+    def validate(self, sequences: Iterable[Sequence]) -> None:
+        assert self._here == Counter(sequence.client for sequence in sequences)

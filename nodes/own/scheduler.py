@@ -295,6 +295,8 @@ class Scheduler:
         """AssertionError when the scheduler contradicts itself (for tests)."""
         self.pool.validate()
         live = self._sequences.values()
+        self._line.validate({s for s in live if s.phase is Phase.WAITING})
+        self._shares.validate(live)
         assert self._waiting_tokens == sum(s.expected for s in live)
         assert self._kv_tokens == sum(s.computed for s in live)
         assert list(self._running) == [s.id for s in self._running.values()]

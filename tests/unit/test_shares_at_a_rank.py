@@ -12,19 +12,19 @@ from nodes.link.core import UNCLAIMED, UNCLAIMED_MIN_S
 from nodes.link.streams import ATTACH_GRACE_S, UNREAD_S
 from nodes.own.blocks import BlockPool
 from nodes.own.engines.base import StepResult
-from nodes.own.line import HERE_STEPS, RESERVE, SHARES
+from nodes.own.line import HERE_STEPS, RESERVE, SHARE_MIN, SHARES
 from nodes.own.scheduler import Scheduler
 from nodes.own.sequence import Phase, Sequence
 
-CHUNK = 96
+CHUNK = 960
 SHARE = CHUNK // SHARES
 
 
 class Shared:
     """A scheduler with blocks of 4 tokens, and sequences of several clients in it."""
 
-    def __init__(self, *, max_running: int = 16, blocks: int = 4096) -> None:
-        self.scheduler = Scheduler(BlockPool(blocks, 4), max_running=max_running, chunk_tokens=CHUNK)
+    def __init__(self, *, max_running: int = 16, blocks: int = 65_536, chunk_tokens: int = CHUNK) -> None:
+        self.scheduler = Scheduler(BlockPool(blocks, 4), max_running=max_running, chunk_tokens=chunk_tokens)
         self.whose: dict[int, str] = {}
 
     def add(self, client: str, tokens: int = 4, *, hold: bool = True, **more: Any) -> int:
@@ -64,7 +64,7 @@ def test_a_newcomer_is_admitted_before_the_backlog_of_another_whatever_its_prior
 
 def test_a_client_alone_has_its_order_and_whole_steps() -> None:
     shared = Shared(max_running=4)
-    first, second = shared.add("alice", 200), shared.add("alice", 10, priority=1)
+    first, second = shared.add("alice", 2000), shared.add("alice", 10, priority=1)
     plan = shared.scheduler.plan()
     assert plan is not None
     assert [(row.seq, len(row.tokens)) for row in plan.rows] == [(second, 10), (first, CHUNK - 10)]
@@ -73,13 +73,21 @@ def test_a_client_alone_has_its_order_and_whole_steps() -> None:
 def test_a_step_that_a_newcomer_is_in_is_short_and_none_is_filled_by_one_client_meanwhile() -> None:
     shared = Shared()
     for _ in range(3):
-        shared.add("mallory", 1000)
+        shared.add("mallory", 10_000)
     assert shared.step() == [("mallory", CHUNK)]  # alone
     shared.add("alice", 5)
     assert shared.step() == [("alice", 5), ("mallory", 5)]
     for _ in range(HERE_STEPS):
         assert sum(tokens for _, tokens in shared.step()) == SHARE
     assert shared.step() == [("mallory", CHUNK)]  # alone again
+
+
+def test_steps_of_few_tokens_are_not_cut_to_pieces() -> None:
+    shared = Shared(chunk_tokens=2 * SHARE_MIN)
+    shared.add("alice", 1)
+    shared.add("mallory", 10_000)
+    shared.step()
+    assert shared.step() == [("mallory", SHARE_MIN)]
 
 
 def test_clients_with_much_to_compute_fill_a_step_together_in_turn() -> None:
