@@ -13,7 +13,7 @@ from bus.turns import Turns
 from nodes.own.sequence import Sequence
 
 SHARES = 6  # what one client gets at most of a step's prompt tokens while others are here: one part of so many
-SHARE_MIN = 128  # tokens: a step has a price of its own, which shorter ones would pay too often
+SHARE_MIN = 128  # tokens: a step has a price of its own, however short it is
 RESERVE = 8  # what it leaves of run slots and KV memory to others meanwhile: one part of so many
 HERE_STEPS = 100  # who left within so many steps counts as here
 
@@ -58,6 +58,30 @@ class Line:
         lines = self._lines.values()
         assert all(line and all(line.values()) for line in lines)
         assert {sequence for line in lines for level in line.values() for sequence in level.values()} == waiting
+
+
+class Holdings:
+    """What clients hold at this moment, of run slots and of KV memory: who waits until others have had some."""
+
+    def __init__(
+        self, sequences: Iterable[Sequence], running: Iterable[Sequence], max_running: int, blocks: int
+    ) -> None:
+        self._slots = Counter(sequence.client for sequence in running)
+        self._blocks: Counter[str] = Counter()
+        for sequence in sequences:
+            self._blocks[sequence.client] += len(sequence.table)
+        self._most, self._most_blocks = max_running - max_running // RESERVE, blocks - blocks // RESERVE
+
+    def add(self, sequence: Sequence) -> None:
+        self._slots[sequence.client] += 1
+        self._blocks[sequence.client] += len(sequence.table)
+
+    def a_part(self, client: str) -> bool:
+        """Whether it has all but what is left to others."""
+        return self._slots[client] >= self._most or self._blocks[client] >= self._most_blocks
+
+    def some_memory(self, client: str) -> bool:
+        return self._blocks[client] > 0
 
 
 class Shares:
@@ -105,8 +129,10 @@ class Shares:
                 budget -= tokens
                 used[client] = used.get(client, 0) + tokens
                 given.append((sequence, tokens))
+        least_charge = SHARE_MIN  # of the first, for which the step is short: a stream of tiny prompts has its price
         for client, tokens in used.items():
-            self._turns.serve(client, tokens)
+            self._turns.serve(client, max(least_charge, tokens))
+            least_charge = 0
         return given
 
     def validate(self, sequences: Iterable[Sequence]) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 from bus.wire.hashing import ROOT, block_hashes, hash_block, token_bytes
 from nodes.own.blocks import BlockPool
 from nodes.own.engines.base import Row, StepPlan, StepResult
-from nodes.own.line import RESERVE, Line, Shares
+from nodes.own.line import Holdings, Line, Shares
 from nodes.own.sequence import SLOT_PHASES, Phase, Sequence
 
 
@@ -215,13 +215,16 @@ class Scheduler:
         return sequence.hashes[: (len(sequence.prompt) - 1) // self.pool.block_tokens]
 
     def _admit(self) -> None:
-        barred = self._has_its_part if self._shares.several(self.step) else None
+        holdings, barred = None, None
+        if self._shares.several(self.step):
+            holdings = Holdings(self._sequences.values(), self._running.values(), self.max_running, self.pool.blocks)
+            barred = holdings.a_part
         while len(self._running) < self.max_running and (sequence := self._line.head(barred)) is not None:
             taken = self.pool.take(self.pool.blocks_for(sequence.reserve_tokens), self._reusable(sequence))
             if taken is None:
-                if barred != self._has_its_part:
+                if holdings is None or barred == holdings.some_memory:
                     return
-                barred = self._holds_some  # a newcomer need not wait until there is memory for somebody's large prompt
+                barred = holdings.some_memory  # a newcomer need not wait for memory for another's large request
                 continue
             self._line.remove(sequence, admitted=True)
             sequence.table, shared = taken
@@ -232,19 +235,10 @@ class Scheduler:
             self._expect(sequence, len(sequence.prompt) - sequence.cached_tokens)
             sequence.phase = Phase.FETCHING if sequence.imported else Phase.PROMPT
             self._running[sequence.id] = sequence
+            if holdings is not None:
+                holdings.add(sequence)
             if sequence.imported:
                 self._admitted.append(sequence)
-
-    def _has_its_part(self, client: str) -> bool:
-        """Whether it holds all but what is left to others, of run slots or of KV memory."""
-        slots = sum(sequence.client == client for sequence in self._running.values())
-        blocks = sum(len(sequence.table) for sequence in self._sequences.values() if sequence.client == client)
-        most, most_blocks = (all - all // RESERVE for all in (self.max_running, self.pool.blocks))
-        return slots >= most or blocks >= most_blocks
-
-    def _holds_some(self, client: str) -> bool:
-        """Of the KV memory."""
-        return any(sequence.table and sequence.client == client for sequence in self._sequences.values())
 
     def _commit(self, sequence: Sequence) -> None:
         """Name the blocks that became full. Output blocks too: the next turn of a conversation begins with them."""

@@ -90,6 +90,16 @@ def test_steps_of_few_tokens_are_not_cut_to_pieces() -> None:
     assert shared.step() == [("mallory", SHARE_MIN)]
 
 
+def test_a_stream_of_tiny_prompts_does_not_keep_the_steps_of_others_short() -> None:
+    shared = Shared()
+    shared.add("alice", 100_000)
+    computed = 0
+    for _ in range(90):
+        shared.add("mallory", 1)
+        computed += sum(tokens for client, tokens in shared.step() if client == "alice")
+    assert computed >= 90 * SHARE // 3, "nor to less than a third of its share"
+
+
 def test_clients_with_much_to_compute_fill_a_step_together_in_turn() -> None:
     shared = Shared()
     names = [f"c{number}" for number in range(2 * SHARES)]
