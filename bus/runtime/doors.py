@@ -22,7 +22,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from bus.runtime.file_limit import file_limit
 from bus.runtime.logs import get_logger
@@ -31,11 +30,15 @@ EACH_MAX = 8192  # twice as many ranks as there may be
 TALK_MAX = 1 << 16  # bytes a listener may say: some 2,000 subscriptions
 TALK_PER_S = 256  # heartbeats, encrypted
 LOOK_MIN = 4096  # what one wake-up counts over ipc, where the kernel does not count bytes
+LOOK_S = 1.0  # between looks at what listeners leave unread
+UNREAD_S = 10.0  # a listener that takes nothing for so long, of what is there for it, is gone for all we know
 CUTS_LOGGED = 1000
 _STOP, _WATCH = b"stop", b"watch"
 _NO_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
-_BYTES_RECEIVED = 128  # where struct tcp_info has tcpi_bytes_received
+_CAME, _LEFT = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
+_EVENTS = _CAME | _LEFT
+_SAID = struct.Struct("=Hi")  # an event and its descriptor
+_BYTES_ACKED, _BYTES_RECEIVED = 120, 128  # where struct tcp_info has tcpi_bytes_acked and tcpi_bytes_received
 
 log = get_logger("bus")
 
@@ -46,11 +49,13 @@ class _Peer:
     source: str  # the process (ipc) or the host (tcp) it belongs to
     began: float
     said_bytes: int = 0
+    took_bytes: int = 0  # a listener, when it was looked at last
+    took_at: float = 0.0  # when that was another number, or nothing was left for it to take
 
 
 @dataclass(slots=True, eq=False)
 class _Door:
-    """A bound socket. Who connects to one of `listeners` has little to say: its subscriptions."""
+    """A bound socket. Who connects to one of `listeners` has little to say, its subscriptions, and much to read."""
 
     domain: str
     listeners: bool
@@ -113,8 +118,10 @@ class Doors:
         poller = zmq.Poller()
         poller.register(self._orders, zmq.POLLIN)
         poller.register(self._talk.fileno(), zmq.POLLIN)
+        look_at = 0.0
         while True:
-            ready = dict(poller.poll())
+            listened = any(door.listeners and door.peers for door in self._doors.values())
+            ready = dict(poller.poll(int(1000 * LOOK_S) if listened else None))
             if self._orders in ready and self._orders.recv() == _STOP:
                 break
             while self._coming:
@@ -128,6 +135,9 @@ class Doors:
                     self._read(monitor)
                 if self._talk.fileno() in ready:
                     self._listen()
+                if listened and (now := time.monotonic()) >= look_at:
+                    look_at = now + LOOK_S
+                    self._look(now)
             except Exception:  # a bug of ours; with nobody to read the monitors ZeroMQ would come to a stand
                 log.exception("doors.failed")
         for monitor in (*self._doors, *(monitor for monitor, _ in self._coming), self._orders):
@@ -137,14 +147,14 @@ class Doors:
         door = self._doors[monitor]
         with suppress(zmq.Again):
             while True:
-                said = recv_monitor_message(monitor, zmq.NOBLOCK)
-                kind, number, endpoint = said["event"], int(said["value"]), said["endpoint"].decode(errors="replace")
-                if kind == zmq.EVENT_ACCEPTED:
-                    self._came(door, number, endpoint)
-                elif kind == zmq.EVENT_DISCONNECTED:
+                said, endpoint = monitor.recv_multipart(zmq.NOBLOCK)
+                kind, number = _SAID.unpack(said)  # under attack these come by the thousand
+                if kind == _LEFT:
                     self._left(door, number)
+                elif kind == _CAME:
+                    self._came(door, number, endpoint.decode(errors="replace"))
                 elif self._on_refused is not None:
-                    self._on_refused(door.domain, endpoint)
+                    self._on_refused(door.domain, endpoint.decode(errors="replace"))
 
     def _came(self, door: _Door, number: int, endpoint: str) -> None:
         source = _source(number, endpoint)
@@ -188,6 +198,16 @@ class Doors:
                     peer.said_bytes = _said(number, peer.said_bytes)
                     if peer.said_bytes > TALK_MAX + TALK_PER_S * (now - peer.began):
                         self._cut(door, number, peer.source, "too_many_subscriptions")
+
+    def _look(self, now: float) -> None:
+        """Whoever takes nothing makes ZeroMQ keep what is published for it, ten thousand messages of any size."""
+        for door in self._doors.values():
+            for number, peer in list(door.peers.items()) if door.listeners else ():
+                took, left = _taken(number)
+                if not left or took != peer.took_bytes:
+                    peer.took_bytes, peer.took_at = took, now
+                elif now - peer.took_at >= UNREAD_S:
+                    self._cut(door, number, peer.source, "reads_nothing")
 
     def _cut(self, door: _Door, number: int, at: str, why: str) -> None:
         self.cut[why] += 1
@@ -245,3 +265,18 @@ def _said(number: int, so_far: int) -> int:
             socket.detach()
     except (OSError, struct.error):
         return so_far
+
+
+def _taken(number: int) -> tuple[int, int]:
+    """Bytes that the other side's kernel has taken of this connection, and those that wait for it to; over ipc nobody
+    counts them."""
+    try:
+        socket = unix.socket(fileno=number)
+        try:
+            info = socket.getsockopt(unix.IPPROTO_TCP, unix.TCP_INFO, _BYTES_ACKED + 8)
+            left = struct.unpack("i", fcntl.ioctl(number, termios.TIOCOUTQ, b"\0" * 4))[0]
+            return int(struct.unpack_from("Q", info, _BYTES_ACKED)[0]), int(left)
+        finally:
+            socket.detach()
+    except (OSError, struct.error):
+        return 0, 0

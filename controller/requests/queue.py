@@ -1,10 +1,7 @@
 """The central queue: requests that wait for a rank with credit. Owns their order and its bounds. Pure.
 
-Clients take turns, by tokens (start-time fair queueing; Goyal, Vin, Cheng, SIGCOMM 1996): each has a clock that runs on
-by the tokens of what it is served, and who is furthest behind is next. Who comes anew, or comes back, starts where the
-clock of the one served last stood: nobody saves up turns. A client is a key; without keys all are one. A priority is a
-client's word, so it counts among its own requests: those go by priority, then in the order asked for
-(`controller.requests.order`).
+Clients take turns, by tokens (`bus.turns`). A client is a key; without keys all are one. A priority is a client's word,
+so it counts among its own requests: those go by priority, then in the order asked for (`controller.requests.order`).
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from typing import TypeAlias
 
+from bus.turns import Turns
 from bus.wire.messages import Rid
 from controller.requests.order import ArrivalOrder
 from controller.requests.request import Request
@@ -35,8 +33,7 @@ class CentralQueue:
         self._lanes: dict[Hashable, dict[str, _Line]] = {}
         self._of_client: dict[str, dict[Rid, Request]] = {}
         self._bytes_of: Counter[str] = Counter()
-        self._clocks: dict[str, int] = {}  # tokens; of clients that wait, and of those that did while others have
-        self._now = 0  # the clock of the client that was served last, before it was
+        self._turns = Turns()
         self.requests = 0
         self.bytes = 0
 
@@ -71,7 +68,7 @@ class CentralQueue:
         assert request.lane is None, request.rid
         if client not in self._of_client:
             self._of_client[client] = {}
-            self._clocks[client] = max(self._clocks.get(client, 0), self._now)
+            self._turns.enter(client)
         self._of_client[client][request.rid] = request
         line = self._lanes.setdefault(lane, {}).setdefault(client, {})
         level = line.get(request.submit.priority)
@@ -87,8 +84,7 @@ class CentralQueue:
         """It leaves; `served`: to a rank, which counts as its client's turn."""
         client, lane = request.client, self._lanes[request.lane]
         if served:
-            self._now = self._clocks[client]
-            self._clocks[client] += request.submit.prompt_tokens + request.submit.max_tokens
+            self._turns.serve(client, request.submit.prompt_tokens + request.submit.max_tokens)
         level = lane[client][request.submit.priority]
         level.remove(request)
         if not level:
@@ -105,8 +101,7 @@ class CentralQueue:
         if not self._of_client[client]:
             del self._of_client[client], self._bytes_of[client]
             if not self._of_client:
-                self._clocks.clear()
-                self._now = 0
+                self._turns.clear()
 
     def lanes(self) -> list[Hashable]:
         return list(self._lanes)
@@ -116,7 +111,7 @@ class CentralQueue:
         lines = self._lanes.get(lane)
         if lines is None:
             return None
-        client = next(iter(lines)) if len(lines) == 1 else min(lines, key=self._clocks.__getitem__)
+        client = next(iter(lines)) if len(lines) == 1 else self._turns.next(lines)
         line = lines[client]
         return line[max(line)].head(in_time)
 
@@ -130,7 +125,7 @@ class CentralQueue:
                 yield request
                 request = None if request.lane is not None else self.head(lane, in_time)
             if request is not None:
-                waiting.append((self._clocks[request.client], order, lane))
+                waiting.append((self._turns.clock(request.client), order, lane))
         heapq.heapify(waiting)
         while waiting:
             _, order, lane = heapq.heappop(waiting)
@@ -139,7 +134,7 @@ class CentralQueue:
                 yield request
                 following = None if request.lane is not None else self.head(lane, in_time)
                 if following is not None:
-                    heapq.heappush(waiting, (self._clocks[following.client], order, lane))
+                    heapq.heappush(waiting, (self._turns.clock(following.client), order, lane))
 
     def _share(self, client: str, more: int = 0, more_bytes: int = 0) -> float:
         """How much of the queue it takes, with so much more."""
@@ -155,7 +150,6 @@ class CentralQueue:
             lane and all(line and all(map(len, line.values())) for line in lane.values())
             for lane in self._lanes.values()
         )
-        assert all(self._of_client.values())
-        assert self._of_client.keys() <= self._clocks.keys()
+        assert all(mine and self._turns.clock(client) >= 0 for client, mine in self._of_client.items())
         for client, mine in self._of_client.items():
             assert self._bytes_of[client] == sum(request.frames_bytes for request in mine.values())

@@ -52,7 +52,10 @@ from nodes.link.runner import (
     Stepped,
 )
 from nodes.link.sender import KvSender
-from nodes.link.streams import Streams
+from nodes.link.streams import ATTACH_GRACE_S, Streams
+
+UNCLAIMED = 16  # legs of a key that may wait for their reader for ATTACH_GRACE_S each; more of them less long
+UNCLAIMED_MIN_S = 0.25
 
 
 class RankCore:
@@ -207,8 +210,8 @@ class RankCore:
         return []
 
     def tick(self, now: float) -> list[Action]:
-        """A few times a second: deadlines, signs of life, silence."""
-        actions: list[Action] = []
+        """A few times a second: deadlines, signs of life, silence, places that nobody uses."""
+        actions = self._make_room(now)
         for leg in self.legs:
             if leg.deadline is not None and now >= leg.deadline:
                 actions += self._end(leg, "deadline", "the deadline passed", now)
@@ -218,6 +221,24 @@ class RankCore:
         for leg in lost:
             actions += self._end(leg, "decode_failed", "no decode rank fetched the KV cache in time", now)
         return actions + answers
+
+    def _make_room(self, now: float) -> list[Action]:
+        """While legs wait for a place, or other clients have legs here, those go that nobody has come to read, of a key
+        that has many of them the sooner. The code lets a client that is merely late try again."""
+        unclaimed = {leg: since_s for leg in self.legs if (since_s := self.streams.unclaimed_s(leg, now))}
+        if not unclaimed:
+            return []
+        several = len({leg.client for leg in self.legs}) > 1
+        if not several and not self._runner_load().waiting:
+            return []
+        count = Counter(leg.client for leg in unclaimed if leg.client and several)
+        why = "nobody came to read it, and others want its place"
+        return [
+            action
+            for leg, since_s in unclaimed.items()
+            if since_s >= max(UNCLAIMED_MIN_S, ATTACH_GRACE_S * min(1.0, UNCLAIMED / (count[leg.client] or 1)))
+            for action in self._end(leg, "overloaded", why, now)
+        ]
 
     # --- what the controller and the bus are told ---------------------------------------------------------------
 

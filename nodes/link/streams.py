@@ -177,6 +177,12 @@ class Streams:
             if leg.reader is None and not (leg.finish or leg.lives_on) and now - leg.unread_since >= UNREAD_S
         ]
 
+    @staticmethod
+    def unclaimed_s(leg: Leg, now: float) -> float:
+        """For how long a leg that lives has been waiting for a client to come and read it; 0: it need not."""
+        claimed = leg.reader is not None or leg.lost or leg.lives_on or leg.role == "prefill"
+        return 0.0 if claimed else now - leg.unread_since
+
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _attach(self, leg: Leg, peer: bytes, request: Attach, now: float) -> None:

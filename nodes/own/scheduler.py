@@ -7,16 +7,17 @@ Admission is strict first come, first served within a priority, by free run slot
 all blocks it can ever need (prompt and output) when it is admitted: memory is used less tightly than with growth and
 preemption, but an admitted sequence always finishes and nothing is ever computed twice. A step takes one token of
 every decoding sequence, then prompt tokens in order of admission up to `chunk_tokens` in all (chunked prefill).
+Where there are several clients they take turns in both, and none takes all (`nodes.own.line`).
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence as Seq
 
 from bus.wire.hashing import ROOT, block_hashes, hash_block, token_bytes
 from nodes.own.blocks import BlockPool
 from nodes.own.engines.base import Row, StepPlan, StepResult
+from nodes.own.line import Holdings, Line, Shares
 from nodes.own.sequence import SLOT_PHASES, Phase, Sequence
 
 
@@ -32,8 +33,8 @@ class Scheduler:
         self.prompt_tokens_total = 0
         self.cached_tokens_total = 0
         self._sequences: dict[int, Sequence] = {}
-        self._queue: list[tuple[int, int, Sequence]] = []  # (-priority, order, sequence), a heap
-        self._order = 0
+        self._line = Line()  # in phase WAITING
+        self._shares = Shares()
         self._running: dict[int, Sequence] = {}  # holds a slot, in order of admission
         self._admitted: list[Sequence] = []
         self._in_step: list[Sequence] = []  # in the order of the plan's rows
@@ -86,6 +87,7 @@ class Scheduler:
         if sequence.hashes is None:
             sequence.hashes = [] if sequence.imported else block_hashes(sequence.prompt, self.pool.block_tokens)
         self._sequences[sequence.id] = sequence
+        self._shares.came(sequence.client)
         self.prompt_tokens_total += len(sequence.prompt)
         cached = len(self.pool.match_prefix(self._reusable(sequence))) * self.pool.block_tokens
         self._expect(sequence, len(sequence.prompt) - cached)
@@ -97,11 +99,7 @@ class Scheduler:
         sequence = self._sequences[seq]
         assert sequence.phase is Phase.PARKED, sequence
         sequence.phase = Phase.WAITING
-        self._order += 1
-        heapq.heappush(self._queue, (-sequence.priority, self._order, sequence))
-        if len(self._queue) > 2 * len(self._sequences) + 64:  # mostly cancelled ones behind a large head
-            self._queue = [entry for entry in self._queue if entry[2].phase is Phase.WAITING]
-            heapq.heapify(self._queue)
+        self._line.add(sequence)
 
     def take_admitted(self) -> list[Sequence]:
         """Imported sequences admitted since the last call: fill their `table`, then call `start`."""
@@ -153,18 +151,17 @@ class Scheduler:
                 fed.append(sequence)
                 budget -= 1
         budget = max(budget, self.pool.block_tokens)  # prompts progress however many sequences decode
-        for sequence in self._running.values():
-            if sequence.phase is Phase.PROMPT and budget > 0:
-                end = min(len(sequence.prompt), sequence.computed + budget)
-                last = end == len(sequence.prompt)
-                tokens = sequence.prompt[sequence.computed : end]
-                rows.append(
-                    Row(sequence.id, tokens, sequence.computed, sequence.table, sequence.params if last else None,
-                        sequence.offset)
-                )  # fmt: skip
-                sequence.fed = len(tokens)
-                fed.append(sequence)
-                budget -= len(tokens)
+        prompts = (sequence for sequence in self._running.values() if sequence.phase is Phase.PROMPT)
+        for sequence, count in self._shares.divide(prompts, budget, self.step, self.pool.block_tokens):
+            end = sequence.computed + count
+            last = end == len(sequence.prompt)
+            tokens = sequence.prompt[sequence.computed : end]
+            rows.append(
+                Row(sequence.id, tokens, sequence.computed, sequence.table, sequence.params if last else None,
+                    sequence.offset)
+            )  # fmt: skip
+            sequence.fed = count
+            fed.append(sequence)
         return StepPlan(self.step + 1, tuple(rows)) if rows else None
 
     def complete(self, result: StepResult) -> list[Sequence]:
@@ -218,15 +215,18 @@ class Scheduler:
         return sequence.hashes[: (len(sequence.prompt) - 1) // self.pool.block_tokens]
 
     def _admit(self) -> None:
-        while self._queue and len(self._running) < self.max_running:
-            sequence = self._queue[0][2]
-            if sequence.phase is not Phase.WAITING:  # cancelled meanwhile
-                heapq.heappop(self._queue)
-                continue
+        holdings, barred = None, None
+        if self._shares.several(self.step):
+            holdings = Holdings(self._sequences.values(), self._running.values(), self.max_running, self.pool.blocks)
+            barred = holdings.a_part
+        while len(self._running) < self.max_running and (sequence := self._line.head(barred)) is not None:
             taken = self.pool.take(self.pool.blocks_for(sequence.reserve_tokens), self._reusable(sequence))
             if taken is None:
-                return
-            heapq.heappop(self._queue)
+                if holdings is None or barred == holdings.some_memory:
+                    return
+                barred = holdings.some_memory  # a newcomer need not wait for memory for another's large request
+                continue
+            self._line.remove(sequence, admitted=True)
             sequence.table, shared = taken
             sequence.committed = shared
             sequence.cached_tokens = shared * self.pool.block_tokens
@@ -235,6 +235,8 @@ class Scheduler:
             self._expect(sequence, len(sequence.prompt) - sequence.cached_tokens)
             sequence.phase = Phase.FETCHING if sequence.imported else Phase.PROMPT
             self._running[sequence.id] = sequence
+            if holdings is not None:
+                holdings.add(sequence)
             if sequence.imported:
                 self._admitted.append(sequence)
 
@@ -276,6 +278,9 @@ class Scheduler:
         self.pool.release(sequence.table)
         sequence.table = []
         self._held -= sequence.phase is Phase.HELD
+        if sequence.phase is Phase.WAITING:
+            self._line.remove(sequence)
+        self._shares.left(sequence.client, self.step)
         sequence.phase = Phase.GONE
         self._running.pop(sequence.id, None)
         del self._sequences[sequence.id]
@@ -284,6 +289,8 @@ class Scheduler:
         """AssertionError when the scheduler contradicts itself (for tests)."""
         self.pool.validate()
         live = self._sequences.values()
+        self._line.validate({s for s in live if s.phase is Phase.WAITING})
+        self._shares.validate(live)
         assert self._waiting_tokens == sum(s.expected for s in live)
         assert self._kv_tokens == sum(s.computed for s in live)
         assert list(self._running) == [s.id for s in self._running.values()]

@@ -62,6 +62,11 @@ class Sequence:
     stalls: int = 0
 
     @property
+    def client(self) -> str:
+        """The key whose it is; empty: there are none."""
+        return "" if self.leg is None else self.leg.client
+
+    @property
     def reserve_tokens(self) -> int:
         """KV tokens it can ever need; the last output token's KV is never computed."""
         return len(self.prompt) if self.hold else len(self.prompt) + max(0, self.max_tokens - 1)

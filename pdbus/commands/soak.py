@@ -26,6 +26,7 @@ from pdbus.soak.run import SoakConfig, Verdict, run
 @click.option("--concurrency", type=int, default=32, show_default=True, help="Requests that live at any time.")
 @click.option("--max-tokens", type=int, default=64, show_default=True, help="Output tokens of a request at most.")
 @click.option("--prompt-tokens", type=int, default=256, show_default=True, help="Prompt tokens of a request at most.")
+@click.option("--attackers", is_flag=True, help="Attack every port of the cluster meanwhile, from this machine.")
 def soak(
     minutes: float,
     engine: str,
@@ -38,10 +39,12 @@ def soak(
     concurrency: int,
     max_tokens: int,
     prompt_tokens: int,
+    attackers: bool,
 ) -> None:
     """Kill, stop, drain and restart random processes under load; compare every output with the right one.
 
-    The last line is a JSON object. Exit code 1 when a request was lost, doubled or wrong, or a process left by itself.
+    The last line is a JSON object. Exit code 1 when a request was lost, doubled or wrong, a process left by itself, or
+    under attack took more than 1 GiB.
     """
     config = SoakConfig(
         minutes=minutes,
@@ -55,6 +58,7 @@ def soak(
         concurrency=concurrency,
         max_tokens=max_tokens,
         prompt_tokens=prompt_tokens,
+        attackers=attackers,
     )
     verdict = run(config, _say)
     _show(verdict)
@@ -77,5 +81,7 @@ def _show(verdict: Verdict) -> None:
     console.print(table)
     by_kind = ", ".join(f"{what} {count}" for what, count in sorted(verdict.faults.items()))
     console.print(f"faults: {by_kind or 'none'}")
+    if verdict.attacks:
+        console.print(f"attacks: {', '.join(f'{what} {count}' for what, count in sorted(verdict.attacks.items()))}")
     for line in (*verdict.ledger.complaints, *verdict.troubles, *(f"{rid} never ended" for rid in verdict.lost[:20])):
         console.print(line, markup=False)

@@ -1,6 +1,7 @@
 """The soak: a cluster under load whose processes keep dying, and a ledger of what became of every request.
 
-`run` does it all; `Ledger` judges outcomes, `Chaos` breaks processes and mends them. The fault suite uses both.
+`run` does it all; `Ledger` judges outcomes, `Chaos` breaks processes and mends them, `Attackers` attack beside it. The
+fault suite and the hostile one use these.
 """
 
 from pdbus.soak.chaos import Chaos

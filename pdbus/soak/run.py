@@ -1,4 +1,4 @@
-"""One soak, from start to verdict: load, chaos, ledger, usage. Owns the order of things and the report's shape."""
+"""One soak, from start to verdict: load, chaos, attackers, ledger, usage. Owns their order and the report's shape."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from bus.errors import ConfigError
-from bus.wire.messages import Legs
+from bus.wire.messages import Legs, StatusQuery
 from nodes.own.engines.reference import generate_alone
 from pdbus.client.channel import Channel, Update
 from pdbus.client.options import Options, make_request, patience, where
 from pdbus.launcher import Cluster, ClusterSpec
+from pdbus.soak.attackers import Attackers, ports_of
+from pdbus.soak.attacks import Ports
 from pdbus.soak.chaos import Chaos
 from pdbus.soak.ledger import Ledger
 from pdbus.soak.usage import Usage, usage_of
@@ -26,11 +29,13 @@ WARM_UP_S = 10.0
 GRACE_S = 60.0  # for the requests that live when the faults end
 RETRIES = 12
 POOL = 64  # prompts whose answer is known
+RSS_MAX_BYTES = 1 << 30  # of one part, whatever the attackers do: docs/failures.md says what each attack may take
 
 
 @dataclass(frozen=True, slots=True)
 class SoakConfig:
-    """`concurrency` requests are live at any time; a fault comes about every `kill_every_s`."""
+    """`concurrency` requests are live at any time; a fault comes about every `kill_every_s`. `attackers`: one attack
+    after the other goes on meanwhile."""
 
     minutes: float = 10.0
     engine: str = "sim"
@@ -43,6 +48,7 @@ class SoakConfig:
     concurrency: int = 32
     max_tokens: int = 64
     prompt_tokens: int = 256
+    attackers: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.minutes <= 100_000:
@@ -90,10 +96,13 @@ class Verdict:
     seconds: float
     client_start: Usage = field(default=Usage())
     client_end: Usage = field(default=Usage())
+    attacks: Counter[str] = field(default_factory=Counter)
+    rss_max_bytes: int = 0  # of one part, while there were attackers
 
     @property
     def clean(self) -> bool:
-        return not (self.ledger.duplicated or self.ledger.wrong or self.lost or self.troubles)
+        found = self.ledger.duplicated or self.ledger.wrong or self.lost or self.troubles
+        return not found and self.rss_max_bytes <= RSS_MAX_BYTES
 
     def as_json(self) -> dict[str, Any]:
         ledger = self.ledger
@@ -105,6 +114,8 @@ class Verdict:
             "lost": len(self.lost),
             "wrong": ledger.wrong,
             "kills": sum(self.faults.values()),
+            "attacks": sum(self.attacks.values()),
+            "rss_max_bytes": self.rss_max_bytes,
             "rss_start_bytes": self.start.rss_bytes,
             "rss_end_bytes": self.end.rss_bytes,
             "fds_start": self.start.fds,
@@ -169,24 +180,26 @@ class _Soak:
         self._where = where(cluster.controller, None, None)
         self._said_at = self._began = time.monotonic()
         self._chaos = Chaos(cluster, random.Random(config.seed + 1), every_s=config.kill_every_s, say=say)
+        self._attackers = Attackers(cluster, random.Random(config.seed + 2), self._ports, say)
 
     def run(self) -> Verdict:
         config = self._config
         length_s = 60 * config.minutes
         self._serve(min(WARM_UP_S, 0.2 * length_s), refill=True)
         start, client_start = self._usage()
-        self._chaos.start()
-        try:
+        with ExitStack() as breaking:
+            for one in (self._chaos, self._attackers) if config.attackers else (self._chaos,):
+                one.start()
+                breaking.callback(one.stop)
             self._serve(length_s - (time.monotonic() - self._began), refill=True)
-        finally:
-            self._chaos.stop()
         self._serve(GRACE_S, refill=False)
         self._serve(1.0, refill=False, to_the_end=True)  # what comes twice would come now
         lost = self._ledger.overdue(float("inf"), 0.0)
         end, client_end = self._usage()
         return Verdict(
-            config, self._ledger, self._chaos.faults, self._chaos.troubles, lost, start, end,
-            time.monotonic() - self._began, client_start, client_end,
+            config, self._ledger, self._chaos.faults, self._chaos.troubles + self._attackers.troubles, lost, start, end,
+            time.monotonic() - self._began, client_start, client_end, self._attackers.attacks,
+            self._attackers.rss_max_bytes,
         )  # fmt: skip
 
     def _serve(self, seconds: float, *, refill: bool, to_the_end: bool = False) -> None:
@@ -215,6 +228,10 @@ class _Soak:
         self._channel.begin(request, lambda update: self._updates.put((rid, update)))
         if self._rng.random() < 0.02:
             self._channel.cancel(rid)
+
+    def _ports(self) -> Ports:
+        status = self._channel.ask(self._where.decode, StatusQuery, 5.0).result()
+        return ports_of(self._cluster, status.ranks)
 
     def _usage(self) -> tuple[Usage, Usage]:
         """Of the cluster's processes, and of this one."""

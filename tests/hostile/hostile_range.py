@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fault_rig import Rig, rig
 
-from bus.endpoints import BusAddress, ControllerAddress
 from bus.rights import KeyRole
 from bus.runtime.keys import add_key, give_key, new_keys
 from pdbus.launcher import Cluster, ClusterSpec
+from pdbus.soak.attackers import attacking, ports_of
+from pdbus.soak.attacks import Ports
 from pdbus.soak.usage import usage_of
 
-HERE = Path(__file__).parent
-ATTACK_S = 60.0  # an attack that is not over by then is ended
 QUICK = ("--sim-base-s", "0.002", "--sim-prefill-s-per-token", "0.0001")
 
 
@@ -45,26 +40,19 @@ class Range:
         self.rig = rig
         self.keys = keys
 
-    def ports(self) -> dict[str, str]:
-        bus, controller = BusAddress(self.cluster.bus), ControllerAddress(self.cluster.controller)
-        ranks = self.rig.status().ranks
-        return {
-            "keys": self.keys,
-            "publish": bus.publish, "subscribe": bus.subscribe, "bootstrap": bus.bootstrap,
-            "clients": controller.clients, "nodes": controller.nodes,
-            **{f"data {rank.instance}": rank.endpoint for rank in ranks},
-            **{f"epoch {rank.instance}": str(rank.epoch) for rank in ranks},
-        }  # fmt: skip
+    def ports(self) -> Ports:
+        return ports_of(self.cluster, self.rig.status().ranks, self.keys)
 
-    def under(self, attack: str, ports: dict[str, str] | None = None) -> Outcome:
+    def under(self, attack: str, ports: Ports | None = None) -> Outcome:
         """Requests one after the other while `attack` goes on (at other `ports` than the cluster's), and one after."""
         pids = {name: child.pid for name, child in self.cluster.children.items()}
         outcome = Outcome()
-        with _watched(pids, outcome), attacking(attack, ports or self.ports()) as going:
-            while not outcome.honest_s or going():
+        with _watched(pids, outcome), attacking(attack, ports or self.ports()) as over:
+            while not outcome.honest_s or over() is None:
                 outcome.honest_s.append(self.request_s())
                 if self.cluster.poll():
                     break
+            assert not over(), f"the attack {attack} itself failed"
         outcome.died = self.cluster.poll()
         if not outcome.died:
             outcome.back_s = self.request_s()
@@ -74,28 +62,6 @@ class Range:
         began = time.monotonic()
         self.rig.ended(self.rig.begin(20, 8))
         return time.monotonic() - began
-
-
-@contextmanager
-def attacking(attack: str, ports: dict[str, str]) -> Iterator[Callable[[], bool]]:
-    """While this lasts, `attack` runs at `ports`; what is handed out says whether it still does."""
-    path = os.pathsep.join((str(HERE), str(HERE.parent / "support")))
-    child = subprocess.Popen(
-        [sys.executable, str(HERE / "hostile_attacks.py"), attack],
-        stdin=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert child.stdin is not None
-    with child.stdin as pipe:
-        pipe.write(json.dumps(ports).encode())
-    until = time.monotonic() + ATTACK_S
-    try:
-        yield lambda: child.poll() is None and time.monotonic() < until
-        failed = child.poll() not in (None, 0)
-        assert not failed, f"the attack {attack} itself failed"
-    finally:
-        child.kill()
-        child.wait()
 
 
 @contextmanager

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hostile_attacks import ATTACKS
 from hostile_range import Range, firing_range, make_keys
+
+from pdbus.soak.attacks import ATTACKS
 
 pytestmark = pytest.mark.fault
 MIB = 1 << 20
@@ -17,6 +18,7 @@ GROWN_MAX = dict.fromkeys(ATTACKS, 64 * MIB) | {
     "endless_message": 256 * MIB,
     "empty_frames": 256 * MIB,
     "full_queue_and_gone": 256 * MIB,
+    "unread_publications": 128 * MIB,
     "valid_megabytes": 128 * MIB,  # of four connections
 }
 

@@ -7,6 +7,7 @@ the reference whatever was batched, chunked, shared through the prefix cache or 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import settings
@@ -59,13 +60,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 6),
         kind=st.sampled_from(["unified", "hold", "imported", "parked"]),
         priority=st.integers(-1, 1),
+        client=st.sampled_from(["", "clients/alice", "clients/bob"]),
     )
-    def add(self, prompt: list[int], max_tokens: int, kind: str, priority: int) -> None:
+    def add(self, prompt: list[int], max_tokens: int, kind: str, priority: int, client: str) -> None:
         self.next += 1
         imported = kind in ("imported", "parked")
         sequence = Sequence(
             self.next, range(len(prompt)) if imported else prompt, max_tokens, priority=priority,
-            imported=imported, hold=kind == "hold",
+            imported=imported, hold=kind == "hold", leg=SimpleNamespace(client=client),  # type: ignore[arg-type]
         )  # fmt: skip
         self.scheduler.add(sequence, parked=kind == "parked")
         self.live[self.next], self.prompts[self.next], self.produced[self.next] = sequence, prompt, []

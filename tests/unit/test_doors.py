@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 import zmq
-from raw_zmtp import MORE, frame, greet, pour
 
 from bus.errors import StartError
 from bus.runtime import doors
@@ -26,6 +25,7 @@ from bus.runtime.file_limit import FILES_MIN
 from bus.runtime.frames import FRAMES_MAX
 from bus.runtime.loop import Loop
 from bus.runtime.sockets import TOPIC_MAX, Sockets
+from pdbus.soak.raw_zmtp import MORE, frame, greet, pour
 
 WAIT_S = 30.0
 
@@ -121,6 +121,34 @@ def test_a_subscriber_that_subscribes_without_end_is_cut_off_and_another_hears_a
             return bool(honest.poll(20))
 
         until(heard, "the honest subscriber hears its last topic")
+
+
+def test_a_subscriber_that_reads_nothing_is_cut_off_and_one_that_reads_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "LOOK_S", 0.02)
+    monkeypatch.setattr(doors, "UNREAD_S", 1.0)
+    with Sockets() as sockets, Sockets() as other:
+        out = sockets.bus_out("tcp://127.0.0.1:*")
+        endpoint = out.getsockopt_string(zmq.LAST_ENDPOINT)
+        honest = other.sub(endpoint, (b"to/",))
+        assert sockets.doors is not None
+        with greet(endpoint, b"SUB") as peer:
+            pour(peer, frame(b"\1to/"), 1)
+
+            def cut_off() -> bool:
+                with suppress(zmq.Again):
+                    out.send_multipart([b"to/x", bytes(1 << 16)], zmq.NOBLOCK)
+                while honest.poll(0):
+                    honest.recv_multipart()
+                return sockets.doors is not None and bool(sockets.doors.cut)
+
+            until(cut_off, "it is cut off")
+        assert sockets.doors.cut == {"reads_nothing": 1}
+        out.send_multipart([b"to/x", b"last"])
+
+        def heard() -> bool:
+            return bool(honest.poll(20)) and honest.recv_multipart()[1] == b"last"
+
+        until(heard, "who reads is served")
 
 
 def test_a_subscription_may_be_as_long_as_a_topic_and_no_longer(directory: Path) -> None:

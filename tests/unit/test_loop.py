@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
+from bus.runtime import frames
 from bus.runtime.epochs import new_epoch
 from bus.runtime.frames import FRAMES_MAX, SKIP_MAX, name_of
 from bus.runtime.loop import SLICE_S, Loop
@@ -288,9 +289,13 @@ def test_a_resting_socket_is_read_when_a_timer_is_due() -> None:
 
 
 @pytest.mark.parametrize("resting", [False, True])
+@pytest.mark.parametrize("many", [True, False])
 def test_a_message_of_too_many_frames_is_thrown_away_piecemeal_and_others_are_served_meanwhile(
-    loop: Loop, resting: bool
+    loop: Loop, resting: bool, many: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert frames._receive_many is not None, "libzmq is found here"
+    if not many:
+        monkeypatch.setattr(frames, "_receive_many", None)
     with Sockets() as sockets:
         (hostile, attacker), (honest, friend) = pair(sockets, "hostile"), pair(sockets, "honest")
         got: list[Any] = []

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import zmq
-from raw_zmtp import COMMAND, frame, greet, pour
 from structlog.testing import capture_logs
 
 from bus.errors import ConfigError, StartError
 from bus.runtime.sockets import HEADER_MAX, Socket, Sockets
+from pdbus.soak.raw_zmtp import COMMAND, frame, greet, pour
 
 WAIT_MS = 60_000
 

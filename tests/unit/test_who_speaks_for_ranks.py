@@ -22,6 +22,7 @@ OTHERS = {
     "pdbus/bench/report.py": "likewise",
     "pdbus/bench/scripts.py": "likewise",
     "pdbus/bench/rooms_parts.py": "publications in batches of a chosen size, encoded before the clock starts",
+    "pdbus/soak/attacks.py": "a peer that forges publications, to be refused",
     "tests/fault/test_hostile_input.py": "peers that lie",
     "tests/fault/test_keys_live.py": "a peer that speaks for another's rank",
     "tests/integration/test_nodes_live.py": "the peer of a node that pulls KV blocks",

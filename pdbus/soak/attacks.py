@@ -1,5 +1,5 @@
 """The attacks: each is a function of the endpoints under attack, bounded in time, bytes and connections, run in a
-process of its own (`python hostile_attacks.py NAME`, the endpoints as JSON on stdin). Nothing leaves this machine.
+process of its own (`python -m pdbus.soak NAME`, the endpoints as JSON on stdin). Nothing leaves this machine.
 
 An attack only attacks; whether it did harm is judged by who runs it. Those of outsiders write ZMTP byte by byte and
 have no key; INSIDERS are peers like any other, with the key of a client or of a node where there are keys.
@@ -7,12 +7,10 @@ have no key; INSIDERS are peers like any other, with the key of a client or of a
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import socket as unix
 import struct
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,7 +18,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 import zmq
-from raw_zmtp import GREETING, MORE, connect, frame, greet, pour, ready
 
 from bus.endpoints import split_owner
 from bus.rights import KeyRole
@@ -39,9 +36,10 @@ from bus.wire.messages import (
     StatusQuery,
     Submit,
 )
+from pdbus.soak.raw_zmtp import GREETING, MORE, connect, frame, greet, pour, ready
 
-# publish, subscribe, bootstrap, clients, nodes; `data INSTANCE`, and `epoch INSTANCE` of its rank; `keys`: a directory
-# with a client's and a node's keys, in the folders `clients` and `nodes`
+# publish, subscribe, bootstrap, clients, nodes; `data INSTANCE/DP_RANK`, and `epoch INSTANCE/DP_RANK` of each rank;
+# `keys`: a directory with a client's and a node's keys, in the folders `clients` and `nodes`
 Ports: TypeAlias = dict[str, str]
 UNSEEDED = 0x6B8B4567  # what libzmq's counter of routing ids starts from while nobody calls srand
 ROUTERS = ("bootstrap", "clients", "nodes")
@@ -174,6 +172,18 @@ def unread_status(ports: Ports) -> None:
         time.sleep(2.0)
 
 
+def unread_publications(ports: Ports) -> None:
+    """Publish 64 MiB to oneself, 1 MiB at a time, and read nothing of it, for three seconds."""
+    topic = topics.KV + b"mallory/0/"
+    with ExitStack() as held, suppress(OSError):
+        listener = held.enter_context(greet(ports["subscribe"], b"SUB", timeout_s=2.0))
+        listener.sendall(frame(b"\1" + topic))
+        speaker = held.enter_context(greet(ports["publish"], b"PUB", timeout_s=2.0))
+        time.sleep(0.2)  # for the subscription to be taken in
+        pour(speaker, frame(topic, MORE) + frame(bytes((1 << 20) - 1)), 64)
+        time.sleep(3.0)
+
+
 def noise(ports: Ports) -> None:
     """Random greetings, commands, flags and sizes on every port, for two seconds."""
     rng = random.Random(int.from_bytes(os.urandom(4)))
@@ -256,7 +266,12 @@ def valid_megabytes(ports: Ports) -> None:
 def forged_publications(ports: Ports) -> None:
     """Loads of every rank with a seq that it will never reach, beacons of other brokers, and 64 controllers that have
     sent it thousands of requests; for three seconds, with a node's key."""
-    ranks = [name.partition(" ")[2] for name in ports if name.startswith("data")]
+    ranks = {
+        (instance, int(number)): int(ports.get(f"epoch {instance}/{number}", "1"))
+        for name in ports
+        if name.startswith("data ")
+        for instance, _, number in (name.removeprefix("data ").rpartition("/"),)
+    }
     load = Load(
         seq=2**63 - 1, step=2**40, running=2**30, waiting=2**30, waiting_tokens=2**40, kv_tokens=2**40,
         kv_capacity=1, max_running=1,
@@ -265,12 +280,12 @@ def forged_publications(ports: Ports) -> None:
     with insider(ports, "nodes") as sockets:
         pub = sockets.pub(ports["publish"])
         while time.monotonic() < until:
-            for rank in ranks:
-                for epoch in (1, int(ports.get(f"epoch {rank}", "1"))):
-                    report = LoadReport(rank, 0, epoch, 2**63 - 1, load)
+            for (instance, number), started in ranks.items():
+                for epoch in (1, started):
+                    report = LoadReport(instance, number, epoch, 2**63 - 1, load)
                     told(pub, [topics.of(report), codec.encode(report)])
+            counters = tuple(SentTo(*rank, epoch, 2**30, 2**40) for rank, epoch in ranks.items())
             for number in range(64):
-                counters = tuple(SentTo(rank, 0, int(ports.get(f"epoch {rank}", "1")), 2**30, 2**40) for rank in ranks)
                 sent = Sent(f"c{number}", 10_000 + number, int(1e6 * time.monotonic()), counters)
                 told(pub, [topics.of(sent), codec.encode(sent)])
             beacon = Beacon(random.getrandbits(60) + 1, 1, 0.1)
@@ -282,13 +297,10 @@ OUTSIDERS: dict[str, Callable[[Ports], None]] = {
     each.__name__: each
     for each in (
         claimed_ids, long_topic, subscriptions, endless_message, empty_frames, full_queue_and_gone, huge_frame,
-        idle_connections, connection_storm, unread_status, noise,
+        idle_connections, connection_storm, unread_status, unread_publications, noise,
     )
 }  # fmt: skip
 INSIDERS: dict[str, Callable[[Ports], None]] = {
     each.__name__: each for each in (vanishing_clients, attach_flood, valid_megabytes, forged_publications)
 }
 ATTACKS = OUTSIDERS | INSIDERS
-
-if __name__ == "__main__":
-    ATTACKS[sys.argv[1]](json.load(sys.stdin))

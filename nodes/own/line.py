@@ -1,0 +1,139 @@
+"""Who is next at a rank: which sequence is admitted, and whose prompts a step computes. Pure.
+
+Clients take turns, by tokens (`bus.turns`), so that a newcomer does not wait behind the backlog of somebody else. A
+client is a key; without keys, and wherever one client is alone, order is priority, then arrival.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from bus.turns import Turns
+from nodes.own.sequence import Sequence
+
+SHARES = 6  # what one client gets at most of a step's prompt tokens while others are here: one part of so many
+SHARE_MIN = 128  # tokens: a step has a price of its own, however short it is
+RESERVE = 8  # what it leaves of run slots and KV memory to others meanwhile: one part of so many
+HERE_STEPS = 100  # who left within so many steps counts as here
+
+
+class Line:
+    """Sequences that wait to be admitted."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, dict[int, dict[int, Sequence]]] = {}  # by client, priority and id
+        self._turns = Turns()
+
+    def add(self, sequence: Sequence) -> None:
+        line = self._lines.get(sequence.client)
+        if line is None:
+            line = self._lines[sequence.client] = {}
+            self._turns.enter(sequence.client)
+        line.setdefault(sequence.priority, {})[sequence.id] = sequence
+
+    def head(self, barred: Callable[[str], bool] | None = None) -> Sequence | None:
+        """Who is next, of the clients that are not `barred`."""
+        clients = [client for client in self._lines if barred is None or not barred(client)]
+        if not clients:
+            return None
+        line = self._lines[clients[0] if len(clients) == 1 else self._turns.next(clients)]
+        return next(iter(line[max(line)].values()))
+
+    def remove(self, sequence: Sequence, *, admitted: bool = False) -> None:
+        """It leaves; `admitted`: with a slot and memory, which counts as its client's turn."""
+        line = self._lines[sequence.client]
+        if admitted:
+            self._turns.serve(sequence.client, sequence.reserve_tokens)
+        level = line[sequence.priority]
+        del level[sequence.id]
+        if not level:
+            del line[sequence.priority]
+            if not line:
+                del self._lines[sequence.client]
+                if not self._lines:
+                    self._turns.clear()
+
+    def validate(self, waiting: set[Sequence]) -> None:
+        lines = self._lines.values()
+        assert all(line and all(line.values()) for line in lines)
+        assert {sequence for line in lines for level in line.values() for sequence in level.values()} == waiting
+
+
+class Holdings:
+    """What clients hold at this moment, of run slots and of KV memory: who waits until others have had some."""
+
+    def __init__(
+        self, sequences: Iterable[Sequence], running: Iterable[Sequence], max_running: int, blocks: int
+    ) -> None:
+        self._slots = Counter(sequence.client for sequence in running)
+        self._blocks: Counter[str] = Counter()
+        for sequence in sequences:
+            self._blocks[sequence.client] += len(sequence.table)
+        self._most, self._most_blocks = max_running - max_running // RESERVE, blocks - blocks // RESERVE
+
+    def add(self, sequence: Sequence) -> None:
+        self._slots[sequence.client] += 1
+        self._blocks[sequence.client] += len(sequence.table)
+
+    def a_part(self, client: str) -> bool:
+        """Whether it has all but what is left to others."""
+        return self._slots[client] >= self._most or self._blocks[client] >= self._most_blocks
+
+    def some_memory(self, client: str) -> bool:
+        return self._blocks[client] > 0
+
+
+class Shares:
+    """Who is here, and whose prompts a step computes. While several clients are here none gets more than a part of each
+    step: whoever comes next would wait for a step that one client fills, and for another one beside it."""
+
+    def __init__(self) -> None:
+        self._here: Counter[str] = Counter()  # sequences, by client
+        self._left: dict[str, int] = {}  # who has none any more: at which step the last one left
+        self._turns = Turns()
+
+    def came(self, client: str) -> None:
+        self._here[client] += 1
+        self._turns.enter(client)
+
+    def left(self, client: str, step: int) -> None:
+        self._here[client] -= 1
+        if not self._here[client]:
+            del self._here[client]
+            self._left[client] = step
+            if not self._here:
+                self._turns.clear()
+
+    def several(self, step: int) -> bool:
+        """Whether more than one client is here, or was within HERE_STEPS."""
+        if self._left:
+            recent = ((client, at) for client, at in self._left.items() if step - at < HERE_STEPS)
+            self._left = {client: at for client, at in recent if client not in self._here}
+        return len(self._here) + len(self._left) > 1
+
+    def divide(self, prompts: Iterable[Sequence], budget: int, step: int, least: int) -> list[tuple[Sequence, int]]:
+        """How many tokens of which prompts a step computes, `budget` in all; beside a newcomer's `least` at least."""
+        share = budget
+        if self.several(step):
+            share = max(SHARE_MIN, budget // SHARES)
+            prompts = sorted(prompts, key=lambda sequence: self._turns.clock(sequence.client))
+        used: dict[str, int] = {}
+        given = []
+        for sequence in prompts:
+            client = sequence.client
+            if used and client not in used:  # one that is further ahead gets no more than those before it took
+                share = min(share, max(least, *used.values()))
+            tokens = min(budget, share - used.get(client, 0), len(sequence.prompt) - sequence.computed)
+            if tokens > 0:
+                budget -= tokens
+                used[client] = used.get(client, 0) + tokens
+                given.append((sequence, tokens))
+        least_charge = SHARE_MIN  # of the first, for which the step is short: a stream of tiny prompts has its price
+        for client, tokens in used.items():
+            self._turns.serve(client, max(least_charge, tokens))
+            least_charge = 0
+        return given
+
+    def validate(self, sequences: Iterable[Sequence]) -> None:
+        assert self._here == Counter(sequence.client for sequence in sequences)

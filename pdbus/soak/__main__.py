@@ -1,0 +1,11 @@
+"""`python -m pdbus.soak ATTACK`: one attack on the endpoints that stdin gives as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from pdbus.soak.attacks import ATTACKS
+
+if __name__ == "__main__":
+    ATTACKS[sys.argv[1]](json.load(sys.stdin))
