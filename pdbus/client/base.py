@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bus.wire.messages import DrainRank, Legs, Status, StatusQuery
-from pdbus.client.channel import Channel, Update
+from pdbus.client.channel import Channel
 from pdbus.client.options import Options, any_rank, block_tokens_for, leg_for, make_request, model_of, patience, where
 from pdbus.client.output import Piece, Result, Texts
 from pdbus.client.request import Request
+from pdbus.client.traffic import Update
 
 if TYPE_CHECKING:
     from nodes.own.engines.tokenizer import Tokenizer

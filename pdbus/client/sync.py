@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Unpack
 
 from bus.wire.messages import Status
 from pdbus.client.base import BaseClient, BaseStream
-from pdbus.client.channel import Channel, Update
+from pdbus.client.channel import Channel
 from pdbus.client.options import Options, check_options, check_text
 from pdbus.client.output import Piece, Result
+from pdbus.client.traffic import Update
 
 if TYPE_CHECKING:
     from nodes.own.engines.tokenizer import Tokenizer

@@ -11,8 +11,8 @@ from typing import Any
 
 from bus.wire.messages import Load, Location, RankStatus, Role, Status
 from pdbus.client import AsyncStream, Options, Result
-from pdbus.client.channel import Update
 from pdbus.client.options import make_request, where
+from pdbus.client.traffic import Update
 from pdbus.edge.app import Edge
 from pdbus.edge.config import EdgeConfig
 
