@@ -44,8 +44,8 @@ class _Peer:
 class Traffic:
     """`controllers` are client endpoints; connections to nodes are made as needed.
 
-    `watch(socket, handler)` has each message that comes handed to `handler`, until `unwatch(socket)`; `tick` is called
-    each TICK_S.
+    `watch(socket, handler)` has each message that comes handed to `handler`, until `unwatch(socket)`; `send` is
+    `frames.send`, or does that and more; `tick` is called each TICK_S.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Traffic:
         clock: Callable[[], float],
         watch: Callable[[Socket, Callable[[list[bytes]], None]], None],
         unwatch: Callable[[Socket], None],
+        send: Callable[[Socket, Sequence[bytes]], None] = frames.send,
     ) -> None:
         self._patience = patience
         self._controllers = frozenset(controllers)
@@ -65,6 +66,7 @@ class Traffic:
         self._clock = clock
         self._watch = watch
         self._unwatch = unwatch
+        self._send_frames = send
         self._peers: dict[str, _Peer] = {}
         self._sinks: dict[str, Sink] = {}
         self._questions = Questions()
@@ -121,6 +123,10 @@ class Traffic:
             self._sockets.close_socket(peer.socket, linger_ms=200)
         self._peers.clear()
 
+    def mute(self) -> None:
+        """Those who waited are gone: nobody is told of anything any more."""
+        self._sinks = dict.fromkeys(self._sinks, lambda update: None)
+
     def fail(self) -> None:
         """Nobody may wait for ever because of a bug of ours."""
         while self._sinks:
@@ -141,7 +147,7 @@ class Traffic:
 
     def _send(self, action: Send) -> None:
         try:
-            frames.send(self._connect(action.peer), [codec.encode(action.message), *action.frames])
+            self._send_frames(self._connect(action.peer), [codec.encode(action.message), *action.frames])
         except zmq.Again:
             kind = type(action.message).__name__
             log.debug("message.unsent", peer=action.peer, message=kind)  # the core repeats what matters
