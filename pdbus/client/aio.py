@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -89,7 +90,7 @@ class AsyncClient(BaseClient):
             self._learn_leg(await asyncio.wrap_future(self._ask_cluster(channel)))
         request = self._request(channel, ids, options, tokenizer)
         stream = AsyncStream(channel, request.rid, ids, tokenizer)
-        channel.begin(request, stream._updates.put_nowait)
+        channel.begin(request, stream._put)
         return stream
 
     async def _channel(self) -> LoopChannel:
@@ -117,7 +118,8 @@ class AsyncStream(BaseStream):
 
     def __init__(self, channel: LoopChannel, rid: str, prompt_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
         super().__init__(channel, rid, prompt_ids, tokenizer)
-        self._updates: asyncio.Queue[Update] = asyncio.Queue()
+        self._updates: deque[Update] = deque()
+        self._reader: asyncio.Future[None] | None = None  # waits for the next update
 
     @property
     def result(self) -> Result | None:
@@ -126,10 +128,20 @@ class AsyncStream(BaseStream):
 
     async def wait(self) -> Result:
         """The end of the request, what was not read being dropped. Does not raise if it failed."""
-        async for _ in self._pieces():
+        while await self.next() is not None:
             pass
         assert self._result is not None
         return self._result
+
+    async def next(self) -> Piece | None:
+        """What comes next; None at the end, when `result` is there. Not to call it again doesn't cancel the request."""
+        while self._result is None:
+            if not self._updates:
+                self._reader = asyncio.get_running_loop().create_future()
+                await self._reader
+            elif (piece := self._piece(self._updates.popleft())) is not None:
+                return piece
+        return None
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -142,7 +154,7 @@ class AsyncStream(BaseStream):
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         try:
-            async for piece in self._pieces():
+            while (piece := await self.next()) is not None:
                 yield piece
         finally:
             if self._result is None:
@@ -158,7 +170,7 @@ class AsyncStream(BaseStream):
         """All the token ids (of what was not read yet). RequestFailed when the request fails."""
         return [token async for piece in self for token in piece.ids]
 
-    async def _pieces(self) -> AsyncIterator[Piece]:
-        while self._result is None:
-            if (piece := self._piece(await self._updates.get())) is not None:
-                yield piece
+    def _put(self, update: Update) -> None:
+        self._updates.append(update)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from typing import TypeVarTuple
 
 import zmq
 from zmq.backend import Socket as Backend
@@ -33,6 +34,7 @@ _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _get: Callable[[Socket, int], int] = Backend.get  # type: ignore[assignment]
 
 log = get_logger("client")
+_T = TypeVarTuple("_T")
 
 
 class LoopChannel:
@@ -64,7 +66,7 @@ class LoopChannel:
 
     def begin(self, request: Request, sink: Sink) -> None:
         """As `Channel.begin`."""
-        self._run(lambda: self._traffic.begin(request, sink))
+        self._run(self._traffic.begin, request, sink)
         self._raise_if_failed()
 
     def cancel(self, rid: str) -> None:
@@ -72,7 +74,7 @@ class LoopChannel:
         if self.closed:
             return
         if asyncio._get_running_loop() is self.loop or self.loop.is_closed():
-            self._run(lambda: self._traffic.cancel(rid))
+            self._run(self._traffic.cancel, rid)
         else:
             self.loop.call_soon_threadsafe(self.cancel, rid)
 
@@ -87,7 +89,7 @@ class LoopChannel:
         check_question(make)
         self._raise_if_failed()
         answer: Future[Status] = Future()
-        self._run(lambda: self._traffic.ask(controller, make, timeout_s, until, answer))
+        self._run(self._traffic.ask, controller, make, timeout_s, until, answer)
         return answer
 
     async def stop(self) -> None:
@@ -116,12 +118,12 @@ class LoopChannel:
             self._timer.cancel()
             self._run(self._traffic.leave)
 
-    def _run(self, function: Callable[[], None]) -> None:
+    def _run(self, function: Callable[[*_T], None], *arguments: *_T) -> None:
         """What it raises is a bug of ours, and the end: nobody may wait for ever."""
         if self._failure is not None:
             return
         try:
-            function()
+            function(*arguments)
         except Exception as error:
             self._failure = error
             log.exception("client.failed")
@@ -169,7 +171,7 @@ class LoopChannel:
             self._read(socket)
 
     def _read(self, socket: Socket) -> None:
-        self._run(lambda: self._drain(socket))
+        self._run(self._drain, socket)
 
     def _drain(self, socket: Socket) -> None:
         for _ in range(BUDGET):
