@@ -99,7 +99,7 @@ class Edge:
             self._keys.refresh()
         now = self._clock()
         for exchange in self._live:
-            if exchange.overdue(now) and exchange.task is not None:
+            if exchange.overdue(now):
                 log.warning("client.stopped_reading", rid=exchange.rid)
                 exchange.task.cancel()
         await self._ask()
@@ -182,26 +182,27 @@ class Edge:
         self.counts.prompt_tokens += prompt_tokens
         choices: list[Choice] = []
         generation = Generation(choices, self.counts, exchange.began_at, self._clock)
+        exchange.watch(generation.cancel)
         try:
-            async with exchange.watched(generation.cancel):
-                for index, (ids, options) in enumerate(requests):
-                    stream = await self._client.generate_tokens(ids, **options)
-                    decoder = job.text.decoder() if job.text is not None else None
-                    stops = StopFinder(job.stops, include=job.include_stop)
-                    stop_ids = frozenset(job.said.stop_token_ids or ())
-                    choices.append(
-                        Choice(answers.Answer(index, len(ids), index % job.n == 0), stream, decoder, stops, stop_ids)
-                    )
-                if exchange.gone:
-                    raise Gone
-                writer = job.writer(answers.Head(exchange.rid, job.model.name, prompt_tokens, job.include_usage), count)
-                if job.stream:
-                    await _stream(exchange, generation, writer)
-                else:
-                    async for _ in generation:
-                        pass
-                    await exchange.answer(200, writer.whole(generation.answers))
+            for index, (ids, options) in enumerate(requests):
+                stream = await self._client.generate_tokens(ids, **options)
+                decoder = job.text.decoder() if job.text is not None else None
+                stops = StopFinder(job.stops, include=job.include_stop)
+                stop_ids = frozenset(job.said.stop_token_ids or ())
+                choices.append(
+                    Choice(answers.Answer(index, len(ids), index % job.n == 0), stream, decoder, stops, stop_ids)
+                )
+            if exchange.gone:
+                raise Gone
+            writer = job.writer(answers.Head(exchange.rid, job.model.name, prompt_tokens, job.include_usage), count)
+            if job.stream:
+                await _stream(exchange, generation, writer)
+            else:
+                async for _ in generation:
+                    pass
+                await exchange.answer(200, writer.whole(generation.answers))
         finally:
+            exchange.unwatch()
             generation.cancel()
             self.counts.in_flight -= count
             if key is not None:
