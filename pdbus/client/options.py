@@ -211,15 +211,29 @@ def prompt_bytes(ids: Sequence[int]) -> bytes:
 
 
 def _checked(message: _M) -> _M:
-    """`message` with the types and bounds of the protocol; ConfigError says which field has not."""
+    """`message` with the types and bounds of the protocol, and fit to be encoded; ConfigError says which field is not."""
     kind = type(message)
     tag = str(kind.__struct_config__.tag)
     try:
-        return msgspec.convert((tag, *msgspec.structs.astuple(message)), kind, builtin_types=(bytes,))
+        checked = msgspec.convert((tag, *msgspec.structs.astuple(message)), kind, builtin_types=(bytes,))
+        encode(checked)
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$[")
         name = (tag, *kind.__struct_fields__)[int(path.split("]")[0])] if path else tag
         raise ConfigError(f"{name}: {reason[0].lower()}{reason[1:]}") from None
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise ConfigError(f"{_unfit(message)}: {error}") from None
+    return checked
+
+
+def _unfit(message: Message) -> str:
+    """The field that MessagePack can't say: an integer of more than 64 bits, half a surrogate pair."""
+    for name in message.__struct_fields__:
+        try:
+            msgspec.msgpack.encode(getattr(message, name))
+        except (OverflowError, UnicodeEncodeError):
+            return name
+    raise AssertionError
 
 
 def any_rank(status: Status) -> bool:

@@ -22,7 +22,7 @@ from pdbus.edge import answers, fields, jobs, openapi
 from pdbus.edge.cluster import ServedModel, View
 from pdbus.edge.config import EdgeConfig
 from pdbus.edge.errors import CLIENT_GONE, HttpError, invalid, of_bus
-from pdbus.edge.exchange import Exchange, Receive, Scope, Send
+from pdbus.edge.exchange import PRIORITY_MAX, Exchange, Receive, Scope, Send
 from pdbus.edge.generation import Choice, Generation, Gone
 from pdbus.edge.keys import Key, Keys
 from pdbus.edge.metrics import Counts
@@ -123,7 +123,6 @@ class Edge:
     # --- every request ----------------------------------------------------------------------------------------------
 
     async def _serve(self, exchange: Exchange) -> None:
-        exchange.check()
         route = self._routes.get(exchange.path)
         if route is None and exchange.path.startswith("/v1/models/"):
             route = Route("GET", self._model)
@@ -132,6 +131,7 @@ class Edge:
         if exchange.method != route.method and (exchange.method, route.method) != ("HEAD", "GET"):
             allowed = ((b"allow", route.method.encode()),)
             raise HttpError(405, f"{exchange.path} takes {route.method}", code="method_not_allowed", headers=allowed)
+        exchange.check()
         key = None
         if self._keys is not None and not route.open:
             key = self._keys.find(exchange.headers.get(b"authorization", b""))
@@ -215,7 +215,11 @@ class Edge:
         if deadline_s is not None and deadline_s <= 0:
             raise invalid("x-request-deadline-s", "x-request-deadline-s: seconds, above 0")
         most = self._config.max_time_s
-        return min(deadline_s or most, most), int(exchange.number(b"x-request-priority") or 0)
+        priority = exchange.number(b"x-request-priority") or 0
+        if priority != int(priority) or abs(priority) > PRIORITY_MAX:
+            said = f"x-request-priority: a whole number from {-PRIORITY_MAX} to {PRIORITY_MAX}"
+            raise invalid("x-request-priority", said)
+        return min(deadline_s or most, most), int(priority)
 
     # --- text -------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 RID_MAX = 120  # the protocol's 128, less what tells several answers apart
+NUMBER_MAX = 1e9  # of a header
+PRIORITY_MAX = 1000
 WATCH_AFTER_S = 0.02
 _RID = re.compile(rb"[!-~]{1,%d}" % RID_MAX)
 _rng = random.Random()
@@ -69,7 +71,7 @@ class Exchange:
             return None
         try:
             value = float(said)
-            if abs(value) < 1e9:  # NaN is not
+            if abs(value) < NUMBER_MAX:  # NaN is not
                 return value
         except ValueError:
             pass
