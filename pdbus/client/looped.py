@@ -110,7 +110,8 @@ class LoopChannel:
             yield
         finally:
             self._leave()
-            await asyncio.to_thread(self._sockets.close)  # what was just said still goes out
+            # What was just said still goes out. Whoever waits may be cancelled, but not the closing.
+            await asyncio.shield(self.loop.run_in_executor(None, self._sockets.close))
 
     def _leave(self) -> None:
         if not self.closed:

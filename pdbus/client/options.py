@@ -211,7 +211,7 @@ def prompt_bytes(ids: Sequence[int]) -> bytes:
 
 
 def _checked(message: _M) -> _M:
-    """`message` with the types and bounds of the protocol, and fit to be encoded; ConfigError says which field is not."""
+    """`message` with the types and bounds of the protocol, and fit to be encoded; ConfigError says what is not."""
     kind = type(message)
     tag = str(kind.__struct_config__.tag)
     try:

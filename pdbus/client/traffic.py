@@ -185,10 +185,10 @@ class Traffic:
 
 
 def check_question(make: Callable[[int], Message]) -> None:
-    """ConfigError when `make` takes exception to its arguments."""
+    """ConfigError when `make` takes exception to its arguments, or what it makes can't be encoded."""
     try:
-        make(0)
-    except ValueError as error:
+        codec.encode(make(0))
+    except (ValueError, OverflowError) as error:
         raise ConfigError(str(error)) from None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from prometheus_client.exposition import choose_encoder
 
-from bus.errors import BusError
+from bus.errors import BusError, PartFailed
 from bus.runtime.logs import get_logger
 from pdbus.client import AsyncClient
 from pdbus.edge import answers, fields, jobs, openapi
@@ -43,7 +43,8 @@ class Route:
 
 
 class Edge:
-    """`await edge(scope, receive, send)`; `await edge.look()` each LOOK_S keeps it up to date."""
+    """`await edge(scope, receive, send)`; `await edge.look()` each LOOK_S keeps it up to date. It raises PartFailed once
+    the client is broken for good."""
 
     def __init__(self, config: EdgeConfig, client: AsyncClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
@@ -115,6 +116,8 @@ class Edge:
             self.view = View(await self._client.status(timeout_s=LOOK_S), self._clock())
             for name in self.view.models:
                 self._texts.begin(name)
+        except PartFailed:
+            raise
         except BusError:
             pass  # what was seen last grows old
         finally:

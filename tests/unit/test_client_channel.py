@@ -157,6 +157,8 @@ def test_questions_are_repeated_until_answered_or_too_late(peers: tuple[Peer, Pe
             controller.say(Refused("bad_rank", "no rank decode-0/4 is known here", order.id))
             with pytest.raises(RequestFailed, match="no rank decode-0/4"):
                 await draining
+            with pytest.raises(ConfigError):
+                await client.drain("decode-0", 2**70)
             with pytest.raises(PeerLost, match="no controller answers at ipc://"):
                 await client.status(timeout_s=0.2)
 
@@ -349,6 +351,25 @@ def test_loops_in_several_threads_share_a_client_until_one_closes_it(peers: tupl
     heard = [controller.hear() for _ in range(4)]
     assert {message.rid for message in heard if isinstance(message, Submit)} == {"other", "closes"}
     assert {message.rid for message in heard if isinstance(message, Cancel)} == {"other", "closes"}
+
+
+def test_a_close_that_is_cancelled_closes_all_the_same(peers: tuple[Peer, Peer], base: str) -> None:
+    """That no context stays open is `conftest.no_open_contexts`."""
+
+    async def run() -> None:
+        loop, go = asyncio.get_running_loop(), threading.Event()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        client = AsyncClient(base)
+        await client.generate_tokens([5], leg="pair")
+        busy = loop.run_in_executor(None, go.wait, WAIT_MS / 1000)
+        closing = asyncio.create_task(client.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait([closing])
+        go.set()
+        await busy
+
+    asyncio.run(run())
 
 
 def test_another_thread_may_cancel(peers: tuple[Peer, Peer], base: str) -> None:
