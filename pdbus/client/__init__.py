@@ -1,7 +1,8 @@
 """The client library: submit prompts, stream what comes, whatever happens to the ranks in between.
 
 `sync` and `aio` are its two faces over `base`. A request's `options` become its record (`request`); `core` moves it
-from event to event, `channel` carries its messages from a thread of its own, and `output` is what the caller gets.
+from event to event, `traffic` carries its messages, which a thread of its own (`channel`) or the caller's event loop
+(`looped`) runs, and `output` is what the caller gets.
 """
 
 from pdbus.names import check_names

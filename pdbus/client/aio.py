@@ -1,55 +1,39 @@
-"""The client for asyncio: `AsyncClient` and the stream of one request. Owns no sockets (see `channel`)."""
+"""The client for asyncio: `AsyncClient` and the stream of one request. Owns no sockets (see `looped`)."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
+from bus.runtime.keys import load_keys
 from bus.wire.messages import Status
 from pdbus.client.base import BaseClient, BaseStream
-from pdbus.client.channel import Channel, Update
+from pdbus.client.looped import LoopChannel
 from pdbus.client.options import Options, check_options, check_text
 from pdbus.client.output import Piece, Result
+from pdbus.client.traffic import Update
 
 if TYPE_CHECKING:
     from nodes.own.engines.tokenizer import Tokenizer
 
-
-class _Post:
-    """Updates on their way from the channel's thread to an event loop, which is woken once for all that are there."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._updates: deque[tuple[AsyncStream, Update]] = deque()
-        self._woken = False
-
-    def put(self, stream: AsyncStream, update: Update) -> None:
-        self._updates.append((stream, update))
-        if self._woken and not self.loop.is_closed():  # one that was closed does not run what it was woken for
-            return
-        self._woken = True
-        try:
-            self.loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:  # the loop has ended: nobody reads any more
-            self._woken = False
-            self._updates.clear()
-            stream.cancel()
-
-    def _deliver(self) -> None:
-        self._woken = False  # before it looks, so that none which comes now is forgotten
-        while self._updates:
-            stream, update = self._updates.popleft()
-            stream._updates.put_nowait(update)
+CLOSE_S = 5.0  # for another loop to leave
 
 
 class AsyncClient(BaseClient):
-    """As `Client`, for asyncio: the same arguments, options and errors."""
+    """As `Client`, for asyncio: the same arguments, options and errors. Starts no thread: the event loop that uses it
+    carries its messages. Of several loops each has its own, and what it has begun ends with it.
+    """
 
-    _post: _Post | None = None
+    def _start(self, keys: str | Path, seed: int | None) -> None:
+        self._keys = load_keys(keys, "admins", "clients") if keys else None
+        self._rng = random.Random(seed)
+        self._channels: dict[asyncio.AbstractEventLoop, LoopChannel] = {}
+        self._closed = False
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -61,7 +45,16 @@ class AsyncClient(BaseClient):
 
     async def close(self) -> None:
         """Cancel what is live and leave; idempotent."""
-        await asyncio.to_thread(self._channel.stop)
+        self._closed = True
+        here = asyncio.get_running_loop()
+        for loop, channel in list(self._channels.items()):
+            if loop is here:
+                await channel.stop()
+            elif loop.is_running():
+                there = asyncio.run_coroutine_threadsafe(channel.stop(), loop)
+                await asyncio.wait([asyncio.wrap_future(there)], timeout=CLOSE_S)
+            else:
+                await asyncio.to_thread(channel.abandon)
 
     async def generate(
         self, text: str, *, chat: bool = True, system: str | None = None, **options: Unpack[Options]
@@ -69,36 +62,51 @@ class AsyncClient(BaseClient):
         """As `Client.generate`. Returns once submitted."""
         check_text(text)
         check_options(options)
+        channel = await self._channel()
         model = options.get("model") or self._texts.model
         if not model:
-            model = self._learn_model(await asyncio.wrap_future(self._ask_cluster()))
+            model = self._learn_model(await asyncio.wrap_future(self._ask_cluster(channel)))
         tokenizer = await asyncio.to_thread(self._texts.tokenizer, model)
         ids = tokenizer.chat(text, system) if chat else tokenizer.encode(text)
-        return await self._begin(ids, options, tokenizer)
+        return await self._begin(channel, ids, options, tokenizer)
 
     async def generate_tokens(self, ids: Sequence[int], **options: Unpack[Options]) -> AsyncStream:
         """As `Client.generate_tokens`. Returns once submitted."""
         check_options(options)
-        return await self._begin(ids, options, None)
+        return await self._begin(await self._channel(), ids, options, None)
 
     async def status(self, *, timeout_s: float | None = None) -> Status:
         """As `Client.status`."""
-        return await asyncio.wrap_future(self._ask_status(timeout_s))
+        return await asyncio.wrap_future(self._ask_status(await self._channel(), timeout_s))
 
     async def drain(self, instance: str, dp_rank: int, *, timeout_s: float | None = None) -> None:
         """As `Client.drain`."""
-        await asyncio.wrap_future(self._ask_drain(instance, dp_rank, timeout_s))
+        await asyncio.wrap_future(self._ask_drain(await self._channel(), instance, dp_rank, timeout_s))
 
-    async def _begin(self, ids: Sequence[int], options: Options, tokenizer: Tokenizer | None) -> AsyncStream:
+    async def _begin(
+        self, channel: LoopChannel, ids: Sequence[int], options: Options, tokenizer: Tokenizer | None
+    ) -> AsyncStream:
         if self._leg is None and "leg" not in options:
-            self._learn_leg(await asyncio.wrap_future(self._ask_cluster()))
-        request = self._request(ids, options, tokenizer)
-        loop = asyncio.get_running_loop()
-        if self._post is None or self._post.loop is not loop:
-            self._post = _Post(loop)
-        stream = AsyncStream(self._channel, request.rid, ids, tokenizer)
-        self._channel.begin(request, partial(self._post.put, stream))
+            self._learn_leg(await asyncio.wrap_future(self._ask_cluster(channel)))
+        request = self._request(channel, ids, options, tokenizer)
+        stream = AsyncStream(channel, request.rid, ids, tokenizer)
+        channel.begin(request, stream._put)
         return stream
+
+    async def _channel(self) -> LoopChannel:
+        """That of the running loop."""
+        if self._closed:
+            raise RuntimeError("this client is closed")
+        loop = asyncio.get_running_loop()
+        channel = self._channels.get(loop)
+        if channel is None or channel.closed:
+            channel = LoopChannel(self._where.endpoints, self._patience, self._rng, self._keys)
+            over = [self._channels.pop(other) for other in list(self._channels) if other.is_closed()]
+            self._channels[loop] = channel
+            await channel.open()
+            for former in over:
+                await asyncio.to_thread(former.abandon)
+        return channel
 
 
 class AsyncStream(BaseStream):
@@ -108,9 +116,10 @@ class AsyncStream(BaseStream):
     Leaving the loop early cancels the request (as does `async with`). `result` is there once the iteration ended.
     """
 
-    def __init__(self, channel: Channel, rid: str, prompt_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
+    def __init__(self, channel: LoopChannel, rid: str, prompt_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
         super().__init__(channel, rid, prompt_ids, tokenizer)
-        self._updates: asyncio.Queue[Update] = asyncio.Queue()
+        self._updates: deque[Update] = deque()
+        self._reader: asyncio.Future[None] | None = None  # waits for the next update
 
     @property
     def result(self) -> Result | None:
@@ -119,10 +128,20 @@ class AsyncStream(BaseStream):
 
     async def wait(self) -> Result:
         """The end of the request, what was not read being dropped. Does not raise if it failed."""
-        async for _ in self._pieces():
+        while await self.next() is not None:
             pass
         assert self._result is not None
         return self._result
+
+    async def next(self) -> Piece | None:
+        """What comes next; None at the end, when `result` is there. Not to call it again doesn't cancel the request."""
+        while self._result is None:
+            if not self._updates:
+                self._reader = asyncio.get_running_loop().create_future()
+                await self._reader
+            elif (piece := self._piece(self._updates.popleft())) is not None:
+                return piece
+        return None
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -135,7 +154,7 @@ class AsyncStream(BaseStream):
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         try:
-            async for piece in self._pieces():
+            while (piece := await self.next()) is not None:
                 yield piece
         finally:
             if self._result is None:
@@ -151,7 +170,7 @@ class AsyncStream(BaseStream):
         """All the token ids (of what was not read yet). RequestFailed when the request fails."""
         return [token async for piece in self for token in piece.ids]
 
-    async def _pieces(self) -> AsyncIterator[Piece]:
-        while self._result is None:
-            if (piece := self._piece(await self._updates.get())) is not None:
-                yield piece
+    def _put(self, update: Update) -> None:
+        self._updates.append(update)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

@@ -8,16 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from bus.wire.messages import DrainRank, Legs, Status, StatusQuery
-from pdbus.client.channel import Channel, Update
+from pdbus.client.channel import Channel
+from pdbus.client.looped import LoopChannel
 from pdbus.client.options import Options, any_rank, block_tokens_for, leg_for, make_request, model_of, patience, where
 from pdbus.client.output import Piece, Result, Texts
 from pdbus.client.request import Request
+from pdbus.client.traffic import Update
 
 if TYPE_CHECKING:
     from nodes.own.engines.tokenizer import Tokenizer
+
+AnyChannel: TypeAlias = Channel | LoopChannel
 
 
 class BaseClient:
@@ -36,20 +40,24 @@ class BaseClient:
         seed: int | None = None,
     ) -> None:
         self._where = where(controller, prefill_controller, decode_controller)
-        self._channel = Channel(self._where.endpoints, patience(retries, connect_timeout_s), keys=keys, seed=seed)
+        self._patience = patience(retries, connect_timeout_s)
         self._texts = Texts(model)
         self._leg: Legs | None = None if self._where.prefill is None else "pair"
         self._block_tokens = 0
+        self._start(keys, seed)
 
-    def _ask_status(self, timeout_s: float | None) -> Future[Status]:
-        return self._channel.ask(self._where.decode, StatusQuery, timeout_s)
+    def _start(self, keys: str | Path, seed: int | None) -> None:
+        raise NotImplementedError
 
-    def _ask_cluster(self) -> Future[Status]:
+    def _ask_status(self, channel: AnyChannel, timeout_s: float | None) -> Future[Status]:
+        return channel.ask(self._where.decode, StatusQuery, timeout_s)
+
+    def _ask_cluster(self, channel: AnyChannel) -> Future[Status]:
         """The status once a rank has joined; after `connect_timeout_s`, as it is."""
-        return self._channel.ask(self._where.decode, StatusQuery, until=any_rank)
+        return channel.ask(self._where.decode, StatusQuery, until=any_rank)
 
-    def _ask_drain(self, instance: str, dp_rank: int, timeout_s: float | None) -> Future[Status]:
-        return self._channel.ask(self._where.decode, lambda id: DrainRank(id, instance, dp_rank), timeout_s)
+    def _ask_drain(self, channel: AnyChannel, instance: str, dp_rank: int, timeout_s: float | None) -> Future[Status]:
+        return channel.ask(self._where.decode, lambda id: DrainRank(id, instance, dp_rank), timeout_s)
 
     def _learn_model(self, status: Status) -> str:
         self._learn_leg(status)
@@ -60,12 +68,14 @@ class BaseClient:
         if self._leg is None:
             self._leg, self._block_tokens = leg_for(status), block_tokens_for(status)
 
-    def _request(self, ids: Sequence[int], options: Options, tokenizer: Tokenizer | None) -> Request:
+    def _request(
+        self, channel: AnyChannel, ids: Sequence[int], options: Options, tokenizer: Tokenizer | None
+    ) -> Request:
         return make_request(
             ids,
             options,
             self._where,
-            self._channel.rng,
+            channel.rng,
             leg=self._leg or "pair",
             block_tokens=self._block_tokens,
             eos_ids=tokenizer.eos_ids if tokenizer is not None else (),
@@ -75,7 +85,7 @@ class BaseClient:
 class BaseStream:
     """`rid` names the request and `prompt_ids` are its prompt's tokens, those of a chat template included."""
 
-    def __init__(self, channel: Channel, rid: str, prompt_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
+    def __init__(self, channel: AnyChannel, rid: str, prompt_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
         self.rid = rid
         self.prompt_ids = tuple(prompt_ids)
         self._channel = channel

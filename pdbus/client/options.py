@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import msgspec
 
@@ -21,7 +21,7 @@ from bus.errors import ConfigError
 from bus.runtime.sockets import PAYLOAD_MAX
 from bus.wire.codec import encode
 from bus.wire.hashing import packed_hashes, token_bytes
-from bus.wire.messages import Legs, Message, Params, Status, Submit
+from bus.wire.messages import SELDOM_KNOWN, Legs, Message, Params, Status, Submit
 from pdbus.client.core import Patience
 from pdbus.client.request import Request
 
@@ -102,6 +102,13 @@ class Options(TypedDict, total=False):
     lives_on: bool
 
 
+_OF_PARAMS = Options.__annotations__.keys() & set(Params.__struct_fields__)
+_OF_SUBMIT = Options.__annotations__.keys() & set(Submit.__struct_fields__) - {
+    "rid", "leg", "max_tokens", "block_tokens",
+}  # fmt: skip
+_SELDOM_KNOWN = frozenset(name for name, _ in SELDOM_KNOWN)
+
+
 def check_options(given: Iterable[str]) -> None:
     """TypeError that names the first option which `Options` has not, and the one that is likely meant."""
     for name in given:
@@ -148,47 +155,26 @@ def make_request(
     elif options.get("leg") not in (None, "pair"):
         raise ConfigError("with a controller for each leg, a request is a pair")
     prompt = prompt_bytes(ids)
-    room = options.get("bootstrap_room")
-    if room is None and (at.prefill is not None or leg in ("pair", "unified")):
-        room = rng.getrandbits(63)
-    params = _checked(
-        Params(
-            temperature=options.get("temperature", 0.0),
-            top_k=options.get("top_k", 0),
-            top_p=options.get("top_p", 1.0),
-            seed=options["seed"] if "seed" in options else rng.getrandbits(32),
-            stop_token_ids=tuple(options.get("stop_token_ids", ())),
-            ignore_eos=options.get("ignore_eos", False),
-            min_p=options.get("min_p", 0.0),
-            presence_penalty=options.get("presence_penalty", 0.0),
-            frequency_penalty=options.get("frequency_penalty", 0.0),
-            repetition_penalty=options.get("repetition_penalty", 1.0),
-            min_tokens=options.get("min_tokens", 0),
-            logit_bias=tuple(options.get("logit_bias", {}).items()),
-            json_schema=options.get("json_schema", ""),
-            regex=options.get("regex", ""),
-            ebnf=options.get("ebnf", ""),
-        )
-    )
+    placed: dict[str, Any] = {name: value for name, value in options.items() if name in _OF_SUBMIT}
+    if placed.get("bootstrap_room") is None and (at.prefill is not None or leg in ("pair", "unified")):
+        placed["bootstrap_room"] = rng.getrandbits(63)
+    said: dict[str, Any] = {name: value for name, value in options.items() if name in _OF_PARAMS}
+    said.setdefault("seed", rng.getrandbits(32))
+    if "stop_token_ids" in said:
+        said["stop_token_ids"] = tuple(said["stop_token_ids"])
+    if "logit_bias" in said:
+        said["logit_bias"] = tuple(said["logit_bias"].items())
+    params = _checked(Params(**said))
     block_tokens = options.get("block_tokens", block_tokens)
     header = Submit(
         rid=options.get("rid") or f"{rng.getrandbits(64):016x}",
         leg="decode" if at.prefill is not None else leg,
         prompt_tokens=len(ids),
         max_tokens=max_tokens,
-        bootstrap_room=room,
-        routed_dp_rank=options.get("routed_dp_rank"),
-        disagg_prefill_dp_rank=options.get("disagg_prefill_dp_rank"),
-        instance=options.get("instance", ""),
-        prefill_instance=options.get("prefill_instance", ""),
-        model=options.get("model", ""),
-        deadline_s=deadline_s,
-        priority=options.get("priority", 0),
         block_tokens=block_tokens,
         block_hashes=packed_hashes(prompt, block_tokens) if block_tokens else b"",
-        lives_on=options.get("lives_on", False),
-        ttft_slo_s=ttft_slo_s,
-        needs=params.needs,
+        needs=() if said.keys().isdisjoint(_SELDOM_KNOWN) else params.needs,
+        **placed,
     )
     submits = {(at.decode, header.rid): _checked(header)}
     if at.prefill is not None:
@@ -222,7 +208,7 @@ def prompt_bytes(ids: Sequence[int]) -> bytes:
         raise ConfigError(f"a prompt has at most {MAX_PROMPT_TOKENS} tokens, this one has {len(ids)}")
     try:
         frame = token_bytes(ids)
-    except (OverflowError, TypeError):
+    except ValueError:
         raise ConfigError("token ids are integers from 0 to 2147483647") from None
     if not frame[3::4].isascii():  # the highest bit of one is set: far quicker to see than the least id
         raise ConfigError(f"token ids are integers from 0 to 2147483647, not {min(ids)}")
@@ -230,15 +216,29 @@ def prompt_bytes(ids: Sequence[int]) -> bytes:
 
 
 def _checked(message: _M) -> _M:
-    """`message` with the types and bounds of the protocol; ConfigError says which field has not."""
+    """`message` with the types and bounds of the protocol, and fit to be encoded; ConfigError says what is not."""
     kind = type(message)
     tag = str(kind.__struct_config__.tag)
     try:
-        return msgspec.convert((tag, *msgspec.structs.astuple(message)), kind, builtin_types=(bytes,))
+        checked = msgspec.convert((tag, *msgspec.structs.astuple(message)), kind, builtin_types=(bytes,))
+        encode(checked)
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$[")
         name = (tag, *kind.__struct_fields__)[int(path.split("]")[0])] if path else tag
         raise ConfigError(f"{name}: {reason[0].lower()}{reason[1:]}") from None
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise ConfigError(f"{_unfit(message)}: {error}") from None
+    return checked
+
+
+def _unfit(message: Message) -> str:
+    """The field that MessagePack can't say: an integer of more than 64 bits, half a surrogate pair."""
+    for name in message.__struct_fields__:
+        try:
+            msgspec.msgpack.encode(getattr(message, name))
+        except (OverflowError, UnicodeEncodeError):
+            return name
+    raise AssertionError
 
 
 def any_rank(status: Status) -> bool:

@@ -6,8 +6,9 @@ Owns these shapes, and a client's tokenizers, which are loaded only when text is
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from bus.errors import RequestFailed
 from bus.wire.messages import Code, FinishReason, FoundBy, Location
@@ -16,16 +17,14 @@ if TYPE_CHECKING:
     from nodes.own.engines.tokenizer import StreamDecoder, Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Struct, frozen=True, gc=False):
     """Some output: token `ids`, and the text they complete (empty where no tokenizer is at work)."""
 
     ids: tuple[int, ...]
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(Struct, frozen=True, gc=False):
     """How a request ended. `ids` are all output tokens; times in seconds from the submit, at the client."""
 
     rid: str  # the request's id

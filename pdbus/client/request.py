@@ -5,11 +5,11 @@ Owns what is kept of a request. Who is told what, and when, is for `core`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
 import msgspec
+from msgspec import Struct
 
 from bus.wire.hashing import token_bytes
 from bus.wire.messages import Code, FoundBy, Location, Rid, Submit
@@ -18,7 +18,13 @@ GAP_S = 0.25  # between two requests to fill the same gap
 Place: TypeAlias = tuple[str, Rid]  # a controller's client endpoint, and the rid that was submitted there
 
 
-class Event(Enum):
+class _Identity(Enum):
+    """Members are one each: without this their hash is that of their names, computed in Python at each look-up."""
+
+    __hash__ = object.__hash__
+
+
+class Event(_Identity):
     """What moves a request, or one of its submits, to another state."""
 
     SUBMIT = "submit"  # submitted, or submitted again
@@ -31,7 +37,7 @@ class Event(Enum):
     END = "end"
 
 
-class State(Enum):
+class State(_Identity):
     NEW = "new"
     SUBMITTED = "submitted"  # waits for `accepted`
     RUNNING = "running"  # accepted; attached, where there is a stream
@@ -40,7 +46,7 @@ class State(Enum):
     ENDED = "ended"
 
 
-class SubmitState(Enum):
+class SubmitState(_Identity):
     ASKED = "asked"  # waits for its controller's answer, and is repeated until it comes
     TAKEN = "taken"  # its controller gave it to a rank
     OVER = "over"  # done, or failed
@@ -68,24 +74,23 @@ SUBMIT_NEXT: dict[SubmitState, dict[Event, SubmitState]] = {
 }  # fmt: skip
 
 
-@dataclass(slots=True, eq=False)
-class Request:
+class Request(Struct, eq=False):
     """A request and how it goes. Its main submit, the first and nearly always the only one, has its rid and streams the
     tokens unless it is a lone prefill leg; its end is the request's. With a controller for each leg there is another,
     which shares its fate."""
 
     rid: str
     # as they were said first, but for the number of the attempt: that is the last one submitted or heard of
-    submits: dict[Place, Submit] = field(repr=False)
-    prompt: bytes = field(repr=False)  # int32 little-endian
-    params: bytes = field(repr=False)  # the frame
+    submits: dict[Place, Submit]
+    prompt: bytes  # int32 little-endian
+    params: bytes  # the frame
     stop_ids: frozenset[int]  # the tokens that are known to end the output
     state: State = State.NEW
-    submit_states: dict[Place, SubmitState] = field(init=False)
-    asked_at: dict[Place, float] = field(init=False)  # this attempt, or when its controller last said that it waits
+    submit_states: dict[Place, SubmitState] = {}
+    asked_at: dict[Place, float] = {}  # this attempt, or when its controller last said that it waits
     resend_at: float = 0.0  # when those without an answer are said again
     resend_s: float = 0.0
-    ids: list[int] = field(default_factory=list)  # the output so far
+    ids: list[int] = []  # the output so far
     began_at: float = 0.0
     deadline_at: float | None = None
     first_token_at: float | None = None
@@ -106,9 +111,14 @@ class Request:
         self.submit_states = dict.fromkeys(self.submits, SubmitState.ASKED)
         self.asked_at = dict.fromkeys(self.submits, 0.0)
 
+    def __repr__(self) -> str:
+        return f"Request(rid={self.rid!r}, {self.state}, {self.submit_states}, {len(self.ids)} tokens)"
+
     @property
     def main(self) -> Submit:
-        return next(iter(self.submits.values()))
+        for submit in self.submits.values():
+            return submit
+        raise AssertionError
 
     @property
     def max_tokens(self) -> int:
@@ -128,16 +138,18 @@ class Request:
         return event in NEXT[self.state]
 
     def move(self, event: Event) -> None:
-        assert self.takes(event), f"{self} cannot take {event}"
-        self.state = NEXT[self.state][event]
+        state = NEXT[self.state].get(event)
+        assert state is not None, f"{self} cannot take {event}"
+        self.state = state
 
     def takes_at(self, place: Place, event: Event) -> bool:
         """Whether `event` means anything to the submit at `place` now; what peers say late does not."""
         return event in SUBMIT_NEXT[self.submit_states[place]]
 
     def move_at(self, place: Place, event: Event) -> None:
-        assert self.takes_at(place, event), f"{self} cannot take {event} at {place}"
-        self.submit_states[place] = SUBMIT_NEXT[self.submit_states[place]][event]
+        state = SUBMIT_NEXT[self.submit_states[place]].get(event)
+        assert state is not None, f"{self} cannot take {event} at {place}"
+        self.submit_states[place] = state
 
     def header(self, place: Place, now: float) -> Submit:
         """What is said at `place` now: the output so far follows the prompt in its frame."""

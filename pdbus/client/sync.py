@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
 from bus.wire.messages import Status
 from pdbus.client.base import BaseClient, BaseStream
-from pdbus.client.channel import Channel, Update
+from pdbus.client.channel import Channel
 from pdbus.client.options import Options, check_options, check_text
 from pdbus.client.output import Piece, Result
+from pdbus.client.traffic import Update
 
 if TYPE_CHECKING:
     from nodes.own.engines.tokenizer import Tokenizer
@@ -37,6 +39,9 @@ class Client(BaseClient):
     request that fails raises RequestFailed from its stream.
     """
 
+    def _start(self, keys: str | Path, seed: int | None) -> None:
+        self._channel = Channel(self._where.endpoints, self._patience, keys=keys, seed=seed)
+
     def __enter__(self) -> Client:
         return self
 
@@ -57,7 +62,9 @@ class Client(BaseClient):
         joins the controller within `connect_timeout_s` or because ranks serve several."""
         check_text(text)
         check_options(options)
-        model = options.get("model") or self._texts.model or self._learn_model(self._ask_cluster().result())
+        model = (
+            options.get("model") or self._texts.model or self._learn_model(self._ask_cluster(self._channel).result())
+        )
         tokenizer = self._texts.tokenizer(model)
         ids = tokenizer.chat(text, system) if chat else tokenizer.encode(text)
         return self._begin(ids, options, tokenizer)
@@ -70,17 +77,17 @@ class Client(BaseClient):
     def status(self, *, timeout_s: float | None = None) -> Status:
         """What the controller (of the decode legs) knows of its ranks. PeerLost when none answers within `timeout_s`
         (default: `connect_timeout_s`)."""
-        return self._ask_status(timeout_s).result()
+        return self._ask_status(self._channel, timeout_s).result()
 
     def drain(self, instance: str, dp_rank: int, *, timeout_s: float | None = None) -> None:
         """Let a rank finish what it has and leave. RequestFailed when the controller knows no such rank, ConfigError
         when there can be none of that name, PeerLost as with `status`."""
-        self._ask_drain(instance, dp_rank, timeout_s).result()
+        self._ask_drain(self._channel, instance, dp_rank, timeout_s).result()
 
     def _begin(self, ids: Sequence[int], options: Options, tokenizer: Tokenizer | None) -> Stream:
         if self._leg is None and "leg" not in options:
-            self._learn_leg(self._ask_cluster().result())
-        request = self._request(ids, options, tokenizer)
+            self._learn_leg(self._ask_cluster(self._channel).result())
+        request = self._request(self._channel, ids, options, tokenizer)
         stream = Stream(self._channel, request.rid, ids, tokenizer)
         self._channel.begin(request, stream._updates.put)
         return stream

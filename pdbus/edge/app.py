@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 from prometheus_client.exposition import choose_encoder
 
-from bus.errors import BusError
+from bus.errors import BusError, PartFailed
 from bus.runtime.logs import get_logger
 from pdbus.client import AsyncClient
 from pdbus.edge import answers, fields, jobs, openapi
 from pdbus.edge.cluster import ServedModel, View
 from pdbus.edge.config import EdgeConfig
 from pdbus.edge.errors import CLIENT_GONE, HttpError, invalid, of_bus
-from pdbus.edge.exchange import Exchange, Receive, Scope, Send
+from pdbus.edge.exchange import PRIORITY_MAX, Exchange, Receive, Scope, Send
 from pdbus.edge.generation import Choice, Generation, Gone
 from pdbus.edge.keys import Key, Keys
 from pdbus.edge.metrics import Counts
@@ -43,7 +43,8 @@ class Route:
 
 
 class Edge:
-    """`await edge(scope, receive, send)`; `await edge.look()` each LOOK_S keeps it up to date."""
+    """`await edge(scope, receive, send)`; `await edge.look()` each LOOK_S keeps it up to date. It raises PartFailed once
+    the client is broken for good."""
 
     def __init__(self, config: EdgeConfig, client: AsyncClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
@@ -99,7 +100,7 @@ class Edge:
             self._keys.refresh()
         now = self._clock()
         for exchange in self._live:
-            if exchange.overdue(now) and exchange.task is not None:
+            if exchange.overdue(now):
                 log.warning("client.stopped_reading", rid=exchange.rid)
                 exchange.task.cancel()
         await self._ask()
@@ -115,6 +116,8 @@ class Edge:
             self.view = View(await self._client.status(timeout_s=LOOK_S), self._clock())
             for name in self.view.models:
                 self._texts.begin(name)
+        except PartFailed:
+            raise
         except BusError:
             pass  # what was seen last grows old
         finally:
@@ -123,7 +126,6 @@ class Edge:
     # --- every request ----------------------------------------------------------------------------------------------
 
     async def _serve(self, exchange: Exchange) -> None:
-        exchange.check()
         route = self._routes.get(exchange.path)
         if route is None and exchange.path.startswith("/v1/models/"):
             route = Route("GET", self._model)
@@ -132,6 +134,7 @@ class Edge:
         if exchange.method != route.method and (exchange.method, route.method) != ("HEAD", "GET"):
             allowed = ((b"allow", route.method.encode()),)
             raise HttpError(405, f"{exchange.path} takes {route.method}", code="method_not_allowed", headers=allowed)
+        exchange.check()
         key = None
         if self._keys is not None and not route.open:
             key = self._keys.find(exchange.headers.get(b"authorization", b""))
@@ -182,26 +185,27 @@ class Edge:
         self.counts.prompt_tokens += prompt_tokens
         choices: list[Choice] = []
         generation = Generation(choices, self.counts, exchange.began_at, self._clock)
+        exchange.watch(generation.cancel)
         try:
-            async with exchange.watched(generation.cancel):
-                for index, (ids, options) in enumerate(requests):
-                    stream = await self._client.generate_tokens(ids, **options)
-                    decoder = job.text.decoder() if job.text is not None else None
-                    stops = StopFinder(job.stops, include=job.include_stop)
-                    stop_ids = frozenset(job.said.stop_token_ids or ())
-                    choices.append(
-                        Choice(answers.Answer(index, len(ids), index % job.n == 0), stream, decoder, stops, stop_ids)
-                    )
-                if exchange.gone:
-                    raise Gone
-                writer = job.writer(answers.Head(exchange.rid, job.model.name, prompt_tokens, job.include_usage), count)
-                if job.stream:
-                    await _stream(exchange, generation, writer)
-                else:
-                    async for _ in generation:
-                        pass
-                    await exchange.answer(200, writer.whole(generation.answers))
+            for index, (ids, options) in enumerate(requests):
+                stream = await self._client.generate_tokens(ids, **options)
+                decoder = job.text.decoder() if job.text is not None else None
+                stops = StopFinder(job.stops, include=job.include_stop)
+                stop_ids = frozenset(job.said.stop_token_ids or ())
+                choices.append(
+                    Choice(answers.Answer(index, len(ids), index % job.n == 0), stream, decoder, stops, stop_ids)
+                )
+            if exchange.gone:
+                raise Gone
+            writer = job.writer(answers.Head(exchange.rid, job.model.name, prompt_tokens, job.include_usage), count)
+            if job.stream:
+                await _stream(exchange, generation, writer)
+            else:
+                async for _ in generation:
+                    pass
+                await exchange.answer(200, writer.whole(generation.answers))
         finally:
+            exchange.unwatch()
             generation.cancel()
             self.counts.in_flight -= count
             if key is not None:
@@ -214,7 +218,11 @@ class Edge:
         if deadline_s is not None and deadline_s <= 0:
             raise invalid("x-request-deadline-s", "x-request-deadline-s: seconds, above 0")
         most = self._config.max_time_s
-        return min(deadline_s or most, most), int(exchange.number(b"x-request-priority") or 0)
+        priority = exchange.number(b"x-request-priority") or 0
+        if priority != int(priority) or abs(priority) > PRIORITY_MAX:
+            said = f"x-request-priority: a whole number from {-PRIORITY_MAX} to {PRIORITY_MAX}"
+            raise invalid("x-request-priority", said)
+        return min(deadline_s or most, most), int(priority)
 
     # --- text -------------------------------------------------------------------------------------------------------
 

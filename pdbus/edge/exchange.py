@@ -6,7 +6,6 @@ import asyncio
 import random
 import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from contextlib import asynccontextmanager
 from typing import Any
 
 from pdbus.edge.config import EdgeConfig
@@ -18,6 +17,9 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 RID_MAX = 120  # the protocol's 128, less what tells several answers apart
+NUMBER_MAX = 1e9  # of a header
+PRIORITY_MAX = 1000
+WATCH_AFTER_S = 0.02
 _RID = re.compile(rb"[!-~]{1,%d}" % RID_MAX)
 _rng = random.Random()
 _CLOSE = (b"connection", b"close")
@@ -41,7 +43,12 @@ class Exchange:
         self.gone = False  # the client left
         self.began_at = clock()
         self.sending_since: float | None = None
-        self.task = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        task = asyncio.current_task(self._loop)
+        assert task is not None
+        self.task = task
+        self._gave_up = False  # to wait for the body
+        self._watcher: asyncio.TimerHandle | asyncio.Task[None] | None = None
         self._receive = receive
         self._send = send
         self._config = config
@@ -64,7 +71,7 @@ class Exchange:
             return None
         try:
             value = float(said)
-            if abs(value) < 1e9:  # NaN is not
+            if abs(value) < NUMBER_MAX:  # NaN is not
                 return value
         except ValueError:
             pass
@@ -83,28 +90,36 @@ class Exchange:
             raise self._too_long(most)
         parts: list[bytes] = []
         size = 0
+        timer = self._loop.call_later(self._config.receive_s, self._give_up)  # a tenth of asyncio.timeout's price
         try:
-            async with asyncio.timeout(self._config.receive_s):
-                while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        self.gone = True
-                        raise HttpError(499, "the client left")
-                    part = message.get("body", b"")
-                    size += len(part)
-                    if size > most:
-                        raise self._too_long(most)
-                    parts.append(part)
-                    if not message.get("more_body"):
-                        return parts[0] if len(parts) == 1 else b"".join(parts)
-        except TimeoutError:
-            raise HttpError(
-                408, f"the body did not come within {self._config.receive_s:g} s", headers=(_CLOSE,)
-            ) from None
+            while True:
+                message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    self.gone = True
+                    raise HttpError(499, "the client left")
+                part = message.get("body", b"")
+                size += len(part)
+                if size > most:
+                    raise self._too_long(most)
+                parts.append(part)
+                if not message.get("more_body"):
+                    return parts[0] if len(parts) == 1 else b"".join(parts)
+        except asyncio.CancelledError:
+            if not self._gave_up:
+                raise
+            self.task.uncancel()
+            why = f"the body did not come within {self._config.receive_s:g} s"
+            raise HttpError(408, why, headers=(_CLOSE,)) from None
+        finally:
+            timer.cancel()
 
-    @asynccontextmanager
-    async def watched(self, left: Callable[[], None]) -> Any:
-        """Call `left` when the client disconnects meanwhile (with the body read)."""
+    def _give_up(self) -> None:
+        self._gave_up = True
+        self.task.cancel()
+
+    def watch(self, left: Callable[[], None]) -> None:
+        """Call `left` when the client disconnects (with the body read), until `unwatch`. Begins WATCH_AFTER_S from now:
+        most requests that are answered at once need no task that watches."""
 
         async def watch() -> None:
             while (await self._receive())["type"] != "http.disconnect":
@@ -112,11 +127,14 @@ class Exchange:
             self.gone = True
             left()
 
-        watcher = asyncio.create_task(watch())
-        try:
-            yield
-        finally:
-            watcher.cancel()
+        def begin() -> None:
+            self._watcher = self._loop.create_task(watch())
+
+        self._watcher = self._loop.call_later(WATCH_AFTER_S, begin)
+
+    def unwatch(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
 
     # --- the response -----------------------------------------------------------------------------------------------
 

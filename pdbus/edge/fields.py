@@ -13,7 +13,6 @@ import msgspec
 from msgspec import UNSET, Struct
 
 from pdbus.client import Options
-from pdbus.client.options import check_options
 from pdbus.edge.errors import HttpError, invalid
 from pdbus.edge.refused import REFUSED, REFUSED_BY_GENERATE
 
@@ -202,26 +201,21 @@ def _wrong(reason: str) -> HttpError:
     return invalid(path or None, f"{path}: {what[0].lower()}{what[1:]}" if path else what)
 
 
-_PASSED = tuple(
-    name for name in (*Generation.__struct_fields__, *SglSampling.__struct_fields__) if name in Options.__annotations__
-)
-_PASSED = tuple(name for name in dict.fromkeys(_PASSED) if name not in ("model", "max_tokens", "stop_token_ids"))
+_PASSED = frozenset((*Generation.__struct_fields__, *SglSampling.__struct_fields__)) & Options.__annotations__.keys()
+_PASSED -= {"model", "max_tokens", "stop_token_ids"}
 
 
 def options_of(said: Sampling) -> Options:
     """The client's options that `said` asks for. OpenAI's default of `temperature` is 1."""
-    options: dict[str, Any] = {"temperature": 1.0}
-    for name in _PASSED:
-        value = getattr(said, name, None)
-        if value is not None:
-            options[name] = value
+    asked = msgspec.structs.asdict(said).items()
+    options: dict[str, Any] = {name: value for name, value in asked if value is not None and name in _PASSED}
+    options.setdefault("temperature", 1.0)
     if options.get("top_k") == -1:
         options["top_k"] = 0
     if schema := _schema_of(getattr(said, "response_format", None)):
         options["json_schema"] = schema
     if said.stop_token_ids:
         options["stop_token_ids"] = said.stop_token_ids
-    check_options(options)
     return options  # type: ignore[return-value]
 
 

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
-from bus.errors import RequestFailed
 from pdbus.client import AsyncStream, Piece
 from pdbus.edge.answers import Answer
 from pdbus.edge.metrics import Counts
@@ -80,21 +79,19 @@ class Generation:
 
     async def _one(self, choice: Choice) -> AsyncIterator[tuple[Choice, str]]:
         answer, stream = choice.answer, choice.stream
-        try:
-            async for piece in stream:
-                if answer.finish or not piece.ids:  # what was under way when a stop string was found
-                    continue
-                self._count(choice, len(piece.ids))
-                text = choice.take(piece)
-                if choice.stops.found is not None:
-                    stream.cancel()
-                if text:
-                    yield choice, text
-        except RequestFailed:
-            if not answer.finish:
-                raise
+        while (piece := await stream.next()) is not None:
+            if answer.finish or not piece.ids:  # what was under way when a stop string was found
+                continue
+            self._count(choice, len(piece.ids))
+            text = choice.take(piece)
+            if choice.stops.found is not None:
+                stream.cancel()
+            if text:
+                yield choice, text
         answer.result = stream.result
         assert answer.result is not None
+        if not answer.finish:
+            answer.result.raise_if_failed()
         if answer.result.finish == "cancelled" and not answer.finish:
             raise Gone
         text = "" if answer.finish else choice.end(answer.result.finish)

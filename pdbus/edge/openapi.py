@@ -11,6 +11,7 @@ import msgspec
 
 from bus.wire.messages import RankStatus
 from pdbus.edge import fields
+from pdbus.edge.exchange import NUMBER_MAX, PRIORITY_MAX, RID_MAX
 from pdbus.edge.refused import REFUSED
 
 _POSTS: dict[str, tuple[type, str]] = {
@@ -42,14 +43,24 @@ _STATUSES = {
     "503": "nothing can serve it now: Retry-After",
     "504": "its deadline passed",
 }
+
+
+def _header(name: str, what: str, **schema: Any) -> dict[str, Any]:
+    return {"name": name, "in": "header", "required": False, "description": what, "schema": schema}
+
+
+_RID = _header(
+    "x-request-id", f"The request's id, 1 to {RID_MAX} printable characters; it comes back.",
+    type="string", minLength=1, maxLength=RID_MAX, pattern="^[!-~]*$",
+)  # fmt: skip
 _HEADERS = [
-    {"name": name, "in": "header", "required": False, "description": what, "schema": {"type": kind}}
-    for name, kind, what in (
-        ("x-request-id", "string", "The request's id, 1 to 120 printable characters; it comes back."),
-        ("x-request-deadline-s", "number", "Seconds after which nobody wants the answer any more."),
-        ("x-request-priority", "number", "-1000 to 1000; higher goes first."),
-    )
-]
+    _RID,
+    _header(
+        "x-request-deadline-s", "Seconds after which nobody wants the answer any more.",
+        type="number", exclusiveMinimum=0, exclusiveMaximum=NUMBER_MAX,
+    ),
+    _header("x-request-priority", "Higher goes first.", type="integer", minimum=-PRIORITY_MAX, maximum=PRIORITY_MAX),
+]  # fmt: skip
 
 
 @cache
@@ -76,7 +87,7 @@ def document() -> bytes:
     error = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
     errors = {status: {"description": what, **error} for status, what in _STATUSES.items()}
     paths: dict[str, Any] = {}
-    for (path, (_, what)), schema in zip(_POSTS.items(), schemas, strict=True):
+    for (path, (kind, what)), schema in zip(_POSTS.items(), schemas, strict=True):
         answer = {
             "description": "The answer; with `stream`, server-sent events.",
             "content": {"application/json": {}, "text/event-stream": {}},
@@ -84,15 +95,15 @@ def document() -> bytes:
         paths[path] = {
             "post": {
                 "summary": what,
-                "parameters": _HEADERS,
+                "parameters": _HEADERS if issubclass(kind, fields.Generation | fields.Generate) else [_RID],
                 "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
                 "responses": {"200": answer, **errors},
             }
         }
-    for path, (what, kind) in _GETS.items():
-        responses: dict[str, Any] = {"200": {"description": what, "content": {kind: {}}}}
+    for path, (what, media) in _GETS.items():
+        responses: dict[str, Any] = {"200": {"description": what, "content": {media: {}}}}
         if path == "/ready":
-            responses["503"] = {"description": "Why nothing can be served.", "content": {kind: {}}}
+            responses["503"] = {"description": "Why nothing can be served.", "content": {media: {}}}
         elif path not in _OPEN:
             responses["401"] = errors["401"]
         paths[path] = {"get": {"summary": what, "responses": responses, **({"security": []} if path in _OPEN else {})}}

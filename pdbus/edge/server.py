@@ -19,7 +19,7 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from bus.endpoints import default_controller, why_silent
-from bus.errors import ConfigError, StartError
+from bus.errors import ConfigError, PartFailed, StartError
 from bus.runtime.logs import get_logger
 from pdbus.client import AsyncClient
 from pdbus.edge.app import LOOK_S, Edge
@@ -33,7 +33,8 @@ log = get_logger("edge")
 
 def serve(config: EdgeConfig, ready: Callable[[str], None], waiting: Callable[[str], None] = lambda line: None) -> None:
     """Until SIGTERM or SIGINT, which lets requests finish; a second one does not. `ready` gets the URL once the
-    controller has answered. StartError when it does not within `wait_s`, or the port is taken."""
+    controller has answered. StartError when it does not within `wait_s`, or the port is taken; PartFailed when the
+    client library breaks, since nothing can be served then."""
     uvloop.run(_serve(config, ready, waiting))
 
 
@@ -44,7 +45,7 @@ async def _serve(config: EdgeConfig, ready: Callable[[str], None], waiting: Call
         edge = Edge(config, client)
         server = Server(config, edge)
         running = asyncio.create_task(server.serve(sockets=[listener]))
-        looking = asyncio.create_task(_look(edge))
+        looking = asyncio.create_task(_look(edge, server))
         try:
             await _until_seen(edge, server, config, controller, waiting)
             if not server.should_exit:
@@ -54,6 +55,8 @@ async def _serve(config: EdgeConfig, ready: Callable[[str], None], waiting: Call
                     log.warning("edge.open_to_all", http=config.http, hint="other machines may use it: pass --api-keys")
                 ready(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
             await running
+            if looking.done():
+                looking.result()
         finally:
             looking.cancel()
             server.should_exit = True
@@ -73,12 +76,15 @@ def listen(config: EdgeConfig) -> socket.socket:
         raise StartError(f"cannot listen on {config.http}: {why}; choose another --http") from None
 
 
-async def _look(edge: Edge) -> None:
+async def _look(edge: Edge, server: Server) -> None:
     loop = asyncio.get_running_loop()
     while True:
         began = loop.time()
         try:
             await edge.look()
+        except PartFailed:
+            server.leave()
+            raise
         except Exception:  # a bug of ours must not blind the edge for good
             log.exception("edge.look_failed")
         await asyncio.sleep(max(0.05 if edge.view.seen is None else LOOK_S, began + LOOK_S - loop.time()))

@@ -15,8 +15,9 @@ from typing import Any
 from bus.errors import ConfigError
 from bus.wire.messages import Legs, StatusQuery
 from nodes.own.engines.reference import generate_alone
-from pdbus.client.channel import Channel, Update
+from pdbus.client.channel import Channel
 from pdbus.client.options import Options, make_request, patience, where
+from pdbus.client.traffic import Update
 from pdbus.launcher import Cluster, ClusterSpec
 from pdbus.soak.attackers import Attackers, ports_of
 from pdbus.soak.attacks import Ports

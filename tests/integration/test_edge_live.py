@@ -14,16 +14,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import browser
 import openai
 import pytest
+from edge_process import Serve, get, streaming, url, wait
 from up_process import Up
 
 from nodes.own.engines.sim import sim_generate
@@ -40,25 +40,6 @@ def cluster() -> Iterator[Up]:
     with tempfile.TemporaryDirectory(prefix="pd") as path, Up(Path(path), *arguments) as up:
         wait(lambda: get(url(up), "/ready")[0] == 200)
         yield up
-
-
-def url(up: Up) -> str:
-    return up.until("stdout", r"talk to it at (http://\S+)/ ")[1]
-
-
-def get(base: str, path: str) -> tuple[int, bytes]:
-    try:
-        with urllib.request.urlopen(base + path, timeout=60) as answer:
-            return answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read()
-
-
-def wait(met: Callable[[], bool], deadline_s: float = 60.0) -> None:
-    until = time.monotonic() + deadline_s
-    while not met():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def running(base: str) -> int:
@@ -259,44 +240,7 @@ def test_a_part_that_dies_mid_stream_is_a_pause_and_no_more(part: str) -> None:
             assert event["meta_info"]["pdbus"]["attempts"] > 1
 
 
-def streaming(base: str) -> str:
-    """The decode rank that runs something."""
-    found: list[str] = []
-
-    def looked() -> bool:
-        ranks = json.loads(get(base, "/load")[1])["ranks"]
-        found.extend(rank["rank"] for rank in ranks if rank["role"] == "decode" and rank["running"])
-        return bool(found)
-
-    wait(looked)
-    return found[0]
-
-
 # --- the process ------------------------------------------------------------------------------------------------------
-
-
-class Serve:
-    """`pdbus serve` beside a cluster; READY on entry."""
-
-    def __init__(self, controller: str, *arguments: str, port: str = "0") -> None:
-        line = [sys.executable, "-P", "-m", "pdbus", "serve", "--http", port, "--controller", controller, *arguments]
-        self.process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    def __enter__(self) -> Serve:
-        assert self.process.stdout is not None
-        self.line = self.process.stdout.readline()
-        assert self.line.startswith("READY endpoint=http"), self.end()
-        self.url = self.line.split("=", 1)[1].strip()
-        self.port = int(self.url.rpartition(":")[2])
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.end()
-
-    def end(self) -> tuple[int, str]:
-        _, said = self.process.communicate(timeout=60)
-        return self.process.returncode, said
 
 
 def test_a_first_signal_lets_streams_finish_and_a_second_does_not(cluster: Up) -> None:

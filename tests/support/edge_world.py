@@ -11,8 +11,8 @@ from typing import Any
 
 from bus.wire.messages import Load, Location, RankStatus, Role, Status
 from pdbus.client import AsyncStream, Options, Result
-from pdbus.client.channel import Update
 from pdbus.client.options import make_request, where
+from pdbus.client.traffic import Update
 from pdbus.edge.app import Edge
 from pdbus.edge.config import EdgeConfig
 
@@ -58,7 +58,7 @@ class _Channel:
 
     def cancel(self, rid: str) -> None:
         self.cancelled.append(rid)
-        self.streams[rid]._updates.put_nowait(ended(rid, "cancelled"))
+        self.streams[rid]._put(ended(rid, "cancelled"))
 
 
 class ScriptedClient:
@@ -83,7 +83,7 @@ class ScriptedClient:
         stream = AsyncStream(self.channel, options["rid"], ids, None)  # type: ignore[arg-type]
         self.channel.streams[options["rid"]] = stream
         for update in self.script(ids, options):  # type: ignore[arg-type]
-            stream._updates.put_nowait(update)
+            stream._put(update)
         return stream
 
 

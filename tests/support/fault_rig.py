@@ -13,9 +13,10 @@ from typing import Any
 from bus.errors import PeerLost
 from bus.wire.messages import RankStatus, Role, Status, StatusQuery
 from nodes.own.engines.sim import sim_generate
-from pdbus.client.channel import Channel, Update
+from pdbus.client.channel import Channel
 from pdbus.client.options import Options, make_request, patience, where
 from pdbus.client.output import Result
+from pdbus.client.traffic import Update
 from pdbus.launcher import Cluster
 from pdbus.soak.ledger import Ledger
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvloop
 import zmq
 from structlog.testing import capture_logs
 
-from bus.errors import ConfigError, PeerLost, RequestFailed
+from bus.errors import ConfigError, PartFailed, PeerLost, RequestFailed, StartError
 from bus.runtime.sockets import Socket, Sockets
 from bus.wire.codec import decode, encode
 from bus.wire.messages import (
@@ -37,8 +38,9 @@ from bus.wire.messages import (
     Submit,
     Tokens,
 )
-from pdbus.client import AsyncClient, Client
-from pdbus.client.aio import _Post
+from pdbus.client import AsyncClient, AsyncStream, Client, Piece, Result
+from pdbus.client.core import ClientCore
+from pdbus.client.looped import BUDGET
 
 WAIT_MS = 30_000
 
@@ -161,6 +163,8 @@ def test_questions_are_repeated_until_answered_or_too_late(peers: tuple[Peer, Pe
             controller.say(Refused("bad_rank", "no rank decode-0/4 is known here", order.id))
             with pytest.raises(RequestFailed, match="no rank decode-0/4"):
                 await draining
+            with pytest.raises(ConfigError):
+                await client.drain("decode-0", 2**70)
             with pytest.raises(PeerLost, match="no controller answers at ipc://"):
                 await client.status(timeout_s=0.2)
 
@@ -278,27 +282,22 @@ def test_no_endpoint_that_a_controller_names_breaks_the_client(peers: tuple[Peer
     assert next(line["peer"] for line in logs if line["event"] == "rank.unreachable") == "nowhere"
 
 
-def test_an_event_loop_that_closes_before_it_reads_holds_nothing_back() -> None:
-    loop = asyncio.new_event_loop()
-    post, cancelled = _Post(loop), threading.Event()
-    stream: Any = SimpleNamespace(cancel=cancelled.set)
-    post.put(stream, (1,))
-    loop.close()
-    assert not cancelled.is_set()
-    post.put(stream, (2,))
-    assert cancelled.is_set()
-
-
-def test_a_stream_whose_event_loop_has_ended_is_cancelled_and_the_client_lives_on(
-    peers: tuple[Peer, Peer], base: str
-) -> None:
+def test_what_a_loop_has_begun_ends_with_it_and_the_client_lives_on(peers: tuple[Peer, Peer], base: str) -> None:
+    """`asyncio.run` says that it ends."""
     controller, node = peers
     client = AsyncClient(base)
-    left = asyncio.run(client.generate_tokens([5], max_tokens=9, leg="pair"))
-    submit = begin(peers, base)
-    node.say(Tokens(submit.rid, 1, 0, (10,)))
+
+    async def leave() -> AsyncStream:
+        stream = await client.generate_tokens([5], max_tokens=9, leg="pair")
+        submit = await asyncio.to_thread(begin, peers, base)
+        node.say(Tokens(submit.rid, 1, 0, (10,)))
+        assert await stream.next() == Piece((10,))
+        return stream
+
+    left = asyncio.run(leave())
     assert controller.hear() == Cancel(left.rid)
     assert node.hear() == Detach(left.rid, 1)
+    left.cancel()  # does no harm
 
     async def again() -> list[int]:
         async with client:
@@ -308,3 +307,177 @@ def test_a_stream_whose_event_loop_has_ended_is_cancelled_and_the_client_lives_o
             return await stream.tokens()
 
     assert asyncio.run(again()) == [10]
+    with pytest.raises(RuntimeError, match="closed"):
+        asyncio.run(again())
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_loop_that_closes_without_a_word_holds_nothing_back(
+    peers: tuple[Peer, Peer], base: str, run: Callable[[Any], Any]
+) -> None:
+    """Its requests end when the client is next used, or closed."""
+    controller, _ = peers
+    client = AsyncClient(base)
+    rids = []
+    for _ in range(2):
+        loop = asyncio.new_event_loop()
+        stream = loop.run_until_complete(client.generate_tokens([5], leg="pair"))
+        loop.close()
+        rids.append(stream.rid)
+        if len(rids) == 1:
+            submit = controller.hear()
+            assert isinstance(submit, Submit)
+            assert submit.rid == stream.rid
+    heard = [controller.hear(), controller.hear()]
+    assert Cancel(rids[0]) in heard
+    assert [message.rid for message in heard if isinstance(message, Submit)] == rids[1:]
+    run(client.close())
+    assert controller.hear() == Cancel(rids[1])
+    assert not stream._updates, "a task of the closed loop that waited for it could not be woken"
+
+
+def test_loops_in_several_threads_share_a_client_until_one_closes_it(peers: tuple[Peer, Peer], base: str) -> None:
+    client, submitted = AsyncClient(base), threading.Barrier(2)
+    controller, _ = peers
+
+    async def other() -> str:
+        stream = await client.generate_tokens([5], rid="other", leg="pair")
+        await asyncio.to_thread(submitted.wait, WAIT_MS / 1000)
+        return (await stream.wait()).finish
+
+    async def closes() -> str:
+        stream = await client.generate_tokens([5], rid="closes", leg="pair")
+        await asyncio.to_thread(submitted.wait, WAIT_MS / 1000)
+        await client.close()
+        return (await stream.wait()).finish
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(asyncio.run, each) for each in (other(), closes())]
+        assert [end.result(WAIT_MS / 1000) for end in ends] == ["cancelled", "cancelled"]
+    heard = [controller.hear() for _ in range(4)]
+    assert {message.rid for message in heard if isinstance(message, Submit)} == {"other", "closes"}
+    assert {message.rid for message in heard if isinstance(message, Cancel)} == {"other", "closes"}
+
+
+def test_a_close_that_is_cancelled_closes_all_the_same(peers: tuple[Peer, Peer], base: str) -> None:
+    """That no context stays open is `conftest.no_open_contexts`."""
+
+    async def run() -> None:
+        loop, go = asyncio.get_running_loop(), threading.Event()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        client = AsyncClient(base)
+        await client.generate_tokens([5], leg="pair")
+        busy = loop.run_in_executor(None, go.wait, WAIT_MS / 1000)
+        closing = asyncio.create_task(client.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait([closing])
+        go.set()
+        await busy
+
+    asyncio.run(run())
+
+
+def test_another_thread_may_cancel(peers: tuple[Peer, Peer], base: str) -> None:
+    async def run() -> Result:
+        async with AsyncClient(base) as client:
+            stream = await client.generate_tokens([5], leg="pair")
+            await asyncio.to_thread(stream.cancel)
+            return await stream.wait()
+
+    assert asyncio.run(run()).finish == "cancelled"
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_loop_hears_all_that_came_while_it_did_not_look(
+    peers: tuple[Peer, Peer], base: str, run: Callable[[Any], Any]
+) -> None:
+    """A socket's descriptor tells of it once, and not at all when a message that is sent meanwhile notices it first."""
+    controller, node = peers
+    many = 3 * BUDGET
+
+    async def talk() -> None:
+        async with AsyncClient(base) as client:
+            stream = await client.generate_tokens([5], max_tokens=many, leg="pair")
+            submit = await asyncio.to_thread(begin, peers, base)
+            for number in range(many):
+                node.say(Tokens(submit.rid, 1, number, (number,), "length" if number == many - 1 else ""))
+            assert await stream.tokens() == list(range(many))
+            assert await asyncio.to_thread(node.hear) == Detach(submit.rid, 1)  # nothing had to be asked for again
+
+            for number in range(20):  # each answered before it is waited for, and another one sent in between
+                first = await client.generate_tokens([5], rid=f"{number}", leg="pair")
+                while (await asyncio.to_thread(controller.hear)).rid != first.rid:  # type: ignore[attr-defined]
+                    pass
+                controller.say(Failed(first.rid, 1, "engine_failed", "it broke", False))
+                time.sleep(
+                    0.005
+                )  # what is sent sooner after the last look does not notice it: libzmq saves itself that
+                second = await client.generate_tokens([5], rid=f"{number}.", leg="pair")
+                assert (await first.wait()).code == "engine_failed"
+                second.cancel()
+
+    run(talk())
+
+
+def test_a_node_that_sends_too_many_frames_is_cut_off_from_a_loop_too(peers: tuple[Peer, Peer], base: str) -> None:
+    _, node = peers
+
+    async def talk() -> list[int]:
+        async with AsyncClient(base) as client:
+            first = await client.generate_tokens([5], leg="pair")
+            await asyncio.to_thread(begin, peers, base)
+            node.socket.send_multipart([node.other, *[b"x"] * 5000])
+            while not any(line["event"] == "peer.cut_off" for line in logs):
+                await asyncio.sleep(0.001)
+            second = await client.generate_tokens([5], max_tokens=1, leg="pair")
+            submit = await asyncio.to_thread(begin, peers, base)
+            node.say(Tokens(submit.rid, 1, 0, (10,), "length"))
+            first.cancel()
+            return await second.tokens()
+
+    with capture_logs() as logs:
+        assert asyncio.run(talk()) == [10]
+    assert [line["event"] for line in logs] == ["peer.cut_off"]
+
+
+def test_a_client_that_broke_in_a_loop_lets_nobody_wait(
+    peers: tuple[Peer, Peer], base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller, _ = peers
+
+    def bug(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def talk() -> None:
+        async with AsyncClient(base) as client:
+            stream = await client.generate_tokens([5], leg="pair")
+            asked = asyncio.create_task(client.drain("decode-0", 4))
+            submit = await asyncio.to_thread(controller.hear)
+            assert isinstance(submit, Submit)
+            monkeypatch.setattr(ClientCore, "received", bug)
+            controller.say(Accepted(submit.rid, 1, submit.bootstrap_room, None, Location("d", 0, 1, f"{base}.node")))
+            assert (await stream.wait()).code == "shutting_down"
+            with pytest.raises(PartFailed, match="its log says why"):
+                await asked
+            stream.cancel()
+            for call in (client.status, lambda: client.generate_tokens([5])):
+                with pytest.raises(PartFailed, match="has failed: ZeroDivisionError: a bug"):
+                    await call()
+
+    asyncio.run(talk())
+
+
+def test_a_loop_that_cannot_connect_opens_nothing(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That no context stays open is `conftest.no_open_contexts`."""
+
+    def fails(self: object, endpoint: str) -> None:
+        raise StartError("no such host")
+
+    async def talk() -> None:
+        async with AsyncClient(base) as client:
+            with pytest.raises(StartError, match="no such host"):
+                await client.generate_tokens([5])
+
+    monkeypatch.setattr(zmq.Socket, "connect", fails)
+    asyncio.run(talk())

@@ -83,6 +83,11 @@ def test_what_not_every_rank_knows_is_named_as_a_need() -> None:
         ({"priority": 5000}, "priority: expected"),
         ({"max_tokens": 2**63}, "max_tokens: expected"),
         ({"leg": "both"}, "leg: invalid"),
+        ({"routed_dp_rank": 2**70}, "routed_dp_rank: "),
+        ({"disagg_prefill_dp_rank": -(2**70)}, "disagg_prefill_dp_rank: "),
+        ({"bootstrap_room": 2**64}, "bootstrap_room: "),
+        ({"rid": "\ud800"}, "rid: "),
+        ({"json_schema": "\ud800"}, "json_schema: "),
     ],
 )
 def test_what_cannot_be_sent_is_one_clear_line(options: dict[str, Any], words: str) -> None:

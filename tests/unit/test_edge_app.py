@@ -148,7 +148,8 @@ def test_prompts_are_not_hashed_where_nobody_looks() -> None:
         ("/v1/chat/completions", chat(logprobs=True), {}, 400, "logprobs"),
         ("/v1/chat/completions", chat(stream_options={}), {}, 400, "stream_options"),
         ("/v1/chat/completions", chat(), {"x-request-priority": "high"}, 400, "x-request-priority"),
-        ("/v1/chat/completions", chat(), {"x-request-priority": "5000"}, 400, "priority"),
+        ("/v1/chat/completions", chat(), {"x-request-priority": "5000"}, 400, "x-request-priority"),
+        ("/v1/chat/completions", chat(), {"x-request-priority": "1.5"}, 400, "x-request-priority"),
         ("/v1/chat/completions", chat(), {"x-request-deadline-s": "nan"}, 400, "x-request-deadline-s"),
         ("/v1/chat/completions", chat(), {"x-request-deadline-s": "-1"}, 400, "x-request-deadline-s"),
         ("/v1/chat/completions", chat(), {"x-request-id": "a" * 121}, 400, "x-request-id"),
@@ -158,6 +159,7 @@ def test_prompts_are_not_hashed_where_nobody_looks() -> None:
         ("/v1/completions", {"prompt": [1, -2]}, {}, 400, None),
         ("/v1/completions", {"prompt": [2**31]}, {}, 400, None),
         ("/v1/completions", {"prompt": "x", "n": 1000}, {}, 400, "n"),
+        ("/v1/completions", {"prompt": "x", "routed_dp_rank": 2**70}, {}, 400, "routed_dp_rank"),
         ("/generate", {}, {}, 400, "text"),
         ("/generate", {"text": "x", "rid": "é"}, {}, 400, "rid"),
         ("/generate", {"text": ["a", "b"], "bootstrap_room": [1]}, {}, 400, "bootstrap_room"),
@@ -166,6 +168,7 @@ def test_prompts_are_not_hashed_where_nobody_looks() -> None:
         ("/detokenize", {"tokens": [-1]}, {}, 400, "tokens"),
         ("/v1/embeddings", {}, {}, 404, None),
         ("/v1/models", {}, {}, 405, None),
+        ("/v1/models", {}, {"x-request-id": ""}, 405, None),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_in_openais_shape(
@@ -392,6 +395,19 @@ def test_the_api_page_knows_every_endpoint_and_field() -> None:
     page = run(world.get("/docs")).body.decode()
     for name in ("max_completion_tokens", "stop_token_ids", "input_ids", "x-request-deadline-s", "logprobs"):
         assert f"<code>{name}</code>" in page, name
+
+
+def test_the_api_page_names_the_headers_that_mean_something_and_their_bounds() -> None:
+    paths = run(World().get("/openapi.json")).json["paths"]
+    headers = {
+        path: {each["name"]: each["schema"] for each in methods["post"]["parameters"]}
+        for path, methods in paths.items()
+        if "post" in methods
+    }
+    assert set(headers["/tokenize"]) == set(headers["/detokenize"]) == {"x-request-id"}
+    for path in ("/v1/chat/completions", "/v1/completions", "/generate"):
+        assert headers[path]["x-request-priority"] == {"type": "integer", "minimum": -1000, "maximum": 1000}
+        assert headers[path]["x-request-deadline-s"]["exclusiveMinimum"] == 0
 
 
 def test_the_edge_document_names_every_metric_and_endpoint() -> None:

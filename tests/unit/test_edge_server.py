@@ -12,8 +12,10 @@ from edge_world import PAIR, ScriptedClient, letters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.errors import ConfigError
+from bus.errors import ConfigError, PartFailed
+from bus.wire.messages import Status
 from pdbus.commands.serve import serve
+from pdbus.edge import server
 from pdbus.edge.app import Edge
 from pdbus.edge.config import EdgeConfig
 from pdbus.edge.server import Server, listen
@@ -39,9 +41,9 @@ def served(*talks: Talk, **config: Any) -> Edge:
         settings = EdgeConfig(http="127.0.0.1:0", **config)
         edge = Edge(settings, ScriptedClient(letters("ok"), PAIR))  # type: ignore[arg-type]
         await edge.look()
-        server = Server(settings, edge)
+        serving = Server(settings, edge)
         listener = listen(settings)
-        running = asyncio.create_task(server.serve(sockets=[listener]))
+        running = asyncio.create_task(serving.serve(sockets=[listener]))
         port = listener.getsockname()[1]
         try:
             async with asyncio.timeout(60):
@@ -52,7 +54,7 @@ def served(*talks: Talk, **config: Any) -> Edge:
                     finally:
                         writer.close()
         finally:
-            server.leave()
+            serving.leave()
             await running
         return edge
 
@@ -147,6 +149,33 @@ def test_what_is_no_http_harms_nobody() -> None:
         assert b'"text":"ok"' in await answer(reader)
 
     served(noise, after)
+
+
+def test_an_edge_whose_client_broke_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever supervises it starts it again; else it would answer 503 for ever."""
+
+    class Broken(ScriptedClient):
+        def __init__(self, *_: object, **__: object) -> None:
+            super().__init__(letters("ok"), PAIR)
+
+        async def __aenter__(self) -> Broken:
+            return self
+
+        async def __aexit__(self, *_: object) -> None: ...
+
+        async def status(self, *, timeout_s: float | None = None) -> Status:
+            if asked:
+                raise PartFailed("the client of this process has failed: a bug")
+            asked.append(True)
+            return PAIR
+
+    asked: list[bool] = []
+    urls: list[str] = []
+    monkeypatch.setattr(server, "AsyncClient", Broken)
+    monkeypatch.setattr(server, "LOOK_S", 0.01)
+    with pytest.raises(PartFailed, match="a bug"):
+        server.serve(EdgeConfig(http="127.0.0.1:0"), urls.append)
+    assert len(urls) == 1, "it had begun"
 
 
 HEADERS = (b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n", b"Content-Type: application/json\r\n",

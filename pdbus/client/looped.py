@@ -1,0 +1,194 @@
+"""The client's shell for asyncio: its traffic, run by the caller's own event loop. Decides nothing.
+
+No thread is crossed: the task that has something to say sends it, and what comes wakes the task that waits for it.
+
+The descriptor of a ZeroMQ socket says that something happened, not that there is a message, and says it once. So a
+socket is read until it is empty, and looked at again after whatever was sent, since sending takes in what happened too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVarTuple
+
+import zmq
+from zmq.backend import Socket as Backend
+
+from bus.errors import PartFailed
+from bus.runtime import frames
+from bus.runtime.doors import hang_up
+from bus.runtime.keys import Keys
+from bus.runtime.logs import get_logger
+from bus.runtime.sockets import Socket, Sockets
+from bus.wire.messages import Message, Status
+from pdbus.client.core import Patience
+from pdbus.client.request import Request
+from pdbus.client.traffic import TICK_S, Sink, Traffic, check_question
+
+BUDGET = 64  # messages of a socket before others have their turn
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+_get: Callable[[Socket, int], int] = Backend.get  # type: ignore[assignment]
+
+log = get_logger("client")
+_T = TypeVarTuple("_T")
+
+
+class LoopChannel:
+    """As `Channel`, for one event loop, which alone calls it, `cancel` excepted. Serves from `open` to `stop` or to the
+    end of the loop: `asyncio.run` then ends the asynchronous generators that it knows, and `_life` is one."""
+
+    def __init__(self, controllers: Sequence[str], patience: Patience, rng: random.Random, keys: Keys | None) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.rng = rng
+        self.closed = False
+        self._failure: Exception | None = None
+        self._handlers: dict[Socket, tuple[int, Callable[[list[bytes]], None]]] = {}
+        self._unseen: set[Socket] = set()  # to be looked at soon
+        self._skipping: set[Socket] = set()  # in the midst of a message with too many frames
+        self._stopping = asyncio.Lock()
+        self._living = self._life()
+        self._sockets = Sockets(keys=keys)
+        try:
+            self._traffic = Traffic(
+                controllers, patience, rng, self._sockets, time.monotonic, self._watch, self._unwatch, self._send
+            )
+        except BaseException:
+            self._sockets.close()
+            raise
+        self._timer = self.loop.call_later(TICK_S, self._tick)
+
+    async def open(self) -> None:
+        await anext(self._living)
+
+    def begin(self, request: Request, sink: Sink) -> None:
+        """As `Channel.begin`."""
+        self._run(self._traffic.begin, request, sink)
+        self._raise_if_failed()
+
+    def cancel(self, rid: str) -> None:
+        """As `Channel.cancel`; from any thread."""
+        if self.closed:
+            return
+        if asyncio._get_running_loop() is self.loop or self.loop.is_closed():
+            self._run(self._traffic.cancel, rid)
+        else:
+            self.loop.call_soon_threadsafe(self.cancel, rid)
+
+    def ask(
+        self,
+        controller: str,
+        make: Callable[[int], Message],
+        timeout_s: float | None = None,
+        until: Callable[[Status], bool] | None = None,
+    ) -> Future[Status]:
+        """As `Channel.ask`."""
+        check_question(make)
+        self._raise_if_failed()
+        answer: Future[Status] = Future()
+        self._run(self._traffic.ask, controller, make, timeout_s, until, answer)
+        return answer
+
+    async def stop(self) -> None:
+        """Cancel what is live, and leave; idempotent. Every sink has got its Result when this returns."""
+        async with self._stopping:
+            await self._living.aclose()
+
+    def abandon(self) -> None:
+        """`stop`, of a loop that ended without a word; on any thread."""
+        self._traffic.mute()
+        self._leave()
+        self._sockets.close()
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    async def _life(self) -> AsyncGenerator[None, None]:
+        try:
+            yield
+        finally:
+            self._leave()
+            # What was just said still goes out. Whoever waits may be cancelled, but not the closing.
+            await asyncio.shield(self.loop.run_in_executor(None, self._sockets.close))
+
+    def _leave(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._timer.cancel()
+            self._run(self._traffic.leave)
+
+    def _run(self, function: Callable[[*_T], None], *arguments: *_T) -> None:
+        """What it raises is a bug of ours, and the end: nobody may wait for ever."""
+        if self._failure is not None:
+            return
+        try:
+            function(*arguments)
+        except Exception as error:
+            self._failure = error
+            log.exception("client.failed")
+            self._timer.cancel()
+            for socket in list(self._handlers):
+                self._unwatch(socket)
+            self._sockets.close()
+            self._traffic.fail()
+
+    def _raise_if_failed(self) -> None:
+        if self._failure is not None:
+            why = f"{type(self._failure).__name__}: {self._failure}"
+            raise PartFailed(f"the client of this process has failed: {why}") from self._failure
+
+    def _tick(self) -> None:
+        self._timer = self.loop.call_later(TICK_S, self._tick)
+        self._run(self._traffic.tick)
+
+    # --- sockets ------------------------------------------------------------------------------------------------
+
+    def _watch(self, socket: Socket, handler: Callable[[list[bytes]], None]) -> None:
+        descriptor = int(socket.getsockopt(zmq.FD))
+        self._handlers[socket] = descriptor, handler
+        self.loop.add_reader(descriptor, self._read, socket)
+        self._look_soon(socket)
+
+    def _unwatch(self, socket: Socket) -> None:
+        descriptor, _ = self._handlers.pop(socket)
+        self._skipping.discard(socket)
+        if not self.loop.is_closed():
+            self.loop.remove_reader(descriptor)
+
+    def _send(self, socket: Socket, message: Sequence[bytes]) -> None:
+        frames.send(socket, message)
+        self._look_soon(socket)
+
+    def _look_soon(self, socket: Socket) -> None:
+        if not self._unseen:
+            self.loop.call_soon(self._look)
+        self._unseen.add(socket)
+
+    def _look(self) -> None:
+        unseen, self._unseen = self._unseen, set()
+        for socket in unseen:
+            self._read(socket)
+
+    def _read(self, socket: Socket) -> None:
+        self._run(self._drain, socket)
+
+    def _drain(self, socket: Socket) -> None:
+        for _ in range(BUDGET):
+            watched = self._handlers.get(socket)
+            if watched is None or not _get(socket, _EVENTS) & _POLLIN:
+                return
+            if socket in self._skipping:
+                if frames.skip(socket):
+                    self._skipping.discard(socket)
+                continue
+            try:
+                received = frames.receive(socket)
+            except frames.TooManyFrames as error:
+                log.warning("peer.cut_off", peer=error.source, why="too_many_frames")
+                hang_up(error.descriptor, error.source)
+                self._skipping.add(socket)
+                continue
+            watched[1](received)
+        self._look_soon(socket)

@@ -1,0 +1,200 @@
+"""What a client says and hears: its sockets, its core and its questions, on one thread. Decides nothing.
+
+Whose thread that is, and what waits for the sockets, is for who runs it (`channel`, `looped`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import zmq
+
+from bus.actions import Send
+from bus.errors import ConfigError, PartFailed, RemoteProtocolError, StartError
+from bus.rights import KeyRole
+from bus.runtime import frames
+from bus.runtime.logs import get_logger
+from bus.runtime.sockets import PAYLOAD_MAX, Socket, Sockets
+from bus.wire import codec
+from bus.wire.messages import CONTROLLER_TO_CLIENT, FROM_NODE_DATA, Failed, Message, Refused, Status
+from pdbus.client.core import Action, ClientCore, Deliver, Patience
+from pdbus.client.output import Result, failure
+from pdbus.client.questions import Questions
+from pdbus.client.request import Request
+
+TICK_S = 0.05
+IDLE_S = 30.0  # connections to nodes that nobody uses are closed after so long
+
+log = get_logger("client")
+Update = tuple[int, ...] | Result
+Sink = Callable[[Update], None]
+FROM_STREAMS = {tag: FROM_NODE_DATA[tag] for tag in ("tokens", "refused")}
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    socket: Socket
+    used_at: float
+    rejected: bool = False
+
+
+class Traffic:
+    """`controllers` are client endpoints; connections to nodes are made as needed.
+
+    `watch(socket, handler)` has each message that comes handed to `handler`, until `unwatch(socket)`; `send` is
+    `frames.send`, or does that and more; `tick` is called each TICK_S.
+    """
+
+    def __init__(
+        self,
+        controllers: Sequence[str],
+        patience: Patience,
+        rng: random.Random,
+        sockets: Sockets,
+        clock: Callable[[], float],
+        watch: Callable[[Socket, Callable[[list[bytes]], None]], None],
+        unwatch: Callable[[Socket], None],
+        send: Callable[[Socket, Sequence[bytes]], None] = frames.send,
+    ) -> None:
+        self._patience = patience
+        self._controllers = frozenset(controllers)
+        self._core = ClientCore(patience, rng)
+        self._sockets = sockets
+        self._clock = clock
+        self._watch = watch
+        self._unwatch = unwatch
+        self._send_frames = send
+        self._peers: dict[str, _Peer] = {}
+        self._sinks: dict[str, Sink] = {}
+        self._questions = Questions()
+        for endpoint in self._controllers:
+            self._connect(endpoint)
+
+    def begin(self, request: Request, sink: Sink) -> None:
+        if self._core.is_taken(request):
+            why = f"this client has a live request with the rid {request.rid!r}"
+            sink(failure(request.rid, "duplicate_rid", why))
+            return
+        self._sinks[request.rid] = sink
+        self._do(self._core.begin(request, self._clock()))
+
+    def cancel(self, rid: str) -> None:
+        self._do(self._core.cancel(rid, self._clock()))
+
+    def ask(
+        self,
+        controller: str,
+        make: Callable[[int], Message],
+        timeout_s: float | None,
+        until: Callable[[Status], bool] | None,
+        answer: Future[Status],
+    ) -> None:
+        now = self._clock()
+        wait_s = self._patience.connect_timeout_s if timeout_s is None else timeout_s
+        self._questions.ask(controller, make, until, answer, now, wait_s)
+        self._do(self._questions.tick(now))
+
+    def tick(self) -> None:
+        now = self._clock()
+        if len(self._core):
+            self._do(self._core.tick(now))
+        self._do(self._questions.tick(now))
+        idle = [e for e, p in self._peers.items() if now - p.used_at > IDLE_S and e not in self._controllers]
+        if idle:
+            attached = self._core.endpoints
+            for endpoint in idle:
+                if endpoint in attached:
+                    self._peers[endpoint].used_at = now
+                else:
+                    peer = self._peers.pop(endpoint)
+                    self._unwatch(peer.socket)
+                    self._sockets.close_socket(peer.socket)
+
+    def leave(self) -> None:
+        """Cancel what is live; nothing is said or heard any more."""
+        for rid in list(self._sinks):
+            self.cancel(rid)
+        self._questions.drop()
+        for peer in self._peers.values():  # what was just said (cancel, detach) still goes out
+            self._unwatch(peer.socket)
+            self._sockets.close_socket(peer.socket, linger_ms=200)
+        self._peers.clear()
+
+    def mute(self) -> None:
+        """Those who waited are gone: nobody is told of anything any more."""
+        self._sinks = dict.fromkeys(self._sinks, lambda update: None)
+
+    def fail(self) -> None:
+        """Nobody may wait for ever because of a bug of ours."""
+        while self._sinks:
+            rid, sink = self._sinks.popitem()
+            sink(broken(rid))
+        self._questions.drop(bug())
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self._send(action)
+            elif isinstance(action, Deliver):
+                self._sinks[action.rid](action.ids)
+            else:
+                self._sinks.pop(action.rid)(action.result)
+
+    def _send(self, action: Send) -> None:
+        try:
+            self._send_frames(self._connect(action.peer), [codec.encode(action.message), *action.frames])
+        except zmq.Again:
+            kind = type(action.message).__name__
+            log.debug("message.unsent", peer=action.peer, message=kind)  # the core repeats what matters
+        except StartError as error:  # a controller may name any endpoint as a rank's; to the core it is a silent one
+            log.warning("rank.unreachable", peer=action.peer, error=str(error))
+
+    def _connect(self, endpoint: str) -> Socket:
+        """StartError where nobody can be."""
+        peer = self._peers.get(endpoint)
+        if peer is None:
+            role: KeyRole = "controllers" if endpoint in self._controllers else "nodes"
+            peer = _Peer(self._sockets.dealer(endpoint, maximum=PAYLOAD_MAX, role=role), self._clock())
+            self._peers[endpoint] = peer
+            self._watch(peer.socket, lambda received: self._received(endpoint, received))
+        peer.used_at = self._clock()
+        return peer.socket
+
+    def _received(self, endpoint: str, received: list[bytes]) -> None:
+        table = CONTROLLER_TO_CLIENT if endpoint in self._controllers else FROM_STREAMS
+        try:
+            if len(received) != 1:
+                raise RemoteProtocolError("frames", f"{len(received)} frames, not 1")
+            message = codec.decode(received[0], table)
+        except RemoteProtocolError as error:
+            if not self._peers[endpoint].rejected:
+                self._peers[endpoint].rejected = True
+                log.warning("message.rejected", peer=endpoint, reason=error.reason, detail=error.detail[:200])
+            return
+        if isinstance(message, (Status, Refused)):
+            self._questions.answered(endpoint, message, self._clock())
+        elif isinstance(message, Failed) and not message.rid:
+            log.warning("client.refused", peer=endpoint, code=message.code, message=message.message)
+        else:
+            self._do(self._core.received(endpoint, message, self._clock()))
+
+
+def check_question(make: Callable[[int], Message]) -> None:
+    """ConfigError when `make` takes exception to its arguments, or what it makes can't be encoded."""
+    try:
+        codec.encode(make(0))
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(str(error)) from None
+
+
+def broken(rid: str) -> Result:
+    return failure(rid, "shutting_down", "the client broke; its log says why")
+
+
+def bug() -> PartFailed:
+    return PartFailed("the client broke; its log says why")
