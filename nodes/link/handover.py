@@ -197,9 +197,11 @@ def _nonsense(event: OfLeg, facts: RankFacts) -> str:
     """Why it can't be: it would go out to others as it is."""
     vocab = facts.vocab_size or MAX_TOKEN_ID + 1
     match event:
-        case Output(leg, tokens):
+        case Output(leg, tokens, logprobs):
             if leg.role == "prefill":
                 return "a prefill leg has none: its first token comes with Held"
+            if len(logprobs) != (len(tokens) if leg.wants_logprobs else 0):
+                return f"log probabilities of {len(logprobs)} tokens for {len(tokens)}, asked: {leg.params.logprobs}"
             if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
                 return f"token ids outside 0..{vocab - 1}"
         case Began(cached_tokens=count):

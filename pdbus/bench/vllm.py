@@ -96,8 +96,8 @@ def _rows(direct: Way, bus: Way, http: Way) -> list[Row]:
         for whose in ("", ", with the caller's"):
             for way in (bus, http):
                 made.append(row(way.name, metric + whose, "µs", way.figures[metric + whose]))
-            added = [_added(way, direct, metric, whose) for way in (bus, http)]
-            made.append(row("added by the bus, beside HTTP", metric + whose, "µs", *added, Aim(1.0)))
+            ours, theirs = (_added(way, direct, metric, whose) for way in (bus, http))
+            made.append(row("added by the bus, beside HTTP", metric + whose, "µs", ours, theirs, Aim(1.0)))
     return made
 
 
@@ -132,7 +132,8 @@ def _http(space: Workspace, scope: Scope) -> Way:
     port = free_ports("127.0.0.1", 1)
     argv = [
         sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(hugging_face()),
-        "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "smollm2", "--disable-uvicorn-access-log", *ENGINE,
+        "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "smollm2",
+        "--disable-uvicorn-access-log", *ENGINE,
     ]  # fmt: skip
     server = space.part("edge_parts:become", env=ENVIRONMENT, argv=argv)
     server.wait_ready()

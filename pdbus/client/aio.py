@@ -9,7 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
-from bus.wire.messages import Status
+from bus.wire.messages import Status, TokenLogprobs
 from pdbus.client.base import BaseClient, BaseStream
 from pdbus.client.channel import Channel, Update
 from pdbus.client.options import Options, check_options, check_text
@@ -96,7 +96,7 @@ class AsyncClient(BaseClient):
         loop = asyncio.get_running_loop()
         if self._post is None or self._post.loop is not loop:
             self._post = _Post(loop)
-        stream = AsyncStream(self._channel, request.rid, ids, tokenizer)
+        stream = AsyncStream(self._channel, request.rid, ids, tokenizer, request.logprobs)
         self._channel.begin(request, partial(self._post.put, stream))
         return stream
 
@@ -108,8 +108,11 @@ class AsyncStream(BaseStream):
     Leaving the loop early cancels the request (as does `async with`). `result` is there once the iteration ended.
     """
 
-    def __init__(self, channel: Channel, rid: str, prompt_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
-        super().__init__(channel, rid, prompt_ids, tokenizer)
+    def __init__(
+        self, channel: Channel, rid: str, prompt_ids: Sequence[int], tokenizer: Tokenizer | None,
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(channel, rid, prompt_ids, tokenizer, logprobs)
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
 
     @property

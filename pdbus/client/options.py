@@ -59,8 +59,9 @@ class Options(TypedDict, total=False):
     Sampling: `max_tokens` (at least 1; default 128), `temperature` (0, the default: greedy), `top_k` (0: off), `top_p`
     (above 0, to 1), `seed` (default: drawn), `stop_token_ids` (at most 64), `ignore_eos`; and what only ranks that know
     it get: `min_p`, `presence_penalty`, `frequency_penalty`, `repetition_penalty`, `min_tokens`, `logit_bias` (by token
-    id), and one of `json_schema`, `regex` and `ebnf`, in the engine's dialect. Where penalties of the output, or one of
-    the last three, are set, an output that was cut off can't be resumed: the request fails.
+    id), `logprobs` (0 to 20: natural logarithms of how likely the model itself held each output token and so many
+    likeliest ones at its place), and one of `json_schema`, `regex` and `ebnf`, in the engine's dialect. Where penalties
+    of the output, or one of the last three, are set, an output that was cut off can't be resumed: the request fails.
     Placement: `leg` (default: a pair, or unified where no rank splits), `instance` and `routed_dp_rank` of the leg that
     decodes (or of the only leg), `prefill_instance` and `disagg_prefill_dp_rank` of prefill, `bootstrap_room` (0 to
     2^63 - 1; default: drawn).
@@ -86,6 +87,7 @@ class Options(TypedDict, total=False):
     json_schema: str
     regex: str
     ebnf: str
+    logprobs: int
     leg: Legs
     instance: str
     prefill_instance: str
@@ -163,6 +165,7 @@ def make_request(
             json_schema=options.get("json_schema", ""),
             regex=options.get("regex", ""),
             ebnf=options.get("ebnf", ""),
+            logprobs=options.get("logprobs", -1),
         )
     )
     block_tokens = options.get("block_tokens", block_tokens)
@@ -194,6 +197,7 @@ def make_request(
         prompt=prompt,
         params=encode(params),
         stop_ids=frozenset(() if params.ignore_eos else eos_ids) | frozenset(params.stop_token_ids),
+        wants_logprobs=params.logprobs >= 0,
     )
 
 

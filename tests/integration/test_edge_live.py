@@ -121,7 +121,7 @@ def test_the_package_raises_its_own_errors(program: openai.OpenAI) -> None:
     for more, kind, param in (
         ({"model": "gpt-4"}, openai.NotFoundError, "model"),
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
-        ({"logprobs": True}, openai.BadRequestError, "logprobs"),
+        ({"extra_body": {"echo": True}}, openai.BadRequestError, "echo"),
         ({"extra_body": {"colour": 1}}, openai.BadRequestError, "colour"),
     ):
         with pytest.raises(kind) as raised:

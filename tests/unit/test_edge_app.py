@@ -145,7 +145,7 @@ def test_prompts_are_not_hashed_where_nobody_looks() -> None:
         ("/v1/chat/completions", chat(max_tokens=0), {}, 400, "max_tokens"),
         ("/v1/chat/completions", chat(stop_token_ids=[1] * 65), {}, 400, "stop_token_ids"),
         ("/v1/chat/completions", chat(seed=-1), {}, 400, "seed"),
-        ("/v1/chat/completions", chat(logprobs=True), {}, 400, "logprobs"),
+        ("/v1/chat/completions", chat(tools=[{}]), {}, 400, "tools"),
         ("/v1/chat/completions", chat(stream_options={}), {}, 400, "stream_options"),
         ("/v1/chat/completions", chat(), {"x-request-priority": "high"}, 400, "x-request-priority"),
         ("/v1/chat/completions", chat(), {"x-request-priority": "5000"}, 400, "priority"),
