@@ -122,12 +122,16 @@ class _OpenAi:
 
     def _ending(self, answer: Answer) -> dict[str, Any]:
         stop_reason = answer.matched if answer.finish == "stop" else None
-        said = self._likely(answer.likelihoods) if answer.likelihoods is not None else None
-        return {"logprobs": said, "finish_reason": answer.finish, "stop_reason": stop_reason, "pdbus": answer.route()}
+        return {
+            "logprobs": self._logprobs(answer),
+            "finish_reason": answer.finish,
+            "stop_reason": stop_reason,
+            "pdbus": answer.route(),
+        }
 
-    def _logprobs(self, answer: Answer) -> bytes:
+    def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
         """Of the tokens since the last event."""
-        return encode(self._likely(answer.likelihoods)) if answer.likelihoods is not None else b"null"
+        return self._likely(answer.likelihoods) if answer.likelihoods else None
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
         raise NotImplementedError
@@ -145,7 +149,7 @@ class ChatWriter(_OpenAi):
         )
 
     def more(self, answer: Answer, text: str) -> bytes:
-        said = encode(text), self._logprobs(answer)
+        said = encode(text), encode(self._logprobs(answer))
         return self._event(answer.index, b'"delta":{"content":%b},"logprobs":%b,"finish_reason":null' % said)
 
     def end(self, answer: Answer) -> bytes:
@@ -166,7 +170,7 @@ class CompletionWriter(_OpenAi):
         return b""
 
     def more(self, answer: Answer, text: str) -> bytes:
-        said = encode(text), self._logprobs(answer)
+        said = encode(text), encode(self._logprobs(answer))
         return self._event(answer.index, b'"text":%b,"logprobs":%b,"finish_reason":null' % said)
 
     def end(self, answer: Answer) -> bytes:

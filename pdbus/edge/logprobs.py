@@ -17,6 +17,10 @@ class Likelihoods:
         self._untold: list[tuple[int, TokenLogprobs]] = []
         self._offset = 0  # in characters, of the next token
 
+    def __bool__(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(self._untold)
+
     def add(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         self._untold += zip(ids, logprobs, strict=True)
 

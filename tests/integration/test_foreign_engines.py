@@ -206,6 +206,26 @@ def test_a_cluster_of_engines_with_their_own_connector(processes: Processes, mod
         run(client, range(40, 60))
 
 
+def test_log_probabilities_have_no_gap_where_an_output_goes_on_elsewhere(processes: Processes) -> None:
+    processes.module = "fake_vllm"
+    for role, name in (("prefill", "p"), ("decode", "d0"), ("decode", "d1")):
+        processes.engine(role, name)
+    with Client(processes.controller, retries=20) as client:
+        ready(client, 3)
+        streams = [client.generate_tokens(prompt_of(number), max_tokens=150, logprobs=1) for number in range(6)]
+        pieces = [iter(stream) for stream in streams]
+        said = [list(next(each).logprobs) for each in pieces]
+        processes.children["d0"].send(signal.SIGKILL)
+        for number, (stream, rest) in enumerate(zip(streams, pieces, strict=True)):
+            said[number] += [each for piece in rest for each in piece.logprobs]
+            ids = sim_generate(prompt_of(number), 150, VOCAB)
+            assert list(stream.result.ids) == ids
+            assert [each.logprob for each in said[number]] == [-1.0 - token / VOCAB for token in ids]
+            assert [each.top for each in said[number]] == [(((token + 1) % VOCAB, -0.25),) for token in ids]
+            assert list(stream.result.logprobs) == said[number]
+        assert max(stream.result.attempts for stream in streams) > 1
+
+
 @pytest.mark.parametrize("module", ["vllm_like", "fake_vllm"])
 @pytest.mark.parametrize("role", ["prefill", "unified"])
 def test_an_engine_that_dies_for_good_leaves_and_comes_back(processes: Processes, role: str, module: str) -> None:

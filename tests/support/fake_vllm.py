@@ -147,15 +147,27 @@ class FakeClient:
             stop = token in params["stop_token_ids"]
             last = stop or count == params["max_tokens"]
             self._step()
-            yield _output([token], ("stop" if stop else "length") if last else None)
+            yield _output([token], ("stop" if stop else "length") if last else None, likely=params.get("logprobs"))
             if not last:
                 await asyncio.sleep(STEP_S)
                 self._check()
 
 
-def _output(tokens: list[int], reason: str | None, handle: Any = None, stamped: float = 0.0) -> Any:
+def likelihoods(token: int, count: int) -> dict[int, Any]:
+    """By token, as vLLM tells them: the chosen one first, then the `count` likeliest. The chosen one is the second of
+    them, the third can't be."""
+    values = {1: -0.25, 2: -1.0 - token / VOCAB, 3: float("-inf")}
+    ranks = {rank: token if rank == 2 else (token + rank) % VOCAB for rank in range(1, count + 1)}
+    found = {token: SimpleNamespace(logprob=values[2], rank=2)}
+    return found | {at: SimpleNamespace(logprob=values.get(rank, -50.0), rank=rank) for rank, at in ranks.items()}
+
+
+def _output(
+    tokens: list[int], reason: str | None, handle: Any = None, stamped: float = 0.0, likely: int | None = None
+) -> Any:
+    logprobs = None if likely is None else [likelihoods(token, likely) for token in tokens]
     return SimpleNamespace(
-        outputs=[SimpleNamespace(token_ids=tokens, finish_reason=reason)],
+        outputs=[SimpleNamespace(token_ids=tokens, finish_reason=reason, logprobs=logprobs)],
         kv_transfer_params=handle,
         metrics=SimpleNamespace(last_token_ts=stamped),
         num_cached_tokens=0,
