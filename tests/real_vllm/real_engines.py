@@ -8,16 +8,16 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bus.runtime.ports import free_ports
 from nodes.own.engines.tokenizer import SmolTokenizer
 from nodes.vllm.reaper import MARK
 from nodes.vllm.smollm2 import hugging_face
-from pdbus.client import Client
+from pdbus.client import Client, Result
 from pdbus.launcher import Cluster, ClusterSpec
 
 PREFILL, DECODE = "prefill-0/0", "decode-0/0"
@@ -27,6 +27,7 @@ BLOCKS = 48  # of KV memory: so few that those of a lapsed lease are soon used a
 ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 ENGINE = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--num-gpu-blocks-override", str(BLOCKS))
 WAIT_S = 300.0
+TOP = 2  # likeliest tokens that each answer tells
 
 
 def until(true: Callable[[], Any], what: str, seconds: float = WAIT_S) -> Any:
@@ -51,20 +52,42 @@ def cases() -> list[dict[str, Any]]:
     long = tokens.encode("A ship sails over the wide sea at night, and nobody knows where it goes. " * 30)
     greedy += [long[:BLOCK], long[: 2 * BLOCK], long[: BLOCK - 1], long[: BLOCK + 1], long[:400]]
     stop = list(tokens.eos_ids)
-    found = [{"ids": ids, "params": {"temperature": 0.0, "max_tokens": 16, "stop_token_ids": stop}} for ids in greedy]
-    seeded = {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "seed": 7, "max_tokens": 16, "stop_token_ids": stop}
-    return [*found, {"ids": greedy[0], "params": seeded}]
+    common: dict[str, Any] = {"max_tokens": 16, "stop_token_ids": stop, "logprobs": TOP}
+    seeded = {**common, "temperature": 0.8, "top_p": 0.95, "top_k": 40, "seed": 7}
+    return [
+        *({"ids": ids, "params": {**common, "temperature": 0.0}} for ids in greedy),
+        {"ids": greedy[0], "params": seeded},
+    ]
 
 
-def answers_alone(folder: Path) -> list[tuple[dict[str, Any], list[int]]]:
-    """The cases, and what vLLM answers when nothing of ours is in between."""
+class Alone(NamedTuple):
+    """A case, and what vLLM answers when nothing of ours is in between."""
+
+    case: dict[str, Any]
+    ids: list[int]
+    logprobs: list[float]
+
+    def equals(self, result: Result) -> None:
+        assert list(result.ids) == self.ids
+        near(result, self.logprobs)
+
+
+def near(result: Result, logprobs: Sequence[float]) -> None:
+    """Whether the tokens of `result` are as likely; sums are made in another order in other batches."""
+    assert len(result.logprobs) == len(result.ids) == len(logprobs)
+    for said, expected in zip(result.logprobs, logprobs, strict=True):
+        assert abs(said.logprob - expected) < 1e-3
+        assert len(said.top) == TOP
+
+
+def answers_alone(folder: Path) -> list[Alone]:
     asked = cases()
     engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "block_size": BLOCK}
     (folder / "cases").write_text(json.dumps({"model": str(hugging_face()), "engine": engine, "cases": asked}))
     command = [sys.executable, str(Path(__file__).parent / "alone.py"), str(folder / "cases"), str(folder / "answers")]
     done = subprocess.run(command, env={**os.environ, **ENV}, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr[-3000:]
-    return list(zip(asked, json.loads((folder / "answers").read_text()), strict=True))
+    return [Alone(case, *said) for case, said in zip(asked, json.loads((folder / "answers").read_text()), strict=True)]
 
 
 @contextmanager
@@ -135,10 +158,9 @@ def lives(pid: int) -> bool:
 
 def idle(cluster: Cluster) -> bool:
     """vLLM itself has nothing left."""
+    parts = [part for part in cluster.children if part.startswith(("prefill", "decode"))]
     return not any(
-        figure(cluster, part, f"vllm:num_requests_{state}")
-        for part in (PREFILL, DECODE)
-        for state in ("running", "waiting")
+        figure(cluster, part, f"vllm:num_requests_{state}") for part in parts for state in ("running", "waiting")
     )
 
 

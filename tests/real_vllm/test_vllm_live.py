@@ -18,12 +18,14 @@ from real_engines import (
     DECODE,
     LEASE_S,
     PREFILL,
+    Alone,
     answers_alone,
     ask,
     cluster_of,
     figure,
     idle,
     lives,
+    near,
     processes_of,
     until,
 )
@@ -38,7 +40,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], list[int]]]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Alone]:
     return answers_alone(tmp_path_factory.mktemp("alone"))
 
 
@@ -56,16 +58,17 @@ def client(cluster: Cluster) -> Iterator[Client]:
 
 
 def test_tokens_equal_those_of_one_engine_alone_and_decode_computes_no_prompt(
-    cluster: Cluster, client: Client, alone: list[tuple[dict[str, Any], list[int]]]
+    cluster: Cluster, client: Client, alone: list[Alone]
 ) -> None:
-    """One by one, and greedy ones all at once; prompts of exactly a block among them. By vLLM's own counters."""
-    for case, answer in alone:
-        assert ask(client, case).tokens() == answer
-    greedy = [each for each in alone if "seed" not in each[0]["params"]]  # a seeded one changes with vLLM's batches
-    streams = [(ask(client, case), answer) for case, answer in greedy]
-    for stream, answer in streams:
-        assert stream.tokens() == answer
-    total = sum(len(case["ids"]) for case, _ in alone + greedy)
+    """And log probabilities. One by one, and greedy ones all at once; prompts of exactly a block among them. By vLLM's
+    own counters."""
+    for each in alone:
+        each.equals(ask(client, each.case).result)
+    greedy = [each for each in alone if "seed" not in each.case["params"]]  # a seeded one changes with vLLM's batches
+    streams = [ask(client, each.case) for each in greedy]
+    for each, stream in zip(greedy, streams, strict=True):
+        each.equals(stream.result)
+    total = sum(len(each.case["ids"]) for each in alone + greedy)
     by = "vllm:prompt_tokens_by_source_total"
     until(lambda: figure(cluster, DECODE, by, source="external_kv_transfer") >= total, "decode has fetched all", 20)
     assert figure(cluster, DECODE, by, source="local_compute") == 0
@@ -86,27 +89,24 @@ def test_prefixes_are_announced(cluster: Cluster, client: Client) -> None:
     assert not {"kv_gaps", "kv_blocks_unnamed"} & client.status().counts.keys()
 
 
-def test_a_cancelled_request_is_gone_from_both_engines(
-    cluster: Cluster, client: Client, alone: list[tuple[dict[str, Any], list[int]]]
-) -> None:
-    streams = [ask(client, alone[7][0], max_tokens=500, ignore_eos=True) for _ in range(3)]
+def test_a_cancelled_request_is_gone_from_both_engines(cluster: Cluster, client: Client, alone: list[Alone]) -> None:
+    streams = [ask(client, alone[7].case, max_tokens=500, ignore_eos=True) for _ in range(3)]
     for stream in streams:
         next(iter(stream._pieces()))
-    streams.append(ask(client, alone[7][0], max_tokens=500))  # maybe still at prefill
+    streams.append(ask(client, alone[7].case, max_tokens=500))  # maybe still at prefill
     for stream in streams:
         stream.cancel()
         assert stream.result.code == "cancelled"
     until(lambda: idle(cluster), "vLLM is idle", 30)
     until(lambda: figure(cluster, DECODE, "vllm:kv_cache_usage_perc") == 0.0, "decode's KV memory is free", 30)
-    assert ask(client, alone[0][0]).tokens() == alone[0][1]
+    alone[0].equals(ask(client, alone[0].case).result)
 
 
-def test_a_pull_that_comes_too_late_gives_no_wrong_token(
-    cluster: Cluster, client: Client, alone: list[tuple[dict[str, Any], list[int]]]
-) -> None:
+def test_a_pull_that_comes_too_late_gives_no_wrong_token(cluster: Cluster, client: Client, alone: list[Alone]) -> None:
     """The decode engine stands still for longer than the lease, with the request handed to it in time, while prefill
     gives the memory to other prompts. vLLM then decodes from those, and says nothing."""
-    case, answer = alone[7]
+    late = alone[7]
+    case = late.case
     refused = figure(cluster, DECODE, "pdbus_node_legs_ended_total", code="kv_failed")
     engine = processes_of(cluster.children[DECODE].pid)
     computed = figure(cluster, PREFILL, "vllm:prompt_tokens_total") + len(case["ids"])
@@ -129,18 +129,18 @@ def test_a_pull_that_comes_too_late_gives_no_wrong_token(
     finally:
         for pid in engine:
             os.kill(pid, signal.SIGCONT)
-    assert stream.tokens() == answer
+    late.equals(stream.result)
     assert stream.result.attempts > 1
     assert figure(cluster, DECODE, "pdbus_node_legs_ended_total", code="kv_failed") > refused
 
 
 def test_a_stream_goes_on_when_the_decode_engine_is_killed_and_started_again(
-    cluster: Cluster, client: Client, alone: list[tuple[dict[str, Any], list[int]]]
+    cluster: Cluster, client: Client, alone: list[Alone]
 ) -> None:
     """The node says so, leaves and takes every process of its engine along; whoever supervises it starts it again."""
-    case, _ = alone[2]
-    whole = ask(client, case, max_tokens=32, ignore_eos=True).tokens()
-    assert len(whole) == 32
+    case = alone[2].case
+    whole = ask(client, case, max_tokens=32, ignore_eos=True).result
+    assert len(whole.ids) == 32
     stream = ask(client, case, max_tokens=32, ignore_eos=True)
     pieces = stream._pieces()
     next(pieces)
@@ -155,15 +155,50 @@ def test_a_stream_goes_on_when_the_decode_engine_is_killed_and_started_again(
     cluster.restart(DECODE)
     for _ in pieces:
         pass
-    assert list(stream.result.ids) == whole
+    assert stream.result.ids == whole.ids
+    near(stream.result, [each.logprob for each in whole.logprobs])
     assert stream.result.attempts > 1
 
 
-def test_drain_finishes_what_runs_and_leaves_nothing(
-    cluster: Cluster, client: Client, alone: list[tuple[dict[str, Any], list[int]]]
-) -> None:
+def test_a_prefill_engine_that_is_killed_costs_no_request(cluster: Cluster, client: Client, alone: list[Alone]) -> None:
+    """One's KV cache is being fetched from it, and it computes another's prompt. Both engines are stopped meanwhile, so
+    that neither gets any further."""
+    fetched, computing = alone[7], alone[2]
+    decode, child = processes_of(cluster.children[DECODE].pid), cluster.children[PREFILL]
+    engine = processes_of(child.pid)
+    prompts = "vllm:prompt_tokens_total"
+    computed = figure(cluster, PREFILL, prompts) + len(fetched.case["ids"])
+
+    def dispatched() -> int:
+        return sum(rank.outstanding for rank in client.status().ranks if rank.role == "prefill")
+
+    for pid in decode:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        streams = [ask(client, fetched.case)]
+        until(lambda: figure(cluster, PREFILL, prompts) >= computed, "one prompt is computed", 60)
+        for pid in engine:
+            os.kill(pid, signal.SIGSTOP)
+        streams.append(ask(client, computing.case))
+        until(lambda: dispatched() == 2, "another one is to be", 20)
+    finally:
+        for pid in decode:
+            os.kill(pid, signal.SIGCONT)
+    until(lambda: figure(cluster, DECODE, "vllm:num_requests_waiting") == 1, "decode fetches", 20)
+    assert figure(cluster, PREFILL, prompts) == computed
+    for pid in engine:
+        os.kill(pid, signal.SIGKILL)
+    assert child.wait(60), "the node leaves"
+    assert child.returncode == 1
+    cluster.restart(PREFILL)
+    for each, stream in zip((fetched, computing), streams, strict=True):
+        each.equals(stream.result)
+        assert stream.result.attempts > 1
+
+
+def test_drain_finishes_what_runs_and_leaves_nothing(cluster: Cluster, client: Client, alone: list[Alone]) -> None:
     """And after a node's own SIGKILL no process of its engine is left either."""
-    case, _ = alone[2]
+    case = alone[2].case
     stream = ask(client, case, max_tokens=40, ignore_eos=True)
     pieces = stream._pieces()
     next(pieces)
