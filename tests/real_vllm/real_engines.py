@@ -53,11 +53,9 @@ def cases() -> list[dict[str, Any]]:
     greedy += [long[:BLOCK], long[: 2 * BLOCK], long[: BLOCK - 1], long[: BLOCK + 1], long[:400]]
     stop = list(tokens.eos_ids)
     common: dict[str, Any] = {"max_tokens": 16, "stop_token_ids": stop, "logprobs": TOP}
-    seeded = {**common, "temperature": 0.8, "top_p": 0.95, "top_k": 40, "seed": 7}
-    return [
-        *({"ids": ids, "params": {**common, "temperature": 0.0}} for ids in greedy),
-        {"ids": greedy[0], "params": seeded},
-    ]
+    seeded = common | {"temperature": 0.8, "top_p": 0.95, "top_k": 40, "seed": 7}
+    found = [{"ids": ids, "params": common | {"temperature": 0.0}} for ids in greedy]
+    return [*found, {"ids": greedy[0], "params": seeded}]
 
 
 class Alone(NamedTuple):
