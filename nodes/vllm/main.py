@@ -48,6 +48,7 @@ def serve(
     choices = _choices(config)
     _set_missing(versions.environment(choices))
     path = str(hugging_face()) if model == smollm2.NAME else model
+    versions.check_requests()
     args = versions.engine_args(path, model, arguments, choices)
     cores: list[int] = []
     if versions.on_cpu():
