@@ -51,8 +51,9 @@ class Processes:
         assert child.returncode is None, child.tail()
         return child
 
-    def engine(self, role: str, name: str, *, lease_s: float = 30.0) -> Child:
-        return self.start(name, self.module, role, self.bus, self.controller, str(self.folder), name, str(lease_s))
+    def engine(self, role: str, name: str, *more: str) -> Child:
+        """`more`: of the module's arguments."""
+        return self.start(name, self.module, role, self.bus, self.controller, str(self.folder), name, *more)
 
     def close(self) -> None:
         for child in reversed(self.children.values()):
@@ -224,6 +225,24 @@ def test_log_probabilities_have_no_gap_where_an_output_goes_on_elsewhere(process
             assert [each.top for each in said[number]] == [(((token + 1) % VOCAB, -0.25),) for token in ids]
             assert list(stream.result.logprobs) == said[number]
         assert max(stream.result.attempts for stream in streams) > 1
+
+
+@pytest.mark.parametrize(("stage", "slow"), [("computing", "prefill"), ("fetching", "decode")])
+def test_a_prefill_engine_that_is_killed_meanwhile_costs_no_request(
+    processes: Processes, stage: str, slow: str
+) -> None:
+    processes.module = "fake_vllm"
+    for role in ("prefill", "decode"):
+        processes.engine(role, role, "30", "2" if role == slow else "0")
+    with Client(processes.controller, retries=20) as client:
+        ready(client, 2)
+        streams = [client.generate_tokens(prompt_of(number), max_tokens=12) for number in range(3)]
+        until((processes.folder / stage).exists, stage)
+        processes.children["prefill"].send(signal.SIGKILL)
+        processes.engine("prefill", "prefill")
+        for number, stream in enumerate(streams):
+            assert stream.tokens() == sim_generate(prompt_of(number), 12, VOCAB)
+            assert stream.result.attempts > 1
 
 
 @pytest.mark.parametrize("module", ["vllm_like", "fake_vllm"])
