@@ -10,8 +10,8 @@ check_names()  # before `bus` is imported
 
 from bus.wire.messages import TokenLogprobs
 from pdbus.client.aio import AsyncClient, AsyncStream
-from pdbus.client.options import Options
+from pdbus.client.options import Options, choices
 from pdbus.client.output import Piece, Result
 from pdbus.client.sync import Client, Stream
 
-__all__ = ["AsyncClient", "AsyncStream", "Client", "Options", "Piece", "Result", "Stream", "TokenLogprobs"]
+__all__ = ["AsyncClient", "AsyncStream", "Client", "Options", "Piece", "Result", "Stream", "TokenLogprobs", "choices"]

@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict, TypeVar
+from typing import TypedDict, TypeVar, Unpack
 
 import msgspec
 
@@ -111,6 +111,23 @@ def check_options(given: Iterable[str]) -> None:
         near = longer or difflib.get_close_matches(name, Options.__annotations__, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(Options.__annotations__)}"
         raise TypeError(f"a request has no option {name!r}; {hint}")
+
+
+def choices(n: int, **options: Unpack[Options]) -> list[Options]:
+    """The options of each of `n` answers to one prompt, which are as many requests: `options`, but a `seed` or a `rid`
+    that was chosen is another for each. ConfigError for what several requests can't have."""
+    check_options(options)
+    if n < 1:
+        raise ConfigError(f"n: at least 1, not {n}")
+    if n > 1 and options.get("bootstrap_room") is not None:
+        raise ConfigError("bootstrap_room: a room is one request's; ask for one answer")
+    made = [options.copy() for _ in range(n)]
+    for number, each in enumerate(made if n > 1 else ()):
+        if "seed" in each:
+            each["seed"] += number
+        if each.get("rid"):
+            each["rid"] += f"-{number}"
+    return made
 
 
 def check_text(text: object) -> None:
