@@ -53,6 +53,7 @@ class Nonsense(Struct, frozen=True):
 
 OfLeg: TypeAlias = Began | Output | Held | Fetched | Finished | LegFailed
 Said: TypeAlias = OfLeg | Dead | LoadSaid | Nonsense
+_RUNS, _ENDS = (Output, Began, Held), (Finished, LegFailed)  # unions would be made anew for each token
 Orders: TypeAlias = Callable[[Leg, Start | Cancel | Release], None]
 
 
@@ -90,14 +91,14 @@ class KnownLegs:
 
     def note(self, event: Said) -> None:
         """What the scheduler says, as far as it changes the books."""
-        if isinstance(event, Output | Began | Held):
+        if isinstance(event, _RUNS):
             leg = event.leg
             if self._runs.get(leg) is False:
                 self._runs[leg] = True
                 self.running += 1
                 self.waiting_tokens -= leg.prompt_tokens
                 self.kv_tokens += leg.prompt_tokens
-        elif isinstance(event, Finished | LegFailed):
+        elif isinstance(event, _ENDS):
             self.end(event.leg)
 
 

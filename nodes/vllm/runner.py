@@ -45,6 +45,7 @@ MIN_VALID_S = 0.001
 LOAD_SAID_S = 0.05
 LEGS_SAY_WHY_S = 1.0  # what runs in a dead engine ends by its exception, unless the engine forgot it
 
+_OF_THE_ENGINE = (LoadSaid, Dead)
 OnThread = Callable[[Callable[[], None]], None]
 
 
@@ -138,7 +139,7 @@ class VllmRunner(HandedRunner):
         self._say(LoadSaid(kv_tokens=kv_tokens - self._known.kv_tokens))
 
     def _say(self, said: Said) -> None:
-        if not isinstance(said, LoadSaid | Dead):
+        if not isinstance(said, _OF_THE_ENGINE):
             self._known.note(said)
         self._outbox.append(said)
         if not self._woken:  # after what this step has for other legs too: each turn of the link costs
