@@ -203,6 +203,9 @@ def _nonsense(event: OfLeg, facts: RankFacts) -> str:
                 return "a prefill leg has none: its first token comes with Held"
             if len(logprobs) != (len(tokens) if leg.wants_logprobs else 0):
                 return f"log probabilities of {len(logprobs)} tokens for {len(tokens)}, asked: {leg.params.logprobs}"
+            for each in logprobs:
+                if len(each.top) > leg.params.logprobs or not all(0 <= token < vocab for token, _ in each.top):
+                    return f"more likeliest tokens than {leg.params.logprobs}, or outside 0..{vocab - 1}: {each.top}"
             if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
                 return f"token ids outside 0..{vocab - 1}"
         case Began(cached_tokens=count):

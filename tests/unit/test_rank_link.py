@@ -287,13 +287,14 @@ def test_before_the_start_nothing_has_happened() -> None:
 
 def test_log_probabilities_go_with_the_tokens_bounded() -> None:
     engine = Engine(params=("logprobs",))
-    rid, short = (engine.dispatch(params=Params(logprobs=1)) for _ in range(2))
-    leg, other = engine.legs()
+    rid, *bad = (engine.dispatch(params=Params(logprobs=2)) for _ in range(5))
+    leg, *others = engine.legs()
     engine.link.output(leg, [5, 6], [(-0.5, [(7, -0.25)]), (float("-inf"), [(7, 1e-9), (8, float("nan"))])])
-    engine.link.output(other, [5])
+    for other, nonsense in zip(others, ([], [(-0.5, [(7, -1)] * 3)], [(-0.5, [(512, -1)])], [5]), strict=True):
+        engine.link.output(other, [5], nonsense)  # type: ignore[arg-type]
     engine.take()
     assert engine.rank.tokens[rid] == [5, 6]
     assert leg.logprobs == [
         TokenLogprobs(-0.5, ((7, -0.25),)), TokenLogprobs(-9999.0, ((7, 0.0), (8, -9999.0)))
     ]  # fmt: skip
-    assert engine.code(short) == "engine_failed", "it said that it knows them"
+    assert {engine.code(each) for each in bad} == {"engine_failed"}, "it said that it knows them"
