@@ -89,8 +89,8 @@ def answers_alone(folder: Path) -> list[Alone]:
 
 
 @contextmanager
-def cluster_of(ranks: int, logs: Path) -> Iterator[Cluster]:
-    """So many prefill and decode engines. None of their processes is left at its end."""
+def cluster_of(ranks: int, logs: Path, lease_s: int = LEASE_S) -> Iterator[Cluster]:
+    """So many prefill and decode engines, as ranks of one instance each. None of their processes is left at its end."""
     spec = ClusterSpec(
         prefill=ranks,
         decode=ranks,
@@ -99,7 +99,7 @@ def cluster_of(ranks: int, logs: Path) -> Iterator[Cluster]:
         prefill_method="cache_aware",
         metrics_port=free_ports("127.0.0.1", 2 + 2 * ranks),
         controller_args=("--lease-s", "90", "--hang-s", "90"),
-        node_args=("--hold-s", str(LEASE_S)),
+        node_args=("--hold-s", str(lease_s)),
         engine_args=ENGINE,
         env=ENV,
         log_dir=str(logs),

@@ -5,6 +5,7 @@ Four engines on two cores are slow, and take 10 GB: `make test-vllm-2p2d`, no ot
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[Alone]:
 
 @pytest.fixture(scope="module")
 def cluster(alone: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with cluster_of(2, tmp_path_factory.mktemp("logs")) as made:
+    with cluster_of(2, tmp_path_factory.mktemp("logs"), lease_s=60) as made:
         yield made
 
 
@@ -39,27 +40,21 @@ def client(cluster: Cluster) -> Iterator[Client]:
 
 
 def test_every_pair_gives_the_tokens_of_one_engine_alone(cluster: Cluster, client: Client, alone: list[Alone]) -> None:
-    chosen = [
-        {"disagg_prefill_dp_rank": 0, "prefill_instance": f"prefill-{p}", "instance": f"decode-{d}"}
-        for p in range(2)
-        for d in range(2)
-    ]
-    for place in chosen:
-        streams = [ask(client, each.case, **place) for each in alone]
+    for prefill, decode in itertools.product(range(2), range(2)):
+        streams = [ask(client, each.case, disagg_prefill_dp_rank=prefill, routed_dp_rank=decode) for each in alone]
         for each, stream in zip(alone, streams, strict=True):
             each.equals(stream.result)
             assert stream.result.prefill is not None
             assert stream.result.decode is not None
-            where = (stream.result.prefill.instance, stream.result.decode.instance)
-            assert where == (place["prefill_instance"], place["instance"])
-    for part in ("decode-0/0", "decode-1/0"):
+            assert (stream.result.prefill.dp_rank, stream.result.decode.dp_rank) == (prefill, decode)
+    for part in ("decode-0/0", "decode-0/1"):
         assert figure(cluster, part, "vllm:prompt_tokens_by_source_total", source="local_compute") == 0
 
 
 def test_the_others_take_over_what_a_killed_prefill_and_a_killed_decode_engine_had(
     cluster: Cluster, client: Client, alone: list[Alone]
 ) -> None:
-    for victim in ("prefill-0/0", "decode-1/0"):
+    for victim in ("prefill-0/0", "decode-0/1"):
         streams = [ask(client, each.case) for each in alone]
         if victim.startswith("decode"):
             next(iter(streams[0]._pieces()))  # some decode by now
