@@ -17,7 +17,7 @@ MINUTES ?= 10
 COUNT ?= 96
 OUT ?= out
 
-.PHONY: help setup demo test test-vllm test-hostile check check-torch bench fault hostile fuzz fuzz-http mutate soak golden api dist test-dist lint types clean
+.PHONY: help setup demo test test-vllm test-vllm-2p2d bench-vllm test-hostile check check-torch bench fault hostile fuzz fuzz-http mutate soak golden api dist test-dist lint types clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -63,7 +63,15 @@ test-hostile: setup ## The attacks in short (a minute; hostile has them in full)
 test-vllm: ## Real vLLM on this machine's CPU: a split of a real model (minutes; the first time it installs 4 GB)
 	@echo "==> pytest tests/real_vllm"
 	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \
-		PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm tests/real_vllm
+		PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm tests/real_vllm/test_vllm_live.py
+
+test-vllm-2p2d: ## The same with two engines of each kind (10 GB of memory, many minutes)
+	@echo "==> pytest tests/real_vllm/test_vllm_2p2d.py"
+	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \
+		PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm tests/real_vllm/test_vllm_2p2d.py
+
+bench-vllm: ## What the bus adds to vLLM, beside what vLLM's own HTTP server adds
+	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && PYTHONPATH=$(CURDIR) $$vllm -P -m pdbus bench vllm
 
 check: lint types ## Lint and type checks
 

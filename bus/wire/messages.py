@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 MAX_ROOM = 2**63 - 1
 MAX_ROOMS_PER_MESSAGE = 4096
 MAX_TOKENS_PER_MESSAGE = 16384
+MAX_LOGPROBS_PER_MESSAGE = 2048  # each of the largest possible: two thirds of a frame
 MAX_DP_SIZE = 4096
 
 Role: TypeAlias = Literal["prefill", "decode", "unified"]
@@ -94,6 +95,7 @@ KeyName: TypeAlias = Annotated[str, Meta(max_length=80)]  # `clients/alice`; emp
 Priority: TypeAlias = Annotated[int, Meta(ge=-1000, le=1000)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
 Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
+LogProb: TypeAlias = Annotated[float, Meta(ge=-9999, le=0)]  # -9999: of what cannot be
 Grammar: TypeAlias = Annotated[str, Meta(max_length=65536)]  # opaque here; an engine's own dialect
 Sentence: TypeAlias = Annotated[str, Meta(max_length=1024)]
 MemberKey: TypeAlias = tuple[str, int]  # (instance, dp_rank)
@@ -545,6 +547,7 @@ class Params(Message, frozen=True, tag="params"):
     json_schema: Grammar = ""
     regex: Grammar = ""
     ebnf: Grammar = ""
+    logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1  # of the output, and of so many likeliest tokens; -1: none
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -645,6 +648,13 @@ class Attach(Message, frozen=True, tag="attach"):
     have: Count = 0
 
 
+class TokenLogprobs(Message, frozen=True):
+    """How likely the model itself held an output token, by natural logarithm: before temperature, penalties, cuts."""
+
+    logprob: LogProb  # of the token
+    top: Annotated[tuple[tuple[TokenId, LogProb], ...], Meta(max_length=20)] = ()  # the likeliest there, first first
+
+
 class Tokens(Message, frozen=True, tag="tokens"):
     """Output tokens `start`, `start`+1, ...; empty as a sign of life. `finish` closes the stream."""
 
@@ -657,6 +667,9 @@ class Tokens(Message, frozen=True, tag="tokens"):
     message: Sentence = ""
     found_by: FoundBy = ""
     cached_tokens: Count = 0  # with `finish`: how much of the prompt came from the prefix cache
+    logprobs: Annotated[
+        tuple[TokenLogprobs, ...], Meta(max_length=MAX_LOGPROBS_PER_MESSAGE)
+    ] = ()  # if asked for, one each
 
 
 class Detach(Message, frozen=True, tag="detach"):
@@ -691,6 +704,7 @@ class KvMeta(Message, frozen=True, tag="kv_meta"):
     valid_s: Seconds = 0.0  # how long the KV cache is kept yet, whoever asks; 0: as long as it is asked for
     asked: Count = 0  # of the receiver's last pull that had come when this was sent: it is no older than that pull
     cached_tokens: Count = 0  # how much of the prompt came from the prefix cache
+    first_logprobs: TokenLogprobs | None = None  # of `first_token`, if they were asked for and decode streams it
 
 
 class KvBlock(Message, frozen=True, tag="kv_block"):

@@ -176,7 +176,7 @@ class RankCore:
             if leg.state is not LegState.ENDED:
                 if not leg.started:
                     self._started(leg, now)
-                self.streams.push(leg, event.tokens)
+                self.streams.push(leg, event.tokens, event.logprobs)
             return []
         match event:
             case Stepped():
@@ -197,6 +197,7 @@ class RankCore:
             case Held():
                 leg.step("held")
                 self._started(leg, now)
+                leg.first_logprobs = event.first_logprobs
                 return list(self.sender.held(leg, event.first_token, event.handle, event.valid_s, now))
             case Pull():
                 return self.puller.pull(leg, event.first, event.count, now)

@@ -37,6 +37,7 @@ from nodes.link.core import Limits
 from nodes.link.handover import HandedRunner, KnownLegs, LoadSaid, OfLeg, Said, said_of
 from nodes.link.host import Host
 from nodes.link.leg import Leg
+from nodes.link.logprobs import token_logprobs
 from nodes.link.rank import hello_of
 from nodes.link.runner import (
     FOR_EVER,
@@ -181,9 +182,12 @@ class RankLink(Service):
         """It left the queue: its computation has begun. Optional; the first output says so too."""
         self._say(leg, lambda: Began(leg, index(cached_tokens)))
 
-    def output(self, leg: Leg, tokens: Sequence[int]) -> None:
-        """Its next output tokens."""
-        self._say(leg, lambda: Output(leg, tuple(map(index, tokens))))
+    def output(
+        self, leg: Leg, tokens: Sequence[int], logprobs: Sequence[tuple[float, Sequence[tuple[int, float]]]] = ()
+    ) -> None:
+        """Its next output tokens. Where `leg.params.logprobs` is not negative, for each its log probability and those
+        of so many likeliest tokens, the first first."""
+        self._say(leg, lambda: Output(leg, tuple(map(index, tokens)), [token_logprobs(*each) for each in logprobs]))
 
     def finish(self, leg: Leg, reason: Literal["stop", "length"] = "length") -> None:
         """A decode or unified leg is over and well."""

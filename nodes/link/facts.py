@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bus.wire.messages import Location
+from bus.wire.messages import Location, TokenLogprobs
 
 FOR_EVER = float("inf")
 OVER_THE_BUS = "blocks"  # RankFacts.kv_transfer of runners that serve and take KV blocks over the bus (BlockRunner)
@@ -41,3 +41,4 @@ class KvHandle:
     blocks: int  # of KV, where they travel over the bus
     data: bytes = b""  # the engine's own, as its prefill side gave it; empty where blocks travel over the bus
     valid_until: float = FOR_EVER  # on this process's monotonic clock
+    first_logprobs: TokenLogprobs | None = None  # of `first_token`, where they were asked for

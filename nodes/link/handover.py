@@ -53,6 +53,7 @@ class Nonsense(Struct, frozen=True):
 
 OfLeg: TypeAlias = Began | Output | Held | Fetched | Finished | LegFailed
 Said: TypeAlias = OfLeg | Dead | LoadSaid | Nonsense
+_RUNS, _ENDS = (Output, Began, Held), (Finished, LegFailed)  # unions would be made anew for each token
 Orders: TypeAlias = Callable[[Leg, Start | Cancel | Release], None]
 
 
@@ -90,14 +91,14 @@ class KnownLegs:
 
     def note(self, event: Said) -> None:
         """What the scheduler says, as far as it changes the books."""
-        if isinstance(event, Output | Began | Held):
+        if isinstance(event, _RUNS):
             leg = event.leg
             if self._runs.get(leg) is False:
                 self._runs[leg] = True
                 self.running += 1
                 self.waiting_tokens -= leg.prompt_tokens
                 self.kv_tokens += leg.prompt_tokens
-        elif isinstance(event, Finished | LegFailed):
+        elif isinstance(event, _ENDS):
             self.end(event.leg)
 
 
@@ -197,9 +198,14 @@ def _nonsense(event: OfLeg, facts: RankFacts) -> str:
     """Why it can't be: it would go out to others as it is."""
     vocab = facts.vocab_size or MAX_TOKEN_ID + 1
     match event:
-        case Output(leg, tokens):
+        case Output(leg, tokens, logprobs):
             if leg.role == "prefill":
                 return "a prefill leg has none: its first token comes with Held"
+            if len(logprobs) != (len(tokens) if leg.wants_logprobs else 0):
+                return f"log probabilities of {len(logprobs)} tokens for {len(tokens)}, asked: {leg.params.logprobs}"
+            for each in logprobs:
+                if len(each.top) > leg.params.logprobs or not all(0 <= token < vocab for token, _ in each.top):
+                    return f"more likeliest tokens than {leg.params.logprobs}, or outside 0..{vocab - 1}: {each.top}"
             if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
                 return f"token ids outside 0..{vocab - 1}"
         case Began(cached_tokens=count):

@@ -17,6 +17,7 @@ from bus.endpoints import BusAddress, ControllerAddress
 from bus.errors import BusError, RemoteProtocolError, StartError
 from bus.rights import key_of, may
 from bus.runtime.epochs import new_epoch
+from bus.runtime.frames import send as send_frames
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
@@ -324,7 +325,7 @@ class Host:
         for send in self.streams.flush(now):
             if send.peer not in failed:
                 try:
-                    self._router.send_multipart([send.peer, encode(send.message)], zmq.NOBLOCK)
+                    send_frames(self._router, (send.peer, encode(send.message)))
                     continue
                 except zmq.Again:
                     failed[send.peer] = SendFailure.FULL

@@ -11,7 +11,19 @@ from typing import Literal, TypeAlias
 from bus.errors import RemoteProtocolError
 from bus.wire.codec import decode
 from bus.wire.hashing import tokens_of
-from bus.wire.messages import PARAMS, Code, Dispatch, Ended, FinishReason, FoundBy, Location, Params, Refusal, Role
+from bus.wire.messages import (
+    PARAMS,
+    Code,
+    Dispatch,
+    Ended,
+    FinishReason,
+    FoundBy,
+    Location,
+    Params,
+    Refusal,
+    Role,
+    TokenLogprobs,
+)
 from nodes.link.facts import FOR_EVER, KvHandle, RankFacts
 
 NO_ROOM = -1
@@ -84,6 +96,7 @@ class Leg:
 
     # decode and unified: its output, and who reads it (streams)
     output: list[int] = field(default_factory=list)  # kept until the reader has all of it
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each of `output`, where they are wanted
     reader: bytes | None = None  # the client that is sent the output, by its connection
     unread_since: float = 0.0  # while it has no reader
     lost: bool = False  # the reader's connection is gone: it may attach again over another
@@ -101,10 +114,11 @@ class Leg:
     asked_at: float = 0.0  # when the prefill rank was asked last
     asks: list[float] = field(default_factory=list)  # when it was asked for the handle, each time
 
-    # prefill: the KV cache that it holds (sender); the last three as the runner said them
+    # prefill: the KV cache that it holds (sender); the last four as the runner said them
     pullers: dict[bytes, int] = field(default_factory=dict)  # who asked for it, with the number of their last pull
     given: bool = False  # a decode rank was told of it; an engine's own connector serves one alone
     first_token: int = 0  # sampled with the prompt
+    first_logprobs: TokenLogprobs | None = None  # of it
     handle_data: bytes = b""  # opaque
     valid_until: float = FOR_EVER  # fetched later, it may be another prompt's
 
@@ -125,6 +139,11 @@ class Leg:
         """Whether there is something to send to its reader."""
         unsent = self.sent - self.offset < len(self.output) or (self.finish and not self.finish_sent)
         return bool(unsent) and self.reader is not None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether each output token comes with its log probabilities."""
+        return self.params.logprobs >= 0
 
     def step(self, step: Step) -> None:
         """Move on as the table says."""

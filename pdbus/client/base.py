@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from bus.wire.messages import DrainRank, Legs, Status, StatusQuery
+from bus.wire.messages import DrainRank, Legs, Status, StatusQuery, TokenLogprobs
 from pdbus.client.channel import Channel
 from pdbus.client.looped import LoopChannel
 from pdbus.client.options import Options, any_rank, block_tokens_for, leg_for, make_request, model_of, patience, where
@@ -85,12 +85,17 @@ class BaseClient:
 class BaseStream:
     """`rid` names the request and `prompt_ids` are its prompt's tokens, those of a chat template included."""
 
-    def __init__(self, channel: AnyChannel, rid: str, prompt_ids: Sequence[int], tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, channel: AnyChannel, rid: str, prompt_ids: Sequence[int], tokenizer: Tokenizer | None,
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:  # fmt: skip
         self.rid = rid
         self.prompt_ids = tuple(prompt_ids)
         self._channel = channel
         self._decoder = Texts.decoder(tokenizer) if tokenizer is not None else None
         self._result: Result | None = None
+        self._logprobs = logprobs  # of the request: the channel's thread appends to it, and then delivers the tokens
+        self._have = 0  # tokens that became pieces
 
     def cancel(self) -> None:
         """End the request now; the iteration stops, and `result.finish` is `cancelled`."""
@@ -99,7 +104,9 @@ class BaseStream:
     def _piece(self, update: Update) -> Piece | None:
         """What `update` is to the reader. The last one is the result, and may have text that was held back."""
         if isinstance(update, tuple):
-            return Piece(update, self._decoder.push(update) if self._decoder is not None else "")
+            first, self._have = self._have, self._have + len(update)
+            text = self._decoder.push(update) if self._decoder is not None else ""
+            return Piece(update, text, tuple(self._logprobs[first : self._have]))
         self._result = update
         rest = self._decoder.finish() if self._decoder is not None else ""
         return Piece((), rest) if rest else None

@@ -52,7 +52,7 @@ class Patience:
 
 
 class Deliver(Struct, frozen=True, gc=False):
-    """New output tokens, in order."""
+    """New output tokens, in order. Where they were asked for, `Request.logprobs` has those of each already."""
 
     rid: str
     ids: tuple[int, ...]
@@ -163,6 +163,8 @@ class ClientCore:
     def _tokens(self, request: Request, endpoint: str, message: Tokens, now: float) -> list[Action]:
         if request.state is not State.RUNNING or endpoint != request.endpoint or message.attempt != request.attached:
             return []
+        if request.wants_logprobs and len(message.logprobs) != len(message.ids):
+            return []  # it keeps to no protocol: as if it were silent
         request.heard_at = now
         request.asked_again = False
         request.found_by = message.found_by or request.found_by
@@ -172,6 +174,8 @@ class ClientCore:
         actions: list[Action] = []
         if new := message.ids[have - message.start : most - message.start]:
             request.ids.extend(new)
+            if request.wants_logprobs:
+                request.logprobs.extend(message.logprobs[have - message.start : most - message.start])
             request.retries = 0
             if request.first_token_at is None:
                 request.first_token_at = now
@@ -316,6 +320,7 @@ class ClientCore:
             message=message,
             retry_after_s=retry_after_s,
             retryable=code in RETRYABLE,
+            logprobs=tuple(request.logprobs),
         )
         return [*actions, Ended(request.rid, result)]
 

@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import msgspec
 
@@ -59,8 +59,9 @@ class Options(TypedDict, total=False):
     Sampling: `max_tokens` (at least 1; default 128), `temperature` (0, the default: greedy), `top_k` (0: off), `top_p`
     (above 0, to 1), `seed` (default: drawn), `stop_token_ids` (at most 64), `ignore_eos`; and what only ranks that know
     it get: `min_p`, `presence_penalty`, `frequency_penalty`, `repetition_penalty`, `min_tokens`, `logit_bias` (by token
-    id), and one of `json_schema`, `regex` and `ebnf`, in the engine's dialect. Where penalties of the output, or one of
-    the last three, are set, an output that was cut off can't be resumed: the request fails.
+    id), `logprobs` (0 to 20: natural logarithms of how likely the model itself held each output token and so many
+    likeliest ones at its place), and one of `json_schema`, `regex` and `ebnf`, in the engine's dialect. Where penalties
+    of the output, or one of the last three, are set, an output that was cut off can't be resumed: the request fails.
     Placement: `leg` (default: a pair, or unified where no rank splits), `instance` and `routed_dp_rank` of the leg that
     decodes (or of the only leg), `prefill_instance` and `disagg_prefill_dp_rank` of prefill, `bootstrap_room` (0 to
     2^63 - 1; default: drawn).
@@ -87,6 +88,7 @@ class Options(TypedDict, total=False):
     json_schema: str
     regex: str
     ebnf: str
+    logprobs: int
     leg: Legs
     instance: str
     prefill_instance: str
@@ -118,6 +120,23 @@ def check_options(given: Iterable[str]) -> None:
         near = longer or difflib.get_close_matches(name, Options.__annotations__, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(Options.__annotations__)}"
         raise TypeError(f"a request has no option {name!r}; {hint}")
+
+
+def choices(n: int, **options: Unpack[Options]) -> list[Options]:
+    """The options of each of `n` answers to one prompt, which are as many requests: `options`, but a `seed` or a `rid`
+    that was chosen is another for each. ConfigError for what several requests can't have."""
+    check_options(options)
+    if n < 1:
+        raise ConfigError(f"n: at least 1, not {n}")
+    if n > 1 and options.get("bootstrap_room") is not None:
+        raise ConfigError("bootstrap_room: a room is one request's; ask for one answer")
+    made = [options.copy() for _ in range(n)]
+    for number, each in enumerate(made if n > 1 else ()):
+        if "seed" in each:
+            each["seed"] += number
+        if each.get("rid"):
+            each["rid"] += f"-{number}"
+    return made
 
 
 def check_text(text: object) -> None:
@@ -186,6 +205,7 @@ def make_request(
         prompt=prompt,
         params=encode(params),
         stop_ids=frozenset(() if params.ignore_eos else eos_ids) | frozenset(params.stop_token_ids),
+        wants_logprobs=params.logprobs >= 0,
     )
 
 

@@ -11,21 +11,24 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from bus.errors import RequestFailed
-from bus.wire.messages import Code, FinishReason, FoundBy, Location
+from bus.wire.messages import Code, FinishReason, FoundBy, Location, TokenLogprobs
 
 if TYPE_CHECKING:
     from nodes.own.engines.tokenizer import StreamDecoder, Tokenizer
 
 
 class Piece(Struct, frozen=True, gc=False):
-    """Some output: token `ids`, and the text they complete (empty where no tokenizer is at work)."""
+    """Some output: token `ids`, the text they complete (empty where no tokenizer is at work), and where the option
+    `logprobs` asks for them the log probabilities of each."""
 
     ids: tuple[int, ...]
     text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Result(Struct, frozen=True, gc=False):
-    """How a request ended. `ids` are all output tokens; times in seconds from the submit, at the client."""
+    """How a request ended. `ids` are all output tokens, with `logprobs` of each where they were asked for; times in
+    seconds from the submit, at the client."""
 
     rid: str  # the request's id
     finish: FinishReason  # stop, length, cancelled or failed
@@ -42,6 +45,7 @@ class Result(Struct, frozen=True, gc=False):
     retry_after_s: float = 0.0  # when it failed: how long to wait before a new try (0: as one likes)
     retryable: bool = False  # when it failed: whether a new try may go better
     cached_tokens: int = 0  # of the prompt, from a prefix cache; 0 where no rank says, or the end did not come
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def tpot_s(self) -> float:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from bus.wire.hashing import token_bytes
-from bus.wire.messages import Code, FoundBy, Location, Rid, Submit
+from bus.wire.messages import Code, FoundBy, Location, Rid, Submit, TokenLogprobs
 
 GAP_S = 0.25  # between two requests to fill the same gap
 Place: TypeAlias = tuple[str, Rid]  # a controller's client endpoint, and the rid that was submitted there
@@ -85,12 +85,14 @@ class Request(Struct, eq=False):
     prompt: bytes  # int32 little-endian
     params: bytes  # the frame
     stop_ids: frozenset[int]  # the tokens that are known to end the output
+    wants_logprobs: bool = False
     state: State = State.NEW
     submit_states: dict[Place, SubmitState] = {}
     asked_at: dict[Place, float] = {}  # this attempt, or when its controller last said that it waits
     resend_at: float = 0.0  # when those without an answer are said again
     resend_s: float = 0.0
     ids: list[int] = []  # the output so far
+    logprobs: list[TokenLogprobs] = []  # of each of `ids`, where they are wanted
     began_at: float = 0.0
     deadline_at: float | None = None
     first_token_at: float | None = None

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from bus.errors import ConfigError
 
-NEEDED = ("aiohttp", "matplotlib", "requests")
-NEEDED_BY_EDGE = ("uvicorn", "httptools", "uvloop")
+NEEDED_BY = {"rooms": ("aiohttp", "requests"), "edge": ("aiohttp", "uvicorn", "httptools", "uvloop")}
 WIDTH = 160  # of tables that no terminal shows
-NAMES = ("dispatch", "latency", "pick", "report", "rooms", "idle", "scale", "e2e", "edge")
+NAMES = ("dispatch", "latency", "pick", "report", "rooms", "idle", "scale", "e2e", "edge", "vllm")
+USUAL = NAMES[:-1]  # vLLM is another environment
 
 
 @click.command("bench")
@@ -30,17 +30,18 @@ NAMES = ("dispatch", "latency", "pick", "report", "rooms", "idle", "scale", "e2e
 @click.option("--runs", type=click.IntRange(1, 100), default=5, show_default=True, help="A figure is their median.")
 @click.option("--quick", is_flag=True, help="Fewer and shorter runs: to see that it works, not how fast.")
 def bench(names: Sequence[str], as_json: bool, out: Path | None, runs: int, quick: bool) -> None:
-    """Measure beside bare ZeroMQ, in the same run: all benchmarks, or the NAMEd ones.
+    """Measure beside bare ZeroMQ, in the same run: all benchmarks but vllm, or the NAMEd ones.
 
     \b
     dispatch  controller CPU a request and requests/s   latency  submit to arrival at the node
     pick      one pick with its raise                   report   one load report
     rooms     finding a room: latency, batches, expiry  idle     CPU without requests
     scale     8 to 512 ranks                            e2e      submit to first and last token
-    edge      HTTP beside other routers on the PATH
+    edge      HTTP beside other routers on the PATH     vllm     what is added to vLLM, where it is installed
     """
-    needed = NEEDED + (NEEDED_BY_EDGE if "edge" in (names or NAMES) else ())
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    names = names or USUAL
+    needed = [*(package for name in names for package in NEEDED_BY.get(name, ())), *(("matplotlib",) if out else ())]
+    missing = [name for name in dict.fromkeys(needed) if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"benchmarks need {', '.join(missing)}: pip install {' '.join(missing)}")
     if sys.platform != "linux":
@@ -55,7 +56,7 @@ def bench(names: Sequence[str], as_json: bool, out: Path | None, runs: int, quic
         except OSError as error:
             raise ConfigError(f"cannot write to {out}: {error.strerror}") from None
     results: list[tuple[str, str, list[Row]]] = []
-    for benchmark in (BENCHMARKS[name] for name in names or NAMES):
+    for benchmark in (BENCHMARKS[name] for name in names):
         began = time.monotonic()
         with screen.status(benchmark.name) as status:
 

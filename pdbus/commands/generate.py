@@ -26,7 +26,7 @@ from pdbus.commands.common import (
 
 _BY_CAPABILITY = {  # sampling that some ranks alone know, by option of the client
     "min_p": float, "presence_penalty": float, "frequency_penalty": float, "repetition_penalty": float,
-    "min_tokens": int, "json_schema": str, "regex": str, "ebnf": str,
+    "min_tokens": int, "logprobs": int, "json_schema": str, "regex": str, "ebnf": str,
 }  # fmt: skip
 _PLACEMENT = ("leg", "instance", "prefill_instance", "routed_dp_rank", "disagg_prefill_dp_rank", "bootstrap_room")
 
@@ -65,6 +65,8 @@ def _sampling_options(command: Callable[..., None]) -> Callable[..., None]:
 @wait_option
 def generate(text: str, controller: str, wait_s: float, **options: Any) -> None:
     """Send TEXT and stream the answer."""
+    if options["logprobs"] is not None and not options["as_json"]:
+        raise ConfigError("--logprobs goes with --json, which shows them")
     leave_on_signals()  # so that the request is cancelled
     split = options["decode_controller"]
     rid = ""
@@ -160,6 +162,7 @@ def _as_dict(stream: Stream, text: str) -> dict[str, Any]:
     result = stream.result
     return {
         **{field.name: getattr(result, field.name) for field in dataclasses.fields(result)},
+        "logprobs": [{"logprob": each.logprob, "top": each.top} for each in result.logprobs],
         "prefill": _name(result.prefill),
         "decode": _name(result.decode),
         "tpot_s": result.tpot_s,

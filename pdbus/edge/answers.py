@@ -14,6 +14,7 @@ import msgspec
 
 from bus.wire.messages import Location
 from pdbus.client import Result
+from pdbus.edge.logprobs import Likelihoods
 
 DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
@@ -31,6 +32,7 @@ class Answer:
     finish: str = ""  # stop or length
     matched: str | int | None = None
     result: Result | None = None
+    likelihoods: Likelihoods | None = None  # where the request asks for log probabilities
 
     @property
     def cached_tokens(self) -> int:
@@ -115,10 +117,26 @@ class _OpenAi:
         return b"data: %b\n\n%b" % (encode(last), DONE)
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
-        choices = [self._choice(answer) | _ending(answer) for answer in answers]
+        choices = [self._choice(answer) | self._ending(answer) for answer in answers]
         return encode(self._fields(self.object) | {"choices": choices, "usage": self._head.usage(answers)})
 
+    def _ending(self, answer: Answer) -> dict[str, Any]:
+        stop_reason = answer.matched if answer.finish == "stop" else None
+        return {
+            "logprobs": self._logprobs(answer),
+            "finish_reason": answer.finish,
+            "stop_reason": stop_reason,
+            "pdbus": answer.route(),
+        }
+
+    def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
+        """Of the tokens since the last event."""
+        return self._likely(answer.likelihoods) if answer.likelihoods else None
+
     def _choice(self, answer: Answer) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _likely(self, likelihoods: Likelihoods) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -131,13 +149,17 @@ class ChatWriter(_OpenAi):
         )
 
     def more(self, answer: Answer, text: str) -> bytes:
-        return self._event(answer.index, b'"delta":{"content":%b},"logprobs":null,"finish_reason":null' % encode(text))
+        said = encode(text), encode(self._logprobs(answer))
+        return self._event(answer.index, b'"delta":{"content":%b},"logprobs":%b,"finish_reason":null' % said)
 
     def end(self, answer: Answer) -> bytes:
-        return self._event(answer.index, b'"delta":{},' + encode(_ending(answer))[1:-1])
+        return self._event(answer.index, b'"delta":{},' + encode(self._ending(answer))[1:-1])
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
         return {"index": answer.index, "message": {"role": "assistant", "content": answer.text, "refusal": None}}
+
+    def _likely(self, likelihoods: Likelihoods) -> dict[str, Any]:
+        return likelihoods.chat()
 
 
 class CompletionWriter(_OpenAi):
@@ -148,13 +170,17 @@ class CompletionWriter(_OpenAi):
         return b""
 
     def more(self, answer: Answer, text: str) -> bytes:
-        return self._event(answer.index, b'"text":%b,"logprobs":null,"finish_reason":null' % encode(text))
+        said = encode(text), encode(self._logprobs(answer))
+        return self._event(answer.index, b'"text":%b,"logprobs":%b,"finish_reason":null' % said)
 
     def end(self, answer: Answer) -> bytes:
-        return self._event(answer.index, b'"text":"",' + encode(_ending(answer))[1:-1])
+        return self._event(answer.index, b'"text":"",' + encode(self._ending(answer))[1:-1])
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
         return {"index": answer.index, "text": answer.text}
+
+    def _likely(self, likelihoods: Likelihoods) -> dict[str, Any]:
+        return likelihoods.completion()
 
 
 class GenerateWriter:
@@ -203,11 +229,6 @@ class GenerateWriter:
 def failed(body: bytes) -> bytes:
     """An answer that has begun cannot be taken back: its error is an event, and the last one."""
     return b"data: %b\n\n%b" % (body, DONE)
-
-
-def _ending(answer: Answer) -> dict[str, Any]:
-    stop_reason = answer.matched if answer.finish == "stop" else None
-    return {"logprobs": None, "finish_reason": answer.finish, "stop_reason": stop_reason, "pdbus": answer.route()}
 
 
 def _name(at: Location | None) -> str | None:

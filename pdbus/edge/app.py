@@ -25,6 +25,7 @@ from pdbus.edge.errors import CLIENT_GONE, HttpError, invalid, of_bus
 from pdbus.edge.exchange import PRIORITY_MAX, Exchange, Receive, Scope, Send
 from pdbus.edge.generation import Choice, Generation, Gone
 from pdbus.edge.keys import Key, Keys
+from pdbus.edge.logprobs import Likelihoods
 from pdbus.edge.metrics import Counts
 from pdbus.edge.stops import StopFinder
 
@@ -43,8 +44,8 @@ class Route:
 
 
 class Edge:
-    """`await edge(scope, receive, send)`; `await edge.look()` each LOOK_S keeps it up to date. It raises PartFailed once
-    the client is broken for good."""
+    """`await edge(scope, receive, send)`; `await edge.look()` each LOOK_S keeps it up to date. It raises PartFailed
+    once the client is broken for good."""
 
     def __init__(self, config: EdgeConfig, client: AsyncClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
@@ -192,9 +193,10 @@ class Edge:
                 decoder = job.text.decoder() if job.text is not None else None
                 stops = StopFinder(job.stops, include=job.include_stop)
                 stop_ids = frozenset(job.said.stop_token_ids or ())
-                choices.append(
-                    Choice(answers.Answer(index, len(ids), index % job.n == 0), stream, decoder, stops, stop_ids)
-                )
+                answer = answers.Answer(index, len(ids), index % job.n == 0)
+                if job.text is not None and "logprobs" in options:
+                    answer.likelihoods = Likelihoods(job.text.token)
+                choices.append(Choice(answer, stream, decoder, stops, stop_ids))
             if exchange.gone:
                 raise Gone
             writer = job.writer(answers.Head(exchange.rid, job.model.name, prompt_tokens, job.include_usage), count)

@@ -18,6 +18,7 @@ from pdbus.edge.refused import REFUSED, REFUSED_BY_GENERATE
 
 MAX_CHOICES = 128  # of one HTTP request: prompts times n
 MAX_STOPS = 16
+MAX_TOP_LOGPROBS = 20  # of the protocol
 MAX_STOP_TOKEN_IDS = 64  # of the protocol
 _T = TypeVar("_T")
 
@@ -96,10 +97,13 @@ class Chat(Generation, kw_only=True):
     messages: list[Turn]
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
 class Completion(Generation, kw_only=True):
     prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
 
 
 class SglSampling(Sampling, kw_only=True):
@@ -214,6 +218,8 @@ def options_of(said: Sampling) -> Options:
         options["top_k"] = 0
     if schema := _schema_of(getattr(said, "response_format", None)):
         options["json_schema"] = schema
+    if (logprobs := _logprobs_of(said)) is not None:
+        options["logprobs"] = logprobs
     if said.stop_token_ids:
         options["stop_token_ids"] = said.stop_token_ids
     return options  # type: ignore[return-value]
@@ -228,6 +234,19 @@ def _schema_of(form: ResponseFormat | None) -> str:
     if form.json_schema is None:
         raise invalid("response_format.json_schema", "response_format.json_schema is missing")
     return msgspec.json.encode(form.json_schema.schema).decode()
+
+
+def _logprobs_of(said: Sampling) -> int | None:
+    """Of how many of the likeliest tokens, beside those of the output; None: of neither."""
+    if isinstance(said, Chat):
+        name, top = "top_logprobs", said.top_logprobs or (0 if said.logprobs else None)
+        if top and not said.logprobs:
+            raise invalid(name, "top_logprobs goes with logprobs")
+    else:
+        name, top = "logprobs", getattr(said, "logprobs", None)
+    if top is not None and not 0 <= top <= MAX_TOP_LOGPROBS:
+        raise invalid(name, f"{name}: from 0 to {MAX_TOP_LOGPROBS}, not {top}")
+    return top
 
 
 def stops_of(said: Sampling) -> tuple[str, ...]:

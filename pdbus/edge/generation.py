@@ -32,6 +32,8 @@ class Choice:
         """The text that `piece` adds. Sets the answer's `finish` at a stop string."""
         ids = piece.ids
         self.answer.ids.extend(ids)
+        if self.answer.likelihoods is not None:
+            self.answer.likelihoods.add(ids, piece.logprobs)
         if self.decoder is None:
             return ""
         text = self.stops.push(self.decoder.push(ids[:-1] if ids[-1] in self.stop_ids else ids))

@@ -10,7 +10,7 @@ from typing import Any
 
 from bus.errors import ConfigError
 from bus.runtime.logs import get_logger
-from pdbus.client import Options
+from pdbus.client import Options, choices
 from pdbus.edge import fields
 from pdbus.edge.answers import ChatWriter, CompletionWriter, GenerateWriter, Head, Writer
 from pdbus.edge.cluster import ServedModel, View
@@ -64,13 +64,11 @@ class Job:
         for at, ids in enumerate(self.prompts):
             room_left = max(1, self.model.max_context - len(ids))
             most = self.max_tokens if self.max_tokens is not None else min(self.usual_tokens, room_left)
-            for number in range(self.n):
-                own = f"{rid}-{len(requests)}" if count > 1 else rid
-                options: Options = {**shared, "rid": own, "max_tokens": most}
+            for options in choices(self.n, **shared):
+                options["rid"] = f"{rid}-{len(requests)}" if count > 1 else rid
+                options["max_tokens"] = most
                 if self.rooms is not None:
                     options["bootstrap_room"] = self.rooms[at]
-                if "seed" in options:  # the same for all would make them all the same
-                    options["seed"] += number
                 requests.append((ids, options))
         return requests
 

@@ -44,6 +44,9 @@ class ModelText(Protocol):
     def decode(self, ids: Iterable[int]) -> str: ...
     def decoder(self) -> Decoder: ...
 
+    def token(self, id: int) -> str:
+        """One token by itself, special ones too; bytes that are no whole character are U+FFFD."""
+
 
 class BuiltInText:
     """Bytes, for models without a vocabulary of their own (`tiny`, `sim`); a conversation is its lines."""
@@ -61,6 +64,9 @@ class BuiltInText:
 
     def decoder(self) -> Decoder:
         return StreamDecoder(self._tokenizer)
+
+    def token(self, id: int) -> str:
+        return self._tokenizer.decode([id])
 
 
 class FolderText:
@@ -114,6 +120,10 @@ class FolderText:
 
     def decoder(self) -> Decoder:
         return _FolderDecoder(self._whole)
+
+    def token(self, id: int) -> str:
+        text: str = self._whole.decode([id], skip_special_tokens=False)
+        return text
 
     def _marked(self, text: str) -> str:
         return self._special.sub(lambda found: f"{OPEN}{found[0]}{CLOSE}", text.translate(_NO_MARKS))

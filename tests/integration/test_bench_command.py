@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -49,4 +50,13 @@ def test_a_folder_that_cannot_be_made_is_one_line() -> None:
     done = bench("pick", "--quick", "--out", "/dev/null/out")
     assert done.returncode == 2
     assert "/dev/null/out" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_vllm_where_it_is_not_installed_is_one_line() -> None:
+    if find_spec("vllm"):
+        pytest.skip("it is installed here")
+    done = bench("vllm", "--quick")
+    assert done.returncode == 2
+    assert "needs the Python package 'vllm'; run: pip install vllm" in done.stderr
     assert "Traceback" not in done.stderr

@@ -220,10 +220,18 @@ def test_split_equals_single_process_on_the_torch_engine(pdbus_cluster: Factory)
     with cluster.client() as client:
         streams = [client.generate_tokens(prompt, max_tokens=20, ignore_eos=True) for prompt in prompts]
         outputs = [stream.tokens() for stream in streams]
+        likely = [client.generate_tokens(p, max_tokens=9, ignore_eos=True, logprobs=3).result for p in prompts]
         sampled = client.generate_tokens(prompts[4], max_tokens=12, temperature=1.0, seed=11, ignore_eos=True).tokens()
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output == generate_alone("tiny", prompt, 20, Params(ignore_eos=True))
         assert len(set(output)) > 3, "an engine that echoes one token proves nothing"
+    for output, result in zip(outputs, likely, strict=True):
+        assert list(result.ids) == output[:9]
+        assert [each.top[0] for each in result.logprobs] == [
+            (token, each.logprob) for token, each in zip(result.ids, result.logprobs, strict=True)
+        ], "greedy: the first token too, which prefill made"
+        assert all(len(each.top) == 3 and each.top == tuple(sorted(each.top, key=lambda of: -of[1]))
+                   for each in result.logprobs)  # fmt: skip
     assert sampled == generate_alone("tiny", prompts[4], 12, Params(temperature=1.0, seed=11, ignore_eos=True))
 
 

@@ -86,6 +86,23 @@ def test_an_openai_program(cluster: Up, program: openai.OpenAI) -> None:
     assert program.chat.completions.create(**ask | {"messages": turns}).usage.prompt_tokens > 2  # type: ignore[union-attr]
 
 
+def test_log_probabilities_as_the_package_reads_them(program: openai.OpenAI) -> None:
+    ask: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+    choice = program.chat.completions.create(**ask, logprobs=True, top_logprobs=2).choices[0]
+    assert choice.logprobs is not None
+    content = choice.logprobs.content or []
+    assert len(content) == 12
+    assert all(each.logprob == each.top_logprobs[0].logprob > each.top_logprobs[1].logprob for each in content)
+    streamed = []
+    for chunk in program.chat.completions.create(**ask, logprobs=True, top_logprobs=2, stream=True):
+        said = chunk.choices[0].logprobs
+        streamed += (said.content or []) if said else []
+    assert streamed == content
+    completion = program.completions.create(model="tiny", prompt="hi", max_tokens=5, temperature=0, logprobs=3)
+    assert completion.choices[0].logprobs is not None
+    assert len(completion.choices[0].logprobs.token_logprobs or []) == 5
+
+
 def test_batches_of_texts_and_of_ids(program: openai.OpenAI) -> None:
     ask: Any = {"model": "tiny", "max_tokens": 8, "temperature": 0}
     alone = [program.completions.create(prompt=prompt, **ask).choices[0].text for prompt in ("a", "b")]
@@ -101,7 +118,7 @@ def test_the_package_raises_its_own_errors(program: openai.OpenAI) -> None:
     for more, kind, param in (
         ({"model": "gpt-4"}, openai.NotFoundError, "model"),
         ({"temperature": -1}, openai.BadRequestError, "temperature"),
-        ({"logprobs": True}, openai.BadRequestError, "logprobs"),
+        ({"extra_body": {"echo": True}}, openai.BadRequestError, "echo"),
         ({"extra_body": {"colour": 1}}, openai.BadRequestError, "colour"),
     ):
         with pytest.raises(kind) as raised:

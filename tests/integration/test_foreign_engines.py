@@ -51,8 +51,9 @@ class Processes:
         assert child.returncode is None, child.tail()
         return child
 
-    def engine(self, role: str, name: str, *, lease_s: float = 30.0) -> Child:
-        return self.start(name, self.module, role, self.bus, self.controller, str(self.folder), name, str(lease_s))
+    def engine(self, role: str, name: str, *more: str) -> Child:
+        """`more`: of the module's arguments."""
+        return self.start(name, self.module, role, self.bus, self.controller, str(self.folder), name, *more)
 
     def close(self) -> None:
         for child in reversed(self.children.values()):
@@ -206,6 +207,44 @@ def test_a_cluster_of_engines_with_their_own_connector(processes: Processes, mod
             processes.engine("prefill" if victim[0] == "p" else "decode", victim)
             ready(client, 4)
         run(client, range(40, 60))
+
+
+def test_log_probabilities_have_no_gap_where_an_output_goes_on_elsewhere(processes: Processes) -> None:
+    processes.module = "fake_vllm"
+    for role, name in (("prefill", "p"), ("decode", "d0"), ("decode", "d1")):
+        processes.engine(role, name)
+    with Client(processes.controller, retries=20) as client:
+        ready(client, 3)
+        streams = [client.generate_tokens(prompt_of(number), max_tokens=150, logprobs=1) for number in range(6)]
+        pieces = [iter(stream) for stream in streams]
+        said = [list(next(each).logprobs) for each in pieces]
+        processes.children["d0"].send(signal.SIGKILL)
+        for number, (stream, rest) in enumerate(zip(streams, pieces, strict=True)):
+            said[number] += [each for piece in rest for each in piece.logprobs]
+            ids = sim_generate(prompt_of(number), 150, VOCAB)
+            assert list(stream.result.ids) == ids
+            assert [each.logprob for each in said[number]] == [-1.0 - token / VOCAB for token in ids]
+            assert [each.top for each in said[number]] == [(((token + 1) % VOCAB, -0.25),) for token in ids]
+            assert list(stream.result.logprobs) == said[number]
+        assert max(stream.result.attempts for stream in streams) > 1
+
+
+@pytest.mark.parametrize(("stage", "slow"), [("computing", "prefill"), ("fetching", "decode")])
+def test_a_prefill_engine_that_is_killed_meanwhile_costs_no_request(
+    processes: Processes, stage: str, slow: str
+) -> None:
+    processes.module = "fake_vllm"
+    for role in ("prefill", "decode"):
+        processes.engine(role, role, "30", "2" if role == slow else "0")
+    with Client(processes.controller, retries=20) as client:
+        ready(client, 2)
+        streams = [client.generate_tokens(prompt_of(number), max_tokens=12) for number in range(3)]
+        until((processes.folder / stage).exists, stage)
+        processes.children["prefill"].send(signal.SIGKILL)
+        processes.engine("prefill", "prefill")
+        for number, stream in enumerate(streams):
+            assert stream.tokens() == sim_generate(prompt_of(number), 12, VOCAB)
+            assert stream.result.attempts > 1
 
 
 @pytest.mark.parametrize("module", ["vllm_like", "fake_vllm"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def main(cases: str, answers: str) -> None:
@@ -15,7 +16,13 @@ def main(cases: str, answers: str) -> None:
     prompts = [{"prompt_token_ids": case["ids"]} for case in asked["cases"]]
     params = [SamplingParams(detokenize=False, **case["params"]) for case in asked["cases"]]
     outputs = engine.generate(prompts, params, use_tqdm=False)
-    Path(answers).write_text(json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
+    Path(answers).write_text(json.dumps([_said(output.outputs[0]) for output in outputs]))
+
+
+def _said(completion: Any) -> tuple[list[int], list[float]]:
+    """Token ids, and how likely vLLM held each."""
+    ids = list(completion.token_ids)
+    return ids, [likely[token].logprob for token, likely in zip(ids, completion.logprobs, strict=True)]
 
 
 if __name__ == "__main__":

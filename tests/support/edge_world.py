@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bus.wire.messages import Load, Location, RankStatus, Role, Status
+from bus.wire.messages import Load, Location, RankStatus, Role, Status, TokenLogprobs
 from pdbus.client import AsyncStream, Options, Result
 from pdbus.client.options import make_request, where
 from pdbus.client.traffic import Update
@@ -51,6 +51,11 @@ def letters(text: str, finish: str = "stop") -> Script:
     return lambda prompt, options: [*((id,) for id in ids), ended(options["rid"], finish, ids)]
 
 
+def likely_of(token: int, top: int) -> TokenLogprobs:
+    """The likeliest is the token after the one that was chosen."""
+    return TokenLogprobs(-0.5 - token / 1000, tuple((token + 1 + n, -0.25 - n) for n in range(top)))
+
+
 class _Channel:
     def __init__(self) -> None:
         self.streams: dict[str, AsyncStream] = {}
@@ -80,9 +85,12 @@ class ScriptedClient:
     async def generate_tokens(self, ids: Sequence[int], **options: Any) -> AsyncStream:
         make_request(ids, options, AT, random.Random(1))  # type: ignore[arg-type]
         self.asked.append((list(ids), options))  # type: ignore[arg-type]
-        stream = AsyncStream(self.channel, options["rid"], ids, None)  # type: ignore[arg-type]
+        likely: list[TokenLogprobs] = []
+        stream = AsyncStream(self.channel, options["rid"], ids, None, likely)  # type: ignore[arg-type]
         self.channel.streams[options["rid"]] = stream
         for update in self.script(ids, options):  # type: ignore[arg-type]
+            if isinstance(update, tuple) and "logprobs" in options:
+                likely += [likely_of(token, options["logprobs"]) for token in update]
             stream._put(update)
         return stream
 

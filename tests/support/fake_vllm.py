@@ -3,16 +3,19 @@
 Prefill keeps a prompt's KV in one of a few slots, until a decode engine has read it or the lease is over; then the slot
 is used again, and whoever reads late gets another prompt's KV and no error. A decode engine that is given more than the
 prompt dies where the prompt fills its blocks. Statistics come with steps alone, and are of no use in between. A request
-that is waited for no more is aborted. An engine that is fed `DEADLY` is dead for good.
+that is waited for no more is aborted. An engine that is fed `DEADLY` is dead for good. What is being fetched from an
+engine that is killed meanwhile does not come.
 
-The "KV" is the sim engine's state after the prompt, in files of a folder that all engines share.
+The "KV" is the sim engine's state after the prompt, in files of a folder that all engines share. A slow engine leaves a
+file `computing` or `fetching` there, and takes SLOW_S for either.
 
-    python -P -m fake_vllm ROLE BUS CONTROLLER FOLDER INSTANCE [LEASE_S]        (PYTHONPATH=tests/support)
+    python -P -m fake_vllm ROLE BUS CONTROLLER FOLDER INSTANCE [LEASE_S [SLOW_S]]        (PYTHONPATH=tests/support)
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import itertools
 import json
 import sys
@@ -51,7 +54,7 @@ def facts(margin_s: float = 0.5) -> RankFacts:
 class FakeClient:
     """`stepped` as `nodes.vllm.versions.start` takes it; `params` and `options` of what was asked, in order."""
 
-    def __init__(self, folder: Path, name: str, lease_s: float = 30.0) -> None:
+    def __init__(self, folder: Path, name: str, lease_s: float = 30.0, slow_s: float = 0.0) -> None:
         self.errored = False
         self.stepped: Callable[[int, float], None] = lambda index, usage: None
         self.live: dict[str, list[int]] = {}
@@ -60,6 +63,8 @@ class FakeClient:
         self.clock = time.monotonic
         self._folder = folder / f"{name}-{time.time_ns()}"  # of this start
         self._folder.mkdir(parents=True)
+        self._slow_s = slow_s
+        self.alive = ""  # a file that is locked for as long as this engine's process lives
         self._lease_s = lease_s
         self._numbers = itertools.count()
         self._held: dict[int, tuple[float, Path]] = {}  # slot: when its lease ends, and what is there once it was read
@@ -98,8 +103,13 @@ class FakeClient:
     def _step(self) -> None:
         self.stepped(0, min(1.0, sum(map(len, self.live.values())) / CAPACITY))
 
+    async def _take_time(self, doing: str) -> None:
+        if self._slow_s:
+            (self._folder.parent / doing).touch()
+        await asyncio.sleep(self._slow_s or STEP_S)
+
     async def _compute(self, ids: list[int]) -> int:
-        await asyncio.sleep(STEP_S)
+        await self._take_time("computing")
         self._check()
         self.computed += len(ids)
         self._step()
@@ -118,7 +128,10 @@ class FakeClient:
         path = self._folder / str(slot)
         path.write_text(json.dumps([state, len(ids)]))
         self._held[slot] = self.clock() + self._lease_s, read
-        handle = {"do_remote_prefill": True, "remote_block_ids": [[slot]], "at": str(path), "read": str(read)}
+        handle = {
+            "do_remote_prefill": True, "remote_block_ids": [[slot]], "at": str(path), "read": str(read),
+            "alive": self.alive,
+        }  # fmt: skip
         return _output([next_token(state, VOCAB)], "length", handle, self.clock())
 
     def _free_slot(self) -> int | None:
@@ -128,11 +141,13 @@ class FakeClient:
         return next((slot for slot in range(SLOTS) if slot not in self._held), None)
 
     async def _pull(self, ids: list[int], handle: dict[str, Any]) -> int | None:
-        await asyncio.sleep(STEP_S)
+        await self._take_time("fetching")
         self._check()
         try:
+            if handle["alive"] and not _locked(handle["alive"]):
+                return None
             state, length = json.loads(Path(handle["at"]).read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, KeyError):
             return None
         if len(ids) == length + 1 and length % BLOCK == 0:
             self.errored = True
@@ -147,15 +162,36 @@ class FakeClient:
             stop = token in params["stop_token_ids"]
             last = stop or count == params["max_tokens"]
             self._step()
-            yield _output([token], ("stop" if stop else "length") if last else None)
+            yield _output([token], ("stop" if stop else "length") if last else None, likely=params.get("logprobs"))
             if not last:
                 await asyncio.sleep(STEP_S)
                 self._check()
 
 
-def _output(tokens: list[int], reason: str | None, handle: Any = None, stamped: float = 0.0) -> Any:
+def likelihoods(token: int, count: int) -> dict[int, Any]:
+    """By token, as vLLM tells them: the chosen one first, then the `count` likeliest. The chosen one is the second of
+    them, the third can't be."""
+    values = {1: -0.25, 2: -1.0 - token / VOCAB, 3: float("-inf")}
+    ranks = {rank: token if rank == 2 else (token + rank) % VOCAB for rank in range(1, count + 1)}
+    found = {token: SimpleNamespace(logprob=values[2], rank=2)}
+    return found | {at: SimpleNamespace(logprob=values.get(rank, -50.0), rank=rank) for rank, at in ranks.items()}
+
+
+def _locked(path: str) -> bool:
+    with open(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _output(
+    tokens: list[int], reason: str | None, handle: Any = None, stamped: float = 0.0, likely: int | None = None
+) -> Any:
+    logprobs = None if likely is None else [likelihoods(token, likely) for token in tokens]
     return SimpleNamespace(
-        outputs=[SimpleNamespace(token_ids=tokens, finish_reason=reason)],
+        outputs=[SimpleNamespace(token_ids=tokens, finish_reason=reason, logprobs=logprobs)],
         kv_transfer_params=handle,
         metrics=SimpleNamespace(last_token_ts=stamped),
         num_cached_tokens=0,
@@ -173,7 +209,9 @@ def runner_of(
     return runner
 
 
-def main(role: Any, bus: str, controller: str, folder: str, instance: str, lease_s: str = "30") -> None:
+def main(
+    role: Any, bus: str, controller: str, folder: str, instance: str, lease_s: str = "30", slow_s: str = "0"
+) -> None:
     import click
 
     from bus.runtime import cli, logs
@@ -182,8 +220,13 @@ def main(role: Any, bus: str, controller: str, folder: str, instance: str, lease
     from nodes.node import Node
     from nodes.vllm.engine import EngineThread
 
+    alive = open(f"{folder}/{instance}-{time.time_ns()}.alive", "w")  # noqa: SIM115
+    fcntl.flock(alive, fcntl.LOCK_EX)
+
     async def build() -> FakeClient:
-        return FakeClient(Path(folder), instance, float(lease_s))
+        client = FakeClient(Path(folder), instance, float(lease_s), float(slow_s))
+        client.alive = alive.name
+        return client
 
     @click.command()
     def command() -> None:

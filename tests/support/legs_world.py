@@ -113,7 +113,7 @@ class Rank:
     def location(self) -> Location:
         return Location(self.name, 0, self.epoch, self.name)
 
-    def dispatch(self, rid: str, prompt: list[int], **changes: Any) -> None:
+    def dispatch(self, rid: str, prompt: list[int], params: Params | None = None, **changes: Any) -> None:
         self.number = getattr(self, "number", 0) + 1
         fields: dict[str, Any] = {
             "rid": rid, "attempt": 1, "leg": self.core.role, "dp_rank": 0, "controller_epoch": 7,
@@ -121,7 +121,8 @@ class Rank:
             "bootstrap_room": 5,
         } | changes  # fmt: skip
         bare = self.core.role == "decode" and not self.core.facts.wants_prompt
-        frames = [encode(Params())] if bare else [token_bytes(prompt), encode(Params())]
+        sampling = encode(params or Params())
+        frames = [sampling] if bare else [token_bytes(prompt), sampling]
         self.do(self.core.ingest(0, Dispatch(**fields), frames, self.world.now))
 
     def read(self, rid: str, attempt: int = 1, have: int = 0) -> None:

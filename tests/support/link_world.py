@@ -28,9 +28,9 @@ def unified_leg(rid: str, attempt: int = 1, offset: int = 0, **fields: Any) -> L
 class Engine:
     """A link that was not started, its rank's core in memory, and both ends of the hand-over moved by the test."""
 
-    def __init__(self, role: Any = "unified", queue_max: int = 100, transfer: str = "blocks") -> None:
+    def __init__(self, role: Any = "unified", queue_max: int = 100, transfer: str = "blocks", params: Any = ()) -> None:
         self.world = World()
-        settings = SETTINGS | {"facts": replace(FACTS, kv_transfer=transfer)}
+        settings = SETTINGS | {"facts": replace(FACTS, kv_transfer=transfer, params=params)}
         self.link = RankLink("ipc:///b", role=role, queue_max=queue_max, **settings)
         self.runner = self.link._runners[0]
         self.rank = Rank(self.world, role, "u", runner=self.runner)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pdbus.bench import BENCHMARKS, plot, table
-from pdbus.bench.harness import Aim, PartFailed, Row, in_child, percentile, row
+from pdbus.bench import BENCHMARKS, plot, table, vllm
+from pdbus.bench.harness import Aim, PartFailed, Row, Scope, in_child, percentile, row
 from pdbus.commands.bench import NAMES
 
 
@@ -94,3 +94,47 @@ def test_a_part_measures_in_a_process_of_its_own() -> None:
     taken = in_child("pick:measure", method="total_tokens", ranks=8, picks=300)
     assert len(taken["ours"]) == len(taken["argmin"]) > 1
     assert min(taken["ours"]) > 0
+
+
+class Part:
+    """A process whose processor time the test moves."""
+
+    name = "part"
+
+    def __init__(self) -> None:
+        self.us = 0.0
+
+    def cpu_s(self) -> float:
+        return self.us / 1e6
+
+
+def test_what_the_bus_adds_to_vllm_stands_beside_what_http_adds() -> None:
+    """A request costs its tokens after the first less; the engine alone is taken off both."""
+
+    class Caller(Part):
+        def __init__(self, request_us: float, token_us: float, server: Part | None = None) -> None:
+            super().__init__()
+            self.costs, self.server = (request_us, token_us), server
+
+        def ask(self, count: int, concurrency: int, output: int) -> dict[str, object]:
+            request, token = self.costs
+            self.us += count * (100 + 10 * (output - 1))
+            (self.server or self).us += count * (request + token * (output - 1))
+            return {"first_us": [2000.0] * count, "elapsed_s": 2.0}
+
+    ways = []
+    for name, request, token in (("alone", 0, 0), ("bus", 250, 13), ("http", 700, 22)):
+        server = Part() if name != "alone" else None
+        ways.append(vllm.Way(name, Caller(request, token, server), (server,) if server else ()))  # type: ignore[arg-type]
+    for way in ways * 2:
+        vllm._measure(way, Scope(quick=True))
+    rows = {(made.case, made.metric): made for made in vllm._rows(*ways)}
+    added = {metric: made for (case, metric), made in rows.items() if case.startswith("added")}
+    assert {metric: (round(made.value), round(made.floor or 0), made.met) for metric, made in added.items()} == {
+        "CPU a request": (150, 600, True),
+        "CPU a request, with the caller's": (250, 700, True),
+        "CPU a token": (3, 12, True),
+        "CPU a token, with the caller's": (13, 22, True),
+    }
+    assert rows["bus", "tokens/s"].value == 4 * vllm.OUTPUT_TOKENS / 2.0
+    assert rows["bus", "time to first token"].ratio == 1.0

@@ -15,6 +15,7 @@ from pdbus.client import AsyncClient, Client
 from pdbus.client.options import (
     DEFAULT_MAX_TOKENS,
     Options,
+    choices,
     make_request,
     model_of,
     patience,
@@ -185,3 +186,18 @@ def test_messages_of_a_chat_where_text_belongs_are_one_clear_line() -> None:
         client.generate(messages)
     assert "the user's text as one str, not a list (system=... is the system message" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_several_answers_are_as_many_requests_of_their_own() -> None:
+    shared = {"temperature": 0.8, "max_tokens": 3}
+    assert choices(2, **shared) == [shared, shared]  # type: ignore[arg-type]
+    assert choices(3, seed=7, rid="r", **shared) == [  # type: ignore[arg-type]
+        {**shared, "seed": 7, "rid": "r-0"}, {**shared, "seed": 8, "rid": "r-1"}, {**shared, "seed": 9, "rid": "r-2"}
+    ]  # fmt: skip
+    assert choices(1, seed=7, rid="r", bootstrap_room=5) == [{"seed": 7, "rid": "r", "bootstrap_room": 5}]
+    with pytest.raises(ConfigError, match="bootstrap_room: a room is one request's"):
+        choices(2, bootstrap_room=5)
+    with pytest.raises(ConfigError, match="n: at least 1, not 0"):
+        choices(0)
+    with pytest.raises(TypeError, match="did you mean 'seed'"):
+        choices(2, seeds=5)  # type: ignore[call-arg]

@@ -21,6 +21,7 @@ from bus.wire.messages import (
     Location,
     Message,
     Submit,
+    TokenLogprobs,
     Tokens,
 )
 from pdbus.client.core import SILENCE_S, VERDICT_S, ClientCore, Deliver, Ended, Patience
@@ -421,3 +422,40 @@ def test_what_the_table_does_not_know_is_our_bug_and_tells_the_story() -> None:
         d.request.move(Event.SUBMIT)
     with pytest.raises(AssertionError, match=r"rid='r'.*ASKED.* cannot take Event.RETRY"):
         d.request.move_at((C, "r"), Event.RETRY)
+
+
+def likely(*ids: int) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs(-float(token), ((token, -float(token)),)) for token in ids)
+
+
+def test_log_probabilities_come_with_their_tokens_over_attempts_and_gaps() -> None:
+    """M82: each once, whatever is sent again or lost."""
+    driver = Driver(logprobs=1)
+    assert submit_in([send.message for send in driver.sent]).needs == ("logprobs",)
+    driver.accept()
+
+    def tokens(start: int, *ids: int, attempt: int = 1, given: tuple[TokenLogprobs, ...] | None = None) -> None:
+        said = likely(*ids) if given is None else given
+        driver.receive(Tokens("r", attempt, start, ids, logprobs=said), RANK_0.endpoint)
+
+    tokens(0, 11, 12)
+    tokens(1, 12, 13)
+    assert driver.ids == [11, 12, 13]
+    tokens(3, 14, given=())
+    tokens(3, 14, given=likely(14, 15))
+    assert driver.ids == [11, 12, 13], "a rank that tells too few or too many is as good as silent"
+    driver.receive(Failed("r", 1, "peer_lost", "gone", True))
+    driver.wait(0.3)
+    driver.accept(2)
+    tokens(3, 14, attempt=2)
+    assert driver.result is not None
+    assert driver.result.ids == (11, 12, 13, 14)
+    assert driver.result.logprobs == likely(*driver.result.ids)
+
+
+def test_log_probabilities_that_nobody_asked_for_are_not_kept() -> None:
+    driver = Driver()
+    driver.accept()
+    driver.receive(Tokens("r", 1, 0, (1, 2, 3, 4), "length", logprobs=likely(1, 2, 3, 4)), RANK_0.endpoint)
+    assert driver.result is not None
+    assert (driver.result.ids, driver.result.logprobs) == ((1, 2, 3, 4), ())

@@ -75,6 +75,53 @@ def test_every_answer_of_a_seed_has_a_seed_of_its_own() -> None:
     assert [options["seed"] for _, options in world.client.asked] == [7, 8, 9]
 
 
+def said_of(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": pytest.approx(logprob), "bytes": list(token.encode())}
+
+
+def test_log_probabilities_of_a_chat_whole_and_streamed_are_the_same() -> None:
+    """Of each token once, whatever of its text was held back: of a character's bytes, before a stop string, the end."""
+    world = World(letters("hé.", "length"))
+    ask = chat(logprobs=True, top_logprobs=1, stop="..")
+    (choice,) = run(world.post("/v1/chat/completions", ask)).json["choices"]
+    assert world.client.asked[-1][1]["logprobs"] == 1
+    names = ["h", "\ufffd", "\ufffd", "."]
+    tokens = [3 + byte for byte in "hé.".encode()]
+    assert [
+        {key: value for key, value in each.items() if key != "top_logprobs"} for each in choice["logprobs"]["content"]
+    ] == [said_of(name, -0.5 - token / 1000) for name, token in zip(names, tokens, strict=True)]
+    assert choice["logprobs"]["content"][0]["top_logprobs"] == [said_of("i", -0.25)]
+    events = run(world.post("/v1/chat/completions", ask | {"stream": True})).events
+    said = [event["choices"][0]["logprobs"] for event in events]
+    assert [len(each["content"]) if each else 0 for each in said] == [0, 1, 2, 1, 0], "with the text that they made"
+    assert [one for each in said if each for one in each["content"]] == choice["logprobs"]["content"]
+    (choice,) = run(world.post("/v1/chat/completions", chat(logprobs=True))).json["choices"]
+    assert choice["logprobs"]["content"][0]["top_logprobs"] == []
+    for nothing in ({}, {"logprobs": False}, {"logprobs": None, "top_logprobs": 0}):
+        (choice,) = run(world.post("/v1/chat/completions", chat(**nothing))).json["choices"]
+        assert choice["logprobs"] is None
+        assert "logprobs" not in world.client.asked[-1][1]
+
+
+def test_log_probabilities_of_a_completion() -> None:
+    world = World(letters("hé"))
+    ask = {"model": "sim", "prompt": "x", "logprobs": 1}
+    (choice,) = run(world.post("/v1/completions", ask)).json["choices"]
+    chosen = [pytest.approx(-0.5 - (3 + byte) / 1000) for byte in "hé".encode()]
+    assert choice["logprobs"] == {
+        "tokens": ["h", "\ufffd", "\ufffd"],
+        "token_logprobs": chosen,
+        "top_logprobs": [{"i": -0.25, "h": chosen[0]}, {"\ufffd": chosen[1]}, {"\ufffd": chosen[2]}],
+        "text_offset": [0, 1, 2],
+    }
+    events = run(world.post("/v1/completions", ask | {"stream": True})).events
+    parts = [event["choices"][0]["logprobs"] for event in events]
+    for name, values in choice["logprobs"].items():
+        assert [one for part in parts if part for one in part[name]] == values
+    (choice,) = run(world.post("/v1/completions", ask | {"logprobs": 0})).json["choices"]
+    assert (choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]) == (chosen, [None] * 3)
+
+
 def test_sglangs_generate() -> None:
     world = World(letters("hey", "length"))
     body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}, "rid": "mine", "bootstrap_room": 9}
@@ -145,7 +192,11 @@ def test_prompts_are_not_hashed_where_nobody_looks() -> None:
         ("/v1/chat/completions", chat(max_tokens=0), {}, 400, "max_tokens"),
         ("/v1/chat/completions", chat(stop_token_ids=[1] * 65), {}, 400, "stop_token_ids"),
         ("/v1/chat/completions", chat(seed=-1), {}, 400, "seed"),
-        ("/v1/chat/completions", chat(logprobs=True), {}, 400, "logprobs"),
+        ("/v1/chat/completions", chat(tools=[{}]), {}, 400, "tools"),
+        ("/v1/chat/completions", chat(top_logprobs=2), {}, 400, "top_logprobs"),
+        ("/v1/chat/completions", chat(logprobs=True, top_logprobs=21), {}, 400, "top_logprobs"),
+        ("/v1/completions", {"prompt": "x", "logprobs": -1}, {}, 400, "logprobs"),
+        ("/generate", {"text": "x", "sampling_params": {"logprobs": 1}}, {}, 400, "sampling_params.logprobs"),
         ("/v1/chat/completions", chat(stream_options={}), {}, 400, "stream_options"),
         ("/v1/chat/completions", chat(), {"x-request-priority": "high"}, 400, "x-request-priority"),
         ("/v1/chat/completions", chat(), {"x-request-priority": "5000"}, 400, "x-request-priority"),

@@ -8,6 +8,7 @@ import pytest
 from link_world import SETTINGS, Engine
 
 from bus.errors import ConfigError
+from bus.wire.messages import Params, TokenLogprobs
 from nodes.link import Cancel, RankFacts, RankLink, Release
 
 # --- load ---------------------------------------------------------------------------------------------------------
@@ -194,6 +195,7 @@ NONSENSE: dict[str, Any] = {
     "a code": lambda link, leg: link.fail(leg, "oops"),
     "ok is no failure": lambda link, leg: link.fail(leg, "ok"),
     "cached": lambda link, leg: link.began(leg, -1),
+    "log probabilities that nobody asked for": lambda link, leg: link.output(leg, [5], [(-0.5, [])]),
     "held by a unified rank": lambda link, leg: link.held(leg, 5, b"handle"),
     "fetched by a unified rank": lambda link, leg: link.fetched(leg),
 }
@@ -281,3 +283,18 @@ def test_before_the_start_nothing_has_happened() -> None:
     assert link.left is None
     assert not link.drained
     assert link.poll() == []
+
+
+def test_log_probabilities_go_with_the_tokens_bounded() -> None:
+    engine = Engine(params=("logprobs",))
+    rid, *bad = (engine.dispatch(params=Params(logprobs=2)) for _ in range(5))
+    leg, *others = engine.legs()
+    engine.link.output(leg, [5, 6], [(-0.5, [(7, -0.25)]), (float("-inf"), [(7, 1e-9), (8, float("nan"))])])
+    for other, nonsense in zip(others, ([], [(-0.5, [(7, -1)] * 3)], [(-0.5, [(512, -1)])], [5]), strict=True):
+        engine.link.output(other, [5], nonsense)  # type: ignore[arg-type]
+    engine.take()
+    assert engine.rank.tokens[rid] == [5, 6]
+    assert leg.logprobs == [
+        TokenLogprobs(-0.5, ((7, -0.25),)), TokenLogprobs(-9999.0, ((7, 0.0), (8, -9999.0)))
+    ]  # fmt: skip
+    assert {engine.code(each) for each in bad} == {"engine_failed"}, "it said that it knows them"

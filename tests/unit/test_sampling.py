@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bus.wire.messages import Params
-from nodes.own.engines.sampling import draw, sample
+from nodes.own.engines.sampling import draw, logprobs, sample
 
 PROBABILITIES = [0.4, 0.05, 0.3, 0.15, 0.1]
 LOGITS = torch.tensor([PROBABILITIES]).log() + 7.0
@@ -72,3 +72,12 @@ def test_draws_are_equal_in_another_process_and_spread():
     assert all(0 <= u < 1 for u in draws)
     assert draw(12, 0) != draw(11, 0)
     draw(2**63 - 1, 2**31)
+
+
+def test_log_probabilities_are_the_models_own():
+    """Of the token that was drawn, likely or not, and of the likeliest, the first first; no more than there are."""
+    found = logprobs(LOGITS[0], 3, 2)
+    assert math.exp(found.logprob) == pytest.approx(0.15)
+    assert [(token, round(math.exp(value), 6)) for token, value in found.top] == [(0, 0.4), (2, 0.3)]
+    assert logprobs(LOGITS[0], 3, 0).top == ()
+    assert [token for token, _ in logprobs(LOGITS[0], 0, 20).top] == [0, 2, 3, 4, 1]

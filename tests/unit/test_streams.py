@@ -1,4 +1,4 @@
-"""Token streams: each token once and in order for any reader, none ever waited for (M57 M58 M59 M60 M61)."""
+"""Token streams: each token once and in order for any reader, none ever waited for (M57 M58 M59 M60 M61 M82)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ import pytest
 from link_world import unified_leg
 
 from bus.actions import Send
-from bus.wire.messages import MAX_TOKENS_PER_MESSAGE, Attach, Code, Detach, Role, Tokens
+from bus.wire.codec import MAX_HEADER_BYTES, encode
+from bus.wire.messages import (
+    MAX_LOGPROBS_PER_MESSAGE,
+    MAX_TOKENS_PER_MESSAGE,
+    Attach,
+    Code,
+    Detach,
+    Role,
+    TokenLogprobs,
+    Tokens,
+)
 from nodes.link import streams as module
 from nodes.link.leg import Leg
 from nodes.link.streams import (
@@ -267,3 +277,23 @@ def test_the_end_says_how_much_of_the_prompt_was_cached(streams: Streams, role: 
     *_, last = [send.message for send in streams.flush(0.0)]
     assert isinstance(last, Tokens)
     assert (last.finish, last.cached_tokens) == ("length", 16 if role == "unified" else 32)
+
+
+@pytest.mark.parametrize("have", [0, 1, MAX_LOGPROBS_PER_MESSAGE + 1])
+def test_each_token_comes_with_its_log_probabilities_wherever_a_reader_begins(streams: Streams, have: int) -> None:
+    """M82; and in frames that a peer takes, however many and however long they are."""
+    leg = opened(streams, offset=0)
+    count = 2 * MAX_LOGPROBS_PER_MESSAGE + 3
+    top = tuple((2**31 - 1 - n, -1.0 / 3) for n in range(20))
+    for token in range(count):
+        streams.push(leg, [token], [TokenLogprobs(-float(token), top)])
+    end(streams, leg)
+    streams.attach(A, Attach("r", 1, have), 0.0)
+    messages = [send.message for send in streams.flush(0.0)]
+    ids: list[int] = []
+    for message in messages:
+        assert isinstance(message, Tokens)
+        assert [-float(token) for token in message.ids] == [each.logprob for each in message.logprobs]
+        assert len(encode(message)) < MAX_HEADER_BYTES
+        ids += message.ids
+    assert ids == list(range(have, count))

@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from bus.errors import ConfigError
+from bus.errors import ConfigError, StartError
 from nodes.vllm import versions
 from nodes.vllm.cores import claim_cores, keep_to
 from nodes.vllm.fingerprint import fingerprint
@@ -51,6 +52,28 @@ def test_a_vllm_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         versions.check_installed(split=True)
     found["vllm"] = "0.32.0+cpu"
     versions.check_installed(split=True)
+
+
+def test_a_vllm_that_is_not_as_known_is_one_sentence_before_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.async_llm"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(versions, "installed", lambda: "0.99.1")
+    known = r"vLLM 0\.99\.1 is not as pdbus knows it from 0\.24 to 0\.32; install one of these "
+    with pytest.raises(StartError, match=known + r"\(ImportError: cannot import name 'AsyncLLM'"):
+        versions.check_requests()
+
+    class AsyncLLM:
+        def generate(self, prompt: object, sampling_params: object, request_id: str, *, priority: int = 0) -> None: ...
+
+    monkeypatch.setattr(sys.modules["vllm.v1.engine.async_llm"], "AsyncLLM", AsyncLLM, raising=False)
+    monkeypatch.setattr(versions, "prompt", lambda ids: ids)
+    monkeypatch.setattr(versions, "sampling", lambda **arguments: None)
+    with pytest.raises(
+        StartError, match=known + r"\(TypeError: got an unexpected keyword argument 'data_parallel_rank'"
+    ):
+        versions.check_requests()
+    monkeypatch.setattr(AsyncLLM, "generate", lambda self, prompt, params, id, **options: None)
+    versions.check_requests()
 
 
 def test_two_engines_of_a_machine_share_no_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

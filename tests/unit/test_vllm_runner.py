@@ -14,7 +14,7 @@ from fake_vllm import CAPACITY, DEADLY, VOCAB, FakeClient, facts, runner_of
 
 from bus.wire.codec import encode
 from bus.wire.hashing import token_bytes
-from bus.wire.messages import Dispatch, Location, Params, Role
+from bus.wire.messages import Dispatch, Location, Params, Role, TokenLogprobs
 from nodes.link.leg import Leg, leg_of
 from nodes.link.runner import (
     FOR_EVER,
@@ -319,6 +319,24 @@ def test_a_prefill_leg_samples_nothing(tmp_path: Path) -> None:
         asked, _ = node.client.asked[0]
         assert asked.pop("extra_args")["kv_transfer_params"]["do_remote_decode"]
         assert asked == {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("top", [0, 1, 3])
+def test_log_probabilities_of_the_chosen_token_and_of_the_likeliest(tmp_path: Path, top: int) -> None:
+    async def scenario() -> None:
+        node = Node("unified", tmp_path)
+        node.start(params=Params(logprobs=top))
+        await node.until(Finished)
+        asked, _ = node.client.asked[0]
+        assert asked["logprobs"] == top
+        said = [each for event in node.events if isinstance(event, Output) for each in event.logprobs]
+        assert len(said) == 6
+        for token, each in zip(node.tokens(), said, strict=True):
+            chosen = -1.0 - token / VOCAB
+            likeliest = ((token + 1) % VOCAB, -0.25), (token, chosen), ((token + 3) % VOCAB, -9999.0)
+            assert each == TokenLogprobs(chosen, likeliest[:top])
 
     asyncio.run(scenario())
 

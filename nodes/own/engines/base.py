@@ -13,7 +13,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from bus.wire.messages import Params
+from bus.wire.messages import Params, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class EngineSpec:
     block_bytes: int
     vocab_size: int
     eos_ids: tuple[int, ...]
+    params: tuple[str, ...] = ()  # sampling parameters it knows beyond those that every engine knows
 
     @property
     def kv_capacity(self) -> int:
@@ -59,12 +60,14 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The next token of each row that asked for one. `error` set: the whole step failed and no token counts."""
+    """The next token of each row that asked for one, and its log probabilities where its `params` want them. `error`
+    set: the whole step failed and no token counts."""
 
     number: int
     tokens: tuple[tuple[int, int], ...]  # (seq, token id)
     duration_s: float
     error: str = ""
+    logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()  # (seq, of its token)
 
 
 class Engine(Protocol):

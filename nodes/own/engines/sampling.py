@@ -1,7 +1,8 @@
 """Logits to one token: greedy, or temperature, top-k and top-p with a draw fixed by (seed, output index).
 
 The draw depends on nothing else, so the token at an output position is the same on any rank, in any batch and after a
-resume. Must not know of stop tokens or lengths: ending is the scheduler's business.
+resume. Log probabilities are of the logits as they are. Must not know of stop tokens or lengths: ending is the
+scheduler's business.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from struct import pack
 import torch
 from torch import Tensor
 
-from bus.wire.messages import Params
+from bus.wire.messages import Params, TokenLogprobs
+from nodes.link.logprobs import token_logprobs
 
 
 def draw(seed: int, output_index: int) -> float:
@@ -31,6 +33,13 @@ def sample(logits: Tensor, wanted: Sequence[tuple[Params, int]]) -> list[int]:
         if params.temperature > 0:
             tokens[row] = _sampled(logits[row], params, draw(params.seed, output_index))
     return tokens
+
+
+def logprobs(logits: Tensor, token: int, top: int) -> TokenLogprobs:
+    """Of `token` under `logits` [vocab_size] as they are, and of the `top` likeliest ones."""
+    values = torch.log_softmax(logits, dim=-1)
+    likeliest, ids = torch.topk(values, min(top, len(values)))
+    return token_logprobs(float(values[token]), zip(ids.tolist(), likeliest.tolist(), strict=True))
 
 
 def _sampled(logits: Tensor, params: Params, u: float) -> int:

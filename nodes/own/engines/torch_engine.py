@@ -15,10 +15,11 @@ from typing import Protocol
 import torch
 
 from bus.errors import ConfigError
+from bus.wire.messages import TokenLogprobs
 from nodes.own.engines.base import EngineSpec, StepPlan, StepResult
 from nodes.own.engines.faults import NO_FAULTS, Faults
 from nodes.own.engines.llama import Llama
-from nodes.own.engines.sampling import sample
+from nodes.own.engines.sampling import logprobs, sample
 
 CLOSE_S = 10.0
 Done = Callable[[StepResult], None]
@@ -54,6 +55,7 @@ class TorchEngine:
             block_bytes=block_tokens * c.kv_bytes_per_token,
             vocab_size=c.vocab_size,
             eos_ids=c.eos_ids,
+            params=("logprobs",),
         )
         self._loop = loop
         self._model = model
@@ -106,6 +108,7 @@ class TorchEngine:
     def _run(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
         tokens: tuple[tuple[int, int], ...] = ()
+        said: tuple[tuple[int, TokenLogprobs], ...] = ()
         error = ""
         try:
             self._inject(plan)
@@ -113,9 +116,14 @@ class TorchEngine:
             logits = self._model.forward(self._pool, plan.rows)
             sampled = sample(logits, [(params, output_index) for _, params, output_index in asked])
             tokens = tuple((seq, token) for (seq, _, _), token in zip(asked, sampled, strict=True))
+            said = tuple(
+                (seq, logprobs(row, token, params.logprobs))
+                for row, (seq, params, _), token in zip(logits, asked, sampled, strict=True)
+                if params.logprobs >= 0
+            )
         except Exception as failure:
             error = " ".join(f"{type(failure).__name__}: {failure}".split())[:500]
-        return StepResult(plan.number, tokens, time.perf_counter() - began, error)
+        return StepResult(plan.number, tokens, time.perf_counter() - began, error, said)
 
     def _inject(self, plan: StepPlan) -> None:
         fault = self._faults.fed(plan.rows) if self._faults else ""

@@ -1,0 +1,52 @@
+"""How likely the tokens of an answer were, in OpenAI's two forms. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bus.wire.messages import TokenLogprobs
+
+
+class Likelihoods:
+    """Of one answer. `name` is the text of a token by itself. `chat` and `completion` tell what has come since the last
+    call, in the form of these endpoints."""
+
+    def __init__(self, name: Callable[[int], str]) -> None:
+        self._name = name
+        self._untold: list[tuple[int, TokenLogprobs]] = []
+        self._offset = 0  # in characters, of the next token
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to tell."""
+        return bool(self._untold)
+
+    def add(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        self._untold += zip(ids, logprobs, strict=True)
+
+    def chat(self) -> dict[str, Any]:
+        content = [
+            {**self._one(token, it.logprob), "top_logprobs": [self._one(*each) for each in it.top]}
+            for token, it in self._take()
+        ]
+        return {"content": content, "refusal": None}
+
+    def completion(self) -> dict[str, Any]:
+        """The chosen token stands among the likeliest, whether it is one of them or not."""
+        said: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, it in self._take():
+            text = self._name(token)
+            top = {self._name(other): logprob for other, logprob in it.top}
+            values = (text, it.logprob, {**top, text: it.logprob} if top else None, self._offset)
+            for each, value in zip(said.values(), values, strict=True):
+                each.append(value)
+            self._offset += len(text)
+        return said
+
+    def _take(self) -> list[tuple[int, TokenLogprobs]]:
+        taken, self._untold = self._untold, []
+        return taken
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._name(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
