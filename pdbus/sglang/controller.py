@@ -79,7 +79,7 @@ class Dispatching:
         with self.lock:
             turned = self._chooser.tick(now)
         for dp_rank, ready in turned:
-            log.warning("pdbus.rank.heard_again" if ready else "rank.silent", dp_rank=dp_rank)
+            log.warning("pdbus.rank.heard_again" if ready else "pdbus.rank.silent", dp_rank=dp_rank)
 
     def _ours(self, choose: Callable[[float], int | None]) -> int | None:
         """What is ours must not end SGLang's loop."""
@@ -139,7 +139,9 @@ class ControllerSide:
         dispatching = Dispatching(chooser, controller, sock_send)
         events = engine.kv_events(controller, settings.name, here) if policy.uses_hashes else None
         if policy.uses_hashes and events is None:
-            log.warning("pdbus.caches.unseen", method=method, why="give SGLang --kv-events-config to have evictions known")
+            log.warning(
+                "pdbus.caches.unseen", method=method, why="give SGLang --kv-events-config to have evictions known"
+            )
         bus = here.bus(settings)
         self.watch = Watch(
             bus, _topics(settings.name, here.dp_size), dispatching.heard, dispatching.tick, keys=settings.keys,

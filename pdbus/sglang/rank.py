@@ -131,7 +131,7 @@ class HttpRooms:
 
     def __init__(self, dp_rank: int) -> None:
         self._dp_rank = dp_rank
-        self._queue: queue.Queue[tuple[str, int]] = queue.Queue(MAX_QUEUED)
+        self._queue: queue.Queue[tuple[str, int] | None] = queue.Queue(MAX_QUEUED)
         self._connections: dict[str, HTTPConnection] = {}
         self._failing = False
         self._thread: threading.Thread | None = None
@@ -146,14 +146,22 @@ class HttpRooms:
         except queue.Full:
             log.warning("pdbus.room.not_registered", room=room, why="too many wait for the HTTP server")
 
+    def stop(self) -> None:
+        """After what is queued. For tests: a scheduler's process ends with its threads."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+        for connection in self._connections.values():
+            connection.close()
+
     def _run(self) -> None:
-        while True:
-            address, room = self._queue.get()
+        while (queued := self._queue.get()) is not None:
+            address, room = queued
             try:
                 self._post(address, room)
                 self._failing = False
             except (OSError, HTTPException) as error:
-                self._connections.pop(address, None)
+                self._connections.pop(address).close()
                 if not self._failing:
                     log.warning("pdbus.room.not_registered", room=room, server=address, why=f"{error}"[:200])
                 self._failing = True
@@ -161,14 +169,13 @@ class HttpRooms:
     def _post(self, address: str, room: int) -> None:
         body = json.dumps({"bootstrap_room": room, "dp_rank": self._dp_rank})
         for fresh in (False, True):  # a connection kept from before may have been closed meanwhile
-            if fresh or address not in self._connections:
-                self._connections[address] = HTTPConnection(address, timeout=HTTP_S)
-            connection = self._connections[address]
+            connection = self._connections.setdefault(address, HTTPConnection(address, timeout=HTTP_S))
             try:
                 connection.request("POST", "/register_dp_rank", body, {"Content-Type": "application/json"})
                 answer = connection.getresponse()
                 answer.read()
             except (OSError, HTTPException):
+                connection.close()  # and opens itself again
                 if fresh:
                     raise
                 continue

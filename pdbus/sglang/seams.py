@@ -112,7 +112,7 @@ def mismatches(root: Path) -> Iterator[str]:
             yield f"{seam.target} takes ({found}), not ({seam.parameters})"
     for record in RECORDS:
         node = _defined(root, record.module, record.name)
-        missing = sorted(set(record.fields) - (_attributes(node) if isinstance(node, ast.ClassDef) else set()))
+        missing = sorted(set(record.fields) - (attributes(node) if isinstance(node, ast.ClassDef) else set()))
         if missing:
             yield f"sglang.srt.{record.module}.{record.name} has no {', '.join(missing)}"
 
@@ -150,7 +150,7 @@ def _parse(path: Path) -> ast.AST | None:
         return None
 
 
-def _attributes(node: ast.ClassDef) -> set[str]:
+def attributes(node: ast.ClassDef) -> set[str]:
     """What a class declares, or sets of itself anywhere."""
     found: set[str] = set()
     for each in node.body:

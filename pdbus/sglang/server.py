@@ -37,11 +37,13 @@ class ServerSide:
             if address and self.broker is None:
                 if is_exposed(address) and not settings.keys:
                     log.warning(
-                        "broker.exposed", address=address, risk="no keys: name a directory in PDBUS_SGLANG_KEYS"
+                        "pdbus.broker.exposed", address=address, risk="no keys: name a directory in PDBUS_SGLANG_KEYS"
                     )
                 self.broker = Broker(BrokerConfig(address, keys=settings.keys)).start()
             method = settings.method or engine.own_method()
-            log.info("pdbus.plugin.on", role=here.role, ranks=here.dp_size, method=method, broker=address or settings.bus)
+            log.info(
+                "pdbus.plugin.on", role=here.role, ranks=here.dp_size, method=method, broker=address or settings.bus
+            )
         except BusError as error:
             log.warning("pdbus.broker.not_started", why=str(error))
         except Exception:  # of ours, and no reason for the server not to start

@@ -13,12 +13,12 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -120,18 +120,22 @@ class Server:
         except OSError as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
-    def ranks(self) -> dict[int, int]:
-        """The pids of its schedulers by dp_rank."""
+    def titled(self, title: str) -> dict[int, str]:
+        """Its processes whose titles begin so: what comes after, by pid."""
         found = {}
         for path in Path("/proc").iterdir():
             try:
                 if path.name.isdecimal() and os.getpgid(int(path.name)) == self.process.pid:
-                    title = (path / "cmdline").read_text()
-                    if title.startswith("sglang::scheduler"):
-                        found[int(title.partition("DP")[2].split("_")[0].strip("\0 ") or 0)] = int(path.name)
-            except (OSError, ValueError):
+                    shown = (path / "cmdline").read_text()
+                    if shown.startswith(title):
+                        found[int(path.name)] = shown.removeprefix(title).strip("\0 ")
+            except OSError:
                 continue
         return found
+
+    def ranks(self) -> dict[int, int]:
+        """The pids of its schedulers by dp_rank."""
+        return {int(shown.partition("DP")[2] or 0): pid for pid, shown in self.titled("sglang::scheduler").items()}
 
     def stop(self) -> None:
         """All of it, at once; nothing is left when this returns."""
@@ -165,32 +169,25 @@ class Pair:
         self._bootstrap_port = bootstrap_port
         self._rooms = random.Random(7)
 
-    def ask(
-        self, ids: Sequence[int], tokens: int = 8, timeout_s: float = ANSWER_S, **also: Any
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What prefill and decode answer."""
-        body = {
+    def body(self, ids: Sequence[int], **also: Any) -> dict[str, Any]:
+        """What both are asked."""
+        return {
             "input_ids": list(ids), "bootstrap_host": "127.0.0.1", "bootstrap_port": self._bootstrap_port,
-            "bootstrap_room": self._rooms.getrandbits(62), "sampling_params": greedy(tokens), **also,
+            "bootstrap_room": self._rooms.getrandbits(62), "sampling_params": greedy(8), **also,
         }  # fmt: skip
-        answers: list[dict[str, Any]] = [{}, {}]
 
-        def leg(number: int, server: Server) -> None:
-            answers[number] = server.ask(body, timeout_s)
+    def ask(self, ids: Sequence[int], timeout_s: float = ANSWER_S) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What prefill and decode answer."""
+        body = self.body(ids)
+        with ThreadPoolExecutor(1) as pool:
+            prefilled = pool.submit(self.prefill.ask, body, timeout_s)
+            decoded = self.decode.ask(body, timeout_s)
+            return prefilled.result(), decoded
 
-        threads = [threading.Thread(target=leg, args=each) for each in enumerate((self.prefill, self.decode))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return answers[0], answers[1]
-
-    def ask_all(self, prompts: Sequence[Sequence[int]], at_once: int = 4, **also: Any) -> list[Any]:
+    def ask_all(self, prompts: Sequence[Sequence[int]], at_once: int = 4, timeout_s: float = ANSWER_S) -> list[Any]:
         """Of each prompt what `ask` gives."""
-        from concurrent.futures import ThreadPoolExecutor
-
         with ThreadPoolExecutor(at_once) as pool:
-            return list(pool.map(lambda ids: self.ask(ids, **also), prompts))
+            return list(pool.map(lambda ids: self.ask(ids, timeout_s), prompts))
 
 
 def greedy(tokens: int) -> dict[str, Any]:
