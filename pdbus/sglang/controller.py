@@ -99,6 +99,7 @@ class ControllerSide:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.watch: Watch | None = None
+        self.chooser: Chooser | None = None
 
     def stop(self) -> None:
         """For tests; the process ends with everything in it."""
@@ -132,7 +133,7 @@ class ControllerSide:
             lambda hook, why: log.error("pdbus.policy.failed", method=method, hook=hook, why=why),
         )
         page = engine.page_size(controller)
-        chooser = Chooser(
+        self.chooser = chooser = Chooser(
             policy, instance=settings.name, role=here.role, dp_size=here.dp_size, nonce=settings.nonce,
             now=time.monotonic(), block_tokens=page,
         )  # fmt: skip

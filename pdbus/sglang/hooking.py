@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from importlib import metadata
-from typing import Any
+from typing import NamedTuple
 
 from bus.errors import BusError, ConfigError
 from bus.runtime.epochs import new_epoch
@@ -27,9 +27,17 @@ MAIN = "managers.disagg_service"  # the only one to be hooked in a process that 
 log = logging.getLogger("sglang.pdbus")  # plugins are loaded before SGLang sets its logging up: warnings still show
 
 
-def hook(environ: MutableMapping[str, str]) -> Settings | None:
-    """Hook this process by what `environ` says, and leave in it what its children need. The settings, or None where
-    nothing was hooked."""
+class Sides(NamedTuple):
+    """What was hooked, by the process that runs it; a process has all three, and SGLang calls one."""
+
+    server: ServerSide
+    scheduler: SchedulerSide
+    controller: ControllerSide
+
+
+def hook(environ: MutableMapping[str, str]) -> Sides | None:
+    """Hook this process by what `environ` says, and leave in it what its children need. None where nothing was
+    hooked."""
     try:
         settings = read(environ)
         if not settings.on:
@@ -42,12 +50,10 @@ def hook(environ: MutableMapping[str, str]) -> Settings | None:
             _prepare(environ)
         if not environ.get(CHECKED):
             return None
-        settings = read(environ)
-        _register(settings)
+        return _register(read(environ))
     except BusError as error:
         log.warning("pdbus hooks nothing: %s", error)
         return None
-    return settings
 
 
 def _prepare(environ: MutableMapping[str, str]) -> None:
@@ -62,18 +68,14 @@ def _prepare(environ: MutableMapping[str, str]) -> None:
     environ[DRAWN] = str(new_epoch())
 
 
-def _register(settings: Settings) -> None:
+def _register(settings: Settings) -> Sides:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    server, scheduler, controller = ServerSide(settings), SchedulerSide(settings), ControllerSide(settings)
+    sides = Sides(ServerSide(settings), SchedulerSide(settings), ControllerSide(settings))
     for seam in HOOKS:
         if seam.module == MAIN or engine.imported(seam.module):
-            function = _named(seam.does, server, scheduler, controller)
+            (function,) = (getattr(side, seam.does) for side in sides if hasattr(side, seam.does))
             HookRegistry.register(seam.target, function, HookType(seam.kind))
-    register_resolution_hook("handle_load_balance_method")(server.choose_method)
-
-
-def _named(name: str, *sides: object) -> Callable[..., Any]:
-    (function,) = (getattr(side, name) for side in sides if hasattr(side, name))
-    return function  # type: ignore[no-any-return]
+    register_resolution_hook("handle_load_balance_method")(sides.server.choose_method)
+    return sides
