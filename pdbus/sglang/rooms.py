@@ -36,13 +36,53 @@ class Finder(Protocol):
     def lost(self) -> dict[int, Code]: ...
 
 
+class Lives:
+    """Which ranks of a bus have been silent for `lost_s` while others, or the broker, spoke. When the bus itself was
+    away nobody is blamed for it."""
+
+    def __init__(self, lost_s: float) -> None:
+        self._lost_s = lost_s
+        self._heard: dict[MemberKey, float] = {}
+        self._bus_at = float("-inf")
+        self._bus_since = float("-inf")
+
+    def heard(self, message: Message, now: float) -> None:
+        """Anything that the bus carried."""
+        if not isinstance(message, Beacon | Member | LoadReport | Rooms):
+            return
+        if now - self._bus_at > PAUSE_S:
+            self._bus_since = now
+        self._bus_at = now
+        if not isinstance(message, Beacon):
+            self._heard[(message.instance, message.dp_rank)] = now
+
+    def expect(self, key: MemberKey, now: float) -> None:
+        """A room was found there: one that died before anything of it was heard is missed too. From any thread."""
+        self._heard.setdefault(key, now)
+
+    def lost(self) -> frozenset[MemberKey]:
+        """They are forgotten after an hour."""
+        heard = list(self._heard.items())
+        for key, at in heard:
+            if self._bus_at - at > FORGET_S:
+                self._heard.pop(key, None)
+        return frozenset(key for key, at in heard if self._bus_at - max(at, self._bus_since) > self._lost_s)
+
+
 class PrefillBus:
     """The rooms of one bus. `shared`: it is not a prefill server's own, so there may be servers that are not on it."""
 
     def __init__(
-        self, finder: Finder, *, room_s: float, shared: bool = False, clock: Callable[[], float] = time.monotonic
+        self,
+        finder: Finder,
+        lives: Lives,
+        *,
+        room_s: float,
+        shared: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._finder = finder
+        self._lives = lives
         self._room_s = room_s
         self._shared = shared
         self._clock = clock
@@ -79,8 +119,9 @@ class PrefillBus:
             ranks.update(query([*rest, *odd]))
         for room in [room for room in mine if str(room) in ranks]:
             if (at := self._found.get(room)) is not None:
-                self._where[room] = (at.instance, at.dp_rank)
+                self._where[room] = key = (at.instance, at.dp_rank)
                 self._where.move_to_end(room)
+                self._lives.expect(key, self._clock())
             self._settle(room)
         while len(self._where) > REMEMBERED:
             self._where.popitem(last=False)
@@ -123,32 +164,3 @@ class PrefillBus:
             return False
         self._others_at = now
         return True
-
-
-class Lives:
-    """Which ranks of a bus have been silent for `lost_s` while others, or the broker, spoke. When the bus itself was
-    away nobody is blamed for it."""
-
-    def __init__(self, lost_s: float) -> None:
-        self._lost_s = lost_s
-        self._heard: dict[MemberKey, float] = {}
-        self._bus_at = float("-inf")
-        self._bus_since = float("-inf")
-
-    def heard(self, message: Message, now: float) -> None:
-        """Anything that the bus carried."""
-        if not isinstance(message, Beacon | Member | LoadReport | Rooms):
-            return
-        if now - self._bus_at > PAUSE_S:
-            self._bus_since = now
-        self._bus_at = now
-        if not isinstance(message, Beacon):
-            self._heard[(message.instance, message.dp_rank)] = now
-
-    def lost(self) -> frozenset[MemberKey]:
-        """They are forgotten after an hour."""
-        for key in [key for key, at in self._heard.items() if self._bus_at - at > FORGET_S]:
-            del self._heard[key]
-        return frozenset(
-            key for key, at in self._heard.items() if self._bus_at - max(at, self._bus_since) > self._lost_s
-        )

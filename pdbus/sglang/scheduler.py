@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bus import Publisher, Resolver
-from bus.errors import BusError, PartFailed
+from bus.errors import BusError
 from bus.runtime.logs import get_logger
 from bus.wire import topics
 from pdbus.sglang import addresses, engine
@@ -39,7 +39,7 @@ class Decoding:
         self._watch = Watch(
             bus, LIVES_TOPICS, lives.heard, tick, keys=settings.keys, instance=settings.instance
         )  # fmt: skip
-        self.rooms = PrefillBus(self._resolver, room_s=settings.room_s, shared=bool(settings.bus))
+        self.rooms = PrefillBus(self._resolver, lives, room_s=settings.room_s, shared=bool(settings.bus))
 
     def start(self) -> Decoding:
         self._resolver.start()
@@ -62,6 +62,7 @@ class SchedulerSide:
         self.settings = settings
         self.rank: Rank | None = None
         self._publisher: Publisher | None = None
+        self._http: HttpRooms | None = None
         self._tried = False
         self._thread = threading.get_ident()  # SGLang's loop runs where plugins are loaded
         self._decoding: dict[str, Decoding | None] = {}  # by bootstrap address; None: it can't be
@@ -71,39 +72,30 @@ class SchedulerSide:
         for decoding in self._decoding.values():
             if decoding is not None:
                 decoding.stop()
-        if self._publisher is not None:
-            self._publisher.stop()
+        for each in (self._publisher, self._http):
+            if each is not None:
+                each.stop()
 
     # --- the rank itself ----------------------------------------------------------------------------------------------
 
     def count(self, scheduler: Any, request: Any, **_also: Any) -> None:
         """Before Scheduler.handle_generate_request, and the one for embeddings."""
         if self._is_up(scheduler) and not engine.is_health_check(request):
-            assert self.rank is not None
-            self.rank.ingested(charge_of(request))
+            tokens = charge_of(request)
+            self._do(lambda rank: rank.ingested(tokens))
 
     def report(self, snapshot: Any, scheduler: Any, force: bool = False) -> None:
         """After Scheduler.publish_load_snapshot."""
         if self._is_up(scheduler):
-            assert self.rank is not None
-            try:
-                self.rank.report(snapshot)
-            except PartFailed as error:
-                self._give_up(error)
+            self._do(lambda rank: rank.report(snapshot))
 
     def register_room(self, original: Callable[[Any], None], sender: Any) -> None:
         """Around CommonKVSender._register_prefill_dp_rank. SGLang has each of a rank's processes do it; one will do."""
         manager = sender.kv_mgr
         if manager.attn_tp_rank or manager.attn_cp_rank or manager.pp_rank:
             return
-        if not self._start():
-            original(sender)
-            return
-        assert self.rank is not None
-        try:
-            self.rank.register(sender.bootstrap_room, sender.bootstrap_server_url)
-        except PartFailed as error:
-            self._give_up(error)
+        room, address = sender.bootstrap_room, sender.bootstrap_server_url
+        if not self._start() or not self._do(lambda rank: rank.register(room, address)):
             original(sender)
 
     def drop_room(self, _result: None, sender: Any) -> None:
@@ -111,10 +103,8 @@ class SchedulerSide:
         if self.rank is not None:
             from sglang.srt.disaggregation.base.conn import KVPoll
 
-            try:
-                self.rank.drop(sender.bootstrap_room, failed=sender.conclude_state == KVPoll.Failed)
-            except PartFailed as error:
-                self._give_up(error)
+            failed = sender.conclude_state == KVPoll.Failed
+            self._do(lambda rank: rank.drop(sender.bootstrap_room, failed=failed))
 
     def _is_up(self, scheduler: Any) -> bool:
         return self.rank is not None or (not self._tried and engine.speaks(scheduler) and self._start())
@@ -134,20 +124,24 @@ class SchedulerSide:
                 bus, instance=settings.name, dp_rank=dp_rank, dp_size=here.dp_size, role=here.role,
                 epoch=settings.nonce, keys=settings.keys,
             ).start()  # fmt: skip
-        except BusError as error:
-            log.warning("pdbus.rank.not_on_the_bus", why=str(error))
+        except Exception as error:
+            _failed("pdbus.rank.not_on_the_bus", error)
             return False
-        except Exception:
-            log.exception("pdbus.rank.not_on_the_bus")
-            return False
-        http = HttpRooms(dp_rank) if here.role == "prefill" else None
-        self.rank = Rank(self._publisher, settings.nonce, http=http, always=settings.http)
+        self._http = HttpRooms(dp_rank) if here.role == "prefill" else None
+        self.rank = Rank(self._publisher, settings.nonce, http=self._http, always=settings.http)
         log.info("pdbus.rank.on_the_bus", bus=bus, instance=settings.name, dp_rank=dp_rank, role=here.role)
         return True
 
-    def _give_up(self, error: PartFailed) -> None:
-        self.rank = None
-        log.error("pdbus.rank.left_the_bus", why=str(error))
+    def _do(self, what: Callable[[Rank], None]) -> bool:
+        """Have the rank do it. What fails takes it off the bus, and never SGLang's loop with it."""
+        assert self.rank is not None
+        try:
+            what(self.rank)
+        except Exception as error:
+            self.rank = None
+            _failed("pdbus.rank.left_the_bus", error)
+            return False
+        return True
 
     # --- rooms of others ----------------------------------------------------------------------------------------------
 
@@ -160,9 +154,9 @@ class SchedulerSide:
             return original(bootstrap_addr, bootstrap_rooms)
         try:
             return decoding.rooms.find(bootstrap_rooms, lambda rooms: original(bootstrap_addr, rooms))
-        except PartFailed as error:
+        except Exception as error:
             self._decoding[bootstrap_addr] = None
-            log.error("pdbus.rooms.by_http", server=bootstrap_addr, why=str(error))
+            _failed("pdbus.rooms.by_http", error)
             return original(bootstrap_addr, bootstrap_rooms)
 
     def prefetch_rooms(self, original: Callable[[Any], None], queue: Any) -> None:
@@ -177,14 +171,17 @@ class SchedulerSide:
         """Around DecodePreallocQueue._resolve_pending_reqs. What is lost ends with its reason: the receiver is aborted,
         as SGLang does it where a prefill server can't be reached."""
         original(queue)
-        for address, decoding in self._decoding.items():
+        for address, decoding in list(self._decoding.items()):
             if decoding is None:
                 continue
-            lost = decoding.rooms.lost()
-            if lost:
-                self._abort(queue, address, lost)
-            if decoding.lost_ranks:
-                self._abandon(queue, address, decoding)
+            try:
+                if lost := decoding.rooms.lost():
+                    self._abort(queue, address, lost)
+                if decoding.lost_ranks:
+                    self._abandon(queue, address, decoding)
+            except Exception as error:
+                self._decoding[address] = None
+                _failed("pdbus.rooms.by_http", error)
 
     @staticmethod
     def _abort(queue: Any, address: str, lost: dict[int, str]) -> None:
@@ -219,12 +216,20 @@ class SchedulerSide:
                 bus = self.settings.bus or addresses.beside(address)
                 self._decoding[address] = Decoding(bus, self.settings).start()
                 log.info("pdbus.rooms.by_bus", server=address, bus=bus)
-            except BusError as error:
+            except Exception as error:
                 self._decoding[address] = None
-                log.warning("pdbus.rooms.by_http", server=address, why=str(error))
+                _failed("pdbus.rooms.by_http", error)
         return self._decoding[address]
 
 
 def _receivers(requests: list[Any]) -> list[Any]:
     """Of SGLang's DecodeRequests; a request that has ended has none."""
     return [request.kv_receiver for request in requests if request.kv_receiver is not None]
+
+
+def _failed(event: str, error: Exception) -> None:
+    """In one line, and with its traceback where it is a bug."""
+    if isinstance(error, BusError):
+        log.warning(event, why=str(error))
+    else:
+        log.exception(event)

@@ -11,6 +11,7 @@ from pdbus.sglang.rank import HEARD_S
 from pdbus.sglang.rooms import GRACE_S, OTHERS_S, Lives, PrefillBus
 
 GONE = HEARD_S + 1
+LOST_S = 15.0
 
 
 class FakeFinder:
@@ -44,7 +45,8 @@ class World:
         self.now = 100.0
         self.asked: list[list[int]] = []
         self.http: dict[str, int] = {}
-        self.bus = PrefillBus(self.finder, room_s=300, shared=shared, clock=lambda: self.now)
+        self.lives = Lives(LOST_S)
+        self.bus = PrefillBus(self.finder, self.lives, room_s=300, shared=shared, clock=lambda: self.now)
 
     def find(self, *rooms: int) -> dict[str, int]:
         def query(asked: list[int]) -> dict[str, int]:
@@ -163,8 +165,6 @@ def test_what_comes_for_a_request_that_has_gone_is_nothing(world: World) -> None
 
 # --- who lives --------------------------------------------------------------------------------------------------------
 
-LOST_S = 15.0
-
 
 def member(dp_rank: int) -> Member:
     return Member("p", dp_rank, 1, 1, None, "prefill", "", 2, "ready", "", False, 0, 0.25)
@@ -202,3 +202,14 @@ def test_with_no_news_at_all_nobody_is_lost() -> None:
     lives = Lives(LOST_S)
     run(lives, 0, 5, Beacon(1, 1, 0.25), member(0), member(1))
     assert lives.lost() == frozenset()
+
+
+def test_a_rank_of_which_nothing_was_ever_heard_is_lost_when_a_room_was_found_there(world: World) -> None:
+    """It died before this decode rank first asked; the broker still knows the room."""
+    world.find(1)
+    world.finder.find(1, 0)
+    world.find(1)
+    run(world.lives, world.now, world.now + LOST_S, Beacon(1, 1, 0.25))
+    assert world.lives.lost() == frozenset()
+    run(world.lives, world.now + LOST_S, world.now + LOST_S + 1, Beacon(1, 1, 0.25))
+    assert world.lives.lost() == {("p", 0)}
