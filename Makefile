@@ -16,7 +16,7 @@ MINUTES ?= 10
 COUNT ?= 96
 OUT ?= out
 
-.PHONY: help setup demo test test-vllm test-sglang test-sglang-servers test-hostile check check-torch bench fault hostile fuzz mutate soak golden api dist test-dist lint types clean
+.PHONY: help setup demo test test-vllm test-sglang test-sglang-servers test-hostile check check-torch bench bench-sglang fault hostile fuzz mutate soak golden api dist test-dist lint types clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -65,16 +65,18 @@ test-vllm: ## Real vLLM on this machine's CPU: a split of a real model (minutes;
 		PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm tests/real_vllm
 
 SGLANG = sglang=$$($(PYTHON) tests/real_sglang/environment.py) && \
-	PYTHONPATH=$(CURDIR) LD_LIBRARY_PATH=$${sglang%/bin/python}/libraries SGLANG_USE_CPU_ENGINE=1 \
-	$$sglang -m pytest -q --confcutdir tests/real_sglang
+	PYTHONPATH=$(CURDIR) LD_LIBRARY_PATH=$${sglang%/bin/python}/libraries SGLANG_USE_CPU_ENGINE=1 $$sglang
 
 test-sglang: ## The plugin on real SGLang's own classes, in one process (a minute; the first time it installs 4 GB)
 	@echo "==> pytest tests/real_sglang/test_classes.py"
-	@$(SGLANG) tests/real_sglang/test_classes.py
+	@$(SGLANG) -m pytest -q --confcutdir tests/real_sglang tests/real_sglang/test_classes.py
 
 test-sglang-servers: ## The plugin in real SGLang servers on this machine's CPU, split, and without it (5 minutes)
 	@echo "==> pytest tests/real_sglang/test_servers_live.py"
-	@$(SGLANG) tests/real_sglang/test_servers_live.py
+	@$(SGLANG) -m pytest -q --confcutdir tests/real_sglang tests/real_sglang/test_servers_live.py
+
+bench-sglang: ## SGLang's own code with the plugin beside itself without it, on this machine's CPU (10 minutes)
+	@$(SGLANG) -m pdbus bench sglang
 
 check: lint types ## Lint and type checks
 

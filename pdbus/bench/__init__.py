@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from pdbus.bench import dispatch, e2e, edge, idle, latency, pick, report, rooms, scale
+from pdbus.bench import dispatch, e2e, edge, idle, latency, pick, report, rooms, scale, sglang
 from pdbus.bench.harness import Benchmark
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -21,5 +21,6 @@ BENCHMARKS: dict[str, Benchmark] = {
         Benchmark("scale", "the controller with ever more ranks, beside itself at 8", scale.run),
         Benchmark("e2e", "first and last token through sim nodes of no step time, beside the bare hops", e2e.run),
         Benchmark("edge", "our HTTP edge beside other routers that are installed, ranks of no step time", edge.run),
+        Benchmark("sglang", "SGLang's own code with the plugin, beside itself without it", sglang.run),
     )
 }

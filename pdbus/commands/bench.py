@@ -17,10 +17,11 @@ NEEDED = ("aiohttp", "matplotlib", "requests")
 NEEDED_BY_EDGE = ("uvicorn", "httptools", "uvloop")
 WIDTH = 160  # of tables that no terminal shows
 NAMES = ("dispatch", "latency", "pick", "report", "rooms", "idle", "scale", "e2e", "edge")
+BY_NAME = ("sglang",)  # not among all benchmarks: needs SGLang in the same environment
 
 
 @click.command("bench")
-@click.argument("names", metavar="[NAME]...", nargs=-1, type=click.Choice(NAMES))
+@click.argument("names", metavar="[NAME]...", nargs=-1, type=click.Choice(NAMES + BY_NAME))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.option(
     "--out",
@@ -37,9 +38,11 @@ def bench(names: Sequence[str], as_json: bool, out: Path | None, runs: int, quic
     pick      one pick with its raise                   report   one load report
     rooms     finding a room: latency, batches, expiry  idle     CPU without requests
     scale     8 to 512 ranks                            e2e      submit to first and last token
-    edge      HTTP beside other routers on the PATH
+    edge      HTTP beside other routers on the PATH     sglang   the plugin, where SGLang is (by name only)
     """
-    needed = NEEDED + (NEEDED_BY_EDGE if "edge" in (names or NAMES) else ())
+    needed: tuple[str, ...] = () if set(names) == {"sglang"} and out is None else NEEDED
+    needed += NEEDED_BY_EDGE if "edge" in (names or NAMES) else ()
+    needed += ("sglang",) if "sglang" in names else ()
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"benchmarks need {', '.join(missing)}: pip install {' '.join(missing)}")

@@ -223,8 +223,8 @@ class SchedulerSide:
 
 
 def _receivers(requests: list[Any]) -> list[Any]:
-    """Of SGLang's DecodeRequests; a request that has ended has none."""
-    return [request.kv_receiver for request in requests if request.kv_receiver is not None]
+    """Of SGLang's DecodeRequests; one that has ended has none, and that of a health check leads nowhere."""
+    return [request.kv_receiver for request in requests if hasattr(request.kv_receiver, "bootstrap_addr")]
 
 
 def _failed(event: str, error: Exception) -> None:

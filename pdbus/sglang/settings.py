@@ -68,8 +68,8 @@ def read(environ: Mapping[str, str]) -> Settings:
         http=_switch(environ, HTTP, False),
         nonce=_nonce(environ.get(NONCE) or environ.get(DRAWN, "")),
         told=bool(environ.get(NONCE)),
-        room_s=_seconds(environ, ROOM_S, Settings.room_s),
-        lost_s=_seconds(environ, LOST_S, Settings.lost_s),
+        room_s=_seconds(environ, ROOM_S, Settings.room_s, 1.0),
+        lost_s=_seconds(environ, LOST_S, Settings.lost_s, 5.0),  # an idle rank speaks once a second
     )
 
 
@@ -80,14 +80,14 @@ def _switch(environ: Mapping[str, str], name: str, default: bool) -> bool:
     return _WORDS[word] if word else default
 
 
-def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+def _seconds(environ: Mapping[str, str], name: str, default: float, least: float) -> float:
     text = environ.get(name, "")
     try:
         seconds = float(text) if text else default
     except ValueError:
         seconds = -1.0
-    if not 1.0 <= seconds <= 86_400.0:
-        raise ConfigError(f"{name}={text!r}: seconds, between 1 and 86400")
+    if not least <= seconds <= 86_400.0:
+        raise ConfigError(f"{name}={text!r}: seconds, between {least:g} and 86400")
     return seconds
 
 

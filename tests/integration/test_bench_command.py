@@ -50,3 +50,11 @@ def test_a_folder_that_cannot_be_made_is_one_line() -> None:
     assert done.returncode == 2
     assert "/dev/null/out" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_one_of_sglang_says_what_it_needs() -> None:
+    """By name only: it is none of all benchmarks."""
+    done = bench("sglang")
+    assert done.returncode == 2
+    assert "benchmarks need sglang: pip install sglang" in done.stderr
+    assert "Traceback" not in done.stderr

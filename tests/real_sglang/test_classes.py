@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from array import array
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -21,14 +20,15 @@ from typing import Any
 
 import pytest
 import zmq
-from model import make as make_model
 from servers import ROOT, free_port_with, until
 
 from bus import Resolver
 from controller.policies import POLICIES
+from pdbus.bench.sglang_parts import Hosted, Manager
+from pdbus.bench.sglang_parts import generate as tokenized
 from pdbus.sglang import engine, seams
 from pdbus.sglang.controller import ControllerSide
-from pdbus.sglang.hooking import Sides, hook
+from pdbus.sglang.hooking import Sides
 from pdbus.sglang.settings import read
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
@@ -62,52 +62,19 @@ def test_installing_pdbus_changes_no_version_that_is_installed(tmp_path: Path) -
 # --- a server in this process -----------------------------------------------------------------------------------------
 
 
-class World:
+class World(Hosted):
     """A prefill server of two ranks: its DP controller, whose workers' sockets end here, and rank 1's scheduler."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
-        import sglang.srt.managers.data_parallel_controller as dpc  # which imports the rest of what is hooked
-        from sglang.srt.plugins.hook_registry import HookRegistry
-        from sglang.srt.runtime_context import SpawnRanks, publish
-        from sglang.srt.server_args import PortArgs, prepare_server_args
-
-        self.bootstrap_port = free_port_with(100, 101, 102)
-        self.address = f"127.0.0.1:{self.bootstrap_port}"
-        self.environ = {
-            "PDBUS_SGLANG_METHOD": "total_tokens", "PDBUS_SGLANG_ROOM_S": "2", "PDBUS_SGLANG_LOST_S": "1",
-        }  # fmt: skip
-        sides = hook(self.environ)
-        assert sides is not None
-        self.sides: Sides = sides
-        HookRegistry.apply_hooks()
-        self.args = prepare_server_args(
-            ["--model-path", str(model), "--device", "cpu", "--attention-backend", "torch_native", "--dp-size", "2",
-             "--skip-tokenizer-init", "--disaggregation-mode", "prefill", "--disaggregation-transfer-backend",
-             "mooncake", "--page-size", str(PAGE), "--disaggregation-bootstrap-port", str(self.bootstrap_port)]
-        )  # fmt: skip
-        self.args.resolve_once()
-        publish(self.args, role="test", ranks=SpawnRanks(world_rank=0, dp_rank=1, gpu_id=0))
-
-        from sglang.srt.managers.disagg_service import start_disagg_service
-
-        self.bootstrap_server = start_disagg_service()
+    def __init__(self, folder: Path) -> None:
         self.context = zmq.Context()
-        self.ranks: list[Any] = []
-
-        def launch(controller: Any, _args: Any, _ports: Any) -> None:
-            """In place of the scheduler processes: sockets, as they are made for those."""
-            for rank in range(2):
-                pull = self.context.socket(zmq.PULL)
-                port = pull.bind_to_random_port("tcp://127.0.0.1")
-                controller.workers[rank] = controller.context.socket(zmq.PUSH)
-                controller.workers[rank].connect(f"tcp://127.0.0.1:{port}")
-                self.ranks.append(pull)
-
-        dpc.DataParallelController.launch_dp_schedulers = launch
-        ports = PortArgs.init_new(self.args)
+        self.ranks = [self.context.socket(zmq.PULL) for _ in range(2)]
+        endpoints = [f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}" for pull in self.ranks]
+        self.bootstrap_port = free_port_with(100, 101, 102)
+        super().__init__(
+            folder, endpoints, self.bootstrap_port, "total_tokens", page=PAGE, PDBUS_SGLANG_ROOM_S="2"
+        )  # fmt: skip
         self.tokenizer = self.context.socket(zmq.PUSH)
-        self.tokenizer.bind(ports.scheduler_input_ipc_name)
-        self.controller = dpc.DataParallelController(self.args, ports, None)
+        self.tokenizer.bind(self.ports.scheduler_input_ipc_name)
         self.scheduler = self._scheduler()
 
     def _scheduler(self) -> Any:
@@ -147,31 +114,18 @@ class World:
         ((pull, _), *_) = poller.poll(WAIT_S * 1000)
         return self.ranks.index(pull), sock_recv(pull)
 
-    def stop(self) -> None:
-        for side in self.sides:
-            side.stop()
-
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("classes")
-    make_model(folder / "model")
     os.environ["PDBUS_DIR"] = str(folder / "run")
-    made = World(folder / "model", folder)
+    made = World(folder)
     yield made
     made.stop()
 
 
 def generate(rid: str, tokens: int | list[int] = 10, room: int = 0, **also: Any) -> Any:
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    ids = list(range(tokens)) if isinstance(tokens, int) else tokens
-    return TokenizedGenerateReqInput(
-        rid=rid, input_text="", input_ids=array("q", ids), input_embeds=None, mm_inputs=None, token_type_ids=None,
-        sampling_params=SamplingParams(), return_logprob=False, logprob_start_len=-1, top_logprobs_num=0,
-        token_ids_logprob=None, stream=False, bootstrap_host="127.0.0.1", bootstrap_room=room, **also,
-    )  # fmt: skip
+    return tokenized(rid, list(range(tokens)) if isinstance(tokens, int) else tokens, room, **also)
 
 
 # --- the DP controller ------------------------------------------------------------------------------------------------
@@ -294,27 +248,6 @@ def test_the_real_loop_dispatches_and_sleeps(world: World) -> None:
 
 
 # --- rooms ------------------------------------------------------------------------------------------------------------
-
-
-class Manager(SimpleNamespace):
-    """In place of a KV manager, which would register memory with Mooncake: its tables, and its methods for them."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            attn_tp_rank=0, attn_cp_rank=0, pp_rank=0, attn_dp_rank=0, dist_init_addr=None, request_status={},
-            failure_records={}, failure_lock=threading.Lock(), deferred_bootstrap=None, is_dummy_cp_rank=False,
-            sender_trace_module=None, _deferred_ack_targets={}, _deferred_ack_poisoned_rooms=set(),
-            _staging_outstanding={}, req_to_decode_prefix_len={}, transfer_infos={}, _staging_ctx=None,
-            defer_decode_allocation=False, addr_to_rooms_tracker={}, prefill_response_tracker={},
-            _maybe_ack_drained_abort=lambda _room: None,
-        )  # fmt: skip
-
-    def __getattr__(self, name: str) -> Any:
-        from sglang.srt.disaggregation.common.conn import CommonKVManager
-
-        if name in ("record_failure", "update_status", "check_status"):
-            return getattr(CommonKVManager, name).__get__(self)
-        raise AttributeError(name)
 
 
 def sender(world: World, room: int, manager: Manager | None = None) -> Any:

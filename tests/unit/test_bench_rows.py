@@ -10,7 +10,7 @@ from rich.console import Console
 
 from pdbus.bench import BENCHMARKS, plot, table
 from pdbus.bench.harness import Aim, PartFailed, Row, in_child, percentile, row
-from pdbus.commands.bench import NAMES
+from pdbus.commands.bench import BY_NAME, NAMES
 
 
 def test_a_row_is_of_medians_and_their_ratio() -> None:
@@ -82,7 +82,7 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
 
 
 def test_the_command_offers_what_there_is() -> None:
-    assert tuple(BENCHMARKS) == NAMES
+    assert tuple(BENCHMARKS) == NAMES + BY_NAME
 
 
 def test_a_part_that_fails_says_why() -> None:
