@@ -28,7 +28,6 @@ from pdbus.bench.sglang_parts import Hosted, Manager
 from pdbus.bench.sglang_parts import generate as tokenized
 from pdbus.sglang import engine, seams
 from pdbus.sglang.controller import ControllerSide
-from pdbus.sglang.hooking import Sides
 from pdbus.sglang.settings import read
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
