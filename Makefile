@@ -17,7 +17,7 @@ MINUTES ?= 10
 COUNT ?= 96
 OUT ?= out
 
-.PHONY: help setup demo test test-vllm test-vllm-2p2d bench-vllm test-hostile check check-torch bench fault hostile fuzz fuzz-http mutate soak golden api dist test-dist lint types clean
+.PHONY: help setup demo test test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang test-hostile check check-torch bench fault hostile fuzz fuzz-http mutate soak golden api dist test-dist lint types clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -72,6 +72,20 @@ test-vllm-2p2d: ## The same with two engines of each kind (10 GB of memory, many
 
 bench-vllm: ## What the bus adds to vLLM, beside what vLLM's own HTTP server adds
 	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && PYTHONPATH=$(CURDIR) $$vllm -P -m pdbus bench vllm
+
+SGLANG = sglang=$$($(PYTHON) tests/real_sglang/environment.py) && \
+	PYTHONPATH=$(CURDIR) LD_LIBRARY_PATH=$${sglang%/bin/python}/libraries SGLANG_USE_CPU_ENGINE=1 $$sglang
+
+test-sglang: ## The plugin on real SGLang's own classes, in one process (a minute; the first time it installs 4 GB)
+	@echo "==> pytest tests/real_sglang/test_classes.py"
+	@$(SGLANG) -m pytest -q --confcutdir tests/real_sglang tests/real_sglang/test_classes.py
+
+test-sglang-servers: ## The plugin in real SGLang servers on this machine's CPU, split, and without it (5 minutes)
+	@echo "==> pytest tests/real_sglang/test_servers_live.py"
+	@$(SGLANG) -m pytest -q --confcutdir tests/real_sglang tests/real_sglang/test_servers_live.py
+
+bench-sglang: ## SGLang's own code with the plugin beside itself without it, on this machine's CPU (10 minutes)
+	@$(SGLANG) -m pdbus bench sglang
 
 check: lint types ## Lint and type checks
 

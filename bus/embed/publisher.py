@@ -87,6 +87,7 @@ class Publisher(Service):
         self._newest: Load | None = None
         self._woken = False
         self._heard = threading.Event()
+        self._heard_at = float("-inf")
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -147,6 +148,11 @@ class Publisher(Service):
         while self._core.conflicts:
             taken.append(self._core.conflicts.popleft())
         return taken
+
+    @property
+    def silent_s(self) -> float:
+        """How long ago the broker was heard; infinite before it ever was."""
+        return self.loop.clock() - self._heard_at
 
     @property
     def counts(self) -> dict[str, int]:
@@ -232,7 +238,8 @@ class Publisher(Service):
                 log.warning("message.rejected", reason=error.reason)
             self.rejected[error.reason] += 1
             return
-        self._publish(self._core.on_message(message, self.loop.clock()))
+        now = self._heard_at = self.loop.clock()  # nobody else has anything to say here
+        self._publish(self._core.on_message(message, now))
         if self._core.broker_epoch:
             self._heard.set()
         self._pace()

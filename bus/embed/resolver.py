@@ -124,6 +124,12 @@ class Resolver(Service):
         return lost
 
     @property
+    def silent_s(self) -> float:
+        """How long ago the broker was heard; infinite before it ever was."""
+        heard_at = self._core.broker_heard_at
+        return float("inf") if heard_at is None else self.loop.clock() - heard_at
+
+    @property
     def counts(self) -> dict[str, int]:
         """What happened so far by name: rooms found, by how (`told`, `computed`, `asked`), or `lost`; what it took
         (`queries`, `topology_queries`; `stale`: answers about an older attempt); wants that nobody collects

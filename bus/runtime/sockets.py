@@ -257,6 +257,8 @@ def _watch_peers(socket: Socket, endpoint: str, *, binds: bool) -> None:
     """
     if not endpoint.startswith("tcp://"):
         return
+    if "[" in endpoint:
+        socket.setsockopt(zmq.IPV6, 1)
     if binds:
         for option, value in KEEPALIVE:
             socket.setsockopt(option, value)

@@ -13,10 +13,14 @@ from rich.console import Console
 
 from bus.errors import ConfigError
 
-NEEDED_BY = {"rooms": ("aiohttp", "requests"), "edge": ("aiohttp", "uvicorn", "httptools", "uvloop")}
+NEEDED_BY = {
+    "rooms": ("aiohttp", "requests"),
+    "edge": ("aiohttp", "uvicorn", "httptools", "uvloop"),
+    "sglang": ("sglang",),
+}
 WIDTH = 160  # of tables that no terminal shows
-NAMES = ("dispatch", "latency", "pick", "report", "rooms", "idle", "scale", "e2e", "edge", "vllm")
-USUAL = NAMES[:-1]  # vLLM is another environment
+NAMES = ("dispatch", "latency", "pick", "report", "rooms", "idle", "scale", "e2e", "edge", "vllm", "sglang")
+USUAL = NAMES[:-2]  # engines are in environments of their own
 
 
 @click.command("bench")
@@ -30,7 +34,7 @@ USUAL = NAMES[:-1]  # vLLM is another environment
 @click.option("--runs", type=click.IntRange(1, 100), default=5, show_default=True, help="A figure is their median.")
 @click.option("--quick", is_flag=True, help="Fewer and shorter runs: to see that it works, not how fast.")
 def bench(names: Sequence[str], as_json: bool, out: Path | None, runs: int, quick: bool) -> None:
-    """Measure beside bare ZeroMQ, in the same run: all benchmarks but vllm, or the NAMEd ones.
+    """Measure beside bare ZeroMQ, in the same run: all benchmarks but those of engines, or the NAMEd ones.
 
     \b
     dispatch  controller CPU a request and requests/s   latency  submit to arrival at the node
@@ -38,6 +42,7 @@ def bench(names: Sequence[str], as_json: bool, out: Path | None, runs: int, quic
     rooms     finding a room: latency, batches, expiry  idle     CPU without requests
     scale     8 to 512 ranks                            e2e      submit to first and last token
     edge      HTTP beside other routers on the PATH     vllm     what is added to vLLM, where it is installed
+    sglang    the plugin, where SGLang is installed
     """
     names = names or USUAL
     needed = [*(package for name in names for package in NEEDED_BY.get(name, ())), *(("matplotlib",) if out else ())]

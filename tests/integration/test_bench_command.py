@@ -60,3 +60,11 @@ def test_vllm_where_it_is_not_installed_is_one_line() -> None:
     assert done.returncode == 2
     assert "needs the Python package 'vllm'; run: pip install vllm" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_one_of_sglang_says_what_it_needs() -> None:
+    """By name only: it is none of all benchmarks."""
+    done = bench("sglang")
+    assert done.returncode == 2
+    assert "benchmarks need sglang: pip install sglang" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,153 @@
+"""What this process is, by SGLang's own account. With `seams`, all that is known of SGLang's Python.
+
+Imports of SGLang happen in functions, once it is running: what is hooked has been imported by then.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from bus.errors import ConfigError
+from bus.wire.messages import Role
+from controller.feeds import EngineSettings
+from pdbus.sglang import addresses
+from pdbus.sglang.settings import Settings
+
+_ROLES: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
+
+
+def sources() -> Path:
+    """The folder of SGLang's runtime."""
+    spec = find_spec("sglang")
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return Path(places[0]) / "srt" if places else Path()
+
+
+def rust_server() -> bool:
+    """Whether SGLang's server is its Rust one, which goes other ways than those that are hooked."""
+    return os.environ.get("SGLANG_RUST_SERVER", "").strip().lower() in ("1", "true", "yes", "y", "on", "t")
+
+
+def imported(module: str) -> bool:
+    return f"sglang.srt.{module}" in sys.modules
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """The server that this process belongs to."""
+
+    role: Role
+    dp_size: int
+    nodes: int  # machines
+    host: str
+    bootstrap_port: int
+    head: str  # `host:port` where the machines of a server meet; empty on one
+    elastic: bool
+
+    @property
+    def bootstrap_host(self) -> str:
+        """Where SGLang's bootstrap server is, seen from here."""
+        return self.head.rpartition(":")[0] if self.head else self.host
+
+    def bus(self, settings: Settings) -> str:
+        """The bus of this server's ranks. ConfigError where it can't be known."""
+        if settings.bus:
+            return settings.bus
+        if self.role == "prefill":
+            return addresses.near(self.bootstrap_host, self.bootstrap_port)
+        if self.nodes > 1:
+            raise ConfigError("its ranks are on several machines: name a broker for them with PDBUS_SGLANG_BUS")
+        return addresses.of_file(settings.nonce)
+
+    def own_broker(self, settings: Settings) -> str:
+        """What the broker of this server binds; empty where somebody else runs one."""
+        if settings.bus or self.dp_size == 1 or (self.role != "prefill" and self.nodes > 1):
+            return ""
+        if self.role == "prefill":
+            return addresses.to_bind(self.host, self.bootstrap_port, _address_of)
+        return addresses.of_file(settings.nonce)
+
+
+def server() -> Server:
+    """Of a process that has its configuration already."""
+    from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+
+    parallel, disagg = get_parallel(), get_disagg()
+    return Server(
+        role=_ROLES.get(disagg.disaggregation_mode, "unified"),
+        dp_size=int(parallel.num_dp_ranks),
+        nodes=int(parallel.nnodes),
+        host=get_serving().host,
+        bootstrap_port=int(disagg.disaggregation_bootstrap_port),
+        head=parallel.dist_init_addr or "",
+        elastic=parallel.max_ep_size is not None,
+    )
+
+
+def dp_rank() -> int:
+    """Of a scheduler."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().dp_rank or 0)
+
+
+def speaks(scheduler: Any) -> bool:
+    """Whether it is this one of the processes that make up a rank that speaks for it: the one that gets requests from
+    the DP controller, and publishes load."""
+    return scheduler.load_snapshot_writer is not None
+
+
+def page_size(controller: Any) -> int:
+    """The tokens of a page of its ranks' KV caches."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    return int(resolving_view(controller.server_args).page_size or 0)
+
+
+def kv_events(controller: Any, instance: str, here: Server) -> EngineSettings | None:
+    """Where the ranks publish what they cache (--kv-events-config); None where they do not, or not over tcp."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.disaggregation.kv_events import KVEventsConfig
+
+    text = resolving_view(controller.server_args).kv_events_config
+    config = KVEventsConfig.from_cli(text) if text else None
+    if config is None or config.publisher != "zmq" or config.format != "default" or here.nodes > 1:
+        return None
+    host, port = _tcp(config.endpoint)
+    _, replay = _tcp(config.replay_endpoint or "")
+    return EngineSettings("sglang", host, port, instance, here.dp_size, replay) if port else None
+
+
+def _tcp(endpoint: str) -> tuple[str, int]:
+    """The host and port of a bound endpoint, seen from the same machine; port 0 for what is none."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not endpoint.startswith("tcp://") or not port.isdecimal():
+        return "", 0
+    return ("127.0.0.1" if host in ("*", "0.0.0.0", "") else "[::1]" if host in ("::", "[::]") else host), int(port)
+
+
+def own_method() -> str:
+    """SGLang's --load-balance-method, as it resolved it."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return str(get_parallel().load_balance_method)
+
+
+def is_health_check(request: Any) -> bool:
+    """SGLang sends these to each rank in turn, and its schedulers answer some of them without taking them in."""
+    from sglang.srt.managers.utils import is_health_check_generate_req
+
+    return bool(is_health_check_generate_req(request))
+
+
+def _address_of(name: str) -> str:
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError(f"cannot resolve {name!r}, the host of this server ({error.strerror})") from None

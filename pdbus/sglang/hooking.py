@@ -1,0 +1,81 @@
+"""Hooks what a process of SGLang runs: nothing when the plugin is off, or when SGLang is not as `seams` knows it.
+
+Never raises: SGLang would go on without it all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections.abc import MutableMapping
+from importlib import metadata
+from typing import NamedTuple
+
+from bus.errors import BusError, ConfigError
+from bus.runtime.epochs import new_epoch
+from controller.policies import resolve
+from pdbus.sglang import engine
+from pdbus.sglang.controller import ControllerSide
+from pdbus.sglang.scheduler import SchedulerSide
+from pdbus.sglang.seams import HOOKS, TESTED, mismatches
+from pdbus.sglang.server import ServerSide
+from pdbus.sglang.settings import DRAWN, Settings, read
+
+CHECKED = "PDBUS_SGLANG_CHECKED"  # the version whose sources the main process has compared; its children take its word
+MAIN = "managers.disagg_service"  # the only one to be hooked in a process that has not imported it yet
+
+log = logging.getLogger("sglang.pdbus")  # plugins are loaded before SGLang sets its logging up: warnings still show
+
+
+class Sides(NamedTuple):
+    """What was hooked, by the process that runs it; a process has all three, and SGLang calls one."""
+
+    server: ServerSide
+    scheduler: SchedulerSide
+    controller: ControllerSide
+
+
+def hook(environ: MutableMapping[str, str]) -> Sides | None:
+    """Hook this process by what `environ` says, and leave in it what its children need. None where nothing was
+    hooked."""
+    try:
+        settings = read(environ)
+        if not settings.on:
+            return None
+        if engine.rust_server():
+            raise ConfigError("SGLANG_RUST_SERVER goes other ways than those it knows")
+        if settings.method:
+            resolve(settings.method, "unified")
+        if multiprocessing.parent_process() is None:
+            _prepare(environ)
+        if not environ.get(CHECKED):
+            return None
+        return _register(read(environ))
+    except BusError as error:
+        log.warning("pdbus hooks nothing: %s", error)
+        return None
+
+
+def _prepare(environ: MutableMapping[str, str]) -> None:
+    """In the main process: look at SGLang's sources, and draw the number that all processes of this start share."""
+    environ.pop(CHECKED, None)
+    version = metadata.version("sglang")
+    wrong = list(mismatches(engine.sources()))
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise ConfigError(f"SGLang {version} is not as it knows it (tested: {', '.join(TESTED)}): {wrong[0]}{more}")
+    environ[CHECKED] = version
+    environ[DRAWN] = str(new_epoch())
+
+
+def _register(settings: Settings) -> Sides:
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    sides = Sides(ServerSide(settings), SchedulerSide(settings), ControllerSide(settings))
+    for seam in HOOKS:
+        if seam.module == MAIN or engine.imported(seam.module):
+            (function,) = (getattr(side, seam.does) for side in sides if hasattr(side, seam.does))
+            HookRegistry.register(seam.target, function, HookType(seam.kind))
+    register_resolution_hook("handle_load_balance_method")(sides.server.choose_method)
+    return sides

@@ -1,0 +1,166 @@
+"""A decode rank's side: where rooms are prefilled, which of them are lost, and which prefill ranks have died.
+
+One `PrefillBus` for each bus that requests name, made at its first use. Called on the scheduler's thread; nothing here
+blocks but SGLang's own query, where that is the way that is left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from bus.wire.messages import Beacon, Code, LoadReport, Location, Member, MemberKey, Message, Rooms
+from pdbus.sglang.rank import HEARD_S, fits
+
+Query = Callable[[list[int]], dict[str, int]]  # SGLang's: rooms to ranks by HTTP, the rooms as text
+REMEMBERED = 65_536  # rooms whose prefill rank is known, the last ones
+GRACE_S = 1.0  # for a broker that is there to be heard, before SGLang's way is taken
+PAUSE_S = 1.0  # a bus that carried nothing for so long was away, and what the ranks said meanwhile is lost
+FORGET_S = 3600.0
+OTHERS_S = 1.0  # between queries for rooms that a server without the plugin may hold
+REASONS: dict[str, str] = {
+    "unknown_room": "no prefill rank has registered it within {room_s:g} s",
+    "prefill_failed": "its prefill failed",
+}
+
+
+class Finder(Protocol):
+    """Of `bus.Resolver`, what is used here."""
+
+    @property
+    def silent_s(self) -> float: ...
+    def want(self, *rooms: int, deadline_s: float) -> None: ...
+    def poll(self) -> dict[int, Location]: ...
+    def lost(self) -> dict[int, Code]: ...
+
+
+class Lives:
+    """Which ranks of a bus have been silent for `lost_s` while others, or the broker, spoke. When the bus itself was
+    away nobody is blamed for it."""
+
+    def __init__(self, lost_s: float) -> None:
+        self._lost_s = lost_s
+        self._heard: dict[MemberKey, float] = {}
+        self._bus_at = float("-inf")
+        self._bus_since = float("-inf")
+
+    def heard(self, message: Message, now: float) -> None:
+        """Anything that the bus carried."""
+        if not isinstance(message, Beacon | Member | LoadReport | Rooms):
+            return
+        if now - self._bus_at > PAUSE_S:
+            self._bus_since = now
+        self._bus_at = now
+        if not isinstance(message, Beacon):
+            self._heard[(message.instance, message.dp_rank)] = now
+
+    def expect(self, key: MemberKey, now: float) -> None:
+        """A room was found there: one that died before anything of it was heard is missed too. From any thread."""
+        self._heard.setdefault(key, now)
+
+    def lost(self) -> frozenset[MemberKey]:
+        """They are forgotten after an hour."""
+        heard = list(self._heard.items())
+        for key, at in heard:
+            if self._bus_at - at > FORGET_S:
+                self._heard.pop(key, None)
+        return frozenset(key for key, at in heard if self._bus_at - max(at, self._bus_since) > self._lost_s)
+
+
+class PrefillBus:
+    """The rooms of one bus. `shared`: it is not a prefill server's own, so there may be servers that are not on it."""
+
+    def __init__(
+        self,
+        finder: Finder,
+        lives: Lives,
+        *,
+        room_s: float,
+        shared: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._finder = finder
+        self._lives = lives
+        self._room_s = room_s
+        self._shared = shared
+        self._clock = clock
+        self._wanted: set[int] = set()
+        self._found: dict[int, Location] = {}
+        self._lost: dict[int, Code] = {}
+        self._began = self._others_at = clock()
+        self._where: OrderedDict[int, MemberKey] = OrderedDict()
+
+    @property
+    def heard(self) -> bool:
+        """Whether the broker is there."""
+        return self._finder.silent_s < HEARD_S
+
+    @property
+    def asked(self) -> bool:
+        """Whether rooms are asked for here, and not of SGLang's HTTP server."""
+        return self.heard or self._clock() - self._began < GRACE_S
+
+    def find(self, rooms: Sequence[int], query: Query) -> dict[str, int]:
+        """Of `rooms` (all that wait here), those whose prefill rank is known by now."""
+        odd = [room for room in rooms if not fits(room)]
+        mine = [room for room in rooms if fits(room)]
+        fresh = [room for room in mine if room not in self._wanted]
+        if fresh:
+            self._wanted.update(fresh)
+            self._finder.want(*fresh, deadline_s=self._room_s)
+        self._collect(mine)
+        ranks = {str(room): self._found[room].dp_rank for room in mine if room in self._found}
+        rest = [room for room in mine if room not in self._found]
+        if self.asked:
+            rest = rest if self._others_due(rest) else []
+        if odd or rest:
+            ranks.update(query([*rest, *odd]))
+        for room in [room for room in mine if str(room) in ranks]:
+            if (at := self._found.get(room)) is not None:
+                self._where[room] = key = (at.instance, at.dp_rank)
+                self._where.move_to_end(room)
+                self._lives.expect(key, self._clock())
+            self._settle(room)
+        while len(self._where) > REMEMBERED:
+            self._where.popitem(last=False)
+        return ranks
+
+    def lost(self) -> dict[int, str]:
+        """The rooms given up since the last call, and why. While no broker is heard none is: they are wanted anew."""
+        lost, self._lost = self._lost, {}
+        for room in lost:
+            self._settle(room)
+        if not self.heard:
+            return {}
+        return {
+            room: f"bootstrap_room {room}: {REASONS.get(code, code).format(room_s=self._room_s)}"
+            for room, code in lost.items()
+            if code != "too_many"
+        }
+
+    def where(self, room: int) -> MemberKey | None:
+        """The prefill rank that `room` was found at."""
+        return self._where.get(room)
+
+    def _collect(self, rooms: Iterable[int]) -> None:
+        found, lost = self._finder.poll(), self._finder.lost()
+        waiting = set(rooms)
+        for room in self._wanted - waiting:  # their requests are gone
+            self._settle(room)
+        self._found.update({room: at for room, at in found.items() if room in waiting})
+        self._lost.update({room: code for room, code in lost.items() if room in waiting})
+
+    def _settle(self, room: int) -> None:
+        self._wanted.discard(room)
+        self._found.pop(room, None)
+        self._lost.pop(room, None)
+
+    def _others_due(self, rest: list[int]) -> bool:
+        """Whether a server without the plugin may be asked for what this bus does not know, now and then."""
+        now = self._clock()
+        if not self._shared or not rest or now - self._others_at < OTHERS_S:
+            return False
+        self._others_at = now
+        return True

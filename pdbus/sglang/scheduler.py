@@ -1,0 +1,235 @@
+"""What is hooked in a scheduler's process: a prefill rank publishes, a decode rank finds and gives up rooms.
+
+Thin: `rank` and `rooms` decide. Where something of ours fails, SGLang's own way is taken from then on, and the log says
+so once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from bus import Publisher, Resolver
+from bus.errors import BusError
+from bus.runtime.logs import get_logger
+from bus.wire import topics
+from pdbus.sglang import addresses, engine
+from pdbus.sglang.rank import HttpRooms, Rank, charge_of
+from pdbus.sglang.rooms import Lives, PrefillBus
+from pdbus.sglang.settings import Settings
+from pdbus.sglang.watch import Watch
+
+log = get_logger("sglang")
+LIVES_TOPICS = (topics.BEACON, topics.MEMBER)
+
+
+class Decoding:
+    """A prefill server's bus, seen by a decode rank: its rooms, and which of its ranks live."""
+
+    def __init__(self, bus: str, settings: Settings) -> None:
+        self._settings = settings
+        self._resolver = Resolver(bus, keys=settings.keys, instance=settings.instance)
+        lives = Lives(settings.lost_s)
+        self.lost_ranks: frozenset[tuple[str, int]] = frozenset()
+
+        def tick(_now: float) -> None:
+            self.lost_ranks = lives.lost()
+
+        self._watch = Watch(
+            bus, LIVES_TOPICS, lives.heard, tick, keys=settings.keys, instance=settings.instance
+        )  # fmt: skip
+        self.rooms = PrefillBus(self._resolver, lives, room_s=settings.room_s, shared=bool(settings.bus))
+
+    def start(self) -> Decoding:
+        self._resolver.start()
+        try:
+            self._watch.start()
+        except BaseException:
+            self._resolver.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        self._watch.stop()
+        self._resolver.stop()
+
+
+class SchedulerSide:
+    """One scheduler process. Its rank goes on the bus when SGLang's loop first publishes a load."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.rank: Rank | None = None
+        self._publisher: Publisher | None = None
+        self._http: HttpRooms | None = None
+        self._tried = False
+        self._thread = threading.get_ident()  # SGLang's loop runs where plugins are loaded
+        self._decoding: dict[str, Decoding | None] = {}  # by bootstrap address; None: it can't be
+
+    def stop(self) -> None:
+        """For tests; a scheduler's process ends with everything in it."""
+        for decoding in self._decoding.values():
+            if decoding is not None:
+                decoding.stop()
+        for each in (self._publisher, self._http):
+            if each is not None:
+                each.stop()
+
+    # --- the rank itself ----------------------------------------------------------------------------------------------
+
+    def count(self, scheduler: Any, request: Any, **_also: Any) -> None:
+        """Before Scheduler.handle_generate_request, and the one for embeddings."""
+        if self._is_up(scheduler) and not engine.is_health_check(request):
+            tokens = charge_of(request)
+            self._do(lambda rank: rank.ingested(tokens))
+
+    def report(self, snapshot: Any, scheduler: Any, force: bool = False) -> None:
+        """After Scheduler.publish_load_snapshot."""
+        if self._is_up(scheduler):
+            self._do(lambda rank: rank.report(snapshot))
+
+    def register_room(self, original: Callable[[Any], None], sender: Any) -> None:
+        """Around CommonKVSender._register_prefill_dp_rank. SGLang has each of a rank's processes do it; one will do."""
+        manager = sender.kv_mgr
+        if manager.attn_tp_rank or manager.attn_cp_rank or manager.pp_rank:
+            return
+        room, address = sender.bootstrap_room, sender.bootstrap_server_url
+        if not self._start() or not self._do(lambda rank: rank.register(room, address)):
+            original(sender)
+
+    def drop_room(self, _result: None, sender: Any) -> None:
+        """After CommonKVSender.clear."""
+        if self.rank is not None:
+            from sglang.srt.disaggregation.base.conn import KVPoll
+
+            failed = sender.conclude_state == KVPoll.Failed
+            self._do(lambda rank: rank.drop(sender.bootstrap_room, failed=failed))
+
+    def _is_up(self, scheduler: Any) -> bool:
+        return self.rank is not None or (not self._tried and engine.speaks(scheduler) and self._start())
+
+    def _start(self) -> bool:
+        """Go on the bus, at the first call. False where that can't be."""
+        if self._tried:
+            return self.rank is not None
+        self._tried = True
+        settings = self.settings
+        try:
+            here, dp_rank = engine.server(), engine.dp_rank()
+            if here.dp_size == 1:
+                return False
+            bus = here.bus(settings)
+            self._publisher = Publisher(
+                bus, instance=settings.name, dp_rank=dp_rank, dp_size=here.dp_size, role=here.role,
+                epoch=settings.nonce, keys=settings.keys,
+            ).start()  # fmt: skip
+        except Exception as error:
+            _failed("pdbus.rank.not_on_the_bus", error)
+            return False
+        self._http = HttpRooms(dp_rank) if here.role == "prefill" else None
+        self.rank = Rank(self._publisher, settings.nonce, http=self._http, always=settings.http)
+        log.info("pdbus.rank.on_the_bus", bus=bus, instance=settings.name, dp_rank=dp_rank, role=here.role)
+        return True
+
+    def _do(self, what: Callable[[Rank], None]) -> bool:
+        """Have the rank do it. What fails takes it off the bus, and never SGLang's loop with it."""
+        assert self.rank is not None
+        try:
+            what(self.rank)
+        except Exception as error:
+            self.rank = None
+            _failed("pdbus.rank.left_the_bus", error)
+            return False
+        return True
+
+    # --- rooms of others ----------------------------------------------------------------------------------------------
+
+    def find_rooms(
+        self, original: Callable[[str, list[int]], dict[str, int]], bootstrap_addr: str, bootstrap_rooms: list[int]
+    ) -> dict[str, int]:
+        """Around CommonKVReceiver.query_prefill_dp_ranks. On another thread it is a prefetch, of SGLang's own way."""
+        decoding = self._of(bootstrap_addr) if threading.get_ident() == self._thread else None
+        if decoding is None:
+            return original(bootstrap_addr, bootstrap_rooms)
+        try:
+            return decoding.rooms.find(bootstrap_rooms, lambda rooms: original(bootstrap_addr, rooms))
+        except Exception as error:
+            self._decoding[bootstrap_addr] = None
+            _failed("pdbus.rooms.by_http", error)
+            return original(bootstrap_addr, bootstrap_rooms)
+
+    def prefetch_rooms(self, original: Callable[[Any], None], queue: Any) -> None:
+        """Around DecodePreallocQueue.prefetch_prefill_dp_rank_queries, which asks over HTTP from other threads: the bus
+        asks by itself, so this is for servers without one."""
+        waiting = {receiver.bootstrap_addr for receiver in _receivers(queue.pending_reqs)}
+        decodings = [self._decoding[address] for address in waiting if address in self._decoding]
+        if not all(decoding is not None and decoding.rooms.asked for decoding in decodings):
+            original(queue)
+
+    def resolve_pending(self, original: Callable[[Any], None], queue: Any) -> None:
+        """Around DecodePreallocQueue._resolve_pending_reqs. What is lost ends with its reason: the receiver is aborted,
+        as SGLang does it where a prefill server can't be reached."""
+        original(queue)
+        for address, decoding in list(self._decoding.items()):
+            if decoding is None:
+                continue
+            try:
+                if lost := decoding.rooms.lost():
+                    self._abort(queue, address, lost)
+                if decoding.lost_ranks:
+                    self._abandon(queue, address, decoding)
+            except Exception as error:
+                self._decoding[address] = None
+                _failed("pdbus.rooms.by_http", error)
+
+    @staticmethod
+    def _abort(queue: Any, address: str, lost: dict[int, str]) -> None:
+        for receiver in _receivers(queue.pending_reqs):
+            reason = lost.get(receiver.bootstrap_room)
+            if reason is not None and receiver.bootstrap_addr == address:
+                receiver.abort()
+                queue.kv_manager.record_failure(receiver.bootstrap_room, reason)
+                log.warning("pdbus.room.lost", room=receiver.bootstrap_room, why=reason)
+
+    @staticmethod
+    def _abandon(queue: Any, address: str, decoding: Decoding) -> None:
+        """What waits for a rank that has died, or for its KV cache."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        manager = queue.kv_manager
+        for receiver in _receivers([*queue.queue, *queue.transfer_queue.queue]):
+            room = receiver.bootstrap_room
+            at = decoding.rooms.where(room) if receiver.bootstrap_addr == address else None
+            if at not in decoding.lost_ranks or receiver.conclude_state is not None:
+                continue
+            if manager.request_status.get(room) in (None, KVPoll.Failed, KVPoll.Success):
+                continue
+            reason = f"bootstrap_room {room}: prefill rank {at[1]} of {at[0]} has died"
+            manager.record_failure(room, reason)
+            manager.update_status(room, KVPoll.Failed)
+            log.warning("pdbus.room.lost", room=room, why=reason)
+
+    def _of(self, address: str) -> Decoding | None:
+        if address not in self._decoding:
+            try:
+                bus = self.settings.bus or addresses.beside(address)
+                self._decoding[address] = Decoding(bus, self.settings).start()
+                log.info("pdbus.rooms.by_bus", server=address, bus=bus)
+            except Exception as error:
+                self._decoding[address] = None
+                _failed("pdbus.rooms.by_http", error)
+        return self._decoding[address]
+
+
+def _receivers(requests: list[Any]) -> list[Any]:
+    """Of SGLang's DecodeRequests; one that has ended has none, and that of a health check leads nowhere."""
+    return [request.kv_receiver for request in requests if hasattr(request.kv_receiver, "bootstrap_addr")]
+
+
+def _failed(event: str, error: Exception) -> None:
+    """In one line, and with its traceback where it is a bug."""
+    if isinstance(error, BusError):
+        log.warning(event, why=str(error))
+    else:
+        log.exception(event)

@@ -1,0 +1,99 @@
+"""What an operator says by environment variables, read once in each process. Pure: the environment is an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bus.endpoints import check_base
+from bus.errors import ConfigError
+from bus.wire.messages import MAX_ROOM, NAME
+
+SWITCH = "PDBUS_SGLANG"
+METHOD = "PDBUS_SGLANG_METHOD"
+BUS = "PDBUS_SGLANG_BUS"
+KEYS = "PDBUS_SGLANG_KEYS"
+INSTANCE = "PDBUS_SGLANG_INSTANCE"
+HTTP = "PDBUS_SGLANG_HTTP"
+NONCE = "PDBUS_SGLANG_NONCE"
+DRAWN = "PDBUS_SGLANG_DRAWN"  # not the operator's: what main drew for its children
+ROOM_S = "PDBUS_SGLANG_ROOM_S"
+LOST_S = "PDBUS_SGLANG_LOST_S"
+
+_WORDS = {"on": True, "1": True, "true": True, "off": False, "0": False, "false": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """`nonce` is one number for all processes of one start of a server (0: main has not drawn it yet); by it ranks and
+    DP controller know each other's counts for those of this start. `told`: the operator named it, so that all machines
+    of a server have the same."""
+
+    on: bool = False
+    method: str = ""  # of load balancing; empty: SGLang's own --load-balance-method, by our loads
+    bus: str = ""  # of a broker that somebody else runs; empty: each server has its own
+    keys: str = ""
+    instance: str = ""  # the server's name on the bus; empty: from the nonce
+    http: bool = False  # register rooms with SGLang's HTTP server as well, for decode servers without the plugin
+    nonce: int = 0
+    told: bool = False
+    room_s: float = 300.0  # a room that no prefill rank has registered by then ends its request
+    lost_s: float = 15.0  # what waits for a prefill rank that has been silent for so long ends
+
+    @property
+    def name(self) -> str:
+        """The instance on the bus."""
+        return self.instance or f"sglang-{self.nonce:016x}"
+
+
+def read(environ: Mapping[str, str]) -> Settings:
+    """ConfigError, in one line, for what makes no sense; nothing is checked while the plugin is off."""
+    method = environ.get(METHOD, "").strip()
+    on = _switch(environ, SWITCH, bool(method))
+    if not on:
+        return Settings()
+    bus, instance = environ.get(BUS, ""), environ.get(INSTANCE, "")
+    if bus:
+        check_base(bus)
+    if instance and NAME.fullmatch(instance) is None:
+        raise ConfigError(f"{INSTANCE}={instance!r}: a name has 1 to 64 letters, digits, '.', '_' and '-'")
+    if environ.get(KEYS) and not instance:
+        raise ConfigError(f"{KEYS} needs {INSTANCE}: the name of this server's key")
+    return Settings(
+        on=True,
+        method=method,
+        bus=bus,
+        keys=environ.get(KEYS, ""),
+        instance=instance,
+        http=_switch(environ, HTTP, False),
+        nonce=_nonce(environ.get(NONCE) or environ.get(DRAWN, "")),
+        told=bool(environ.get(NONCE)),
+        room_s=_seconds(environ, ROOM_S, Settings.room_s, 1.0),
+        lost_s=_seconds(environ, LOST_S, Settings.lost_s, 5.0),  # an idle rank speaks once a second
+    )
+
+
+def _switch(environ: Mapping[str, str], name: str, default: bool) -> bool:
+    word = environ.get(name, "").strip().lower()
+    if word and word not in _WORDS:
+        raise ConfigError(f"{name}={word!r}: say on or off")
+    return _WORDS[word] if word else default
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float, least: float) -> float:
+    text = environ.get(name, "")
+    try:
+        seconds = float(text) if text else default
+    except ValueError:
+        seconds = -1.0
+    if not least <= seconds <= 86_400.0:
+        raise ConfigError(f"{name}={text!r}: seconds, between {least:g} and 86400")
+    return seconds
+
+
+def _nonce(text: str) -> int:
+    if not text:
+        return 0
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_ROOM:
+        raise ConfigError(f"{NONCE}={text!r}: a whole number from 1 to {MAX_ROOM}, the same on all nodes of one server")
+    return int(text)

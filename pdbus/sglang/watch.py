@@ -1,0 +1,67 @@
+"""A subscriber on a thread of its own: tells whoever made it what the bus carries, and the time. Decides nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TypeAlias
+
+from bus.endpoints import BusAddress
+from bus.errors import RemoteProtocolError
+from bus.runtime.keys import load_keys
+from bus.runtime.logs import get_logger
+from bus.runtime.loop import Loop
+from bus.runtime.service import Service
+from bus.runtime.sockets import Sockets
+from bus.wire import subscription
+from bus.wire.messages import Message
+
+TICK_S = 0.25
+
+More: TypeAlias = Callable[[Loop, ExitStack], None]
+
+log = get_logger("sglang")
+
+
+class Watch(Service):
+    """`on_message(message, now)` for each publication under `topics`, `on_tick(now)` each TICK_S; `more` may add to the
+    loop what else is to be heard on this thread."""
+
+    part = "sglang-watch"
+
+    def __init__(
+        self,
+        bus: str,
+        topics: tuple[bytes, ...],
+        on_message: Callable[[Message, float], None],
+        on_tick: Callable[[float], None],
+        *,
+        keys: str = "",
+        instance: str = "",
+        more: More | None = None,
+    ) -> None:
+        self.address = BusAddress(bus)
+        self.rejected: Counter[str] = Counter()
+        self._topics = topics
+        self._on_message = on_message
+        self._on_tick = on_tick
+        self._keys = load_keys(keys, "nodes", name=instance) if keys else None
+        self._more = more
+
+    def _open(self, exits: ExitStack) -> None:
+        sockets = exits.enter_context(Sockets(keys=self._keys))
+        self.loop.add(sockets.sub(self.address.subscribe, self._topics), self._received, budget=512)
+        self.loop.call_every(TICK_S, lambda: self._on_tick(self.loop.clock()))
+        if self._more is not None:
+            self._more(self.loop, exits)
+
+    def _received(self, frames: list[bytes]) -> None:
+        try:
+            message = subscription.read(frames)
+        except RemoteProtocolError as error:
+            if not self.rejected:
+                log.warning("pdbus.message.rejected", reason=error.reason)
+            self.rejected[error.reason] += 1
+            return
+        self._on_message(message, self.loop.clock())

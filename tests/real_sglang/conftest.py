@@ -1,0 +1,13 @@
+"""These tests need SGLang: `make test-sglang` and `make test-sglang-servers` run them in an environment that has it.
+
+No other run sees them.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+collect_ignore_glob = [] if find_spec("sglang") else ["test_*.py"]
+sys.path.insert(0, str(Path(__file__).parent))

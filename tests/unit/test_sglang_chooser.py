@@ -1,0 +1,197 @@
+"""Which rank of a SGLang server gets a request: acknowledged load, any method, ranks that others chose or that died."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bus.wire.hashing import block_hashes
+from bus.wire.kv_names import Cleared, Removed, Stored
+from bus.wire.messages import MAX_ROOM, Ack, Beacon, Load, LoadReport, Member, Role
+from controller.policies import POLICIES, PolicySettings, make_policy
+from pdbus.sglang.chooser import Chooser
+
+NONCE, INSTANCE, PAGE = 99, "s", 16
+
+
+def request(tokens: int | list[int] = 10, room: int | None = 0, rid: str = "r") -> Any:
+    ids = list(range(tokens)) if isinstance(tokens, int) else tokens
+    return SimpleNamespace(rid=rid, input_ids=ids, bootstrap_room=room, routed_dp_rank=None)
+
+
+class World:
+    def __init__(self, method: str, *, dp_size: int = 2, role: Role = "prefill", page: int = PAGE) -> None:
+        self.now = 0.0
+        self._seqs = [0] * dp_size
+        self.chooser = Chooser(
+            make_policy(method, PolicySettings(role=role)), instance=INSTANCE, role=role, dp_size=dp_size, nonce=NONCE,
+            now=self.now, block_tokens=page,
+        )  # fmt: skip
+        self.all = list(range(dp_size))
+
+    def pick(self, tokens: int | list[int] = 10, able: list[int] | None = None, **fields: Any) -> int | None:
+        picked = self.chooser.pick(request(tokens, **fields), self.all if able is None else able, self.now)
+        self.chooser.table.validate()
+        return picked
+
+    def report(self, rank: int, acked: tuple[int, int], *, waiting_tokens: int = 0, running: int = 0) -> None:
+        """`acked`: requests and their tokens that it has taken in."""
+        self._seqs[rank] += 1
+        load = Load(
+            seq=self._seqs[rank], step=1, running=running, waiting=0, waiting_tokens=waiting_tokens, kv_tokens=0,
+            kv_capacity=1000, max_running=16, acks=(Ack(NONCE, *acked),),
+        )  # fmt: skip
+        self.chooser.heard(LoadReport(INSTANCE, rank, NONCE, self._seqs[rank], load), self.now)
+        self.chooser.table.validate()
+
+    def alive(self, *ranks: int, seconds: float) -> list[tuple[int, bool]]:
+        """Time passes; the broker and these ranks speak."""
+        turned: list[tuple[int, bool]] = []
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 0.25
+            self.chooser.heard(Beacon(1, 1, 0.25), self.now)
+            for rank in ranks:
+                self._seqs[rank] += 1
+                load = Load(
+                    seq=self._seqs[rank], step=1, running=0, waiting=0, waiting_tokens=0, kv_tokens=0, kv_capacity=0,
+                    max_running=0, acks=(Ack(NONCE, self.chooser.ranks[rank].sent, 0),),
+                )  # fmt: skip
+                member = Member(INSTANCE, rank, NONCE, 1, load, "prefill", "", 2, "ready", "", False, 0, 0.25)
+                self.chooser.heard(member, self.now)
+            turned += self.chooser.tick(self.now)
+        return turned
+
+
+# --- methods ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", sorted(POLICIES))
+@pytest.mark.parametrize("role", ["prefill", "decode", "unified"])
+def test_every_method_uses_every_rank_before_anything_is_heard(method: str, role: Role) -> None:
+    world = World(method, dp_size=4, role=role)
+    assert {world.pick(room=room) for room in range(8)} == {0, 1, 2, 3}
+
+
+def test_follow_bootstrap_room_is_what_decode_computes() -> None:
+    world = World("follow_bootstrap_room", dp_size=4)
+    assert [world.pick(room=room) for room in (0, 5, 7, 2)] == [0, 1, 3, 2]
+    assert world.pick(room=None) is None, "a request without a room is SGLang's to place"
+    assert world.pick(room=MAX_ROOM + 1) is None
+
+
+def test_tokens_are_what_total_tokens_goes_by() -> None:
+    world = World("total_tokens")
+    first = world.pick(1000)
+    assert [world.pick(10) for _ in range(5)] == [1 - (first or 0)] * 5
+
+
+# --- load -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_that_is_late_does_not_send_a_burst_to_one_rank() -> None:
+    """Stock SGLang overwrites its counts with a snapshot that knows nothing of what is on its way."""
+    world = World("total_requests")
+    for _ in range(10):
+        world.pick()
+    for rank in (0, 1):
+        world.report(rank, (0, 0))
+    picked = [world.pick() for _ in range(10)]
+    assert picked.count(0) == picked.count(1) == 5
+
+
+def test_what_a_report_acknowledges_counts_once() -> None:
+    world = World("total_tokens")
+    first, second = world.pick(100), world.pick(100)
+    assert {first, second} == {0, 1}
+    world.report(0, (1, 100), waiting_tokens=100)
+    world.report(1, (1, 100), waiting_tokens=20)
+    assert [rank.tokens for rank in world.chooser.ranks] == [100, 20]
+    assert [rank.outstanding for rank in world.chooser.ranks] == [0, 0]
+    assert [world.pick(10) for _ in range(3)] == [1, 1, 1]
+
+
+def test_the_choice_of_a_router_counts() -> None:
+    world = World("total_requests")
+    for _ in range(4):
+        world.chooser.chosen(request(), 0, world.now)
+    assert [world.pick() for _ in range(4)] == [1, 1, 1, 1]
+
+
+def test_reports_of_others_change_nothing() -> None:
+    """Of another server, of another start of this one, of a rank that there is not."""
+    world = World("total_tokens")
+    load = Load(
+        seq=9, step=1, running=5, waiting=0, waiting_tokens=5000, kv_tokens=0, kv_capacity=0, max_running=0
+    )  # fmt: skip
+    for instance, rank, epoch in (("other", 0, NONCE), (INSTANCE, 0, 1), (INSTANCE, 7, NONCE)):
+        world.chooser.heard(LoadReport(instance, rank, epoch, 1, load), 0.0)
+    assert [rank.tokens for rank in world.chooser.ranks] == [0, 0]
+
+
+# --- who lives --------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_falls_silent_gets_nothing_until_it_is_heard_again() -> None:
+    world = World("round_robin")
+    assert world.alive(0, 1, seconds=2) == []
+    assert world.alive(0, seconds=4) == [(1, False)]
+    assert {world.pick() for _ in range(4)} == {0}
+    assert world.alive(0, 1, seconds=1) == [(1, True)]
+    assert {world.pick() for _ in range(4)} == {0, 1}
+
+
+def test_without_a_broker_nobody_is_blamed_and_requests_are_spread() -> None:
+    world = World("total_requests")
+    world.alive(0, 1, seconds=2)
+    for _ in range(200):
+        world.now += 0.25
+        assert world.chooser.tick(world.now) == []
+    picked = [world.pick() for _ in range(10)]
+    assert picked.count(0) == picked.count(1) == 5
+
+
+def test_where_all_are_silent_sglang_chooses() -> None:
+    world = World("round_robin")
+    world.alive(0, 1, seconds=1)
+    world.alive(seconds=5)
+    assert world.pick() is None
+
+
+def test_a_rank_that_sglang_has_switched_off_is_left_out() -> None:
+    world = World("total_tokens", dp_size=3)
+    assert {world.pick(able=[0, 2]) for _ in range(6)} == {0, 2}
+    assert world.pick(able=[]) is None
+
+
+# --- caches -----------------------------------------------------------------------------------------------------------
+
+PROMPT = list(range(1000, 1000 + 20 * PAGE))
+
+
+def test_a_prompt_follows_its_prefix_and_forgets_what_was_evicted() -> None:
+    world = World("cache_aware")
+    names = tuple(block_hashes(PROMPT, PAGE))
+    world.chooser.changed(1, (Stored(names),))
+    for _ in range(3):
+        assert world.pick([*PROMPT, 1, 2, 3]) == 1
+        world.report(1, (world.chooser.ranks[1].sent, world.chooser.ranks[1].sent_tokens))
+    world.chooser.changed(1, (Removed(names),))
+    assert world.pick([*PROMPT, 1, 2, 3]) == 0
+    world.chooser.changed(0, (Cleared(),))
+    world.report(0, (1, len(PROMPT) + 3))
+    assert world.pick([*PROMPT, 4]) == 1
+
+
+def test_a_prompt_of_pages_of_another_size_is_cached_nowhere() -> None:
+    world = World("cache_aware", page=32)
+    world.chooser.changed(1, (Stored(tuple(block_hashes(PROMPT, PAGE))),))
+    assert {world.pick(PROMPT), world.pick(PROMPT)} == {0, 1}
+
+
+def test_ids_that_are_no_token_ids_are_cached_nowhere() -> None:
+    """SGLang writes hashes of images in their place."""
+    world = World("cache_aware")
+    assert {world.pick([2**40] * 32), world.pick([2**40] * 32)} == {0, 1}
