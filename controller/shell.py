@@ -30,7 +30,7 @@ from bus.runtime.metrics import Metric
 from bus.runtime.ration import LARGE, Ration
 from bus.runtime.service import Service
 from bus.runtime.sockets import PAYLOAD_MAX, Socket, Sockets
-from bus.wire import codec, subscription, topics
+from bus.wire import codec, topics
 from bus.wire.kv_names import Changes
 from bus.wire.messages import (
     CLIENT_TO_CONTROLLER,
@@ -220,7 +220,7 @@ class Controller(Service):
 
     def _on_publication(self, frames: list[bytes]) -> None:
         try:
-            message = subscription.read(frames)
+            message = topics.read(frames)
         except RemoteProtocolError as error:
             self._reject(frames[0], error)
             return

@@ -23,7 +23,7 @@ from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.service import Service
 from bus.runtime.sockets import Sockets
-from bus.wire import codec, subscription, topics
+from bus.wire import codec, topics
 from bus.wire.messages import PUBLICATIONS, Code, Conflict, Load, Member, NodeState, Role
 
 __all__ = ["Publisher", "PublisherCore"]
@@ -232,7 +232,7 @@ class Publisher(Service):
 
     def _on_frames(self, frames: list[bytes]) -> None:
         try:
-            message = subscription.read(frames)
+            message = topics.read(frames)
         except RemoteProtocolError as error:
             if not self.rejected:
                 log.warning("message.rejected", reason=error.reason)

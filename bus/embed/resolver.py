@@ -21,7 +21,7 @@ from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.service import Service
 from bus.runtime.sockets import Sockets
-from bus.wire import codec, subscription, topics
+from bus.wire import codec, topics
 from bus.wire.messages import FROM_BROKER, Code, Location, Message
 
 __all__ = ["Resolved", "Resolver", "ResolverCore"]
@@ -67,7 +67,7 @@ class Resolver(Service):
         self._dealer = self._sockets.dealer(self.address.bootstrap)
         self.loop.add(self._dealer, lambda frames: self._on_frames(frames, _read_answer))
         sub = self._sockets.sub(self.address.subscribe, (topics.BEACON,))
-        self.loop.add(sub, lambda frames: self._on_frames(frames, subscription.read))
+        self.loop.add(sub, lambda frames: self._on_frames(frames, topics.read))
         self.loop.call_threadsafe(self._drain)  # what was wanted before the start
         self.loop.after_turn(self._pace)
 

@@ -1,7 +1,8 @@
 """Hashes of prompt blocks, so that clients, controllers and nodes name the same prefix alike.
 
 A block's hash covers its own tokens and, through its parent's hash, every token before it: equal hashes mean equal
-prefixes. 64-bit BLAKE2b, unsigned. Owns the rule; must not cache anything.
+prefixes. 64-bit BLAKE2b, unsigned. Beside them the checksum of KV blocks on the wire. Owns the rules; must not cache
+anything.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from zlib import crc32
 
 ROOT = 0  # the parent of a first block
 _empty = blake2b(digest_size=8)
@@ -69,3 +71,9 @@ def unpack_hashes(packed: bytes) -> array[int]:
     if sys.byteorder == "big":
         hashes.byteswap()
     return hashes
+
+
+def block_crc32(room: int, attempt: int, index: int, data: bytes | memoryview) -> int:
+    """The checksum of `KvBlock` (docs/protocol.md, section 12): it covers the block's place as well as its bytes, so a
+    mix-up shows."""
+    return crc32(data, crc32(struct.pack("<QII", room, attempt, index)))

@@ -1,13 +1,28 @@
 """Topics of the PUB/SUB bus: `kind/instance/dp_rank/`, so that a prefix subscribes to a kind, an instance or a rank.
 
-The closing slash keeps rank 1 from matching rank 10. Must not decode payloads.
+The closing slash keeps rank 1 from matching rank 10. A publication is two frames: its topic, its message. Must not
+count, log or act.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
-from bus.wire.messages import MAX_DP_SIZE, Beacon, Conflict, LoadReport, Member, Message, Resync, Rooms, Sent
+from bus.errors import RemoteProtocolError
+from bus.wire.codec import decode
+from bus.wire.messages import (
+    MAX_DP_SIZE,
+    PUBLICATIONS,
+    Beacon,
+    Conflict,
+    LoadReport,
+    Member,
+    Message,
+    Resync,
+    Rooms,
+    Sent,
+)
 
 LOAD = b"load/"
 ROOMS = b"rooms/"
@@ -35,3 +50,13 @@ def of(message: Message) -> bytes:
         return SENT + message.controller.encode() + b"/"
     assert isinstance(message, Beacon), message
     return BEACON
+
+
+def read(frames: Sequence[bytes]) -> Message:
+    """The message of a publication. RemoteProtocolError as of `decode`, or `frames` or `topic`."""
+    if len(frames) != 2:
+        raise RemoteProtocolError("frames", f"{len(frames)} frames")
+    message = decode(frames[1], PUBLICATIONS)
+    if of(message) != frames[0]:
+        raise RemoteProtocolError("topic", repr(frames[0][:80]))
+    return message

@@ -143,18 +143,13 @@ class RankLoad:
         return self.sent_tokens - self.acked_tokens
 
     @property
-    def number(self) -> int:
-        """Of the last dispatch."""
-        return self.sent + self.undone
-
-    @property
     def dispatched_total(self) -> int:
-        """Since the controller began."""
+        """Dispatches since the controller began, in all epochs of the rank."""
         return self.dispatched_before + self.sent
 
     @property
     def ended_total(self) -> int:
-        """Likewise; what was in flight to an earlier epoch ended with that."""
+        """Those of them that ended; what was outstanding in an earlier epoch ended with that."""
         return self.dispatched_total - self.outstanding
 
     @property

@@ -132,7 +132,7 @@ class LoadTable:
         rank.ready = rank.candidate = False
         del self.ranks[rank.key]
         self._free_seats.append(rank.seat)
-        if rank.number:
+        if rank.sent or rank.undone:
             self._closed[(rank.key, rank.epoch)] = rank.undone, rank.sent, rank.sent_tokens
             if len(self._closed) > MAX_CLOSED:
                 self._closed.popitem(last=False)

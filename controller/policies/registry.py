@@ -21,10 +21,8 @@ from bus.errors import ConfigError
 from bus.runtime.logs import get_logger
 from bus.wire.messages import Role
 from controller.policies.base import Policy, PolicySettings
-from controller.policies.cache_aware import CacheAware
-from controller.policies.follow_bootstrap_room import FollowBootstrapRoom
 from controller.policies.guard import FAULTS, Guard, OnFault, fail_on, story
-from controller.policies.least import RoundRobin, TotalRequests, TotalTokens
+from controller.policies.methods import CacheAware, FollowBootstrapRoom, RoundRobin, TotalRequests, TotalTokens
 
 Factory: TypeAlias = Callable[[PolicySettings], Policy]
 

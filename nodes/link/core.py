@@ -31,9 +31,8 @@ from bus.wire.messages import (
     Role,
 )
 from nodes.link.actions import Action, Cancel, Leave, PublishFrames, Register, Release, Start, Unregister
-from nodes.link.leg import Leg, LegState, leg_of
-from nodes.link.legs import Legs
-from nodes.link.legs import Limits as Limits
+from nodes.link.leg import Leg, Legs, LegState, leg_of
+from nodes.link.leg import Limits as Limits
 from nodes.link.puller import KvPuller, unfetched
 from nodes.link.reports import Reports
 from nodes.link.runner import (

@@ -19,9 +19,9 @@ from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
 from bus.runtime.sockets import KV_MAX, Socket, Sockets
 from bus.wire.codec import decode, encode
+from bus.wire.hashing import block_crc32
 from bus.wire.messages import FROM_NODE_DATA, KvBlock, KvDone, KvFail, KvMeta, KvPull
 from nodes.link.actions import SendBlock
-from nodes.link.checksum import block_crc32
 
 IDLE_S = 60.0
 MAX_PEERS = 1024

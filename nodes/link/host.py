@@ -22,7 +22,7 @@ from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
 from bus.runtime.sockets import Sockets
-from bus.wire import subscription, topics
+from bus.wire import topics
 from bus.wire.codec import decode, encode
 from bus.wire.messages import (
     FROM_BROKER,
@@ -265,7 +265,7 @@ class Host:
 
     def _publication_received(self, frames: list[bytes]) -> None:
         try:
-            message = subscription.read(frames)
+            message = topics.read(frames)
             if not isinstance(message, Beacon | Resync | Conflict | Member):
                 raise RemoteProtocolError("topic", "nothing for a publisher")
         except RemoteProtocolError as error:

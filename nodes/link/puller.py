@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from bus.actions import Note, Send
+from bus.wire.hashing import block_crc32
 from bus.wire.messages import Code, Dispatch, FoundBy, KvBlock, KvDone, KvFail, KvMeta, KvPull, Location
 from nodes.link.actions import Action, Locate, Start, TakeBlock, Unlocate
-from nodes.link.checksum import block_crc32
 from nodes.link.facts import FOR_EVER, OVER_THE_BUS, KvHandle, RankFacts
 from nodes.link.leg import Leg, LegState
 from nodes.link.sender import blocks_of

@@ -14,7 +14,7 @@ from bus.wire.hashing import pack_hashes
 from bus.wire.messages import Hello, Load, Submit
 from controller.load.table import LoadTable
 from controller.policies import POLICIES, Policy, make_policy
-from controller.policies.cache_aware import CacheAware
+from controller.policies.methods import CacheAware
 from pdbus.bench.harness import Aim, Row, Scope, in_child, row
 
 RANKS = (8, 64, 512, 4_096)

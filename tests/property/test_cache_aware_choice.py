@@ -12,7 +12,7 @@ from controller.load.groups import Subset
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.policies import PolicySettings
-from controller.policies.cache_aware import CacheAware
+from controller.policies.methods import CacheAware
 
 SIZE = 16
 CHAIN = list(range(1, 81))

@@ -10,7 +10,7 @@ from virtual_time import VirtualTime
 
 from bus.actions import Note, Send
 from bus.wire.codec import encode
-from bus.wire.hashing import token_bytes
+from bus.wire.hashing import block_crc32, token_bytes
 from bus.wire.messages import (
     Attach,
     Code,
@@ -33,7 +33,6 @@ from nodes.link.actions import (
     Unlocate,
     Unregister,
 )
-from nodes.link.checksum import block_crc32
 from nodes.link.core import Limits, RankCore
 from nodes.link.join import Joint
 from nodes.link.runner import Runner

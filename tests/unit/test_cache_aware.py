@@ -14,7 +14,7 @@ from controller.config import ControllerConfig
 from controller.events import CacheChanged, FromNode
 from controller.load.table import LoadTable
 from controller.policies import PolicySettings
-from controller.policies.cache_aware import CacheAware
+from controller.policies.methods import CacheAware
 
 SIZE = 16
 PROMPT = list(range(3, 3 + 20 * SIZE))

@@ -12,9 +12,9 @@ from array import array
 import pytest
 
 from bus.actions import Send
+from bus.wire.hashing import block_crc32
 from bus.wire.messages import Code, KvDone, KvFail, KvMeta, KvPull, Params
 from nodes.link.actions import SendBlock
-from nodes.link.checksum import block_crc32
 from nodes.link.leg import Leg
 from nodes.link.runner import FOR_EVER, RankFacts
 from nodes.link.sender import HOLD_S, MAX_PULLERS, PARK_S, PULLER_SILENT_S, KvSender

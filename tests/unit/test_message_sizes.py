@@ -39,7 +39,7 @@ from bus.wire.messages import (
 from bus.wire.status import join, split
 from controller.events import FromClient, Tick
 from controller.load.table import LoadTable
-from nodes.link import legs as rank_legs
+from nodes.link import leg as rank_legs
 from nodes.link.connection import MAX_ENDED_PER_MESSAGE, MAX_STARTED_PER_MESSAGE, Connection
 
 NAME, MODEL, RID, ENDPOINT = "n" * 64, "\U0001f600" * 128, "\U0001f600" * 128, "e" * 150

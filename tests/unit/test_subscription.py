@@ -8,7 +8,7 @@ from bus.errors import RemoteProtocolError
 from bus.wire import topics
 from bus.wire.codec import encode
 from bus.wire.messages import Beacon, Message, Resync, Sent
-from bus.wire.subscription import read
+from bus.wire.topics import read
 
 MESSAGES = [Beacon(5, 1, 0.25), Resync("prefill-0", 1, 7), Sent("controller-0", 9, 1, ())]
 

@@ -1,4 +1,7 @@
-"""`cache_aware`: least (tokens queued + tokens of this prompt that the rank would have to compute)."""
+"""The load balancing methods that come with pdbus, side by side, and what each assumes.
+
+Equals go to the rank whose last turn is longest ago, so ties rotate and ranks that come and go leave the rotation even.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,55 @@ from bus.wire.hashing import unpack_hashes
 from bus.wire.messages import Submit
 from controller.load.groups import Metric, View
 from controller.load.rank import RankLoad
-from controller.policies.base import PolicySettings, PrefixPolicy
+from controller.policies.base import Policy, PolicySettings, PrefixPolicy
+
+
+class RoundRobin(Policy):
+    """The next live rank, whatever it has to do. Assumes equal requests and equal ranks."""
+
+    def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
+        return view.least(Metric.TURN)
+
+
+class TotalRequests(Policy):
+    """Least running + waiting + in flight. Assumes that a step costs much the same for every request in it: decode with
+    plenty of KV memory."""
+
+    def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
+        return view.least(Metric.REQUESTS)
+
+
+class TotalTokens(Policy):
+    """Least tokens held or queued + in flight; ties by requests. Assumes that cost goes by tokens: prefill always,
+    decode when KV memory is scarce."""
+
+    def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
+        return view.least(Metric.TOKENS)
+
+
+class FollowBootstrapRoom(Policy):
+    """`bootstrap_room % dp_size`, so that a decode rank can compute where the prefill ran. Never another rank: where it
+    is not ready, there is none. Of several instances, the one whose rank had its turn longest ago. Requests without a
+    room have no rank."""
+
+    fixed = True
+
+    def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
+        room = request.bootstrap_room
+        if room is None:
+            return None
+        chosen: RankLoad | None = None
+        for ranks in view.instances():
+            dp_size = next(iter(ranks.values())).info.dp_size if ranks else 1
+            rank = ranks.get(room % dp_size)
+            if rank is not None and rank.ready and (chosen is None or rank.last_turn < chosen.last_turn):
+                chosen = rank
+        return chosen
 
 
 class CacheAware(PrefixPolicy):
-    """Goes to a cached prefix unless the queue there costs more than the prefix saves.
+    """Least (tokens queued + tokens of this prompt that the rank would have to compute): goes to a cached prefix unless
+    the queue there costs more than the prefix saves.
 
     `cache_weight` multiplies the tokens to compute: above 1 holds on to caches longer (fewer tokens computed in all),
     below 1 spreads sooner. Ties as elsewhere: fewer requests, then the longest without a turn. Requests without hashes,
