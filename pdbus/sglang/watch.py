@@ -14,7 +14,7 @@ from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
 from bus.runtime.service import Service
 from bus.runtime.sockets import Sockets
-from bus.wire import subscription
+from bus.wire import topics
 from bus.wire.messages import Message
 
 TICK_S = 0.25
@@ -58,7 +58,7 @@ class Watch(Service):
 
     def _received(self, frames: list[bytes]) -> None:
         try:
-            message = subscription.read(frames)
+            message = topics.read(frames)
         except RemoteProtocolError as error:
             if not self.rejected:
                 log.warning("pdbus.message.rejected", reason=error.reason)
