@@ -6,12 +6,9 @@ does not leave in time is killed. Nothing survives: children notice when this pr
 
 from __future__ import annotations
 
-import json
-import selectors
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,10 +21,9 @@ from bus.wire.messages import Status
 from pdbus.client import Client
 from pdbus.launcher.addresses import choose
 from pdbus.launcher.child import Child, is_socket
+from pdbus.launcher.ends import take_down, wait_ready
 from pdbus.launcher.spec import Addresses, ClusterSpec, PartSpec
 
-PROGRESS_S = 0.25
-HURRY_S = 2.0  # for a part that was told to leave at once
 _PORT_TRIES = 5
 
 
@@ -222,34 +218,7 @@ class Cluster:
         return child
 
     def _wait_ready(self, children: Iterable[Child]) -> None:
-        """Until each child is READY; StartError when one exits first or the time is up."""
-        began = time.monotonic()
-        until = began + self.spec.start_timeout_s
-        waiting = {child.fileno: child for child in children}
-        with selectors.DefaultSelector() as selector:
-            for fileno in waiting:
-                selector.register(fileno, selectors.EVENT_READ)
-            while waiting:
-                for key, _ in selector.select(PROGRESS_S):
-                    child = waiting.get(key.fd)
-                    if child is None:
-                        continue
-                    more = child.read()
-                    if child.ready:
-                        selector.unregister(key.fd)
-                        del waiting[key.fd]
-                    elif not more:
-                        child.wait(10.0)
-                        raise child.failure()
-                now = time.monotonic()
-                names = [child.name for child in waiting.values()]
-                if waiting and now >= until:
-                    last = "".join(next(iter(waiting.values())).last_lines()[-1:])[:300]
-                    raise StartError(
-                        f"{', '.join(names)} not ready after {self.spec.start_timeout_s:g} s; last words: {last or '-'}"
-                    )
-                if waiting:
-                    self._progress(_waiting_line(list(waiting.values()), now - began))
+        wait_ready(children, self.spec.start_timeout_s, self._progress)
 
     def _stop_parts(self) -> None:
         for client in self._clients:
@@ -257,9 +226,8 @@ class Cluster:
         self._clients.clear()
         interrupted = False
         for kind in ("edge", "node", "controller", "broker"):
-            interrupted |= self._take_down(
-                [child for child in self.children.values() if child.spec.kind == kind], at_once=interrupted
-            )
+            children = [child for child in self.children.values() if child.spec.kind == kind]
+            interrupted |= take_down(children, self.spec.stop_grace_s, self._progress, at_once=interrupted)
         self._stack.close()
         self.logs = {name: child.tail() for name, child in self.children.items()}
         if not any(child.killed for child in self.started):
@@ -267,48 +235,3 @@ class Cluster:
         self.children.clear()
         if interrupted:
             raise KeyboardInterrupt
-
-    def _take_down(self, children: list[Child], *, at_once: bool = False) -> bool:
-        """SIGTERM; after the grace again, which means at once; then SIGKILL. Whether Ctrl-C cut a wait short."""
-        grace_s = self.spec.stop_grace_s
-        hurry_s = min(HURRY_S, grace_s)
-        interrupted = False
-        try:
-            for wait_s in (hurry_s if at_once else grace_s, hurry_s):
-                try:
-                    self._ask_to_leave(children, wait_s)
-                except KeyboardInterrupt:
-                    interrupted = True
-        finally:
-            for child in children:
-                child.close()
-        return interrupted
-
-    def _ask_to_leave(self, children: list[Child], wait_s: float) -> None:
-        for child in (living := [child for child in children if child.returncode is None]):
-            child.send(signal.SIGCONT)
-            child.send(signal.SIGTERM)
-        began = time.monotonic()
-        while living and (waited_s := time.monotonic() - began) < wait_s:
-            living[0].wait(min(PROGRESS_S, wait_s - waited_s))
-            living = [child for child in living if child.returncode is None]
-            if living:
-                self._progress(f"waiting for {_names(living)} to leave ({waited_s:.0f} s)")
-
-
-def _waiting_line(children: list[Child], waited_s: float) -> str:
-    """What is waited for, and what the first of them says that it does."""
-    doing = ""
-    for line in reversed(children[0].last_lines()):
-        try:
-            said = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(said, dict) and said.get("event") == "model.loading":
-            doing = f": {said.get('doing')} {said.get('percent')} %"
-        break
-    return f"starting {_names(children)}{doing} ({waited_s:.0f} s)"
-
-
-def _names(children: list[Child]) -> str:
-    return ", ".join(child.name for child in children[:4]) + (" ..." if len(children) > 4 else "")

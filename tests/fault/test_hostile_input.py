@@ -106,7 +106,7 @@ def test_raw_tcp_bytes_on_every_port(live: Rig, name: str) -> None:
     for endpoint in ports(live).values():
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         for half_closed in (True, False):
-            with unix.create_connection((host, int(port)), timeout=60) as peer:
+            with unix.create_connection((host, int(port)), timeout=30) as peer:
                 try:
                     peer.sendall(RAW[name])
                     if half_closed:
@@ -121,7 +121,7 @@ def test_many_half_open_connections_keep_nobody_out(live: Rig) -> None:
         for endpoint in ports(live).values():
             host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
             for _ in range(100):
-                peer = held.enter_context(unix.create_connection((host, int(port)), timeout=60))
+                peer = held.enter_context(unix.create_connection((host, int(port)), timeout=30))
                 peer.sendall(GREETING[:11])
         live.ended(live.begin(60))
 
@@ -319,5 +319,5 @@ def test_open_files_do_not_grow_with_what_was_thrown_at_them(live: Rig) -> None:
     for endpoint in ports(live).values():
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         for _ in range(50):
-            unix.create_connection((host, int(port)), timeout=60).close()
+            unix.create_connection((host, int(port)), timeout=30).close()
     live.until(lambda: usage_of(pids).fds <= before + 2, "their connections are closed")

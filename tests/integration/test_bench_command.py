@@ -16,7 +16,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-P", "-c", "from pdbus.cli import main; main()", "bench", *arguments],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
 

@@ -26,7 +26,7 @@ Up = subprocess.Popen[str]
 def pdbus(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-P", "-m", "pdbus", *arguments],
-        capture_output=True, text=True, timeout=60, env=_env(directory), check=False,
+        capture_output=True, text=True, timeout=120, env=_env(directory), check=False,
     )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def read_until(process: Up, pattern: str, deadline_s: float = 60.0) -> str:
 def leave(process: Up, number: int = signal.SIGINT) -> tuple[int, str]:
     """Exit code and stderr after a signal."""
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     return process.returncode, errors
 
 

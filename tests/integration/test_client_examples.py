@@ -21,7 +21,7 @@ def test_example(pdbus_cluster: Callable[..., Cluster], name: str, words: str) -
     cluster = pdbus_cluster(prefill=1, decode=1, node_args=("--sim-timing", "zero"))
     done = subprocess.run(
         [sys.executable, "-P", str(EXAMPLES / name), cluster.controller],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert words in done.stdout

@@ -122,7 +122,7 @@ def python(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-P", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         env=os.environ | env,
         check=False,
     )

@@ -383,7 +383,7 @@ class TestProcess:
 
 def test_the_example_of_an_embedded_dispatcher_runs() -> None:
     example = Path(__file__).parents[2] / "examples" / "embed_dispatcher.py"
-    ran = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr
     lines = [line.split() for line in ran.stdout.splitlines()]
     assert sorted(line[0] for line in lines if line[1] == "Done") == [f"request-{n}" for n in range(4)]

@@ -191,14 +191,14 @@ def test_who_leaves_ends_the_request_at_its_rank(cluster: Up, program: openai.Op
 def test_the_curl_line_that_up_prints_works(cluster: Up) -> None:
     line = cluster.until("stdout", r"^or:  (curl .*)$")[1]
     assert line.replace(url(cluster), f"http://127.0.0.1:{HTTP_PORT}") == how_to_ask("tiny")[1], "and the demo"
-    done = subprocess.run([*shlex.split(line), "-s"], capture_output=True, check=True, timeout=60)
+    done = subprocess.run([*shlex.split(line), "-s"], capture_output=True, check=True, timeout=120)
     assert json.loads(done.stdout)["choices"][0]["message"]["content"]
 
 
 def test_curl_streams(cluster: Up) -> None:
     body = json.dumps({"prompt": "x", "max_tokens": 4, "stream": True})
     line = ["curl", "-sN", url(cluster) + "/v1/completions", "-H", "Content-Type: application/json", "-d", "@-"]
-    done = subprocess.run(line, input=body.encode(), capture_output=True, check=True, timeout=60)
+    done = subprocess.run(line, input=body.encode(), capture_output=True, check=True, timeout=120)
     assert done.stdout.startswith(b'data: {"id":"cmpl-')
     assert done.stdout.endswith(b"data: [DONE]\n\n")
 
@@ -240,7 +240,7 @@ def test_a_part_that_dies_mid_stream_is_a_pause_and_no_more(part: str) -> None:
         request = urllib.request.Request(
             base + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             seen: list[int] = []
             for line in answer:
                 if not line.startswith(b"data: {"):
@@ -299,7 +299,7 @@ def test_tls_and_keys_that_come_and_go(cluster: Up, tmp_path: Path) -> None:
     def status(edge: Serve, said: str) -> int:
         request = urllib.request.Request(f"{edge.url}/v1/models", headers={"Authorization": f"Bearer {said}"})
         try:
-            with urllib.request.urlopen(request, context=trust, timeout=60) as answer:
+            with urllib.request.urlopen(request, context=trust, timeout=120) as answer:
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             return error.code
@@ -327,7 +327,7 @@ def test_tls_and_keys_that_come_and_go(cluster: Up, tmp_path: Path) -> None:
 )
 def test_what_a_user_can_get_wrong_is_one_line(arguments: tuple[str, ...], code: int, why: str) -> None:
     line = [sys.executable, "-P", "-m", "pdbus", "serve", "--http", "0", *arguments]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == code, done.stderr
     assert why in done.stderr
     assert "Traceback" not in done.stderr

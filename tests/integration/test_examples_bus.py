@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
     ],
 )
 def test_an_example_runs(name: str, said: str) -> None:
-    done = subprocess.run([sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert said in done.stdout
 

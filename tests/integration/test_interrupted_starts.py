@@ -50,7 +50,7 @@ def start(tmp_path: Path, program: str, **settings: str) -> subprocess.Popen[str
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
     try:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=120)
     finally:
         process.kill()
         process.communicate()

@@ -47,7 +47,7 @@ def test_ranks_are_numbers_and_ranges() -> None:
 )
 def test_a_bad_setting_is_one_line_and_exit_2(options: list[str], why: str) -> None:
     command = [sys.executable, "-P", "-m", "nodes.unified", "--engine", "sim", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     lines = done.stderr.strip().splitlines()
@@ -67,6 +67,6 @@ def test_a_taken_metrics_port_is_one_line_and_exit_3() -> None:
             sys.executable, "-P", "-m", "nodes.unified", "--engine", "sim", "--data", f"ipc://{directory}",
             "--bus", f"ipc://{directory}/bus", "--controller", f"ipc://{directory}/c", "--metrics-port", str(port),
         ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 3
     assert f"cannot serve metrics on 127.0.0.1:{port}" in done.stderr.strip().splitlines()[-1]

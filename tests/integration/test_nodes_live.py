@@ -52,7 +52,7 @@ from nodes.own.engines.sim import sim_generate
 
 VOCAB = 512
 PROMPT = [7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24]
-DEADLINE_S = 60.0  # several processes that import torch at once, on a busy machine
+DEADLINE_S = 120.0  # several processes that import torch at once, on a busy machine
 
 
 class Controller:

@@ -35,7 +35,7 @@ from bus.wire.messages import (
 )
 from nodes.own.engines.sim import sim_generate
 
-DEADLINE_S = 60.0  # several processes that import torch at once, on a busy machine
+DEADLINE_S = 120.0  # several processes that import torch at once, on a busy machine
 VOCAB = 512
 
 

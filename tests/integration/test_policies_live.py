@@ -23,7 +23,7 @@ SUPPORT = ROOT / "tests" / "support"
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": str(SUPPORT)}
     return subprocess.run(
-        [sys.executable, "-P", "-m", *arguments], capture_output=True, text=True, timeout=100, check=False, env=env
+        [sys.executable, "-P", "-m", *arguments], capture_output=True, text=True, timeout=280, check=False, env=env
     )
 
 

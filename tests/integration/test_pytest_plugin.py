@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def run_pytest(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-        cwd=directory, capture_output=True, text=True, timeout=100, check=False,
+        cwd=directory, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def started(command: list[str], directory: Path) -> Iterator[None]:
         yield
     finally:
         part.terminate()
-        part.communicate(timeout=60)
+        part.communicate(timeout=120)
 
 
 def test_several_machines_serve_a_client(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_several_machines_serve_a_client(tmp_path: Path) -> None:
                 engine = SIM if arguments[1].startswith("nodes.") else []  # seconds, not a model's minutes
                 parts.enter_context(started(command + engine, tmp_path))
                 continue
-            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
             assert done.returncode == 0, done.stderr
             answer = done.stdout if arguments[0] == "generate" else answer
     prompt = tokenizer_for("sim").chat("What is a load balancer?")

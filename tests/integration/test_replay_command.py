@@ -17,7 +17,7 @@ from pdbus.lab.tables import COLUMNS, written
 SHORT = ("--duration-s", "40", "--jobs", "1")
 
 
-def replay(*arguments: str, timeout_s: float = 100.0) -> subprocess.CompletedProcess[str]:
+def replay(*arguments: str, timeout_s: float = 280.0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "pdbus", "replay", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
@@ -96,7 +96,7 @@ def test_plots_that_cannot_be_drawn_are_said_before_the_run(tmp_path: Path) -> N
     (tmp_path / "matplotlib.py").write_text("raise ImportError")
     command = [sys.executable, "-m", "pdbus", "replay", "--duration-s", "3600", "--out", str(tmp_path / "plots")]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "pdbus: error: plots need matplotlib: pip install matplotlib, or leave out --out\n"
     (tmp_path / "file").touch()

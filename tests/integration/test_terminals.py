@@ -46,7 +46,7 @@ def on_terminal(columns: int, *arguments: str) -> str:
                 said += data
         except OSError:  # EIO: the last process has closed it
             pass
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     return OWN_STYLES.sub("", said.decode().replace("\r\n", "\n"))
 
@@ -57,7 +57,7 @@ def test_output_of_a_model_cannot_control_the_terminal(cluster: Cluster) -> None
     assert not CONTROLS.search(shown)
     assert re.search(r"\\x[01]", shown)
     command = [sys.executable, "-P", "-m", "pdbus", *arguments]
-    piped = subprocess.run(command, capture_output=True, check=True, timeout=60)
+    piped = subprocess.run(command, capture_output=True, check=True, timeout=120)
     assert CONTROLS.search(piped.stdout.decode()), "a file gets what the model said"
 
 

@@ -31,7 +31,7 @@ def test_what_is_missing_is_known_before_torch_is_imported(patch: str, model: st
         "    try:\n        load()\n    except ConfigError as error:\n        print(error)\n"
         "assert not sys.modules.get('torch')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert [says in line for line in done.stdout.splitlines()] == [True, True], done.stdout
 

@@ -70,7 +70,7 @@ def test_a_duration_is_a_number_of_seconds(each: click.Command, option: str) -> 
 )
 def test_an_error_says_in_one_line_what_to_do(arguments: list[str], says: str) -> None:
     command_line = [sys.executable, "-P", "-m", "pdbus", *arguments]
-    done = subprocess.run(command_line, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command_line, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode in (1, 2)
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
@@ -81,7 +81,7 @@ def test_a_part_says_that_the_bus_has_a_host_nobody_knows(part: str, tmp_path: o
     where = ["--controller", f"ipc://{tmp_path}/c", "--bus", "tcp://nosuch.invalid:5550", "--wait-s", "0.1"]
     node = ["--engine", "sim", "--data", f"ipc://{tmp_path}"] if part != "controller" else []
     command_line = [sys.executable, "-P", "-m", part, *where, *node]
-    done = subprocess.run(command_line, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command_line, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 3
     assert "cannot resolve host 'nosuch.invalid'" in done.stderr.splitlines()[-1]
 
@@ -121,5 +121,5 @@ cli.run(command, "leaver")
 
 
 def test_a_second_sigterm_while_the_interpreter_ends_is_no_crash() -> None:
-    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

@@ -57,7 +57,7 @@ class Bench:
         self.number += 1
         results: list[StepResult] = []
         self.engine.submit(StepPlan(self.number, tuple(rows)), results.append)
-        self.loop.calls.get(timeout=60)()
+        self.loop.calls.get(timeout=120)()
         assert [result.number for result in results] == [self.number]
         return results[0]
 

@@ -16,8 +16,8 @@ import pytest
 
 from bus.errors import StartError
 from pdbus.launcher.child import LOG_MAX_BYTES, Child
-from pdbus.launcher.cluster import Cluster
-from pdbus.launcher.spec import ClusterSpec, PartSpec
+from pdbus.launcher.ends import take_down, wait_ready
+from pdbus.launcher.spec import PartSpec
 
 Start = Callable[[str], Child]
 
@@ -41,8 +41,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def waited(child: Child, timeout_s: float = 60.0) -> None:
-    cluster = Cluster(ClusterSpec(unified=1, start_timeout_s=timeout_s))
-    cluster._wait_ready([child])
+    wait_ready([child], timeout_s)
 
 
 def test_ready_line_and_its_facts(start: Start) -> None:
@@ -87,7 +86,7 @@ def test_a_part_that_ignores_sigterm_is_killed_and_one_that_is_stopped_too(start
     waited(stopped)
     stopped.send(signal.SIGSTOP)
     for child, grace_s, end in ((stopped, 60.0, signal.SIGTERM), (stubborn, 0.3, signal.SIGKILL)):
-        Cluster(ClusterSpec(unified=1, stop_grace_s=grace_s))._take_down([child])
+        take_down([child], grace_s)
         assert child.returncode == -end
 
 

@@ -12,6 +12,7 @@ import pytest
 from bus.errors import StartError
 from pdbus.launcher.child import Child
 from pdbus.launcher.cluster import Cluster
+from pdbus.launcher.ends import take_down, wait_ready
 from pdbus.launcher.restarts import RestartPolicy
 from pdbus.launcher.spec import ClusterSpec, PartSpec
 from pdbus.launcher.supervisor import Supervisor
@@ -37,7 +38,10 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
     def run(code: str) -> Cluster:
         (tmp_path / "part.py").write_text(COUNTED + code)
-        cluster._wait_ready([cluster._spawn(PartSpec("part", "node", "part", ()))])
+        child = Child(PartSpec("part", "node", "part", ()), cluster.log_dir / "part.log", cluster.spec.env)
+        cluster.children["part"] = child
+        cluster.started.append(child)
+        wait_ready([child], 60.0)
         return cluster
 
     yield run
@@ -119,6 +123,6 @@ def test_ctrl_c_cuts_the_wait_short(start: Start, monkeypatch: pytest.MonkeyPatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Child, "wait", interrupted)
-    assert cluster._take_down([child])
+    assert take_down([child], cluster.spec.stop_grace_s)
     assert len(waits) == 2
     assert child.returncode == -signal.SIGKILL

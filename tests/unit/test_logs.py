@@ -31,7 +31,7 @@ def unconfigured() -> Iterator[None]:
 def run(script: str) -> tuple[str, str]:
     """What a host that is this script prints to stdout and stderr."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=True
     )
     return done.stdout, done.stderr
 
@@ -72,7 +72,7 @@ def test_a_host_that_uses_structlog_gets_the_events_there() -> None:
 
 def test_the_command_logs_to_stderr() -> None:
     command = [sys.executable, "-P", "-m", "pdbus", "up", "--prefill", "0", "--decode-method", "minimum_tokens"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (2, "")
     assert "method.deprecated" in done.stderr
 

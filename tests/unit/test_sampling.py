@@ -65,7 +65,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 def test_draws_are_equal_in_another_process_and_spread():
     code = "from nodes.own.engines.sampling import draw; print([draw(11, i) for i in range(20)])"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
     draws = [draw(11, index) for index in range(20)]
     assert other.strip() == str(draws)
     assert len(set(draws)) == 20

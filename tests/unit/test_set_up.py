@@ -30,7 +30,7 @@ def make_setup(directory: Path, refusal: str = "") -> tuple[subprocess.Completed
     python.chmod(0o755)
     command = ["make", "-C", str(ROOT), "setup", f"VENV={directory / 'venv'}"]
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
     return done, calls.read_text().splitlines()
 
 

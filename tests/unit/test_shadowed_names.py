@@ -16,7 +16,7 @@ def run(directory: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """From `directory`, which is on the import path of whatever starts there."""
     env = os.environ | {"PYTHONPATH": f"{directory}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=60, cwd=directory, env=env
+        command, capture_output=True, text=True, check=False, timeout=120, cwd=directory, env=env
     )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def test_with_p_the_working_directory_is_out_of_the_way(tmp_path: Path) -> None:
     foreign(tmp_path, "bus.py")
     done = subprocess.run(
         [sys.executable, "-P", "-m", "bus", "--help"],
-        capture_output=True, text=True, check=False, timeout=60, cwd=tmp_path,
+        capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

@@ -174,5 +174,5 @@ def test_injected_crash_kills_the_process():
         "faults.fed([Row(1, [5, 2], 0, [0], None)])\n"
         "print('alive')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (CRASH_EXIT_CODE, "''\n")

@@ -86,7 +86,7 @@ def test_sim_and_tokenizer_need_neither_torch_nor_numpy():
         "except ConfigError as error: print(error)\n"
         "loop.close()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.stderr == ""
     assert done.stdout == f"the torch engine needs the Python package 'torch'; run: {TORCH_EXTRA}\n"
 
@@ -135,7 +135,7 @@ def _make_one(root: str, started: object, results: object) -> None:
 
     def make(directory: Path, tell: Progress) -> None:
         tell("making it", 0.25)
-        started.wait(timeout=60)  # type: ignore[attr-defined]
+        started.wait(timeout=120)  # type: ignore[attr-defined]
         (directory / "maker").write_text(str(os.getpid()))
 
     def progress(what: str, fraction: float) -> None:
@@ -153,7 +153,7 @@ def test_of_two_processes_one_makes_and_the_other_waits(tmp_path: Path):
     processes = [context.Process(target=_make_one, args=(str(tmp_path), waiting, results)) for _ in range(2)]
     for process in processes:
         process.start()
-    both = [results.get(timeout=110) for _ in processes]
+    both = [results.get(timeout=280) for _ in processes]
     for process in processes:
         process.join(60)
     results.close()

@@ -59,5 +59,5 @@ def test_ctrl_c_is_not_for_the_engines_processes() -> None:
         assert child.stdout is not None
         child.stdout.readline()
         child.send_signal(signal.SIGINT)
-        assert child.communicate("\n", timeout=60) == ("lives\n", None)
+        assert child.communicate("\n", timeout=120) == ("lives\n", None)
         assert child.returncode == 0

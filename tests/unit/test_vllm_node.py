@@ -32,7 +32,7 @@ HERE = [sys.executable, "-P", "-m", "nodes.decode", "--bus", "ipc:///tmp/pdx/b",
 def test_mistakes_are_one_line(args: list[str], words: str) -> None:
     if "Python package" in words and versions.find_spec("vllm"):
         pytest.skip("it is installed here")
-    done = subprocess.run([*HERE, *args], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*HERE, *args], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1

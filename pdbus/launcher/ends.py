@@ -1,0 +1,94 @@
+"""The two ends of children's lives: until all are READY, and until all have left. Owns the waiting alone."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterable
+
+from bus.errors import StartError
+from pdbus.launcher.child import Child
+
+PROGRESS_S = 0.25
+HURRY_S = 2.0  # for a part that was told to leave at once
+
+Progress = Callable[[str], None]
+
+
+def wait_ready(children: Iterable[Child], timeout_s: float, progress: Progress = lambda line: None) -> None:
+    """Until each child is READY; StartError when one exits first or the time is up."""
+    began = time.monotonic()
+    until = began + timeout_s
+    waiting = {child.fileno: child for child in children}
+    with selectors.DefaultSelector() as selector:
+        for fileno in waiting:
+            selector.register(fileno, selectors.EVENT_READ)
+        while waiting:
+            for key, _ in selector.select(PROGRESS_S):
+                child = waiting.get(key.fd)
+                if child is None:
+                    continue
+                more = child.read()
+                if child.ready:
+                    selector.unregister(key.fd)
+                    del waiting[key.fd]
+                elif not more:
+                    child.wait(10.0)
+                    raise child.failure()
+            now = time.monotonic()
+            names = [child.name for child in waiting.values()]
+            if waiting and now >= until:
+                last = "".join(next(iter(waiting.values())).last_lines()[-1:])[:300]
+                raise StartError(f"{', '.join(names)} not ready after {timeout_s:g} s; last words: {last or '-'}")
+            if waiting:
+                progress(_waiting_line(list(waiting.values()), now - began))
+
+
+def take_down(
+    children: list[Child], grace_s: float, progress: Progress = lambda line: None, *, at_once: bool = False
+) -> bool:
+    """SIGTERM; after the grace again, which means at once; then SIGKILL. Whether Ctrl-C cut a wait short."""
+    hurry_s = min(HURRY_S, grace_s)
+    interrupted = False
+    try:
+        for wait_s in (hurry_s if at_once else grace_s, hurry_s):
+            try:
+                _ask_to_leave(children, wait_s, progress)
+            except KeyboardInterrupt:
+                interrupted = True
+    finally:
+        for child in children:
+            child.close()
+    return interrupted
+
+
+def _ask_to_leave(children: list[Child], wait_s: float, progress: Progress) -> None:
+    for child in (living := [child for child in children if child.returncode is None]):
+        child.send(signal.SIGCONT)
+        child.send(signal.SIGTERM)
+    began = time.monotonic()
+    while living and (waited_s := time.monotonic() - began) < wait_s:
+        living[0].wait(min(PROGRESS_S, wait_s - waited_s))
+        living = [child for child in living if child.returncode is None]
+        if living:
+            progress(f"waiting for {_names(living)} to leave ({waited_s:.0f} s)")
+
+
+def _waiting_line(children: list[Child], waited_s: float) -> str:
+    """What is waited for, and what the first of them says that it does."""
+    doing = ""
+    for line in reversed(children[0].last_lines()):
+        try:
+            said = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(said, dict) and said.get("event") == "model.loading":
+            doing = f": {said.get('doing')} {said.get('percent')} %"
+        break
+    return f"starting {_names(children)}{doing} ({waited_s:.0f} s)"
+
+
+def _names(children: list[Child]) -> str:
+    return ", ".join(child.name for child in children[:4]) + (" ..." if len(children) > 4 else "")
