@@ -4,9 +4,11 @@ right, and the honest client's p99 was at most RATIO_MAX times what it is while 
 swallows.
 
 Other load on the machine adds to both, so an attack that exceeds the ratio is repeated with its control, up to TRIES
-times, and the least p99 of either counts: the best of the ratios would be that of the unluckiest control. With keys outsiders have none: what they reach is the handshake.
-Without, insiders are one with the cluster, and libzmq lets a message of many frames stand in everybody's way (OPEN):
-there only what dies, memory and rightness count, and the ratio is told as `open_p99_ratio_max`.
+times, and the least p99 of either counts: the best of the ratios would be that of the unluckiest control.
+
+With keys outsiders have none: what they reach is the handshake. Without, insiders are one with the cluster, and libzmq
+lets a message of many frames stand in everybody's way (OPEN): there only what dies, memory and rightness count, and the
+ratio is told as `open_p99_ratio_max`.
 
 Attacks may be named, and runs: `python -m hostile_run ipc tcp-keys noise`.
 """
