@@ -31,7 +31,6 @@ ENGINE = (
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "0",  # one core computes, whichever engine's turn it is; the others are for the rest
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # what is forked hides its environment, which the reaper goes by
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
