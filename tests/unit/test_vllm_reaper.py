@@ -76,9 +76,11 @@ def test_the_mark_comes_last_in_the_environment_of_children(monkeypatch: pytest.
     """Even where we carry one ourselves: what stands before may be lost under a process's title."""
     monkeypatch.setenv(MARK, "outer")
     monkeypatch.setenv("SET_BY_AN_IMPORT", "1")
-    with Reaper() as reaper:
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
-        last = (Path(f"/proc/{child.pid}/environ").read_bytes()).rstrip(b"\0").split(b"\0")[-1]
+    command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(300)"]
+    with Reaper() as reaper, subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # it runs: its environment is its own
+        last = Path(f"/proc/{child.pid}/environ").read_bytes().rstrip(b"\0").split(b"\0")[-1]
         assert last.startswith(f"{MARK}=".encode())
         assert reaper.processes() == [child.pid]
-    assert child.wait(10) == -signal.SIGKILL
+        child.kill()
