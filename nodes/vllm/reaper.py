@@ -20,13 +20,17 @@ _PAUSE_S = 0.05
 
 
 class Reaper:
-    """`with Reaper():` around all that starts processes; at its end none of them is left."""
+    """`with Reaper():` around all that starts processes; at its end none of them is left.
+
+    To be made once vLLM was imported. Its processes write their titles over their environment, up to the first variable
+    that they have changed; those are what the import sets, and the mark has to come after them."""
 
     def __init__(self) -> None:
         self._mark = mark = secrets.token_hex(16)
         self._process = subprocess.Popen(
             [sys.executable, "-I", __file__, mark], stdin=subprocess.PIPE, start_new_session=True
         )
+        os.environ.pop(MARK, None)  # one that was inherited would keep its place
         os.environ[MARK] = mark  # from now on: not for the reaper itself
 
     def processes(self) -> list[int]:

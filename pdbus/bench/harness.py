@@ -26,6 +26,7 @@ from bus.errors import BusError
 
 START_S = 60.0
 ANSWER_S = 120.0
+TERMINATE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,7 @@ class Process:
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Close its stdin and wait; kill it if that takes too long. Idempotent."""
+        """Close its stdin and wait; if that takes too long ask it to end, and then kill it. Idempotent."""
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         try:
@@ -183,8 +184,12 @@ class Process:
         try:
             self._child.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
+            self._child.terminate()  # one that is not ours may have children of its own to end
+            try:
+                self._child.wait(TERMINATE_S)
+            except subprocess.TimeoutExpired:
+                self._child.kill()
+                self._child.wait()
         self._selector.close()
         self._child.stdout.close()
 

@@ -8,7 +8,6 @@ Processor time is of everything but the engine's own processes, which do the sam
 
 from __future__ import annotations
 
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,7 +15,6 @@ from dataclasses import dataclass, field
 
 from bus.runtime.ports import free_ports
 from nodes.vllm import versions
-from nodes.vllm.reaper import Reaper
 from nodes.vllm.smollm2 import hugging_face
 from pdbus.bench import parts
 from pdbus.bench.harness import Aim, PartFailed, Process, Row, Scope, Workspace, percentile, row
@@ -31,7 +29,6 @@ ENGINE = (
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "0",  # one core computes, whichever engine's turn it is; the others are for the rest
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # what is forked hides its environment, which the reaper goes by
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
@@ -58,7 +55,7 @@ class Way:
 
 def run(scope: Scope) -> list[Row]:
     versions.check_installed(split=False)
-    with Reaper(), Workspace() as space:  # vLLM's processes outlive their parents
+    with Workspace() as space:
         ways = [make(space, scope) for make in (_direct, _bus, _http)]
         for number in range(1 + scope.runs):
             for way in ways:
@@ -131,12 +128,11 @@ def _bus(space: Workspace, scope: Scope) -> Way:
 def _http(space: Workspace, scope: Scope) -> Way:
     scope.say("starting vLLM's HTTP server")  # what `vllm serve` runs
     port = free_ports("127.0.0.1", 1)
-    argv = [
-        sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(hugging_face()),
-        "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "smollm2",
+    arguments = [
+        "--model", str(hugging_face()), "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "smollm2",
         "--disable-uvicorn-access-log", *ENGINE,
     ]  # fmt: skip
-    server = space.part("edge_parts:become", env=ENVIRONMENT, argv=argv)
+    server = space.part("vllm_parts:server", env=ENVIRONMENT, arguments=arguments)
     server.wait_ready()
     _await(server, f"http://127.0.0.1:{port}/health")
     caller = space.part("vllm_parts:http", port=port)

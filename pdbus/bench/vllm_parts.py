@@ -6,6 +6,10 @@ import asyncio
 import itertools
 import json
 import os
+import runpy
+import signal
+import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -13,7 +17,8 @@ from typing import Any
 from nodes.own.engines.tokenizer import tokenizer_for
 from nodes.vllm import versions
 from nodes.vllm.main import keep_stdout
-from pdbus.bench.child import Parent
+from nodes.vllm.reaper import Reaper
+from pdbus.bench.child import STDIN, Parent
 
 WORDS = "Tell me of the sea, and of the ships that sail on it at night."
 Ask = Callable[[str, int], AsyncIterator[object]]  # of a prompt and a number of tokens: an item whenever some come
@@ -63,7 +68,6 @@ def direct(parent: Parent, model: str, arguments: list[str]) -> None:
     keep_stdout()
     os.environ.update(versions.environment(choices))
     args = versions.engine_args(model, "smollm2", arguments, choices)
-    engine = loop.run_until_complete(_started(args))
     tokenizer = tokenizer_for("smollm2")
     numbers = itertools.count()
 
@@ -73,10 +77,29 @@ def direct(parent: Parent, model: str, arguments: list[str]) -> None:
         async for out in engine.generate(prompt, params, str(next(numbers))):
             yield out
 
-    try:
+    with Reaper():
+        engine = loop.run_until_complete(_started(args))
         _serve(parent, loop, ask)
-    finally:
         engine.shutdown()
+
+
+def server(parent: Parent, arguments: list[str]) -> None:
+    """vLLM's HTTP server in this process, as `vllm serve` runs it, until the parent has gone."""
+    keep_stdout()
+    parent.ready()
+    os.environ.update(VLLM_LOGGING_STREAM="ext://sys.stderr", VLLM_WORKER_MULTIPROC_METHOD="spawn")
+    versions.check_requests()  # imports vLLM
+    name = "vllm.entrypoints.openai.api_server"
+
+    def leave_with_parent() -> None:
+        while os.read(STDIN, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+    sys.argv = [name, *arguments]
+    with Reaper():
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 async def _started(args: Any) -> Any:

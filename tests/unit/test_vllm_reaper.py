@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from nodes.vllm.reaper import MARK, Reaper
+
 NODE = """
 import os, subprocess, sys
 from nodes.vllm.reaper import Reaper
@@ -68,3 +70,17 @@ def test_children_and_theirs_end_with_the_node(end: str) -> None:
         for pid in pids:
             if not gone(pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+def test_the_mark_comes_last_in_the_environment_of_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where we carry one ourselves: what stands before may be lost under a process's title."""
+    monkeypatch.setenv(MARK, "outer")
+    monkeypatch.setenv("SET_BY_AN_IMPORT", "1")
+    command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(300)"]
+    with Reaper() as reaper, subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # it runs: its environment is its own
+        last = Path(f"/proc/{child.pid}/environ").read_bytes().rstrip(b"\0").split(b"\0")[-1]
+        assert last.startswith(f"{MARK}=".encode())
+        assert reaper.processes() == [child.pid]
+        child.kill()
