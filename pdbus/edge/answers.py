@@ -59,14 +59,12 @@ class Head:
     model: str
     prompt_tokens: int
     include_usage: bool = False
+    continuous_usage: bool = False  # in every event, of what its choice has so far
     created: int = field(default_factory=lambda: int(time.time()))
 
     def usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
         out = sum(len(answer.ids) for answer in answers)
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": out,
-            "total_tokens": self.prompt_tokens + out,
+        return _usage(self.prompt_tokens, out) | {
             "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in answers if answer.first)},
         }
 
@@ -107,8 +105,11 @@ class _OpenAi:
         head = self._head
         return {"id": self.prefix + head.id, "object": kind, "created": head.created, "model": head.model}
 
-    def _event(self, index: int, inside: bytes) -> bytes:
-        return b"%b%b}]%b}\n\n" % (self._starts[index], inside, self._usage)
+    def _event(self, answer: Answer, inside: bytes) -> bytes:
+        usage = self._usage
+        if usage and self._head.continuous_usage:
+            usage = b',"usage":%b' % encode(_usage(answer.prompt_tokens, len(answer.ids)))
+        return b"%b%b}]%b}\n\n" % (self._starts[answer.index], inside, usage)
 
     def close(self, answers: Sequence[Answer]) -> bytes:
         if not self._head.include_usage:
@@ -144,16 +145,14 @@ class ChatWriter(_OpenAi):
     chunk, object, prefix = "chat.completion.chunk", "chat.completion", "chatcmpl-"
 
     def begin(self, answer: Answer) -> bytes:
-        return self._event(
-            answer.index, b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-        )
+        return self._event(answer, b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null')
 
     def more(self, answer: Answer, text: str) -> bytes:
         said = encode(text), encode(self._logprobs(answer))
-        return self._event(answer.index, b'"delta":{"content":%b},"logprobs":%b,"finish_reason":null' % said)
+        return self._event(answer, b'"delta":{"content":%b},"logprobs":%b,"finish_reason":null' % said)
 
     def end(self, answer: Answer) -> bytes:
-        return self._event(answer.index, b'"delta":{},' + encode(self._ending(answer))[1:-1])
+        return self._event(answer, b'"delta":{},' + encode(self._ending(answer))[1:-1])
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
         return {"index": answer.index, "message": {"role": "assistant", "content": answer.text, "refusal": None}}
@@ -171,10 +170,10 @@ class CompletionWriter(_OpenAi):
 
     def more(self, answer: Answer, text: str) -> bytes:
         said = encode(text), encode(self._logprobs(answer))
-        return self._event(answer.index, b'"text":%b,"logprobs":%b,"finish_reason":null' % said)
+        return self._event(answer, b'"text":%b,"logprobs":%b,"finish_reason":null' % said)
 
     def end(self, answer: Answer) -> bytes:
-        return self._event(answer.index, b'"text":"",' + encode(self._ending(answer))[1:-1])
+        return self._event(answer, b'"text":"",' + encode(self._ending(answer))[1:-1])
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
         return {"index": answer.index, "text": answer.text}
@@ -229,6 +228,10 @@ class GenerateWriter:
 def failed(body: bytes) -> bytes:
     """An answer that has begun cannot be taken back: its error is an event, and the last one."""
     return b"data: %b\n\n%b" % (body, DONE)
+
+
+def _usage(prompt: int, out: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "completion_tokens": out, "total_tokens": prompt + out}
 
 
 def _name(at: Location | None) -> str | None:

@@ -44,7 +44,7 @@ class Route:
 
 
 class Edge:
-    """`await edge(scope, receive, send)`; `await edge.look()` each LOOK_S keeps it up to date. It raises PartFailed
+    """`await edge(scope, receive, send)`; `await edge.look()` each LOOK_S keeps it up to date, and raises PartFailed
     once the client is broken for good."""
 
     def __init__(self, config: EdgeConfig, client: AsyncClient, clock: Callable[[], float] = time.monotonic) -> None:
@@ -199,7 +199,7 @@ class Edge:
                 choices.append(Choice(answer, stream, decoder, stops, stop_ids))
             if exchange.gone:
                 raise Gone
-            writer = job.writer(answers.Head(exchange.rid, job.model.name, prompt_tokens, job.include_usage), count)
+            writer = job.writer(answers.Head(exchange.rid, job.model.name, prompt_tokens, *job.usage), count)
             if job.stream:
                 await _stream(exchange, generation, writer)
             else:

@@ -25,6 +25,7 @@ _T = TypeVar("_T")
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: with include_usage, in every event
 
 
 class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -39,7 +39,7 @@ class Job:
     writer: Callable[[Head, int], Writer]  # of so many answers
     n: int = 1
     stops: tuple[str, ...] = ()
-    include_usage: bool = False
+    usage: tuple[bool, bool] = (False, False)  # in the last event of a stream; in every event
     include_stop: bool = False
     rooms: list[int] | None = None  # one for each prompt
     rid: str = ""  # where the body says one
@@ -138,11 +138,12 @@ def _openai(
     usual_tokens: int,
     writer: Callable[[Head, int], Writer],
 ) -> Job:
-    if said.stream_options is not None and not said.stream:
+    told = said.stream_options
+    if told is not None and not said.stream:
         raise invalid("stream_options", "stream_options goes with stream")
     return Job(
         model, text, prompts, said, fields.options_of(said), max_tokens, usual_tokens, bool(said.stream), writer,
-        include_usage=said.stream_options is not None and said.stream_options.include_usage,
+        usage=(told.include_usage, told.continuous_usage_stats) if told is not None else (False, False),
         include_stop=bool(said.include_stop_str_in_output),
     )  # fmt: skip
 

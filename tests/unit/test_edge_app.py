@@ -40,6 +40,23 @@ def test_a_chat_whole_and_streamed_is_the_same() -> None:
     assert {event["id"] for event in streamed.events} == {"chatcmpl-" + streamed.headers["x-request-id"]}
 
 
+def test_usage_in_every_event_as_load_generators_ask_for_it() -> None:
+    """vLLM's; of a choice, as far as it has come."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for path, body in (("/v1/chat/completions", chat()), ("/v1/completions", {"prompt": "ab", "n": 2})):
+        streamed = run(World(letters("hello")).post(path, {**body, "stream": True, "stream_options": options}))
+        *events, last = streamed.events
+        first = [event["usage"] for event in events if event["choices"][0]["index"] == 0]
+        assert [usage["completion_tokens"] for usage in first] == sorted(usage["completion_tokens"] for usage in first)
+        assert first[-1] == {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7}
+        assert last["usage"]["completion_tokens"] == 5 * body.get("n", 1)  # type: ignore[operator]
+    alone = {"continuous_usage_stats": True}
+    silent = run(
+        World(letters("hello")).post("/v1/completions", {"prompt": "a", "stream": True, "stream_options": alone})
+    )
+    assert not any("usage" in event for event in silent.events)
+
+
 def test_completions_take_texts_ids_and_batches() -> None:
     world = World()
     answers = run(world.post("/v1/completions", {"model": "sim", "prompt": ["a", "bc"], "n": 2})).json
