@@ -10,13 +10,15 @@ import base64
 import random
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
 from bus.runtime.ports import free_ports
-from pdbus.bench.harness import Process, Row, Scope, Workspace, percentile, row
+from pdbus.bench.harness import ANSWER_S, PartFailed, Process, Row, Scope, Workspace, percentile, row
 
 RANKS = 4
 TOKENS = 1_000
@@ -72,7 +74,7 @@ def _dispatch(scope: Scope) -> list[Row]:
     figures: dict[tuple[str, bool], list[float]] = {}
     for plugin in (False, True):
         scope.say(f"dispatch, {'with the plugin' if plugin else 'stock'}")
-        with Workspace() as space, zmq.Context() as context:
+        with Workspace() as space, _sockets() as context:
             sockets = [context.socket(zmq.PULL) for _ in range(RANKS)]
             endpoints = [_bound(socket) for socket in sockets]
             made = _controller(space, context, endpoints, "total_tokens", plugin, [TOKENS], scope.size(2_000, 200))
@@ -85,7 +87,8 @@ def _dispatch(scope: Scope) -> list[Row]:
             for _ in range(scope.size(400, 40)):
                 began = time.perf_counter()
                 made.tokenizer.send(made.requests[0])
-                poller.poll(10_000)
+                if not poller.poll(int(ANSWER_S * 1e3)):
+                    raise PartFailed("the DP controller dispatched nothing")
                 latencies.append((time.perf_counter() - began) * 1e6)
                 _drain(poller)
                 time.sleep(1 / HZ)
@@ -93,9 +96,6 @@ def _dispatch(scope: Scope) -> list[Row]:
             before, began = made.process.cpu_s(), time.perf_counter()
             time.sleep(scope.size(int(IDLE_S), 1))
             figures["idle", plugin] = [(made.process.cpu_s() - before) / (time.perf_counter() - began) * 100]
-            made.tokenizer.close(linger=0)
-            for socket in sockets:
-                socket.close(linger=0)
     case = f"total_tokens, {RANKS} ranks"
     return [
         row(case, f"CPU of a dispatch of {TOKENS:,} tokens", "µs", figures["cpu", True], figures["cpu", False]),
@@ -122,7 +122,7 @@ def _burst(scope: Scope, method: str, plugin: bool) -> list[list[float]]:
     rng = random.Random(1)
     bursts = scope.size(scope.runs, 1)
     lengths = [LONG if rng.random() < LONG_SHARE else SHORT for _ in range(bursts * BURST)]
-    with Workspace() as space, zmq.Context() as context:
+    with Workspace() as space, _sockets() as context:
         first = free_ports("127.0.0.1", RANKS)
         endpoints = [f"tcp://127.0.0.1:{first + rank}" for rank in range(RANKS)]
         made = _controller(space, context, endpoints, method, plugin, lengths, 0)
@@ -140,12 +140,14 @@ def _burst(scope: Scope, method: str, plugin: bool) -> list[list[float]]:
                 sent[rid] = time.monotonic()
                 time.sleep(rng.expovariate(BURST / BURST_S))
             ended: dict[str, float] = {}
+            deadline = time.monotonic() + ANSWER_S
             while not ended.keys() >= set(rids):
+                if time.monotonic() > deadline:
+                    raise PartFailed(f"{len(set(rids) - ended.keys())} of {BURST} prompts never came to a rank")
                 time.sleep(0.1)
                 ended = stubs.ask()
             waits.append([ended[rid] - sent[rid] for rid in rids])
             time.sleep(0.5)  # for the loads of idle ranks to be known
-        made.tokenizer.close(linger=0)
     return waits
 
 
@@ -172,6 +174,16 @@ def _controller(
     requests = [base64.b64decode(each) for each in said["requests"]]
     bus = f"tcp://127.0.0.1:{bootstrap_port + 100}" if plugin else ""
     return Controller(process, tokenizer, requests, said["dispatch_us"], said["server"], said["nonce"], bus)
+
+
+@contextmanager
+def _sockets() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    """All of them are closed at the end, whatever was sent."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        yield context
+    finally:
+        context.destroy(linger=0)
 
 
 def _bound(socket: zmq.Socket[bytes]) -> str:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -158,8 +158,6 @@ def controller(
 ) -> None:
     """A DP controller: how long its choices and sends take, then its real loop. Says where it takes requests, and those
     of random prompts of these `lengths` in SGLang's encoding."""
-    from sglang.srt.managers.io_struct import msgpack_encode
-
     hosted = Hosted(Path(folder), endpoints, bootstrap_port, method, sglang_method=sglang_method)
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 500) for _ in range(length)] for length in lengths]
@@ -169,11 +167,8 @@ def controller(
         began = time.thread_time()
         hosted.controller._request_dispatcher(request)
         took.append((time.thread_time() - began) * 1e6)
-    encoded = []
-    for number, ids in enumerate(prompts):
-        request = generate(f"{number}", ids, number)
-        request.wrap_pickle_fields()
-        encoded.append(base64.b64encode(msgpack_encode(request)).decode())
+    requests = [generate(f"{number}", ids, number) for number, ids in enumerate(prompts)]
+    encoded = [base64.b64encode(each).decode() for each in _encoded(requests)]
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     parent.ready()
     where = {"tokenizer": hosted.ports.scheduler_input_ipc_name, "server": hosted.ports.instance_id}
@@ -262,6 +257,20 @@ def ranks(
         stub.start()
         stub.listens.wait()
     parent.serve(lambda: dict(ended))
+
+
+def _encoded(requests: Sequence[Any]) -> Iterator[bytes]:
+    """As SGLang sends them, whatever encoding it has chosen."""
+    import zmq
+    from sglang.srt.managers.io_struct import sock_send
+
+    with zmq.Context() as context, context.socket(zmq.PUSH) as push, context.socket(zmq.PULL) as pull:
+        pull.bind("inproc://encoded")
+        push.connect("inproc://encoded")
+        for request in requests:
+            request.wrap_pickle_fields()
+            sock_send(push, request)
+            yield pull.recv()
 
 
 def _leave_with_parent() -> None:

@@ -5,7 +5,6 @@ Never raises: SGLang would go on without it all the same.
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 from collections.abc import MutableMapping
 from importlib import metadata
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 from bus.errors import BusError, ConfigError
 from bus.runtime.epochs import new_epoch
+from bus.runtime.logs import Logger
 from controller.policies import resolve
 from pdbus.sglang import engine
 from pdbus.sglang.controller import ControllerSide
@@ -24,7 +24,7 @@ from pdbus.sglang.settings import DRAWN, Settings, read
 CHECKED = "PDBUS_SGLANG_CHECKED"  # the version whose sources the main process has compared; its children take its word
 MAIN = "managers.disagg_service"  # the only one to be hooked in a process that has not imported it yet
 
-log = logging.getLogger("sglang.pdbus")  # plugins are loaded before SGLang sets its logging up: warnings still show
+log = Logger("sglang.pdbus")  # plugins are loaded before SGLang sets its logging up; below its name warnings show
 
 
 class Sides(NamedTuple):
@@ -52,7 +52,7 @@ def hook(environ: MutableMapping[str, str]) -> Sides | None:
             return None
         return _register(read(environ))
     except BusError as error:
-        log.warning("pdbus hooks nothing: %s", error)
+        log.warning("pdbus.plugin.off", why=str(error))
         return None
 
 

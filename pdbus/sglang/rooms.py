@@ -16,7 +16,6 @@ from pdbus.sglang.rank import HEARD_S, fits
 
 Query = Callable[[list[int]], dict[str, int]]  # SGLang's: rooms to ranks by HTTP, the rooms as text
 REMEMBERED = 65_536  # rooms whose prefill rank is known, the last ones
-GRACE_S = 1.0  # for a broker that is there to be heard, before SGLang's way is taken
 PAUSE_S = 1.0  # a bus that carried nothing for so long was away, and what the ranks said meanwhile is lost
 FORGET_S = 3600.0
 OTHERS_S = 1.0  # between queries for rooms that a server without the plugin may hold
@@ -99,8 +98,8 @@ class PrefillBus:
 
     @property
     def asked(self) -> bool:
-        """Whether rooms are asked for here, and not of SGLang's HTTP server."""
-        return self.heard or self._clock() - self._began < GRACE_S
+        """Whether rooms are asked for here, and not of SGLang's HTTP server: a broker wants a moment to be heard."""
+        return self.heard or self._clock() - self._began < HEARD_S
 
     def find(self, rooms: Sequence[int], query: Query) -> dict[str, int]:
         """Of `rooms` (all that wait here), those whose prefill rank is known by now."""

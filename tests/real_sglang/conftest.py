@@ -5,9 +5,6 @@ No other run sees them.
 
 from __future__ import annotations
 
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 collect_ignore_glob = [] if find_spec("sglang") else ["test_*.py"]
-sys.path.insert(0, str(Path(__file__).parent))

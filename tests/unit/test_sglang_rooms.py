@@ -8,7 +8,7 @@ import pytest
 
 from bus.wire.messages import MAX_ROOM, Beacon, Code, Location, Member
 from pdbus.sglang.rank import HEARD_S
-from pdbus.sglang.rooms import GRACE_S, OTHERS_S, Lives, PrefillBus
+from pdbus.sglang.rooms import OTHERS_S, Lives, PrefillBus
 
 GONE = HEARD_S + 1
 LOST_S = 15.0
@@ -81,11 +81,11 @@ def test_a_room_that_comes_again_is_wanted_again(world: World) -> None:
 
 
 def test_a_broker_that_is_not_heard_has_a_moment_and_then_http_is_asked(world: World) -> None:
-    """So the first rooms of a server with the plugin cost no query; one without it is asked a second later."""
+    """So the first rooms of a server with the plugin cost no query; one without it is asked a little later."""
     world.finder.silent_s = float("inf")
     world.http = {"1": 1}
     assert world.find(1) == {}
-    world.now += GRACE_S
+    world.now += HEARD_S
     assert world.find(1) == {"1": 1}
     assert world.asked == [[1]]
 

@@ -158,7 +158,7 @@ def test_what_cannot_be_is_one_line_and_hooks_nothing(srt: Path, environ: dict[s
     hooked, said = door(srt, **({"PDBUS_SGLANG": "on"} | environ))
     assert hooked == []
     assert "Traceback" not in said
-    (line,) = [line for line in said.splitlines() if "pdbus hooks nothing" in line]
+    (line,) = [line for line in said.splitlines() if "pdbus.plugin.off" in line]
     assert says in line
 
 
@@ -167,6 +167,6 @@ def test_another_sglang_hooks_nothing_and_says_which_seam(srt: Path) -> None:
     path.write_text(path.read_text().replace("self, force", "self, force, why"))
     hooked, said = door(srt, PDBUS_SGLANG_METHOD="total_tokens")
     assert hooked == []
-    (line,) = [line for line in said.splitlines() if "pdbus hooks nothing" in line]
+    (line,) = [line for line in said.splitlines() if "pdbus.plugin.off" in line]
     assert "SGLang 0.5.23 is not as it knows it (tested: 0.5.23)" in line
     assert "Scheduler.publish_load_snapshot takes (self, force, why), not (self, force)" in line

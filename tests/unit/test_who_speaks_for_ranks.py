@@ -17,6 +17,7 @@ HOMES = ("bus/embed/", "nodes/link/")
 OTHERS = {
     "examples/load_table.py": "facts of a rank for the load table; sends nothing",
     "pdbus/lab/choosers.py": "likewise",
+    "pdbus/sglang/chooser.py": "likewise, of SGLang's ranks",
     "pdbus/bench/controller_parts.py": "what a core or a table is handed in one process; sends nothing",
     "pdbus/bench/pick.py": "likewise",
     "pdbus/bench/report.py": "likewise",
