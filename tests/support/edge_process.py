@@ -65,5 +65,5 @@ class Serve:
         self.end()
 
     def end(self) -> tuple[int, str]:
-        _, said = self.process.communicate(timeout=60)
+        _, said = self.process.communicate(timeout=120)
         return self.process.returncode, said
