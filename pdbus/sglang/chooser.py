@@ -132,7 +132,7 @@ class Chooser:
         if self.policy.uses_hashes and self._block_tokens:
             try:
                 hashes = packed_hashes(token_bytes(tokens), self._block_tokens)
-            except OverflowError:  # ids that stand for images are no token ids
+            except ValueError:  # ids that stand for images are no token ids
                 pass
         return Submit(
             rid=request.rid or "",
