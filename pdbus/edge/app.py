@@ -17,7 +17,7 @@ from prometheus_client.exposition import choose_encoder
 
 from bus.errors import BusError, PartFailed
 from bus.runtime.logs import get_logger
-from pdbus.client import AsyncClient
+from pdbus.client import AsyncClient, Options
 from pdbus.edge import answers, fields, jobs, openapi
 from pdbus.edge.cluster import ServedModel, View
 from pdbus.edge.config import EdgeConfig
@@ -176,7 +176,7 @@ class Edge:
 
     async def _answer(self, exchange: Exchange, job: jobs.Job) -> None:
         count = job.n * len(job.prompts)
-        requests = job.requests(exchange.rid, *self._urgency(exchange))
+        requests = job.requests(exchange.rid, self._urgency(exchange))
         if self.counts.in_flight + count > self._config.max_requests:
             raise HttpError(429, f"{self.counts.in_flight} answers are under way here", code="overloaded")
         if (key := self._live[exchange]) is not None:
@@ -214,17 +214,26 @@ class Edge:
                 used = sum(len(answer.ids) for answer in generation.answers)
                 key.leave(prompt_tokens + used if used else 0)  # what the cluster refused costs nothing
 
-    def _urgency(self, exchange: Exchange) -> tuple[float, int]:
-        """The deadline in seconds, and the priority, by header."""
-        deadline_s = exchange.number(b"x-request-deadline-s")
-        if deadline_s is not None and deadline_s <= 0:
-            raise invalid("x-request-deadline-s", "x-request-deadline-s: seconds, above 0")
+    def _urgency(self, exchange: Exchange) -> Options:
+        """The deadline, the SLO of the first token, and the priority, by header."""
+        deadline_s, ttft_slo_s = (self._seconds(exchange, name) for name in ("x-request-deadline-s", "x-ttft-slo-s"))
         most = self._config.max_time_s
         priority = exchange.number(b"x-request-priority") or 0
         if priority != int(priority) or abs(priority) > PRIORITY_MAX:
             said = f"x-request-priority: a whole number from {-PRIORITY_MAX} to {PRIORITY_MAX}"
             raise invalid("x-request-priority", said)
-        return min(deadline_s or most, most), int(priority)
+        return {
+            "deadline_s": min(deadline_s or most, most),
+            "priority": int(priority),
+            "ttft_slo_s": min(ttft_slo_s or 0.0, most),
+        }
+
+    @staticmethod
+    def _seconds(exchange: Exchange, name: str) -> float | None:
+        seconds = exchange.number(name.encode())
+        if seconds is not None and seconds <= 0:
+            raise invalid(name, f"{name}: seconds, above 0")
+        return seconds
 
     # --- text -------------------------------------------------------------------------------------------------------
 

@@ -48,15 +48,14 @@ class Job:
         self.n = fields.choices_of(self.said, len(self.prompts))
         self.stops = fields.stops_of(self.said)
 
-    def requests(self, rid: str, deadline_s: float, priority: int) -> list[tuple[list[int], Options]]:
+    def requests(self, rid: str, urgency: Options) -> list[tuple[list[int], Options]]:
         """The prompt and the options of each answer."""
         shared: Options = {
             **self.options,
             "model": self.model.name,
             "leg": self.model.leg,
             "block_tokens": self.model.block_tokens,
-            "deadline_s": deadline_s,
-            "priority": priority,
+            **urgency,
             "stop_token_ids": self._stop_token_ids(),
         }
         count = self.n * len(self.prompts)

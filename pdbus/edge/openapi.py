@@ -59,6 +59,10 @@ _HEADERS = [
         "x-request-deadline-s", "Seconds after which nobody wants the answer any more.",
         type="number", exclusiveMinimum=0, exclusiveMaximum=NUMBER_MAX,
     ),
+    _header(
+        "x-ttft-slo-s", "Seconds within which the first token is wanted (where the controller orders by SLO).",
+        type="number", exclusiveMinimum=0, exclusiveMaximum=NUMBER_MAX,
+    ),
     _header("x-request-priority", "Higher goes first.", type="integer", minimum=-PRIORITY_MAX, maximum=PRIORITY_MAX),
 ]  # fmt: skip
 

@@ -180,11 +180,19 @@ def test_a_stop_token_is_no_part_of_the_text() -> None:
 
 def test_what_a_request_tells_the_cluster() -> None:
     world = World(max_time_s=50.0)
-    headers = {"x-request-id": "r-1", "x-request-deadline-s": "2.5", "x-request-priority": "-3"}
+    headers = {"x-request-id": "r-1", "x-request-deadline-s": "2.5", "x-request-priority": "-3", "x-ttft-slo-s": "0.5"}
     answer = run(world.post("/v1/chat/completions", chat(max_tokens=5), headers=headers))
     assert answer.headers["x-request-id"] == "r-1"
     options = world.client.asked[0][1]
-    told = {"rid": "r-1", "deadline_s": 2.5, "priority": -3, "max_tokens": 5, "leg": "pair", "model": "sim"}
+    told = {
+        "rid": "r-1",
+        "deadline_s": 2.5,
+        "priority": -3,
+        "ttft_slo_s": 0.5,
+        "max_tokens": 5,
+        "leg": "pair",
+        "model": "sim",
+    }
     assert options | told == options
     assert options["block_tokens"] == 16, "so that cache_aware sees the prompt's prefix"
     run(world.post("/v1/chat/completions", chat(max_tokens=5, max_completion_tokens=6)))
@@ -219,6 +227,7 @@ def test_prompts_are_not_hashed_where_nobody_looks() -> None:
         ("/v1/chat/completions", chat(), {"x-request-priority": "5000"}, 400, "x-request-priority"),
         ("/v1/chat/completions", chat(), {"x-request-priority": "1.5"}, 400, "x-request-priority"),
         ("/v1/chat/completions", chat(), {"x-request-deadline-s": "nan"}, 400, "x-request-deadline-s"),
+        ("/v1/chat/completions", chat(), {"x-ttft-slo-s": "0"}, 400, "x-ttft-slo-s"),
         ("/v1/chat/completions", chat(), {"x-request-deadline-s": "-1"}, 400, "x-request-deadline-s"),
         ("/v1/chat/completions", chat(), {"x-request-id": "a" * 121}, 400, "x-request-id"),
         ("/v1/chat/completions", chat(), {"content-type": "text/plain"}, 415, None),
