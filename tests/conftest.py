@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import structlog
 import zmq
 from hypothesis import HealthCheck, settings
 
@@ -19,6 +20,13 @@ settings.register_profile(
     "ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(autouse=True)
+def logs_as_a_host_has_them() -> Iterator[None]:
+    """What one test has configured is no other test's: `bus.runtime.logs` goes by whether anybody has."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(autouse=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import click
+from msgspec import structs
 
 from bus.errors import BusError, ConfigError, PeerLost, RequestFailed
 from bus.runtime import cli
@@ -161,7 +161,7 @@ def _failure(error: BusError, rid: str) -> dict[str, Any]:
 def _as_dict(stream: Stream, text: str) -> dict[str, Any]:
     result = stream.result
     return {
-        **{field.name: getattr(result, field.name) for field in dataclasses.fields(result)},
+        **structs.asdict(result),
         "logprobs": [{"logprob": each.logprob, "top": each.top} for each in result.logprobs],
         "prefill": _name(result.prefill),
         "decode": _name(result.decode),
