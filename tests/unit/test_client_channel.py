@@ -463,15 +463,33 @@ def test_a_client_that_broke_in_a_loop_lets_nobody_wait(
 
 
 def test_a_loop_that_cannot_connect_opens_nothing(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That no context stays open is `conftest.no_open_contexts`."""
+    """That no context stays open is `conftest.no_open_contexts`. The second of two controllers is what fails."""
+    connect = zmq.Socket.connect
 
-    def fails(self: object, endpoint: str) -> None:
-        raise StartError("no such host")
+    def fails(self: Any, endpoint: str) -> None:
+        connect(self, endpoint)
+        if len(connected) == 1:
+            raise StartError("no such host")
+        connected.append(endpoint)
 
     async def talk() -> None:
-        async with AsyncClient(base) as client:
-            with pytest.raises(StartError, match="no such host"):
-                await client.generate_tokens([5])
+        with pytest.raises(StartError, match="no such host"):
+            async with AsyncClient(prefill_controller=base, decode_controller=f"{base}2"):
+                pass
+        await asyncio.sleep(0)  # nothing of it is looked at any more
 
+    connected: list[str] = []
     monkeypatch.setattr(zmq.Socket, "connect", fails)
-    asyncio.run(talk())
+    with capture_logs() as logs:
+        asyncio.run(talk())
+    assert (len(connected), logs) == (1, [])
+
+
+def test_a_loop_that_only_rests_is_told_what_became_of_its_requests(peers: tuple[Peer, Peer], base: str) -> None:
+    client, loop = AsyncClient(base), asyncio.new_event_loop()
+    stream = loop.run_until_complete(client.generate_tokens([5], leg="pair"))
+    asyncio.run(client.close())
+    assert loop.run_until_complete(stream.wait()).finish == "cancelled"
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()

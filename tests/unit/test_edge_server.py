@@ -164,18 +164,18 @@ def test_an_edge_whose_client_broke_leaves(monkeypatch: pytest.MonkeyPatch) -> N
         async def __aexit__(self, *_: object) -> None: ...
 
         async def status(self, *, timeout_s: float | None = None) -> Status:
-            if asked:
-                raise PartFailed("the client of this process has failed: a bug")
-            asked.append(True)
-            return PAIR
+            if not asked:
+                asked.append(True)
+                return PAIR
+            await begun.wait()
+            raise PartFailed("the client of this process has failed: a bug")
 
     asked: list[bool] = []
-    urls: list[str] = []
+    begun = asyncio.Event()
     monkeypatch.setattr(server, "AsyncClient", Broken)
     monkeypatch.setattr(server, "LOOK_S", 0.01)
     with pytest.raises(PartFailed, match="a bug"):
-        server.serve(EdgeConfig(http="127.0.0.1:0"), urls.append)
-    assert len(urls) == 1, "it had begun"
+        server.serve(EdgeConfig(http="127.0.0.1:0"), lambda url: begun.set())
 
 
 HEADERS = (b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n", b"Content-Type: application/json\r\n",
