@@ -58,6 +58,12 @@ class Peer:
         self.other, header, *_ = self.socket.recv_multipart()
         return decode(header, self.table)
 
+    def hear_but_submits(self) -> Message:
+        """The next that is no submit: one that was not answered within a second is said again."""
+        while isinstance(message := self.hear(), Submit):
+            pass
+        return message
+
     def say(self, message: Message) -> None:
         self.socket.send_multipart([self.other, encode(message)])
 
@@ -289,7 +295,7 @@ def test_what_a_loop_has_begun_ends_with_it_and_the_client_lives_on(peers: tuple
         return stream
 
     left = asyncio.run(leave())
-    assert controller.hear() == Cancel(left.rid)
+    assert controller.hear_but_submits() == Cancel(left.rid)
     assert node.hear() == Detach(left.rid, 1)
     left.cancel()  # does no harm
 
@@ -318,15 +324,9 @@ def test_a_loop_that_closes_without_a_word_holds_nothing_back(
         stream = loop.run_until_complete(client.generate_tokens([5], leg="pair"))
         loop.close()
         rids.append(stream.rid)
-        if len(rids) == 1:
-            submit = controller.hear()
-            assert isinstance(submit, Submit)
-            assert submit.rid == stream.rid
-    heard = [controller.hear(), controller.hear()]
-    assert Cancel(rids[0]) in heard
-    assert [message.rid for message in heard if isinstance(message, Submit)] == rids[1:]
+    assert controller.hear_but_submits() == Cancel(rids[0])
     run(client.close())
-    assert controller.hear() == Cancel(rids[1])
+    assert controller.hear_but_submits() == Cancel(rids[1])
     assert not stream._updates, "a task of the closed loop that waited for it could not be woken"
 
 
@@ -348,8 +348,7 @@ def test_loops_in_several_threads_share_a_client_until_one_closes_it(peers: tupl
     with ThreadPoolExecutor(2) as pool:
         ends = [pool.submit(asyncio.run, each) for each in (other(), closes())]
         assert [end.result(WAIT_MS / 1000) for end in ends] == ["cancelled", "cancelled"]
-    heard = [controller.hear() for _ in range(4)]
-    assert {message.rid for message in heard if isinstance(message, Submit)} == {"other", "closes"}
+    heard = [controller.hear_but_submits() for _ in range(2)]
     assert {message.rid for message in heard if isinstance(message, Cancel)} == {"other", "closes"}
 
 
