@@ -36,6 +36,7 @@ class AsyncClient(BaseClient):
         self._closed = False
 
     async def __aenter__(self) -> AsyncClient:
+        await self._channel()
         return self
 
     async def __aexit__(

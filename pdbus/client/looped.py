@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVarTuple
 
 import zmq
@@ -57,7 +58,7 @@ class LoopChannel:
                 controllers, patience, rng, self._sockets, time.monotonic, self._watch, self._unwatch, self._send
             )
         except BaseException:
-            self._sockets.close()
+            self._close_now()
             raise
         self._timer = self.loop.call_later(TICK_S, self._tick)
 
@@ -73,10 +74,11 @@ class LoopChannel:
         """As `Channel.cancel`; from any thread."""
         if self.closed:
             return
-        if asyncio._get_running_loop() is self.loop or self.loop.is_closed():
+        if asyncio._get_running_loop() is self.loop:
             self._run(self._traffic.cancel, rid)
         else:
-            self.loop.call_soon_threadsafe(self.cancel, rid)
+            with suppress(RuntimeError):  # the loop is closed, and so will this be
+                self.loop.call_soon_threadsafe(self.cancel, rid)
 
     def ask(
         self,
@@ -98,8 +100,9 @@ class LoopChannel:
             await self._living.aclose()
 
     def abandon(self) -> None:
-        """`stop`, of a loop that ended without a word; on any thread."""
-        self._traffic.mute()
+        """`stop`, of a loop that does not run any more; on any thread."""
+        if self.loop.is_closed():
+            self._traffic.mute()
         self._leave()
         self._sockets.close()
 
@@ -129,10 +132,13 @@ class LoopChannel:
             self._failure = error
             log.exception("client.failed")
             self._timer.cancel()
-            for socket in list(self._handlers):
-                self._unwatch(socket)
-            self._sockets.close()
+            self._close_now()
             self._traffic.fail()
+
+    def _close_now(self) -> None:
+        for socket in list(self._handlers):
+            self._unwatch(socket)
+        self._sockets.close()
 
     def _raise_if_failed(self) -> None:
         if self._failure is not None:

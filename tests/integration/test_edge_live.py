@@ -51,6 +51,12 @@ def metric(base: str, line: str) -> float:
     return float(found[1]) if found else 0.0
 
 
+def estimates(controller: str) -> list[float]:
+    """The load in force at each rank, in tokens."""
+    said = get(controller, "/metrics")[1].decode()
+    return [float(value) for value in re.findall(r"^pdbus_controller_estimate_tokens\{.*\} (\S+)$", said, re.M)]
+
+
 @pytest.fixture
 def program(cluster: Up) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=url(cluster) + "/v1", api_key="none", max_retries=0) as client:
