@@ -52,9 +52,9 @@ demo: setup
 	@$(BIN)/pdbus demo
 endif
 
-test: setup check-torch ## Run the tests (they mostly wait: six at a time, each through files in a row)
+test: setup check-torch ## Run the tests (they mostly wait: four at a time, each through files in a row)
 	@echo "==> pytest"
-	@$(BIN)/python -m pytest -q -n 6 --dist worksteal --ignore tests/hostile
+	@$(BIN)/python -m pytest -q -n 4 --dist worksteal --ignore tests/hostile
 
 test-hostile: setup ## The attacks in short (a minute; hostile has them in full)
 	@echo "==> pytest tests/hostile"

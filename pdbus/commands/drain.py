@@ -35,7 +35,7 @@ def drain(rank: str, drain_s: float, controller: str, keys: str, wait_s: float) 
             if seen is None or seen.state == "gone" or (before is not None and seen.epoch != before.epoch):
                 break
             if seen.state == "lost":
-                raise StartError(f"{rank} is lost: it has said nothing for {seen.report_age_s:.0f} s; nothing to drain")
+                raise StartError(f"{rank} is lost: {silence_of(seen)}; nothing to drain")
             if time.monotonic() >= until:
                 raise StartError(
                     f"{rank} still has {seen.outstanding} requests after {drain_s:g} s; it goes on draining"
@@ -47,3 +47,9 @@ def drain(rank: str, drain_s: float, controller: str, keys: str, wait_s: float) 
 
 def _find(status: Status, instance: str, dp_rank: int) -> RankStatus | None:
     return next((rank for rank in status.ranks if (rank.instance, rank.dp_rank) == (instance, dp_rank)), None)
+
+
+def silence_of(rank: RankStatus) -> str:
+    """For sentences: how long a rank that is lost has been silent."""
+    age_s = rank.report_age_s
+    return "it never reported" if age_s < 0 else f"it has said nothing for {age_s:.0f} s"

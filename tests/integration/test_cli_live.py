@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,7 +62,7 @@ def parts_of(process: Up) -> list[int]:
     return [int(pid) for pid in listed]
 
 
-def of_ranks(directory: Path, key: str) -> dict[str, object]:
+def of_ranks(directory: Path, key: str) -> dict[str, Any]:
     """What `status` says under `key`, by rank."""
     ranks = json.loads(pdbus(directory, "status", "--json").stdout)["controller"]["ranks"]
     return {f"{rank['instance']}/{rank['dp_rank']}": rank[key] for rank in ranks}
@@ -151,6 +152,9 @@ def test_a_rank_that_hangs_is_lost_and_the_rest_goes_on(up: Up, directory: Path)
     read_until(up, r"^READY bus=")
     ranks = json.loads(pdbus(directory, "status", "--json").stdout)["controller"]["ranks"]
     assert len(ranks) == 4
+    until = time.monotonic() + 60
+    while min(map(float, of_ranks(directory, "report_age_s").values())) < 0:  # not every rank has reported yet
+        assert time.monotonic() < until
     victim = next(pid for pid in parts_of(up) if "nodes.decode" in Path(f"/proc/{pid}/cmdline").read_text())
     words = Path(f"/proc/{victim}/cmdline").read_text().split("\0")
     os.kill(victim, signal.SIGSTOP)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import click
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -18,6 +19,7 @@ from bus.errors import BusError, ConfigError
 from bus.runtime.keys import load_keys
 from bus.wire.messages import BrokerStatus, Load, RankStatus, Status
 from pdbus.cli import COMMANDS, pdbus
+from pdbus.commands.drain import silence_of
 from pdbus.commands.status import as_dict
 from pdbus.commands.up import up
 
@@ -188,3 +190,5 @@ def test_status_as_json_names_every_field() -> None:
     assert first["load"]["kv_tokens"] == 6
     assert told["broker"]["counts"] == {"rooms_alive": 0}
     assert as_dict(seen, None)["broker"] is None
+    assert silence_of(rank) == "it has said nothing for 0 s"
+    assert silence_of(msgspec.structs.replace(rank, report_age_s=-1.0)) == "it never reported"
