@@ -111,6 +111,10 @@ def test_a_stream_through_the_sockets_garbage_included(peers: tuple[Peer, Peer],
         node.say(Tokens(submit.rid, 1, 2, (12,), "length", found_by="told"))
         assert stream.tokens() == [10, 11, 12]
         assert node.hear() == Detach(submit.rid, 1)
+        end = time.monotonic() + WAIT_MS / 1000
+        while not any(line.get("peer") == f"{base}.clients" for line in logs):  # which comes over another socket
+            assert time.monotonic() < end, "nothing was heard of the controller's"
+            time.sleep(0.001)
     rejected = [(line["peer"], line["reason"]) for line in logs if line["event"] == "message.rejected"]
     assert sorted(rejected) == [(f"{base}.clients", "tag"), (f"{base}.node", "syntax")]  # the first of each
 
