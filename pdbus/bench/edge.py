@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import shutil
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bus.runtime.ports import free_ports
 from pdbus.bench import parts
-from pdbus.bench.harness import PartFailed, Process, Row, Scope, Workspace, percentile, row
+from pdbus.bench.harness import PartFailed, Process, Row, Scope, Workspace, await_url, percentile, row
 
 PROMPTS = (128, 2_048, 32_768)
 ENGINES = 4
@@ -118,7 +116,7 @@ def _ours(space: Workspace, scope: Scope) -> Side:
         "pdbus", "serve", "--http", "0", "--controller", space.endpoint("ctl"), "--watch-parent", "--log-level", "error"
     )
     url = edge.wait_ready().split("endpoint=")[1].strip()
-    _await(f"{url}/ready")
+    await_url(f"{url}/ready", START_S)
     client = space.part("edge_parts:client", controller=space.endpoint("ctl"))
     client.wait_ready()
 
@@ -150,23 +148,11 @@ def _routers(space: Workspace, scope: Scope, load: Process) -> list[Side]:
         argv += ["--prometheus-port", str(port + 1), "--policy", "round_robin", "--log-level", "error"]
         router = space.part("edge_parts:become", argv=argv)
         router.wait_ready()
-        _await(f"http://127.0.0.1:{port}/health")
+        await_url(f"http://127.0.0.1:{port}/health", START_S)
         side = Side(name, f"http://127.0.0.1:{port}", router, direct)
         _until_it_serves(load, side)
         sides.append(side)
     return sides
-
-
-def _await(url: str) -> None:
-    until = time.monotonic() + START_S
-    while True:
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except (urllib.error.URLError, OSError) as error:
-            if time.monotonic() > until:
-                raise PartFailed(f"{url}: {error}") from None
-            time.sleep(0.1)
 
 
 def _until_it_serves(load: Process, side: Side) -> None:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -247,3 +248,17 @@ def in_child(target: str, timeout_s: float = ANSWER_S, **settings: Any) -> Any:
     """What `module:function` of this package returns in a fresh process: no heap, cache or collector of ours."""
     with Workspace() as space:
         return space.part(target, **settings).answer(timeout_s)
+
+
+def await_url(url: str, timeout_s: float, server: Process | None = None) -> None:
+    """Until `url` answers. PartFailed when it does not in time, or when `server`, which is to answer, has ended."""
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except OSError as error:  # URLError too
+            if time.monotonic() > until or (server is not None and server.ended):
+                told = "" if server is None else f" ({server.name}){server.tail()}"
+                raise PartFailed(f"{url}: {error}{told}") from None
+            time.sleep(0.1)

@@ -8,16 +8,13 @@ Processor time is of everything but the engine's own processes, which do the sam
 
 from __future__ import annotations
 
-import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass, field
 
 from bus.runtime.ports import free_ports
 from nodes.vllm import versions
 from nodes.vllm.smollm2 import hugging_face
 from pdbus.bench import parts
-from pdbus.bench.harness import Aim, PartFailed, Process, Row, Scope, Workspace, percentile, row
+from pdbus.bench.harness import Aim, Process, Row, Scope, Workspace, await_url, percentile, row
 
 START_S = 300.0
 CONCURRENCY = 16
@@ -134,19 +131,7 @@ def _http(space: Workspace, scope: Scope) -> Way:
     ]  # fmt: skip
     server = space.part("vllm_parts:server", env=ENVIRONMENT, arguments=arguments)
     server.wait_ready()
-    _await(server, f"http://127.0.0.1:{port}/health")
+    await_url(f"http://127.0.0.1:{port}/health", START_S, server)
     caller = space.part("vllm_parts:http", port=port)
     caller.wait_ready()
     return Way("vLLM's HTTP server", caller, (server,))
-
-
-def _await(server: Process, url: str) -> None:
-    until = time.monotonic() + START_S
-    while True:
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except (urllib.error.URLError, OSError) as error:
-            if server.ended or time.monotonic() > until:
-                raise PartFailed(f"{server.name}: {url}: {error}{server.tail()}") from None
-            time.sleep(0.2)
