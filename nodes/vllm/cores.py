@@ -27,8 +27,14 @@ def claim_cores(folder: Path) -> list[int]:
 
 
 def keep_to(cores: Sequence[int], processes: Iterable[int]) -> None:
-    """vLLM pins the main thread of each worker to the machine's last core for its KV transfers, and computes on it: two
-    engines would do so on the same core, whatever their other threads are bound to."""
-    for pid in processes if cores else ():
+    """Bring every thread of `processes` to `cores`; one that has a part of them to itself keeps it.
+
+    vLLM pins the main thread of each worker to the machine's last core for its KV transfers, computes on it, and starts
+    NIXL's threads there, of which one never sleeps. An engine's start was seen to get a hundredth of that core beside
+    the threads of another engine. So this is for while it starts, too."""
+    kept = set(cores)
+    for pid in processes if kept else ():
         with suppress(OSError):  # gone meanwhile
-            os.sched_setaffinity(pid, cores)
+            for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+                if thread == pid or not os.sched_getaffinity(thread) <= kept:
+                    os.sched_setaffinity(thread, kept)

@@ -6,26 +6,37 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
+
+MEANWHILE_S = 0.25
 
 C = TypeVar("C")
 
 
 class EngineThread(Generic[C]):
     """`with EngineThread(build, close) as engine:`; `build` makes the client on the thread, `close` ends it there.
-    `engine.client` is there on entry, which may take minutes; what `build` raises is raised there."""
+    `engine.client` is there on entry, which may take minutes; what `build` raises is raised there, and `meanwhile` is
+    called until then, each MEANWHILE_S."""
 
-    def __init__(self, build: Callable[[], Coroutine[Any, Any, C]], close: Callable[[C], None]) -> None:
+    def __init__(
+        self,
+        build: Callable[[], Coroutine[Any, Any, C]],
+        close: Callable[[C], None],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         self._build = build
         self._close = close
+        self._meanwhile = meanwhile
         self._loop = asyncio.new_event_loop()
         self._built: Future[C] = Future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)  # it may hang while it loads
 
     def __enter__(self) -> EngineThread[C]:
         self._thread.start()
-        self.client = self._built.result()  # a signal meanwhile is handled here
+        while not wait((self._built,), MEANWHILE_S).done:  # a signal is handled here
+            self._meanwhile()
+        self.client = self._built.result()
         return self
 
     def __exit__(self, *_: object) -> None:

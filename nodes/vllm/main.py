@@ -65,7 +65,7 @@ def serve(
 
     with (
         Reaper() as reaper,
-        EngineThread(build, lambda client: client.shutdown()) as engine,
+        EngineThread(build, lambda client: client.shutdown(), lambda: keep_to(cores, reaper.processes())) as engine,
         Sockets() as sockets,
     ):
         keep_to(cores, reaper.processes())

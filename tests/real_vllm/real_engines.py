@@ -19,6 +19,8 @@ from nodes.vllm.reaper import MARK
 from nodes.vllm.smollm2 import hugging_face
 from pdbus.client import Client, Result
 from pdbus.launcher import Cluster, ClusterSpec
+from pdbus.launcher.restarts import RestartPolicy
+from pdbus.launcher.supervisor import Supervisor
 
 PREFILL, DECODE = "prefill-0/0", "decode-0/0"
 BLOCK = 32
@@ -27,6 +29,7 @@ BLOCKS = 48  # of KV memory: so few that those of a lapsed lease are soon used a
 ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 ENGINE = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--num-gpu-blocks-override", str(BLOCKS))
 WAIT_S = 300.0
+START_S = 150.0  # a start takes 25 s of a quiet machine
 TOP = 2  # likeliest tokens that each answer tells
 
 
@@ -110,6 +113,19 @@ def cluster_of(ranks: int, logs: Path, lease_s: int = LEASE_S) -> Iterator[Clust
         yield made
         engines = [pid for child in made.started for pid in processes_of(child.pid)]
     until(lambda: not any(map(lives, engines)), "no process of an engine is left", 30)
+
+
+def start_again(cluster: Cluster, part: str) -> None:
+    """What `pdbus up` does about a part that has ended. A start that hangs is ended and begun again: an engine core was
+    seen to wait for its worker for as long as anybody looked, once in some hundred starts."""
+    ended = cluster.children[part]
+    supervisor = Supervisor(cluster, RestartPolicy(start_timeout_s=START_S), lambda line: print(line, file=sys.stderr))
+
+    def back() -> bool:
+        supervisor.turn()
+        return cluster.children[part] is not ended and cluster.children[part].ready
+
+    until(back, f"{part} is back", 3 * START_S)
 
 
 # --- looking at vLLM --------------------------------------------------------------------------------------------------

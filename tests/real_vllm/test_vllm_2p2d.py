@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from real_engines import Alone, answers_alone, ask, cluster_of, figure, idle, processes_of, until
+from real_engines import Alone, answers_alone, ask, cluster_of, figure, idle, processes_of, start_again, until
 
 from pdbus.client import Client
 from pdbus.launcher import Cluster
@@ -65,5 +65,5 @@ def test_the_others_take_over_what_a_killed_prefill_and_a_killed_decode_engine_h
             each.equals(stream.result)
         assert child.wait(60)
         assert child.returncode == 1
-        cluster.restart(victim)
+        start_again(cluster, victim)
     until(lambda: idle(cluster), "vLLM is idle", 60)

@@ -27,6 +27,7 @@ from real_engines import (
     lives,
     near,
     processes_of,
+    start_again,
     until,
 )
 
@@ -152,7 +153,7 @@ def test_a_stream_goes_on_when_the_decode_engine_is_killed_and_started_again(
     assert child.returncode == 1
     assert "its engine died" in child.tail()
     until(lambda: not any(map(lives, engine)), "and its engine with it", 20)
-    cluster.restart(DECODE)
+    start_again(cluster, DECODE)
     for _ in pieces:
         pass
     assert stream.result.ids == whole.ids
@@ -196,7 +197,7 @@ def test_a_prefill_engine_that_is_killed_costs_no_request(cluster: Cluster, clie
         os.kill(pid, signal.SIGKILL)
     assert child.wait(60), "the node leaves"
     assert child.returncode == 1
-    cluster.restart(PREFILL)
+    start_again(cluster, PREFILL)
     for each, stream in zip((fetched, computing), streams, strict=True):
         each.equals(stream.result)
     assert streams[1].result.attempts > 1

@@ -46,6 +46,17 @@ def test_what_goes_wrong_at_the_start_is_raised_where_it_is_waited_for() -> None
         raise AssertionError("unreachable")
 
 
+def test_what_is_to_be_done_while_the_engine_starts_is_done() -> None:
+    done = threading.Event()
+
+    async def build() -> str:
+        assert await asyncio.to_thread(done.wait, 60)
+        return "client"
+
+    with EngineThread(build, lambda client: None, done.set) as engine:
+        assert engine.client == "client"
+
+
 def test_ctrl_c_is_not_for_the_engines_processes() -> None:
     """A terminal sends it to all of them: the node would drain without an engine."""
     program = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); print(flush=True); input(); print('lives')"

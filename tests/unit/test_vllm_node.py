@@ -95,17 +95,37 @@ def test_the_ranks_of_one_engine_share_its_cores(cores: list[int], ranks: int, b
     assert versions.cpu_environment(cores, ranks)[versions.CPU_BIND] == bound
 
 
+THREADS = """
+import os, threading
+def pinned(core):
+    if core: os.sched_setaffinity(0, [int(core)])
+    os.write(1, b"%d\\n" % threading.get_native_id())
+    threading.Event().wait()
+for core in input().split(","): threading.Thread(target=pinned, args=[core], daemon=True).start()
+pinned("{last}")
+"""
+
+
 def test_what_vllm_pins_to_the_last_core_is_put_back() -> None:
-    last = max(os.sched_getaffinity(0))
-    pinned = f"import os; os.sched_setaffinity(0, [{last}]); print(flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", pinned], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    """Of other threads than the main one, what another engine's cores are among; a part of the own ones stays."""
+    cores = sorted(os.sched_getaffinity(0))
+    ours, last = cores[: max(1, len(cores) // 2)], cores[-1]
+    program = THREADS.format(last=last)
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
         assert child.stdout is not None
-        child.stdout.readline()
+        child.stdin.write(f"{last},{ours[0]},\n".encode())
+        child.stdin.flush()
+        threads = {int(child.stdout.readline()) for _ in range(4)}
         keep_to([], [child.pid])
         assert os.sched_getaffinity(child.pid) == {last}
-        keep_to(sorted(os.sched_getaffinity(0)), [2**22 + 1, child.pid])
-        assert os.sched_getaffinity(child.pid) == os.sched_getaffinity(0)
-        child.communicate(b"\n")
+        keep_to(ours, [2**22 + 1, child.pid])
+        assert os.sched_getaffinity(child.pid) == set(ours)
+        assert all(os.sched_getaffinity(thread) <= set(ours) for thread in threads)
+        keep_to(cores, [child.pid])
+        assert os.sched_getaffinity(child.pid) == set(cores)
+        assert {ours[0]} in [os.sched_getaffinity(thread) for thread in threads]
+        child.kill()
 
 
 def test_models_that_differ_in_weights_or_configuration_differ(tmp_path: Path) -> None:
