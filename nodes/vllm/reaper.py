@@ -2,7 +2,9 @@
 
 vLLM's engine core and workers outlive a parent that is killed, for minutes, and hold its ports and memory. So a process
 of its own waits for the end of a pipe that only the node holds open, and then kills whatever carries the node's mark:
-an environment variable, which children inherit and can't lose by changing their parent, group or session.
+an environment variable, which children inherit and can't lose by changing their parent, group or session. Python's
+resource tracker alone is left to end by itself, as it does once its processes are gone: it first unlinks what those
+left of shared memory and semaphores.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 
 MARK = "PDBUS_ENGINE_OF"
 _PAUSE_S = 0.05
+_TRACKER = b"from multiprocessing.resource_tracker import main"
 
 
 class Reaper:
@@ -48,13 +51,14 @@ class Reaper:
 
 
 def marked(mark: str) -> list[int]:
-    """The processes that carry `mark`. Those of other users can't be read, and are not ours."""
+    """The processes that carry `mark`, but resource trackers. Those of other users can't be read, and are not ours."""
     found = []
     wanted = f"{MARK}={mark}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
-                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                ours = wanted in (entry / "environ").read_bytes().split(b"\0")
+                if ours and _TRACKER not in (entry / "cmdline").read_bytes():
                     found.append(int(entry.name))
             except OSError:
                 pass  # gone meanwhile, or another user's

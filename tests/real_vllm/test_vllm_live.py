@@ -218,7 +218,7 @@ def test_drain_finishes_what_runs_and_leaves_nothing(cluster: Cluster, client: C
     assert stream.result.attempts == 1
     assert child.wait(60)
     assert child.returncode == 0, child.tail()
-    assert not any(map(lives, engine))
+    until(lambda: not any(map(lives, engine)), "no process is left", 20)
 
     prefill = cluster.children[PREFILL]
     engine = processes_of(prefill.pid)

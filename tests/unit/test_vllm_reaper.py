@@ -72,6 +72,34 @@ def test_children_and_theirs_end_with_the_node(end: str) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
+TRACKED = """
+import os, subprocess, sys
+from nodes.vllm.reaper import Reaper
+CHILD = "from multiprocessing import shared_memory as shm; print(shm.SharedMemory(None, True, 64).name); input()"
+with Reaper():
+    child = subprocess.Popen([sys.executable, "-uc", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    print(child.stdout.readline().strip(), flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("end", ["leaves", "is killed"])
+def test_shared_memory_of_what_was_killed_is_unlinked(end: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", TRACKED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as node:
+        assert node.stdout is not None
+        segment = Path("/dev/shm") / node.stdout.readline().strip()
+        assert segment.is_file()
+        if end == "is killed":
+            node.kill()
+        node.communicate("\n" if end == "leaves" else None, timeout=60)
+    until = time.monotonic() + 60
+    while segment.exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
 def test_the_mark_comes_last_in_the_environment_of_children(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where we carry one ourselves: what stands before may be lost under a process's title."""
     monkeypatch.setenv(MARK, "outer")
