@@ -17,7 +17,7 @@ MINUTES ?= 10
 COUNT ?= 96
 OUT ?= out
 
-.PHONY: help setup demo test test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang test-hostile check check-torch bench fault hostile fuzz fuzz-http mutate soak golden api dist test-dist lint types clean
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang test-hostile check check-torch bench fault hostile fuzz fuzz-http mutate soak golden api dist test-dist lint types clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -59,6 +59,10 @@ test: setup check-torch ## Run the tests (they mostly wait: four at a time, each
 test-hostile: setup ## The attacks in short (a minute; hostile has them in full)
 	@echo "==> pytest tests/hostile"
 	@$(BIN)/python -m pytest -q tests/hostile
+
+test-compiled: setup ## The cores' tests against the wheel's compiled cores (a minute or two more after a change)
+	@echo "==> pytest, compiled cores"
+	@$(BIN)/python tests/compiled/run.py
 
 test-vllm: ## Real vLLM on this machine's CPU: a split of a real model (minutes; the first time it installs 4 GB)
 	@echo "==> pytest tests/real_vllm"

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from msgspec import Struct
-
 from bus.defaults import SILENT_INTERVALS
 from bus.wire.messages import Load, MemberKey, NodeState, RankState
 
@@ -58,7 +56,8 @@ class Pulse:
         self.busy = busy
 
 
-class Change(Struct, frozen=True, gc=False):
+@dataclass(frozen=True, slots=True)
+class Change:
     key: MemberKey
     old: RankState
     new: RankState

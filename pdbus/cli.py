@@ -6,6 +6,7 @@ from importlib import import_module
 
 import click
 
+from bus import build
 from bus.runtime import cli, interrupt, logs
 
 # name -> (module, attribute, what it does)
@@ -41,8 +42,11 @@ class _LazyGroup(click.Group):
             formatter.write_dl([(name, what) for name, (_, _, what) in COMMANDS.items()])
 
 
+BUILD = "compiled cores" if build.CORES == "compiled" else "pure Python"
+
+
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="pdbus", prog_name="pdbus")
+@click.version_option(package_name="pdbus", prog_name="pdbus", message=f"%(prog)s, version %(version)s, {BUILD}")
 def pdbus() -> None:
     """Prefill/decode-split LLM serving over ZeroMQ: run a cluster, send it prompts, look at its ranks."""
     logs.configure("warning", part="pdbus")

@@ -12,10 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from msgspec import Struct
-
 from bus import defaults
 from bus.actions import Note, Publish, Send
+from bus.broker.events import Asked, Event, Published, Unreachable
 from bus.broker.rooms import TAKEN, Owner, RoomTable
 from bus.broker.topology import KnownRank, Membership
 from bus.broker.watches import Peer, Watches
@@ -59,33 +58,6 @@ class BrokerLimits:
     max_rooms_per_publisher: int = 200_000
     max_watches: int = 262_144
     max_watches_per_peer: int = 65_536
-
-
-class Published(Struct, frozen=True, gc=False):
-    """A publication arrived under `topic`."""
-
-    topic: bytes
-    message: Message
-
-
-class Asked(Struct, frozen=True, gc=False):
-    """`peer` asked over the bootstrap socket."""
-
-    peer: Peer
-    message: Message
-
-
-class Unreachable(Struct, frozen=True, gc=False):
-    """A send to `peer` found nobody."""
-
-    peer: Peer
-
-
-class Tick(Struct, frozen=True, gc=False):
-    """Time passed. Wanted every few tens of milliseconds while `needs_ticks`, else for each beacon."""
-
-
-Event: TypeAlias = Published | Asked | Unreachable | Tick
 
 
 class BrokerCore:

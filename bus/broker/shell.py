@@ -24,7 +24,8 @@ import zmq
 
 from bus import defaults
 from bus.actions import Note, Send
-from bus.broker.core import Action, Asked, BrokerCore, BrokerLimits, Event, Published, Tick, Unreachable
+from bus.broker.core import Action, BrokerCore, BrokerLimits
+from bus.broker.events import Asked, Event, Published, Tick, Unreachable
 from bus.endpoints import BusAddress
 from bus.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from bus.rights import key_of, may, publishes

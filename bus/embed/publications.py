@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from typing import Any
 
 from msgspec import structs
 
@@ -114,8 +115,9 @@ class PublisherCore:
 
     # --- what the scheduler says --------------------------------------------------------------------------------
 
-    def register(self, room: int, attempt: int, now: float) -> list[Publish]:
-        """`room` is ours, as `attempt`. Leaves at the next flush; refreshed until it is dropped."""
+    def register(self, room: Any, attempt: Any, now: float) -> list[Publish]:
+        """`room` is ours, as `attempt`: integers, or it is counted as `invalid`. Leaves at the next flush; refreshed
+        until it is dropped."""
         if not _valid(room, attempt):
             self.counts["invalid"] += 1
             return []
@@ -133,7 +135,7 @@ class PublisherCore:
         self.counts["registered"] += 1
         return self._overflow(now)
 
-    def drop(self, room: int, attempt: int, code: Code, now: float) -> list[Publish]:
+    def drop(self, room: Any, attempt: Any, code: Code, now: float) -> list[Publish]:
         """We are done with `room`: `ok`, or why no KV cache will come. Leaves at the next flush."""
         if not _valid(room, attempt):
             self.counts["invalid"] += 1

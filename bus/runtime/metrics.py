@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from bus import build
 from bus.runtime import logs
 
 SIZES = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0)
@@ -100,6 +101,7 @@ def registry(snapshot: Snapshot) -> CollectorRegistry:
 class _Reader(Collector):
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
+        self._build = {"version": build.version(), "cores": build.CORES}
 
     def describe(self) -> Iterable[Family]:
         return ()  # so that registering does not read a snapshot that is not there yet
@@ -107,6 +109,7 @@ class _Reader(Collector):
     def collect(self) -> Iterator[Family]:
         for metric in self._snapshot():
             yield _family(metric)
+        yield _family(Metric("pdbus_build_info", "which build runs, always 1", "gauge", (Sample(1.0, self._build),)))
         yield _family(counter("pdbus_log_events_lost_total", "events that the log could not take", logs.lost()))
 
 

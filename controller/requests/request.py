@@ -7,8 +7,6 @@ from enum import Enum
 from math import inf
 from typing import Any, Literal
 
-from msgspec import Struct
-
 from bus.rights import key_of
 from bus.wire.messages import MAX_DP_SIZE, MAX_ROOM, Code, Ended, Legs, Refusal, Rid, Role, Submit
 from controller.load.rank import RankLoad
@@ -63,16 +61,19 @@ LEG_NEXT: dict[tuple[LegState, Literal["done", "given up"]], LegState] = {
 }
 
 
-class LegRun(Struct, eq=False):
+class LegRun:
     """One leg of one attempt at one rank (one start of it)."""
 
-    role: Role
-    rank: RankLoad
-    charge: int
-    began: float  # dispatched at
-    answers: bool  # its output is what the client waits for
-    state: LegState = LegState.RUNNING
-    ended: Ended | None = None  # what the node said of a leg that is done
+    __slots__ = ("answers", "began", "charge", "ended", "rank", "role", "state")
+
+    def __init__(self, role: Role, rank: RankLoad, charge: int, began: float, answers: bool) -> None:
+        self.role: Role = role
+        self.rank = rank
+        self.charge = charge
+        self.began = began  # dispatched at
+        self.answers = answers  # its output is what the client waits for
+        self.state = LegState.RUNNING
+        self.ended: Ended | None = None  # what the node said of a leg that is done
 
     def step(self, what: Literal["done", "given up"]) -> None:
         """Move on as the table says; what it does not know is our bug, and tells the story."""
@@ -82,27 +83,36 @@ class LegRun(Struct, eq=False):
             raise AssertionError(f"{self.role} leg at {self.rank} is {self.state.value}: cannot be {what}") from None
 
 
-class Request(Struct, eq=False):
-    """One accepted request (`request_of`)."""
+class Request:
+    """One accepted request (`request_of`), `client`'s: its key, or empty where there are none."""
 
-    peer: Any
-    client: str  # its key; empty: there are none
-    rid: Rid
-    submit: Submit
-    frames: tuple[Any, ...]  # its payload, kept until the legs that need it have started
-    frames_bytes: int
-    places: tuple[tuple[int, Role], ...]  # what it claims of its room: the legs of one room are one pair
-    attempt: int
-    model: str  # of all its attempts; where the submit names none, settled when it is first placed
-    deadline_at: float | None
-    state: State = State.QUEUED
-    legs: tuple[LegRun, ...] = ()
-    tries: int = 0  # dispatches
-    losses: int = 0  # of those, ended by the loss of a rank
-    avoid: tuple[RankLoad, ...] = ()  # ranks that failed it
-    lane: Any = None  # the queue it waits in
-    work: int = 0  # prompt tokens to compute, as far as was known when it began to wait
-    first_due: float = inf  # when its first token is to be there, where that counts
+    __slots__ = (
+        "attempt", "avoid", "client", "deadline_at", "first_due", "frames", "frames_bytes", "lane", "legs", "losses",
+        "model", "peer", "places", "rid", "state", "submit", "tries", "work",
+    )  # fmt: skip
+
+    def __init__(
+        self, peer: Any, client: str, submit: Submit, frames: tuple[Any, ...], frames_bytes: int,
+        places: tuple[tuple[int, Role], ...], deadline_at: float | None,
+    ) -> None:  # fmt: skip
+        self.peer = peer
+        self.client = client
+        self.rid: Rid = submit.rid
+        self.submit = submit
+        self.frames = frames  # its payload, kept until the legs that need it have started
+        self.frames_bytes = frames_bytes
+        self.places = places  # what it claims of its room: the legs of one room are one pair
+        self.attempt = submit.attempt
+        self.model = submit.model  # of all its attempts; where the submit names none, settled when it is first placed
+        self.deadline_at = deadline_at
+        self.state = State.QUEUED
+        self.legs: tuple[LegRun, ...] = ()
+        self.tries = 0  # dispatches
+        self.losses = 0  # of those, ended by the loss of a rank
+        self.avoid: tuple[RankLoad, ...] = ()  # ranks that failed it
+        self.lane: Any = None  # the queue it waits in
+        self.work = 0  # prompt tokens to compute, as far as was known when it began to wait
+        self.first_due = inf  # when its first token is to be there, where that counts
 
     def step(self, what: Literal["dispatched", "output", "again", "over"]) -> None:
         """Move on as the table says; what it does not know is our bug, and tells the story."""
@@ -140,13 +150,10 @@ def request_of(peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> 
     return Request(
         peer,
         key_of(peer),
-        submit.rid,
         submit,
         tuple(frames),
         size + len(frames[1]),
         places,
-        submit.attempt,
-        submit.model,
         now + submit.deadline_s if submit.deadline_s else None,
     )
 

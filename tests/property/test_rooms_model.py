@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from bus.actions import Send
-from bus.broker.core import Asked, BrokerCore, BrokerLimits, Event, Tick, Unreachable
+from bus.broker.core import BrokerCore, BrokerLimits
+from bus.broker.events import Asked, Event, Tick, Unreachable
 from bus.broker.watches import GRAIN_S
 from bus.wire.messages import Answer, Drop, Query, Unwatch
 

@@ -6,6 +6,7 @@ import email.parser
 import os
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tempfile
 import zipfile
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pdbus_build import MODULES
 
 from nodes.own.engines.sim import sim_generate
 
@@ -75,13 +77,21 @@ def names(wheel: Path) -> set[str]:
         return set(archive.namelist())
 
 
+def cores(wheel: Path) -> set[str]:
+    """What is compiled in it."""
+    return {name for name in names(wheel) if name.endswith(".so")}
+
+
 def test_the_wheel_holds_the_packages_their_type_marks_and_the_license(wheel: Path) -> None:
     sources = {path for package in PACKAGES for kind in ("*.py", "*.html") for path in (ROOT / package).rglob(kind)}
     marks = {ROOT / package / "py.typed" for package in PACKAGES}
-    info = wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"
+    info = "-".join(wheel.name.split("-")[:2]) + ".dist-info"
     facts = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt")}
     facts.add(f"{info}/licenses/LICENSE")
-    assert names(wheel) == {str(path.relative_to(ROOT)) for path in sources | marks} | facts
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    compiled = {module.removesuffix(".py") + suffix for module in (*MODULES, "pdbus__mypyc")}
+    assert cores(wheel) == compiled
+    assert names(wheel) == {str(path.relative_to(ROOT)) for path in sources | marks} | compiled | facts
     with zipfile.ZipFile(wheel) as archive:
         assert archive.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
         metadata = email.parser.Parser().parsestr(archive.read(f"{info}/METADATA").decode())
@@ -90,21 +100,28 @@ def test_the_wheel_holds_the_packages_their_type_marks_and_the_license(wheel: Pa
     )  # fmt: skip
 
 
-def test_the_sdist_builds_the_same_wheel(wheel: Path, sdist: Path, tmp_path: Path) -> None:
-    """And has what `make test` needs."""
+def test_the_sdist_builds_the_same_wheel(
+    wheel: Path, sdist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pure where that is asked for. And it has what `make test` needs."""
+    monkeypatch.setenv("PDBUS_PURE", "1")
     pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", tmp_path, sdist, cwd=tmp_path)
-    assert names(tmp_path / wheel.name) == names(wheel)
+    (pure,) = tmp_path.glob("*-py3-none-any.whl")
+    assert names(pure) == names(wheel) - cores(wheel)
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    here = [ROOT / name for name in ("Makefile", "constraints.txt", "LICENSE", "README.md", "CHANGELOG.md", ".ci/run")]
-    for folder in ("tests", "docs", "examples"):
+    here = [
+        ROOT / name
+        for name in ("Makefile", "constraints.txt", "LICENSE", "README.md", "CHANGELOG.md", ".ci/run", "setup.py")
+    ]
+    for folder in ("builder", "tests", "docs", "examples"):
         here += [path for path in (ROOT / folder).rglob("*.*") if path.is_file() and path.suffix != ".pyc"]
     assert {str(path.relative_to(ROOT)) for path in here} <= held
 
 
 def test_the_wheel_runs_in_an_environment_of_its_own(wheel: Path, environment: Path, outside: Path) -> None:
     version = wheel.name.split("-")[1]
-    assert run(environment / "pdbus", "--version", cwd=outside) == f"pdbus, version {version}\n"
+    assert run(environment / "pdbus", "--version", cwd=outside) == f"pdbus, version {version}, compiled cores\n"
     look = f"import importlib\nfor name in {PACKAGES}: print(importlib.import_module(name).__file__)"
     for where in run(environment / "python", "-c", look, cwd=outside).splitlines():
         assert Path(where).is_relative_to(outside / "venv")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from bus.actions import Publish, Send
-from bus.broker.core import Action, Asked, BrokerCore, BrokerLimits, Published, Tick
+from bus.broker.core import Action, BrokerCore, BrokerLimits
+from bus.broker.events import Asked, Published, Tick
 from bus.wire import topics
 from bus.wire.messages import Answer, Drop, Location, Member, Message, Query, Registration, Rooms
 

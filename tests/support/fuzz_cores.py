@@ -19,10 +19,11 @@ import fuzz_messages
 from fuzz_messages import of
 
 from bus.actions import Note, Publish, Send
-from bus.broker.core import Asked, BrokerCore, BrokerLimits
-from bus.broker.core import Published as BrokerPublished
-from bus.broker.core import Tick as BrokerTick
-from bus.broker.core import Unreachable as BrokerUnreachable
+from bus.broker.core import BrokerCore, BrokerLimits
+from bus.broker.events import Asked
+from bus.broker.events import Published as BrokerPublished
+from bus.broker.events import Tick as BrokerTick
+from bus.broker.events import Unreachable as BrokerUnreachable
 from bus.embed.publications import PublisherCore
 from bus.embed.resolution import Resolved, ResolverCore
 from bus.wire import codec, topics

@@ -8,16 +8,8 @@ import pytest
 from broker_world import EPOCH, Rank, ask, broker, publications, published, sent
 
 from bus.actions import Note, Send
-from bus.broker.core import (
-    RESTATE_AGAIN_S,
-    RESTATE_FIRST_S,
-    Asked,
-    BrokerCore,
-    BrokerLimits,
-    Published,
-    Tick,
-    Unreachable,
-)
+from bus.broker.core import RESTATE_AGAIN_S, RESTATE_FIRST_S, BrokerCore, BrokerLimits
+from bus.broker.events import Asked, Published, Tick, Unreachable
 from bus.wire.messages import (
     Answer,
     Beacon,

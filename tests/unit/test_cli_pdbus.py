@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import click
@@ -15,6 +16,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from bus import build
 from bus.errors import BusError, ConfigError
 from bus.runtime.keys import load_keys
 from bus.wire.messages import BrokerStatus, Load, RankStatus, Status
@@ -26,6 +28,11 @@ from pdbus.commands.up import up
 
 def run(*arguments: str) -> click.testing.Result:
     return CliRunner().invoke(pdbus, arguments)
+
+
+def test_the_version_says_which_build_it_is() -> None:
+    said = "compiled cores" if build.CORES == "compiled" else "pure Python"
+    assert run("--version").output == f"pdbus, version {version('pdbus')}, {said}\n"
 
 
 def test_help_names_every_command_and_loads_none() -> None:

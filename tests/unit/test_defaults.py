@@ -61,7 +61,10 @@ def test_an_idle_embedded_rank_is_never_stale(interval_s: float) -> None:
 
 def test_all_parts_that_share_a_default_have_it() -> None:
     assert default_interval_s() == NodeConfig.report_interval_s == defaults.REPORT_INTERVAL_S
-    assert inspect.signature(PublisherCore).parameters["interval_s"].default == defaults.REPORT_INTERVAL_S
+    core = PublisherCore(
+        instance="i", dp_rank=0, epoch=1, role="unified", model="m", dp_size=1, endpoint="tcp://127.0.0.1:1"
+    )
+    assert core.interval_s == defaults.REPORT_INTERVAL_S
     assert STALE_S > IDLE_INTERVALS * defaults.REPORT_INTERVAL_S
     assert STALE_INTERVALS > 1
     assert IDLE_INTERVALS * defaults.REPORT_INTERVAL_S == 1.0  # as protocol.md says

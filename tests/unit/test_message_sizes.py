@@ -14,8 +14,9 @@ from legs_world import World as LegsWorld
 from msgspec.structs import replace
 
 from bus.actions import Publish, Send
-from bus.broker.core import Asked, BrokerCore, BrokerLimits
-from bus.broker.core import Published as Seen
+from bus.broker.core import BrokerCore, BrokerLimits
+from bus.broker.events import Asked
+from bus.broker.events import Published as Seen
 from bus.wire import codec, topics
 from bus.wire.messages import (
     CONTROLLER_TO_CLIENT,

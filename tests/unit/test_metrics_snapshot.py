@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from bus import build
 from bus.runtime.metrics import Histogram, Metric, counter, gauge, histogram, labelled, registry
 
 
@@ -15,7 +17,7 @@ def scrape(left: Sequence[Metric]) -> dict[tuple[str, tuple[tuple[str, str], ...
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(generate_latest(registry(lambda: left)).decode())
         for sample in family.samples
-        if sample.name != "pdbus_log_events_lost_total"  # which every part has
+        if sample.name not in ("pdbus_log_events_lost_total", "pdbus_build_info")  # which every part has
     }
 
 
@@ -43,6 +45,11 @@ def test_every_kind_is_scraped_as_it_was_left() -> None:
     }
     left[:] = [counter("pdbus_test_things_total", "things", 4)]
     assert scrape(left) == {("pdbus_test_things_total", ()): 4}
+
+
+def test_every_part_says_which_build_it_is() -> None:
+    said = generate_latest(registry(lambda: ())).decode()
+    assert f'pdbus_build_info{{cores="{build.CORES}",version="{version("pdbus")}"}} 1.0' in said
 
 
 def test_a_frozen_histogram_does_not_change_any_more() -> None:

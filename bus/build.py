@@ -1,0 +1,16 @@
+"""Which build of pdbus runs: its version, and whether its cores are compiled (docs/performance.md)."""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Literal
+
+from bus.due import DueTimes  # all of the cores are compiled, or none
+
+CORES: Literal["pure", "compiled"] = "pure" if isinstance(DueTimes.add, FunctionType) else "compiled"
+
+
+def version() -> str:
+    from importlib import metadata  # takes longer to load than most commands that don't ask
+
+    return metadata.version("pdbus")
