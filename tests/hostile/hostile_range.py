@@ -23,7 +23,8 @@ QUICK = ("--sim-base-s", "0.002", "--sim-prefill-s-per-token", "0.0001")
 
 @dataclass
 class Outcome:
-    """What an attack did: parts that ended, the highest resident memory of one part, latencies of honest requests."""
+    """What an attack did: parts that ended, the highest resident memory of one part, latencies of honest requests, and
+    how long one took that began when the attack was over."""
 
     died: list[str] = field(default_factory=list)
     rss_bytes: dict[str, int] = field(default_factory=dict)
@@ -44,24 +45,24 @@ class Range:
         return ports_of(self.cluster, self.rig.status().ranks, self.keys)
 
     def under(self, attack: str, ports: Ports | None = None) -> Outcome:
-        """Requests one after the other while `attack` goes on (at other `ports` than the cluster's), and one after."""
+        """Requests one after the other while `attack` goes on (at other `ports` than the cluster's), and one from the
+        moment it is over."""
         pids = {name: child.pid for name, child in self.cluster.children.items()}
         outcome = Outcome()
         with _watched(pids, outcome), attacking(attack, ports or self.ports()) as over:
-            while not outcome.honest_s or over() is None:
-                outcome.honest_s.append(self.request_s())
-                if self.cluster.poll():
-                    break
+            after = ""
+            while not after and not self.cluster.poll():
+                rid, began = self.rig.begin(20, 8), time.monotonic()
+                self.rig.until(lambda rid=rid: rid in self.rig.results or over() is not None, f"{rid} or {attack} ends")
+                if over() is not None:
+                    after, began_after = self.rig.begin(20, 8), time.monotonic()
+                    self.rig.ended(after)
+                    outcome.back_s = self.rig.ended_at[after] - began_after
+                self.rig.ended(rid)
+                outcome.honest_s.append(self.rig.ended_at[rid] - began)
             assert not over(), f"the attack {attack} itself failed"
         outcome.died = self.cluster.poll()
-        if not outcome.died:
-            outcome.back_s = self.request_s()
         return outcome
-
-    def request_s(self) -> float:
-        began = time.monotonic()
-        self.rig.ended(self.rig.begin(20, 8))
-        return time.monotonic() - began
 
 
 @contextmanager
