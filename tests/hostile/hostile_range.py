@@ -7,12 +7,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from fault_rig import Rig, rig
 
-from bus.rights import KeyRole
-from bus.runtime.keys import add_key, give_key, new_keys
 from pdbus.launcher import Cluster, ClusterSpec
 from pdbus.soak.attackers import attacking, ports_of
 from pdbus.soak.attacks import Ports
@@ -95,14 +92,3 @@ def firing_range(transport: str, keys: str = "", attackers: str = "") -> Iterato
     )  # fmt: skip
     with Cluster(spec) as cluster, rig(cluster) as made:
         yield Range(cluster, made, attackers)
-
-
-def make_keys(directory: Path) -> tuple[str, str]:
-    """Of a cluster and of the insiders that attack it: a client, and a node of another instance."""
-    cluster, attackers = directory / "keys", directory / "attackers"
-    new_keys(cluster)
-    roles: tuple[KeyRole, ...] = ("clients", "nodes")
-    for role in roles:
-        add_key(cluster, role, "mallory")
-        give_key(cluster, role, "mallory", attackers / role)
-    return str(cluster), str(attackers)

@@ -27,8 +27,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from hostile_range import Outcome, Range, firing_range, make_keys
+from hostile_range import Outcome, Range, firing_range
 
+from pdbus.soak.attackers import make_keys
 from pdbus.soak.attacks import ATTACKS, INSIDERS
 
 RATIO_MAX = 3.0
