@@ -30,6 +30,14 @@ class DueTimes(Generic[K]):
             if not slot:
                 del self._slots[number]
 
+    def discard(self, key: K) -> None:
+        """Remove it, whenever it is due, if it is there. Looks everywhere: for what happens seldom."""
+        for number, slot in list(self._slots.items()):
+            if key in slot:
+                del slot[key]
+                if not slot:
+                    del self._slots[number]
+
     def take(self, now: float, most: int | None = None) -> list[K]:
         """Take out those whose time has come, `most` of them at most: the rest comes with the next call."""
         end = int(now / self._step_s) + 1

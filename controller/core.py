@@ -28,7 +28,6 @@ from bus.wire.messages import (
     LoadReport,
     Member,
     Message,
-    Ping,
     Pong,
     Progress,
     Refused,
@@ -98,7 +97,6 @@ class ControllerCore:
         placement = Placement(self.table, self.policies, self.late)
         self.life = Life(config, epoch, self.table, placement, self.counts, now)
         self._started_at = now
-        self._pings = 0
         self._ping_at = now
         self._sweep_at = now
         self._measure_at = now + MEASURE_S
@@ -320,6 +318,8 @@ class ControllerCore:
             self.late.heard(rank, load, now)
         rank = self.table.apply(key, message.epoch, load, now)
         if rank is not None:
+            if not rank.candidate and rank.was_candidate and rank.asked is None:  # seldom: dispatches fill it sooner
+                self.members.ping(rank, out)
             if rank.newly_acked and now >= self.regret.due:
                 self.regret.acknowledged(rank, self.table.ranks.values(), now)
             self.health.report(rank.key, load, now, rank.interval_s)
@@ -349,6 +349,7 @@ class ControllerCore:
             self.counts["report_unknown"] += 1
             return
         self.table.reconnected(rank)
+        rank.engine_tells = True
         load = replace(event.load, seq=rank.load.seq + 1 if rank.load is not None else 1)
         self.table.apply(rank.key, rank.epoch, load, now)
         self.health.report(rank.key, load, now, rank.interval_s)
@@ -374,8 +375,8 @@ class ControllerCore:
             self._lose(self.members.sweep(now, out), now, out)
         if now >= self._ping_at:
             self._ping_at = now + self.config.lease_s / 3
-            self._pings += 1
-            out.extend(ToNode(peer, Ping(self._pings)) for peer in list(self.members.peers))
+            for rank in self.members.peers.values():
+                self.members.ping(rank, out)
         if now >= self._measure_at:
             self.life.measure(now - self._measure_at + MEASURE_S)
             self._measure_at = now + MEASURE_S

@@ -102,6 +102,12 @@ class Health:
         if pulse is not None:
             pulse.moved(step, busy, now)
 
+    def set_back(self, key: MemberKey) -> None:
+        """What was said of its steps was not said by the rank."""
+        pulse = self.pulses.get(key)
+        if pulse is not None:
+            pulse.step = -1
+
     def report(self, key: MemberKey, load: Load, now: float, interval_s: float = 0.0) -> None:
         """A load report of its epoch came over the bus; the next one will within `interval_s`, if it said so."""
         pulse = self.pulses.get(key)

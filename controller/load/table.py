@@ -3,14 +3,15 @@
 The invariant, kept by every method below:
 
     estimate(rank) = last report + (what I sent - what it acknowledges)
-                                 + for each other controller (what it says it sent - what the report acknowledges)
+                                 + for each other controller that it names (what that one says it sent
+                                                                             - what it acknowledges)
 
 A report overwrites what was believed (nothing is planned ahead); what it had not ingested when it was read is added,
 so each request counts exactly once whether reports are fresh, late, repeated, lost or overtaken. A report with an old
-`(epoch, seq)` is dropped, but after one that is no longer believed (it may have been forged, with a seq that is never
-reached); a new node epoch is a new record, so what the old one had not acknowledged is void. A report
-older than `stale_s`, and than two of the intervals that its rank declares, is not believed: the estimate falls back to
-my own dispatched-and-not-ended work.
+`(epoch, seq)` is dropped, and one whose seq the rank will never reach, but after one that is no longer believed (it may
+have been forged: `disbelieve`); a new node epoch is a new record, so what the old one had not acknowledged is void. A
+report older than `stale_s`, and than two of the intervals that its rank declares, is not believed: the estimate falls
+back to my own dispatched-and-not-ended work.
 
 Tokens are what a dispatch waits behind: for prefill the prompt tokens not computed yet (KV that only waits for its
 transfer costs no time); for decode and unified the KV tokens held plus those still to be fetched or computed, since
@@ -32,6 +33,7 @@ from controller.load.rank import UNLIMITED, RankLoad
 
 MAX_CONTROLLERS = 64
 MAX_CLOSED = 4096  # starts of ranks that have left, of which it is remembered how far their dispatches were numbered
+SEQ_JUMP = 1 << 40  # a seq may be a time in nanoseconds; beyond, no later report of its rank would be believed
 HARD_FACTOR = 4  # what cannot go elsewhere may queue at its rank up to this many times the credit
 
 
@@ -157,19 +159,32 @@ class LoadTable:
             self.counts["report_unknown"] += 1
             return None
         last = rank.load
-        if last is not None and load.seq <= last.seq and not rank.stale:
+        if rank.stale or last is None:
+            self._fresh.add(rank, now + self._stale_s)
+            rank.stale = False
+        elif load.seq <= last.seq:
             self.counts["report_old"] += 1
             return None
+        elif load.seq - last.seq > SEQ_JUMP:
+            self.counts["report_forged"] += 1
+            return None
+        rank.was_candidate = rank.candidate
         rank.load = load
         rank.reported_at = now
-        if rank.stale:
-            self._fresh.add(rank, now + self._stale_s)
-        rank.stale = rank.slow = False
+        rank.slow = False
         rank.base_requests = load.running + load.waiting
         rank.base_tokens = load.waiting_tokens if rank.counts_queue_only else load.waiting_tokens + load.kv_tokens
         self._acknowledge(rank, load.acks)
         self._refresh(rank)
         return rank
+
+    def disbelieve(self, rank: RankLoad) -> None:
+        """The last report was not the rank's own: without it my own count holds, until the next one comes."""
+        if not rank.stale:
+            self.counts["report_forged"] += 1
+            self._fresh.discard(rank)
+            rank.stale = True
+            self._refresh(rank)
 
     def declare(self, key: MemberKey, epoch: int, interval_s: float) -> None:
         """A rank says that it reports at least each `interval_s` seconds; its word is taken within bounds."""
@@ -342,8 +357,8 @@ class LoadTable:
     @staticmethod
     def _sum_others(rank: RankLoad) -> None:
         requests = tokens = 0
-        for epoch, (sent, sent_tokens) in rank.others.items():
-            acked, acked_tokens = rank.other_acks.get(epoch, (0, 0))
+        for epoch, (acked, acked_tokens) in rank.other_acks.items():
+            sent, sent_tokens = rank.others.get(epoch, (0, 0))
             requests += max(0, sent - acked)  # acknowledged more than published: its counters are the late ones
             tokens += max(0, sent_tokens - acked_tokens)
         rank.others_requests, rank.others_tokens = requests, tokens
@@ -394,8 +409,8 @@ def _estimate(rank: RankLoad) -> tuple[int, int]:
     work = rank.load.waiting_tokens if rank.info.role == "prefill" else rank.load.waiting_tokens + rank.load.kv_tokens
     requests = rank.load.running + rank.load.waiting + rank.in_flight
     tokens = work + rank.in_flight_tokens
-    for epoch, (sent, sent_tokens) in rank.others.items():
-        acked, acked_tokens = rank.other_acks.get(epoch, (0, 0))
+    for epoch, (acked, acked_tokens) in rank.other_acks.items():
+        sent, sent_tokens = rank.others.get(epoch, (0, 0))
         requests += max(0, sent - acked)
         tokens += max(0, sent_tokens - acked_tokens)
     return requests, tokens

@@ -148,6 +148,7 @@ class LinkedRank:
     def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None:
         self.log.info("controller.welcomed", controller=welcome.controller, again=again)
         self.joint.stirred = True
+        self.core.reports.welcomed(welcome.epoch)
         if again:
             self.core.restate(connection.key)
         follow = all(each.welcome is not None and each.welcome.follow_bootstrap_room for each in self.connections)
@@ -163,9 +164,9 @@ class LinkedRank:
     def unread(self, leg: Leg) -> None:
         self.joint.carry_out(self.core.unread(leg, self._host.now))
 
-    def steps(self) -> tuple[int, bool]:
+    def steps(self) -> tuple[int, bool, int]:
         load = self.runner.load()
-        return load.step, load.busy
+        return load.step, load.busy, self.publisher.load_seq
 
     def superseded(self, why: str) -> None:
         self._host.superseded(why)

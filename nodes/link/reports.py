@@ -40,16 +40,18 @@ class Reports:
     def acks(self) -> tuple[Ack, ...]:
         return tuple(ack for _, ack in self._acks.values())
 
+    def welcomed(self, epoch: int) -> None:
+        """A controller that may dispatch here: what it says it has sent counts for others once it is among the acks."""
+        if epoch not in self._acks:
+            self._keep(0, Ack(epoch, 0, 0))
+
     def acknowledge(self, dispatch: Dispatch) -> Literal["counted", "gap", "repeated"]:
         """Count it; a `gap` before it means that some were lost on the way, `repeated` that it was counted before."""
         epoch = dispatch.controller_epoch
         last, ack = self._acks.get(epoch, (0, Ack(epoch, 0, 0)))
         if dispatch.number <= last:
             return "repeated"
-        self._acks[epoch] = (dispatch.number, Ack(epoch, ack.dispatches + 1, ack.tokens + dispatch.charge))
-        self._acks.move_to_end(epoch)
-        if len(self._acks) > MAX_ACKS:
-            self._acks.popitem(last=False)
+        self._keep(dispatch.number, Ack(epoch, ack.dispatches + 1, ack.tokens + dispatch.charge))
         return "gap" if last and dispatch.number > last + 1 else "counted"
 
     def started(self, leg: Leg) -> None:
@@ -101,6 +103,12 @@ class Reports:
         """What is to be told since the last call, by owner."""
         reports, self._reports = self._reports, {}
         return reports
+
+    def _keep(self, number: int, ack: Ack) -> None:
+        self._acks[ack.controller_epoch] = (number, ack)
+        self._acks.move_to_end(ack.controller_epoch)
+        if len(self._acks) > MAX_ACKS:
+            self._acks.popitem(last=False)
 
     def _report(self, owner: int) -> Report:
         return self._reports.setdefault(owner, Report())

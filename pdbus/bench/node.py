@@ -205,10 +205,12 @@ class _Rank:
     def hello(self) -> Hello:
         return hello_of(self._config, FACTS, self.dp_rank, self.epoch, "ready", self._endpoint)
 
-    def steps(self) -> tuple[int, bool]:
-        return self._step, False
+    def steps(self) -> tuple[int, bool, int]:
+        return self._step, False, self._publisher.load_seq
 
-    def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None: ...
+    def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None:
+        self._reports.welcomed(welcome.epoch)
+
     def cancelled(self, connection: Connection, cancel: CancelLeg) -> None: ...
     def drain(self, cause: str) -> None: ...
     def superseded(self, why: str) -> None: ...

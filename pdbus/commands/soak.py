@@ -27,6 +27,7 @@ from pdbus.soak.run import SoakConfig, Verdict, run
 @click.option("--max-tokens", type=int, default=64, show_default=True, help="Output tokens of a request at most.")
 @click.option("--prompt-tokens", type=int, default=256, show_default=True, help="Prompt tokens of a request at most.")
 @click.option("--attackers", is_flag=True, help="Attack every port of the cluster meanwhile, from this machine.")
+@click.option("--keys", is_flag=True, help="Give every part, client and attacker a key of its own, made for this.")
 def soak(
     minutes: float,
     engine: str,
@@ -40,6 +41,7 @@ def soak(
     max_tokens: int,
     prompt_tokens: int,
     attackers: bool,
+    keys: bool,
 ) -> None:
     """Kill, stop, drain and restart random processes under load; compare every output with the right one.
 
@@ -59,6 +61,7 @@ def soak(
         max_tokens=max_tokens,
         prompt_tokens=prompt_tokens,
         attackers=attackers,
+        keys=keys,
     )
     verdict = run(config, _say)
     _show(verdict)

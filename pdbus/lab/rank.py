@@ -6,7 +6,7 @@ choose ranks or measure anything; it calls back when a first token or a last one
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
@@ -54,6 +54,11 @@ class VirtualRank:
         self._fresh: list[int] = []  # prompt tokens of what arrived since the step under way began
 
     # --- what reaches it --------------------------------------------------------------------------------------
+
+    def welcomed(self, controllers: Iterable[int]) -> None:
+        """By each of these epochs: it names them from now on, also before their first dispatch."""
+        self._acks = {epoch: Ack(epoch, 0, 0) for epoch in controllers}
+        self._acks_now = tuple(self._acks.values())
 
     def ingest(self, sequence: Sequence, controller_epoch: int, charge: int) -> None:
         """A dispatch arrives: acknowledge and queue it (a decode leg stays parked until its KV cache is ready)."""

@@ -313,6 +313,9 @@ class _Run:
         if not truth.ranks:
             return []
         interval_s = kind.report_interval_s or config.report_interval_s
+        if config.controllers > 1:
+            for rank in truth.ranks:
+                rank.welcomed(range(1, config.controllers + 1))
         reports = []
         for dp_rank, rank in enumerate(truth.ranks if not method.startswith("oracle") else ()):
             rng = random.Random(f"{config.seed}/reports/{role}/{dp_rank}")

@@ -14,9 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.errors import BusError
+from bus.rights import KeyRole
+from bus.runtime.keys import add_key, give_key, new_keys
 from bus.wire.messages import RankStatus
 from pdbus.launcher import Cluster
 from pdbus.soak.attacks import ATTACKS, Ports
@@ -25,6 +28,17 @@ from pdbus.soak.usage import usage_of
 ATTACK_S = 60.0  # one that is not over by then is ended
 LOOK_S = 0.05
 PAUSE_S = (0.2, 3.0)  # between two attacks
+
+
+def make_keys(directory: Path) -> tuple[str, str]:
+    """Of a cluster and of the insiders that attack it: a client, and a node of another instance."""
+    cluster, attackers = directory / "keys", directory / "attackers"
+    new_keys(cluster)
+    roles: tuple[KeyRole, ...] = ("clients", "nodes")
+    for role in roles:
+        add_key(cluster, role, "mallory")
+        give_key(cluster, role, "mallory", attackers / role)
+    return str(cluster), str(attackers)
 
 
 def ports_of(cluster: Cluster, ranks: Iterable[RankStatus], keys: str = "") -> Ports:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import zmq
+from msgspec.structs import replace
 
 from bus.endpoints import split_owner
 from bus.rights import KeyRole
@@ -25,6 +26,7 @@ from bus.runtime.keys import load_keys
 from bus.runtime.sockets import Socket, Sockets
 from bus.wire import codec, topics
 from bus.wire.messages import (
+    PUBLICATIONS,
     Attach,
     Beacon,
     BrokerStatusQuery,
@@ -264,25 +266,30 @@ def valid_megabytes(ports: Ports) -> None:
 
 
 def forged_publications(ports: Ports) -> None:
-    """Loads of every rank with a seq that it will never reach, beacons of other brokers, and 64 controllers that have
-    sent it thousands of requests; for three seconds, with a node's key."""
+    """Loads of every rank, with a seq that it will never reach and with the one that comes next, beacons of other
+    brokers, and 64 controllers that have sent it thousands of requests; for three seconds, with a node's key."""
     ranks = {
         (instance, int(number)): int(ports.get(f"epoch {instance}/{number}", "1"))
         for name in ports
         if name.startswith("data ")
         for instance, _, number in (name.removeprefix("data ").rpartition("/"),)
     }
+    seqs = dict.fromkeys(ranks, 0)  # heard
     load = Load(
-        seq=2**63 - 1, step=2**40, running=2**30, waiting=2**30, waiting_tokens=2**40, kv_tokens=2**40,
+        seq=0, step=2**40, running=2**30, waiting=2**30, waiting_tokens=2**40, kv_tokens=2**40,
         kv_capacity=1, max_running=1,
     )  # fmt: skip
     until = time.monotonic() + 3.0
     with insider(ports, "nodes") as sockets:
-        pub = sockets.pub(ports["publish"])
+        pub, sub = sockets.pub(ports["publish"]), sockets.sub(ports["subscribe"], (topics.LOAD,))
         while time.monotonic() < until:
+            while sub.poll(0):
+                heard = codec.decode(sub.recv_multipart()[1], PUBLICATIONS)
+                if isinstance(heard, LoadReport) and heard.seq != 2**63 - 1:
+                    seqs[heard.instance, heard.dp_rank] = heard.load.seq
             for (instance, number), started in ranks.items():
-                for epoch in (1, started):
-                    report = LoadReport(instance, number, epoch, 2**63 - 1, load)
+                for epoch, seq in ((1, 2**63 - 1), (started, 2**63 - 1), (started, seqs[instance, number] + 1)):
+                    report = LoadReport(instance, number, epoch, 2**63 - 1, replace(load, seq=seq))
                     told(pub, [topics.of(report), codec.encode(report)])
             counters = tuple(SentTo(*rank, epoch, 2**30, 2**40) for rank, epoch in ranks.items())
             for number in range(64):

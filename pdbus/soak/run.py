@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import queue
 import random
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from bus.errors import ConfigError
@@ -19,7 +21,7 @@ from pdbus.client.channel import Channel
 from pdbus.client.options import Options, make_request, patience, where
 from pdbus.client.traffic import Update
 from pdbus.launcher import Cluster, ClusterSpec
-from pdbus.soak.attackers import Attackers, ports_of
+from pdbus.soak.attackers import Attackers, make_keys, ports_of
 from pdbus.soak.attacks import Ports
 from pdbus.soak.chaos import Chaos
 from pdbus.soak.ledger import Ledger
@@ -36,7 +38,7 @@ RSS_MAX_BYTES = 1 << 30  # of one part, whatever the attackers do: docs/failures
 @dataclass(frozen=True, slots=True)
 class SoakConfig:
     """`concurrency` requests are live at any time; a fault comes about every `kill_every_s`. `attackers`: one attack
-    after the other goes on meanwhile."""
+    after the other goes on meanwhile; with `keys`, every part and attacker has a key of its own."""
 
     minutes: float = 10.0
     engine: str = "sim"
@@ -50,6 +52,7 @@ class SoakConfig:
     max_tokens: int = 64
     prompt_tokens: int = 256
     attackers: bool = False
+    keys: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.minutes <= 100_000:
@@ -125,6 +128,7 @@ class Verdict:
             "troubles": len(self.troubles),
             "client_rss_start_bytes": self.client_start.rss_bytes,
             "client_rss_end_bytes": self.client_end.rss_bytes,
+            "keys": self.config.keys,
             "engine": self.config.engine,
             "seed": self.config.seed,
             "seconds": round(self.seconds, 1),
@@ -135,13 +139,15 @@ def run(config: SoakConfig, say: Callable[[str], None]) -> Verdict:
     """Raises StartError when the cluster does not come up. `say` gets lines of progress."""
     rng = random.Random(config.seed)
     prompts = _Prompts(config, rng)
-    with Cluster(config.cluster()) as cluster:
+    with ExitStack() as exits:
+        keys = attackers = ""
+        if config.keys:
+            keys, attackers = make_keys(Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="pdbus-"))))
+        cluster = exits.enter_context(Cluster(replace(config.cluster(), keys=keys)))
         at = where(cluster.controller, None, None)
-        channel = Channel(at.endpoints, patience(RETRIES, 20.0), seed=config.seed)
-        try:
-            return _Soak(config, cluster, channel, prompts, rng, say).run()
-        finally:
-            channel.stop()
+        channel = Channel(at.endpoints, patience(RETRIES, 20.0), keys=keys, seed=config.seed)
+        exits.callback(channel.stop)
+        return _Soak(config, cluster, channel, prompts, rng, say, attackers).run()
 
 
 class _Prompts:
@@ -168,9 +174,11 @@ class _Prompts:
 class _Soak:
     def __init__(
         self, config: SoakConfig, cluster: Cluster, channel: Channel, prompts: _Prompts, rng: random.Random,
-        say: Callable[[str], None],
+        say: Callable[[str], None], keys: str,
     ) -> None:  # fmt: skip
+        """`keys`: where the attackers' are."""
         self._config = config
+        self._keys = keys
         self._cluster = cluster
         self._channel = channel
         self._prompts = prompts
@@ -232,7 +240,7 @@ class _Soak:
 
     def _ports(self) -> Ports:
         status = self._channel.ask(self._where.decode, StatusQuery, 5.0).result()
-        return ports_of(self._cluster, status.ranks)
+        return ports_of(self._cluster, status.ranks, self._keys)
 
     def _usage(self) -> tuple[Usage, Usage]:
         """Of the cluster's processes, and of this one."""

@@ -28,9 +28,10 @@ def test_a_short_soak_is_clean_and_says_so_on_its_last_line() -> None:
     assert "accepted" in ran.stderr  # progress
 
 
-def test_attackers_at_the_same_time_change_nothing_of_that() -> None:
+@pytest.mark.parametrize("keys", [(), ("--keys",)])
+def test_attackers_at_the_same_time_change_nothing_of_that(keys: tuple[str, ...]) -> None:
     command = [sys.executable, "-P", "-m", "pdbus", "soak", "--minutes", "0.2", "--kill-every-s", "3", "--seed", "6",
-               "--unified", "0", "--concurrency", "4", "--attackers"]  # fmt: skip
+               "--unified", "0", "--concurrency", "4", "--attackers", *keys]  # fmt: skip
     ran = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     found = json.loads(ran.stdout.splitlines()[-1])
@@ -38,6 +39,7 @@ def test_attackers_at_the_same_time_change_nothing_of_that() -> None:
     assert found["attacks"] >= 1
     assert 0 < found["rss_max_bytes"] <= RSS_MAX_BYTES
     assert "attack " in ran.stderr
+    assert found["keys"] is bool(keys)
 
 
 def test_a_bad_setting_is_one_line() -> None:

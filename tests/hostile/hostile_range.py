@@ -7,12 +7,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from fault_rig import Rig, rig
 
-from bus.rights import KeyRole
-from bus.runtime.keys import add_key, give_key, new_keys
 from pdbus.launcher import Cluster, ClusterSpec
 from pdbus.soak.attackers import attacking, ports_of
 from pdbus.soak.attacks import Ports
@@ -23,7 +20,8 @@ QUICK = ("--sim-base-s", "0.002", "--sim-prefill-s-per-token", "0.0001")
 
 @dataclass
 class Outcome:
-    """What an attack did: parts that ended, the highest resident memory of one part, latencies of honest requests."""
+    """What an attack did: parts that ended, the highest resident memory of one part, latencies of honest requests, and
+    how long one took that began when the attack was over."""
 
     died: list[str] = field(default_factory=list)
     rss_bytes: dict[str, int] = field(default_factory=dict)
@@ -44,24 +42,24 @@ class Range:
         return ports_of(self.cluster, self.rig.status().ranks, self.keys)
 
     def under(self, attack: str, ports: Ports | None = None) -> Outcome:
-        """Requests one after the other while `attack` goes on (at other `ports` than the cluster's), and one after."""
+        """Requests one after the other while `attack` goes on (at other `ports` than the cluster's), and one from the
+        moment it is over."""
         pids = {name: child.pid for name, child in self.cluster.children.items()}
         outcome = Outcome()
         with _watched(pids, outcome), attacking(attack, ports or self.ports()) as over:
-            while not outcome.honest_s or over() is None:
-                outcome.honest_s.append(self.request_s())
-                if self.cluster.poll():
-                    break
+            after = ""
+            while not after and not self.cluster.poll():
+                rid, began = self.rig.begin(20, 8), time.monotonic()
+                self.rig.until(lambda rid=rid: rid in self.rig.results or over() is not None, f"{rid} or {attack} ends")
+                if over() is not None:
+                    after, began_after = self.rig.begin(20, 8), time.monotonic()
+                    self.rig.ended(after)
+                    outcome.back_s = self.rig.ended_at[after] - began_after
+                self.rig.ended(rid)
+                outcome.honest_s.append(self.rig.ended_at[rid] - began)
             assert not over(), f"the attack {attack} itself failed"
         outcome.died = self.cluster.poll()
-        if not outcome.died:
-            outcome.back_s = self.request_s()
         return outcome
-
-    def request_s(self) -> float:
-        began = time.monotonic()
-        self.rig.ended(self.rig.begin(20, 8))
-        return time.monotonic() - began
 
 
 @contextmanager
@@ -94,14 +92,3 @@ def firing_range(transport: str, keys: str = "", attackers: str = "") -> Iterato
     )  # fmt: skip
     with Cluster(spec) as cluster, rig(cluster) as made:
         yield Range(cluster, made, attackers)
-
-
-def make_keys(directory: Path) -> tuple[str, str]:
-    """Of a cluster and of the insiders that attack it: a client, and a node of another instance."""
-    cluster, attackers = directory / "keys", directory / "attackers"
-    new_keys(cluster)
-    roles: tuple[KeyRole, ...] = ("clients", "nodes")
-    for role in roles:
-        add_key(cluster, role, "mallory")
-        give_key(cluster, role, "mallory", attackers / role)
-    return str(cluster), str(attackers)

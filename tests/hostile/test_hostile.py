@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hostile_range import Range, firing_range, make_keys
+from hostile_range import Range, firing_range
 
+from pdbus.soak.attackers import make_keys
 from pdbus.soak.attacks import ATTACKS
 
 pytestmark = pytest.mark.fault

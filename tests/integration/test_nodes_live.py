@@ -19,14 +19,17 @@ import zmq
 from test_broker_live import Asker
 
 from bus.broker import Broker
-from bus.endpoints import ControllerAddress
+from bus.endpoints import BusAddress, ControllerAddress
 from bus.runtime.epochs import new_epoch
 from bus.runtime.ports import free_ports
+from bus.wire import topics
 from bus.wire.codec import decode, encode
 from bus.wire.hashing import token_bytes
 from bus.wire.messages import (
     FROM_NODE_DATA,
     NODE_TO_CONTROLLER,
+    PUBLICATIONS,
+    Ack,
     Attach,
     Bye,
     CancelLeg,
@@ -37,6 +40,7 @@ from bus.wire.messages import (
     Hello,
     KvFail,
     KvPull,
+    LoadReport,
     Location,
     Message,
     Params,
@@ -227,6 +231,27 @@ def pair(cluster: Cluster, rid: str, prompt: list[int], room: int, **changes: An
     controller = cluster.controller
     controller.dispatch(D, rid, prompt, bootstrap_room=room, prefill=controller.location(P), **changes)
     controller.dispatch(P, rid, prompt, bootstrap_room=room, **changes)
+
+
+def test_a_node_names_who_has_welcomed_it_and_says_how_far_its_loads_have_come(cluster: Cluster) -> None:
+    """What others publish in its name is found out by that."""
+    with cluster.context.socket(zmq.SUB) as bus:
+        bus.subscribe(topics.LOAD)
+        bus.connect(BusAddress(cluster.bus).subscribe)
+        cluster.node("unified")
+        cluster.ready(U)
+        said: list[LoadReport] = []
+
+        def named() -> bool:
+            while bus.poll(0):
+                report = decode(bus.recv_multipart()[1], PUBLICATIONS)
+                assert isinstance(report, LoadReport)
+                said.append(report)
+            return bool(said and said[-1].load.acks == (Ack(cluster.controller.epoch, 0, 0),))
+
+        cluster.controller.until(named, "report that names the controller")
+        cluster.answered(U)
+        assert cluster.controller.pongs[-1].load_seq >= said[-1].load.seq > 0
 
 
 def test_a_told_pair_streams_the_reference_tokens(cluster: Cluster) -> None:

@@ -117,9 +117,9 @@ class Loads(RuleBasedStateMachine):
         live = node.live()
         running = [r for r in live if r.running]
         acks = tuple(
-            Ack(c, len(mine), sum(r.tokens for r in mine))
+            Ack(c, len(mine), sum(r.tokens for r in mine))  # of all that have welcomed it
             for c in CONTROLLERS
-            if (mine := [r for r in node.taken if r.controller == c])
+            for mine in [[r for r in node.taken if r.controller == c]]
         )
         waiting_tokens = sum(r.tokens for r in live if not r.running)
         kv_tokens = sum(r.tokens for r in running)

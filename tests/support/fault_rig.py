@@ -35,6 +35,7 @@ class Rig:
         self.cluster = cluster
         self.ledger = Ledger(f"t{time.monotonic_ns()}-")
         self.results: dict[str, Result] = {}
+        self.ended_at: dict[str, float] = {}  # of those
         self.tokens: dict[str, list[int]] = {}
         self._where = where(address or cluster.controller, None, None)
         self._updates: queue.SimpleQueue[tuple[str, Update]] = queue.SimpleQueue()
@@ -76,6 +77,7 @@ class Rig:
         self.ledger.deliver(rid, update)
         if isinstance(update, Result):
             self.results[rid] = update
+            self.ended_at[rid] = time.monotonic()
         else:
             self.tokens[rid].extend(update)
 

@@ -14,9 +14,11 @@ from bus.wire.messages import (
     Drain,
     DrainRank,
     Failed,
+    LoadReport,
     Member,
     Message,
     Ping,
+    Pong,
     Refused,
     Rooms,
     Sent,
@@ -238,6 +240,63 @@ class TestRanks:
         world.pass_time(1.0, alive=U)
         counters = [c for sent in world.published if isinstance(sent, Sent) for c in sent.counters if c.dp_rank == 0]
         assert counters[-1].dispatches == 3  # as the rank's acknowledgements count
+
+
+class TestPublicationsThatAreNotTheRanks:
+    """Without keys anybody may publish a load in a rank's name; what the rank says over its connection settles it."""
+
+    def forged(self, seq: int, step: int = 0) -> World:
+        world = unified(U[0])
+        world.report(U[0], step=3)
+        world.feed(Published(LoadReport("u", 0, 1, seq, load(seq, running=900, step=step))))
+        return world
+
+    def pong(self, world: World, **fields: Any) -> None:
+        (*_, ping) = world.sent(Ping, U[0])
+        world.feed(FromNode(peer_of(U[0]), Pong(ping.n, **fields)))
+
+    def test_a_load_that_fills_a_rank_is_asked_about_at_once_and_no_longer_believed(self) -> None:
+        world = self.forged(500)
+        world.submit(submit("r"))
+        assert not world.dispatches()
+        self.pong(world, step=3, busy=False, load_seq=1)
+        assert [d.rid for d in world.dispatches()] == ["r"]
+        world.report(U[0], running=1, acks=[(EPOCH, 1, 10)])
+        assert (world.rank(U[0]).requests, world.core.counts["report_forged"]) == (1, 0)
+        assert world.core.table.counts["report_forged"] == 1
+
+    def test_the_ranks_own_load_stands_also_when_the_answer_was_on_its_way_first(self) -> None:
+        world = unified(U[0])
+        world.report(U[0])
+        world.pass_time(3.0, alive=U[:1])
+        world.report(U[0], running=900)  # after the ping, before the pong
+        self.pong(world, step=0, busy=False, load_seq=1)
+        self.pong(world, step=0, busy=False, load_seq=2)
+        assert world.rank(U[0]).requests == 900
+
+    def test_who_does_not_say_how_far_its_loads_have_come_is_believed(self) -> None:
+        world = self.forged(500)
+        self.pong(world, step=3, busy=False)
+        assert world.rank(U[0]).requests == 900
+
+    def test_a_load_that_was_read_from_the_engine_has_no_seq_of_the_ranks(self) -> None:
+        world = unified(U[0])
+        world.report(U[0])
+        world.feed(EngineLoad(("u", 0), load(0, running=900)))
+        world.pass_time(1.1, alive=U[:1])
+        self.pong(world, step=0, busy=False, load_seq=1)
+        assert world.rank(U[0]).requests == 900
+
+    def test_a_step_that_it_has_not_reached_makes_no_busy_rank_hung(self) -> None:
+        world = self.forged(2, step=2**40)
+        for step in range(4, 30):
+            world.pass_time(1.0)
+            self.pong(world, step=step, busy=True, load_seq=2 + step)
+            assert world.core.members.state(world.rank(U[0])) == "ready"
+        for _ in range(11):
+            world.pass_time(1.0)
+            self.pong(world, step=29, busy=True, load_seq=40)
+        assert world.core.members.state(world.rank(U[0])) == "hung", "once it does stand still"
 
 
 def test_counters_are_stated_each_second_and_changes_at_once_where_controllers_share_ranks() -> None:

@@ -32,6 +32,18 @@ def test_a_removed_deadline_leaves_nothing_and_one_in_the_past_comes_at_once() -
     assert wheel.take(10_000_000.0) == ["c"]
 
 
+def test_a_key_can_be_removed_by_who_does_not_know_its_time() -> None:
+    wheel = DueTimes[str]()
+    before = retained(wheel)
+    wheel.add("a", 7.0)
+    wheel.add("b", 7.0)
+    wheel.discard("a")
+    assert list(wheel) == ["b"]
+    wheel.discard("nobody")
+    wheel.discard("b")
+    assert retained(wheel) <= before
+
+
 def test_what_exceeds_the_bound_comes_with_the_next_calls_and_can_be_removed_meanwhile() -> None:
     wheel = DueTimes[int]()
     for n in range(10):

@@ -9,7 +9,7 @@ from retained import retained
 from bus.wire.messages import Role, Sent, SentTo
 from controller.load.groups import Metric
 from controller.load.rank import RankLoad
-from controller.load.table import MAX_CLOSED, MAX_CONTROLLERS, LoadTable
+from controller.load.table import MAX_CLOSED, MAX_CONTROLLERS, SEQ_JUMP, LoadTable
 
 ME, OTHER = 77, 88
 
@@ -121,10 +121,10 @@ def test_what_another_controller_sent_counts_until_the_rank_acknowledges_it() ->
 
 def test_a_controller_that_falls_silent_is_forgotten() -> None:
     table, (rank,) = table_with(1)
-    table.apply(rank.key, 1, load(1), 0.0)
+    table.apply(rank.key, 1, load(1, acks=[(OTHER, 0, 0)]), 0.0)
     table.apply_sent(sent(OTHER, 1, 5, 50), 0.0)
     assert rank.requests == 5
-    table.apply(rank.key, 1, load(2), 6.0)
+    table.apply(rank.key, 1, load(2, acks=[(OTHER, 0, 0)]), 6.0)
     table.age(6.0)
     assert rank.requests == 0
     table.validate()
@@ -132,12 +132,23 @@ def test_a_controller_that_falls_silent_is_forgotten() -> None:
 
 def test_no_more_controllers_are_heard_than_there_may_be() -> None:
     table, (rank,) = table_with(1)
-    table.apply(rank.key, 1, load(1), 0.0)
+    everybody = [(OTHER + controller, 0, 0) for controller in range(MAX_CONTROLLERS)]
+    table.apply(rank.key, 1, load(1, acks=everybody), 0.0)
     for controller in range(MAX_CONTROLLERS):
         assert table.apply_sent(sent(OTHER + controller, 1, 1, 10), 0.0)
     assert not table.apply_sent(sent(OTHER + MAX_CONTROLLERS, 1, 1, 10), 0.0)
     assert table.apply_sent(sent(OTHER, 2, 2, 20), 0.0), "who is known is heard on"
     assert (rank.requests, table.counts["sent_too_many"]) == (MAX_CONTROLLERS + 1, 1)
+    table.validate()
+
+
+def test_a_controller_that_the_rank_does_not_name_has_sent_it_nothing() -> None:
+    table, (rank,) = table_with(1)
+    table.apply(rank.key, 1, load(1, running=1), 0.0)
+    table.apply_sent(sent(OTHER, 1, 2**30, 2**40), 0.0)
+    assert (rank.requests, rank.tokens) == (1, 0)
+    table.apply(rank.key, 1, load(2, acks=[(OTHER, 2**30 - 1, 2**40 - 10)]), 0.1)
+    assert (rank.requests, rank.tokens) == (1, 10), "what it said holds once the rank knows it"
     table.validate()
 
 
@@ -168,12 +179,27 @@ def test_a_forged_seq_silences_a_rank_no_longer_than_its_report_is_believed() ->
     """M25"""
     table, (rank,) = table_with(1, stale_s=1.0)
     table.apply(rank.key, 1, load(1, running=2), 0.0)
-    table.apply(rank.key, 1, load(2**63 - 1, running=900), 0.1)
+    assert table.apply(rank.key, 1, load(2**63 - 1, running=900), 0.1) is None, "nobody comes so far"
+    assert table.apply(rank.key, 1, load(1 + SEQ_JUMP, running=900), 0.1) is rank
     assert table.apply(rank.key, 1, load(2, running=3), 0.2) is None
     assert table.age(1.2) == [rank]
     assert table.apply(rank.key, 1, load(7, running=4), 1.3) is rank
     assert rank.requests == 4
     assert table.apply(rank.key, 1, load(6, running=5), 1.4) is None, "as ever"
+    table.validate()
+
+
+def test_a_report_that_is_not_believed_gives_way_to_my_own_count_at_once() -> None:
+    table, (rank,) = table_with(1)
+    table.apply(rank.key, 1, load(900, running=900), 0.0)
+    table.charge(rank, 7)
+    table.disbelieve(rank)
+    table.disbelieve(rank)
+    assert (rank.requests, rank.tokens, table.counts["report_forged"]) == (1, 7, 1)
+    table.validate()
+    assert table.apply(rank.key, 1, load(2, running=3, acks=[(ME, 0, 0)]), 0.1) is rank
+    assert rank.requests == 4
+    assert table.age(60.0) == [rank], "looked at once, as ever"
     table.validate()
 
 

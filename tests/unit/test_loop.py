@@ -17,6 +17,7 @@ from bus.runtime.epochs import new_epoch
 from bus.runtime.frames import FRAMES_MAX, SKIP_MAX, name_of
 from bus.runtime.loop import SLICE_S, Loop
 from bus.runtime.sockets import HEADER_MAX, Socket, Sockets
+from pdbus.soak.usage import usage_of
 
 
 class Clock:
@@ -312,6 +313,24 @@ def test_a_message_of_too_many_frames_is_thrown_away_piecemeal_and_others_are_se
         turn(loop)
         turn(loop)
         assert got[-1] == [b"after it"]
+
+
+def test_what_is_thrown_away_of_a_message_is_freed(loop: Loop) -> None:
+    def thrown_away() -> int:
+        """Resident memory after 32 MiB of frames."""
+        attacker.send_multipart([b"x" * 1000] * (8 * SKIP_MAX))
+        attacker.send(b"after it")
+        got.clear()
+        while not got:
+            turn(loop)
+        return usage_of([os.getpid()]).rss_bytes
+
+    with Sockets() as sockets:
+        hostile, attacker = pair(sockets, "hostile")
+        got: list[Any] = []
+        loop.add(hostile, got.append)
+        before = thrown_away()
+        assert max(thrown_away() for _ in range(3)) < before + (24 << 20)
 
 
 def test_messages_that_take_long_leave_the_turn_to_others(loop: Loop, clock: Clock) -> None:

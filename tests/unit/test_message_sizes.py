@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from controller_world import World, hello
+from controller_world import EPOCH, World, hello, load
 from legs_world import Rank
 from legs_world import World as LegsWorld
 from msgspec.structs import replace
@@ -107,6 +107,7 @@ def test_more_counters_than_a_message_holds_are_several(monkeypatch: pytest.Monk
     assert [m.seq for m in sent] == [1, 2, 3]
     other = LoadTable(5)
     rank = other.open(hello("u", 4, dp_size=5))
+    other.apply(rank.key, rank.epoch, load(1, acks=[(EPOCH, 0, 0)]), 1.0)
     for message in sent:
         assert other.apply_sent(replace(message, counters=tuple(replace(c, tokens=9) for c in message.counters)), 1.0)
     assert rank.others_tokens == 9

@@ -30,7 +30,7 @@ BUDGETS = {  # a single pick, report, message, request or step: (instructions, c
     "pick by cache_aware, 256 blocks held by 256 of 512": (764, 15),
     "pick by cache_aware, 64 blocks held by 8 of 4096": (874, 22),
     "KV events of 16 blocks, come and gone": (7630, 321),
-    "report": (632, 8),
+    "report": (640, 8),
     "encode": (28, 2),
     "decode": (69, 5),
     "dispatch": (1904, 25),
