@@ -220,7 +220,6 @@ def _nonsense(event: OfLeg, facts: RankFacts) -> str:
             return "" if reason in ("stop", "length") else f"for {reason!r}"
         case LegFailed(code=code):
             return "" if code in get_args(Code) and code != "ok" else f"with code {code!r}"
-    return ""
 
 
 def _nonsense_in(output: Output, facts: RankFacts) -> str:

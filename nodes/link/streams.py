@@ -145,11 +145,11 @@ class Streams:
                 continue
             del self._dirty[rid]
             while leg.owes:
-                send = self._next(leg, now)
-                if leg.shares and not leg.owes and _plain(send.message, leg):
-                    shared.setdefault(send.peer, []).append(send.message)
+                peer, message = leg.reader, self._next(leg, now)
+                if peer is not None and leg.shares and _plain(message, leg):
+                    shared.setdefault(peer, []).append(message)
                 else:
-                    sends.append(send)
+                    sends.append(Send(peer, message))
         for peer, messages in shared.items():
             for at in range(0, len(messages), 1 + MAX_OTHERS_PER_MESSAGE):
                 sends.append(Send(peer, _together(messages[at : at + 1 + MAX_OTHERS_PER_MESSAGE])))
@@ -157,8 +157,9 @@ class Streams:
 
     def unsent(self, send: Send, failure: SendFailure, now: float) -> None:
         assert isinstance(send.message, Tokens)
-        for message in (send.message, *send.message.others):
-            self._unsent(send.peer, message, failure, now)
+        self._unsent(send.peer, send.message, failure, now)
+        for other in send.message.others:
+            self._unsent(send.peer, other, failure, now)
 
     def _unsent(self, peer: bytes, message: Tokens | MoreTokens, failure: SendFailure, now: float) -> None:
         leg = self._legs.get(message.rid)
@@ -226,22 +227,19 @@ class Streams:
         if not leg.owes:  # the reader learns at once that it is attached
             self._answer(peer, Tokens(leg.rid, leg.attempt, leg.sent, ()))
 
-    def _next(self, leg: Leg, now: float) -> Send:
+    def _next(self, leg: Leg, now: float) -> Tokens:
         start = leg.sent
         first = start - leg.offset
         end = first + (MAX_LOGPROBS_PER_MESSAGE if leg.logprobs else MAX_TOKENS_PER_MESSAGE)
         ids, logprobs = tuple(leg.output[first:end]), tuple(leg.logprobs[first:end])
         leg.sent += len(ids)
         leg.sent_at = now
-        peer, found_by = leg.reader, leg.found_by if leg.output else ""
+        found_by = leg.found_by if leg.output else ""
         if not leg.finish or leg.sent < leg.produced:
-            return Send(peer, Tokens(leg.rid, leg.attempt, start, ids, found_by=found_by, logprobs=logprobs))
+            return Tokens(leg.rid, leg.attempt, start, ids, found_by=found_by, logprobs=logprobs)
         leg.finish_sent = True
         cached = leg.cached_at_prefill if leg.role == "decode" else leg.cached_tokens
-        last = Tokens(
-            leg.rid, leg.attempt, start, ids, leg.finish, leg.code, leg.message, found_by, cached, logprobs
-        )  # fmt: skip
-        return Send(peer, last)
+        return Tokens(leg.rid, leg.attempt, start, ids, leg.finish, leg.code, leg.message, found_by, cached, logprobs)
 
     def _answer(self, peer: bytes, message: Tokens) -> None:
         self._answers.append(Send(peer, message))
@@ -263,9 +261,10 @@ class Streams:
 
 
 def _plain(message: Tokens, leg: Leg) -> bool:
-    """Whether it says no more than which tokens come next; the first of an attempt also tells of its prefill rank."""
-    few = len(message.ids) <= MAX_SHARED_IDS
-    return few and not message.finish and not message.logprobs and message.start > leg.offset
+    """Whether it says no more than which tokens come next (the first of an attempt also tells of its prefill rank), and
+    nothing of this stream follows that could overtake it."""
+    few, last = len(message.ids) <= MAX_SHARED_IDS, leg.sent == leg.produced and not leg.finish
+    return few and last and not message.logprobs and message.start > leg.offset
 
 
 def _together(messages: Sequence[Tokens]) -> Tokens:
