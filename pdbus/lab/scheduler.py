@@ -53,6 +53,8 @@ class LabScheduler(Scheduler):
         steps = 1 << 60
         for sequence in self._running.values():
             if sequence.phase is Phase.DECODING:
+                if len(sequence.output) == 1:
+                    return None  # its first step here may be what its client waits for
                 rows += 1
                 context += sequence.computed
                 steps = min(steps, sequence.max_tokens - len(sequence.output))
