@@ -47,7 +47,8 @@ class Agreement:
 
 
 def check(spec: ClusterSpec, config: LabConfig, longest: int, duration_s: float, say: Say) -> Agreement:
-    """`config` has the timing; no prompt is longer than `longest`."""
+    """`config` has the timing and what the ranks hold; no prompt is longer than `longest`."""
+    config = replace(config, cache_blocks=config.decode_kv_tokens // BLOCK_TOKENS)
     with Cluster(spec, say) as cluster, cluster.client() as client:
         say("how long the hand-over of a KV cache takes")
         config = replace(config, kv_fetch_token_s=_fetch_token_s(client, config, longest))

@@ -251,7 +251,7 @@ class ClientCore:
     @staticmethod
     def _ask_stream(request: Request) -> Send:
         """For all from the first token that is missing."""
-        return Send(request.endpoint, Attach(request.rid, request.attached, len(request.ids), True))
+        return Send(request.endpoint, Attach(request.rid, request.attached, len(request.ids), several=True))
 
     def _detach(self, request: Request) -> list[Action]:
         if not request.endpoint:

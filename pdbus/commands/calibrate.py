@@ -74,7 +74,8 @@ def calibrate(engine: str, model: str, out: Path, engine_args: tuple[str, ...], 
     with Teller(at_once=True).telling() as teller:
         settings = LabConfig(
             ranks=1, decode_ranks=1, load=0.0, timing=found.timing, first_at_decode=found.first_at_decode,
-            chunk_tokens=step_tokens, prefill_running=probe.facts.max_running, decode_running=probe.facts.max_running,
+            chunk_tokens=step_tokens, decode_kv_tokens=probe.facts.kv_capacity,
+            prefill_running=probe.facts.max_running, decode_running=probe.facts.max_running,
         )  # fmt: skip
         longest = min(options["longest"], probe.facts.max_context // 2, probe.facts.kv_capacity // 8)
         spec = _spec(engine, model, engine_args, options)
@@ -82,6 +83,7 @@ def calibrate(engine: str, model: str, out: Path, engine_args: tuple[str, ...], 
     found.kv_fetch_token_s = agreement.kv_fetch_token_s
     _write(out, found)
     console.print(_comparison(agreement))
+    console.print(f"The replay is within {agreement.worst:.1%} of the live run.")
 
 
 def _config(engine: str, model: str, options: dict[str, Any]) -> NodeConfig:

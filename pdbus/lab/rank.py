@@ -36,7 +36,7 @@ class VirtualRank:
         timing: SimTiming,
         on_output: Callable[[int], None],
         on_admitted: Callable[[Sequence], None],
-        on_first: Callable[[int], None] = lambda seq: None,
+        on_first: Callable[[int], None] | None = None,
         kv_events: bool = False,
     ) -> None:
         self.key = key
@@ -49,6 +49,7 @@ class VirtualRank:
         self._on_output = on_output
         self._on_admitted = on_admitted
         self._on_first = on_first
+        self.scheduler.first_apart = on_first is not None
         self._stepping = False
         self._run: DecodeRun | None = None
         self._run_end = 0  # the event at the end of the run
@@ -168,7 +169,7 @@ class VirtualRank:
         outputs = self.scheduler.complete(result)
         self._stepping = False
         for sequence in outputs:
-            if sequence.imported and len(sequence.output) == 2:
+            if self._on_first is not None and sequence.imported and len(sequence.output) == 2:
                 self._on_first(sequence.id)
             if sequence.finish:
                 self._on_output(sequence.id)

@@ -243,9 +243,7 @@ class _Run:
         tokens = request.prompt_tokens
         if course.decode_rank >= 0:
             self.decode.arrive(course.decode_rank, tokens)
-            count = (
-                max(1, request.output_tokens) + self.config.first_at_decode
-            )  # prefill's is counted, and then dropped
+            count = max(1, request.output_tokens) + self.config.first_at_decode  # that of prefill is dropped
             leg = Sequence(number, range(tokens), count, imported=True, hashes=[])
             self.decode.ranks[course.decode_rank].ingest(leg, epoch, tokens)
         self.prefill.arrive(course.prefill_rank, tokens)
@@ -268,8 +266,7 @@ class _Run:
             self.loop.call_later(hop_s, self.decode.ranks[course.decode_rank].kv_ready, number)
 
     def _first(self, number: int) -> None:
-        if self.config.first_at_decode:
-            self.courses[number].first_token_s = self.loop.now + self.config.hop_s
+        self.courses[number].first_token_s = self.loop.now + self.config.hop_s
 
     def _admitted(self, sequence: Sequence) -> None:
         fetch_s = 2 * self.config.hop_s + self.config.kv_fetch_token_s * len(sequence.prompt)
@@ -400,7 +397,7 @@ class _Run:
             timing=self.config.timing,
             on_output=self._prefilled if role == "prefill" else self._decoded,
             on_admitted=self._admitted,
-            on_first=self._first,
+            on_first=self._first if self.config.first_at_decode else None,
             kv_events=role == "prefill" and self.kind.kv_events,
         )
 

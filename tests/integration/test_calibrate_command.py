@@ -22,6 +22,7 @@ def test_an_engine_is_measured_checked_and_replayed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "mean time to first token" in done.stdout
     assert "hand-over of a prompt token" in done.stdout
+    assert "The replay is within " in done.stdout
     found = json.loads((tmp_path / "timing.json").read_text())
     assert (found["engine"], found["model"], found["first_at_decode"]) == ("sim", "sim", False)
     assert found["timing"]["base_s"] > 0.006
