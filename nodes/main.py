@@ -38,7 +38,7 @@ _WORK = {
 }
 VLLM = "vllm"
 _OWN = frozenset({"kv_tokens", "block_tokens", "max_context", "max_running", "chunk_tokens"})
-_DEFAULTS = {"torch": (16, 256), "sim": (256, 2048)}  # --max-running, --chunk-tokens
+DEFAULTS = {"torch": (16, 256), "sim": (256, 2048)}  # --max-running, --chunk-tokens
 
 log = logs.get_logger("node")
 
@@ -81,7 +81,8 @@ def command(role: Role) -> click.Command:
         NodeConfig, "--drain-s", type=cli.Seconds(), help="When leaving, finish what runs for at most this long."
     )
     @option("--keys", default="", metavar="DIR", help="Directory of CURVE keys (pdbus keys new DIR); none: plain.")
-    @option("--sim-timing", type=click.Choice(list(TIMINGS)), default="h100-8b", help="How long a sim step takes.")
+    @option("--sim-timing", default="h100-8b", metavar="NAME|FILE",
+            help=f"How long a sim step takes: {', '.join(TIMINGS)}, or as pdbus calibrate found.")  # fmt: skip
     @option("--sim-base-s", type=optional_s, default=None, help="Each sim step.")
     @option("--sim-prefill-s-per-token", type=optional_s, default=None, help="Each prompt token of a sim step.")
     @option("--sim-decode-s", type=optional_s, default=None, help="Each decoding request of a sim step.")
@@ -126,7 +127,7 @@ def _refuse_own_options() -> None:
 
 def config_from(role: Role, options: dict[str, Any]) -> NodeConfig:
     """Parsed options to a checked config; ConfigError with one line otherwise."""
-    max_running, chunk_tokens = _DEFAULTS[options["engine"]]
+    max_running, chunk_tokens = DEFAULTS[options["engine"]]
     timing = timing_named(options["sim_timing"])
     changes = {
         field: options[name]

@@ -20,6 +20,7 @@ COMMANDS = {
     "bench": ("pdbus.commands.bench", "bench", "Measure against bare ZeroMQ and HTTP."),
     "replay": ("pdbus.commands.replay", "replay", "Replay traces in virtual time and compare methods."),
     "plan": ("pdbus.commands.plan", "plan", "Find the split, methods and order that keep most SLOs of a trace."),
+    "calibrate": ("pdbus.commands.calibrate", "calibrate", "Measure an engine; replay and plan go by what it finds."),
     "soak": ("pdbus.commands.soak", "soak", "Keep killing processes under load, and count what is lost."),
     "keys": ("pdbus.commands.keys", "keys", "Make the keys that encrypt tcp connections."),
 }

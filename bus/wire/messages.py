@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 MAX_ROOM = 2**63 - 1
 MAX_ROOMS_PER_MESSAGE = 4096
 MAX_TOKENS_PER_MESSAGE = 16384
+MAX_OTHERS_PER_MESSAGE = 63  # streams whose tokens come along with those of another
 MAX_LOGPROBS_PER_MESSAGE = 2048  # each of the largest possible: two thirds of a frame
 MAX_DP_SIZE = 4096
 
@@ -647,6 +648,7 @@ class Attach(Message, frozen=True, tag="attach"):
     rid: Rid
     attempt: Attempt
     have: Count = 0
+    several: bool = False  # `Tokens.others` are read too
 
 
 class TokenLogprobs(Message, frozen=True):
@@ -654,6 +656,15 @@ class TokenLogprobs(Message, frozen=True):
 
     logprob: LogProb  # of the token
     top: Annotated[tuple[tuple[TokenId, LogProb], ...], Meta(max_length=20)] = ()  # the likeliest there, first first
+
+
+class MoreTokens(Message, frozen=True):
+    """Tokens of another request, in the same words as `Tokens`."""
+
+    rid: Rid
+    attempt: Attempt
+    start: Count
+    ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS_PER_MESSAGE)]
 
 
 class Tokens(Message, frozen=True, tag="tokens"):
@@ -671,6 +682,9 @@ class Tokens(Message, frozen=True, tag="tokens"):
     logprobs: Annotated[
         tuple[TokenLogprobs, ...], Meta(max_length=MAX_LOGPROBS_PER_MESSAGE)
     ] = ()  # if asked for, one each
+    others: Annotated[
+        tuple[MoreTokens, ...], Meta(max_length=MAX_OTHERS_PER_MESSAGE)
+    ] = ()  # where the reader's `attach` of each says `several`
 
 
 class Detach(Message, frozen=True, tag="detach"):

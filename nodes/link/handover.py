@@ -156,7 +156,11 @@ class HandedRunner:
 
     def hear(self, said: Said) -> bool:
         """False when it made no sense: its leg has failed."""
-        if isinstance(said, LoadSaid):
+        if type(said) is Output and said.leg in self._legs and not _nonsense_in(said, self.facts):
+            self._outputs += 1  # one for each token, hence the short way
+            self._legs.note(said)
+            self._tell(said)
+        elif isinstance(said, LoadSaid):
             self._said = said
             self._settle()  # it may have been said before the last leg was cancelled
             self._tell(Stepped())
@@ -169,9 +173,7 @@ class HandedRunner:
             return False
         else:
             assert not isinstance(said, Nonsense)
-            if isinstance(said, Output):
-                self._outputs += 1
-            elif isinstance(said, Began):
+            if isinstance(said, Began):
                 self._cached_tokens += said.cached_tokens
             self._legs.note(said)
             self._settle()
@@ -198,16 +200,8 @@ def _nonsense(event: OfLeg, facts: RankFacts) -> str:
     """Why it can't be: it would go out to others as it is."""
     vocab = facts.vocab_size or MAX_TOKEN_ID + 1
     match event:
-        case Output(leg, tokens, logprobs):
-            if leg.role == "prefill":
-                return "a prefill leg has none: its first token comes with Held"
-            if len(logprobs) != (len(tokens) if leg.wants_logprobs else 0):
-                return f"log probabilities of {len(logprobs)} tokens for {len(tokens)}, asked: {leg.params.logprobs}"
-            for each in logprobs:
-                if len(each.top) > leg.params.logprobs or not all(0 <= token < vocab for token, _ in each.top):
-                    return f"more likeliest tokens than {leg.params.logprobs}, or outside 0..{vocab - 1}: {each.top}"
-            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
-                return f"token ids outside 0..{vocab - 1}"
+        case Output():
+            return _nonsense_in(event, facts)
         case Began(cached_tokens=count):
             return "" if count >= 0 else f"{count} cached tokens"
         case Held(leg, first_token, handle, valid_s):
@@ -226,7 +220,19 @@ def _nonsense(event: OfLeg, facts: RankFacts) -> str:
             return "" if reason in ("stop", "length") else f"for {reason!r}"
         case LegFailed(code=code):
             return "" if code in get_args(Code) and code != "ok" else f"with code {code!r}"
-    return ""
+
+
+def _nonsense_in(output: Output, facts: RankFacts) -> str:
+    leg, tokens, logprobs = output.leg, output.tokens, output.logprobs
+    vocab = facts.vocab_size or MAX_TOKEN_ID + 1
+    if leg.role == "prefill":
+        return "a prefill leg has none: its first token comes with Held"
+    if len(logprobs) != (len(tokens) if leg.wants_logprobs else 0):
+        return f"log probabilities of {len(logprobs)} tokens for {len(tokens)}, asked: {leg.params.logprobs}"
+    for each in logprobs:
+        if len(each.top) > leg.params.logprobs or not all(0 <= token < vocab for token, _ in each.top):
+            return f"more likeliest tokens than {leg.params.logprobs}, or outside 0..{vocab - 1}: {each.top}"
+    return f"token ids outside 0..{vocab - 1}" if tokens and not 0 <= min(tokens) <= max(tokens) < vocab else ""
 
 
 def said_of(leg: Leg, make: Callable[[], OfLeg]) -> OfLeg | Nonsense:

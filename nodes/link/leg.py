@@ -103,6 +103,7 @@ class Leg:
     reader: bytes | None = None  # the client that is sent the output, by its connection
     unread_since: float = 0.0  # while it has no reader
     lost: bool = False  # the reader's connection is gone: it may attach again over another
+    shares: bool = False  # the reader takes its tokens in a message together with those of other requests
     sent: int = 0  # the next token to send, counted from the request's first output token
     sent_at: float = 0.0  # when something was sent last
     finish_sent: bool = False  # the reader was told of the end

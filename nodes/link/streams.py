@@ -17,9 +17,11 @@ from bus.actions import Send
 from bus.rights import owns
 from bus.wire.messages import (
     MAX_LOGPROBS_PER_MESSAGE,
+    MAX_OTHERS_PER_MESSAGE,
     MAX_TOKENS_PER_MESSAGE,
     Attach,
     Detach,
+    MoreTokens,
     TokenLogprobs,
     Tokens,
 )
@@ -31,6 +33,7 @@ KEEP_FINISHED_S = 30.0
 ATTACH_WAIT_S = 5.0
 ATTACH_GRACE_S = 1.0  # a client attaches when it is told where its request runs, about when the rank is told
 RETRY_S = 0.02
+MAX_SHARED_IDS = 64  # more tokens than that have a message of their own
 MAX_PENDING_ATTACHES = 8192
 MAX_FINISHED = 16_384
 
@@ -132,22 +135,35 @@ class Streams:
             leg.reader, leg.unread_since = None, leg.sent_at
 
     def flush(self, now: float) -> list[Send]:
-        """The messages to send now. Each counts as sent unless `unsent` brings it back."""
+        """The messages to send now. Each counts as sent unless `unsent` brings it back. What a step made for many
+        requests of one reader leaves in one message: sending and waking cost more than what is in it."""
         sends, self._answers = self._answers, []
+        shared: dict[bytes, list[Tokens]] = {}
         for rid in list(self._dirty):
             leg = self._legs[rid]
             if leg.blocked_until > now:
                 continue
             del self._dirty[rid]
             while leg.owes:
-                sends.append(self._next(leg, now))
+                peer, message = leg.reader, self._next(leg, now)
+                if peer is not None and leg.shares and _plain(message, leg):
+                    shared.setdefault(peer, []).append(message)
+                else:
+                    sends.append(Send(peer, message))
+        for peer, messages in shared.items():
+            for at in range(0, len(messages), 1 + MAX_OTHERS_PER_MESSAGE):
+                sends.append(Send(peer, _together(messages[at : at + 1 + MAX_OTHERS_PER_MESSAGE])))
         return sends
 
     def unsent(self, send: Send, failure: SendFailure, now: float) -> None:
-        message = send.message
-        assert isinstance(message, Tokens)
+        assert isinstance(send.message, Tokens)
+        self._unsent(send.peer, send.message, failure, now)
+        for other in send.message.others:
+            self._unsent(send.peer, other, failure, now)
+
+    def _unsent(self, peer: bytes, message: Tokens | MoreTokens, failure: SendFailure, now: float) -> None:
         leg = self._legs.get(message.rid)
-        if leg is None or leg.reader != send.peer or leg.attempt != message.attempt:
+        if leg is None or leg.reader != peer or leg.attempt != message.attempt:
             return
         self.resent_total += 1
         leg.sent = min(leg.sent, message.start)
@@ -202,7 +218,7 @@ class Streams:
         if request.attempt < leg.attempt:
             self._answer(peer, _fenced(leg.rid, request.attempt, request.have))
             return
-        leg.reader, leg.lost = peer, False
+        leg.reader, leg.lost, leg.shares = peer, False, request.several
         leg.sent = max(leg.offset, min(request.have, leg.produced))
         leg.finish_sent = False
         leg.blocked_until = 0.0
@@ -211,22 +227,19 @@ class Streams:
         if not leg.owes:  # the reader learns at once that it is attached
             self._answer(peer, Tokens(leg.rid, leg.attempt, leg.sent, ()))
 
-    def _next(self, leg: Leg, now: float) -> Send:
+    def _next(self, leg: Leg, now: float) -> Tokens:
         start = leg.sent
         first = start - leg.offset
         end = first + (MAX_LOGPROBS_PER_MESSAGE if leg.logprobs else MAX_TOKENS_PER_MESSAGE)
         ids, logprobs = tuple(leg.output[first:end]), tuple(leg.logprobs[first:end])
         leg.sent += len(ids)
         leg.sent_at = now
-        peer, found_by = leg.reader, leg.found_by if leg.output else ""
+        found_by = leg.found_by if leg.output else ""
         if not leg.finish or leg.sent < leg.produced:
-            return Send(peer, Tokens(leg.rid, leg.attempt, start, ids, found_by=found_by, logprobs=logprobs))
+            return Tokens(leg.rid, leg.attempt, start, ids, found_by=found_by, logprobs=logprobs)
         leg.finish_sent = True
         cached = leg.cached_at_prefill if leg.role == "decode" else leg.cached_tokens
-        last = Tokens(
-            leg.rid, leg.attempt, start, ids, leg.finish, leg.code, leg.message, found_by, cached, logprobs
-        )  # fmt: skip
-        return Send(peer, last)
+        return Tokens(leg.rid, leg.attempt, start, ids, leg.finish, leg.code, leg.message, found_by, cached, logprobs)
 
     def _answer(self, peer: bytes, message: Tokens) -> None:
         self._answers.append(Send(peer, message))
@@ -245,6 +258,21 @@ class Streams:
             assert leg.offset <= leg.sent <= leg.produced
             if leg.owes:
                 assert rid in self._dirty, f"{rid} owes tokens and nobody will send them"
+
+
+def _plain(message: Tokens, leg: Leg) -> bool:
+    """Whether it says no more than which tokens come next (the first of an attempt also tells of its prefill rank), and
+    nothing of this stream follows that could overtake it."""
+    few, last = len(message.ids) <= MAX_SHARED_IDS, leg.sent == leg.produced and not leg.finish
+    return few and last and not message.logprobs and message.start > leg.offset
+
+
+def _together(messages: Sequence[Tokens]) -> Tokens:
+    first, *others = messages
+    if not others:
+        return first
+    more = tuple(MoreTokens(each.rid, each.attempt, each.start, each.ids) for each in others)
+    return Tokens(first.rid, first.attempt, first.start, first.ids, found_by=first.found_by, others=more)
 
 
 def _fenced(rid: str, attempt: int, have: int) -> Tokens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -10,20 +11,21 @@ from pathlib import Path
 
 
 def claim_cores(folder: Path) -> list[int]:
-    """Half of the cores that we may use, and that no other engine of this machine has claimed so: the files stay locked
-    for as long as this process lives. None: all are claimed. Two engines whose threads are bound to the same cores
-    would wait for each other at each step."""
+    """Half of the cores that we may use: that which the fewest other engines of this machine have claimed so. The files
+    stay locked for as long as this process lives. Engines with threads on all cores would wait for each other at each
+    step, and the more so the more there are of them; of those that share a half each has its turn."""
     cores = sorted(os.sched_getaffinity(0))
     folder.mkdir(parents=True, exist_ok=True)
     half = max(1, len(cores) // 2)
-    for share in (cores[:half], cores[half : 2 * half]):
-        if share:
-            lock = os.open(folder / f"cores-{share[0]}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    halves = [cores[:half], cores[half : 2 * half]]
+    for number in itertools.count():
+        for share in filter(None, halves):
+            lock = os.open(folder / f"cores-{share[0]}-{number}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             with suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return share
             os.close(lock)
-    return []
+    raise AssertionError
 
 
 def keep_to(cores: Sequence[int], processes: Iterable[int]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -37,14 +38,27 @@ def serve(
     config: NodeConfig, model: str, arguments: Sequence[str], say_ready: Callable[[Node], None], *, watch_parent: bool
 ) -> None:
     """Load, connect, run until drained. ConfigError or StartError when that can't begin."""
-    versions.check_installed(split=config.role != "unified")
-    keep_stdout()
     loop = Loop()
     nodes: list[Node] = []
     if watch_parent:
         cli.leave_with_parent(lambda: nodes[0].leave() if nodes else os.kill(os.getpid(), signal.SIGTERM))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
+    with opened(config, model, arguments, loop) as (runners, _):
+        loop.on_signals(lambda number: node.on_signal(number))
+        with Node(config, loop, dict(zip(config.dp_ranks, runners, strict=True)), figures_of_vllm) as node:
+            nodes.append(node)
+            node.run(say_ready)
+
+
+@contextmanager
+def opened(
+    config: NodeConfig, model: str, arguments: Sequence[str], loop: Loop
+) -> Iterator[tuple[list[VllmRunner], versions.Facts]]:
+    """An engine, loaded, with the runners of its ranks; what it started is gone at the end. ConfigError or StartError
+    when that can't begin."""
+    versions.check_installed(split=config.role != "unified")
+    keep_stdout()
     choices = _choices(config)
     _set_missing(versions.environment(choices))
     path = str(hugging_face()) if model == smollm2.NAME else model
@@ -87,10 +101,7 @@ def serve(
             if choices.events_port:
                 relay = EventRelay(config.instance, dp_rank, runner.cache_changed)
                 loop.add(sockets.sub(f"tcp://127.0.0.1:{choices.events_port + index}", (b"",)), relay.received)
-        loop.on_signals(lambda number: node.on_signal(number))
-        with Node(config, loop, dict(zip(config.dp_ranks, runners, strict=True)), figures_of_vllm) as node:
-            nodes.append(node)
-            node.run(say_ready)
+        yield runners, facts
 
 
 def rank_facts(facts: versions.Facts, lease_s: float) -> RankFacts:

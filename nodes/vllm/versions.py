@@ -51,6 +51,7 @@ class Facts:
     max_context: int
     kv_capacity: int
     max_running: int
+    step_tokens: int
     block_tokens: int
     vocab_size: int
     eos_ids: tuple[int, ...]
@@ -221,6 +222,7 @@ def facts_of(client: Any) -> Facts:
         max_context=model.max_model_len,
         kv_capacity=(cache.num_gpu_blocks or 0) * cache.block_size // ranks,
         max_running=config.scheduler_config.max_num_seqs,
+        step_tokens=config.scheduler_config.max_num_batched_tokens,
         block_tokens=cache.block_size,
         vocab_size=model.get_vocab_size(),
         eos_ids=(eos,) if isinstance(eos, int) else tuple(eos),

@@ -103,7 +103,12 @@ class ClientCore:
         """`message` came from the controller or node at `peer`; what comes too late means nothing."""
         if isinstance(message, Tokens):
             request = self._requests.get(message.rid)
-            return self._tokens(request, peer, message, now) if request is not None else []
+            actions = self._tokens(request, peer, message, now) if request is not None else []
+            for other in message.others:
+                if (request := self._requests.get(other.rid)) is not None:
+                    told = Tokens(other.rid, other.attempt, other.start, other.ids)
+                    actions += self._tokens(request, peer, told, now)
+            return actions
         if not isinstance(message, (Accepted, Failed, Done)):
             return []
         place = peer, message.rid
@@ -246,7 +251,7 @@ class ClientCore:
     @staticmethod
     def _ask_stream(request: Request) -> Send:
         """For all from the first token that is missing."""
-        return Send(request.endpoint, Attach(request.rid, request.attached, len(request.ids)))
+        return Send(request.endpoint, Attach(request.rid, request.attached, len(request.ids), several=True))
 
     def _detach(self, request: Request) -> list[Action]:
         if not request.endpoint:

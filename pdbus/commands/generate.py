@@ -1,4 +1,4 @@
-"""`pdbus generate`: one prompt, its answer streamed to stdout, a line of facts on stderr."""
+"""`pdbus generate`: one prompt, its answers streamed to stdout one after another, a line of facts each on stderr."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from msgspec import structs
 from bus.errors import BusError, ConfigError, PeerLost, RequestFailed
 from bus.runtime import cli
 from bus.wire.messages import Location
-from pdbus.client import Client, Options, Result, Stream
+from pdbus.client import Client, Options, Result, Stream, choices
 from pdbus.client.options import any_rank
 from pdbus.commands.common import (
     Teller,
@@ -45,11 +45,14 @@ def _sampling_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--top-k", type=int, default=0, help="0: off.")
 @click.option("--top-p", type=float, default=1.0, help="1: off.")
 @click.option("--seed", type=int, default=None, help="The same seed gives the same sample  [default: drawn]")
+@click.option(
+    "-n", "--n", type=click.IntRange(1), default=1, show_default=True, help="So many answers, as many requests."
+)
 @_sampling_options
 @click.option("--system", default=None, help="What the model is told to be.")
 @click.option("--raw", is_flag=True, help="Continue TEXT as it is, without the chat template.")
 @click.option("--tokens", is_flag=True, help="TEXT is a list of token ids, and so is the output.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object for each answer.")
 @click.option("--deadline-s", type=cli.Seconds(), default=0.0, help="Give up after so long (0: never).")
 @click.option("--leg", type=click.Choice(["pair", "prefill", "decode", "unified"]), default=None)
 @click.option("--instance", default="", help="Where to decode, when there are several instances.")
@@ -80,9 +83,11 @@ def generate(text: str, controller: str, wait_s: float, **options: Any) -> None:
             keys=options["keys"],
         ) as client:
             status = wait_for_controller(client, split or controller, wait_s, keys=options["keys"])
-            stream = _begin(client, text, options, "" if any_rank(status) else "waiting for a first rank to join ...")
-            rid = stream.rid
-            _show(stream, as_json=options["as_json"], tokens=options["tokens"])
+            for stream in _begin(
+                client, text, options, "" if any_rank(status) else "waiting for a first rank to join ..."
+            ):
+                rid = stream.rid
+                _show(stream, as_json=options["as_json"], tokens=options["tokens"])
     except BusError as error:
         if options["as_json"]:
             print(json.dumps(_failure(error, rid)), flush=True)
@@ -110,7 +115,8 @@ def _show(stream: Stream, *, as_json: bool, tokens: bool) -> None:
         print(cli.printable(_facts(stream.result, len(stream.prompt_ids))), file=sys.stderr)
 
 
-def _begin(client: Client, text: str, options: dict[str, Any], waits: str) -> Stream:
+def _begin(client: Client, text: str, options: dict[str, Any], waits: str) -> list[Stream]:
+    """All answers at once; which of them is read first holds up no other."""
     chosen: Options = {name: options[name] for name in _PLACEMENT if options[name] not in (None, "")}  # type: ignore[assignment]
     chosen["max_tokens"] = options["max_tokens"]
     chosen["temperature"] = options["temperature"]
@@ -120,12 +126,14 @@ def _begin(client: Client, text: str, options: dict[str, Any], waits: str) -> St
     chosen |= {name: options[name] for name in _BY_CAPABILITY if options[name] is not None}  # type: ignore[typeddict-item]
     if options["seed"] is not None:
         chosen["seed"] = options["seed"]
+    asked = choices(options["n"], **chosen)
     with Teller().telling() as teller:
         if options["tokens"]:
             teller.say(waits)
-            return client.generate_tokens(_ids(text), **chosen)
+            ids = _ids(text)
+            return [client.generate_tokens(ids, **each) for each in asked]
         teller.say(waits or "loading the tokenizer ...")
-        return client.generate(text, chat=not options["raw"], system=options["system"], **chosen)
+        return [client.generate(text, chat=not options["raw"], system=options["system"], **each) for each in asked]
 
 
 def _ids(text: str) -> list[int]:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from bus.errors import ConfigError
 from bus.runtime import cli
+from nodes.own.engines.timing import TIMINGS, read_timing
 from pdbus.lab.compare import Result, Run, compare
 from pdbus.lab.config import LabConfig
 from pdbus.lab.generator import generate
@@ -33,6 +34,20 @@ def setting(name: str, text: str) -> Decorator:
     default = getattr(LabConfig(), name)
     kind = cli.Seconds() if name.endswith("_s") else type(default)
     return option("--" + name.replace("_", "-"), type=kind, default=default, help=text)
+
+
+def timing_option(command: Any) -> Any:
+    text = f"How long a step takes: {', '.join(TIMINGS)}, or as pdbus calibrate found."
+    return option("--timing", default="h100-8b", metavar="NAME|FILE", help=text)(command)
+
+
+def timing_settings(name: str, scale: float) -> dict[str, Any]:
+    """What `--timing` and `--timing-scale` say of a LabConfig."""
+    if name in TIMINGS:
+        return {"timing": TIMINGS[name].scaled(scale)}
+    found = read_timing(name)
+    fetch = {} if found.kv_fetch_token_s is None else {"kv_fetch_token_s": found.kv_fetch_token_s}
+    return {"timing": found.timing.scaled(scale), "first_at_decode": found.first_at_decode, **fetch}
 
 
 def run_virtual(runs: Sequence[Run], jobs: int, console: Console) -> list[Result]:

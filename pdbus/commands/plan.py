@@ -16,8 +16,7 @@ from rich.table import Table
 
 from bus.errors import ConfigError
 from bus.runtime import cli
-from nodes.own.engines.timing import TIMINGS, timing_named
-from pdbus.commands.lab import GENERATED_S, option, run_virtual, setting, traces_of
+from pdbus.commands.lab import GENERATED_S, option, run_virtual, setting, timing_option, timing_settings, traces_of
 from pdbus.lab.config import LabConfig
 from pdbus.lab.plan import Found, Plan
 from pdbus.lab.plan import plan as find
@@ -41,7 +40,7 @@ WIDE = 130  # columns that all of it takes
 )
 @option("--slo-tpot", type=cli.Seconds(), default=0.05, metavar="SECONDS", help="Each further one, on average.")
 @option("--rate", type=click.FloatRange(0.001, 1000.0), default=1.0, help="Requests come so many times as often.")
-@option("--timing", type=click.Choice(list(TIMINGS)), default="h100-8b", help="How long a step takes.")
+@timing_option
 @option("--timing-scale", type=click.FloatRange(0.001, 1000.0), default=1.0, help="Steps take so many times as long.")
 @setting("cache_blocks", "KV memory of a prefill rank, in blocks of the trace (512 tokens).")
 @setting("decode_kv_tokens", "KV memory of a decode rank.")
@@ -63,7 +62,7 @@ def plan(trace: Path | None, **options: Any) -> None:
     """How to run so many ranks for TRACE (as `pdbus replay` reads it; none: a made-up one): how many compute prompts
     and how many decode, by which methods and in which order, so that most requests keep both SLOs."""
     config = LabConfig(
-        timing=timing_named(options["timing"]).scaled(options["timing_scale"]),
+        **timing_settings(options["timing"], options["timing_scale"]),
         slo_ttft_s=options["slo_ttft"],
         slo_tpot_s=options["slo_tpot"],
         **{name: options[name] for name in _FROM_OPTIONS},

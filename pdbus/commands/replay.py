@@ -14,8 +14,7 @@ from rich.console import Console
 
 from bus.errors import ConfigError
 from bus.runtime import cli
-from nodes.own.engines.timing import TIMINGS, timing_named
-from pdbus.commands.lab import GENERATED_S, option, run_virtual, setting, traces_of
+from pdbus.commands.lab import GENERATED_S, option, run_virtual, setting, timing_option, timing_settings, traces_of
 from pdbus.lab.choosers import METHODS, check_method
 from pdbus.lab.compare import Result, Run, result_of, row_of
 from pdbus.lab.config import LabConfig
@@ -56,7 +55,7 @@ class _Command(click.Command):
 @setting("chunk_tokens", "Tokens a step at most.")
 @setting("prefill_running", "Prompts a prefill rank works on at once.")
 @setting("decode_running", "Requests a decode rank runs at once.")
-@option("--timing", type=click.Choice(list(TIMINGS)), default="h100-8b", help="How long a step takes.")
+@timing_option
 @option("--timing-scale", type=click.FloatRange(0.001, 1000.0), default=1.0,
          help="All steps take this many times as long (live: less disturbed by what else runs).")  # fmt: skip
 @setting("hop_s", "One message, one way.")
@@ -90,8 +89,8 @@ def replay(trace: Path | None, **options: Any) -> None:
 
     In virtual time, over the same load table, policies and batching that run live.
     """
-    timing = timing_named(options["timing"]).scaled(options["timing_scale"])
-    config = LabConfig(timing=timing, **{name: options[name] for name in _FROM_OPTIONS})
+    timing = timing_settings(options["timing"], options["timing_scale"])
+    config = LabConfig(**timing, **{name: options[name] for name in _FROM_OPTIONS})
     order = options["queue_order"]
     orders = [replace(config, queue_order=name) for name in (("arrival", "slo") if order == "both" else (order,))]
     methods = _methods(options["methods"])

@@ -44,6 +44,12 @@ def _method_option(role: str, default: str) -> Callable[[Any], Any]:
 @click.option(
     "--engine", type=click.Choice(["torch", "sim", "vllm"]), default=None, help="[default: sim for sim, else torch]"
 )
+@click.option(
+    "--gpus",
+    default="",
+    metavar="A,B,...",
+    help="One for each node, prefill first; 0+1,2+3: two  [default: all]",
+)
 @_method_option("prefill", "cache_aware")
 @_method_option("decode", "total_requests")
 @_method_option("unified", "cache_aware")
@@ -92,6 +98,7 @@ def up(
     ranks_per_process: int,
     model: str,
     engine: str | None,
+    gpus: str,
     prefill_method: str,
     decode_method: str,
     unified_method: str,
@@ -126,6 +133,7 @@ def up(
         unified_method=resolve(unified_method, "unified"),
         engine=engine or ("sim" if model == "sim" else "torch"),
         model=model,
+        gpus=tuple(each.replace("+", ",") for each in gpus.split(",")) if gpus else (),
         transport=transport,
         bus=bus or (default_bus() if transport == "ipc" else TCP_BUS),
         controller=controller or (default_controller() if transport == "ipc" else TCP_CONTROLLER),

@@ -26,6 +26,7 @@ class LabConfig:
     prefill_running: int = 256  # run slots of a prefill rank
     decode_running: int = 256  # run slots of a decode rank
     timing: SimTiming = field(default_factory=SimTiming)  # how long steps take
+    first_at_decode: bool = False  # decode ranks make the first token, as vLLM's do; ours pass on that of prefill
     kv_fetch_token_s: float = 2.6e-6  # of a prompt's KV cache: 128 KiB a token at 50 GB/s
     hop_s: float = 0.0005  # one message, one way
     report_interval_s: float = 0.1  # between a rank's load reports

@@ -1,4 +1,4 @@
-"""The same replay against real processes in real time: broker, controller and sim nodes of one machine.
+"""The same replay against real processes in real time: broker, controller and (as a rule sim) nodes of one machine.
 
 Owns the cluster's settings and the clock of the submits. Prompts are made so that equal block hashes of the trace are
 equal tokens, which is all that the nodes' caches see of it.
@@ -48,12 +48,13 @@ def run_live(trace: Trace, method: str, config: LabConfig, on_progress: Callable
         raise ConfigError("--live needs decode ranks")
     stretched = stretch(trace, config)
     with Cluster(_spec(method, config, trace.block_tokens), on_progress) as cluster, cluster.client() as client:
-        return _replay(stretched, client, method, config, on_progress)
+        return replay_on(client, stretched, method, config, on_progress)
 
 
-def _replay(
-    trace: Trace, client: Client, method: str, config: LabConfig, on_progress: Callable[[str], None]
+def replay_on(
+    client: Client, trace: Trace, method: str, config: LabConfig, on_progress: Callable[[str], None]
 ) -> Outcome:
+    """`trace` at its own times, on a cluster that serves nothing else. BusError when a request fails."""
     rng = Random(config.seed)
     prompts = [make_prompt(request, trace.block_tokens, number) for number, request in enumerate(trace.requests)]
     outcome = Outcome(method, [Course(request) for request in trace.requests], config.sample_s)
@@ -69,7 +70,8 @@ def _replay(
                 on_progress(f"{method}: {now:.0f} of {trace.duration_s:.0f} s, {len(streams)} requests sent")
             time.sleep(min(wait_s, max(0.0, began + sample_at - time.monotonic())))
         room = rng.getrandbits(62)
-        streams.append(client.generate_tokens(prompt, max_tokens=max(1, request.output_tokens), bootstrap_room=room))
+        count = max(1, request.output_tokens)
+        streams.append(client.generate_tokens(prompt, max_tokens=count, bootstrap_room=room, ignore_eos=True))
     for course, stream in zip(outcome.courses, streams, strict=True):
         result = stream.result
         if result.finish != "length" or result.prefill is None or result.decode is None:

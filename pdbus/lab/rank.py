@@ -20,8 +20,9 @@ from pdbus.lab.scheduler import NO_TOKEN, DecodeRun, LabScheduler
 
 
 class VirtualRank:
-    """`on_output(sequence id)` is called at the step that gave a prefill's token, or a decode's last one;
-    `on_admitted(sequence)` when a decode leg got its memory (`fetched` is then due)."""
+    """`on_output(sequence id)` is called at the step that gave a prefill's token, or a decode's last one, `on_first`
+    likewise at a decode's first step; `on_admitted(sequence)` when a decode leg got its memory (`fetched` is then due).
+    """
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class VirtualRank:
         timing: SimTiming,
         on_output: Callable[[int], None],
         on_admitted: Callable[[Sequence], None],
+        on_first: Callable[[int], None] | None = None,
         kv_events: bool = False,
     ) -> None:
         self.key = key
@@ -46,6 +48,8 @@ class VirtualRank:
         self._timing = timing
         self._on_output = on_output
         self._on_admitted = on_admitted
+        self._on_first = on_first
+        self.scheduler.first_apart = on_first is not None
         self._stepping = False
         self._run: DecodeRun | None = None
         self._run_end = 0  # the event at the end of the run
@@ -170,6 +174,8 @@ class VirtualRank:
         outputs = self.scheduler.complete(result)
         self._stepping = False
         for sequence in outputs:
+            if self._on_first is not None and sequence.imported and len(sequence.output) == 2:
+                self._on_first(sequence.id)
             if sequence.finish:
                 self._on_output(sequence.id)
         self._begin()

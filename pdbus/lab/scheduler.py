@@ -47,12 +47,16 @@ class DecodeRun:
 
 
 class LabScheduler(Scheduler):
+    first_apart = False  # a sequence's first step of decoding is no part of a run: somebody waits for its end
+
     def decode_run(self, timing: SimTiming, now: float) -> DecodeRun | None:
         """The run of decode steps that can begin now, if all that can run is decoding."""
         rows = context = 0
         steps = 1 << 60
         for sequence in self._running.values():
             if sequence.phase is Phase.DECODING:
+                if self.first_apart and len(sequence.output) == 1:
+                    return None
                 rows += 1
                 context += sequence.computed
                 steps = min(steps, sequence.max_tokens - len(sequence.output))

@@ -1,8 +1,9 @@
 """One method on one trace, in virtual time. Owns the course of requests and messages between controllers and ranks.
 
 A request arrives at one of the controllers, which picks a prefill and a decode rank; both legs travel there; the
-prefill rank computes; its first token goes through the decode rank to the client; the decode rank gets memory, fetches
-the KV cache and decodes. Reports travel back with the delay and loss asked for. Same arguments, same outcome.
+prefill rank computes; its first token goes through the decode rank to the client (unless that makes it itself); the
+decode rank gets memory, fetches the KV cache and decodes. Reports travel back with the delay and loss asked for. Same
+arguments, same outcome.
 """
 
 from __future__ import annotations
@@ -242,7 +243,8 @@ class _Run:
         tokens = request.prompt_tokens
         if course.decode_rank >= 0:
             self.decode.arrive(course.decode_rank, tokens)
-            leg = Sequence(number, range(tokens), max(1, request.output_tokens), imported=True, hashes=[])
+            count = max(1, request.output_tokens) + self.config.first_at_decode  # that of prefill is dropped
+            leg = Sequence(number, range(tokens), count, imported=True, hashes=[])
             self.decode.ranks[course.decode_rank].ingest(leg, epoch, tokens)
         self.prefill.arrive(course.prefill_rank, tokens)
         leg = Sequence(number, range(tokens), 1, hold=True, hashes=list(request.hashes))
@@ -252,15 +254,19 @@ class _Run:
         course, hop_s = self.courses[number], self.config.hop_s
         rank = self.prefill.ranks[course.prefill_rank]
         course.cached_tokens = rank.scheduler.sequence(number).cached_tokens
-        course.first_token_s = self.loop.now + (2 * hop_s if course.decode_rank >= 0 else hop_s)
+        if course.decode_rank < 0 or not self.config.first_at_decode:
+            course.first_token_s = self.loop.now + (2 * hop_s if course.decode_rank >= 0 else hop_s)
         self.loop.call_later(hop_s, self._prefill_ended, number)
         if course.decode_rank < 0:
             self.loop.call_later(hop_s, self._released, number)
             self._finish(number, course.first_token_s)
-        elif course.request.output_tokens <= 1:
+        elif course.request.output_tokens <= 1 and not self.config.first_at_decode:
             self.loop.call_later(hop_s, self._never_decoded, number)
         else:
             self.loop.call_later(hop_s, self.decode.ranks[course.decode_rank].kv_ready, number)
+
+    def _first(self, number: int) -> None:
+        self.courses[number].first_token_s = self.loop.now + self.config.hop_s
 
     def _admitted(self, sequence: Sequence) -> None:
         fetch_s = 2 * self.config.hop_s + self.config.kv_fetch_token_s * len(sequence.prompt)
@@ -394,6 +400,7 @@ class _Run:
             timing=self.config.timing,
             on_output=self._prefilled if role == "prefill" else self._decoded,
             on_admitted=self._admitted,
+            on_first=self._first if self.config.first_at_decode else None,
             kv_events=role == "prefill" and self.kind.kv_events,
         )
 

@@ -210,7 +210,7 @@ class Cluster:
     def _spawn(self, part: PartSpec) -> Child:
         log = self.log_dir / f"{part.name.replace('/', '.')}.log"
         try:
-            child = self.children[part.name] = Child(part, log, self.spec.env)
+            child = self.children[part.name] = Child(part, log, {**self.spec.env, **part.env})
         except OSError as error:
             at = f" {error.filename}" if error.filename else ""
             raise StartError(f"{part.name}: could not be started:{at} {error.strerror}") from None

@@ -20,6 +20,7 @@ class PartSpec:
     module: str
     args: tuple[str, ...]
     metrics_port: int = 0  # already among `args`; 0: it serves no metrics
+    env: dict[str, str] = field(default_factory=dict)  # more environment, of this part alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class ClusterSpec:
     controller_args: tuple[str, ...] = ()  # more options for the controllers' command lines
     broker_args: tuple[str, ...] = ()  # and for the broker's
     env: dict[str, str] = field(default_factory=dict)  # more environment of the parts
+    gpus: tuple[str, ...] = ()  # of each node process, in their order, as CUDA_VISIBLE_DEVICES names them; empty: all
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode", "unified"):
@@ -119,12 +121,22 @@ class ClusterSpec:
         for instance, (role, size) in self.instances().items():
             for first in range(0, size, self.ranks_per_process):
                 parts.append(self._node(instance, role, size, first, at, common))
+        if self.gpus:
+            parts = self._with_gpus(parts)
         if self.metrics_port:
             parts = self._with_metrics(parts)
         if self.http:  # its own port has the metrics too
             args = ("serve", "--http", self.http, "--controller", next(iter(at.controllers.values())), *common)
             parts.append(PartSpec("edge", "edge", "pdbus", args))
         return parts
+
+    def _with_gpus(self, parts: list[PartSpec]) -> list[PartSpec]:
+        gpus, nodes = iter(self.gpus), sum(part.kind == "node" for part in parts)
+        if nodes != len(self.gpus):
+            raise ConfigError(f"--gpus names those of {len(self.gpus)} node processes, and there are {nodes}")
+        return [
+            replace(part, env={"CUDA_VISIBLE_DEVICES": next(gpus)}) if part.kind == "node" else part for part in parts
+        ]
 
     def _with_metrics(self, parts: list[PartSpec]) -> list[PartSpec]:
         first, last = self.metrics_port, self.metrics_port + len(parts) - 1

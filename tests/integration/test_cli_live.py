@@ -105,6 +105,18 @@ def test_a_session(up: Up, directory: Path) -> None:
     assert told["ids"] == sim_generate([3 + byte for byte in b"hi"], 4)
     assert (told["finish"], told["prompt_tokens"], told["found_by"]) == ("length", 2, "told")
 
+    several = pdbus(directory, "generate", "5 6 7", "--tokens", "--max-tokens", "6", "-n", "3")
+    lines = several.stdout.splitlines()
+    assert [[int(word) for word in line.split()] for line in lines] == [sim_generate([5, 6, 7], 6)] * 3
+    assert several.stderr.count("6 output tokens") == 3
+    several = pdbus(directory, "generate", "hi", "--raw", "--json", "--max-tokens", "2", "-n", "2")
+    each = [json.loads(line) for line in several.stdout.splitlines()]
+    assert [one["ids"] for one in each] == [told["ids"][:2]] * 2
+    assert each[0]["rid"] != each[1]["rid"]
+    one_room = pdbus(directory, "generate", "hi", "-n", "2", "--bootstrap-room", "7")
+    assert one_room.returncode != 0
+    assert one_room.stderr == "pdbus: error: bootstrap_room: a room is one request's; ask for one answer\n"
+
     status = json.loads(pdbus(directory, "status", "--json").stdout)
     assert {(rank["instance"], rank["dp_rank"], rank["state"]) for rank in status["controller"]["ranks"]} == {
         (instance, rank, "ready") for instance in ("prefill-0", "decode-0") for rank in (0, 1)

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,7 +134,11 @@ def test_every_method_on_every_leg(pdbus_cluster: Factory, method: str) -> None:
 
 
 def test_several_instances_and_an_embedded_centre(pdbus_cluster: Factory) -> None:
-    cluster = pdbus_cluster(prefill=1, decode=1, prefill_instances=2, decode_instances=2, embedded=True)
+    cluster = pdbus_cluster(
+        prefill=1, decode=1, prefill_instances=2, decode_instances=2, embedded=True, gpus=("6", "7", "4,5", "3")
+    )
+    environ = Path(f"/proc/{cluster.children['decode-0/0'].pid}/environ").read_bytes().split(b"\0")
+    assert b"CUDA_VISIBLE_DEVICES=4,5" in environ, "its own GPUs, prefill's coming first"
     with cluster.client() as client:
         chosen = run_some(client, 3, instance="decode-1", prefill_instance="prefill-1")
         assert {(r.prefill.instance, r.decode.instance) for r in chosen if r.prefill and r.decode} == {

@@ -93,7 +93,7 @@ def begin(peers: tuple[Peer, Peer], base: str) -> Submit:
     submit = controller.hear()
     assert isinstance(submit, Submit)
     controller.say(Accepted(submit.rid, 1, submit.bootstrap_room, None, Location("d", 0, 1, f"{base}.node")))
-    assert node.hear() == Attach(submit.rid, 1, 0)
+    assert node.hear() == Attach(submit.rid, 1, 0, True)
     return submit
 
 

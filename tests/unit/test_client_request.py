@@ -20,6 +20,7 @@ from bus.wire.messages import (
     Failed,
     Location,
     Message,
+    MoreTokens,
     Submit,
     TokenLogprobs,
     Tokens,
@@ -88,7 +89,7 @@ def submit_in(messages: list[Message]) -> Submit:
 def test_an_undisturbed_request() -> None:
     d = Driver()
     assert submit_in([send.message for send in d.sent]).bootstrap_room == 9
-    assert d.accept() == [Attach("r", 1, 0)]
+    assert d.accept() == [Attach("r", 1, 0, True)]
     d.tokens(0, 10, 11)
     d.now += 1.0
     assert d.tokens(2, 12, 13, finish="length") == [Detach("r", 1)]
@@ -112,15 +113,31 @@ def test_tokens_of_others_are_dropped() -> None:
     assert d.ids == [10, 11]
 
 
+def test_tokens_that_come_with_those_of_another_request_count_as_if_they_came_alone() -> None:
+    """M83: and each is judged by itself."""
+    d, other = Driver(), make_request([7], Options(rid="s", max_tokens=2, bootstrap_room=8), ONE, random.Random(3))
+    d.core.begin(other, d.now)
+    d.accept()
+    d.core.received(C, Accepted("s", 1, 8, PREFILL, RANK_0), d.now)
+    both = Tokens("s", 1, 0, (20,), others=(MoreTokens("r", 1, 0, (10, 11)), MoreTokens("gone", 1, 0, (9,))))
+    told = d.core.received(RANK_0.endpoint, both, d.now)
+    assert told == [Deliver("s", (20,)), Deliver("r", (10, 11))]
+    late = Tokens("gone", 1, 0, (9,), others=(MoreTokens("r", 2, 2, (99,)), MoreTokens("r", 1, 3, (13,))))
+    assert d.receive(late, RANK_0.endpoint) == [Attach("r", 1, 2, True)], "another attempt's is dropped, a gap seen"
+    told = d.core.received(RANK_0.endpoint, Tokens("s", 1, 1, (21,), others=(MoreTokens("r", 1, 2, (12, 13)),)), d.now)
+    ended = {action.rid: action.result.ids for action in told if isinstance(action, Ended)}
+    assert ended == {"s": (20, 21), "r": (10, 11, 12, 13)}
+
+
 def test_a_gap_is_asked_for_once_and_filled() -> None:
     """M57, M61: what is missing is asked for by `attach` from there."""
     d = Driver()
     d.accept()
     d.tokens(0, 10)
-    assert d.tokens(2, 12) == [Attach("r", 1, 1)]
+    assert d.tokens(2, 12) == [Attach("r", 1, 1, True)]
     assert d.tokens(3, 13, finish="length") == []
     d.now += 0.3
-    assert d.tokens(2, 12) == [Attach("r", 1, 1)]
+    assert d.tokens(2, 12) == [Attach("r", 1, 1, True)]
     d.tokens(1, 11, 12, 13, finish="length")
     assert d.ids == [10, 11, 12, 13]
 
@@ -150,13 +167,13 @@ def test_silence_is_asked_about_once_then_resumed_elsewhere() -> None:
     d = Driver()
     d.accept()
     d.tokens(0, 10)
-    assert d.wait(SILENCE_S + 0.1) == [Attach("r", 1, 1)]
+    assert d.wait(SILENCE_S + 0.1) == [Attach("r", 1, 1, True)]
     out = d.wait(SILENCE_S + 0.5)
     submit = submit_in(out)
     assert (submit.rid, submit.attempt, submit.offset, submit.max_tokens, submit.prompt_tokens) == ("r", 2, 1, 3, 3)
     assert submit.bootstrap_room == 9
     assert list(tokens_of(d.sent[-1].frames[0])) == [5, 6, 10]
-    assert d.accept(2, RANK_1) == [Attach("r", 2, 1)]
+    assert d.accept(2, RANK_1) == [Attach("r", 2, 1, True)]
     d.tokens(1, 99, finish="stop")  # the old rank wakes up
     assert d.result is None
     d.tokens(1, 11, finish="stop", attempt=2, peer=RANK_1.endpoint)
@@ -179,7 +196,7 @@ def test_a_failed_stream_leaves_the_controller_the_first_word() -> None:
     d.accept()
     assert d.tokens(0, finish="failed", code="prefill_failed") == []
     assert d.wait(VERDICT_S / 2) == []
-    assert d.accept(2, RANK_1) == [Detach("r", 1), Attach("r", 2, 0)]
+    assert d.accept(2, RANK_1) == [Detach("r", 1), Attach("r", 2, 0, True)]
     # and if the controller says nothing, the client acts
     d.tokens(0, finish="failed", code="fenced", attempt=2, peer=RANK_1.endpoint)
     assert submit_in(d.wait(VERDICT_S + 0.5)).attempt == 3
@@ -192,7 +209,7 @@ def test_done_is_not_the_end_of_the_output() -> None:
     d.tokens(0, 10)
     d.receive(Done("r", 1, ()))
     assert d.result is None
-    assert d.wait(SILENCE_S + 0.1) == [Attach("r", 1, 1)]
+    assert d.wait(SILENCE_S + 0.1) == [Attach("r", 1, 1, True)]
     d.tokens(1, 11, finish="stop")
     assert d.result is not None
     assert (d.result.ids, d.result.finish) == ((10, 11), "stop")
@@ -214,7 +231,7 @@ def test_a_waiting_request_is_not_mistaken_for_a_dead_controller() -> None:
         if repeats:
             d.receive(Accepted("r", 1, 9, None, None))
     assert d.result is None
-    assert d.accept() == [Attach("r", 1, 0)]
+    assert d.accept() == [Attach("r", 1, 0, True)]
 
 
 def test_a_controller_that_never_answers() -> None:
@@ -384,7 +401,7 @@ def test_what_a_controller_says_between_two_attempts_is_not_taken_up() -> None:
     assert d.accept(2, RANK_1) == []
     assert d.receive(Failed("r", 2, "cancelled", "as asked", False)) == []
     assert submit_in(d.wait(0.5)).attempt == 3
-    assert d.accept(3, RANK_1) == [Attach("r", 3, 0)]
+    assert d.accept(3, RANK_1) == [Attach("r", 3, 0, True)]
 
 
 def test_a_cancel_between_two_attempts_bothers_nobody_who_is_done() -> None:

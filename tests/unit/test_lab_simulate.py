@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from bus.errors import ConfigError
+from nodes.own.engines.timing import SimTiming
 from pdbus.lab.choosers import METHODS
 from pdbus.lab.config import LabConfig
 from pdbus.lab.generator import generate
 from pdbus.lab.metrics import Summary, summarise
 from pdbus.lab.simulate import simulate
-from pdbus.lab.traces import Trace
+from pdbus.lab.traces import Trace, TraceRequest
 
 PREFILL_ONLY = LabConfig(decode_ranks=0)
 
@@ -41,6 +42,25 @@ def test_the_same_call_gives_the_same_outcome() -> None:
     small, config = trace().first(60), LabConfig(report_loss=0.2, controllers=2)
     assert simulate(small, "cache_aware", config) == simulate(small, "cache_aware", config)
     assert simulate(small, "cache_aware", config) != simulate(small, "cache_aware", replace(config, seed=2))
+
+
+@pytest.mark.parametrize(("first_at_decode", "first_s", "end_s"), [(False, 1.0, 3.5), (True, 2.5, 4.5)])
+def test_where_decode_makes_the_first_token_it_comes_a_fetch_and_a_step_later(
+    first_at_decode: bool, first_s: float, end_s: float
+) -> None:
+    """And the decode rank does one step more for each request. Alone, then among others that decode."""
+    config = LabConfig(
+        ranks=1, decode_ranks=1, load=0.0, hop_s=0.0, timing=SimTiming(1.0, 0.0, 0.0, 0.0), kv_fetch_token_s=0.5 / 16,
+        first_at_decode=first_at_decode,
+    )  # fmt: skip
+    alone, later = TraceRequest(0.0, 16, 3), TraceRequest(100.0, 16, 3)
+    for course in simulate(Trace("two", (alone, later), 16), "round_robin", config).courses:
+        assert course.first_token_s - course.request.arrival_s == pytest.approx(first_s)
+        assert course.finished_s - course.request.arrival_s == pytest.approx(end_s)
+    long = TraceRequest(0.0, 16, 100)
+    among = simulate(Trace("among", (long, replace(later, arrival_s=20.0)), 16), "round_robin", config).courses[1]
+    assert among.first_token_s - 20.0 == pytest.approx(first_s, abs=1.0)
+    assert among.finished_s - among.first_token_s == pytest.approx(end_s - first_s, abs=1.0)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -83,6 +83,17 @@ def test_free_ports_are_free() -> None:
             probe.bind(("127.0.0.1", port))
 
 
+def test_each_node_process_has_the_gpus_that_are_named_for_it() -> None:
+    spec = ClusterSpec(prefill=2, decode=1, gpus=("4", "5", "0,1"), metrics_port=9000)
+    visible = {name: part.env for name, part in parts(spec).items()}
+    assert visible == {
+        "broker": {}, "controller-0": {}, "prefill-0/0": {"CUDA_VISIBLE_DEVICES": "4"},
+        "prefill-0/1": {"CUDA_VISIBLE_DEVICES": "5"}, "decode-0/0": {"CUDA_VISIBLE_DEVICES": "0,1"},
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="--gpus names those of 1 node processes, and there are 2"):
+        parts(ClusterSpec(prefill=1, decode=1, gpus=("0",)))
+
+
 def test_metrics_ports_follow_the_order_of_starting() -> None:
     made = parts(ClusterSpec(prefill=1, decode=1, metrics_port=9400, node_args=("--metrics-port", "1")))
     assert {name: part.metrics_port for name, part in made.items()} == {

@@ -1,4 +1,4 @@
-"""Token streams: each token once and in order for any reader, none ever waited for (M57 M58 M59 M60 M61 M82)."""
+"""Token streams: each token once and in order for any reader, none ever waited for (M57 M58 M59 M60 M61 M82 M83)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from bus.actions import Send
 from bus.wire.codec import MAX_HEADER_BYTES, encode
 from bus.wire.messages import (
     MAX_LOGPROBS_PER_MESSAGE,
+    MAX_OTHERS_PER_MESSAGE,
     MAX_TOKENS_PER_MESSAGE,
     Attach,
     Code,
     Detach,
+    MoreTokens,
     Role,
     TokenLogprobs,
     Tokens,
@@ -27,6 +29,7 @@ from nodes.link.streams import (
     ATTACH_WAIT_S,
     KEEP_FINISHED_S,
     KEEPALIVE_S,
+    MAX_SHARED_IDS,
     RETRY_S,
     SendFailure,
     Streams,
@@ -81,6 +84,48 @@ def test_the_last_tokens_and_the_finish_come_in_one_message(streams: Streams) ->
     end(streams, leg)
     assert sent(streams) == [(A, 0, (1,), "length", "ok")]
     assert streams.untaken(0.0) == 0
+
+
+def test_what_a_step_made_for_several_requests_of_a_reader_leaves_in_one_message(streams: Streams) -> None:
+    """M83. Not what says more than tokens: an attempt's first, which tells of the prefill rank, and its last."""
+    legs = {rid: opened(streams, rid) for rid in ("a", "b", "c", "alone")}
+    for rid in legs:
+        streams.attach(B if rid == "c" else A, Attach(rid, 1, several=rid != "alone"), 0.0)
+        streams.push(legs[rid], [1])
+    assert len(streams.flush(0.0)) == 4 + 4, "each is told that it is attached, and the first token of each"
+    for leg in legs.values():
+        streams.push(leg, [2])
+    assert streams.flush(0.0) == [
+        Send(A, Tokens("alone", 1, 1, (2,), found_by="")),
+        Send(A, Tokens("a", 1, 1, (2,), others=(MoreTokens("b", 1, 1, (2,)),))),
+        Send(B, Tokens("c", 1, 1, (2,))),
+    ]
+    streams.push(legs["a"], range(MAX_SHARED_IDS + 1))
+    streams.push(legs["b"], [3])
+    end(streams, legs["b"])
+    assert all(not send.message.others for send in streams.flush(0.0))  # type: ignore[attr-defined]
+
+
+def test_a_message_of_several_requests_that_could_not_be_sent_costs_none_of_them_a_token(streams: Streams) -> None:
+    """Nor has one more streams than the protocol allows."""
+    rids = [f"r{number}" for number in range(MAX_OTHERS_PER_MESSAGE + 2)]
+    legs = {rid: opened(streams, rid) for rid in rids}
+    for rid, leg in legs.items():
+        streams.attach(A, Attach(rid, 1, several=True), 0.0)
+        streams.push(leg, [1])
+    streams.flush(0.0)
+    for leg in legs.values():
+        streams.push(leg, [2])
+    sends = streams.flush(0.0)
+    assert [len(send.message.others) for send in sends] == [MAX_OTHERS_PER_MESSAGE, 0]  # type: ignore[attr-defined]
+    for send in sends:
+        streams.unsent(send, SendFailure.FULL, 0.0)
+    streams.push(legs["r1"], [3])
+    again = streams.flush(RETRY_S)
+    pieces = [(each.rid, each.ids) for s in again for each in (s.message, *s.message.others)]  # type: ignore[attr-defined]
+    assert sorted(pieces) == sorted((rid, (2, 3) if rid == "r1" else (2,)) for rid in rids)
+    streams.unsent(again[0], SendFailure.GONE, RETRY_S)
+    assert sum(leg.lost for leg in legs.values()) == 1 + MAX_OTHERS_PER_MESSAGE
 
 
 def test_a_full_queue_delays_and_never_loses(streams: Streams) -> None:

@@ -76,12 +76,14 @@ def test_a_vllm_that_is_not_as_known_is_one_sentence_before_any_request(monkeypa
     versions.check_requests()
 
 
-def test_two_engines_of_a_machine_share_no_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_engines_of_a_machine_share_no_core_and_further_ones_are_dealt_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 6, 9})
-    claimed = [claim_cores(tmp_path) for _ in range(3)]
-    assert claimed == [[0, 1, 2], [3, 6, 9], []]
+    claimed = [claim_cores(tmp_path) for _ in range(5)]
+    assert claimed == [[0, 1, 2], [3, 6, 9], [0, 1, 2], [3, 6, 9], [0, 1, 2]]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {4})
-    assert [claim_cores(tmp_path) for _ in range(2)] == [[4], []]
+    assert [claim_cores(tmp_path) for _ in range(2)] == [[4], [4]]
     for path in tmp_path.iterdir():
         with path.open() as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,14 +1,18 @@
 """How long a step takes on the sim engine: a linear model, pure, so that the replay lab runs it in virtual time.
 
-Owns the formula and its calibrations; must not sleep or read a clock. The default, `h100-8b`, stands for an 8 B
-parameter model in bf16 on one H100: reading 16 GB of weights plus launch overhead takes 7 ms a step, prefill runs at
-10 k tokens/s, and a KV token of 128 KiB costs 40 ns of 3.35 TB/s HBM; so 32 decode rows of 2 k context take 10.5 ms.
+Owns the formula, its calibrations and the file of one; must not sleep or read a clock. The default, `h100-8b`, stands
+for an 8 B parameter model in bf16 on one H100: reading 16 GB of weights plus launch overhead takes 7 ms a step, prefill
+runs at 10 k tokens/s, and a KV token of 128 KiB costs 40 ns of 3.35 TB/s HBM; so 32 decode rows of 2 k context take
+10.5 ms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from pathlib import Path
+
+import msgspec
 
 from bus.errors import ConfigError
 from nodes.own.engines.base import Row
@@ -60,8 +64,31 @@ class SimTiming:
 TIMINGS = {"h100-8b": SimTiming(), "zero": SimTiming(0.0, 0.0, 0.0, 0.0)}
 
 
+class TimingFile(msgspec.Struct, kw_only=True):
+    """What `pdbus calibrate` writes, as JSON, of an engine."""
+
+    engine: str
+    model: str
+    timing: SimTiming
+    first_at_decode: bool = False  # its decode ranks make the first token themselves
+    kv_fetch_token_s: float | None = None  # of a prompt's KV cache, where that was measured
+    typical_error: float = 0.0  # half of the points that were measured are nearer to the model, as a share
+    worst_error: float = 0.0
+    points: list[dict[str, float]] = []  # that it was fitted to
+
+
 def timing_named(name: str) -> SimTiming:
-    """One of TIMINGS; ConfigError names them otherwise."""
-    if name not in TIMINGS:
-        raise ConfigError(f"unknown sim timing {name!r}; choose one of {', '.join(TIMINGS)}")
-    return TIMINGS[name]
+    """One of TIMINGS, or that of a file; ConfigError otherwise."""
+    return TIMINGS[name] if name in TIMINGS else read_timing(name).timing
+
+
+def read_timing(path: str) -> TimingFile:
+    """What `pdbus calibrate` has written; ConfigError for what is not that."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=TimingFile)
+    except OSError as error:
+        names = ", ".join(TIMINGS)
+        why = f"choose one of {names}, or a file that pdbus calibrate wrote ({error.strerror})"
+        raise ConfigError(f"unknown sim timing {path!r}; {why}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no timing file of pdbus calibrate: {error}") from None

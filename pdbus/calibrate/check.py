@@ -1,0 +1,105 @@
+"""Whether a live run agrees with its replay: a short made-up trace on one prefill and one decode rank of an engine, and
+once more in virtual time with the timing that was measured. Owns the trace and the figures that are compared."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from random import Random
+from statistics import linear_regression, median
+
+from bus.errors import ConfigError
+from pdbus.client import Client
+from pdbus.lab.capacity import prefill_s
+from pdbus.lab.config import LabConfig
+from pdbus.lab.live import make_prompt, replay_on
+from pdbus.lab.metrics import summarise
+from pdbus.lab.simulate import simulate
+from pdbus.lab.traces import Trace, TraceRequest
+from pdbus.launcher import Cluster, ClusterSpec
+
+Say = Callable[[str], None]
+METHOD = "total_tokens"
+LONE = 5  # requests that are alone there, for each length
+LOAD = 0.5  # of the busier of the two ranks
+BLOCK_TOKENS = 16  # of the trace; nothing of it is cached
+FIELDS = {
+    "mean time to first token": "ttft_mean_s",
+    "median time to first token": "ttft_p50_s",
+    "mean time per output token": "tpot_mean_s",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """By what is compared: seconds live, seconds in the replay; and of the hand-over of a prompt what was measured."""
+
+    figures: dict[str, tuple[float, float]]
+    kv_fetch_token_s: float
+    requests: int
+
+    @property
+    def worst(self) -> float:
+        """The greatest difference, as a share of the live run."""
+        return max(abs(replayed / live - 1.0) for live, replayed in self.figures.values())
+
+
+def check(spec: ClusterSpec, config: LabConfig, longest: int, duration_s: float, say: Say) -> Agreement:
+    """`config` has the timing and what the ranks hold; no prompt is longer than `longest`."""
+    config = replace(config, cache_blocks=config.decode_kv_tokens // BLOCK_TOKENS)
+    with Cluster(spec, say) as cluster, cluster.client() as client:
+        say("how long the hand-over of a KV cache takes")
+        config = replace(config, kv_fetch_token_s=_fetch_token_s(client, config, longest))
+        trace = made_up(config, longest, duration_s)
+        live = summarise(replay_on(client, trace, METHOD, config, say), config)
+    replayed = summarise(simulate(trace, METHOD, config), config)
+    figures = {name: (getattr(live, field), getattr(replayed, field)) for name, field in FIELDS.items()}
+    return Agreement(figures, config.kv_fetch_token_s, len(trace))
+
+
+def made_up(config: LabConfig, longest: int, duration_s: float) -> Trace:
+    """Requests that come by themselves, at LOAD. ConfigError where the engine is too slow for `duration_s`."""
+    rng = Random(config.seed)
+    timing, chunk = config.timing, config.chunk_tokens
+
+    def length(mid: float, most: int) -> int:
+        return min(most, max(4, round(rng.lognormvariate(math.log(mid), 0.5))))
+
+    lengths = [(length(longest / 4, longest), length(24, 64)) for _ in range(5000)]
+    prefill = sum(prefill_s(prompt, chunk, timing) for prompt, _ in lengths) / len(lengths)
+    outputs = sum(output for _, output in lengths) / len(lengths)
+    together = 4  # requests that decode side by side share what a step costs anyway
+    decode = outputs * timing.step_s(0, together, together * longest // 4) / together
+    gap_s = max(prefill, decode) / LOAD
+    requests: list[TraceRequest] = []
+    at = 0.0
+    for prompt, output in lengths:
+        at += rng.expovariate(1 / gap_s)
+        if at > duration_s:
+            break
+        requests.append(TraceRequest(at, prompt, output))
+    if len(requests) < 20:
+        raise ConfigError(
+            f"{duration_s:g} s are {len(requests)} requests of this engine: too few to compare; take more"
+        )
+    return Trace("made up", tuple(requests), BLOCK_TOKENS)
+
+
+def _fetch_token_s(client: Client, config: LabConfig, longest: int) -> float:
+    """Of requests that are alone: what is left of the time to the first token that decode made when its step and, where
+    that is the first of all, the prompt's are taken off. Its growth with the prompt is the hand-over's."""
+    timing = config.timing
+    found: list[tuple[float, float]] = []
+    for tokens in (longest // 8, longest // 2, longest):
+        left: list[float] = []
+        for number in range(LONE):
+            prompt = make_prompt(TraceRequest(0.0, tokens, 2), tokens, 1_000_000 + tokens * LONE + number)
+            began = time.monotonic()
+            came = [time.monotonic() - began for _ in client.generate_tokens(prompt, max_tokens=2, ignore_eos=True)]
+            prompt_s = prefill_s(tokens, min(tokens, config.chunk_tokens), timing)
+            before = prompt_s if config.first_at_decode else came[0]
+            left.append(came[0 if config.first_at_decode else 1] - before - timing.step_s(0, 1, tokens))
+        found.append((float(tokens), median(left)))
+    return max(0.0, linear_regression([at for at, _ in found], [left for _, left in found]).slope)

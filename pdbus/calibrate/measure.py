@@ -1,0 +1,88 @@
+"""What is asked of an engine, and what the answers say of its steps: prompts alone, then requests that decode together.
+
+Prompts differ in every block, so that no prefix cache helps. Each figure is the median of a few rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from statistics import median
+from typing import Protocol
+
+from nodes.link.facts import RankFacts
+from pdbus.calibrate.fit import Point
+from pdbus.calibrate.probe import Course
+
+STEPS = 12  # of decoding that count, for each point
+SHORTEST = 16
+FIRST_ID = 3  # below are special tokens
+VOCABULARY = 500  # of the ids that prompts are made of: every model has as many
+
+
+class Runs(Protocol):
+    """`Probe`."""
+
+    facts: RankFacts
+
+    def run(self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> list[Course]: ...
+
+
+def measure(
+    probe: Runs, step_tokens: int, longest: int, rounds: int = 3, say: Callable[[str], None] = lambda line: None
+) -> list[Point]:
+    """The points to fit; `step_tokens`: prompt tokens that the engine computes in a step at most; no prompt is longer
+    than `longest`."""
+    rng = Random(1)
+    facts = probe.facts
+    most = min(longest, facts.max_context - 2, facts.kv_capacity - facts.block_tokens - 2)
+
+    def prompts(count: int, length: int) -> list[list[int]]:
+        return [[FIRST_ID + rng.randrange(VOCABULARY) for _ in range(length)] for _ in range(count)]
+
+    probe.run(prompts(2, min(most, 2 * SHORTEST)), [4, 4])  # what an engine does once is not counted
+    points = []
+    for length in _doubled(SHORTEST, most):
+        say(f"prompts of {length} tokens")
+        seconds = [probe.run(prompts(1, length), [1])[0].tokens_at[0] for _ in range(rounds)]
+        steps = math.ceil(length / step_tokens)
+        context = sum(range(0, length, step_tokens))
+        points.append(Point(steps, length, 0, context, median(seconds)))
+    for rows, length in _batches(facts, most):
+        say(f"{rows} requests of {length} tokens")
+        warm = math.ceil(rows * length / step_tokens) + 2  # steps in which some of the prompts are computed
+        got = [_decoded(probe.run(prompts(rows, length), [warm + STEPS] * rows)) for _ in range(rounds)]
+        points.append(sorted(got, key=lambda point: point.seconds / point.steps)[rounds // 2])
+    return points
+
+
+def _doubled(first: int, last: int) -> Iterator[int]:
+    while first <= last:
+        yield first
+        first *= 2
+
+
+def _batches(facts: RankFacts, most: int) -> Iterator[tuple[int, int]]:
+    """How many requests, and the length of their prompts, as far as they run at once."""
+    for rows in _doubled(1, min(64, facts.max_running)):
+        room = 0.9 * facts.kv_capacity / rows - 4 * STEPS - facts.block_tokens
+        for length in dict.fromkeys((SHORTEST, most // 8, most // 2)):
+            context = length + 4 * STEPS + rows * length // 64
+            if SHORTEST <= length <= room and context < facts.max_context:
+                yield rows, length
+
+
+def _decoded(courses: Sequence[Course]) -> Point:
+    """The steps from the first in which all of them decode to the last before one ends."""
+    began = max(course.tokens_at[0] for course in courses)
+    ended = min(course.tokens_at[-1] for course in courses)
+    last = max(courses, key=lambda course: course.tokens_at[0])
+    inside = [at for at in last.tokens_at if began <= at <= ended]
+    steps = len(inside) - 1
+    context = sum(  # a step feeds the last token, which is not among them
+        course.prompt_tokens + sum(at <= began for at in course.tokens_at) - 1 + number
+        for course in courses
+        for number in range(steps)
+    )
+    return Point(steps, 0, steps * len(courses), context, inside[-1] - inside[0])
