@@ -27,8 +27,15 @@ class Placement:
         self._table = table
         self._late = late  # None: at once
         self._policies = policies
+        self._charges = _overriding("charge", policies)
         self._watches = _overriding("dispatched", policies)
         self.learns = _overriding("ended", policies)
+
+    def charge(self, role: Role, rank: RankLoad, submit: Submit) -> int:
+        """What a leg at `rank` is charged: its prompt, where no policy knows better. What decode may produce nobody
+        knows."""
+        policy = self._charges.get(role)
+        return submit.prompt_tokens if policy is None else policy.charge(rank, submit)
 
     def dispatched(self, role: Role, rank: RankLoad, submit: Submit, now: float) -> None:
         """A leg went to `rank`, whoever chose it: a policy that learns from that does."""

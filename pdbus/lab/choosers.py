@@ -37,8 +37,8 @@ class Truth(Protocol):
 class Chooser(Protocol):
     """All of it is called in virtual time `now`, for ranks 0 .. n-1 of one instance."""
 
-    def pick(self, request: Submit, now: float) -> int:
-        """The dp_rank for `request`, charged at once."""
+    def pick(self, request: Submit, now: float) -> tuple[int, int]:
+        """The dp_rank for `request`, and the tokens that were charged to it for that."""
 
     def least_tokens(self) -> int:
         """What the least loaded rank is believed to have queued."""
@@ -103,7 +103,7 @@ class TableChooser(Deaf):
         self._seq = 0
         self.table = LoadTable(self._epoch, stale_s=config.stale_s)
         self._late = LateBinding(config.late_tokens)
-        self._live: dict[str, tuple[Submit, float]] = {}  # by rid: what was dispatched, and when
+        self._live: dict[str, tuple[Submit, int, float]] = {}  # by rid: what was dispatched, its charge, and when
         self._keys: list[MemberKey] = [(role, dp_rank) for dp_rank in range(ranks)]
         for dp_rank in range(ranks):
             hello = Hello(
@@ -113,16 +113,17 @@ class TableChooser(Deaf):
             self.table.set_ready(self.table.open(hello), True)
         self._group = self.table.group(role)
 
-    def pick(self, request: Submit, now: float) -> int:
+    def pick(self, request: Submit, now: float) -> tuple[int, int]:
         self.table.age(now)
         self.policy.tick(now)
         rank = self.policy.pick(self._group, request, request.prompt_tokens)
         if rank is None:  # which only a `fixed` one may say: ranks without stated limits are always candidates
             raise BusError(f"a policy has no rank for request {request.rid}, though all are there")
-        self.table.charge(rank, request.prompt_tokens)
+        charge = self.policy.charge(rank, request)
+        self.table.charge(rank, charge)
         self.policy.dispatched(rank, request, now)
-        self._live[request.rid] = request, now
-        return rank.key[1]
+        self._live[request.rid] = request, charge, now
+        return rank.key[1], charge
 
     def least_tokens(self) -> int:
         rank = self._group.least(Metric.TOKENS)
@@ -137,8 +138,8 @@ class TableChooser(Deaf):
 
     def ended(self, dp_rank: int, ended: Ended, now: float) -> None:
         rank = self.table.ranks[self._keys[dp_rank]]
-        request, began = self._live.pop(ended.rid)
-        self.table.end(rank, request.prompt_tokens)
+        request, charge, began = self._live.pop(ended.rid)
+        self.table.end(rank, charge)
         self.policy.ended(rank, request, ended, now - began)
 
     def report(self, dp_rank: int, load: Load, now: float) -> None:
@@ -181,12 +182,12 @@ class Overwrite(Deaf):
         self._of_report = of_report
         self._of_dispatch = of_dispatch
 
-    def pick(self, request: Submit, now: float) -> int:
+    def pick(self, request: Submit, now: float) -> tuple[int, int]:
         chosen = min(range(len(self._believed)), key=lambda rank: (self._believed[rank], self._last_turn[rank]))
         self._believed[chosen] += self._of_dispatch(request.prompt_tokens)
         self._turn += 1
         self._last_turn[chosen] = self._turn
-        return chosen
+        return chosen, 0
 
     def report(self, dp_rank: int, load: Load, now: float) -> None:
         self._believed[dp_rank] = self._of_report(load)
@@ -201,7 +202,7 @@ class Oracle(Deaf):
         self._last_turn = [0] * ranks
         self._turn = 0
 
-    def pick(self, request: Submit, now: float) -> int:
+    def pick(self, request: Submit, now: float) -> tuple[int, int]:
         truth = self._truth
         hashes = unpack_hashes(request.block_hashes) if self._cache else []
 
@@ -212,7 +213,7 @@ class Oracle(Deaf):
         chosen = min(range(len(self._last_turn)), key=cost)
         self._turn += 1
         self._last_turn[chosen] = self._turn
-        return chosen
+        return chosen, 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ class Listener:
         """When something may come; never, if no rank reports."""
         return min((reports.next_s(self._reader) for reports in self._reports), default=math.inf)
 
-    def pick(self, request: Submit, now: float) -> int:
+    def pick(self, request: Submit, now: float) -> tuple[int, int]:
         self.read()
         return self.chooser.pick(request, now)
 

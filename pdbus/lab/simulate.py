@@ -212,17 +212,19 @@ class _Run:
     def _submit(self, number: int) -> None:
         course, now = self.courses[number], self.loop.now
         request, submit = course.request, self._header(number)
-        rank = course.prefill_rank = self.choosers[self.owner[number]].pick(submit, now)
+        rank, charge = self.choosers[self.owner[number]].pick(submit, now)
+        decode_charge = 0
+        course.prefill_rank = rank
         course.regret_tokens = self._regret(rank, request)
         self.prefill.depart(rank, request.prompt_tokens)
         if self.decode_choosers:
-            course.decode_rank = self.decode_choosers[self.owner[number]].pick(submit, now)
+            course.decode_rank, decode_charge = self.decode_choosers[self.owner[number]].pick(submit, now)
             self.decode.depart(course.decode_rank, request.prompt_tokens)
         if self.sharing:
             for choosers in (self.choosers, self.decode_choosers):
                 if choosers:
                     self._share_soon(choosers, self.owner[number])
-        self.loop.call_later(self.config.hop_s, self._arrive, number)
+        self.loop.call_later(self.config.hop_s, self._arrive, number, charge, decode_charge)
 
     def _header(self, number: int) -> Submit:
         request = self.courses[number].request
@@ -236,17 +238,17 @@ class _Run:
             block_hashes=pack_hashes(request.hashes),
         )
 
-    def _arrive(self, number: int) -> None:
+    def _arrive(self, number: int, charge: int, decode_charge: int) -> None:
         course = self.courses[number]
         request, epoch = course.request, self.owner[number] + 1
         tokens = request.prompt_tokens
         if course.decode_rank >= 0:
             self.decode.arrive(course.decode_rank, tokens)
             leg = Sequence(number, range(tokens), max(1, request.output_tokens), imported=True, hashes=[])
-            self.decode.ranks[course.decode_rank].ingest(leg, epoch, tokens)
+            self.decode.ranks[course.decode_rank].ingest(leg, epoch, decode_charge)
         self.prefill.arrive(course.prefill_rank, tokens)
         leg = Sequence(number, range(tokens), 1, hold=True, hashes=list(request.hashes))
-        self.prefill.ranks[course.prefill_rank].ingest(leg, epoch, tokens)
+        self.prefill.ranks[course.prefill_rank].ingest(leg, epoch, charge)
 
     def _prefilled(self, number: int) -> None:
         course, hop_s = self.courses[number], self.config.hop_s
