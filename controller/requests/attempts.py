@@ -86,8 +86,8 @@ class Attempts:
         self._counts["dispatched" if request.tries == 1 else "redispatched"] += 1
 
     def _header(self, request: Request, leg: LegRun, number: int, prefill: Location | None, now: float) -> Dispatch:
-        """Of one leg. `prefill` tells a decode leg where its prefill is; without it a lone decode leg gets what its caller
-        said, for the node to look up."""
+        """Of one leg. `prefill` tells a decode leg where its prefill is; without it a lone decode leg gets what its
+        caller said, for the node to look up."""
         submit = request.submit
         lone = submit.leg == "decode"
         return Dispatch(
