@@ -94,9 +94,11 @@ class Placement:
         return self._pick(role, self._some(role, submit, group, suits, avoid), submit)
 
     def _pick(self, role: Role, view: View, submit: Submit) -> RankLoad | None:
-        """By the method; None also while a prompt is better kept in the queue."""
+        """By the method; None also while the request is better kept in the queue."""
         late, policy = self._late, self._policies[role]
-        if late is None or role == "decode" or late.open(view.least(Metric.TOKENS)):
+        if late is not None and role == "decode":
+            return late.decoding(view, policy.pick(view, submit, submit.prompt_tokens), submit)
+        if late is None or late.open(view.least(Metric.TOKENS)):
             return policy.pick(view, submit, submit.prompt_tokens)
         if role == "prefill":
             return None

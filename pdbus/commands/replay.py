@@ -31,8 +31,8 @@ WIDTH = 160  # of a table that does not go to a terminal
 _FROM_OPTIONS = (
     "ranks", "decode_ranks", "load", "cache_blocks", "decode_kv_tokens", "decode_method", "chunk_tokens",
     "prefill_running", "decode_running", "hop_s", "report_interval_s", "report_delay_s", "report_loss", "controllers",
-    "shared_counters", "sent_interval_s", "cache_weight", "late_tokens", "overtake_tokens", "slo_ttft_s", "slo_tpot_s",
-    "seed",
+    "shared_counters", "sent_interval_s", "cache_weight", "late_tokens", "tpot_admission", "overtake_tokens",
+    "slo_ttft_s", "slo_tpot_s", "seed",
 )  # fmt: skip
 
 
@@ -71,6 +71,8 @@ class _Command(click.Command):
 @setting("late_tokens", "late_tokens and late_cache: a rank with less than this queued gets the next request.")
 @option("--queue-order", type=click.Choice(["arrival", "slo", "both"]), default="arrival",
          help="Of the controller's queue; slo: bind late, and what can keep --slo-ttft-s first.")  # fmt: skip
+@option("--tpot-admission", is_flag=True, show_default=False,
+         help="slo: requests wait while each decode rank's steps would get longer than --slo-tpot-s.")  # fmt: skip
 @setting("overtake_tokens", "slo: work that came later and is served before a request, at most.")
 @setting("slo_ttft_s", "A request keeps the SLO when its first token came by then ...")
 @setting("slo_tpot_s", "... and each further one within this, on average.")

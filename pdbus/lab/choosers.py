@@ -40,6 +40,9 @@ class Chooser(Protocol):
     def pick(self, request: Submit, now: float) -> tuple[int, int]:
         """The dp_rank for `request`, and the tokens that were charged to it for that."""
 
+    def takes(self, request: Submit) -> bool:
+        """Whether some rank can take it now."""
+
     def least_tokens(self) -> int:
         """What the least loaded rank is believed to have queued."""
 
@@ -67,6 +70,9 @@ class Chooser(Protocol):
 
 class Deaf:
     """The answers of a chooser that uses none of it."""
+
+    def takes(self, request: Submit) -> bool:
+        return True
 
     def least_tokens(self) -> int:
         return 0
@@ -102,13 +108,14 @@ class TableChooser(Deaf):
         self._epoch = controller + 1
         self._seq = 0
         self.table = LoadTable(self._epoch, stale_s=config.stale_s)
-        self._late = LateBinding(config.late_tokens)
+        self._late = LateBinding(config.late_tokens, config.slo_tpot_s if config.tpot_admission else 0.0)
+        memory = config.decode_kv_tokens if role == "decode" and config.queue_order == "slo" else 0  # 0: no matter
         self._live: dict[str, tuple[Submit, int, float]] = {}  # by rid: what was dispatched, its charge, and when
         self._keys: list[MemberKey] = [(role, dp_rank) for dp_rank in range(ranks)]
         for dp_rank in range(ranks):
             hello = Hello(
                 instance=role, dp_rank=dp_rank, epoch=EPOCH, role=role, model="sim", dp_size=ranks, state="ready",
-                endpoint="", max_context=0, kv_capacity=0, max_running=0, block_tokens=block_tokens,
+                endpoint="", max_context=0, kv_capacity=memory, max_running=0, block_tokens=block_tokens,
             )  # fmt: skip
             self.table.set_ready(self.table.open(hello), True)
         self._group = self.table.group(role)
@@ -116,7 +123,7 @@ class TableChooser(Deaf):
     def pick(self, request: Submit, now: float) -> tuple[int, int]:
         self.table.age(now)
         self.policy.tick(now)
-        rank = self.policy.pick(self._group, request, request.prompt_tokens)
+        rank = self._pick(request)
         if rank is None:  # which only a `fixed` one may say: ranks without stated limits are always candidates
             raise BusError(f"a policy has no rank for request {request.rid}, though all are there")
         charge = self.policy.charge(rank, request)
@@ -124,6 +131,13 @@ class TableChooser(Deaf):
         self.policy.dispatched(rank, request, now)
         self._live[request.rid] = request, charge, now
         return rank.key[1], charge
+
+    def _pick(self, request: Submit) -> RankLoad | None:
+        rank = self.policy.pick(self._group, request, request.prompt_tokens)
+        return self._late.decoding(self._group, rank, request) if self._instance == "decode" else rank
+
+    def takes(self, request: Submit) -> bool:
+        return self._pick(request) is not None
 
     def least_tokens(self) -> int:
         rank = self._group.least(Metric.TOKENS)

@@ -163,6 +163,8 @@ def _spec(method: str, config: LabConfig, block_tokens: int, engine: LiveEngine)
             str(config.overtake_tokens),
             "--ttft-slo-s",
             str(config.slo_ttft_s),
+            "--tpot-slo-s",
+            str(config.slo_tpot_s if config.tpot_admission else 0.0),
         ),
     )
     if engine.name == "sim":

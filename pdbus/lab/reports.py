@@ -107,6 +107,10 @@ class Listener:
         self.read()
         return self.chooser.pick(request, now)
 
+    def takes(self, request: Submit) -> bool:
+        self.read()
+        return self.chooser.takes(request)
+
     def work(self, request: Submit) -> int:
         return self.chooser.work(request)
 

@@ -185,15 +185,20 @@ class _Run:
         return SloOrder(self.config.overtake_tokens) if slo else ArrivalOrder()
 
     def _bind(self, owner: int) -> None:
-        """Late binding: dispatch while a rank is about to run dry."""
+        """Late binding: dispatch while a prefill rank is about to run dry and a decode rank can take what is next."""
         waiting = self.waiting[owner]
         chooser = self.choosers[owner]
+        decode = self.decode_choosers[owner] if self.decode_choosers else None
+        next_s = chooser.next_s
         while waiting and chooser.least_tokens() < self.config.late_tokens:
             head = waiting.head(lambda item: self.loop.now + chooser.first_token_s(item.work) <= item.first_due)
+            if decode is not None and not decode.takes(self._header(head.number)):
+                next_s = decode.next_s
+                break
             waiting.remove(head)
             self._submit(head.number)
         if waiting:  # until a report comes
-            self._wake_at(owner, self.choosers[owner].next_s())
+            self._wake_at(owner, next_s())
 
     def _wake_at(self, owner: int, at_s: float) -> None:
         if self.by_tick:  # or all controllers would take the same report for leave to fill the same rank

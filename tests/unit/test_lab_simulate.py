@@ -135,6 +135,15 @@ def test_how_far_others_overtake_is_bounded() -> None:
     assert tight.slo_attainment < wide.slo_attainment
 
 
+def test_decode_admission_keeps_the_time_per_token_and_costs_nothing_where_steps_are_short() -> None:
+    few = {"decode_ranks": 1, "slo_tpot_s": 0.015, "queue_order": "slo"}
+    free, kept = (run("cache_aware", **few, tpot_admission=admission) for admission in (False, True))
+    assert kept.slo_attainment > free.slo_attainment + 0.3
+    assert kept.tpot_p99_s < 0.017 < free.tpot_p50_s
+    many = {"decode_ranks": 8, "queue_order": "slo"}
+    assert run("cache_aware", **many, tpot_admission=True) == run("cache_aware", **many)
+
+
 @pytest.mark.parametrize("method", ["oracle", "overwrite", "power_of_two"])
 def test_the_order_slo_is_for_what_a_controller_can_run(method: str) -> None:
     with pytest.raises(ConfigError, match=f"which {method} is not"):
