@@ -59,7 +59,7 @@ def run_live(
     if not config.decode_ranks:
         raise ConfigError("--live needs decode ranks")
     stretched = stretch(trace, config)
-    spec = _spec(method, config, trace.block_tokens, engine)
+    spec = spec_of(method, config, trace.block_tokens, engine)
     with Cluster(spec, on_progress) as cluster, cluster.client() as client:
         _warm_up(client, config)
         return _replay(stretched, client, method, config, on_progress)
@@ -139,7 +139,8 @@ def _totals(outcome: Outcome, status: Status, config: LabConfig) -> None:
         setattr(outcome, f"{role}_busy", busy)
 
 
-def _spec(method: str, config: LabConfig, block_tokens: int, engine: LiveEngine) -> ClusterSpec:
+def spec_of(method: str, config: LabConfig, block_tokens: int, engine: LiveEngine) -> ClusterSpec:
+    """The cluster that `config` describes."""
     spec = ClusterSpec(
         prefill=config.ranks,
         decode=config.decode_ranks,
