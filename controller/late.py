@@ -111,9 +111,10 @@ class StepTime:
         if steps <= 0 or busy_s <= 0:
             return  # it did nothing, or started again
         point = (*_scaled((last.running + load.running) / 2, (last.kv_tokens + load.kv_tokens) / 2), busy_s / steps)
-        keep = 1 / (1 + steps / SMOOTH_STEPS)
+        weight = min(steps, SMOOTH_STEPS)
+        keep = 1 / (1 + weight / SMOOTH_STEPS)
         self._sums = [
-            [known * keep + steps * a * b for known, b in zip(row, point, strict=True)]
+            [known * keep + weight * a * b for known, b in zip(row, point, strict=True)]
             for row, a in zip(self._sums, point, strict=False)
         ]
         self._plane = None

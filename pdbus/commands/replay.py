@@ -34,6 +34,10 @@ _FROM_OPTIONS = (
     "shared_counters", "sent_interval_s", "cache_weight", "late_tokens", "tpot_admission", "overtake_tokens",
     "slo_ttft_s", "slo_tpot_s", "seed",
 )  # fmt: skip
+_ASKED = (
+    "methods", "queue_order", "seeds", "duration_s", "shrink", "timing", "timing_scale", "live", "engine", "model",
+    "engine_args",
+)  # fmt: skip
 
 
 class _Command(click.Command):
@@ -120,22 +124,7 @@ def replay(trace: Path | None, **options: Any) -> None:
         ]
         results = run_virtual(runs, options["jobs"], console)
     title = _title(traces, config)
-    asked = {
-        name: options[name]
-        for name in (
-            "methods",
-            "queue_order",
-            "seeds",
-            "duration_s",
-            "shrink",
-            "timing",
-            "timing_scale",
-            "live",
-            "engine",
-            "model",
-            "engine_args",
-        )
-    }
+    asked = {name: options[name] for name in _ASKED}
     found = json_of(results, str(trace) if trace else traces[0].name, len(traces[0]), config, asked)
     if options["as_json"]:
         click.echo(json.dumps(found))

@@ -158,6 +158,14 @@ def test_an_engine_that_got_slower_is_believed_before_long() -> None:
     assert rank.steps.of(32, 65_536) == pytest.approx(0.03, rel=0.02)
 
 
+def test_one_report_of_many_steps_is_no_more_than_the_recent_past() -> None:
+    rank = Decoding()
+    rank.run(32, 65_536, steps=1 << 60, step_s=0.01)
+    for _ in range(60):
+        rank.run(32, 65_536, steps=1_000, step_s=0.03)
+    assert rank.steps.of(32, 65_536) == pytest.approx(0.03, rel=0.02)
+
+
 def test_a_rank_that_started_again_or_did_nothing_tells_nothing_of_steps() -> None:
     rank = Decoding()
     rank.run(4, 1_000, step_s=0.02)
