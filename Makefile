@@ -17,7 +17,7 @@ MINUTES ?= 10
 COUNT ?= 96
 OUT ?= out
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang test-hostile check check-torch bench fault hostile fuzz fuzz-http mutate soak golden api dist test-dist lint types clean
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang test-hostile check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-http mutate soak golden api dist test-dist lint types clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -107,6 +107,17 @@ types: setup
 
 bench: setup ## Measure against bare ZeroMQ; tables and plots in OUT=out
 	@$(BIN)/pdbus bench --out $(OUT)
+
+bench-slo: setup ## A burst in both queue orders, against processes and in virtual time (20 minutes)
+	@$(BIN)/pdbus replay --live --queue-order both --methods cache_aware --duration-s 90 --load 1.3 --seeds 5 \
+		--ranks 4 --decode-ranks 2 --timing-scale 2 --slo-ttft-s 4 --slo-tpot-s 0.1
+
+bench-slo-vllm: ## The same against real vLLM on this machine's CPU, with the requests of TRACE, a sixteenth as long
+	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && PYTHONPATH=$(CURDIR) VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 \
+		$$vllm -P -m pdbus replay $(TRACE) --live --engine vllm --queue-order both --methods total_tokens --seeds 3 \
+		--engine-args "--dtype float32 --enforce-eager --max-model-len 1024 --max-num-batched-tokens 256" \
+		--duration-s 40 --shrink 16 --ranks 1 --decode-ranks 1 --timing-scale 60 --load 1.1 --late-tokens 128 \
+		--slo-ttft-s 10 --slo-tpot-s 2
 
 fault: setup ## The fault suite: kill, stop and restart every part at every stage
 	@$(BIN)/python -m pytest -q -m fault

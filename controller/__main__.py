@@ -82,6 +82,12 @@ GUIDANCE = (
 )
 @cli.setting(
     ControllerConfig,
+    "--tpot-slo-s",
+    type=cli.Seconds(0),
+    help="slo: likewise for each further token; no decode rank gets what would make its steps longer. 0: none.",
+)
+@cli.setting(
+    ControllerConfig,
     "--late-tokens",
     type=int,
     help="slo: a rank with fewer prompt tokens queued gets the next request.",

@@ -48,6 +48,7 @@ class ControllerConfig:
     prefill_overcommit: float = 4.0  # prefill: tokens queued at a rank, as a multiple of its KV capacity
     queue_order: Literal["arrival", "slo"] = "arrival"  # `slo`: what can still keep its TTFT first
     ttft_slo_s: float = 2.0  # `slo`: of requests that name none
+    tpot_slo_s: float = 0.0  # `slo`: likewise, of each further token on average; 0: takes as long as it takes
     late_tokens: int = 2_048  # `slo`: a prompt goes to ranks when one of them has less than this queued
     overtake_tokens: int = 3_000_000  # `slo`: of prompts that came later and are served before a request, at most
     shed: Literal["never", "hopeless"] = "never"  # `slo`: whether what cannot keep its TTFT any more is refused
@@ -76,8 +77,9 @@ class ControllerConfig:
                 raise ConfigError(f"{label} must be greater than 0 and finite, not {getattr(self, label)}")
         if not 0 <= self.cache_weight < 1e6:
             raise ConfigError(f"cache_weight must lie in 0..1e6, not {self.cache_weight}")
-        if self.settle_s < 0:
-            raise ConfigError(f"settle_s must not be negative, not {self.settle_s}")
+        for label in ("settle_s", "tpot_slo_s"):
+            if not 0 <= getattr(self, label) < math.inf:
+                raise ConfigError(f"{label} must not be negative, not {getattr(self, label)}")
         for label, choices in (("queue_order", ("arrival", "slo")), ("shed", ("never", "hopeless"))):
             if getattr(self, label) not in choices:
                 raise ConfigError(f"{label} is one of {', '.join(choices)}, not {getattr(self, label)!r}")

@@ -93,7 +93,7 @@ class ControllerCore:
         self._faults: dict[tuple[Role, str], Note | None] = {}  # of policies, by role and hook; None: told already
         self.policies = {role: self._policy(role, (policies or {}).get(role)) for role in config.methods}
         self.uses_hashes = tuple(role for role, policy in self.policies.items() if policy.uses_hashes)
-        self.late = LateBinding(config.late_tokens) if config.queue_order == "slo" else None
+        self.late = LateBinding(config.late_tokens, config.tpot_slo_s) if config.queue_order == "slo" else None
         placement = Placement(self.table, self.policies, self.late)
         self.life = Life(config, epoch, self.table, placement, self.counts, now)
         self._started_at = now

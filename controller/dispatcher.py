@@ -91,6 +91,7 @@ class Dispatcher:
         needs: tuple[str, ...] = (),
         lives_on: bool = False,
         ttft_slo_s: float = 0.0,
+        tpot_slo_s: float = 0.0,
     ) -> bool:
         """Hand over one request: `frames` are the prompt (int32 little-endian token ids) and its params, passed on as
         they are; the rest is what `bus.wire.messages.Submit` carries. For `cache_aware`, `block_tokens` is the size of
@@ -125,6 +126,7 @@ class Dispatcher:
             needs=needs,
             lives_on=lives_on,
             ttft_slo_s=ttft_slo_s,
+            tpot_slo_s=tpot_slo_s,
         )
         with self._arrived:
             if len(self._live) >= self._max_handed_over or rid in self._live:

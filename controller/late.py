@@ -1,29 +1,39 @@
-"""Late binding, for the queue order `slo`: when a prompt goes to ranks, and how soon its first token could come. Pure.
+"""Late binding, for the queue order `slo`: when a request goes to ranks, and how soon its first token could come. Pure.
 
 What waits at a rank is out of order for good, so a prompt leaves the central queue only when some rank has less than
-`late_tokens` queued: enough to keep it busy until the next one arrives.
+`late_tokens` queued: enough to keep it busy until the next one arrives. And where the time for each further token
+counts, only when some decode rank can take it without its steps getting longer than that.
 """
 
 from __future__ import annotations
 
-from bus.wire.messages import Load, Model, Role
+from bus.wire.messages import Load, Model, Role, Submit
+from controller.load.groups import Metric, View
 from controller.load.rank import RankLoad
 
 SMOOTH_TOKENS = 100_000  # computed since: what was measured before counts for half
+SMOOTH_STEPS = 10_000  # likewise of decode
 
 
 class LateBinding:
     """Of one controller's ranks."""
 
-    def __init__(self, late_tokens: int) -> None:
+    def __init__(self, late_tokens: int, tpot_slo_s: float = 0.0) -> None:
         self._late_tokens = late_tokens
+        self._tpot_slo_s = tpot_slo_s  # of requests that name none; 0: none
         self._paces: dict[tuple[Role, Model], Pace] = {}
+        self._steps: dict[Model, StepTime] = {}  # of decode ranks
 
     def heard(self, rank: RankLoad, load: Load, now: float) -> None:
         """`load` is about to take the place of what `rank` said last."""
         if rank.load is not None and rank.reported_at is not None and load.seq > rank.load.seq:
-            pace = self._paces.setdefault((rank.info.role, rank.info.model), Pace())
-            pace.heard(rank.load, load, now - rank.reported_at)
+            role, model = rank.info.role, rank.info.model
+            known = (
+                self._steps.setdefault(model, StepTime())
+                if role == "decode"
+                else self._paces.setdefault((role, model), Pace())
+            )
+            known.heard(rank.load, load, now - rank.reported_at)
 
     def open(self, rank: RankLoad | None) -> bool:
         """Whether it has nearly nothing queued."""
@@ -36,6 +46,25 @@ class LateBinding:
             return 0.0
         pace = self._paces.get((rank.info.role, rank.info.model))
         return 0.0 if pace is None else (queued_tokens(rank) + work) * pace.s_per_token
+
+    def decoding(self, view: View, rank: RankLoad | None, submit: Submit) -> RankLoad | None:
+        """`rank`, which was chosen of `view` to decode, or the one with the fewest tokens, whichever can take it
+        without a step longer than its SLO; None: neither, so it waits. An idle rank can."""
+        slo_s = submit.tpot_slo_s or self._tpot_slo_s
+        if rank is None or not slo_s:
+            return rank
+        for each in (rank, view.least(Metric.TOKENS)):
+            if each is not None and self._step_s(each, submit.prompt_tokens) <= slo_s:
+                return each
+        return None
+
+    def _step_s(self, rank: RankLoad, tokens: int) -> float:
+        """How long a step of `rank` takes with one more request that holds `tokens`, all that are on their way there
+        included; 0 where nothing is known, and of an idle rank."""
+        steps = self._steps.get(rank.info.model)
+        if steps is None or not rank.requests:
+            return 0.0
+        return steps.of(rank.requests + 1, rank.tokens + tokens)
 
 
 class Pace:
@@ -61,6 +90,61 @@ class Pace:
         self._busy_s = self._busy_s * keep + busy_s
         if self._tokens > 0:
             self.s_per_token = self._busy_s / self._tokens
+
+
+class StepTime:
+    """Seconds of a decode step, by the requests in it and the tokens that they hold: the plane nearest to what reports
+    show (least squares), the recent past first."""
+
+    def __init__(self) -> None:
+        self._sums = [[0.0] * 4 for _ in range(3)]  # of products of 1, requests, tokens (scaled), and seconds
+        self._plane: tuple[float, ...] | None = None  # from the sums, until they change
+
+    def heard(self, last: Load, load: Load, elapsed_s: float) -> None:
+        """What one rank did between two reports. Where it does not say how long it was busy, it was as long as
+        requests ran there."""
+        steps = load.step - last.step
+        if load.busy_us_total:
+            busy_s = (load.busy_us_total - last.busy_us_total) / 1e6
+        else:
+            busy_s = elapsed_s if last.running and load.running else 0.0
+        if steps <= 0 or busy_s <= 0:
+            return  # it did nothing, or started again
+        point = (*_scaled((last.running + load.running) / 2, (last.kv_tokens + load.kv_tokens) / 2), busy_s / steps)
+        weight = min(steps, SMOOTH_STEPS)
+        keep = 1 / (1 + weight / SMOOTH_STEPS)
+        self._sums = [
+            [known * keep + weight * a * b for known, b in zip(row, point, strict=True)]
+            for row, a in zip(self._sums, point, strict=False)
+        ]
+        self._plane = None
+
+    def of(self, requests: float, tokens: float) -> float:
+        """0 before anything was heard."""
+        if self._plane is None:
+            self._plane = _solved(self._sums)
+        return sum(a * b for a, b in zip(self._plane, _scaled(requests, tokens), strict=True))
+
+
+def _scaled(requests: float, tokens: float) -> tuple[float, float, float]:
+    """Of like size, for what follows."""
+    return 1.0, requests / 64, tokens / 65_536
+
+
+def _solved(sums: list[list[float]]) -> tuple[float, ...]:
+    """Three linear equations. A little of each unknown's own weight is added: where all that was seen is much the same,
+    no part of a step gets more than its share."""
+    rows = [row[:] for row in sums]
+    for i, row in enumerate(rows):
+        row[i] += 1e-5 * sums[0][0] + 1e-12
+    for i, row in enumerate(rows):
+        for below in rows[i + 1 :]:
+            factor = below[i] / row[i]
+            below[:] = [b - factor * a for a, b in zip(row, below, strict=True)]
+    found = [0.0] * 3
+    for i in (2, 1, 0):
+        found[i] = (rows[i][3] - sum(rows[i][j] * found[j] for j in range(i + 1, 3))) / rows[i][i]
+    return tuple(found)
 
 
 def queued_tokens(rank: RankLoad) -> int:

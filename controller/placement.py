@@ -27,8 +27,15 @@ class Placement:
         self._table = table
         self._late = late  # None: at once
         self._policies = policies
+        self._charges = _overriding("charge", policies)
         self._watches = _overriding("dispatched", policies)
         self.learns = _overriding("ended", policies)
+
+    def charge(self, role: Role, rank: RankLoad, submit: Submit) -> int:
+        """What a leg at `rank` is charged: its prompt, where no policy knows better. What decode may produce nobody
+        knows."""
+        policy = self._charges.get(role)
+        return submit.prompt_tokens if policy is None else policy.charge(rank, submit)
 
     def dispatched(self, role: Role, rank: RankLoad, submit: Submit, now: float) -> None:
         """A leg went to `rank`, whoever chose it: a policy that learns from that does."""
@@ -87,9 +94,11 @@ class Placement:
         return self._pick(role, self._some(role, submit, group, suits, avoid), submit)
 
     def _pick(self, role: Role, view: View, submit: Submit) -> RankLoad | None:
-        """By the method; None also while a prompt is better kept in the queue."""
+        """By the method; None also while the request is better kept in the queue."""
         late, policy = self._late, self._policies[role]
-        if late is None or role == "decode" or late.open(view.least(Metric.TOKENS)):
+        if late is not None and role == "decode":
+            return late.decoding(view, policy.pick(view, submit, submit.prompt_tokens), submit)
+        if late is None or late.open(view.least(Metric.TOKENS)):
             return policy.pick(view, submit, submit.prompt_tokens)
         if role == "prefill":
             return None

@@ -46,12 +46,17 @@ class Policy(Protocol):
         """A policy class is its own factory: called with the settings, when the controller starts."""
 
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
-        """One of `view`'s candidates for `request`, which will charge `tokens` to it (counts); None when there is no
-        candidate. A `fixed` policy may return a rank without credit, but only one that is ready, and None besides."""
+        """One of `view`'s candidates for `request`, a prompt of `tokens`; None when there is no candidate. A `fixed`
+        policy may return a rank without credit, but only one that is ready, and None besides."""
 
     def work(self, request: Submit) -> int:
         """Prompt tokens of `request` that its rank will have to compute, as far as is known now: by this the queue's
         order `slo` goes."""
+        return request.prompt_tokens
+
+    def charge(self, rank: RankLoad, request: Submit) -> int:
+        """Tokens that the estimate of `rank` rises by for `request`, until a report has it: what the report is going to
+        say. Comes before `dispatched`."""
         return request.prompt_tokens
 
     def dispatched(self, rank: RankLoad, request: Submit, now: float) -> None:
@@ -97,6 +102,14 @@ class PrefixPolicy(Policy):
         depth = 0
         for depth, _ in self.prefixes.runs(unpack_hashes(request.block_hashes)):  # noqa: B007
             pass
+        return max(1, request.prompt_tokens - depth * request.block_tokens)
+
+    def charge(self, rank: RankLoad, request: Submit) -> int:
+        """At a prefill rank what it has to compute: else a rank looked busy, until it reported, with what it caches,
+        and the next prompt with the same prefix went elsewhere. The others are charged what they will hold."""
+        if not request.block_hashes or not rank.counts_queue_only:
+            return request.prompt_tokens
+        depth = self.prefixes.depth(rank.seat, unpack_hashes(request.block_hashes))
         return max(1, request.prompt_tokens - depth * request.block_tokens)
 
     def dispatched(self, rank: RankLoad, request: Submit, now: float) -> None:

@@ -53,6 +53,13 @@ class Guard(Policy):
             self._on_fault("work", story(error))
             return request.prompt_tokens
 
+    def charge(self, rank: RankLoad, request: Submit) -> int:
+        try:
+            return max(0, min(int(self.policy.charge(rank, request)), request.prompt_tokens))
+        except FAULTS as error:
+            self._on_fault("charge", story(error))
+            return request.prompt_tokens
+
     def dispatched(self, rank: RankLoad, request: Submit, now: float) -> None:
         self._tell("dispatched", rank, request, now)
 

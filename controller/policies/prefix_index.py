@@ -106,6 +106,15 @@ class PrefixIndex:
         """
         return self._holders.prefixes(as_array(hashes))
 
+    def depth(self, seat: int, hashes: Sequence[int]) -> int:
+        """How many blocks from the first on the rank holds."""
+        found = 0
+        for depth, ranks in self.runs(hashes):
+            if not ranks >> seat & 1:
+                break
+            found = depth
+        return found
+
     def validate(self, seats: Container[int] = range(1 << 16)) -> None:
         """Both directions agree, bounds hold, and nobody but `seats` is known (for tests)."""
         holders: dict[int, int] = {}

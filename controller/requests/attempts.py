@@ -65,15 +65,14 @@ class Attempts:
             self._table.queue.remove(request, served=True)
         request.step("dispatched")
         request.tries += 1
-        # Prefill computes the prompt and decode holds it; what decode may produce nobody knows, so it is not charged.
-        tokens = submit.prompt_tokens
         last = chosen[-1][0]
         prefill: Location | None = None
         for role, rank in chosen:
-            leg = LegRun(role, rank, tokens, now, role == last)
+            charge = self._placement.charge(role, rank, submit)
+            leg = LegRun(role, rank, charge, now, role == last)
             request.legs += (leg,)
             rank.work[submit.rid] = request, leg
-            number = self._loads.charge(rank, tokens)
+            number = self._loads.charge(rank, charge)
             self._placement.dispatched(role, rank, submit, now)
             frames = request.frames
             if role == "decode":
@@ -81,26 +80,24 @@ class Attempts:
                     frames = frames[1:]
                 if submit.leg == "decode":
                     prefill = self._prefill_of(request)
-            out.append(ToNode(rank.peer, self._header(request, role, rank, number, prefill, now), frames))
+            out.append(ToNode(rank.peer, self._header(request, leg, number, prefill, now), frames))
             if role == "prefill":
                 prefill = rank.location
         self._counts["dispatched" if request.tries == 1 else "redispatched"] += 1
 
-    def _header(
-        self, request: Request, role: Role, rank: RankLoad, number: int, prefill: Location | None, now: float
-    ) -> Dispatch:
-        """Of one leg, at `rank`. `prefill` tells a decode leg where its prefill is; without it a lone decode leg gets
-        what its caller said, for the node to look up."""
+    def _header(self, request: Request, leg: LegRun, number: int, prefill: Location | None, now: float) -> Dispatch:
+        """Of one leg. `prefill` tells a decode leg where its prefill is; without it a lone decode leg gets what its
+        caller said, for the node to look up."""
         submit = request.submit
         lone = submit.leg == "decode"
         return Dispatch(
             submit.rid,
             request.attempt,
-            role,
-            rank.key[1],
+            leg.role,
+            leg.rank.key[1],
             self._epoch,
             number,
-            submit.prompt_tokens,
+            leg.charge,
             submit.prompt_tokens,
             submit.max_tokens,
             submit.offset,

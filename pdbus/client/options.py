@@ -66,10 +66,11 @@ class Options(TypedDict, total=False):
     decodes (or of the only leg), `prefill_instance` and `disagg_prefill_dp_rank` of prefill, `bootstrap_room` (0 to
     2^63 - 1; default: drawn).
     Others: `deadline_s` (seconds from the submit; 0: none), `ttft_slo_s` (the first token is wanted within it; 0: the
-    controller's own; counts where its queue order is `slo`), `priority` (-1000 to 1000, higher first), `rid` (at most
-    128 characters; default: drawn), `model`, `block_tokens` (send hashes of prompt blocks of this size, for
-    `cache_aware`; default: of the ranks' size where the controller says that it uses them; 0: none), `lives_on` (go on
-    to the end even if this client is gone and nobody reads the output).
+    controller's own; counts where its queue order is `slo`), `tpot_slo_s` (likewise for each further token),
+    `priority` (-1000 to 1000, higher first), `rid` (at most 128 characters; default: drawn), `model`, `block_tokens`
+    (send hashes of prompt blocks of this size, for `cache_aware`; default: of the ranks' size where the controller
+    says that it uses them; 0: none), `lives_on` (go on to the end even if this client is gone and nobody reads the
+    output).
     """
 
     max_tokens: int
@@ -97,6 +98,7 @@ class Options(TypedDict, total=False):
     bootstrap_room: int | None
     deadline_s: float
     ttft_slo_s: float
+    tpot_slo_s: float
     priority: int
     rid: str
     model: str
@@ -166,9 +168,9 @@ def make_request(
     deadline_s = options.get("deadline_s", 0.0)
     if not 0 <= deadline_s < math.inf:
         raise ConfigError(f"deadline_s must be a number of seconds (0: none), not {deadline_s:g}")
-    ttft_slo_s = options.get("ttft_slo_s", 0.0)
-    if not 0 <= ttft_slo_s < math.inf:
-        raise ConfigError(f"ttft_slo_s must be a number of seconds (0: the controller's own), not {ttft_slo_s:g}")
+    for name, slo_s in (("ttft_slo_s", options.get("ttft_slo_s", 0.0)), ("tpot_slo_s", options.get("tpot_slo_s", 0.0))):
+        if not 0 <= slo_s < math.inf:
+            raise ConfigError(f"{name} must be a number of seconds (0: the controller's own), not {slo_s:g}")
     if at.prefill is None:
         leg = options.get("leg") or leg
     elif options.get("leg") not in (None, "pair"):

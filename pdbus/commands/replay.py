@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from pdbus.commands.lab import GENERATED_S, option, run_virtual, setting, timing
 from pdbus.lab.choosers import METHODS, check_method
 from pdbus.lab.compare import Result, Run, result_of, row_of
 from pdbus.lab.config import LabConfig
-from pdbus.lab.live import comparable, run_live
+from pdbus.lab.live import LiveEngine, comparable, run_live
+from pdbus.lab.metrics import estimate
 from pdbus.lab.plots import prepare, write_plots
 from pdbus.lab.simulate import simulate
-from pdbus.lab.tables import COLUMNS, json_of, markdown_of, table_of
+from pdbus.lab.tables import COLUMNS, by_method, json_of, markdown_of, table_of
 from pdbus.lab.traces import Trace
 
 DEFAULT_METHODS = "follow_bootstrap_room,round_robin,total_tokens,cache_aware,oracle"
@@ -29,8 +30,12 @@ WIDTH = 160  # of a table that does not go to a terminal
 _FROM_OPTIONS = (
     "ranks", "decode_ranks", "load", "cache_blocks", "decode_kv_tokens", "decode_method", "chunk_tokens",
     "prefill_running", "decode_running", "hop_s", "report_interval_s", "report_delay_s", "report_loss", "controllers",
-    "shared_counters", "sent_interval_s", "cache_weight", "late_tokens", "overtake_tokens", "slo_ttft_s", "slo_tpot_s",
-    "seed",
+    "shared_counters", "sent_interval_s", "cache_weight", "late_tokens", "tpot_admission", "overtake_tokens",
+    "slo_ttft_s", "slo_tpot_s", "seed",
+)  # fmt: skip
+_ASKED = (
+    "methods", "queue_order", "seeds", "duration_s", "shrink", "timing", "timing_scale", "live", "engine", "model",
+    "engine_args",
 )  # fmt: skip
 
 
@@ -69,6 +74,8 @@ class _Command(click.Command):
 @setting("late_tokens", "late_tokens and late_cache: a rank with less than this queued gets the next request.")
 @option("--queue-order", type=click.Choice(["arrival", "slo", "both"]), default="arrival",
          help="Of the controller's queue; slo: bind late, and what can keep --slo-ttft-s first.")  # fmt: skip
+@option("--tpot-admission", is_flag=True, show_default=False,
+         help="slo: requests wait while each decode rank's steps would get longer than --slo-tpot-s.")  # fmt: skip
 @setting("overtake_tokens", "slo: work that came later and is served before a request, at most.")
 @setting("slo_ttft_s", "A request keeps the SLO when its first token came by then ...")
 @setting("slo_tpot_s", "... and each further one within this, on average.")
@@ -78,7 +85,12 @@ class _Command(click.Command):
 @option("--seeds", type=click.IntRange(1, 1000), metavar="N", default=1,
          help="Runs of each method, from --seed on: means, with 95 % confidence intervals.")  # fmt: skip
 @option("--live", is_flag=True, show_default=False,
-         help="Run it in real time on sim nodes of this machine, and once more in virtual time beside it.")  # fmt: skip
+         help="Run it in real time on nodes of this machine, and once more in virtual time beside it.")  # fmt: skip
+@option("--engine", type=click.Choice(["sim", "vllm"]), default="sim", help="Live: what computes.")
+@option("--model", default=None, show_default=False, metavar="NAME", help="Of a live vLLM [default: smollm2].")
+@option("--engine-args", default="", show_default=False, metavar="ARGS", help="vLLM's own, in quotes.")
+@option("--shrink", type=click.IntRange(1, 512), default=1, metavar="TIMES",
+         help="Prompts, outputs and blocks are so many times as short (for small engines).")  # fmt: skip
 @option("--jobs", type=click.IntRange(1, 64), default=min(4, os.cpu_count() or 1), help="Runs at once.")
 @option("--out", type=click.Path(path_type=Path, file_okay=False), default=None,
          help="Write methods.png, ttft.png, load.png and replay.json there.")  # fmt: skip
@@ -94,15 +106,14 @@ def replay(trace: Path | None, **options: Any) -> None:
     order = options["queue_order"]
     orders = [replace(config, queue_order=name) for name in (("arrival", "slo") if order == "both" else (order,))]
     methods = _methods(options["methods"])
-    if options["live"] and options["seeds"] > 1:
-        raise ConfigError("--live takes as long as its trace and runs one seed: leave out --seeds")
+    engine = _engine(options)
     if options["out"] is not None:
         prepare(options["out"])
     seeds = range(config.seed, config.seed + options["seeds"])
-    traces = traces_of(trace, options["duration_s"], seeds)
+    traces = [found.shrunk(options["shrink"]) for found in traces_of(trace, options["duration_s"], seeds)]
     console = Console(stderr=True, quiet=options["as_json"])
     if options["live"]:
-        results = _live(traces[0], methods, orders, console)
+        results = _live(traces, methods, orders, engine, console)
     else:
         runs = [
             Run(requests, method, replace(ordered, seed=seed))
@@ -112,10 +123,7 @@ def replay(trace: Path | None, **options: Any) -> None:
         ]
         results = run_virtual(runs, options["jobs"], console)
     title = _title(traces, config)
-    asked = {
-        name: options[name]
-        for name in ("methods", "queue_order", "seeds", "duration_s", "timing", "timing_scale", "live")
-    }
+    asked = {name: options[name] for name in _ASKED}
     found = json_of(results, str(trace) if trace else traces[0].name, len(traces[0]), config, asked)
     if options["as_json"]:
         click.echo(json.dumps(found))
@@ -132,19 +140,66 @@ def replay(trace: Path | None, **options: Any) -> None:
         console.print("wrote " + ", ".join(map(str, [*paths, table])))
 
 
-def _live(requests: Trace, methods: list[str], orders: list[LabConfig], console: Console) -> list[Result]:
-    """Each method twice: `NAME` in real time, `NAME (virtual)` by the same settings."""
+def _engine(options: dict[str, Any]) -> LiveEngine:
+    if options["engine"] == "sim":
+        if options["model"] is not None or options["engine_args"]:
+            raise ConfigError("--model and --engine-args are for --engine vllm")
+        return LiveEngine()
+    if not options["live"]:
+        raise ConfigError(f"--engine {options['engine']} is for --live: virtual time has no engine")
+    try:
+        return LiveEngine(options["engine"], options["model"] or "smollm2", tuple(shlex.split(options["engine_args"])))
+    except ValueError as error:
+        raise ConfigError(f"--engine-args: {error}") from None
+
+
+def _live(
+    traces: list[Trace], methods: list[str], orders: list[LabConfig], engine: LiveEngine, console: Console
+) -> list[Result]:
+    """Each method and order with each seed, twice: `NAME` in real time, `NAME (virtual)` by the same settings. Orders
+    take turns in going first, so that what else this machine does falls on both."""
     results = []
     with console.status("starting") as status:
-        for method, config in product(methods, orders):
-            name = row_of(method, config)
-            results.append(result_of(run_live(requests, method, config, status.update), config))
-            status.update(f"{name} once more in virtual time")
-            twin = comparable(config)
-            results.append(result_of(simulate(requests, method, twin), twin, f"{name} (virtual)"))
-            live, virtual = results[-2].summary.ttft_mean_s, results[-1].summary.ttft_mean_s
-            console.print(f"{name}: mean TTFT {live:.3f} s live, {virtual:.3f} s virtual ({live / virtual - 1:+.1%})")
-    return results
+        for number, requests in enumerate(traces):
+            for method in methods:
+                for order in orders[:: -1 if number % 2 else 1]:
+                    config = replace(order, seed=order.seed + number)
+                    name = row_of(method, config)
+                    live = result_of(run_live(requests, method, config, engine, status.update), config)
+                    status.update(f"{name} once more in virtual time")
+                    twin = comparable(config)
+                    virtual = result_of(simulate(requests, method, twin), twin, f"{name} (virtual)")
+                    results += [live, virtual]
+                    console.print(_beside(live, virtual), highlight=False, soft_wrap=True)
+    for method in methods:
+        if len(orders) > 1 and len(traces) > 1:
+            console.print(f"{method}: {_gain(results, method, orders)}", highlight=False, soft_wrap=True)
+    rows = [f"{row_of(method, order)}{kind}" for method in methods for order in orders for kind in ("", " (virtual)")]
+    return sorted(results, key=lambda result: rows.index(result.method))
+
+
+def _beside(live: Result, virtual: Result) -> str:
+    real, model = live.summary, virtual.summary
+    return (
+        f"{live.method} seed {live.seed}: mean TTFT {real.ttft_mean_s:.3f} s live, {model.ttft_mean_s:.3f} s virtual "
+        f"({real.ttft_mean_s / model.ttft_mean_s - 1:+.1%}); SLO kept {real.slo_attainment:.1%} live, "
+        f"{model.slo_attainment:.1%} virtual; load average of this machine {os.getloadavg()[0]:.0f}"
+    )
+
+
+def _gain(results: list[Result], method: str, orders: list[LabConfig]) -> str:
+    """What the second order keeps beyond the first, by pairs of runs with the same requests."""
+    runs = by_method(results)
+    first, second = (row_of(method, order) for order in orders)
+
+    def points(kind: str) -> str:
+        pairs = zip(runs[first + kind], runs[second + kind], strict=True)
+        found = estimate([100 * (b.summary.slo_attainment - a.summary.slo_attainment) for a, b in pairs])
+        return f"{found.mean:+.1f} ±{found.half_width:.1f} %"
+
+    return (
+        f"SLO kept by order {orders[1].queue_order}: {points('')} of the requests live, {points(' (virtual)')} virtual"
+    )
 
 
 def _methods(text: str) -> list[str]:

@@ -61,6 +61,9 @@ def _method_option(role: str, default: str) -> Callable[[Any], Any]:
     help="slo: what can still have its first token in time goes first, short prompts before long ones.",
 )
 @cli.setting(ControllerConfig, "--ttft-slo-s", type=cli.Seconds(), help="slo: of requests that name none.")
+@cli.setting(
+    ControllerConfig, "--tpot-slo-s", type=cli.Seconds(0), help="slo: likewise of each further token; 0: none."
+)
 @click.option("--transport", type=click.Choice(["ipc", "tcp"]), default="ipc", show_default=True)
 @click.option("--bus", default="", metavar="BASE", help="Where the broker serves  [default: the usual place]")
 @click.option("--controller", default="", metavar="BASE", help="Where the controller serves  [likewise]")
@@ -104,6 +107,7 @@ def up(
     unified_method: str,
     queue_order: str,
     ttft_slo_s: float,
+    tpot_slo_s: float,
     transport: Literal["ipc", "tcp"],
     bus: str,
     controller: str,
@@ -146,7 +150,14 @@ def up(
         metrics_port=metrics_port,
         node_args=node_args,
         engine_args=engine_args,
-        controller_args=("--queue-order", queue_order, "--ttft-slo-s", str(ttft_slo_s)),
+        controller_args=(
+            "--queue-order",
+            queue_order,
+            "--ttft-slo-s",
+            str(ttft_slo_s),
+            "--tpot-slo-s",
+            str(tpot_slo_s),
+        ),
     )
     policy = RestartPolicy(limit=restarts, start_timeout_s=start_timeout_s)
     leave_on_signals()

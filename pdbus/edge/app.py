@@ -215,8 +215,9 @@ class Edge:
                 key.leave(prompt_tokens + used if used else 0)  # what the cluster refused costs nothing
 
     def _urgency(self, exchange: Exchange) -> Options:
-        """The deadline, the SLO of the first token, and the priority, by header."""
-        deadline_s, ttft_slo_s = (self._seconds(exchange, name) for name in ("x-request-deadline-s", "x-ttft-slo-s"))
+        """The deadline, the SLOs of the first and of further tokens, and the priority, by header."""
+        names = ("x-request-deadline-s", "x-ttft-slo-s", "x-tpot-slo-s")
+        deadline_s, ttft_slo_s, tpot_slo_s = (self._seconds(exchange, name) for name in names)
         most = self._config.max_time_s
         priority = exchange.number(b"x-request-priority") or 0
         if priority != int(priority) or abs(priority) > PRIORITY_MAX:
@@ -226,6 +227,7 @@ class Edge:
             "deadline_s": min(deadline_s or most, most),
             "priority": int(priority),
             "ttft_slo_s": min(ttft_slo_s or 0.0, most),
+            "tpot_slo_s": min(tpot_slo_s or 0.0, most),
         }
 
     @staticmethod

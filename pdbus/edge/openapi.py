@@ -63,6 +63,10 @@ _HEADERS = [
         "x-ttft-slo-s", "Seconds within which the first token is wanted (where the controller orders by SLO).",
         type="number", exclusiveMinimum=0, exclusiveMaximum=NUMBER_MAX,
     ),
+    _header(
+        "x-tpot-slo-s", "Likewise for each further token, on average.",
+        type="number", exclusiveMinimum=0, exclusiveMaximum=NUMBER_MAX,
+    ),
     _header("x-request-priority", "Higher goes first.", type="integer", minimum=-PRIORITY_MAX, maximum=PRIORITY_MAX),
 ]  # fmt: skip
 

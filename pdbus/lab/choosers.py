@@ -37,8 +37,11 @@ class Truth(Protocol):
 class Chooser(Protocol):
     """All of it is called in virtual time `now`, for ranks 0 .. n-1 of one instance."""
 
-    def pick(self, request: Submit, now: float) -> int:
-        """The dp_rank for `request`, charged at once."""
+    def pick(self, request: Submit, now: float) -> tuple[int, int]:
+        """The dp_rank for `request`, and the tokens that were charged to it for that."""
+
+    def takes(self, request: Submit) -> bool:
+        """Whether some rank can take it now."""
 
     def least_tokens(self) -> int:
         """What the least loaded rank is believed to have queued."""
@@ -67,6 +70,9 @@ class Chooser(Protocol):
 
 class Deaf:
     """The answers of a chooser that uses none of it."""
+
+    def takes(self, request: Submit) -> bool:
+        return True
 
     def least_tokens(self) -> int:
         return 0
@@ -102,27 +108,36 @@ class TableChooser(Deaf):
         self._epoch = controller + 1
         self._seq = 0
         self.table = LoadTable(self._epoch, stale_s=config.stale_s)
-        self._late = LateBinding(config.late_tokens)
-        self._live: dict[str, tuple[Submit, float]] = {}  # by rid: what was dispatched, and when
+        self._late = LateBinding(config.late_tokens, config.slo_tpot_s if config.tpot_admission else 0.0)
+        memory = config.decode_kv_tokens if role == "decode" and config.queue_order == "slo" else 0  # 0: no matter
+        self._live: dict[str, tuple[Submit, int, float]] = {}  # by rid: what was dispatched, its charge, and when
         self._keys: list[MemberKey] = [(role, dp_rank) for dp_rank in range(ranks)]
         for dp_rank in range(ranks):
             hello = Hello(
                 instance=role, dp_rank=dp_rank, epoch=EPOCH, role=role, model="sim", dp_size=ranks, state="ready",
-                endpoint="", max_context=0, kv_capacity=0, max_running=0, block_tokens=block_tokens,
+                endpoint="", max_context=0, kv_capacity=memory, max_running=0, block_tokens=block_tokens,
             )  # fmt: skip
             self.table.set_ready(self.table.open(hello), True)
         self._group = self.table.group(role)
 
-    def pick(self, request: Submit, now: float) -> int:
+    def pick(self, request: Submit, now: float) -> tuple[int, int]:
         self.table.age(now)
         self.policy.tick(now)
-        rank = self.policy.pick(self._group, request, request.prompt_tokens)
+        rank = self._pick(request)
         if rank is None:  # which only a `fixed` one may say: ranks without stated limits are always candidates
             raise BusError(f"a policy has no rank for request {request.rid}, though all are there")
-        self.table.charge(rank, request.prompt_tokens)
+        charge = self.policy.charge(rank, request)
+        self.table.charge(rank, charge)
         self.policy.dispatched(rank, request, now)
-        self._live[request.rid] = request, now
-        return rank.key[1]
+        self._live[request.rid] = request, charge, now
+        return rank.key[1], charge
+
+    def _pick(self, request: Submit) -> RankLoad | None:
+        rank = self.policy.pick(self._group, request, request.prompt_tokens)
+        return self._late.decoding(self._group, rank, request) if self._instance == "decode" else rank
+
+    def takes(self, request: Submit) -> bool:
+        return self._pick(request) is not None
 
     def least_tokens(self) -> int:
         rank = self._group.least(Metric.TOKENS)
@@ -137,8 +152,8 @@ class TableChooser(Deaf):
 
     def ended(self, dp_rank: int, ended: Ended, now: float) -> None:
         rank = self.table.ranks[self._keys[dp_rank]]
-        request, began = self._live.pop(ended.rid)
-        self.table.end(rank, request.prompt_tokens)
+        request, charge, began = self._live.pop(ended.rid)
+        self.table.end(rank, charge)
         self.policy.ended(rank, request, ended, now - began)
 
     def report(self, dp_rank: int, load: Load, now: float) -> None:
@@ -181,12 +196,12 @@ class Overwrite(Deaf):
         self._of_report = of_report
         self._of_dispatch = of_dispatch
 
-    def pick(self, request: Submit, now: float) -> int:
+    def pick(self, request: Submit, now: float) -> tuple[int, int]:
         chosen = min(range(len(self._believed)), key=lambda rank: (self._believed[rank], self._last_turn[rank]))
         self._believed[chosen] += self._of_dispatch(request.prompt_tokens)
         self._turn += 1
         self._last_turn[chosen] = self._turn
-        return chosen
+        return chosen, 0
 
     def report(self, dp_rank: int, load: Load, now: float) -> None:
         self._believed[dp_rank] = self._of_report(load)
@@ -201,7 +216,7 @@ class Oracle(Deaf):
         self._last_turn = [0] * ranks
         self._turn = 0
 
-    def pick(self, request: Submit, now: float) -> int:
+    def pick(self, request: Submit, now: float) -> tuple[int, int]:
         truth = self._truth
         hashes = unpack_hashes(request.block_hashes) if self._cache else []
 
@@ -212,7 +227,7 @@ class Oracle(Deaf):
         chosen = min(range(len(self._last_turn)), key=cost)
         self._turn += 1
         self._last_turn[chosen] = self._turn
-        return chosen
+        return chosen, 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ class LabConfig:
     cache_weight: float = 1.0  # cache_aware: worth of a token to compute, in tokens queued
     late_tokens: int = 2_048  # late binding: a rank with less than this queued gets the next request
     queue_order: str = "arrival"  # `slo`: requests wait at the controller, those that can keep their TTFT first
+    tpot_admission: bool = False  # `slo`: requests wait while no decode rank can take them within slo_tpot_s
     overtake_tokens: int = 3_000_000  # of prompts that came later and are served before a request, at most
     slo_ttft_s: float = 2.0  # limit of time to first token
     slo_tpot_s: float = 0.05  # limit of time per output token

@@ -1,4 +1,4 @@
-"""The same replay against real processes in real time: broker, controller and (as a rule sim) nodes of one machine.
+"""The same replay against real processes in real time: broker, controller and nodes of one machine.
 
 Owns the cluster's settings and the clock of the submits. Prompts are made so that equal block hashes of the trace are
 equal tokens, which is all that the nodes' caches see of it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from random import Random
 
 from bus.errors import BusError, ConfigError, RequestFailed
@@ -25,6 +25,7 @@ from pdbus.launcher import Cluster, ClusterSpec
 
 RANKS_PER_PROCESS = 8
 CONTEXT = 1 << 20
+VLLM_WAIT_S = 300.0  # for an engine to start, and for a long step of one
 _TIMING_OPTIONS = {
     "base_s": "--sim-base-s",
     "per_prefill_token_s": "--sim-prefill-s-per-token",
@@ -33,13 +34,24 @@ _TIMING_OPTIONS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class LiveEngine:
+    """What computes at the ranks."""
+
+    name: str = "sim"  # or vllm
+    model: str = "sim"
+    args: tuple[str, ...] = ()  # vllm's own
+
+
 def comparable(config: LabConfig) -> LabConfig:
     """`config` for a virtual run that a live one on this machine is to be held against: its reports are neither late
     nor lost, and its KV blocks are small."""
     return replace(config, report_delay_s=0.0, report_loss=0.0, kv_fetch_token_s=1e-7, controllers=1)
 
 
-def run_live(trace: Trace, method: str, config: LabConfig, on_progress: Callable[[str], None]) -> Outcome:
+def run_live(
+    trace: Trace, method: str, config: LabConfig, engine: LiveEngine, on_progress: Callable[[str], None]
+) -> Outcome:
     """Replay `trace` under `method` in real time. ConfigError when that method has no live form; BusError when a
     request fails, since figures without it would flatter."""
     if any(find(name) is None for name in (method, config.decode_method)):
@@ -47,8 +59,19 @@ def run_live(trace: Trace, method: str, config: LabConfig, on_progress: Callable
     if not config.decode_ranks:
         raise ConfigError("--live needs decode ranks")
     stretched = stretch(trace, config)
-    with Cluster(_spec(method, config, trace.block_tokens), on_progress) as cluster, cluster.client() as client:
+    spec = spec_of(method, config, trace.block_tokens, engine)
+    with Cluster(spec, on_progress) as cluster, cluster.client() as client:
+        _warm_up(client, config)
         return replay_on(client, stretched, method, config, on_progress)
+
+
+def _warm_up(client: Client, config: LabConfig) -> None:
+    """Each rank has computed something before the clock starts."""
+    for number in range(max(config.ranks, config.decode_ranks)):
+        prefill, decode = number % config.ranks, number % config.decode_ranks
+        client.generate_tokens(
+            _tokens("warm", 8), max_tokens=2, ignore_eos=True, disagg_prefill_dp_rank=prefill, routed_dp_rank=decode
+        ).tokens()
 
 
 def replay_on(
@@ -71,7 +94,7 @@ def replay_on(
             time.sleep(min(wait_s, max(0.0, began + sample_at - time.monotonic())))
         room = rng.getrandbits(62)
         count = max(1, request.output_tokens)
-        streams.append(client.generate_tokens(prompt, max_tokens=count, bootstrap_room=room, ignore_eos=True))
+        streams.append(client.generate_tokens(prompt, max_tokens=count, ignore_eos=True, bootstrap_room=room))
     for course, stream in zip(outcome.courses, streams, strict=True):
         result = stream.result
         if result.finish != "length" or result.prefill is None or result.decode is None:
@@ -117,36 +140,16 @@ def _totals(outcome: Outcome, status: Status, config: LabConfig) -> None:
         setattr(outcome, f"{role}_busy", busy)
 
 
-def _spec(method: str, config: LabConfig, block_tokens: int) -> ClusterSpec:
-    timing = [
-        text
-        for field in fields(config.timing)
-        for text in (_TIMING_OPTIONS[field.name], repr(getattr(config.timing, field.name)))
-    ]
-    common = ("--block-tokens", block_tokens, "--max-context", CONTEXT, "--chunk-tokens", config.chunk_tokens,
-              "--report-interval-s", config.report_interval_s, "--max-waiting", 100_000, "--hold-s", 600)  # fmt: skip
-    return ClusterSpec(
+def spec_of(method: str, config: LabConfig, block_tokens: int, engine: LiveEngine) -> ClusterSpec:
+    """The cluster that `config` describes."""
+    spec = ClusterSpec(
         prefill=config.ranks,
         decode=config.decode_ranks,
-        ranks_per_process=RANKS_PER_PROCESS,
         prefill_method=method,
         decode_method=config.decode_method,
-        engine="sim",
-        model="sim",
+        engine=engine.name,
+        model=engine.model,
         log_level="warning",
-        node_args=(*map(str, common), *timing),
-        prefill_args=(
-            "--kv-tokens",
-            str(config.cache_blocks * block_tokens),
-            "--max-running",
-            str(config.prefill_running),
-        ),
-        decode_args=(
-            "--kv-tokens",
-            str(config.decode_kv_tokens),
-            "--max-running",
-            str(config.decode_running),
-        ),
         controller_args=(
             "--cache-weight",
             str(config.cache_weight),
@@ -162,5 +165,44 @@ def _spec(method: str, config: LabConfig, block_tokens: int) -> ClusterSpec:
             str(config.overtake_tokens),
             "--ttft-slo-s",
             str(config.slo_ttft_s),
+            "--tpot-slo-s",
+            str(config.slo_tpot_s if config.tpot_admission else 0.0),
+        ),
+    )
+    if engine.name == "sim":
+        return _with_sim(spec, config, block_tokens)
+    return replace(
+        spec,
+        node_args=("--hold-s", str(VLLM_WAIT_S)),
+        engine_args=engine.args,
+        controller_args=(*spec.controller_args, "--lease-s", str(VLLM_WAIT_S), "--hang-s", str(VLLM_WAIT_S)),
+        start_timeout_s=VLLM_WAIT_S,
+        stop_grace_s=60.0,
+    )
+
+
+def _with_sim(spec: ClusterSpec, config: LabConfig, block_tokens: int) -> ClusterSpec:
+    timing = [
+        text
+        for field in fields(config.timing)
+        for text in (_TIMING_OPTIONS[field.name], repr(getattr(config.timing, field.name)))
+    ]
+    common = ("--block-tokens", block_tokens, "--max-context", CONTEXT, "--chunk-tokens", config.chunk_tokens,
+              "--report-interval-s", config.report_interval_s, "--max-waiting", 100_000, "--hold-s", 600)  # fmt: skip
+    return replace(
+        spec,
+        ranks_per_process=RANKS_PER_PROCESS,
+        node_args=(*map(str, common), *timing),
+        prefill_args=(
+            "--kv-tokens",
+            str(config.cache_blocks * block_tokens),
+            "--max-running",
+            str(config.prefill_running),
+        ),
+        decode_args=(
+            "--kv-tokens",
+            str(config.decode_kv_tokens),
+            "--max-running",
+            str(config.decode_running),
         ),
     )

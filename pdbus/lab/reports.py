@@ -103,9 +103,13 @@ class Listener:
         """When something may come; never, if no rank reports."""
         return min((reports.next_s(self._reader) for reports in self._reports), default=math.inf)
 
-    def pick(self, request: Submit, now: float) -> int:
+    def pick(self, request: Submit, now: float) -> tuple[int, int]:
         self.read()
         return self.chooser.pick(request, now)
+
+    def takes(self, request: Submit) -> bool:
+        self.read()
+        return self.chooser.takes(request)
 
     def work(self, request: Submit) -> int:
         return self.chooser.work(request)

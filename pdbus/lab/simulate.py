@@ -186,15 +186,20 @@ class _Run:
         return SloOrder(self.config.overtake_tokens) if slo else ArrivalOrder()
 
     def _bind(self, owner: int) -> None:
-        """Late binding: dispatch while a rank is about to run dry."""
+        """Late binding: dispatch while a prefill rank is about to run dry and a decode rank can take what is next."""
         waiting = self.waiting[owner]
         chooser = self.choosers[owner]
+        decode = self.decode_choosers[owner] if self.decode_choosers else None
+        next_s = chooser.next_s
         while waiting and chooser.least_tokens() < self.config.late_tokens:
             head = waiting.head(lambda item: self.loop.now + chooser.first_token_s(item.work) <= item.first_due)
+            if decode is not None and not decode.takes(self._header(head.number)):
+                next_s = decode.next_s
+                break
             waiting.remove(head)
             self._submit(head.number)
         if waiting:  # until a report comes
-            self._wake_at(owner, self.choosers[owner].next_s())
+            self._wake_at(owner, next_s())
 
     def _wake_at(self, owner: int, at_s: float) -> None:
         if self.by_tick:  # or all controllers would take the same report for leave to fill the same rank
@@ -213,17 +218,19 @@ class _Run:
     def _submit(self, number: int) -> None:
         course, now = self.courses[number], self.loop.now
         request, submit = course.request, self._header(number)
-        rank = course.prefill_rank = self.choosers[self.owner[number]].pick(submit, now)
+        rank, charge = self.choosers[self.owner[number]].pick(submit, now)
+        decode_charge = 0
+        course.prefill_rank = rank
         course.regret_tokens = self._regret(rank, request)
         self.prefill.depart(rank, request.prompt_tokens)
         if self.decode_choosers:
-            course.decode_rank = self.decode_choosers[self.owner[number]].pick(submit, now)
+            course.decode_rank, decode_charge = self.decode_choosers[self.owner[number]].pick(submit, now)
             self.decode.depart(course.decode_rank, request.prompt_tokens)
         if self.sharing:
             for choosers in (self.choosers, self.decode_choosers):
                 if choosers:
                     self._share_soon(choosers, self.owner[number])
-        self.loop.call_later(self.config.hop_s, self._arrive, number)
+        self.loop.call_later(self.config.hop_s, self._arrive, number, charge, decode_charge)
 
     def _header(self, number: int) -> Submit:
         request = self.courses[number].request
@@ -237,7 +244,7 @@ class _Run:
             block_hashes=pack_hashes(request.hashes),
         )
 
-    def _arrive(self, number: int) -> None:
+    def _arrive(self, number: int, charge: int, decode_charge: int) -> None:
         course = self.courses[number]
         request, epoch = course.request, self.owner[number] + 1
         tokens = request.prompt_tokens
@@ -245,10 +252,10 @@ class _Run:
             self.decode.arrive(course.decode_rank, tokens)
             count = max(1, request.output_tokens) + self.config.first_at_decode  # that of prefill is dropped
             leg = Sequence(number, range(tokens), count, imported=True, hashes=[])
-            self.decode.ranks[course.decode_rank].ingest(leg, epoch, tokens)
+            self.decode.ranks[course.decode_rank].ingest(leg, epoch, decode_charge)
         self.prefill.arrive(course.prefill_rank, tokens)
         leg = Sequence(number, range(tokens), 1, hold=True, hashes=list(request.hashes))
-        self.prefill.ranks[course.prefill_rank].ingest(leg, epoch, tokens)
+        self.prefill.ranks[course.prefill_rank].ingest(leg, epoch, charge)
 
     def _prefilled(self, number: int) -> None:
         course, hop_s = self.courses[number], self.config.hop_s

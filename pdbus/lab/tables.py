@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -100,7 +100,7 @@ def json_of(
     names = [field.name for field in fields(Summary)]
     estimates = {m: {name: estimate_of(runs, name) for name in names} for m, runs in methods.items()}
     return {
-        "version": version("pdbus"),
+        "version": _version(),
         "trace": trace,
         "requests": requests,
         "ranks": config.ranks,
@@ -129,6 +129,13 @@ def written(column: Column, found: Estimate) -> str:
         digits = min(digits, max(0, 1 - math.floor(math.log10(half_width))))
     interval = "" if math.isnan(half_width) else f" ±{half_width:,.{digits}f}"
     return f"{mean:,.{digits}f}{interval}{column.unit}"
+
+
+def _version() -> str:
+    try:
+        return version("pdbus")
+    except PackageNotFoundError:  # not installed: run from its source, as in the environment of an engine
+        return "unknown"
 
 
 def _cell(column: Column, runs: Sequence[Result]) -> str:

@@ -74,6 +74,14 @@ class Trace:
         moved = (replace(r, arrival_s=(r.arrival_s - start) * factor) for r in self.requests)
         return Trace(self.name, tuple(moved), self.block_tokens)
 
+    def shrunk(self, times: int) -> Trace:
+        """Prompts, outputs and blocks are so many times as short, for small engines. The same blocks are shared."""
+        moved = (
+            replace(r, prompt_tokens=-(-r.prompt_tokens // times), output_tokens=-(-r.output_tokens // times))
+            for r in self.requests
+        )
+        return Trace(self.name, tuple(moved), max(1, self.block_tokens // times))
+
 
 def read_trace(path: Path) -> Trace:
     """The trace in `path`, its format told by its first line. ConfigError names file, line and what is wrong."""

@@ -121,7 +121,9 @@ def test_markdown() -> None:
         (("--report-loss", "1"), "--report-loss must lie in 0..1"),
         (("--duration-s", "0"), "--duration-s must lie"),
         (("--live", "--methods", "oracle"), "--live runs what a controller can"),
-        (("--live", "--seeds", "2"), "--live takes as long as its trace and runs one seed"),
+        (("--engine", "vllm"), "--engine vllm is for --live"),
+        (("--live", "--model", "smollm2"), "--model and --engine-args are for --engine vllm"),
+        (("--live", "--engine", "vllm", "--engine-args", "'--x"), "--engine-args: No closing quotation"),
         (("--seeds", "0"), "0 is not in the range"),
         (("--ranks", "many"), "'many' is not a valid integer"),
     ],
@@ -143,3 +145,18 @@ def test_live_nodes_and_virtual_ones_side_by_side() -> None:
     assert live["cache_hit_rate"] == pytest.approx(virtual["cache_hit_rate"], abs=0.1)
     assert 0.7 < live["ttft_p50_s"] / virtual["ttft_p50_s"] < 2.5  # a machine's pause is in the mean, not in the median
     assert live["regret_mean_tokens"] is None
+
+
+def test_live_orders_take_turns_with_the_same_requests() -> None:
+    done = replay("--live", "--duration-s", "8", "--ranks", "2", "--decode-ranks", "2", "--load", "1.2", "--methods",
+                  "total_tokens", "--queue-order", "both", "--seeds", "2", "--markdown")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = [line.partition(":")[0] for line in done.stderr.splitlines()]
+    assert told == [
+        "total_tokens seed 1", "total_tokens slo seed 1", "total_tokens slo seed 2", "total_tokens seed 2",
+        "total_tokens",
+    ]  # fmt: skip
+    assert "SLO kept by order slo: " in done.stderr
+    rows = [line.split("|")[1].strip(" `") for line in done.stdout.splitlines()[2:]]
+    kinds = ("", " (virtual)")
+    assert rows == [f"total_tokens{order}{kind}" for order in ("", " slo") for kind in kinds]

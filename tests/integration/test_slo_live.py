@@ -60,3 +60,23 @@ def test_what_cannot_be_in_time_is_refused(pdbus_cluster: Factory) -> None:
         with pytest.raises(RequestFailed, match="can no longer come in time"):
             client.generate_tokens(prompt(40), max_tokens=2, ttft_slo_s=0.001).tokens()
         assert len(busy.tokens()) == 2
+
+
+def test_no_decode_rank_gets_what_would_make_its_steps_too_long(pdbus_cluster: Factory) -> None:
+    cluster = pdbus_cluster(
+        prefill=1, decode=1, node_args=("--sim-base-s", "0.001", "--sim-decode-s", "0.02"),
+        prefill_method="total_tokens", decode_method="total_requests",
+        controller_args=("--queue-order", "slo", "--tpot-slo-s", "0.05"),
+    )  # fmt: skip
+    with cluster.client() as client:
+
+        def ask(count: int) -> list[tuple[float, float]]:
+            """When each of so many, asked for at once, had its first token and its last."""
+            asked = [(time.monotonic(), client.generate_tokens(prompt(9), max_tokens=30)) for _ in range(count)]
+            return [(at + stream.result.ttft_s, at + stream.result.total_s) for at, stream in asked]
+
+        for count in (1, 2):  # 21 ms a step, then 41
+            ask(count)
+            settled(client.status)
+        times = ask(3)
+        assert max(first for first, _ in times) > min(last for _, last in times)

@@ -76,6 +76,8 @@ class PrefixIndexModel(RuleBasedStateMachine):
     def runs(self, hashes: list[int]) -> None:
         want = {seat: depth for seat, mine in self.held.items() if (depth := run_length(mine, hashes))}
         assert hits(self.index, hashes) == want
+        for seat in self.held:
+            assert self.index.depth(seat, hashes) == want.get(seat, 0)
 
     @invariant()
     def consistent(self) -> None:

@@ -111,13 +111,26 @@ def test_a_rank_that_cannot_be_dispatched_to_is_no_candidate_however_much_it_cac
     assert table.pick(request()) == 0
 
 
+def test_a_prefill_rank_is_charged_what_it_has_to_compute() -> None:
+    table = Table(0, 0)
+    table.policy.prefixes.stored(1, HASHES[:10])
+    first, second = table.table.ranks.values()
+    for rank, wanted, charge in (
+        (first, request(), len(PROMPT)),
+        (second, request(), len(PROMPT) - 10 * SIZE),
+        (second, request(hashes=[]), len(PROMPT)),
+        (second, request(10 * SIZE, HASHES[:10]), 1),
+    ):
+        assert table.policy.charge(rank, wanted) == charge
+
+
 # --- in the controller ------------------------------------------------------------------------------------------
 
 BIG = {"kv_capacity": 100_000, "max_context": 100_000, "max_running": 100}
 
 
-def aware_submit(rid: str) -> Submit:
-    return submit(rid, prompt_tokens=len(PROMPT), block_tokens=SIZE, block_hashes=pack_hashes(HASHES))
+def aware_submit(rid: str, leg: str = "unified") -> Submit:
+    return submit(rid, leg, prompt_tokens=len(PROMPT), block_tokens=SIZE, block_hashes=pack_hashes(HASHES))
 
 
 def test_the_controller_learns_from_its_own_dispatches_and_forgets_a_restarted_rank() -> None:
@@ -140,6 +153,35 @@ def test_the_controller_learns_from_its_own_dispatches_and_forgets_a_restarted_r
     world.join(hello("u", first, epoch=2, **BIG))  # type: ignore[arg-type]
     assert seat(first) not in hits(world.core.prefixes["unified"], HASHES)
     assert world.core.tally()["prefix_blocks"] == len(HASHES)  # the second went to the other rank
+
+
+def test_a_prompt_whose_prefix_is_cached_makes_its_rank_look_no_busier_than_it_is() -> None:
+    world = World(prefill_method="cache_aware")
+    nodes = [hello("p", dp_rank, role="prefill", **BIG) for dp_rank in range(2)]  # type: ignore[arg-type]
+    for node in nodes:
+        world.join(node)
+        world.report(node)
+    first = nodes[0]
+    world.feed(CacheChanged(("p", 0), (Stored(tuple(HASHES)),)))
+    for rid in ("a", "b", "c"):  # nothing is reported meanwhile
+        world.submit(aware_submit(rid, "prefill"))
+    assert [(dispatch.dp_rank, dispatch.charge) for dispatch in world.dispatches()] == [(0, 1)] * 3
+    assert world.rank(first).tokens == 3
+    world.report(first, waiting_tokens=7, acks=[(EPOCH, 2, 2)])
+    assert world.rank(first).tokens == 7 + 1
+    world.progress(first, started=world.dispatches(), ended=world.dispatches())
+    world.report(first, acks=[(EPOCH, 3, 3)])
+    world.assert_empty()
+
+
+def test_a_rank_that_decodes_is_charged_all_that_it_will_hold() -> None:
+    world = World(unified_method="cache_aware")
+    node = hello("u", **BIG)  # type: ignore[arg-type]
+    world.join(node)
+    world.report(node)
+    for rid in ("a", "b"):
+        world.submit(aware_submit(rid))
+    assert [dispatch.charge for dispatch in world.dispatches()] == [len(PROMPT)] * 2
 
 
 def test_the_callers_rank_is_learned_too() -> None:

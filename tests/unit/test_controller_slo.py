@@ -141,6 +141,58 @@ def test_a_decode_rank_is_sought_before_the_prompt_is_sent() -> None:
     assert [each.rid for each in world.dispatches(P)] == ["a", "b"]
 
 
+class Decodes:
+    """A decode rank's steps: 8 ms, and 2 for each request of 1000 tokens."""
+
+    def __init__(self, world: SloWorld, node: Hello = D) -> None:
+        self.world, self.node = world, node
+        self.step, self.busy_us = 0, PACE["busy_us_total"]
+        for requests in (1, 4, 10):
+            self.say(requests)
+            self.say(requests, steps=100)
+
+    def say(self, requests: int, steps: int = 0) -> None:
+        """It has taken in all it was sent, holds so many requests, and has done so many steps more."""
+        self.step += steps
+        self.busy_us += 1000 * steps * (8 + 2 * requests)
+        load = {"running": requests, "kv_tokens": 1000 * requests}
+        self.world.say(self.node, **load, step=self.step, busy_us_total=self.busy_us)
+
+
+def test_a_request_waits_while_steps_would_get_longer_than_its_slo() -> None:
+    world = SloWorld(tpot_slo_s=0.021)
+    rank = Decodes(world)
+    world.ask("patient", 1_000, tpot_slo_s=1.0)
+    assert [each.rid for each in world.dispatches(P)] == ["patient"]
+    world.say(P)
+    for requests in (8, 6):
+        rank.say(requests)
+        world.ask(f"waits {requests}", 1_000)
+        assert len(world.dispatches(P)) == 1
+    rank.say(5)
+    world.say(P)
+    assert [each.rid for each in world.dispatches(D)] == ["patient", "waits 8"], "a seventh would be one too many"
+
+
+def test_an_idle_rank_takes_what_no_rank_can_do_in_time() -> None:
+    world = SloWorld(tpot_slo_s=0.001)
+    Decodes(world).say(0)
+    world.ask("a", 1_000)
+    world.say(P)
+    world.ask("b", 1_000)
+    assert [each.rid for each in world.dispatches(D)] == ["a"]
+
+
+def test_where_the_methods_rank_is_too_slow_the_one_with_the_fewest_tokens_decodes() -> None:
+    other = hello("e", role="decode", dp_size=1, kv_capacity=100_000, max_context=100_000, max_running=64)
+    world = SloWorld(P, D, other, tpot_slo_s=0.021, decode_method="total_requests")
+    Decodes(world)
+    world.say(D, running=1, kv_tokens=90_000)
+    world.say(other, running=2, kv_tokens=2_000)
+    world.ask("a", 1_000)
+    assert [len(world.dispatches(node)) for node in (D, other)] == [0, 1]
+
+
 def test_unified_ranks_bind_late_by_what_is_queued_and_not_by_what_they_hold() -> None:
     world = SloWorld(U)
     world.say(U, kv_tokens=50_000, running=3)
@@ -209,6 +261,7 @@ def test_controllers_that_share_ranks_bind_with_their_ticks() -> None:
         ({"late_tokens": 0}, "late_tokens must be greater than 0"),
         ({"overtake_tokens": 0}, "overtake_tokens must be greater than 0"),
         ({"ttft_slo_s": float("inf")}, "ttft_slo_s must be greater than 0"),
+        ({"tpot_slo_s": -0.1}, "tpot_slo_s must not be negative"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any], says: str) -> None:

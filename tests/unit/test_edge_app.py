@@ -180,7 +180,8 @@ def test_a_stop_token_is_no_part_of_the_text() -> None:
 
 def test_what_a_request_tells_the_cluster() -> None:
     world = World(max_time_s=50.0)
-    headers = {"x-request-id": "r-1", "x-request-deadline-s": "2.5", "x-request-priority": "-3", "x-ttft-slo-s": "0.5"}
+    headers = {"x-request-id": "r-1", "x-request-deadline-s": "2.5", "x-request-priority": "-3"}
+    headers |= {"x-ttft-slo-s": "0.5", "x-tpot-slo-s": "0.02"}
     answer = run(world.post("/v1/chat/completions", chat(max_tokens=5), headers=headers))
     assert answer.headers["x-request-id"] == "r-1"
     options = world.client.asked[0][1]
@@ -189,6 +190,7 @@ def test_what_a_request_tells_the_cluster() -> None:
         "deadline_s": 2.5,
         "priority": -3,
         "ttft_slo_s": 0.5,
+        "tpot_slo_s": 0.02,
         "max_tokens": 5,
         "leg": "pair",
         "model": "sim",
@@ -228,6 +230,7 @@ def test_prompts_are_not_hashed_where_nobody_looks() -> None:
         ("/v1/chat/completions", chat(), {"x-request-priority": "1.5"}, 400, "x-request-priority"),
         ("/v1/chat/completions", chat(), {"x-request-deadline-s": "nan"}, 400, "x-request-deadline-s"),
         ("/v1/chat/completions", chat(), {"x-ttft-slo-s": "0"}, 400, "x-ttft-slo-s"),
+        ("/v1/chat/completions", chat(), {"x-tpot-slo-s": "0"}, 400, "x-tpot-slo-s"),
         ("/v1/chat/completions", chat(), {"x-request-deadline-s": "-1"}, 400, "x-request-deadline-s"),
         ("/v1/chat/completions", chat(), {"x-request-id": "a" * 121}, 400, "x-request-id"),
         ("/v1/chat/completions", chat(), {"content-type": "text/plain"}, 415, None),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from controller_world import hello
 
 from bus.wire.messages import Load, Role
-from controller.late import LateBinding, queued_tokens
+from controller.late import LateBinding, StepTime, queued_tokens
 from controller.load.table import LoadTable
+from nodes.own.engines.timing import SimTiming
 
 
 @dataclass
@@ -100,3 +102,77 @@ def test_an_engine_that_does_not_say_how_long_it_was_busy_was_so_while_prompts_w
     ranks.report("p", 2.0, prompt_tokens_total=4000, waiting_tokens=0)
     ranks.report("p", 60.0, prompt_tokens_total=4000, waiting_tokens=0)
     assert ranks.first_token_s("p", 1000) == pytest.approx(0.5)
+
+
+# --- steps of decode --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Decoding:
+    """A decode rank's totals, and what its steps are found to take."""
+
+    tells_busy: bool = True
+    steps: StepTime = field(default_factory=StepTime)
+    last: Load | None = None
+    count: int = 0
+    busy_us: int = 0
+
+    def run(self, requests: int, tokens: int, steps: int = 10, step_s: float | None = None) -> None:
+        """Two reports, and so many steps between them."""
+        for done in (0, steps):
+            self.count += done
+            taken_s = done * (SimTiming().step_s(0, requests, tokens) if step_s is None else step_s)
+            self.busy_us += round(taken_s * 1e6)
+            load = Load(
+                seq=1, step=self.count, running=requests, waiting=0, waiting_tokens=0, kv_tokens=tokens,
+                kv_capacity=0, max_running=0, busy_us_total=self.busy_us if self.tells_busy else 0,
+            )  # fmt: skip
+            if self.last is not None and done:
+                self.steps.heard(self.last, load, taken_s)
+            self.last = load
+
+
+@pytest.mark.parametrize("tells_busy", [True, False])
+def test_steps_are_found_to_grow_with_requests_and_with_what_they_hold(tells_busy: bool) -> None:
+    rank = Decoding(tells_busy)
+    assert rank.steps.of(10, 10_000) == 0.0
+    for requests, tokens in ((1, 2_000), (8, 60_000), (30, 40_000), (20, 300_000), (64, 128_000)):
+        rank.run(requests, tokens)
+    for requests, tokens in ((4, 10_000), (40, 200_000), (100, 400_000)):
+        assert rank.steps.of(requests, tokens) == pytest.approx(SimTiming().step_s(0, requests, tokens), rel=0.01)
+
+
+def test_where_all_steps_were_alike_others_are_guessed_to_be_a_little_longer() -> None:
+    rank = Decoding()
+    for _ in range(50):
+        rank.run(32, 65_536, step_s=0.02)
+    assert rank.steps.of(32, 65_536) == pytest.approx(0.02, rel=0.01)
+    assert 0.02 < rank.steps.of(40, 81_920) < 0.025
+
+
+def test_an_engine_that_got_slower_is_believed_before_long() -> None:
+    rank = Decoding()
+    for step_s in (0.01, 0.03):
+        for _ in range(60):
+            rank.run(32, 65_536, steps=1_000, step_s=step_s)
+    assert rank.steps.of(32, 65_536) == pytest.approx(0.03, rel=0.02)
+
+
+def test_one_report_of_many_steps_is_no_more_than_the_recent_past() -> None:
+    rank = Decoding()
+    rank.run(32, 65_536, steps=1 << 60, step_s=0.01)
+    for _ in range(60):
+        rank.run(32, 65_536, steps=1_000, step_s=0.03)
+    assert rank.steps.of(32, 65_536) == pytest.approx(0.03, rel=0.02)
+
+
+def test_a_rank_that_started_again_or_did_nothing_tells_nothing_of_steps() -> None:
+    rank = Decoding()
+    rank.run(4, 1_000, step_s=0.02)
+    known = rank.steps.of(4, 1_000)
+    last = rank.last
+    assert last is not None
+    for step, busy_us_total in ((0, 5), (last.step, last.busy_us_total), (last.step + 1, 0)):
+        idle = msgspec.structs.replace(last, running=0, step=step, busy_us_total=busy_us_total)
+        rank.steps.heard(last, idle, 9.0)
+    assert rank.steps.of(4, 1_000) == known

@@ -292,7 +292,7 @@ class TestGuard:
         assert re.fullmatch(r"AttributeError: 'Group' object .* \(.*test_policies_plugged_in\.py:\d+\)", why)
 
 
-@pytest.mark.parametrize("hook", ["dispatched", "ended", "stored", "removed", "forgotten", "tick"])
+@pytest.mark.parametrize("hook", ["charge", "dispatched", "ended", "stored", "removed", "forgotten", "tick"])
 def test_a_hook_that_raises_is_told_and_goes_no_further(hook: str) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("no luck")
@@ -302,11 +302,19 @@ def test_a_hook_that_raises_is_told_and_goes_no_further(hook: str) -> None:
     (rank, *_) = ranks_of(LoadTable(EPOCH))
     arguments = {
         "dispatched": (rank, submit(), 1.0), "ended": (rank, submit(), None, 1.0), "stored": (rank, (1,)),
-        "removed": (rank, (1,)), "forgotten": (rank,), "tick": (1.0,),
+        "removed": (rank, (1,)), "forgotten": (rank,), "tick": (1.0,), "charge": (rank, submit()),
     }  # fmt: skip
     getattr(Guard(policy, lambda *fault: faults.append(fault)), hook)(*arguments[hook])
     ((name, why),) = faults
     assert (name, why.split(" (")[0]) == (hook, "ZeroDivisionError: no luck")
+
+
+@pytest.mark.parametrize(("says", "charge"), [(-1, 0), (7, 7), (1 << 70, 10)])
+def test_a_charge_lies_within_the_prompt(says: int, charge: int) -> None:
+    policy = Says(None)
+    policy.charge = lambda rank, request: says  # type: ignore[method-assign]
+    (rank, *_) = ranks_of(LoadTable(EPOCH))
+    assert Guard(policy, lambda *fault: None).charge(rank, submit(prompt_tokens=10)) == charge
 
 
 def test_a_broken_policy_costs_no_request_is_counted_and_told_once() -> None:

@@ -1,0 +1,45 @@
+"""What a live replay starts, and what it asks for; that it runs is for tests/integration/test_replay_command.py."""
+
+from __future__ import annotations
+
+from bus.wire.hashing import block_hashes
+from pdbus.lab.config import LabConfig
+from pdbus.lab.live import LiveEngine, make_prompt, spec_of
+from pdbus.lab.traces import Trace, TraceRequest
+from pdbus.launcher.spec import Addresses
+
+AT = Addresses("ipc:///x/bus", {"controller-0": "ipc:///x/c"}, "ipc:///x")
+CONFIG = LabConfig(ranks=1, decode_ranks=1, queue_order="slo", slo_ttft_s=7.0, slo_tpot_s=0.25, late_tokens=99)
+
+
+def commands(config: LabConfig, engine: LiveEngine) -> dict[str, str]:
+    """What each part is started with."""
+    return {part.name: " ".join(part.args) for part in spec_of("cache_aware", config, 32, engine).parts(AT)}
+
+
+def test_the_controller_gets_the_order_and_its_limits() -> None:
+    for engine in (LiveEngine(), LiveEngine("vllm", "smollm2")):
+        told = commands(CONFIG, engine)["controller-0"]
+        for said in ("--queue-order slo", "--late-tokens 99", "--ttft-slo-s 7.0", "--tpot-slo-s 0.0"):
+            assert said in told
+    admitting = LabConfig(queue_order="slo", slo_tpot_s=0.25, tpot_admission=True)
+    assert "--tpot-slo-s 0.25" in commands(admitting, LiveEngine())["controller-0"]
+
+
+def test_vllm_gets_its_own_arguments_and_none_of_the_timing_model() -> None:
+    node = commands(CONFIG, LiveEngine("vllm", "smollm2", ("--dtype", "float32")))["prefill-0/0"]
+    assert "--engine vllm --model smollm2" in node
+    assert node.endswith(" -- --dtype float32")
+    assert "--sim-" not in node
+    assert "--sim-base-s 0.007" in commands(CONFIG, LiveEngine())["prefill-0/0"]
+
+
+def test_what_shares_blocks_shares_them_when_it_is_made_shorter() -> None:
+    requests = (TraceRequest(0.0, 1100, 90, (7, 8)), TraceRequest(1.0, 1700, 1, (7, 8, 9)))
+    trace = Trace("two", requests).shrunk(16)
+    assert trace.block_tokens == 32
+    assert [(r.prompt_tokens, r.output_tokens) for r in trace.requests] == [(69, 6), (107, 1)]
+    first, second = (block_hashes(make_prompt(r, 32, n), 32) for n, r in enumerate(trace.requests))
+    assert first[:2] == second[:2]
+    assert len(first) == 2
+    assert len(second) == 3
