@@ -184,7 +184,7 @@ class ControllerCore:
     def status(self, id: int, now: float) -> Status:
         """Everything an operator may want to see."""
         ranks = tuple(
-            rank_status(rank, self.members.state(rank), now)
+            rank_status(rank, self.health.pulses[rank.key], now)
             for _, rank in sorted(self.table.ranks.items(), key=lambda item: item[0])
         )
         methods = {str(role): method for role, method in self.config.methods.items()}

@@ -10,15 +10,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
+from bus.histogram import trimmed
 from bus.runtime.metrics import Metric, Sample, gauge, labelled
-from bus.wire.messages import MAX_ROOM, RankState, RankStatus, Role
+from bus.wire.messages import MAX_ROOM, RankStatus, Role
+from controller.health import Pulse
 from controller.load.rank import RankLoad
 
 ALIVE = ("requests", "queue_requests", "queue_bytes", "payload_bytes", "adoptable", "prefix_blocks")
 REGRET_MAX_PER_S = 50
 
 
-def rank_status(rank: RankLoad, state: RankState, now: float) -> RankStatus:
+def rank_status(rank: RankLoad, pulse: Pulse, now: float) -> RankStatus:
     """One rank as this controller sees it at `now`. Counts are cut to what a message may hold."""
     info = rank.info
     return RankStatus(
@@ -26,7 +28,7 @@ def rank_status(rank: RankLoad, state: RankState, now: float) -> RankStatus:
         dp_rank=info.dp_rank,
         role=info.role,
         model=info.model,
-        state=state,
+        state=pulse.state,
         epoch=rank.epoch,
         endpoint=info.endpoint,
         max_context=info.max_context,
@@ -41,6 +43,11 @@ def rank_status(rank: RankLoad, state: RankState, now: float) -> RankStatus:
         ended_total=rank.ended_total,
         failed_total=rank.failed_total,
         block_tokens=info.block_tokens,
+        state_age_s=max(0.0, now - pulse.state_at),
+        epoch_age_s=max(0.0, now - pulse.said_hello_at),
+        restarts=rank.restarts,
+        ttft_counts=trimmed(rank.latencies.ttft.buckets),
+        tpot_counts=trimmed(rank.latencies.tpot.buckets),
     )
 
 

@@ -1,14 +1,15 @@
 """The record of one rank (one start of it): facts, last report, counters, estimate. Decides nothing.
 
 `controller.load.table` changes its numbers, but for `routed_total`, which is `controller.placement`'s. What is no
-number belongs to who uses it: `peer` to `controller.members`, `work` to `controller.requests.life`, `inherited` to
-`controller.requests.table`, `follower` to `controller.feeds.nodes`.
+number belongs to who uses it: `peer` to `controller.members`, `work` and `latencies` to `controller.requests.life`,
+`inherited` to `controller.requests.table`, `follower` to `controller.feeds.nodes`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from bus.histogram import Histogram
 from bus.wire.messages import Hello, Load, Location, MemberKey
 
 if TYPE_CHECKING:
@@ -16,6 +17,20 @@ if TYPE_CHECKING:
     from controller.load.index import LeastIndex, SeatKeys
 
 UNLIMITED = 1 << 62
+
+
+class Latencies:
+    """Of the requests at one rank, over all its starts, for those who watch; nothing is decided by them.
+
+    `ttft`: at a prefill rank from a leg's coming to its first token, as the rank says; elsewhere from the submit's
+    coming here to the report of the first output. `tpot`: of each leg that ended well, per token after the first.
+    """
+
+    __slots__ = ("tpot", "ttft")
+
+    def __init__(self) -> None:
+        self.ttft = Histogram()
+        self.tpot = Histogram()
 
 
 class RankLoad:
@@ -43,6 +58,7 @@ class RankLoad:
         "key",
         "kv_kind",
         "largest",
+        "latencies",
         "last_turn",
         "leaves",
         "limit_requests",
@@ -63,6 +79,7 @@ class RankLoad:
         "rebase",
         "reported_at",
         "requests",
+        "restarts",
         "routed_total",
         "seat",
         "sent",
@@ -127,6 +144,8 @@ class RankLoad:
         self.dispatched_before = 0  # in earlier epochs
         self.routed_total = 0
         self.failed_total = 0
+        self.restarts = 0  # starts of it that came after another one known here
+        self.latencies = Latencies()
         # not the load table's: its connection, and the live (request, leg)s here, by rid
         self.peer: Any = None
         self.work: dict[str, Any] = {}

@@ -135,7 +135,7 @@ class Life:
         for rid, attempt in progress.started:
             work = work_of(rank, rid, attempt)
             if work is not None and work[1].answers:
-                self._output(work[0], now)
+                self._output(*work, now)
         for ended in progress.ended:
             work = work_of(rank, ended.rid, ended.attempt)
             if work is not None and work[1].role == ended.leg:
@@ -268,8 +268,12 @@ class Life:
 
     # --- inside: end ------------------------------------------------------------------------------------------
 
-    def _output(self, request: Request, now: float) -> None:
+    def _output(self, request: Request, leg: LegRun, now: float) -> None:
         request.step("output")
+        if leg.first_at == inf:
+            leg.first_at = now
+            if request.came_at != inf and not request.submit.offset and leg.role != "prefill":
+                leg.rank.latencies.ttft.observe(now - request.came_at)
         if request.first_due != inf:
             self._counts["ttft_slo_kept" if now <= request.first_due else "ttft_slo_missed"] += 1
             request.first_due = inf
@@ -280,12 +284,21 @@ class Life:
         self._attempts.over(leg, request, ended, now)
         if leg.state is LegState.DONE:
             if leg.answers and request.state is State.RUNNING:
-                self._output(request, now)
+                self._output(request, leg, now)
+            self._measure(request, leg, ended, now)
         elif not is_spare(leg, request):
             sentence = ended.message or f"the {leg.role} leg ended with {ended.code}"
             self._leg_failed(request, leg, ended.code, sentence, now, out)
             return
         self._finish(request, out)
+
+    @staticmethod
+    def _measure(request: Request, leg: LegRun, ended: Ended, now: float) -> None:
+        """Of a leg that ended well. One whose beginning and end were reported together tells no time between tokens."""
+        if leg.role == "prefill":
+            leg.rank.latencies.ttft.observe(ended.first_token_s)
+        elif ended.output_tokens > 1 and leg.first_at < now and request.came_at != inf:
+            leg.rank.latencies.tpot.observe((now - leg.first_at) / (ended.output_tokens - 1))
 
     def _finish(self, request: Request, out: list[Action]) -> None:
         """Done, once every leg is over."""

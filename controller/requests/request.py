@@ -71,6 +71,7 @@ class LegRun(Struct, eq=False):
     charge: int
     began: float  # dispatched at
     answers: bool  # its output is what the client waits for
+    first_at: float = inf  # its first output was reported at
     state: LegState = LegState.RUNNING
     ended: Ended | None = None  # what the node said of a leg that is done
 
@@ -95,6 +96,7 @@ class Request(Struct, eq=False):
     attempt: int
     model: str  # of all its attempts; where the submit names none, settled when it is first placed
     deadline_at: float | None
+    came_at: float  # inf: to an earlier start of this controller, and it runs since then
     state: State = State.QUEUED
     legs: tuple[LegRun, ...] = ()
     tries: int = 0  # dispatches
@@ -148,6 +150,7 @@ def request_of(peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> 
         submit.attempt,
         submit.model,
         now + submit.deadline_s if submit.deadline_s else None,
+        now,
     )
 
 

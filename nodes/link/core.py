@@ -269,6 +269,7 @@ class RankCore:
             prompt_tokens_total=runner.prompt_tokens_total,
             cached_tokens_total=runner.cached_tokens_total,
             busy_us_total=runner.busy_us_total,
+            output_tokens_total=runner.output_tokens_total,
         )
 
     # --- inside: a leg's beginning ------------------------------------------------------------------------------

@@ -112,6 +112,7 @@ class HandedRunner:
         self._said = LoadSaid()
         self._prompt_tokens = 0
         self._cached_tokens = 0
+        self._output_tokens = 0
         self._outputs = 0  # stands for steps where the scheduler does not tell them
 
     def attach(self, tell: Tell) -> None:
@@ -141,6 +142,7 @@ class HandedRunner:
             busy=said.busy,
             prompt_tokens_total=self._prompt_tokens,
             cached_tokens_total=self._cached_tokens,
+            output_tokens_total=self._output_tokens,
         )
 
     def turn(self, now: float) -> None:
@@ -171,6 +173,7 @@ class HandedRunner:
             assert not isinstance(said, Nonsense)
             if isinstance(said, Output):
                 self._outputs += 1
+                self._output_tokens += len(said.tokens)
             elif isinstance(said, Began):
                 self._cached_tokens += said.cached_tokens
             self._legs.note(said)
