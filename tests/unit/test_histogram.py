@@ -1,8 +1,9 @@
-"""Latencies as counts: what they say of quantiles, how they travel, and that the protocol's document names the bounds."""
+"""Latencies as counts: what they say of quantiles, how they travel; and the protocol's document names their bounds."""
 
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def test_bounds_are_those_of_the_document_and_near_enough_for_a_quantile() -> No
     assert tuple(float(number.replace(",", "")) for number in re.findall(r"[\d,.]*\d", listed)) == tuple(
         pytest.approx(1000 * bound) for bound in BOUNDS_S
     )
-    assert all(low < high <= 2.5 * low for low, high in zip(BOUNDS_S, BOUNDS_S[1:], strict=False))
+    assert all(low < high <= 2.5 * low for low, high in pairwise(BOUNDS_S))
 
 
 def test_a_quantile_lies_within_its_bucket() -> None:
