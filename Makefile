@@ -17,7 +17,7 @@ MINUTES ?= 10
 COUNT ?= 96
 OUT ?= out
 
-.PHONY: help setup demo test test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang test-hostile check check-torch bench fault hostile fuzz fuzz-http mutate soak golden api dist test-dist lint types clean
+.PHONY: help setup demo test test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang test-hostile check check-torch bench fault hostile fuzz fuzz-http mutate soak golden api settings dist test-dist lint types clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -123,6 +123,9 @@ mutate: setup ## Change COUNT=96 lines of the cores, one at a time, and show whe
 
 api: setup ## Build docs/api.md from the docstrings
 	@PYTHONPATH=tests/support $(BIN)/python -m api_page
+
+settings: setup ## Write the tables of docs/configuration.md from the command lines
+	@PYTHONPATH=tests/support $(BIN)/python -m settings_page
 
 golden: setup ## Add the bytes to new messages in tests/golden
 	@PYTHONPATH=tests/support $(BIN)/python -m golden_frames

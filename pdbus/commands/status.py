@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bus.endpoints import BusAddress
-from bus.runtime import cli
+from bus.runtime import cli, settings
 from bus.wire.messages import BrokerStatus, RankStatus, Status
 from pdbus.client import Client
 from pdbus.commands.common import (
@@ -38,9 +38,10 @@ WORDS = ("rank", "role", "state")
 LEAST_FIRST = ("ended", "sent", "in flight", "role", "age", "bad", "KV", "run+wait", "estimate")  # where it is narrow
 
 
-@click.command(
+@settings.command(
+    "status",
     epilog="Exit code 1: a rank that should serve doesn't (silent, lost, hung), or no rank of a role is ready; a line "
-    "tells of each."
+    "tells of each.",
 )
 @controller_option
 @bus_option

@@ -12,7 +12,7 @@ import click
 
 from bus.endpoints import BusAddress
 from bus.errors import ConfigError
-from bus.runtime import cli
+from bus.runtime import cli, settings
 from pdbus.client import Client
 from pdbus.commands.common import (
     bus_option,
@@ -24,7 +24,7 @@ from pdbus.commands.common import (
 )
 
 
-@click.command()
+@settings.command("top")
 @controller_option
 @bus_option
 @keys_option
