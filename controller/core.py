@@ -377,7 +377,7 @@ class ControllerCore:
             self._pings += 1
             out.extend(ToNode(peer, Ping(self._pings)) for peer in list(self.members.peers))
         if now >= self._measure_at:
-            self.life.measure(now - self._measure_at + MEASURE_S)
+            self.life.measure(now - self._measure_at + MEASURE_S, out)
             self._measure_at = now + MEASURE_S
         for fault, note in self._faults.items():
             if note is not None:

@@ -116,6 +116,12 @@ class Request(Struct, eq=False):
             raise AssertionError(f"{story}, legs {legs}") from None
 
 
+def about_of(request: Request) -> dict[str, Any]:
+    """What each log line of it says: its rid, attempt and room, and the ranks of its legs by role."""
+    ranks = {leg.role: f"{leg.rank.key[0]}/{leg.rank.key[1]}" for leg in request.legs}
+    return {"rid": request.rid, "attempt": request.attempt, "room": request.submit.bootstrap_room} | ranks
+
+
 def request_of(peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> Request:
     """What `peer` asks for with `submit` and its payload (`frames`: prompt, params). Raises Refusal unless they are
     sound by themselves."""
