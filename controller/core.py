@@ -210,8 +210,8 @@ class ControllerCore:
             "payload_bytes": life.table.payload_bytes,
             "adoptable": len(life.table.inherited),
             "prefix_blocks": sum(len(index) for index in self.prefixes.values()),
-            "regret_tokens": self.regret.tokens,
-            "regret_dispatches": self.regret.dispatches,
+            "regret_tokens": self.regret.tokens.total(),
+            "regret_dispatches": self.regret.dispatches.total(),
         }
 
     def validate(self) -> None:
@@ -320,6 +320,9 @@ class ControllerCore:
             self.late.heard(rank, load, now)
         rank = self.table.apply(key, message.epoch, load, now)
         if rank is not None:
+            if rank.probe is not None and rank.acked >= rank.probe[0]:
+                rank.latencies.acked.observe(now - rank.probe[1])
+                rank.probe = None
             if rank.newly_acked and now >= self.regret.due:
                 self.regret.acknowledged(rank, self.table.ranks.values(), now)
             self.health.report(rank.key, load, now, rank.interval_s)

@@ -6,8 +6,11 @@ Must not be called on a request's way; a part counts in plain ints and
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Literal, TypeAlias
 
 from prometheus_client import CollectorRegistry
@@ -70,6 +73,15 @@ def registry(snapshot: Snapshot) -> CollectorRegistry:
     return made
 
 
+@cache
+def _build() -> dict[str, str]:
+    try:
+        installed = version("pdbus")
+    except PackageNotFoundError:
+        installed = "unknown"  # run from its sources
+    return {"version": installed, "python": platform.python_version()}
+
+
 class _Reader(Collector):
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -81,6 +93,7 @@ class _Reader(Collector):
         for metric in self._snapshot():
             yield _family(metric)
         yield _family(counter("pdbus_log_events_lost_total", "events that the log could not take", logs.lost()))
+        yield _family(Metric("pdbus_build_info", "what runs here", "gauge", (Sample(1, _build()),)))
 
 
 def _family(metric: Metric) -> Family:

@@ -24,13 +24,15 @@ class Latencies:
 
     `ttft`: at a prefill rank from a leg's coming to its first token, as the rank says; elsewhere from the submit's
     coming here to the report of the first output. `tpot`: of each leg that ended well, per token after the first.
+    `acked`: from a moment on until all that was sent by then was acknowledged (`controller.observe.probe`).
     """
 
-    __slots__ = ("tpot", "ttft")
+    __slots__ = ("acked", "tpot", "ttft")
 
     def __init__(self) -> None:
         self.ttft = Histogram()
         self.tpot = Histogram()
+        self.acked = Histogram()
 
 
 class RankLoad:
@@ -75,6 +77,7 @@ class RankLoad:
         "outstanding_tokens",
         "params",
         "peer",
+        "probe",
         "ready",
         "rebase",
         "reported_at",
@@ -146,6 +149,7 @@ class RankLoad:
         self.failed_total = 0
         self.restarts = 0  # starts of it that came after another one known here
         self.latencies = Latencies()
+        self.probe: tuple[int, float] | None = None  # of acknowledgements: (`sent`, when)
         # not the load table's: its connection, and the live (request, leg)s here, by rid
         self.peer: Any = None
         self.work: dict[str, Any] = {}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,7 +17,7 @@ def scrape(left: Sequence[Metric]) -> dict[tuple[str, tuple[tuple[str, str], ...
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(generate_latest(registry(lambda: left)).decode())
         for sample in family.samples
-        if sample.name != "pdbus_log_events_lost_total"  # which every part has
+        if sample.name not in ("pdbus_log_events_lost_total", "pdbus_build_info")  # which every part has
     }
 
 
@@ -51,3 +53,8 @@ def test_a_frozen_histogram_does_not_change_any_more() -> None:
     sizes.observe(5)
     assert frozen.buckets == (0, 0)
     assert sizes.frozen().buckets == (0, 1)
+
+
+def test_every_part_says_what_it_was_built_of() -> None:
+    page = generate_latest(registry(lambda: ())).decode()
+    assert f'pdbus_build_info{{python="{platform.python_version()}",version="{version("pdbus")}"}} 1.0' in page
