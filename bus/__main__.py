@@ -11,10 +11,10 @@ import click
 
 from bus.broker import Broker, BrokerConfig
 from bus.endpoints import default_bus
-from bus.runtime import cli, logs
+from bus.runtime import cli, logs, settings
 
 
-@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@settings.command("broker", context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
 @click.option(
     "--bus",
     "address",

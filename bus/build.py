@@ -11,6 +11,10 @@ CORES: Literal["pure", "compiled"] = "pure" if isinstance(DueTimes.add, Function
 
 
 def version() -> str:
+    """`unknown` where pdbus runs from its sources and is not installed."""
     from importlib import metadata  # takes longer to load than most commands that don't ask
 
-    return metadata.version("pdbus")
+    try:
+        return metadata.version("pdbus")
+    except metadata.PackageNotFoundError:
+        return "unknown"

@@ -15,7 +15,7 @@ import click
 from bus import defaults
 from bus.endpoints import default_bus, default_controller, why_silent
 from bus.errors import StartError
-from bus.runtime import cli, logs
+from bus.runtime import cli, logs, settings
 from controller.config import ControllerConfig
 from controller.feeds import parse_engine
 from controller.policies import POLICIES
@@ -29,7 +29,8 @@ GUIDANCE = (
 )
 
 
-@click.command(
+@settings.command(
+    "controller",
     context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
     epilog=f"Methods: {METHODS}, the name of one that is installed, or module:Class of your own. {GUIDANCE}",
 )
@@ -118,10 +119,10 @@ GUIDANCE = (
 @cli.metrics_host_option
 @cli.log_level_option
 @cli.watch_parent_option
-def main(wait_s: float, log_level: str, watch_parent: bool, engines: tuple[str, ...], **settings: Any) -> None:
+def main(wait_s: float, log_level: str, watch_parent: bool, engines: tuple[str, ...], **chosen: Any) -> None:
     """Pick ranks by load and dispatch requests to them."""
     logs.configure(log_level, part="controller")
-    controller = Controller(ControllerConfig(engines=tuple(map(parse_engine, engines)), **settings))
+    controller = Controller(ControllerConfig(engines=tuple(map(parse_engine, engines)), **chosen))
     controller.trace = log_level == "debug"
     controller.open()
     try:

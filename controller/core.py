@@ -182,7 +182,7 @@ class ControllerCore:
     def status(self, id: int, now: float) -> Status:
         """Everything an operator may want to see."""
         ranks = tuple(
-            rank_status(rank, self.members.state(rank), now)
+            rank_status(rank, self.health.pulses[rank.key], now)
             for _, rank in sorted(self.table.ranks.items(), key=lambda item: item[0])
         )
         methods = {str(role): method for role, method in self.config.methods.items()}
@@ -208,8 +208,8 @@ class ControllerCore:
             "payload_bytes": life.table.payload_bytes,
             "adoptable": len(life.table.inherited),
             "prefix_blocks": sum(len(index) for index in self.prefixes.values()),
-            "regret_tokens": self.regret.tokens,
-            "regret_dispatches": self.regret.dispatches,
+            "regret_tokens": self.regret.tokens.total(),
+            "regret_dispatches": self.regret.dispatches.total(),
         }
 
     def validate(self) -> None:
@@ -320,6 +320,9 @@ class ControllerCore:
         if rank is not None:
             if not rank.candidate and rank.was_candidate and rank.asked is None:  # seldom: dispatches fill it sooner
                 self.members.ping(rank, out)
+            if rank.probe is not None and rank.acked >= rank.probe[0]:
+                rank.latencies.acked.observe(now - rank.probe[1])
+                rank.probe = None
             if rank.newly_acked and now >= self.regret.due:
                 self.regret.acknowledged(rank, self.table.ranks.values(), now)
             self.health.report(rank.key, load, now, rank.interval_s)
@@ -378,7 +381,7 @@ class ControllerCore:
             for rank in self.members.peers.values():
                 self.members.ping(rank, out)
         if now >= self._measure_at:
-            self.life.measure(now - self._measure_at + MEASURE_S)
+            self.life.measure(now - self._measure_at + MEASURE_S, out)
             self._measure_at = now + MEASURE_S
         for fault, note in self._faults.items():
             if note is not None:

@@ -45,6 +45,7 @@ class Pulse:
     unreachable: bool = False
     returning: bool = False  # it was dead since it was last ready
     state: RankState = "starting"  # the last verdict
+    state_at: float = 0.0  # since when
 
     def moved(self, step: int, busy: bool, now: float) -> None:
         """Its step counter now; only a rise counts as movement."""
@@ -84,7 +85,7 @@ class Health:
         """A node introduced itself, or restated itself."""
         pulse = self.pulses.get(key)
         if pulse is None or pulse.epoch != epoch:
-            pulse = self.pulses[key] = Pulse(key, epoch, declared, idle, now, now, now, step_at=now)
+            pulse = self.pulses[key] = Pulse(key, epoch, declared, idle, now, now, now, step_at=now, state_at=now)
         pulse.declared = declared
         pulse.heard_at = now
         pulse.unreachable = False
@@ -172,7 +173,7 @@ class Health:
         if state == pulse.state:
             return None
         change = Change(key, pulse.state, state)
-        pulse.state = state
+        pulse.state, pulse.state_at = state, now
         return change
 
     def sweep(self, now: float) -> list[Change]:

@@ -6,19 +6,26 @@ looks when a report acknowledges a dispatch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from bus.histogram import trimmed
 from bus.runtime.metrics import Metric, Sample, gauge, labelled
-from bus.wire.messages import MAX_ROOM, RankState, RankStatus, Role
+from bus.wire.messages import MAX_ROOM, RankStatus, Role
+from controller.health import Pulse
 from controller.load.rank import RankLoad
+
+if TYPE_CHECKING:
+    from controller.core import ControllerCore
 
 ALIVE = ("requests", "queue_requests", "queue_bytes", "payload_bytes", "adoptable", "prefix_blocks")
 REGRET_MAX_PER_S = 50
 
 
-def rank_status(rank: RankLoad, state: RankState, now: float) -> RankStatus:
+def rank_status(rank: RankLoad, pulse: Pulse, now: float) -> RankStatus:
     """One rank as this controller sees it at `now`. Counts are cut to what a message may hold."""
     info = rank.info
     return RankStatus(
@@ -26,7 +33,7 @@ def rank_status(rank: RankLoad, state: RankState, now: float) -> RankStatus:
         dp_rank=info.dp_rank,
         role=info.role,
         model=info.model,
-        state=state,
+        state=pulse.state,
         epoch=rank.epoch,
         endpoint=info.endpoint,
         max_context=info.max_context,
@@ -41,35 +48,59 @@ def rank_status(rank: RankLoad, state: RankState, now: float) -> RankStatus:
         ended_total=rank.ended_total,
         failed_total=rank.failed_total,
         block_tokens=info.block_tokens,
+        state_age_s=max(0.0, now - pulse.state_at),
+        epoch_age_s=max(0.0, now - pulse.said_hello_at),
+        restarts=rank.restarts,
+        ttft_counts=trimmed(rank.latencies.ttft.buckets),
+        tpot_counts=trimmed(rank.latencies.tpot.buckets),
     )
 
 
-def collect(
-    tally: dict[str, int], ranks: Collection[RankLoad], methods: Mapping[Role, str], now: float
-) -> Sequence[Metric]:
-    """The metrics of a core's `tally` (used up) and `ranks`; a request id is never a label."""
+def probe(ranks: Iterable[RankLoad], now: float) -> None:
+    """Measure from here on, at ranks that have not acknowledged all, until they have what was sent by now."""
+    for rank in ranks:
+        if rank.probe is None and rank.in_flight:
+            rank.probe = rank.sent, now
+
+
+def collect(core: ControllerCore, now: float) -> Sequence[Metric]:
+    """The metrics of a core; a request id is never a label."""
+    tally, ranks = core.tally(), core.table.ranks.values()
     failed = {name.removeprefix("failed_"): tally.pop(name) for name in list(tally) if name.startswith("failed_")}
     rejected = {name.removeprefix("rejected_"): tally.pop(name) for name in list(tally) if name.startswith("rejected_")}
     alive = [gauge(f"pdbus_controller_{name}", f"{name} now", tally.pop(name)) for name in ALIVE]
-    regret = (
-        ("regret_tokens", "tokens queued at chosen ranks beyond the best one's, when their reports acknowledged"),
-        ("regret_dispatches", "dispatches that the regret was sampled of"),
-    )
+    del tally["regret_tokens"], tally["regret_dispatches"]
     return (
         *alive,
-        *(
-            Metric(f"pdbus_controller_{name}_total", help, "counter", [Sample(tally.pop(name))])
-            for name, help in regret
-        ),
+        *_regret(core.regret, core.config.methods),
         labelled("counter", "pdbus_controller_events_total", "what happened so far, by name", "event", tally),
         labelled("counter", "pdbus_controller_failed_total", "requests failed, by code", "code", failed),
         labelled("counter", "pdbus_controller_rejected_total", "messages dropped, by reason", "reason", rejected),
-        _dispatches(ranks, methods),
+        _dispatches(ranks, core.config.methods),
         _gauge("estimate_requests", "load in force: requests", ranks, [rank.requests for rank in ranks]),
         _gauge("estimate_tokens", "load in force: tokens", ranks, [rank.tokens for rank in ranks]),
         _gauge("reported_requests", "requests in the last report", ranks, [rank.base_requests for rank in ranks]),
         _gauge("reported_tokens", "tokens of work in the last report", ranks, [rank.base_tokens for rank in ranks]),
+        _gauge("in_flight_requests", "requests sent and not acknowledged", ranks, [rank.in_flight for rank in ranks]),
+        _gauge(
+            "in_flight_tokens", "tokens sent and not acknowledged", ranks, [rank.in_flight_tokens for rank in ranks]
+        ),
+        _histogram("ttft", "ttft", "time to first token (prefill: of its own part)", ranks),
+        _histogram("tpot", "tpot", "time per output token after the first", ranks),
+        _histogram("acknowledgement", "acked", "until all that was sent was acknowledged, sampled", ranks),
+        Metric(
+            "pdbus_controller_restarts_total",
+            "starts that took the place of an earlier one",
+            "counter",
+            [Sample(rank.restarts, _labels(rank)) for rank in ranks],
+        ),
         _gauge("outstanding", "legs dispatched and not ended", ranks, [rank.outstanding for rank in ranks]),
+        Metric(
+            "pdbus_controller_rank_state",
+            "1, with the state it is in",
+            "gauge",
+            [Sample(1, _labels(rank) | {"state": core.health.pulses[rank.key].state}) for rank in ranks],
+        ),
         _gauge("ready", "1 when it may be dispatched to", ranks, [int(rank.ready) for rank in ranks]),
         _gauge(
             "report_age_seconds",
@@ -81,12 +112,30 @@ def collect(
 
 
 def _labels(rank: RankLoad) -> dict[str, str]:
-    return {"instance": rank.key[0], "dp_rank": str(rank.key[1])}
+    return {"instance": rank.key[0], "dp_rank": str(rank.key[1]), "role": rank.info.role}
 
 
 def _gauge(name: str, help: str, ranks: Collection[RankLoad], values: Sequence[float]) -> Metric:
     samples = [Sample(value, _labels(rank)) for rank, value in zip(ranks, values, strict=True)]
     return Metric(f"pdbus_controller_{name}", help, "gauge", samples)
+
+
+def _histogram(name: str, of: str, help: str, ranks: Iterable[RankLoad]) -> Metric:
+    samples = [Sample(getattr(rank.latencies, of).frozen(), _labels(rank)) for rank in ranks]
+    return Metric(f"pdbus_controller_{name}_seconds", help, "histogram", samples)
+
+
+def _regret(regret: Regret, methods: Mapping[Role, str]) -> Iterable[Metric]:
+    for name, help, by_role in (
+        (
+            "tokens",
+            "tokens queued at chosen ranks beyond the best one's, when their reports acknowledged",
+            regret.tokens,
+        ),
+        ("dispatches", "dispatches that the regret was sampled of", regret.dispatches),
+    ):
+        samples = [Sample(by_role[role], {"role": role, "method": method}) for role, method in methods.items()]
+        yield Metric(f"pdbus_controller_regret_{name}_total", help, "counter", samples)
 
 
 def _dispatches(ranks: Iterable[RankLoad], methods: Mapping[Role, str]) -> Metric:
@@ -107,8 +156,8 @@ class Regret:
     most `REGRET_MAX_PER_S` are taken (`due`)."""
 
     def __init__(self) -> None:
-        self.tokens = 0
-        self.dispatches = 0
+        self.tokens: Counter[Role] = Counter()
+        self.dispatches: Counter[Role] = Counter()
         self.due = 0.0  # from then on the next sample may be taken
 
     def acknowledged(self, rank: RankLoad, ranks: Iterable[RankLoad], now: float) -> None:
@@ -126,5 +175,5 @@ class Regret:
             default=0,
         )
         before = rank.base_tokens - rank.newly_acked_tokens
-        self.tokens += rank.newly_acked * max(0, before - best)
-        self.dispatches += rank.newly_acked
+        self.tokens[role] += rank.newly_acked * max(0, before - best)
+        self.dispatches[role] += rank.newly_acked

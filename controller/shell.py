@@ -62,7 +62,7 @@ from controller.events import (
 )
 from controller.feeds.engine import EngineFeed
 from controller.feeds.nodes import NodeCaches
-from controller.observe import collect
+from controller.observe import collect, probe
 
 TICK_S = 0.05
 IDLE_TICK_S = 0.25
@@ -301,8 +301,9 @@ class Controller(Service):
             log.error("message.too_large", detail=str(error))
 
     def _gather(self) -> Sequence[Metric]:
-        core = self.core
-        return collect(core.tally(), core.table.ranks.values(), self.config.methods, self.loop.clock())
+        core, now = self.core, self.loop.clock()
+        probe(core.table.ranks.values(), now)
+        return collect(core, now)
 
     def _unready(self) -> str:
         return self.core.unready if self.bus_seen.is_set() else f"no broker heard at {self.config.bus}"

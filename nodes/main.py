@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 from bus.endpoints import default_bus, default_controller, runtime_dir
 from bus.errors import ConfigError
-from bus.runtime import cli, logs
+from bus.runtime import cli, logs, settings
 from bus.runtime.loop import Loop
 from bus.wire.messages import Role
 from nodes.config import NodeConfig, parse_ranks
@@ -46,12 +46,12 @@ log = logs.get_logger("node")
 def command(role: Role) -> click.Command:
     """The click command of one role."""
 
-    def option(*names: str, **settings: Any) -> Callable[[Any], Any]:
-        return click.option(*names, **{"show_default": True} | settings)
+    def option(*names: str, **attributes: Any) -> Callable[[Any], Any]:
+        return click.option(*names, **{"show_default": True} | attributes)
 
     optional_s = cli.Seconds()
 
-    @click.command(help=_WORK[role], context_settings={"help_option_names": ["-h", "--help"]})
+    @settings.command("node", role, help=_WORK[role], context_settings={"help_option_names": ["-h", "--help"]})
     @option("--bus", default=default_bus, show_default=default_bus(), metavar="BASE",
             help="The broker: ipc:///dir/bus or tcp://host:port.")  # fmt: skip
     @option("--controller", multiple=True, show_default=default_controller(), metavar="BASE",
@@ -117,7 +117,7 @@ def command(role: Role) -> click.Command:
 def _refuse_own_options() -> None:
     """ConfigError for what means nothing to vLLM, and without a model."""
     context = click.get_current_context()
-    given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    given = {name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
     if "model" not in given:
         raise ConfigError("--engine vllm needs a model: --model PATH")
     for name in sorted(given):

@@ -1,80 +1,113 @@
-"""What a node process shows to Prometheus, read off its counters once a second, off a request's way."""
+"""What a node process shows to Prometheus, read off its counters once a second, off a request's way.
+
+Every metric has the labels `instance`, `dp_rank` and `role`. What is counted for a process as a whole has all its ranks
+there, as in `0,1`. No request is ever a label.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Literal
 
-from bus.runtime.metrics import Histogram, Metric, Sample, counter, gauge, histogram, labelled
+from bus.runtime.metrics import Distribution, Histogram, Metric, Sample, counter, gauge, labelled
 from nodes.link.host import Host
+from nodes.link.rank import LinkedRank
+
+LATENCIES = {
+    "first_token": "From ingest to the first token, at the node.",
+    "step": "Duration of a forward step.",
+    "kv_fetch": "From the first pull of blocks to the last.",
+}
 
 
 class NodeFigures:
-    """Distributions over all ranks of the process, which grow from snapshot to snapshot."""
+    """Distributions by rank, which grow from snapshot to snapshot."""
 
     def __init__(self) -> None:
-        self.first_token_s = Histogram()
-        self.fetch_s = Histogram()
-        self.step_s = Histogram()
+        self._of: dict[tuple[str, int], Histogram] = {}
+
+    def take(self, what: str, ranks: Mapping[int, LinkedRank]) -> dict[str, Distribution]:
+        """One of `LATENCIES` so far, with what the ranks have noted since the last time."""
+        taken = {}
+        for dp_rank, rank in ranks.items():
+            core, histogram = rank.core, self._of.setdefault((what, dp_rank), Histogram())
+            noted = {"first_token": core.first_token_s, "step": core.step_s, "kv_fetch": core.fetch_s}[what]
+            while noted:
+                histogram.observe(noted.popleft())
+            taken[str(dp_rank)] = histogram.frozen()
+        return taken
 
 
 def snapshot(host: Host, figures: NodeFigures) -> Iterator[Metric]:
-    """Gauges have one sample a rank; counters are of the process. No request is ever a label."""
-    ranks = host.ranks
+    """All of them, labelled."""
+    config = host.config
+    usual = {"instance": config.instance, "dp_rank": ",".join(map(str, host.ranks)), "role": config.role}
+    for metric in (*_of_ranks(host.ranks, figures), *_of_process(host)):
+        samples = tuple(Sample(sample.value, {**usual, **sample.labels}) for sample in metric.samples)
+        yield Metric(metric.name, metric.help, metric.kind, samples)
+
+
+def _of_ranks(ranks: Mapping[int, LinkedRank], figures: NodeFigures) -> Iterator[Metric]:
     loads = {str(dp_rank): rank.core.figures() for dp_rank, rank in ranks.items()}
-    for name, text, attribute in (
-        ("running", "Requests that hold a run slot.", "running"),
-        ("waiting", "Requests ingested that do not run yet.", "waiting"),
-        ("waiting_tokens", "Prompt tokens not yet computed or fetched.", "waiting_tokens"),
-        ("kv_tokens", "KV tokens held by live requests.", "kv_tokens"),
+    gauges: Literal["gauge"] = "gauge"
+    counters: Literal["counter"] = "counter"
+    for kind, name, text, attribute in (
+        (gauges, "running", "Requests that hold a run slot.", "running"),
+        (gauges, "waiting", "Requests ingested that do not run yet.", "waiting"),
+        (gauges, "waiting_tokens", "Prompt tokens not yet computed or fetched.", "waiting_tokens"),
+        (gauges, "kv_tokens", "KV tokens held by live requests.", "kv_tokens"),
+        (counters, "steps_total", "Forward steps completed.", "step"),
+        (counters, "prompt_tokens_total", "Prompt tokens ingested.", "prompt_tokens_total"),
+        (counters, "cached_tokens_total", "Of those, served from the prefix cache.", "cached_tokens_total"),
+        (counters, "output_tokens_total", "Output tokens made.", "output_tokens_total"),
     ):
         values = {dp_rank: float(getattr(load, attribute)) for dp_rank, load in loads.items()}
+        yield labelled(kind, f"pdbus_node_{name}", text, "dp_rank", values)
+    for name, text, limit in (
+        ("kv_capacity_tokens", "KV tokens there is room for (0: not said).", "kv_capacity"),
+        ("max_running", "Run slots (0: not said).", "max_running"),
+    ):
+        values = {str(dp_rank): float(getattr(rank.runner.facts, limit)) for dp_rank, rank in ranks.items()}
         yield labelled("gauge", f"pdbus_node_{name}", text, "dp_rank", values)
-    steps = {dp_rank: float(load.step) for dp_rank, load in loads.items()}
-    yield labelled("counter", "pdbus_node_steps_total", "Forward steps completed.", "dp_rank", steps)
-    yield gauge("pdbus_node_streams", "Token streams kept.", len(host.streams))
+    busy = {dp_rank: load.busy_us_total / 1e6 for dp_rank, load in loads.items()}
+    yield labelled("counter", "pdbus_node_busy_seconds_total", "Time spent in forward steps.", "dp_rank", busy)
+    for what, text in LATENCIES.items():
+        taken = [Sample(value, {"dp_rank": dp_rank}) for dp_rank, value in figures.take(what, ranks).items()]
+        yield Metric(f"pdbus_node_{what}_seconds", text, "histogram", taken)
 
-    events: Counter[str] = Counter()
-    for rank in ranks.values():
-        core = rank.core
-        events.update(core.counts)
-        for values_s, into in (
-            (core.first_token_s, figures.first_token_s),
-            (core.fetch_s, figures.fetch_s),
-            (core.step_s, figures.step_s),
-        ):
-            while values_s:
-                into.observe(values_s.popleft())
-    damaged = events.pop("kv_block_damaged", 0)
-    yield counter("pdbus_node_kv_checksum_errors_total", "KV blocks that arrived damaged.", damaged)
-    odd = {what: float(events.pop(what)) for what in ("dispatch_gap", "dispatch_repeated") if what in events}
-    yield labelled("counter", "pdbus_node_dispatch_anomalies_total", "Dispatches lost or repeated.", "what", odd)
-    rooms: Counter[str] = Counter()
-    for rank in ranks.values():
-        rooms.update(rank.publisher.counts)
-    yield labelled("counter", "pdbus_node_rooms_total", "What was published of rooms, by what.", "what", rooms)
+    damaged: list[Sample] = []
+    odd: list[Sample] = []
+    ended: list[Sample] = []
+    rooms: list[Sample] = []
+    for dp_rank, rank in ranks.items():
+        label = {"dp_rank": str(dp_rank)}
+        counts = dict(rank.core.counts)
+        damaged.append(Sample(counts.pop("kv_block_damaged", 0), label))
+        for what in ("dispatch_gap", "dispatch_repeated"):
+            if what in counts:
+                odd.append(Sample(counts.pop(what), label | {"what": what}))
+        ended += [Sample(count, label | {"code": code}) for code, count in counts.items()]
+        rooms += [Sample(count, label | {"what": what}) for what, count in rank.publisher.counts.items()]
+    for name, text, samples in (
+        ("kv_checksum_errors", "KV blocks that arrived damaged.", damaged),
+        ("dispatch_anomalies", "Dispatches lost or repeated.", odd),
+        ("legs_ended", "Legs that ended, by code.", ended),
+        ("rooms", "What was published of rooms, by what.", rooms),
+    ):
+        yield Metric(f"pdbus_node_{name}_total", text, "counter", samples)
+
+
+def _of_process(host: Host) -> Iterator[Metric]:
+    yield gauge("pdbus_node_streams", "Token streams kept.", len(host.streams))
     located = host.resolver.counts
     yield labelled("counter", "pdbus_node_rooms_located_total", "Rooms looked for, and how it went.", "what", located)
-    ended = {code: float(count) for code, count in events.items()}
-    yield labelled("counter", "pdbus_node_legs_ended_total", "Legs that ended, by code.", "code", ended)
-
     yield counter("pdbus_node_kv_sent_bytes_total", "KV bytes sent.", host.kv.sent_bytes)
     yield counter("pdbus_node_kv_received_bytes_total", "KV bytes received.", host.kv.received_bytes)
-    fetch_s = figures.fetch_s.frozen()
-    yield histogram("pdbus_node_kv_fetch_seconds", "From the first pull of blocks to the last.", fetch_s)
-    yield histogram("pdbus_node_step_seconds", "Duration of a forward step.", figures.step_s.frozen())
-    yield histogram(
-        "pdbus_node_first_token_seconds", "From ingest to the first token, at the node.", figures.first_token_s.frozen()
-    )
-    total = sum(load.prompt_tokens_total for load in loads.values())
-    cached = sum(load.cached_tokens_total for load in loads.values())
-    yield counter("pdbus_node_prompt_tokens_total", "Prompt tokens ingested.", total)
-    yield counter("pdbus_node_cached_tokens_total", "Of those, served from the prefix cache.", cached)
     yield counter(
         "pdbus_node_unsent_publications_total", "Publications dropped at a full queue.", host.unsent_publications
     )
     unsent = {
-        "controller": float(sum(each.unsent for rank in ranks.values() for each in rank.connections)),
+        "controller": float(sum(each.unsent for rank in host.ranks.values() for each in rank.connections)),
         "kv_block": float(host.kv.unsent_blocks),
         "tokens": float(host.streams.resent_total),
     }
@@ -82,12 +115,10 @@ def snapshot(host: Host, figures: NodeFigures) -> Iterator[Metric]:
     yield labelled("counter", "pdbus_node_unsent_messages_total", text, "what", unsent)
     dropped = host.streams.pending_dropped_total
     yield counter("pdbus_node_attaches_dropped_total", "Attaches forgotten before their request came.", dropped)
-    yield Metric(
-        "pdbus_node_rejected_messages_total",
-        "Messages turned down, by socket and reason.",
-        "counter",
-        tuple(
-            Sample(float(count), dict(zip(("socket", "reason"), key.split(":", 1), strict=True)))
-            for key, count in (host.rejected + Counter({f"kv:{k}": n for k, n in host.kv.rejected.items()})).items()
-        ),
-    )
+    rejected = {**host.rejected, **{f"kv:{reason}": count for reason, count in host.kv.rejected.items()}}
+    samples = [
+        Sample(count, dict(zip(("socket", "reason"), key.split(":", 1), strict=True)))
+        for key, count in rejected.items()
+    ]
+    text = "Messages turned down, by socket and reason."
+    yield Metric("pdbus_node_rejected_messages_total", text, "counter", samples)

@@ -6,7 +6,7 @@ Must not be called on a request's way; a part counts in plain ints and
 
 from __future__ import annotations
 
-import bisect
+import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -17,37 +17,11 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from bus import build
+from bus.histogram import Distribution as Distribution
+from bus.histogram import Histogram as Histogram
 from bus.runtime import logs
 
 SIZES = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0)
-SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-
-
-class Histogram:
-    """Counts of observed values by upper bound; for one thread, which hands out `frozen()` copies."""
-
-    __slots__ = ("bounds", "buckets", "total")
-
-    def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
-        self.bounds = tuple(bounds)
-        self.buckets = [0] * (len(self.bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        self.buckets[bisect.bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    def frozen(self) -> Distribution:
-        return Distribution(self.bounds, tuple(self.buckets), self.total)
-
-
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """A histogram's value at one moment; `buckets` are per bucket, not cumulative."""
-
-    bounds: tuple[float, ...]
-    buckets: tuple[int, ...]
-    total: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +75,7 @@ def registry(snapshot: Snapshot) -> CollectorRegistry:
 class _Reader(Collector):
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
-        self._build = {"version": build.version(), "cores": build.CORES}
+        self._build = {"version": build.version(), "cores": build.CORES, "python": platform.python_version()}
 
     def describe(self) -> Iterable[Family]:
         return ()  # so that registering does not read a snapshot that is not there yet

@@ -98,6 +98,7 @@ Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
 Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 LogProb: TypeAlias = Annotated[float, Meta(ge=-9999, le=0)]  # -9999: of what cannot be
 Grammar: TypeAlias = Annotated[str, Meta(max_length=65536)]  # opaque here; an engine's own dialect
+LatencyCounts: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=64)]  # by bound of `bus.histogram`
 Sentence: TypeAlias = Annotated[str, Meta(max_length=1024)]
 MemberKey: TypeAlias = tuple[str, int]  # (instance, dp_rank)
 
@@ -188,6 +189,7 @@ class Load(Message, frozen=True, kw_only=True):
     prompt_tokens_total: Count = 0  # prompt tokens ingested since the epoch began
     cached_tokens_total: Count = 0  # of those, served from the prefix cache
     busy_us_total: Count = 0  # microseconds spent in forward steps
+    output_tokens_total: Count = 0  # output tokens of decode and unified legs since the epoch began
 
 
 # --- publications (PUB -> XSUB/XPUB -> SUB); `seq` rises by one per message of that tag and epoch -------------
@@ -618,6 +620,11 @@ class RankStatus(_NamedAt, frozen=True):
     ended_total: Count
     failed_total: Count
     block_tokens: Count = 0  # of its KV blocks; what `Submit.block_hashes` must be made with to be of use there
+    state_age_s: AgeSeconds = -1.0  # it has been in this state for so long; -1: not said
+    epoch_age_s: AgeSeconds = -1.0  # since this start of it introduced itself; -1: not said
+    restarts: Count = 0  # starts of it that took the place of an earlier one since the controller began
+    ttft_counts: LatencyCounts = ()  # since the controller began: time to first token,
+    tpot_counts: LatencyCounts = ()  # and time per output token after the first
 
 
 class Status(_OfController, frozen=True, tag="status_is"):

@@ -1,7 +1,8 @@
 """The record of one rank (one start of it): facts, last report, counters, estimate. Decides nothing.
 
 `controller.load.table` changes its numbers, but for `routed_total`, which is `controller.placement`'s. What is no
-number belongs to who uses it: `peer` and `asked` to `controller.members`, `work` to `controller.requests.life`,
+number belongs to who uses it: `peer` and `asked` to `controller.members`, `work` and `latencies` to
+`controller.requests.life`,
 `inherited` to `controller.requests.table`, `follower` to `controller.feeds.nodes`.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from bus.histogram import Histogram
 from bus.wire.messages import Hello, Load, Location, MemberKey
 
 if TYPE_CHECKING:
@@ -24,6 +26,22 @@ class Asked(NamedTuple):
     n: int
     load_seq: int
     step: int
+
+
+class Latencies:
+    """Of the requests at one rank, over all its starts, for those who watch; nothing is decided by them.
+
+    `ttft`: at a prefill rank from a leg's coming to its first token, as the rank says; elsewhere from the submit's
+    coming here to the report of the first output. `tpot`: of each leg that ended well, per token after the first.
+    `acked`: from a moment on until all that was sent by then was acknowledged (`controller.observe.probe`).
+    """
+
+    __slots__ = ("acked", "tpot", "ttft")
+
+    def __init__(self) -> None:
+        self.ttft = Histogram()
+        self.tpot = Histogram()
+        self.acked = Histogram()
 
 
 class RankLoad:
@@ -54,6 +72,7 @@ class RankLoad:
         "kv_kind",
         "largest",
         "last_turn",
+        "latencies",
         "leaves",
         "limit_requests",
         "limit_tokens",
@@ -69,10 +88,12 @@ class RankLoad:
         "outstanding_tokens",
         "params",
         "peer",
+        "probe",
         "ready",
         "rebase",
         "reported_at",
         "requests",
+        "restarts",
         "routed_total",
         "seat",
         "sent",
@@ -140,6 +161,9 @@ class RankLoad:
         self.dispatched_before = 0  # in earlier epochs
         self.routed_total = 0
         self.failed_total = 0
+        self.restarts = 0  # starts of it that came after another one known here
+        self.latencies = Latencies()
+        self.probe: tuple[int, float] | None = None  # of acknowledgements: (`sent`, when)
         # not the load table's: its connection, the ping on its way there, and the live (request, leg)s here, by rid
         self.peer: Any = None
         self.asked: Asked | None = None

@@ -92,6 +92,7 @@ class LoadTable:
             rank.dispatched_before, rank.routed_total = old.dispatched_total, old.routed_total
             rank.failed_total = old.failed_total + old.outstanding  # these end with it
             rank.last_turn = old.last_turn
+            rank.restarts, rank.latencies = old.restarts + 1, old.latencies
         closed = self._closed.pop((rank.key, rank.epoch), None)
         if closed is not None:
             rank.undone, rank.sent, rank.sent_tokens = closed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from math import inf
 
 from bus.wire.messages import Attempt, CancelLeg, Code, Dispatch, Ended, Location, Rid, Role
 from controller.events import Action, ToNode
@@ -137,7 +138,7 @@ class Attempts:
             return False
         self._table.inherited.take(submit.rid)
         self._counts["adopted"] += 1
-        request.attempt, request.model = attempt, model
+        request.attempt, request.model, request.came_at = attempt, model, inf
         self._dispatch(request, legs, now, out)
         return True
 

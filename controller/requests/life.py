@@ -35,13 +35,29 @@ from controller.load.table import LoadTable
 from controller.members import Loss
 from controller.placement import Placement
 from controller.requests.attempts import Attempts, work_of
-from controller.requests.request import LegRun, LegState, Request, State, is_spare, request_of, same_request, verdict
+from controller.requests.request import (
+    LegRun,
+    LegState,
+    Request,
+    State,
+    about_of,
+    is_spare,
+    request_of,
+    same_request,
+    verdict,
+)
 from controller.requests.table import RequestTable, lane_of
 
-# Failures of the cluster, logged with their rid. What a client got wrong or chose is not: it could fill the log.
-LOGGED: frozenset[Code] = frozenset(
+# Failures are logged with their rid: those of the cluster's parts as warnings; those of a cluster that is busy or has
+# no rank as information, and so are retries, `TOLD_MAX` of them between two calls of `measure`: clients can cause any
+# number. What a client got wrong or chose is for `trace` alone: it could fill the log.
+BROKEN: frozenset[Code] = frozenset(
     {"peer_lost", "unknown_room", "kv_failed", "prefill_failed", "decode_failed", "engine_failed", "poison"}
 )
+BUSY: frozenset[Code] = frozenset(
+    {"no_rank", "rank_unavailable", "overloaded", "deadline", "draining", "shutting_down"}
+)
+TOLD_MAX = 10
 TOO_LATE = "its first token can no longer come in time"
 _LEG_FAILED: dict[Role, Literal["prefill_failed", "decode_failed"]] = {
     "prefill": "prefill_failed",
@@ -66,6 +82,7 @@ class Life:
         self._counts = counts
         self._ends_s = 0.0  # recent ends a second
         self._ends = 0
+        self._told = self._untold = 0  # log lines since the last measure
         self.table = RequestTable(config, now)
         self._placement = placement
         self._attempts = Attempts(epoch, self.table, loads, placement, counts)
@@ -89,7 +106,8 @@ class Life:
             request = request_of(peer, submit, frames, now)
             self.table.check(request, live)
         except Refusal as refusal:
-            self._answer_failed(peer, submit.rid, submit.attempt, refusal.code, refusal.sentence, out)
+            about = {"rid": submit.rid, "attempt": submit.attempt, "room": submit.bootstrap_room}
+            self._answer_failed(peer, submit.rid, submit.attempt, about, refusal.code, refusal.sentence, out)
             return
         if live is not None:
             self._supersede(live, peer, out)
@@ -135,7 +153,7 @@ class Life:
         for rid, attempt in progress.started:
             work = work_of(rank, rid, attempt)
             if work is not None and work[1].answers:
-                self._output(work[0], now)
+                self._output(*work, now)
         for ended in progress.ended:
             work = work_of(rank, ended.rid, ended.attempt)
             if work is not None and work[1].role == ended.leg:
@@ -189,8 +207,11 @@ class Life:
         for request in list(self.requests.values()):
             self._fail(request, "shutting_down", "the controller leaves", out)
 
-    def measure(self, interval_s: float) -> None:
-        """Each `interval_s`: how fast requests end, for retry hints."""
+    def measure(self, interval_s: float, out: list[Action]) -> None:
+        """Each `interval_s`: how fast requests end, for retry hints; and how many failures were not logged."""
+        if self._untold:
+            out.append(Note("request.lines_left_out", fields={"count": self._untold}))
+        self._told = self._untold = 0
         self._ends_s += 0.3 * (self._ends / interval_s - self._ends_s)
         self._ends = 0
 
@@ -252,8 +273,7 @@ class Life:
             return False
         self._accept(request, out)
         if self.trace:
-            ranks = {leg.role: f"{leg.rank.key[0]}/{leg.rank.key[1]}" for leg in request.legs}
-            out.append(Note("request.dispatched", "debug", {"rid": request.rid, "attempt": request.attempt} | ranks))
+            out.append(Note("request.dispatched", "debug", about_of(request)))
         return True
 
     def _accept(self, request: Request, out: list[Action]) -> None:
@@ -268,8 +288,12 @@ class Life:
 
     # --- inside: end ------------------------------------------------------------------------------------------
 
-    def _output(self, request: Request, now: float) -> None:
+    def _output(self, request: Request, leg: LegRun, now: float) -> None:
         request.step("output")
+        if leg.first_at == inf:
+            leg.first_at = now
+            if request.came_at != inf and not request.submit.offset and leg.role != "prefill":
+                leg.rank.latencies.ttft.observe(now - request.came_at)
         if request.first_due != inf:
             self._counts["ttft_slo_kept" if now <= request.first_due else "ttft_slo_missed"] += 1
             request.first_due = inf
@@ -280,12 +304,21 @@ class Life:
         self._attempts.over(leg, request, ended, now)
         if leg.state is LegState.DONE:
             if leg.answers and request.state is State.RUNNING:
-                self._output(request, now)
+                self._output(request, leg, now)
+            self._measure(request, leg, ended, now)
         elif not is_spare(leg, request):
             sentence = ended.message or f"the {leg.role} leg ended with {ended.code}"
             self._leg_failed(request, leg, ended.code, sentence, now, out)
             return
         self._finish(request, out)
+
+    @staticmethod
+    def _measure(request: Request, leg: LegRun, ended: Ended, now: float) -> None:
+        """Of a leg that ended well. One whose beginning and end were reported together tells no time between tokens."""
+        if leg.role == "prefill":
+            leg.rank.latencies.ttft.observe(ended.first_token_s)
+        elif ended.output_tokens > 1 and leg.first_at < now and request.came_at != inf:
+            leg.rank.latencies.tpot.observe((now - leg.first_at) / (ended.output_tokens - 1))
 
     def _finish(self, request: Request, out: list[Action]) -> None:
         """Done, once every leg is over."""
@@ -298,6 +331,8 @@ class Life:
         self._counts["done"] += 1
         self._ends += 1
         out.append(ToClient(request.peer, Done(request.rid, request.attempt, done)))
+        if self.trace:
+            out.append(Note("request.done", "debug", about_of(request)))
         self.table.remove(request)
 
     def _leg_failed(
@@ -320,6 +355,8 @@ class Life:
         self, request: Request, failed: LegRun, code: Code, sentence: str, now: float, out: list[Action]
     ) -> None:
         """Under the next attempt, at other ranks if there are any. Who nobody can take fails as its leg did."""
+        rank = f"{failed.rank.key[0]}/{failed.rank.key[1]}"
+        self._tell("request.retried", "info", about_of(request) | {"rank": rank, "code": code, "why": sentence}, out)
         self._attempts.withdraw(request, "fenced", out)
         request.avoid += (failed.rank,)
         request.attempt += 1
@@ -335,15 +372,25 @@ class Life:
         self, request: Request, code: Code, sentence: str, out: list[Action], *, withdraw: Code | None = None
     ) -> None:
         self._attempts.withdraw(request, withdraw or code, out)
-        self._answer_failed(request.peer, request.rid, request.attempt, code, sentence, out)
+        self._answer_failed(request.peer, request.rid, request.attempt, about_of(request), code, sentence, out)
         self._ends += 1
         self.table.remove(request, failed=True)
 
-    def _answer_failed(self, peer: Any, rid: Rid, attempt: int, code: Code, sentence: str, out: list[Action]) -> None:
+    def _answer_failed(
+        self, peer: Any, rid: Rid, attempt: int, about: dict[str, Any], code: Code, sentence: str, out: list[Action]
+    ) -> None:
         self._counts["failed"] += 1
         self._counts[f"failed_{code}"] += 1
         failed = Failed(rid, attempt, code, sentence[:1024], code in RETRYABLE, self.retry_after_s(code))
         out.append(ToClient(peer, failed))
-        if self.trace or code in LOGGED:
-            fields = {"rid": rid, "attempt": attempt, "code": code, "why": sentence}
-            out.append(Note("request.failed", "warning" if code in LOGGED else "debug", fields))
+        level = "warning" if code in BROKEN else "info" if code in BUSY else "debug"
+        self._tell("request.failed", level, about | {"code": code, "why": sentence}, out)
+
+    def _tell(self, event: str, level: str, fields: dict[str, Any], out: list[Action]) -> None:
+        if level == "info" and not self.trace:
+            if self._told >= TOLD_MAX:
+                self._untold += 1
+                return
+            self._told += 1
+        if level != "debug" or self.trace:
+            out.append(Note(event, level, fields))

@@ -64,7 +64,7 @@ LEG_NEXT: dict[tuple[LegState, Literal["done", "given up"]], LegState] = {
 class LegRun:
     """One leg of one attempt at one rank (one start of it)."""
 
-    __slots__ = ("answers", "began", "charge", "ended", "rank", "role", "state")
+    __slots__ = ("answers", "began", "charge", "ended", "first_at", "rank", "role", "state")
 
     def __init__(self, role: Role, rank: RankLoad, charge: int, began: float, answers: bool) -> None:
         self.role: Role = role
@@ -72,6 +72,7 @@ class LegRun:
         self.charge = charge
         self.began = began  # dispatched at
         self.answers = answers  # its output is what the client waits for
+        self.first_at = inf  # its first output was reported at
         self.state = LegState.RUNNING
         self.ended: Ended | None = None  # what the node said of a leg that is done
 
@@ -87,13 +88,13 @@ class Request:
     """One accepted request (`request_of`), `client`'s: its key, or empty where there are none."""
 
     __slots__ = (
-        "attempt", "avoid", "client", "deadline_at", "first_due", "frames", "frames_bytes", "lane", "legs", "losses",
-        "model", "peer", "places", "rid", "state", "submit", "tries", "work",
+        "attempt", "avoid", "came_at", "client", "deadline_at", "first_due", "frames", "frames_bytes", "lane", "legs",
+        "losses", "model", "peer", "places", "rid", "state", "submit", "tries", "work",
     )  # fmt: skip
 
     def __init__(
         self, peer: Any, client: str, submit: Submit, frames: tuple[Any, ...], frames_bytes: int,
-        places: tuple[tuple[int, Role], ...], deadline_at: float | None,
+        places: tuple[tuple[int, Role], ...], deadline_at: float | None, came_at: float,
     ) -> None:  # fmt: skip
         self.peer = peer
         self.client = client
@@ -105,6 +106,7 @@ class Request:
         self.attempt = submit.attempt
         self.model = submit.model  # of all its attempts; where the submit names none, settled when it is first placed
         self.deadline_at = deadline_at
+        self.came_at = came_at  # inf: to an earlier start of this controller, and it runs since then
         self.state = State.QUEUED
         self.legs: tuple[LegRun, ...] = ()
         self.tries = 0  # dispatches
@@ -122,6 +124,12 @@ class Request:
             legs = [(leg.role, leg.rank.key, leg.state.value) for leg in self.legs]
             story = f"{self.rid} is {self.state.value}: cannot be {what}; attempt {self.attempt}, tries {self.tries}"
             raise AssertionError(f"{story}, legs {legs}") from None
+
+
+def about_of(request: Request) -> dict[str, Any]:
+    """What each log line of it says: its rid, attempt and room, and the ranks of its legs by role."""
+    ranks = {leg.role: f"{leg.rank.key[0]}/{leg.rank.key[1]}" for leg in request.legs}
+    return {"rid": request.rid, "attempt": request.attempt, "room": request.submit.bootstrap_room} | ranks
 
 
 def request_of(peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> Request:
@@ -155,6 +163,7 @@ def request_of(peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> 
         size + len(frames[1]),
         places,
         now + submit.deadline_s if submit.deadline_s else None,
+        now,
     )
 
 

@@ -93,7 +93,7 @@ class RankCore:
         counted = self.reports.acknowledge(dispatch)
         if counted != "counted":
             self.counts[f"dispatch_{counted}"] += 1
-            actions.append(Note(f"dispatch.{counted}", "warning", fields={"number": dispatch.number}))
+            actions.append(Note(f"dispatch.{counted}", "warning", _about(dispatch) | {"number": dispatch.number}))
         current = self.legs.get(dispatch.rid)
         if counted == "repeated" or self.reports.answered(owner, dispatch, current):
             return actions
@@ -108,7 +108,7 @@ class RankCore:
             end = Ended(dispatch.rid, dispatch.attempt, self.role, refusal.code, refusal.sentence)
             self.reports.ended(owner, end)
             self.counts[refusal.code] += 1
-            fields = {"rid": dispatch.rid, "attempt": dispatch.attempt, "code": refusal.code, "why": refusal.sentence}
+            fields = _about(dispatch) | {"code": refusal.code, "why": refusal.sentence}
             return [*actions, Note("leg.rejected", "info", fields=fields)]
         leg.owner = owner
         return actions + self._begin(leg, dispatch, now)
@@ -269,6 +269,7 @@ class RankCore:
             prompt_tokens_total=runner.prompt_tokens_total,
             cached_tokens_total=runner.cached_tokens_total,
             busy_us_total=runner.busy_us_total,
+            output_tokens_total=runner.output_tokens_total,
         )
 
     # --- inside: a leg's beginning ------------------------------------------------------------------------------
@@ -325,6 +326,11 @@ class RankCore:
         self.reports.remember(leg.owner, end)
         self.counts[code] += 1
         if code != "ok":
-            fields = {"rid": leg.rid, "attempt": leg.attempt, "code": code, "why": message, "state": was.value}
+            fields = leg.about | {"code": code, "why": message, "state": was.value}
             actions.append(Note("leg.ended", "info", fields=fields))
         return actions
+
+
+def _about(dispatch: Dispatch) -> dict[str, object]:
+    """What its log lines say, as those of the leg it becomes (`Leg.about`)."""
+    return {"rid": dispatch.rid, "attempt": dispatch.attempt, "leg": dispatch.leg, "room": dispatch.bootstrap_room}

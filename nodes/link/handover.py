@@ -112,6 +112,7 @@ class HandedRunner:
         self._said = LoadSaid()
         self._prompt_tokens = 0
         self._cached_tokens = 0
+        self._output_tokens = 0
         self._outputs = 0  # stands for steps where the scheduler does not tell them
 
     def attach(self, tell: Tell) -> None:
@@ -141,6 +142,7 @@ class HandedRunner:
             busy=said.busy,
             prompt_tokens_total=self._prompt_tokens,
             cached_tokens_total=self._cached_tokens,
+            output_tokens_total=self._output_tokens,
         )
 
     def turn(self, now: float) -> None:
@@ -158,6 +160,7 @@ class HandedRunner:
         """False when it made no sense: its leg has failed."""
         if type(said) is Output and said.leg in self._legs and not _nonsense_in(said, self.facts):
             self._outputs += 1  # one for each token, hence the short way
+            self._output_tokens += len(said.tokens)
             self._legs.note(said)
             self._tell(said)
         elif isinstance(said, LoadSaid):

@@ -134,6 +134,12 @@ class Leg:
         return self.state is not LegState.ENDED
 
     @property
+    def about(self) -> dict[str, object]:
+        """What each log line of it says; the rank is said by whoever writes it."""
+        room = None if self.room == NO_ROOM else self.room
+        return {"rid": self.rid, "attempt": self.attempt, "leg": self.role, "room": room}
+
+    @property
     def produced(self) -> int:
         """The token after the last of `output`, counted as `sent` is."""
         return self.offset + len(self.output)

@@ -86,7 +86,7 @@ class KvPuller:
         if intact:
             return [take]
         self._counts["kv_block_damaged"] += 1
-        fields = {"rid": leg.rid, "room": leg.room, "index": message.index, "bytes": len(data)}
+        fields = leg.about | {"index": message.index, "bytes": len(data)}
         return [Note("kv_block.damaged", "warning", fields=fields), take]
 
     def pull(self, leg: Leg, first: int, count: int, now: float) -> list[Action]:

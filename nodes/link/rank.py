@@ -105,7 +105,7 @@ class LinkedRank:
         self.drained_at: float | None = None
         self.on_the_bus: NodeState | None = None  # our state as subscribers hear it; None: not heard yet
         self.connections: list[Connection] = []
-        self.log = get_logger("node").bind(dp_rank=dp_rank)
+        self.log = get_logger("node").bind(rank=f"{config.instance}/{dp_rank}")
         self.core = RankCore(config.role, dp_rank, runner.facts, host.streams, runner.load, config.limits)
         self.publisher = PublisherCore(
             instance=config.instance,

@@ -33,6 +33,7 @@ class RunnerLoad(Struct, frozen=True):
     prompt_tokens_total: int = 0  # of all legs started so far
     cached_tokens_total: int = 0  # of those, served from the prefix cache
     busy_us_total: int = 0  # microseconds spent in steps
+    output_tokens_total: int = 0  # told of decode and unified legs so far
 
 
 # --- events: what a runner says -----------------------------------------------------------------------------------

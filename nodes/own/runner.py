@@ -56,6 +56,7 @@ class OwnRunner:
         self.facts = facts_of(engine.spec, scheduler.max_running)
         self._kv_events = kv_events
         self._receiver = KvReceiver(window=window_for(engine.spec.block_bytes))
+        self._output_tokens = 0
         self._fetching: dict[int, Sequence] = {}  # by the leg's `seq`, which names its sequence too
 
     def attach(self, tell: Tell) -> None:
@@ -74,6 +75,7 @@ class OwnRunner:
                 return
             self._tell(Began(leg))
             self._tell(_output(leg, handle.first_token, handle.first_logprobs))
+            self._output_tokens += 1
             if handle.first_token in leg.stop_ids or leg.max_tokens == 1:
                 self._tell(Finished(leg, "stop" if handle.first_token in leg.stop_ids else "length"))
                 return
@@ -102,7 +104,7 @@ class OwnRunner:
         s = self.scheduler
         return RunnerLoad(
             s.running, s.waiting, s.waiting_tokens, s.kv_tokens, s.step, s.busy, s.prompt_tokens_total,
-            s.cached_tokens_total, s.busy_us_total,
+            s.cached_tokens_total, s.busy_us_total, self._output_tokens,
         )  # fmt: skip
 
     def turn(self, now: float) -> None:
@@ -161,7 +163,7 @@ class OwnRunner:
     def _stepped(self, result: StepResult) -> None:
         if result.error:
             log.error("step.failed", step=result.number, error=result.error)
-        tell = self._tell
+        tell, made = self._tell, 0
         for sequence in self.scheduler.complete(result):
             leg, output, finish = sequence.leg, sequence.output, sequence.finish
             assert leg is not None
@@ -174,8 +176,10 @@ class OwnRunner:
                 tell(Held(leg, output[-1], first_logprobs=sequence.logprobs))
                 continue
             tell(_output(leg, output[-1], sequence.logprobs))
+            made += 1
             if finish:
                 tell(Finished(leg, "stop" if finish == "stop" else "length"))
+        self._output_tokens += made
         tell(Stepped(result.duration_s))
 
 

@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from bus.endpoints import default_controller, unresolved, why_silent
+from bus.endpoints import default_bus, default_controller, unresolved, why_silent
 from bus.errors import ConfigError, PeerLost
 from bus.runtime import cli
 from bus.wire.messages import Status
@@ -29,6 +29,9 @@ controller_option = click.option(
     show_default=default_controller(),
     metavar="BASE",
     help="The controller: ipc:///dir/controller or tcp://host:port.",
+)
+bus_option = click.option(
+    "--bus", default=default_bus, show_default=default_bus(), metavar="BASE", help="The broker, for its counts."
 )
 wait_option = click.option(
     "--wait-s",

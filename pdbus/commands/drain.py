@@ -7,7 +7,7 @@ import time
 import click
 
 from bus.errors import ConfigError, StartError
-from bus.runtime import cli
+from bus.runtime import cli, settings
 from bus.wire.messages import RankStatus, Status
 from pdbus.client import Client
 from pdbus.commands.common import Teller, controller_option, keys_option, wait_for_controller, wait_option
@@ -15,7 +15,7 @@ from pdbus.commands.common import Teller, controller_option, keys_option, wait_f
 ASK_S = 0.25
 
 
-@click.command()
+@settings.command("drain")
 @click.argument("rank", metavar="INSTANCE/RANK")
 @click.option("--drain-s", type=cli.Seconds(), default=120.0, show_default=True, help="How long to wait for its end.")
 @controller_option

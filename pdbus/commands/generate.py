@@ -11,7 +11,7 @@ import click
 from msgspec import structs
 
 from bus.errors import BusError, ConfigError, PeerLost, RequestFailed
-from bus.runtime import cli
+from bus.runtime import cli, settings
 from bus.wire.messages import Location
 from pdbus.client import Client, Options, Result, Stream, choices
 from pdbus.client.options import any_rank
@@ -38,7 +38,7 @@ def _sampling_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@click.command()
+@settings.command("generate")
 @click.argument("text")
 @click.option("--max-tokens", type=int, default=128, show_default=True)
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")

@@ -10,16 +10,17 @@ from pathlib import Path
 import click
 
 from bus.errors import ConfigError
-from bus.runtime import cli, logs
+from bus.runtime import cli, logs, settings
 from pdbus.commands.common import Teller, controller_option, keys_option
 from pdbus.edge.config import EdgeConfig
 
 NEEDED = ("uvicorn", "httptools", "uvloop")
 
 
-@click.command(
+@settings.command(
+    "serve",
     epilog="Any number of edges may run side by side. /docs lists the endpoints; /health and /ready are for probes, "
-    "/metrics for Prometheus. SIGTERM lets requests finish."
+    "/metrics for Prometheus. SIGTERM lets requests finish.",
 )
 @cli.setting(EdgeConfig(), "--http", metavar="[HOST:]PORT", help="Where it listens.")
 @controller_option

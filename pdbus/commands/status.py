@@ -5,75 +5,84 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import click
 import msgspec
-import zmq
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from bus.endpoints import BusAddress, default_bus
-from bus.errors import RemoteProtocolError
-from bus.runtime import cli
-from bus.runtime.keys import load_keys
-from bus.runtime.sockets import Sockets
-from bus.wire import codec
-from bus.wire.messages import FROM_BROKER, BrokerStatus, BrokerStatusQuery, RankStatus, Status
+from bus.endpoints import BusAddress
+from bus.runtime import cli, settings
+from bus.wire.messages import BrokerStatus, RankStatus, Status
 from pdbus.client import Client
-from pdbus.commands.common import controller_option, keys_option, wait_for_controller, wait_option
+from pdbus.commands.common import (
+    bus_option,
+    controller_option,
+    keys_option,
+    leave_on_signals,
+    wait_for_controller,
+    wait_option,
+)
+from pdbus.top.figures import trouble_of
+from pdbus.top.source import BrokerDesk
 
-BROKER_WAIT_MS = 1_000
 WIDTH = 132  # of a table that no terminal shows
 COLUMNS = ("rank", "role", "state", "age", "run+wait", "KV", "in flight", "estimate", "sent", "ended", "bad")
 WORDS = ("rank", "role", "state")
 LEAST_FIRST = ("ended", "sent", "in flight", "role", "age", "bad", "KV", "run+wait", "estimate")  # where it is narrow
 
 
-@click.command()
-@controller_option
-@click.option(
-    "--bus", default=default_bus, show_default=default_bus(), metavar="BASE", help="The broker, for its counts."
+@settings.command(
+    "status",
+    epilog="Exit code 1: a rank that should serve doesn't (silent, lost, hung), or no rank of a role is ready; a line "
+    "tells of each.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Everything, as one JSON object.")
+@controller_option
+@bus_option
+@click.option("--json", "as_json", is_flag=True, help="Everything, as one JSON object (docs/operations.md).")
+@click.option(
+    "--watch",
+    "watch_s",
+    type=cli.Seconds(0.1),
+    is_flag=False,
+    flag_value=2.0,
+    default=None,
+    metavar="[SECONDS]",
+    help="Again and again, each 2 seconds or as many as are said; with --json an object a line.",
+)
 @keys_option
 @wait_option
-def status(controller: str, bus: str, as_json: bool, keys: str, wait_s: float) -> None:
+def status(controller: str, bus: str, as_json: bool, watch_s: float | None, keys: str, wait_s: float) -> None:
     """Show every rank: role, state, load report and its age, estimate, work in flight, counts."""
-    address = BusAddress(bus)
-    with Client(controller, keys=keys) as client:
-        seen = wait_for_controller(client, controller, wait_s, keys)
-    broker = ask_broker(address, keys)
-    if as_json:
-        print(json.dumps(as_dict(seen, broker), indent=2))
-    else:
-        _show(seen, broker, bus, keys)
-
-
-def ask_broker(address: BusAddress, keys: str = "") -> BrokerStatus | None:
-    """What the broker counts; None when none answers within a second."""
-    with Sockets(keys=load_keys(keys, "admins", "clients") if keys else None) as sockets:
-        dealer = sockets.dealer(address.bootstrap)
-        try:
-            dealer.send_multipart([b"", codec.encode(BrokerStatusQuery(1))], zmq.NOBLOCK)
-        except zmq.Again:
-            return None  # refused already: it does not know our key
-        if not dealer.poll(BROKER_WAIT_MS):
-            return None
-        try:
-            answer = codec.decode(dealer.recv_multipart()[-1], FROM_BROKER)
-        except RemoteProtocolError:
-            return None
-        return answer if isinstance(answer, BrokerStatus) else None
+    leave_on_signals()
+    console = _console()
+    with Client(controller, keys=keys) as client, BrokerDesk(BusAddress(bus), keys) as desk:
+        while True:
+            seen = wait_for_controller(client, controller, wait_s, keys)
+            broker = desk.ask()
+            if as_json:
+                print(json.dumps(as_dict(seen, broker), indent=None if watch_s else 2), flush=True)
+            else:
+                if watch_s and console.is_terminal:
+                    console.clear()
+                _show(console, seen, broker, bus, keys)
+            if not watch_s:
+                break
+            time.sleep(watch_s)
+    if trouble_of(seen):
+        sys.exit(1)
 
 
 def as_dict(seen: Status, broker: BrokerStatus | None) -> dict[str, Any]:
-    """For programs: fields by name, as in docs/protocol.md."""
-    return {"controller": _named(seen), "broker": _named(broker) if broker is not None else None}
+    """For programs: fields by name, as in docs/protocol.md; `trouble`: what is wrong, a sentence each."""
+    broker_named = _named(broker) if broker is not None else None
+    return {"trouble": trouble_of(seen), "controller": _named(seen), "broker": broker_named}
 
 
 def _named(value: Any) -> Any:
@@ -84,9 +93,12 @@ def _named(value: Any) -> Any:
     return value
 
 
-def _show(seen: Status, broker: BrokerStatus | None, bus: str, keys: str) -> None:
+def _console() -> Console:
     shown = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console = Console(highlight=False, width=None if shown else WIDTH)
+    return Console(highlight=False, width=None if shown else WIDTH)
+
+
+def _show(console: Console, seen: Status, broker: BrokerStatus | None, bus: str, keys: str) -> None:
     methods = ", ".join(f"{role} {method}" for role, method in sorted(seen.methods.items()))
     _print(console, f"{seen.controller}, up {seen.uptime_s:.0f} s; methods: {methods}")
     table, left_out = ranks_table(seen.ranks, console)
@@ -104,6 +116,8 @@ def _show(seen: Status, broker: BrokerStatus | None, bus: str, keys: str) -> Non
     else:
         counts = ", ".join(f"{name} {count}" for name, count in broker.counts.items() if count)
         _print(console, f"broker, up {broker.uptime_s:.0f} s: {counts or 'nothing yet'}")
+    for line in trouble_of(seen):
+        _print(console, f"! {line}", style="bold red")
 
 
 def _print(console: Console, line: str, style: str = "") -> None:

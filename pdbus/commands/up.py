@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bus.endpoints import default_bus, default_controller
-from bus.runtime import cli
+from bus.runtime import cli, settings
 from bus.runtime.logs import LEVELS
 from controller.config import ControllerConfig
 from controller.policies import resolve
@@ -28,11 +28,12 @@ def _method_option(role: str, default: str) -> Callable[[Any], Any]:
     )
 
 
-@click.command(
+@settings.command(
+    "up",
     epilog="What follows -- is given to every node, as in: pdbus up -- --kv-tokens 4096 --max-running 8. With --engine "
     "vllm it is for vLLM, and what stands before a further -- for the nodes. A part that "
     "dies is started again, after a wait that grows. The command ends with exit code 3 when a part has used up its "
-    "restarts, or when the last node, controller, broker or edge has left."
+    "restarts, or when the last node, controller, broker or edge has left.",
 )
 @click.option("--prefill", type=click.IntRange(0), default=None, help="Prefill ranks  [default: 2]")
 @click.option("--decode", type=click.IntRange(0), default=None, help="Decode ranks  [default: 2]")
@@ -150,6 +151,7 @@ def up(
         metrics_port=metrics_port,
         node_args=node_args,
         engine_args=engine_args,
+        config=settings.config_file(),
         controller_args=(
             "--queue-order",
             queue_order,

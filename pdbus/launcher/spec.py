@@ -68,6 +68,7 @@ class ClusterSpec:
     engine_args: tuple[str, ...] = ()  # of an engine that has arguments of its own (vllm)
     controller_args: tuple[str, ...] = ()  # more options for the controllers' command lines
     broker_args: tuple[str, ...] = ()  # and for the broker's
+    config: str = ""  # a file of settings for the parts; what is said here goes before it
     env: dict[str, str] = field(default_factory=dict)  # more environment of the parts
     gpus: tuple[str, ...] = ()  # of each node process, in their order, as CUDA_VISIBLE_DEVICES names them; empty: all
 
@@ -114,6 +115,7 @@ class ClusterSpec:
     def parts(self, at: Addresses) -> list[PartSpec]:
         """Every child process, in the order of starting: broker, controllers, nodes, edge."""
         common = ("--watch-parent", "--log-level", self.log_level, *(("--keys", self.keys) if self.keys else ()))
+        common += ("--config", self.config) if self.config else ()
         parts: list[PartSpec] = []
         if not self.embedded:
             parts.append(PartSpec("broker", "broker", "bus", ("--bus", at.bus, *common, *self.broker_args)))

@@ -533,6 +533,13 @@ def test_a_node_says_what_it_waits_for_and_gives_up(cluster: Cluster, what: str)
     assert any("node.waiting" in line and nowhere in line for line in lines)
 
 
+def named(name: str, **labels: str) -> str:
+    """A metric of the decode rank as it is scraped."""
+    labels |= {"instance": "decode", "dp_rank": "0", "role": "decode"}
+    said = ",".join(f'{key}="{labels[key]}"' for key in sorted(labels))
+    return f"pdbus_node_{name}{{{said}}}"
+
+
 def test_metrics_show_what_went_on(cluster: Cluster) -> None:
     port = free_ports("127.0.0.1", 1)
     cluster.node("prefill")
@@ -545,18 +552,19 @@ def test_metrics_show_what_went_on(cluster: Cluster) -> None:
     reader.read("r")
     blocks = -(-len(PROMPT) // 4)
     wanted = {
-        "pdbus_node_kv_received_bytes_total": float(blocks * 4 * 4),
-        'pdbus_node_legs_ended_total{code="ok"}': 1.0,
-        "pdbus_node_first_token_seconds_count": 1.0,
-        "pdbus_node_kv_fetch_seconds_count": 1.0,
-        'pdbus_node_rooms_located_total{what="asked"}': 1.0,
-        'pdbus_node_rooms_total{what="registered"}': 0.0,  # which only prefill ranks do
-        'pdbus_node_rejected_messages_total{reason="version",socket="data"}': 1.0,
-        'pdbus_node_running{dp_rank="0"}': 0.0,
-        'pdbus_node_unsent_messages_total{what="controller"}': 0.0,
-        'pdbus_node_unsent_messages_total{what="kv_block"}': 0.0,
-        'pdbus_node_unsent_messages_total{what="tokens"}': 0.0,
-        "pdbus_node_attaches_dropped_total": 0.0,
+        named("kv_received_bytes_total"): float(blocks * 4 * 4),
+        named("legs_ended_total", code="ok"): 1.0,
+        named("first_token_seconds_count"): 1.0,
+        named("kv_fetch_seconds_count"): 1.0,
+        named("rooms_located_total", what="asked"): 1.0,
+        named("rooms_total", what="registered"): 0.0,  # which only prefill ranks do
+        named("rejected_messages_total", reason="version", socket="data"): 1.0,
+        named("running"): 0.0,
+        named("unsent_messages_total", what="controller"): 0.0,
+        named("unsent_messages_total", what="kv_block"): 0.0,
+        named("unsent_messages_total", what="tokens"): 0.0,
+        named("attaches_dropped_total"): 0.0,
+        named("output_tokens_total"): 8.0,
     }
 
     def scraped() -> bool:

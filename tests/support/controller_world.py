@@ -121,13 +121,13 @@ class World:
         self.feed(FromClient(peer, request, payload))
 
     def progress(self, node: Hello, *, started: Iterable[Dispatch] = (), ended: Iterable[Dispatch] = (),
-                 code: Code = "ok", peer: str = "") -> None:  # fmt: skip
+                 code: Code = "ok", peer: str = "", **said: Any) -> None:  # fmt: skip
         message = Progress(
             node.instance,
             node.dp_rank,
             node.epoch,
             tuple((d.rid, d.attempt) for d in started),
-            tuple(Ended(d.rid, d.attempt, d.leg, code) for d in ended),
+            tuple(Ended(d.rid, d.attempt, d.leg, code, **said) for d in ended),
         )
         self.feed(FromNode(peer or peer_of(node), message))
 

@@ -6,7 +6,8 @@ import pytest
 from controller_world import D, P, U, failure, hello, pd, peer_of, submit, unified
 
 from bus.wire.messages import Accepted, Cancel, Failed
-from controller.events import FromClient, Undelivered, Unreachable
+from controller.events import FromClient, ToClient, Undelivered, Unreachable
+from controller.requests.life import TOLD_MAX
 
 
 class TestRetries:
@@ -73,8 +74,29 @@ class TestRetries:
         assert [failed.code for failed in world.answers(Failed)] == ["empty_prompt", "poison"]
         (note,) = [note for note in world.notes if note.event == "request.failed"]
         assert note.level == "warning"
-        assert note.fields.items() >= {"rid": "killer", "attempt": 2, "code": "poison"}.items()
+        assert note.fields.items() >= {"rid": "killer", "attempt": 2, "room": None, "unified": "u/1"}.items()
+        assert note.fields["code"] == "poison"
         assert "rank u/1 is lost" in note.fields["why"]
+        (retried,) = [note for note in world.notes if note.event == "request.retried"]
+        assert retried.level == "info"
+        assert retried.fields == {
+            "rid": "killer", "attempt": 1, "room": None, "unified": "u/0", "rank": "u/0", "code": "peer_lost",
+            "why": "rank u/0 is lost",
+        }  # fmt: skip
+
+    def test_what_a_busy_cluster_turns_down_is_in_the_log_up_to_so_many_a_second(self) -> None:
+        world = unified(hello("u", max_running=1), request_overcommit=1.0, queue_requests=1)
+        for n in range(-2, TOLD_MAX + 5):
+            world.submit(submit(f"r{n}"))  # the first two run and wait
+        assert {failed.code for failed in world.answers(Failed)} == {"overloaded"}
+        told = [note for note in world.notes if note.event == "request.failed"]
+        assert [note.fields["rid"] for note in told] == [f"r{n}" for n in range(TOLD_MAX)]
+        assert {note.level for note in told} == {"info"}
+        world.pass_time(1.0, alive=[U[0]])
+        (note,) = [note for note in world.notes if note.event == "request.lines_left_out"]
+        assert note.fields == {"count": 5}
+        world.submit(submit("later"))
+        assert world.notes[-1].fields["rid"] == "later"
 
     def test_poison_is_known_again_when_its_client_comes_back_without_progress(
         self, monkeypatch: pytest.MonkeyPatch
@@ -188,7 +210,7 @@ class TestEnds:
         for n in range(3):
             world.submit(submit(f"r{n}", "pair", bootstrap_room=n))
         actions = world.core.shutdown(world.now)
-        failed = [a.message for a in actions if isinstance(a.message, Failed)]  # type: ignore[union-attr]
+        failed = [a.message for a in actions if isinstance(a, ToClient) and isinstance(a.message, Failed)]
         assert [(f.code, f.retryable) for f in failed] == [("shutting_down", True)] * 3
         world.core.validate()
         world.assert_empty()

@@ -59,7 +59,11 @@ class TestPair:
         world.core.life.trace = True
         world.submit(submit("r", "pair"))
         (note,) = [note for note in world.notes if note.event == "request.dispatched"]
-        assert note.fields == {"rid": "r", "attempt": 1, "prefill": "p/0", "decode": "d/0"}
+        about = {"rid": "r", "attempt": 1, "room": sum(b"r"), "prefill": "p/0", "decode": "d/0"}
+        assert note.fields == about
+        world.progress(D[0], ended=world.dispatches(D[0]))
+        world.progress(P[0], ended=world.dispatches(P[0]))
+        assert [(note.event, note.fields) for note in world.notes[-1:]] == [("request.done", about)]
 
     def test_numbers_count_up_for_each_rank(self) -> None:
         """M45"""

@@ -157,6 +157,8 @@ def test_kv_that_never_arrives_intact_fails_both_legs(world: World, pair: tuple[
     world.run(2.0)
     prefill, decode = pair
     assert decode.code("r") == "kv_failed"
+    (note,) = [note for note in decode.notes if note.event == "leg.ended"]
+    assert note.fields.items() >= {"rid": "r", "attempt": 1, "leg": "decode", "room": 5, "code": "kv_failed"}.items()
     assert decode.finishes["r"].code == "kv_failed"
     assert prefill.code("r") == "decode_failed"
     assert prefill.idle()
@@ -281,6 +283,8 @@ def test_dispatches_that_never_came_are_noted_and_no_others(world: World) -> Non
     assert [(note.event, note.fields["number"]) for note in rank.notes] == [
         ("dispatch.gap", 7), ("dispatch.repeated", 7)
     ]  # fmt: skip
+    about = {"rid": "r7", "attempt": 1, "leg": "unified", "room": 5}
+    assert all(note.fields.items() >= about.items() for note in rank.notes)
     assert (rank.core.counts["dispatch_gap"], rank.core.counts["dispatch_repeated"]) == (1, 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from importlib.metadata import version
 
@@ -49,7 +50,8 @@ def test_every_kind_is_scraped_as_it_was_left() -> None:
 
 def test_every_part_says_which_build_it_is() -> None:
     said = generate_latest(registry(lambda: ())).decode()
-    assert f'pdbus_build_info{{cores="{build.CORES}",version="{version("pdbus")}"}} 1.0' in said
+    labels = f'cores="{build.CORES}",python="{platform.python_version()}",version="{version("pdbus")}"'
+    assert f"pdbus_build_info{{{labels}}} 1.0" in said
 
 
 def test_a_frozen_histogram_does_not_change_any_more() -> None:

@@ -1,0 +1,71 @@
+"""Latencies counted by upper bound: a status carries the counts, Prometheus scrapes them, `pdbus top` reads quantiles.
+
+Counts only grow, so whoever looks twice knows the latencies in between: the difference of the two. Pure.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Half a millisecond (a step of a small model) to ten minutes (the first token of a prompt that waited long). Part of
+# the protocol (docs/protocol.md): counts that cross the wire mean nothing without their bounds.
+BOUNDS_S = (
+    0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75,
+    1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
+)  # fmt: skip
+
+
+class Histogram:
+    """Counts of observed values by upper bound; for one thread, which hands out `frozen()` copies."""
+
+    __slots__ = ("bounds", "buckets", "total")
+
+    def __init__(self, bounds: Sequence[float] = BOUNDS_S) -> None:
+        self.bounds = tuple(bounds)
+        self.buckets = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.buckets[bisect.bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def frozen(self) -> Distribution:
+        return Distribution(self.bounds, tuple(self.buckets), self.total)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A histogram's value at one moment; `buckets` are per bucket, not cumulative."""
+
+    bounds: tuple[float, ...]
+    buckets: tuple[int, ...]
+    total: float
+
+
+def trimmed(counts: Sequence[int]) -> tuple[int, ...]:
+    """Without the zeros at the end, as counts travel."""
+    last = next((at for at in range(len(counts), 0, -1) if counts[at - 1]), 0)
+    return tuple(counts[:last])
+
+
+def since(counts: Sequence[int], before: Sequence[int]) -> tuple[int, ...]:
+    """What the same counter counted after `before`; one that counts less was begun anew."""
+    more = [count - (before[at] if at < len(before) else 0) for at, count in enumerate(counts)]
+    return tuple(more) if len(before) <= len(counts) and min(more, default=0) >= 0 else tuple(counts)
+
+
+def quantile(counts: Sequence[int], q: float) -> float | None:
+    """The value below which the share `q` of them lies, in seconds; within a bucket by a straight line. None: nothing
+    was counted. What lies beyond the last bound is taken for that."""
+    wanted = q * sum(counts)
+    if not wanted:
+        return None
+    below = 0
+    for at, count in enumerate(counts[: len(BOUNDS_S)]):
+        if count and below + count >= wanted:
+            low = BOUNDS_S[at - 1] if at else 0.0
+            return low + (BOUNDS_S[at] - low) * (wanted - below) / count
+        below += count
+    return BOUNDS_S[-1]

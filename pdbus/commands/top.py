@@ -1,0 +1,82 @@
+"""`pdbus top`: a live view of a cluster. Owns its options and the loop of keys and answers."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import sys
+from contextlib import ExitStack
+
+import click
+
+from bus.endpoints import BusAddress
+from bus.errors import ConfigError
+from bus.runtime import cli, settings
+from pdbus.client import Client
+from pdbus.commands.common import (
+    bus_option,
+    controller_option,
+    keys_option,
+    leave_on_signals,
+    wait_for_controller,
+    wait_option,
+)
+
+
+@settings.command("top")
+@controller_option
+@bus_option
+@keys_option
+@wait_option
+@click.option("--interval-s", type=cli.Seconds(0.2), default=1.0, show_default=True, help="How often to ask.")
+def top(controller: str, bus: str, keys: str, wait_s: float, interval_s: float) -> None:
+    """Watch a cluster: its ranks' load, latencies, faults and restarts, live. Press ? for the keys."""
+    from rich.console import Console, Group
+
+    from pdbus.top.figures import History, Sample
+    from pdbus.top.screen import lines_of
+    from pdbus.top.source import BrokerDesk, Watcher, is_terminal, keys_in, raw_keys
+    from pdbus.top.view import View
+
+    if not is_terminal():
+        raise ConfigError("top needs a terminal; elsewhere: pdbus status --watch")
+    leave_on_signals()
+    history, view, silent = History(), View(), ""
+    console = Console(highlight=False)
+    with ExitStack() as exits:
+        client = exits.enter_context(Client(controller, keys=keys))
+        wait_for_controller(client, controller, wait_s, keys)
+        broker = exits.enter_context(BrokerDesk(BusAddress(bus), keys))
+        woken, wake = os.pipe()
+        exits.callback(os.close, woken)
+        exits.callback(os.close, wake)
+        signal.signal(signal.SIGWINCH, lambda number, frame: os.write(wake, b"x") and None)
+        exits.callback(signal.signal, signal.SIGWINCH, signal.SIG_DFL)
+        watcher = Watcher(client, broker, interval_s, wake)
+        watcher.start()
+        exits.callback(watcher.stop)
+        exits.enter_context(raw_keys(sys.stdin.fileno()))
+        screen = exits.enter_context(console.screen())
+        selector = exits.enter_context(selectors.DefaultSelector())
+        for descriptor in (sys.stdin.fileno(), woken):
+            selector.register(descriptor, selectors.EVENT_READ)
+        while not view.over:
+            lines = lines_of(history, view, console.width, console.height, where=controller, silent=silent)
+            screen.update(Group(*lines))
+            for key, _ in selector.select():
+                data = os.read(key.fd, 1024)
+                if key.fd == woken:
+                    continue
+                if not data:
+                    return  # the terminal has gone
+                figures = history.figures()
+                for pressed in keys_in(data):
+                    view = view.pressed(pressed, figures.ranks if figures is not None else ())
+            while not view.paused and not watcher.heard.empty():
+                said = watcher.heard.get()
+                if isinstance(said, Exception):
+                    raise said
+                silent = said if isinstance(said, str) else ""
+                if isinstance(said, Sample):
+                    history.add(said)

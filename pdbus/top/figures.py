@@ -1,0 +1,255 @@
+"""A cluster over the last seconds: rates, quantiles and news, from one status after the other. Pure.
+
+Must not ask anybody: `History.add` takes what was answered, and when.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import zip_longest
+
+from bus.histogram import since
+from bus.wire.messages import BrokerStatus, Load, MemberKey, RankState, RankStatus, Status
+from pdbus.top.words import age, name_of
+
+WINDOW_S = 20.0
+NEWS_KEPT = 200
+LEFT: frozenset[RankState] = frozenset({"draining", "gone"})  # asked to serve no more
+DEAD: frozenset[RankState] = frozenset({"silent", "lost", "hung"})
+REFUSED = ("rejected_", "hello_", "policy_faults", "clients_unreachable")
+
+
+def trouble_of(status: Status) -> list[str]:
+    """What is wrong, a line each: ranks that should serve and don't, and roles that nobody serves. A rank that was
+    drained or said goodbye should not, and one that starts is given its time while another serves its role."""
+    lines = [
+        f"{name_of(rank)} is {rank.state}" + (f" for {age(rank.state_age_s)}" if rank.state_age_s >= 0 else "")
+        for rank in status.ranks
+        if rank.state in DEAD
+    ]
+    here = [rank for rank in status.ranks if rank.state != "gone"]
+    served = {rank.role for rank in here if rank.state == "ready"}
+    lines += [f"no {role} rank is ready" for role in sorted({rank.role for rank in here} - served)]
+    return lines if here else [*lines, "no rank has joined this controller"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What controller and broker (None: it did not answer) said at a moment: `at` on a clock that never goes back, for
+    rates, `wall` since 1970, for people."""
+
+    at: float
+    wall: float
+    status: Status
+    broker: BrokerStatus | None = None
+
+    @cached_property
+    def by_key(self) -> dict[MemberKey, RankStatus]:
+        return {(rank.instance, rank.dp_rank): rank for rank in self.status.ranks}
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """One rank now, and over the window. None: nothing is known of it."""
+
+    rank: RankStatus
+    requests_s: float | None = None  # ended
+    prompt_s: float | None = None  # prompt tokens taken in, but for those whose KV cache it fetches
+    cached_s: float | None = None  # of those, in its prefix cache
+    output_s: float | None = None  # output tokens
+    busy: float | None = None  # share of the time that its engine computed
+    ttft: tuple[int, ...] = ()
+    tpot: tuple[int, ...] = ()
+
+    @property
+    def slots(self) -> float | None:
+        """Requests it has, as a share of its run slots; more than 1 where some wait."""
+        load = self.rank.load
+        return self.rank.estimate_requests / load.max_running if load is not None and load.max_running else None
+
+    @property
+    def kv(self) -> float | None:
+        """Of its KV memory, in use."""
+        load = self.rank.load
+        return load.kv_tokens / load.kv_capacity if load is not None and load.kv_capacity else None
+
+    @property
+    def hits(self) -> float | None:
+        """Share of its prompt tokens that its prefix cache had."""
+        return None if self.cached_s is None or not self.prompt_s else self.cached_s / self.prompt_s
+
+    @property
+    def tokens_s(self) -> float | None:
+        """What it is there for: a prefill rank computes prompts, the others put out."""
+        if self.rank.role != "prefill":
+            return self.output_s
+        return None if self.prompt_s is None or self.cached_s is None else self.prompt_s - self.cached_s
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of the whole cluster at the time of `sample`, over `window_s` until then."""
+
+    sample: Sample
+    window_s: float
+    ranks: tuple[RankFigures, ...]
+    done_s: float | None
+    failed: dict[str, tuple[int, int]]  # by code: in all, and in the window
+    refused: dict[str, tuple[int, int]]  # messages, hellos, picks by what was wrong: likewise
+
+    @property
+    def ttft(self) -> tuple[int, ...]:
+        """From a submit's coming to its first token."""
+        return _sum(each.ttft for each in self.ranks if each.rank.role != "prefill")
+
+    @property
+    def tpot(self) -> tuple[int, ...]:
+        return _sum(each.tpot for each in self.ranks)
+
+    @property
+    def prompt_s(self) -> float:
+        return sum(each.prompt_s or 0.0 for each in self.ranks)
+
+    @property
+    def cached_s(self) -> float:
+        return sum(each.cached_s or 0.0 for each in self.ranks)
+
+    @property
+    def hits(self) -> float | None:
+        """Share of the prompt tokens that prefix caches had."""
+        return self.cached_s / self.prompt_s if self.prompt_s else None
+
+    @property
+    def output_s(self) -> float:
+        return sum(each.output_s or 0.0 for each in self.ranks)
+
+
+@dataclass(frozen=True)
+class News:
+    """Something that changed between two samples."""
+
+    wall: float
+    text: str
+    bad: bool = False
+
+
+class History:
+    """Samples of the last `WINDOW_S` seconds, and the news between them, the latest last."""
+
+    def __init__(self) -> None:
+        self._samples: deque[Sample] = deque()
+        self.news: deque[News] = deque(maxlen=NEWS_KEPT)
+
+    def add(self, sample: Sample) -> None:
+        last = self._samples[-1] if self._samples else None
+        if last is not None:
+            self.news.extend(_news(last, sample))
+            if last.status.epoch != sample.status.epoch:
+                self._samples.clear()  # it counts anew
+        self._samples.append(sample)
+        while self._samples[0].at < sample.at - WINDOW_S:
+            self._samples.popleft()
+
+    def figures(self) -> Figures | None:
+        """None before the first sample."""
+        if not self._samples:
+            return None
+        first, last = self._samples[0], self._samples[-1]
+        window_s = last.at - first.at
+        counts, before = last.status.counts, first.status.counts
+        done = counts.get("done", 0) - before.get("done", 0)
+        return Figures(
+            last,
+            window_s,
+            tuple(self._of(rank, window_s) for rank in last.status.ranks),
+            done / window_s if window_s else None,
+            _grown(last.status, first.status, ("failed_",)),
+            _grown(last.status, first.status, REFUSED),
+        )
+
+    def series(self, key: MemberKey) -> list[RankStatus]:
+        """One rank in all samples that have it, the latest last."""
+        return [rank for sample in self._samples if (rank := sample.by_key.get(key)) is not None]
+
+    def _of(self, rank: RankStatus, window_s: float) -> RankFigures:
+        key = rank.instance, rank.dp_rank
+        first = self._samples[0].by_key.get(key)
+        ended = rank.ended_total - first.ended_total if first is not None else rank.ended_total
+        figures = RankFigures(
+            rank,
+            requests_s=ended / window_s if window_s else None,
+            ttft=since(rank.ttft_counts, first.ttft_counts if first is not None else ()),
+            tpot=since(rank.tpot_counts, first.tpot_counts if first is not None else ()),
+        )
+        began = next(  # of this start: another one counted for itself
+            (
+                (sample.at, seen.load)
+                for sample in self._samples
+                if (seen := sample.by_key.get(key)) is not None and seen.epoch == rank.epoch and seen.load is not None
+            ),
+            None,
+        )
+        return figures if began is None or rank.load is None else _with_load(figures, *began, self._samples[-1].at)
+
+
+def _with_load(figures: RankFigures, then: float, before: Load, now: float) -> RankFigures:
+    load, elapsed_s = figures.rank.load, now - then
+    assert load is not None
+    if elapsed_s <= 0:
+        return figures
+
+    def rate(name: str) -> float:
+        more: int = getattr(load, name) - getattr(before, name)
+        return max(0, more) / elapsed_s
+
+    prefills = figures.rank.role != "decode"
+    return replace(
+        figures,
+        prompt_s=rate("prompt_tokens_total") if prefills else None,
+        cached_s=rate("cached_tokens_total") if prefills else None,
+        output_s=rate("output_tokens_total"),
+        busy=min(1.0, rate("busy_us_total") / 1e6) if load.busy_us_total else None,
+    )
+
+
+def _sum(counts: Iterator[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip_longest(*counts, fillvalue=0)))
+
+
+def _grown(now: Status, before: Status, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+    """Counts whose names begin so, without `failed_` and `rejected_`: in all, and since `before`."""
+    return {
+        name.removeprefix("failed_").removeprefix("rejected_"): (count, count - before.counts.get(name, 0))
+        for name, count in sorted(now.counts.items())
+        if name.startswith(names) and count
+    }
+
+
+def _news(before: Sample, now: Sample) -> Iterator[News]:
+    """What a person would want to have seen."""
+    if before.status.epoch != now.status.epoch:
+        yield News(now.wall, f"{now.status.controller} was started again", bad=True)
+    for key, rank in now.by_key.items():
+        was = before.by_key.get(key)
+        bad = rank.state in DEAD
+        if was is None:
+            yield News(now.wall, f"{name_of(rank)} joined, {rank.state}", bad)
+        elif was.epoch != rank.epoch:
+            yield News(now.wall, f"{name_of(rank)} was started again, {rank.state}", bad=True)
+        elif was.state != rank.state:
+            yield News(now.wall, f"{name_of(rank)}: {was.state} -> {rank.state}", bad)
+    for key, rank in before.by_key.items():
+        if key not in now.by_key:
+            yield News(now.wall, f"{name_of(rank)} is forgotten")
+    if (before.broker is None) != (now.broker is None):
+        gone = now.broker is None
+        yield News(now.wall, "no broker answers" if gone else "a broker answers again", bad=gone)
+    elif before.broker is not None and now.broker is not None and before.broker.epoch != now.broker.epoch:
+        yield News(now.wall, "the broker was started again", bad=True)
+    for names, what in ((("failed_",), "failed"), (REFUSED, "refused")):
+        more = {name: new for name, (_, new) in _grown(now.status, before.status, names).items() if new > 0}
+        if more and before.status.epoch == now.status.epoch:
+            yield News(now.wall, f"{what}: " + ", ".join(f"{name} {new}" for name, new in more.items()), bad=True)

@@ -1,0 +1,54 @@
+"""What lines of the screen are made of: colours, bars, small graphs, labelled facts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from pdbus.top.words import quantile_of
+
+PLAIN, DIM, HEAD, CHOSEN = "not dim", "dim", "bold on grey23", "on grey37"
+_STATES = {"ready": "green", "starting": "cyan", "draining": "yellow", "gone": "bright_black"}  # the others: red
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_STEPS = " ▁▂▃▄▅▆▇█"
+
+
+def colour_of(state: str) -> str:
+    return _STATES.get(state, "bold red")
+
+
+def warning(count: int) -> str:
+    """The style of a count that should be 0."""
+    return "yellow" if count else PLAIN
+
+
+def bar(value: float | None, width: int) -> Text:
+    """`value` of 1 fills it; beyond that it is full."""
+    if value is None:
+        return Text.assemble(("-".ljust(width), DIM))
+    full, part = divmod(round(8 * width * min(1.0, max(0.0, value))), 8)
+    blocks = ("█" * full + (_EIGHTHS[part] if part else "")).ljust(width)
+    colour = "green" if value < 0.7 else "yellow" if value < 0.95 else "red"
+    return Text.assemble((blocks, f"{colour} on grey23"))
+
+
+def spark(values: Sequence[float], width: int) -> str:
+    """The last `width` of them, the greatest as high as a line goes."""
+    values = values[-width:]
+    top = max(values, default=0.0)
+    return "".join(_STEPS[max(1, round(8 * value / top))] if top else _STEPS[1] for value in values)
+
+
+def fact(label: str, *facts: str | tuple[str, str]) -> Text:
+    """A label and what there is to say, some of it with a style."""
+    line = Text.assemble((f" {label:<9}", DIM))
+    for each in facts:
+        text, style = each if isinstance(each, tuple) else (each, PLAIN)
+        line.append(f"{text}  ", style=style)
+    return line
+
+
+def quantiles(counts: Sequence[int]) -> list[tuple[str, str]]:
+    """Of latencies, as facts."""
+    return [(f"p{100 * q:.0f} {quantile_of(counts, q)}", "bold" if q == 0.5 else PLAIN) for q in (0.5, 0.9, 0.99)]

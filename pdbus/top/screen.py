@@ -1,0 +1,180 @@
+"""The screen: figures and a view become lines, whatever the width and height. Pure.
+
+Words of peers pass `printable` before they are shown; names of ranks cannot hold anything that needs it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from bus.runtime.cli import printable
+from pdbus.top.figures import WINDOW_S, Figures, History, News, RankFigures, trouble_of
+from pdbus.top.parts import DIM, PLAIN, bar, colour_of, fact, quantiles, spark, warning
+from pdbus.top.table import COLUMNS, table_of
+from pdbus.top.view import KEYS, View, key_of
+from pdbus.top.words import age, name_of, number, seconds, share
+
+NEWS_LINES = 4  # at least, unless ranks need their place
+LEAST_ROWS = 5  # of the table, before there are news
+TROUBLE_LINES = 3
+_FOOTER = (("q", "quit"), ("↑↓", "choose"), ("enter", "detail"), ("s", "sort"), ("r", "reverse"), ("p", "pause"),
+           ("?", "help"))  # fmt: skip
+
+
+def lines_of(history: History, view: View, width: int, height: int, *, where: str, silent: str = "") -> list[Text]:
+    """The screen, a Text a line. `silent`: why there is no newer status; `where`: the controller's address."""
+    figures = history.figures()
+    lines = [_title(figures, view, width, where)]
+    if silent:
+        lines.append(Text.assemble((f" {silent} ".ljust(width), "bold white on red")))
+    if view.page == "help":
+        lines += _help()
+    elif figures is None:
+        lines += [Text(), Text(f" waiting for a controller at {where}")]
+    else:
+        lines += _summary(figures, width)
+        chosen = next((each for each in figures.ranks if key_of(each) == view.chosen), None)
+        if view.page == "rank" and chosen is not None:
+            lines += _detail(chosen, history, width)
+        else:
+            lines += _ranks_and_news(figures, list(history.news), view, width, height - len(lines) - 1)
+    lines = lines[: height - 1]
+    lines += [Text()] * (height - 1 - len(lines))
+    lines.append(_footer(view))
+    for line in lines:
+        line.no_wrap = True
+        line.truncate(width)
+    return lines
+
+
+def _title(figures: Figures | None, view: View, width: int, where: str) -> Text:
+    if figures is None:
+        return Text.assemble((" pdbus top", "bold"))
+    status = figures.sample.status
+    line = Text.assemble(
+        (" pdbus top  ", "bold"), (status.controller, "bold cyan"), (f" up {seconds(status.uptime_s)}", DIM)
+    )
+    for state, count in sorted(
+        Counter(rank.state for rank in status.ranks).items(), key=lambda item: item[0] != "ready"
+    ):
+        line.append("  ").append(f"{count} {state}", style=colour_of(state))
+    clock = time.strftime("%H:%M:%S ", time.localtime(figures.sample.wall))
+    paused = "PAUSED  " if view.paused else ""
+    room = width - line.cell_len - len(paused) - len(clock)
+    if room > len(where) + 4:
+        line.append(f"  {where}", style=DIM)
+        room -= len(where) + 2
+    return line.append(" " * max(1, room)).append(paused, style="bold yellow").append(clock, style=DIM)
+
+
+def _summary(figures: Figures, width: int) -> list[Text]:
+    """Two columns of figures, then what failed, was refused, and is wrong."""
+    status, broker = figures.sample.status, figures.sample.broker
+    counts, waiting = status.counts, status.counts.get("queue_requests", 0)
+    done = "-" if figures.done_s is None else f"{number(figures.done_s)}/s"
+    left = [
+        fact("requests", (done, "bold"), f"{counts.get('requests', 0)} live", (f"{waiting} queued", warning(waiting))),
+        fact("tokens", (f"{number(figures.prompt_s)}/s in", "bold"), (f"{number(figures.output_s)}/s out", "bold")),
+        fact("rooms", ("no broker answers", "red")),
+    ]
+    if broker is not None:
+        expired = broker.counts.get("rooms_expired", 0)
+        alive = f"{number(broker.counts.get('rooms_alive', 0))} alive"
+        left[2] = fact("rooms", (alive, "bold"), (f"{number(expired)} expired", warning(expired)))
+    right = [
+        fact("ttft", *quantiles(figures.ttft)),
+        fact("tpot", *quantiles(figures.tpot)),
+        fact("cache", (share(figures.hits), "bold"), "of prompt tokens hit"),
+    ]
+    for one, other in zip(left, right, strict=True):
+        one.append(" " * max(1, max(38, width // 2 - 2) - one.cell_len)).append_text(other)
+    left.append(_faults("failed", figures.failed).append(" ").append_text(_faults("refused", figures.refused)))
+    if status.ranks and not any(rank.endpoint for rank in status.ranks):
+        left.append(Text.assemble((" loads are shown to an admin's key alone", "yellow")))
+    wrong = trouble_of(status)
+    left += [Text.assemble((f" ! {line}", "bold red")) for line in wrong[:TROUBLE_LINES]]
+    if more := len(wrong) - TROUBLE_LINES:
+        left += [Text.assemble((f" ! and {more} more", "bold red"))] * (more > 0)
+    return [*left, Text()]
+
+
+def _faults(what: str, by_name: dict[str, tuple[int, int]]) -> Text:
+    """How many in all, what most of them were, and what came of late."""
+    total, new = (sum(each) for each in zip(*by_name.values(), strict=True)) if by_name else (0, 0)
+    most = sorted(by_name.items(), key=lambda item: -item[1][0])[:4]
+    words = [f"{printable(name)} {count}" + (f" (+{more})" if more else "") for name, (count, more) in most]
+    return fact(what, (str(total), "bold red" if new else warning(total)), *([", ".join(words)] if words else ()))
+
+
+def _ranks_and_news(figures: Figures, news: Sequence[News], view: View, width: int, height: int) -> list[Text]:
+    ranks = view.ordered(figures.ranks)
+    kept = min(len(news), NEWS_LINES, max(0, height - 2 - min(LEAST_ROWS, len(ranks))))
+    lines = table_of(ranks, view, width, height - (kept + 1 if kept else 0))
+    if kept:
+        lines.append(Text())
+        for each in news[-max(kept, height - len(lines)) :]:
+            clock = time.strftime("%H:%M:%S", time.localtime(each.wall))
+            lines.append(Text.assemble((f" {clock}  ", DIM), (printable(each.text), "red" if each.bad else PLAIN)))
+    return lines
+
+
+def _detail(each: RankFigures, history: History, width: int) -> list[Text]:
+    rank, load = each.rank, each.rank.load
+    bars = max(10, min(40, width - 50))
+    series = history.series(key_of(each))
+    lines = [
+        Text.assemble((f" {name_of(rank)}", "bold"), f"  {rank.role}  ", (rank.state, colour_of(rank.state)),
+                      (f" for {age(rank.state_age_s)}", DIM)),
+        fact("model", printable(rank.model), f"context {number(rank.max_context)}", f"at {rank.endpoint or '-'}"),
+        fact("start", f"{age(rank.epoch_age_s)} ago", f"epoch {rank.epoch}",
+             (f"{rank.restarts} restarts", warning(rank.restarts))),
+        fact("report", "never" if rank.report_age_s < 0 else f"{age(rank.report_age_s)} old",
+             f"since then sent: {rank.in_flight_requests} requests, {number(rank.in_flight_tokens)} tokens"),
+        fact("estimate", f"{rank.estimate_requests} requests", f"{number(rank.estimate_tokens)} tokens"),
+        fact("requests", (f"{number(each.requests_s)}/s", "bold"), f"{rank.outstanding} here",
+             f"{rank.dispatched_total} sent", f"{rank.ended_total} ended",
+             (f"{rank.failed_total} not well", "red" if rank.failed_total else PLAIN)),
+        fact("tokens", *([] if each.prompt_s is None else [(f"{number(each.prompt_s)}/s in", "bold")]),
+             (f"{number(each.output_s)}/s out", "bold"), f"cache hits {share(each.hits)}"),
+        fact("ttft", *quantiles(each.ttft)),
+        fact("tpot", *quantiles(each.tpot)),
+    ]  # fmt: skip
+    if load is not None:
+        slots = f" {load.running}+{load.waiting} of {load.max_running}"
+        memory = f" {number(load.kv_tokens)} of {number(load.kv_capacity)} tokens"
+        lines += [
+            fact("slots").append_text(bar(each.slots, bars)).append(slots),
+            fact("kv").append_text(bar(each.kv, bars)).append(memory),
+            fact("busy").append_text(bar(each.busy, bars)).append(f" {share(each.busy)}, {number(load.step)} steps"),
+        ]
+    for label, values in (
+        ("requests", [seen.estimate_requests for seen in series]),
+        ("queued", [seen.load.waiting_tokens if seen.load is not None else 0 for seen in series]),
+        ("kv", [seen.load.kv_tokens if seen.load is not None else 0 for seen in series]),
+    ):
+        graph = Text.assemble(
+            (spark(values, bars), "cyan"), (f"  {number(values[-1])}, at most {number(max(values))}", DIM)
+        )
+        lines.append(fact(label).append_text(graph))
+    return lines
+
+
+def _help() -> list[Text]:
+    keys = [Text.assemble((f" {key:<9}", "bold cyan"), what) for key, what in KEYS]
+    half = (len(keys) + 1) // 2
+    lines = [one.append(" " * (40 - one.cell_len)) for one in keys[:half]]
+    for line, other in zip(lines, keys[half:], strict=False):
+        line.append_text(other)
+    lines.append(Text.assemble((f" Rates and latencies are of the last {WINDOW_S:.0f} seconds.", DIM)))
+    return lines + [Text.assemble((f" {column.name:<9}", "bold"), column.meaning) for column in COLUMNS]
+
+
+def _footer(view: View) -> Text:
+    line = Text(" ")
+    for key, what in (("enter", "back"), ("q", "quit")) if view.page != "ranks" else _FOOTER:
+        line.append(f" {key} ", style="black on cyan").append(f" {what} ")
+    return line

@@ -1,0 +1,126 @@
+"""Where the figures come from: a thread that asks controller and broker now and then; and keys from a terminal."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import sys
+import termios
+import threading
+import time
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import zmq
+
+from bus.endpoints import BusAddress
+from bus.errors import PeerLost, RemoteProtocolError
+from bus.runtime.keys import load_keys
+from bus.runtime.sockets import Sockets
+from bus.wire import codec
+from bus.wire.messages import FROM_BROKER, BrokerStatus, BrokerStatusQuery
+from pdbus.client import Client
+from pdbus.top.figures import Sample
+
+BROKER_WAIT_MS = 1_000
+ASK_S = 2.0  # for a controller to answer
+_KEY = re.compile(rb"\x1b[\[O][0-9;]*[A-Za-z~]|.", re.S)
+_NAMES = {
+    b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down", b"\x1b[H": "home", b"\x1b[F": "end",
+    b"\x1b[5~": "page up", b"\x1b[6~": "page down", b"\r": "enter", b"\n": "enter", b"\x1b": "escape",
+    b"k": "up", b"j": "down", b"h": "?",
+}  # fmt: skip
+
+
+class BrokerDesk:
+    """Asks the broker what it counts, over one connection. For one thread."""
+
+    def __init__(self, address: BusAddress, keys: str = "") -> None:
+        self._sockets = Sockets(keys=load_keys(keys, "admins", "clients") if keys else None)
+        self._dealer = self._sockets.dealer(address.bootstrap)
+        self._asked = 0
+
+    def __enter__(self) -> BrokerDesk:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._sockets.__exit__(kind, error, trace)
+
+    def ask(self, wait_ms: int = BROKER_WAIT_MS) -> BrokerStatus | None:
+        """None when it does not answer in time, or not to our key."""
+        self._asked += 1
+        try:
+            self._dealer.send_multipart([b"", codec.encode(BrokerStatusQuery(self._asked))], zmq.NOBLOCK)
+        except zmq.Again:
+            return None  # refused already: it does not know our key
+        until = time.monotonic() + wait_ms / 1000
+        while self._dealer.poll(max(0, int(1000 * (until - time.monotonic())))):
+            try:
+                answer = codec.decode(self._dealer.recv_multipart()[-1], FROM_BROKER)
+            except RemoteProtocolError:
+                return None
+            if getattr(answer, "id", 0) in (0, self._asked):  # else a late one
+                return answer if isinstance(answer, BrokerStatus) else None
+        return None
+
+
+class Watcher(threading.Thread):
+    """Asks each `interval_s` and puts what it hears into `heard`: a Sample, or why there is none. `wake` is called
+    after each; an exception that it did not expect is put there too."""
+
+    def __init__(self, client: Client, broker: BrokerDesk, interval_s: float, wake: int) -> None:
+        super().__init__(name="top", daemon=True)
+        self.heard: queue.SimpleQueue[Sample | str | Exception] = queue.SimpleQueue()
+        self._client = client
+        self._broker = broker
+        self._interval_s = interval_s
+        self._wake = wake
+        self._leaving = threading.Event()
+
+    def run(self) -> None:
+        try:
+            while not self._leaving.is_set():
+                began = time.monotonic()
+                self.heard.put(self._ask())
+                os.write(self._wake, b"x")
+                self._leaving.wait(max(0.0, began + self._interval_s - time.monotonic()))
+        except Exception as error:
+            self.heard.put(error)
+            os.write(self._wake, b"x")
+
+    def stop(self) -> None:
+        self._leaving.set()
+        self.join()
+
+    def _ask(self) -> Sample | str:
+        try:
+            status = self._client.status(timeout_s=ASK_S)
+        except PeerLost:
+            return "the controller does not answer; what is shown is old"
+        at, wall = time.monotonic(), time.time()
+        return Sample(at, wall, status, self._broker.ask())
+
+
+@contextmanager
+def raw_keys(descriptor: int) -> Iterator[None]:
+    """While this lasts a terminal hands over each key as it is pressed, and shows none."""
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor)
+        yield
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def keys_in(data: bytes) -> list[str]:
+    """The keys that a terminal sent, by name; what has none is left out."""
+    return [_NAMES.get(key, key.decode("ascii", "ignore")) for key in _KEY.findall(data)]
+
+
+def is_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()

@@ -1,0 +1,53 @@
+"""Figures in the few characters that a column has. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bus.histogram import quantile
+from bus.wire.messages import RankStatus
+
+
+def name_of(rank: RankStatus) -> str:
+    return f"{rank.instance}/{rank.dp_rank}"
+
+
+def seconds(value: float | None) -> str:
+    """In at most five characters."""
+    if value is None:
+        return "-"
+    if value < 0.001:
+        return f"{1e6 * value:.0f}us"
+    if value < 0.0095:
+        return f"{1e3 * value:.1f}ms"
+    if value < 0.9995:
+        return f"{1e3 * value:.0f}ms"
+    if value < 99.5:
+        return f"{value:.1f}s" if value < 9.95 else f"{value:.0f}s"
+    if value < 100 * 60:
+        return f"{value / 60:.0f}m"
+    return f"{value / 3600:.0f}h" if value < 100 * 3600 else f"{value / 86400:.0f}d"
+
+
+def age(value: float) -> str:
+    """Likewise, in tenths of a second at best."""
+    return "-" if value < 0 else f"{value:.1f}s" if value < 9.95 else seconds(value)
+
+
+def number(value: float | None) -> str:
+    """Likewise."""
+    if value is None:
+        return "-"
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * factor:
+            scaled = value / factor
+            return f"{scaled:.1f}{unit}" if abs(scaled) < 99.95 else f"{scaled:.0f}{unit}"
+    return f"{value:.0f}" if value == int(value) or abs(value) >= 9.95 else f"{value:.1f}"
+
+
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def quantile_of(counts: Sequence[int], q: float) -> str:
+    return seconds(quantile(counts, q))

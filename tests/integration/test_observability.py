@@ -1,0 +1,178 @@
+"""The dashboard and the alert rules of examples/observability, over a live cluster: every metric they name is there,
+and on a real Prometheus, where the machine has one, every query is understood and tells something."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from bus.runtime.ports import free_ports
+from pdbus.client import Client
+from pdbus.launcher import Cluster, ClusterSpec
+
+HERE = Path(__file__).parents[2] / "examples" / "observability"
+PROMETHEUS = os.environ.get("PDBUS_TEST_PROMETHEUS") or shutil.which("prometheus")
+WAIT_S = 60.0
+QUIET = {"Regret", "Refused messages"}  # panels that a healthy cluster may leave empty
+
+
+def panels() -> dict[str, list[str]]:
+    """The queries of each panel, as dashboard.py has them."""
+    spec = importlib.util.spec_from_file_location("dashboard", HERE / "dashboard.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return {title: [query for query, _ in queries] for row in module.PANELS.values() for title, _, _, queries in row}
+
+
+def alerts() -> dict[str, str]:
+    (group,) = yaml.safe_load((HERE / "alerts.yml").read_text(encoding="utf-8"))["groups"]
+    return {rule["alert"]: rule["expr"] for rule in group["rules"]}
+
+
+def fetched(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=WAIT_S) as answer:
+        return str(answer.read().decode())
+
+
+def poll_for(what: Callable[[], Any], why: str) -> Any:
+    until = time.monotonic() + WAIT_S
+    while not (found := what()):
+        assert time.monotonic() < until, why
+        time.sleep(0.1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    port = free_ports("127.0.0.1", 4)
+    with Cluster(
+        ClusterSpec(prefill=1, decode=1, engine="sim", metrics_port=port, node_args=("--max-running", "8"))
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def ports(cluster: Cluster) -> list[int]:
+    return [child.spec.metrics_port for child in cluster.children.values()]
+
+
+def load(cluster: Cluster, count: int = 4) -> None:
+    with Client(cluster.controller) as client:
+        for stream in [client.generate_tokens(list(range(1, 100)), max_tokens=5) for _ in range(count)]:
+            stream.tokens()
+
+
+def test_the_dashboard_is_what_its_script_makes() -> None:
+    board = json.loads((HERE / "dashboard.json").read_text(encoding="utf-8"))
+    drawn = {
+        panel["title"]: [target["expr"] for target in panel["targets"]]
+        for panel in board["panels"]
+        if panel["type"] != "row"
+    }
+    assert drawn == panels(), "run: make dashboard"
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+def test_every_metric_that_they_name_is_there(cluster: Cluster, ports: list[int]) -> None:
+    load(cluster)
+
+    def missing() -> set[str]:
+        families = [
+            family
+            for port in ports
+            for family in text_string_to_metric_families(fetched(f"http://127.0.0.1:{port}/metrics"))
+        ]
+        there = {family.name for family in families} | {f"{family.name}_total" for family in families}
+        there |= {f"{family.name}_bucket" for family in families if family.type == "histogram"}
+        queries = [*alerts().values(), *(query for each in panels().values() for query in each)]
+        return {name for query in queries for name in re.findall(r"pdbus_\w+", query)} - there
+
+    poll_for(lambda: not missing(), "a second has passed")
+    assert not missing()
+
+
+needs_prometheus = pytest.mark.skipif(
+    PROMETHEUS is None, reason="no prometheus on this machine (Debian's package has one)"
+)
+
+
+@pytest.fixture(scope="module")
+def ask(cluster: Cluster, ports: list[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Runs a query on a Prometheus that scrapes the cluster as examples/observability/prometheus.yml says, but for
+    ports and intervals."""
+    path, port = tmp_path_factory.mktemp("prometheus"), free_ports("127.0.0.1", 1)
+    config = yaml.safe_load((HERE / "prometheus.yml").read_text(encoding="utf-8"))
+    config["global"] = {"scrape_interval": "250ms", "evaluation_interval": "1s"}
+    config["scrape_configs"][0]["static_configs"] = [{"targets": [f"127.0.0.1:{each}" for each in ports]}]
+    (path / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    shutil.copy(HERE / "alerts.yml", path)
+    command = [str(PROMETHEUS), f"--config.file={path}/prometheus.yml", f"--storage.tsdb.path={path}/data",
+               f"--web.listen-address=127.0.0.1:{port}"]  # fmt: skip
+    url = f"http://127.0.0.1:{port}/api/v1/query?query="
+
+    def ask(query: str) -> list[Any]:
+        answer = json.loads(fetched(url + urllib.parse.quote(query.replace("$__rate_interval", "1m"))))
+        assert answer["status"] == "success", answer
+        return list(answer["data"]["result"])
+
+    with open(path / "log", "wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        try:
+            poll_for(lambda: process.poll() is not None or _answers(ask), "prometheus answers")
+            assert process.poll() is None, (path / "log").read_text(encoding="utf-8")
+            yield ask
+        finally:
+            process.terminate()
+
+
+@needs_prometheus
+def test_every_panel_tells_something(ask: Callable[[str], list[Any]], cluster: Cluster) -> None:
+    load(cluster)
+    for title, queries in panels().items():
+        if title in QUIET:
+            assert all(ask(query) is not None for query in queries)
+            continue
+
+        def drawn(queries: list[str] = queries) -> bool:
+            load(cluster, 1)
+            return any(float(each["value"][1]) >= 0 for query in queries for each in ask(query))
+
+        poll_for(drawn, f"{title} is empty: {queries}")
+
+
+@needs_prometheus
+def test_a_healthy_cluster_rings_no_alarm_and_a_killed_rank_does(
+    ask: Callable[[str], list[Any]], cluster: Cluster
+) -> None:
+    for name, query in alerts().items():
+        assert ask(query) == [], name
+    os.kill(cluster.children["decode-0/0"].pid, signal.SIGKILL)
+    for name in ("PdbusPartDown", "PdbusRankNotServing", "PdbusRoleWithoutRank"):
+        poll_for(lambda name=name: ask(alerts()[name]), name)  # type: ignore[misc]
+    (lost,) = ask(alerts()["PdbusRankNotServing"])
+    assert {key: lost["metric"][key] for key in ("instance", "dp_rank", "role", "state")} == {
+        "instance": "decode-0", "dp_rank": "0", "role": "decode", "state": "lost",
+    }  # fmt: skip
+
+
+def _answers(ask: Callable[[str], list[Any]]) -> bool:
+    try:
+        return bool(ask("up == 1"))
+    except OSError:
+        return False

@@ -1,0 +1,126 @@
+"""`pdbus top` and `status`: rates, quantiles, news and what is wrong, from one status after the other."""
+
+from __future__ import annotations
+
+import pytest
+from status_world import latencies, rank, sample
+
+from pdbus.top.figures import WINDOW_S, History, RankFigures, trouble_of
+from pdbus.top.words import age, number, quantile_of, seconds
+
+
+def history(*samples: object) -> History:
+    made = History()
+    for each in samples:
+        made.add(each)  # type: ignore[arg-type]
+    return made
+
+
+def of(made: History, instance: str) -> RankFigures:
+    figures = made.figures()
+    assert figures is not None
+    return next(each for each in figures.ranks if each.rank.instance == instance)
+
+
+def test_rates_are_of_the_window() -> None:
+    def at(when: float, ended: int, tokens: int, **counts: int) -> object:
+        loads = {
+            "prompt_tokens_total": 10 * tokens,
+            "cached_tokens_total": 4 * tokens,
+            "busy_us_total": 500_000 * int(when),
+        }
+        return sample(
+            when,
+            rank("prefill-0", ended_total=ended, load=loads),
+            rank("decode-0", ended_total=ended, load=loads | {"output_tokens_total": tokens},
+                 ttft_counts=latencies(*[0.25] * ended), tpot_counts=latencies(*[0.012] * ended)),
+            **counts,
+        )  # fmt: skip
+
+    made = history(at(0.0, 0, 0, done=0), at(10.0, 50, 100, done=50, failed_deadline=2))
+    figures = made.figures()
+    assert figures is not None
+    assert figures.done_s == 5.0
+    assert (figures.prompt_s, figures.output_s, figures.hits) == (100.0, 10.0, 0.4), "fetched prompts are none"
+    prefill, decode = of(made, "prefill-0"), of(made, "decode-0")
+    assert (prefill.tokens_s, prefill.hits, prefill.busy) == (60.0, 0.4, 0.5), "what it computed"
+    assert (decode.tokens_s, decode.hits, decode.requests_s) == (10.0, None, 5.0)
+    assert quantile_of(figures.ttft, 0.99) in ("299ms", "300ms")
+    assert figures.failed == {"deadline": (2, 2)}
+    made.add(at(10.0 + WINDOW_S, 50, 100, done=50, failed_deadline=2))  # type: ignore[arg-type]
+    figures = made.figures()
+    assert figures is not None
+    assert (figures.done_s, figures.output_s, figures.ttft) == (0.0, 0.0, (0,) * len(figures.ttft))
+    assert figures.failed == {"deadline": (2, 0)}
+
+
+def test_a_new_start_counts_for_itself_and_its_latencies_go_on() -> None:
+    before = rank(epoch=1, load={"output_tokens_total": 9000}, ttft_counts=latencies(0.1), ended_total=40)
+    first = rank(epoch=2, load={"output_tokens_total": 10}, ttft_counts=latencies(0.1), ended_total=43, restarts=1)
+    later = rank(epoch=2, load={"output_tokens_total": 60}, ttft_counts=latencies(0.1, 5.0), ended_total=50, restarts=1)
+    made = history(sample(0.0, before), sample(5.0, first), sample(10.0, later))
+    figures = of(made, "decode-0")
+    assert (figures.output_s, figures.requests_s) == (10.0, 1.0)
+    assert sum(figures.ttft) == 1
+    assert [news.text for news in made.news] == ["decode-0/0 was started again, ready"]
+
+
+def test_a_controller_that_counts_anew_makes_no_negative_rates() -> None:
+    made = history(sample(0.0, rank(ended_total=90), done=100, failed_deadline=9), sample(5.0, rank(), epoch=8, done=1))
+    figures = made.figures()
+    assert figures is not None
+    assert (figures.done_s, figures.ranks[0].requests_s) == (None, None)
+    assert [news.text for news in made.news] == ["controller-0 was started again"]
+
+
+def test_news_tell_what_a_person_would_want_to_have_seen() -> None:
+    made = history(
+        sample(0.0, rank(), rank("prefill-0"), broker={}),
+        sample(1.0, rank(state="lost"), rank("prefill-0"), failed_peer_lost=3, rejected_version=1),
+        sample(2.0, rank(epoch=2, state="starting"), rank("unified-0", 3), broker={}, failed_peer_lost=3,
+               rejected_version=1),
+    )  # fmt: skip
+    assert [(news.text, news.bad) for news in made.news] == [
+        ("decode-0/0: ready -> lost", True),
+        ("no broker answers", True),
+        ("failed: peer_lost 3", True),
+        ("refused: version 1", True),
+        ("decode-0/0 was started again, starting", True),
+        ("unified-0/3 joined, ready", False),
+        ("prefill-0/0 is forgotten", False),
+        ("a broker answers again", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [
+        ([rank(), rank("prefill-0")], []),
+        ([rank(), rank("decode-0", 1, state="lost"), rank("prefill-0")], ["decode-0/1 is lost for 5.0s"]),
+        ([rank(state="hung", state_age_s=-1.0)], ["decode-0/0 is hung", "no decode rank is ready"]),
+        ([rank(), rank("decode-0", 1, state="starting")], []),
+        (
+            [rank(), rank("decode-0", 1, state="gone"), rank("prefill-0", state="draining")],
+            ["no prefill rank is ready"],
+        ),
+        ([rank(), rank("prefill-0", state="gone")], []),
+        ([], ["no rank has joined this controller"]),
+    ],
+)
+def test_what_is_wrong(ranks: list[object], told: list[str]) -> None:
+    assert trouble_of(sample(0.0, *ranks).status) == told  # type: ignore[arg-type]
+
+
+def test_words_are_short() -> None:
+    for value in (0.0, 1e-5, 0.00999, 0.0123, 0.9996, 1.0, 9.94, 9.96, 99.4, 99.6, 5999.0, 6001.0, 4e5, 1e9 / 1e3):
+        assert len(seconds(value)) <= 5, seconds(value)
+        assert len(number(value)) <= 5, number(value)
+    for count in (0, 7, 999, 1000, 99_940, 99_960, 999_400, 999_600, 10**9, 5 * 10**11):
+        assert len(number(count)) <= 5, number(count)
+    assert (number(12_345), number(2.5), number(3.0), seconds(0.0213), age(0.04)) == (
+        "12.3k",
+        "2.5",
+        "3",
+        "21ms",
+        "0.0s",
+    )
