@@ -92,17 +92,16 @@ def _cores(place: Path) -> list[Extension]:
     from mypyc.build import mypycify
 
     version = "{}.{}".format(*sys.version_info)
-    cache = os.environ.get("MYPY_CACHE_DIR") or str(place / "types")
     found: list[Extension] = mypycify(
         [
             *MODULES,
             "--config-file=",  # the project's own is for those who change it
             f"--python-version={version}",
-            f"--cache-dir={cache}",
+            f"--cache-dir={place / 'types'}",
             "--ignore-missing-imports",
             "--follow-imports=silent",  # what is wrong in modules that stay as they are is nothing to stop for
         ],
-        opt_level=os.environ.get("PDBUS_OPT_LEVEL", "3"),
+        opt_level="2",
         debug_level="0",
         multi_file=True,
         target_dir=str(place / "c"),

@@ -168,6 +168,8 @@ class LoopChannel:
         self._look_soon(socket)
 
     def _look_soon(self, socket: Socket) -> None:
+        if self.closed:  # nobody waits for what comes now, and its loop may be closed too
+            return
         if not self._unseen:
             self.loop.call_soon(self._look)
         self._unseen.add(socket)
