@@ -674,6 +674,10 @@ class MoreTokens(Message, frozen=True):
     start: Count
     ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS_PER_MESSAGE)]
 
+    def alone(self) -> Tokens:
+        """As a message of their own."""
+        return Tokens(self.rid, self.attempt, self.start, self.ids)
+
 
 class Tokens(Message, frozen=True, tag="tokens"):
     """Output tokens `start`, `start`+1, ...; empty as a sign of life. `finish` closes the stream."""

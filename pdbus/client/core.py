@@ -106,8 +106,7 @@ class ClientCore:
             actions = self._tokens(request, peer, message, now) if request is not None else []
             for other in message.others:
                 if (request := self._requests.get(other.rid)) is not None:
-                    told = Tokens(other.rid, other.attempt, other.start, other.ids)
-                    actions += self._tokens(request, peer, told, now)
+                    actions += self._tokens(request, peer, other.alone(), now)
             return actions
         if not isinstance(message, (Accepted, Failed, Done)):
             return []

@@ -44,9 +44,11 @@ class LiveEngine:
 
 
 def comparable(config: LabConfig) -> LabConfig:
-    """`config` for a virtual run that a live one on this machine is to be held against: its reports are neither late
-    nor lost, and its KV blocks are small."""
-    return replace(config, report_delay_s=0.0, report_loss=0.0, kv_fetch_token_s=1e-7, controllers=1)
+    """`config` for a virtual run that a live one of sim nodes on this machine is to be held against: its reports are
+    neither late nor lost, its KV blocks are small, and prefill makes the first token."""
+    return replace(
+        config, report_delay_s=0.0, report_loss=0.0, kv_fetch_token_s=1e-7, controllers=1, first_at_decode=False
+    )
 
 
 def run_live(
