@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from msgspec.structs import replace
 
 from bus.histogram import trimmed
 from bus.runtime.metrics import Metric, Sample, gauge, labelled
-from bus.wire.messages import MAX_ROOM, RankStatus, Role
+from bus.wire.messages import MAX_ROOM, Code, RankStatus, Role
 from controller.health import Pulse
 from controller.load.rank import RankLoad
 
@@ -66,7 +66,8 @@ def probe(ranks: Iterable[RankLoad], now: float) -> None:
 def collect(core: ControllerCore, now: float) -> Sequence[Metric]:
     """The metrics of a core; a request id is never a label."""
     tally, ranks = core.tally(), core.table.ranks.values()
-    failed = {name.removeprefix("failed_"): tally.pop(name) for name in list(tally) if name.startswith("failed_")}
+    failed = dict.fromkeys(get_args(Code)[1:], 0)  # a series that is born with a count has no increase of it
+    failed |= {name.removeprefix("failed_"): tally.pop(name) for name in list(tally) if name.startswith("failed_")}
     rejected = {name.removeprefix("rejected_"): tally.pop(name) for name in list(tally) if name.startswith("rejected_")}
     alive = [gauge(f"pdbus_controller_{name}", f"{name} now", tally.pop(name)) for name in ALIVE]
     del tally["regret_tokens"], tally["regret_dispatches"]

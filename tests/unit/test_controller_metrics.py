@@ -35,6 +35,10 @@ def test_latencies_and_restarts_of_each_rank() -> None:
     assert found['pdbus_controller_ttft_seconds_sum{dp_rank="0",instance="p",role="prefill"}'] == 0.25
     assert round(found[f"pdbus_controller_tpot_seconds_sum{{{DECODE}}}"], 6) == 0.1
     assert found[f"pdbus_controller_restarts_total{{{DECODE}}}"] == 0
+    assert found['pdbus_controller_failed_total{code="peer_lost"}'] == 0, (
+        "there before the first, or that is no increase"
+    )
+    assert 'pdbus_controller_failed_total{code="ok"}' not in found
     assert found[f'pdbus_controller_rank_state{{{DECODE},state="ready"}}'] == 1
 
 
