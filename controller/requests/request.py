@@ -96,7 +96,6 @@ class Request(Struct, eq=False):
     attempt: int
     model: str  # of all its attempts; where the submit names none, settled when it is first placed
     deadline_at: float | None
-    came_at: float  # inf: to an earlier start of this controller, and it runs since then
     state: State = State.QUEUED
     legs: tuple[LegRun, ...] = ()
     tries: int = 0  # dispatches
@@ -104,6 +103,7 @@ class Request(Struct, eq=False):
     avoid: tuple[RankLoad, ...] = ()  # ranks that failed it
     lane: Any = None  # the queue it waits in
     work: int = 0  # prompt tokens to compute, as far as was known when it began to wait
+    came_at: float = inf  # to this controller; inf: to an earlier start of it, under which it runs already
     first_due: float = inf  # when its first token is to be there, where that counts
 
     def step(self, what: Literal["dispatched", "output", "again", "over"]) -> None:
@@ -156,7 +156,7 @@ def request_of(peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> 
         submit.attempt,
         submit.model,
         now + submit.deadline_s if submit.deadline_s else None,
-        now,
+        came_at=now,
     )
 
 
