@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import get_args
 
 from msgspec.structs import replace
 
 from bus.histogram import trimmed
 from bus.runtime.metrics import Metric, Sample, gauge, labelled
-from bus.wire.messages import MAX_ROOM, RankStatus, Role
+from bus.wire.messages import MAX_ROOM, Code, MemberKey, RankStatus, Role
 from controller.health import Pulse
 from controller.load.rank import RankLoad
-
-if TYPE_CHECKING:
-    from controller.core import ControllerCore
 
 ALIVE = ("requests", "queue_requests", "queue_bytes", "payload_bytes", "adoptable", "prefix_blocks")
 REGRET_MAX_PER_S = 50
@@ -63,20 +60,27 @@ def probe(ranks: Iterable[RankLoad], now: float) -> None:
             rank.probe = rank.sent, now
 
 
-def collect(core: ControllerCore, now: float) -> Sequence[Metric]:
-    """The metrics of a core; a request id is never a label."""
-    tally, ranks = core.tally(), core.table.ranks.values()
-    failed = {name.removeprefix("failed_"): tally.pop(name) for name in list(tally) if name.startswith("failed_")}
+def collect(
+    tally: dict[str, int],
+    ranks: Collection[RankLoad],
+    pulses: Mapping[MemberKey, Pulse],
+    methods: Mapping[Role, str],
+    regret: Regret,
+    now: float,
+) -> Sequence[Metric]:
+    """The metrics of a core's `tally` (used up), `ranks` and what else it knows; a request id is never a label."""
+    failed = dict.fromkeys(get_args(Code)[1:], 0)  # a series that is born with a count has no increase of it
+    failed |= {name.removeprefix("failed_"): tally.pop(name) for name in list(tally) if name.startswith("failed_")}
     rejected = {name.removeprefix("rejected_"): tally.pop(name) for name in list(tally) if name.startswith("rejected_")}
     alive = [gauge(f"pdbus_controller_{name}", f"{name} now", tally.pop(name)) for name in ALIVE]
     del tally["regret_tokens"], tally["regret_dispatches"]
     return (
         *alive,
-        *_regret(core.regret, core.config.methods),
+        *_regret(regret, methods),
         labelled("counter", "pdbus_controller_events_total", "what happened so far, by name", "event", tally),
         labelled("counter", "pdbus_controller_failed_total", "requests failed, by code", "code", failed),
         labelled("counter", "pdbus_controller_rejected_total", "messages dropped, by reason", "reason", rejected),
-        _dispatches(ranks, core.config.methods),
+        _dispatches(ranks, methods),
         _gauge("estimate_requests", "load in force: requests", ranks, [rank.requests for rank in ranks]),
         _gauge("estimate_tokens", "load in force: tokens", ranks, [rank.tokens for rank in ranks]),
         _gauge("reported_requests", "requests in the last report", ranks, [rank.base_requests for rank in ranks]),
@@ -99,7 +103,7 @@ def collect(core: ControllerCore, now: float) -> Sequence[Metric]:
             "pdbus_controller_rank_state",
             "1, with the state it is in",
             "gauge",
-            [Sample(1, _labels(rank) | {"state": core.health.pulses[rank.key].state}) for rank in ranks],
+            [Sample(1, _labels(rank) | {"state": pulses[rank.key].state}) for rank in ranks],
         ),
         _gauge("ready", "1 when it may be dispatched to", ranks, [int(rank.ready) for rank in ranks]),
         _gauge(

@@ -302,8 +302,9 @@ class Controller(Service):
 
     def _gather(self) -> Sequence[Metric]:
         core, now = self.core, self.loop.clock()
-        probe(core.table.ranks.values(), now)
-        return collect(core, now)
+        ranks = core.table.ranks.values()
+        probe(ranks, now)
+        return collect(core.tally(), ranks, core.health.pulses, self.config.methods, core.regret, now)
 
     def _unready(self) -> str:
         return self.core.unready if self.bus_seen.is_set() else f"no broker heard at {self.config.bus}"

@@ -94,7 +94,7 @@ class Request:
 
     def __init__(
         self, peer: Any, client: str, submit: Submit, frames: tuple[Any, ...], frames_bytes: int,
-        places: tuple[tuple[int, Role], ...], deadline_at: float | None, came_at: float,
+        places: tuple[tuple[int, Role], ...], deadline_at: float | None,
     ) -> None:  # fmt: skip
         self.peer = peer
         self.client = client
@@ -106,7 +106,6 @@ class Request:
         self.attempt = submit.attempt
         self.model = submit.model  # of all its attempts; where the submit names none, settled when it is first placed
         self.deadline_at = deadline_at
-        self.came_at = came_at  # inf: to an earlier start of this controller, and it runs since then
         self.state = State.QUEUED
         self.legs: tuple[LegRun, ...] = ()
         self.tries = 0  # dispatches
@@ -114,6 +113,7 @@ class Request:
         self.avoid: tuple[RankLoad, ...] = ()  # ranks that failed it
         self.lane: Any = None  # the queue it waits in
         self.work = 0  # prompt tokens to compute, as far as was known when it began to wait
+        self.came_at = inf  # to this controller; inf: to an earlier start of it, under which it runs already
         self.first_due = inf  # when its first token is to be there, where that counts
 
     def step(self, what: Literal["dispatched", "output", "again", "over"]) -> None:
@@ -163,7 +163,7 @@ def request_of(peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> 
         size + len(frames[1]),
         places,
         now + submit.deadline_s if submit.deadline_s else None,
-        now,
+        came_at=now,
     )
 
 

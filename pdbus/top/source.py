@@ -70,8 +70,8 @@ class BrokerDesk:
 
 
 class Watcher(threading.Thread):
-    """Asks each `interval_s` and puts what it hears into `heard`: a Sample, or why there is none. `wake` is called
-    after each; an exception that it did not expect is put there too."""
+    """Asks each `interval_s` and puts what it hears into `heard`: a Sample, or why there is none; or the exception that
+    ends it. After each it writes to the descriptor `wake`."""
 
     def __init__(self, client: Client, broker: BrokerDesk, interval_s: float, wake: int) -> None:
         super().__init__(name="top", daemon=True)

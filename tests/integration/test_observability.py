@@ -162,8 +162,13 @@ def test_a_healthy_cluster_rings_no_alarm_and_a_killed_rank_does(
 ) -> None:
     for name, query in alerts().items():
         assert ask(query) == [], name
-    os.kill(cluster.children["decode-0/0"].pid, signal.SIGKILL)
-    for name in ("PdbusPartDown", "PdbusRankNotServing", "PdbusRoleWithoutRank"):
+    with Client(cluster.controller, retries=0) as client:
+        stream = client.generate_tokens([5, 6, 7], max_tokens=100_000)
+        pieces = iter(stream)  # dropped, it would cancel
+        next(pieces)
+        os.kill(cluster.children["decode-0/0"].pid, signal.SIGKILL)
+        assert stream.result.code == "peer_lost"
+    for name in ("PdbusPartDown", "PdbusRankNotServing", "PdbusRoleWithoutRank", "PdbusRequestsFail"):
         poll_for(lambda name=name: ask(alerts()[name]), name)  # type: ignore[misc]
     (lost,) = ask(alerts()["PdbusRankNotServing"])
     assert {key: lost["metric"][key] for key in ("instance", "dp_rank", "role", "state")} == {

@@ -34,10 +34,11 @@ def where(cluster: Cluster) -> tuple[str, ...]:
     return ("--controller", cluster.controller, "--bus", cluster.bus)
 
 
-def pdbus(*arguments: str) -> subprocess.CompletedProcess[str]:
+def pdbus(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", "-m", "pdbus", *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
+        [sys.executable, "-P", "-m", "pdbus", *arguments],
+        capture_output=True, text=True, timeout=120, check=False, env=os.environ | env,
+    )  # fmt: skip
 
 
 class Screen:
@@ -99,9 +100,10 @@ def on_screen() -> Iterator[Callable[..., Screen]]:
 
 
 def test_a_killed_rank_shows_in_top_and_status(cluster: Cluster, on_screen: Callable[..., Screen]) -> None:
-    healthy = pdbus("status", *where(cluster))
+    healthy = pdbus("status", PDBUS_CONTROLLER=cluster.controller, PDBUS_BUS=cluster.bus)
     assert healthy.returncode == 0, healthy.stderr
     assert "!" not in healthy.stdout
+    assert "broker, up" in healthy.stdout
 
     screen = on_screen(*where(cluster), "--interval-s", "0.2")
     screen.until("3 ready", "prefill-0/0", "decode-0/0", "decode-0/1", "0 expired", "tpot99", "q  quit")

@@ -10,7 +10,9 @@ from controller.observe import collect, probe
 
 
 def scraped(world: World) -> dict[str, float]:
-    left = collect(world.core, world.now)
+    core = world.core
+    ranks = core.table.ranks.values()
+    left = collect(core.tally(), ranks, core.health.pulses, core.config.methods, core.regret, world.now)
     page = generate_latest(registry(lambda: left)).decode()
     return {
         name: float(value) for name, _, value in (line.rpartition(" ") for line in page.splitlines() if line[0] != "#")
@@ -35,6 +37,10 @@ def test_latencies_and_restarts_of_each_rank() -> None:
     assert found['pdbus_controller_ttft_seconds_sum{dp_rank="0",instance="p",role="prefill"}'] == 0.25
     assert round(found[f"pdbus_controller_tpot_seconds_sum{{{DECODE}}}"], 6) == 0.1
     assert found[f"pdbus_controller_restarts_total{{{DECODE}}}"] == 0
+    assert found['pdbus_controller_failed_total{code="peer_lost"}'] == 0, (
+        "there before the first, or that is no increase"
+    )
+    assert 'pdbus_controller_failed_total{code="ok"}' not in found
     assert found[f'pdbus_controller_rank_state{{{DECODE},state="ready"}}'] == 1
 
 

@@ -16,7 +16,7 @@ def request(rid: str, priority: int = 0, size: int = 8, key: str = "", tokens: i
     peer = Known(b"p")
     peer.key = key
     header = submit(rid, priority=priority, prompt_tokens=tokens)
-    return Request(peer, key, header, (b"x" * size,), size, (), None, 0.0)
+    return Request(peer, key, header, (b"x" * size,), size, (), None)
 
 
 def served(queue: CentralQueue, count: int = 1000) -> list[str]:

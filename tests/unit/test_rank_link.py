@@ -24,6 +24,7 @@ def test_without_a_report_the_legs_are_counted() -> None:
     engine.take()
     assert engine.load() == (1, 1, 11)
     assert engine.rank.core.load().kv_tokens == 11
+    assert engine.rank.core.load().output_tokens_total == 1
     engine.link.finish(one)
     engine.link.finish(two)
     engine.take()
