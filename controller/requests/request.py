@@ -155,7 +155,7 @@ def request_of(peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> 
     told = submit.disagg_prefill_dp_rank
     if told is not None and not 0 <= told < MAX_DP_SIZE:
         raise Refusal("bad_rank", f"disagg_prefill_dp_rank {told} is outside 0..{MAX_DP_SIZE - 1}")
-    return Request(
+    request = Request(
         peer,
         key_of(peer),
         submit,
@@ -163,8 +163,9 @@ def request_of(peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> 
         size + len(frames[1]),
         places,
         now + submit.deadline_s if submit.deadline_s else None,
-        came_at=now,
     )
+    request.came_at = now
+    return request
 
 
 def same_request(a: Submit, b: Submit) -> bool:
