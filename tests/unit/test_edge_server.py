@@ -23,13 +23,21 @@ from pdbus.edge.server import Server, listen
 
 def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
-    with pytest.raises(ConfigError, match="pdbus serve needs uvicorn: pip install uvicorn"):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "httptools" else found(name))
+    with pytest.raises(ConfigError, match="pdbus serve needs httptools: pip install httptools"):
         serve.main(["--http", "0"], standalone_mode=False)
 
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 ASK = POST + b"Content-Length: 15\r\n\r\n" + b'{"prompt": "x"}'
+
+
+async def check(serving: Server) -> None:
+    """As the edge's process does about once a second."""
+    while True:
+        serving.check()
+        await asyncio.sleep(0.02)
+
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -43,7 +51,8 @@ def served(*talks: Talk, **config: Any) -> Edge:
         await edge.look()
         serving = Server(settings, edge)
         listener = listen(settings)
-        running = asyncio.create_task(serving.serve(sockets=[listener]))
+        running = asyncio.create_task(serving.serve(listener))
+        checking = asyncio.create_task(check(serving))
         port = listener.getsockname()[1]
         try:
             async with asyncio.timeout(60):
@@ -54,6 +63,7 @@ def served(*talks: Talk, **config: Any) -> Edge:
                     finally:
                         writer.close()
         finally:
+            checking.cancel()
             serving.leave()
             await running
         return edge
