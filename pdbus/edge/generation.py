@@ -13,7 +13,6 @@ from pdbus.edge.metrics import Counts
 from pdbus.edge.stops import StopFinder
 from pdbus.edge.texts import Decoder
 
-
 Item: TypeAlias = "tuple[Choice, str, bool]"
 
 
@@ -61,8 +60,8 @@ class Choice:
 
 
 class Generation:
-    """`async for choice, text, last in Generation(...)`: text as it comes, whichever answer it belongs to, and whether it
-    is that answer's last. RequestFailed when one fails, which ends the others; Gone after `cancel`."""
+    """`async for choice, text, last in Generation(...)`: text as it comes, whichever answer it belongs to, and whether
+    it is that answer's last. RequestFailed when one fails, which ends the others; Gone after `cancel`."""
 
     def __init__(self, choices: Sequence[Choice], counts: Counts, began_at: float, clock: Callable[[], float]) -> None:
         self.choices = choices
