@@ -24,7 +24,7 @@ WORDS = (
     "even", "every", "find", "first", "follow", "for", "found", "from", "get", "give", "good", "great",
 )  # fmt: skip
 START_S, IDLE_S = 30.0, 0.05
-TOKEN = (5,)
+TOKEN = (260,)  # of SmolLM2: " the", a text, so that each is an event
 ENGINE_GAP_S = 0.0005  # between two tokens, so that each is an event of its own
 
 
