@@ -71,8 +71,8 @@ class Connection(asyncio.Protocol):
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # nobody must, and it is answered as if it had not asked
-            self._deaf = True
+        except httptools.HttpParserUpgrade as upgrade:
+            self._stay(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self._refuse()
         if self._in_head and self._head_bytes > self._config.max_head_bytes:
@@ -139,6 +139,8 @@ class Connection(asyncio.Protocol):
         self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
+        if self._parser.should_upgrade():
+            return  # `_stay` follows
         path: str = httptools.parse_url(self._url).path.decode("ascii")
         exchange = Exchange(
             self._parser.get_method().decode(), unquote(path) if "%" in path else path, self._headers,
@@ -205,6 +207,18 @@ class Connection(asyncio.Protocol):
                 self._transport.resume_reading()
         elif self._incoming is None:
             self._since = self._clock()
+
+    def _stay(self, rest: bytes) -> None:
+        """Nobody must follow to another protocol, which Java's client asks of everybody. Read the request again as if
+        not asked: the parser takes what is behind its head (`rest`), the body too, for the other protocol's."""
+        method = self._parser.get_method()
+        if method == b"CONNECT":
+            self._refuse()
+            return
+        kept = [header for header in self._headers.items() if header[0] not in (b"connection", b"upgrade")]
+        said = b"".join(b"%b: %b\r\n" % header for header in kept)
+        self._parser = httptools.HttpRequestParser(self)
+        self.data_received(b"%b %b HTTP/1.1\r\n%b\r\n%b" % (method, self._url, said, rest))
 
     def _refuse(self) -> None:
         """No HTTP. What is under way still gets its answer."""
