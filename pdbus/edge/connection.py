@@ -211,14 +211,14 @@ class Connection(asyncio.Protocol):
     def _stay(self, rest: bytes) -> None:
         """Nobody must follow to another protocol, which Java's client asks of everybody. Read the request again as if
         not asked: the parser takes what is behind its head (`rest`), the body too, for the other protocol's."""
-        method = self._parser.get_method()
+        method, version = self._parser.get_method(), self._parser.get_http_version().encode()
         if method == b"CONNECT":
             self._refuse()
             return
         kept = [header for header in self._headers.items() if header[0] not in (b"connection", b"upgrade")]
         said = b"".join(b"%b: %b\r\n" % header for header in kept)
         self._parser = httptools.HttpRequestParser(self)
-        self.data_received(b"%b %b HTTP/1.1\r\n%b\r\n%b" % (method, self._url, said, rest))
+        self.data_received(b"%b %b HTTP/%b\r\n%b\r\n%b" % (method, self._url, version, said, rest))
 
     def _refuse(self) -> None:
         """No HTTP. What is under way still gets its answer."""
@@ -233,6 +233,7 @@ class Connection(asyncio.Protocol):
         self._deaf = True
         if self._incoming is not None and self._transport.can_write_eof():
             self._transport.write_eof()
+            self._transport.resume_reading()
             self._since = self._clock()
         else:
             self._transport.close()
