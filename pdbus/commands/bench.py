@@ -15,7 +15,7 @@ from bus.errors import ConfigError
 
 NEEDED_BY = {
     "rooms": ("aiohttp", "requests"),
-    "edge": ("aiohttp", "httptools", "uvloop"),
+    "edge": ("aiohttp", "uvicorn", "httptools", "uvloop"),
     "sglang": ("sglang",),
 }
 WIDTH = 160  # of tables that no terminal shows

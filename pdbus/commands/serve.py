@@ -14,7 +14,7 @@ from bus.runtime import cli, logs
 from pdbus.commands.common import Teller, controller_option, keys_option
 from pdbus.edge.config import EdgeConfig
 
-NEEDED = ("httptools", "uvloop")
+NEEDED = ("uvicorn", "httptools", "uvloop")
 
 
 @click.command(

@@ -1,6 +1,6 @@
-"""The edge's endpoints, and what a request goes through on its way to the client library.
+"""The edge as an ASGI application: endpoints, and what a request goes through on its way to the client library.
 
-Owns the loaded tokenizers and what is known of the cluster; binds no port (see `server`), speaks to no rank itself.
+Owns the tables of live exchanges and loaded tokenizers; binds no port (see `server`), speaks to no rank itself.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pdbus.edge import answers, fields, jobs, openapi
 from pdbus.edge.cluster import ServedModel, View
 from pdbus.edge.config import EdgeConfig
 from pdbus.edge.errors import CLIENT_GONE, HttpError, invalid, of_bus
-from pdbus.edge.exchange import PRIORITY_MAX, Exchange
+from pdbus.edge.exchange import PRIORITY_MAX, Exchange, Receive, Scope, Send
 from pdbus.edge.generation import Choice, Generation, Gone
-from pdbus.edge.keys import Keys
+from pdbus.edge.keys import Key, Keys
 from pdbus.edge.logprobs import Likelihoods
 from pdbus.edge.metrics import Counts
 from pdbus.edge.stops import StopFinder
 
-LOOK_S = 1.0  # between two looks at the cluster and the keys
+LOOK_S = 1.0  # between two looks at the cluster, the keys and who has stopped reading
 
 log = get_logger("edge")
 encode = msgspec.json.encode
@@ -44,7 +44,7 @@ class Route:
 
 
 class Edge:
-    """`await edge(exchange)` answers it; `await edge.look()` each LOOK_S keeps it up to date, and raises PartFailed
+    """`await edge(scope, receive, send)`; `await edge.look()` each LOOK_S keeps it up to date, and raises PartFailed
     once the client is broken for good."""
 
     def __init__(self, config: EdgeConfig, client: AsyncClient, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,6 +53,7 @@ class Edge:
         self._clock = clock
         self._keys = Keys(config.api_keys) if config.api_keys else None
         self._texts = jobs.Texts(config.tokenizers)
+        self._live: dict[Exchange, Key | None] = {}
         self._page = resources.files("pdbus.edge").joinpath("page.html").read_bytes()
         self.counts = Counts()
         self.view = View()
@@ -75,7 +76,10 @@ class Edge:
 
     # --- from outside -----------------------------------------------------------------------------------------------
 
-    async def __call__(self, exchange: Exchange) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"an edge serves http, not {scope['type']}")
+        exchange = Exchange(scope, receive, send, self._config, self._clock)
         try:
             await self._serve(exchange)
         except HttpError as error:
@@ -92,9 +96,14 @@ class Edge:
             self.counts.requests[exchange.path if exchange.path in self._routes else "other", str(status)] += 1
 
     async def look(self) -> None:
-        """Ask the controller how the cluster is, read the keys again."""
+        """Ask the controller how the cluster is, read the keys again, end what nobody reads."""
         if self._keys is not None:
             self._keys.refresh()
+        now = self._clock()
+        for exchange in self._live:
+            if exchange.overdue(now):
+                log.warning("client.stopped_reading", rid=exchange.rid)
+                exchange.task.cancel()
         await self._ask()
 
     async def _ask(self) -> None:
@@ -127,14 +136,19 @@ class Edge:
             allowed = ((b"allow", route.method.encode()),)
             raise HttpError(405, f"{exchange.path} takes {route.method}", code="method_not_allowed", headers=allowed)
         exchange.check()
+        key = None
         if self._keys is not None and not route.open:
-            exchange.key = self._keys.find(exchange.headers.get(b"authorization", b""))
-            if exchange.key is None:
+            key = self._keys.find(exchange.headers.get(b"authorization", b""))
+            if key is None:
                 why = "send a valid key, as in: Authorization: Bearer KEY"
                 raise HttpError(401, why, code="invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
-        if route.of_cluster and self.view.unready(self._clock()):
-            await self._ask()  # a rank may have joined since
-        await route.serve(exchange)
+        self._live[exchange] = key
+        try:
+            if route.of_cluster and self.view.unready(self._clock()):
+                await self._ask()  # a rank may have joined since
+            await route.serve(exchange)
+        finally:
+            del self._live[exchange]
 
     async def _fail(self, exchange: Exchange, error: HttpError) -> None:
         self.counts.errors[error.code or str(error.status)] += 1
@@ -165,7 +179,7 @@ class Edge:
         requests = job.requests(exchange.rid, self._urgency(exchange))
         if self.counts.in_flight + count > self._config.max_requests:
             raise HttpError(429, f"{self.counts.in_flight} answers are under way here", code="overloaded")
-        if (key := exchange.key) is not None:
+        if (key := self._live[exchange]) is not None:
             key.enter(self._clock())
         prompt_tokens = sum(map(len, job.prompts))
         self.counts.in_flight += count
@@ -202,16 +216,24 @@ class Edge:
 
     def _urgency(self, exchange: Exchange) -> Options:
         """The deadline, the SLO of the first token, and the priority, by header."""
+        deadline_s, ttft_slo_s = (self._seconds(exchange, name) for name in ("x-request-deadline-s", "x-ttft-slo-s"))
         most = self._config.max_time_s
-        urgency: Options = {"deadline_s": min(exchange.seconds(b"x-request-deadline-s") or most, most)}
-        if ttft_slo_s := exchange.seconds(b"x-ttft-slo-s"):
-            urgency["ttft_slo_s"] = min(ttft_slo_s, most)
-        if priority := exchange.number(b"x-request-priority"):
-            if priority != int(priority) or abs(priority) > PRIORITY_MAX:
-                said = f"x-request-priority: a whole number from {-PRIORITY_MAX} to {PRIORITY_MAX}"
-                raise invalid("x-request-priority", said)
-            urgency["priority"] = int(priority)
-        return urgency
+        priority = exchange.number(b"x-request-priority") or 0
+        if priority != int(priority) or abs(priority) > PRIORITY_MAX:
+            said = f"x-request-priority: a whole number from {-PRIORITY_MAX} to {PRIORITY_MAX}"
+            raise invalid("x-request-priority", said)
+        return {
+            "deadline_s": min(deadline_s or most, most),
+            "priority": int(priority),
+            "ttft_slo_s": min(ttft_slo_s or 0.0, most),
+        }
+
+    @staticmethod
+    def _seconds(exchange: Exchange, name: str) -> float | None:
+        seconds = exchange.number(name.encode())
+        if seconds is not None and seconds <= 0:
+            raise invalid(name, f"{name}: seconds, above 0")
+        return seconds
 
     # --- text -------------------------------------------------------------------------------------------------------
 
@@ -284,7 +306,7 @@ async def _stream(exchange: Exchange, generation: Generation, writer: answers.Wr
             begun.add(answer.index)
             data = writer.begin(answer)
             if not exchange.status:
-                exchange.events()
+                await exchange.events()
         if text:
             data += writer.more(answer, text)
         if last:

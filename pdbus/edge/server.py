@@ -1,16 +1,22 @@
-"""The process around an edge: its port, its life, its signals. HTTP is `connection`'s."""
+"""The process around an edge: its port, its life, its signals. HTTP itself is uvicorn's and httptools'.
+
+What they leave to others stands here: how long and how large the head of a request may be.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import ssl
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from typing import Any
 
+import uvicorn
 import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from bus.endpoints import default_controller, why_silent
 from bus.errors import ConfigError, PartFailed, StartError
@@ -18,7 +24,6 @@ from bus.runtime.logs import get_logger
 from pdbus.client import AsyncClient
 from pdbus.edge.app import LOOK_S, Edge
 from pdbus.edge.config import EdgeConfig
-from pdbus.edge.connection import Connection
 
 BACKLOG = 2048
 TELL_S = 2.0
@@ -39,11 +44,11 @@ async def _serve(config: EdgeConfig, ready: Callable[[str], None], waiting: Call
     async with AsyncClient(controller, keys=config.keys, retries=12) as client:
         edge = Edge(config, client)
         server = Server(config, edge)
-        running = asyncio.create_task(server.serve(listener))
+        running = asyncio.create_task(server.serve(sockets=[listener]))
         looking = asyncio.create_task(_look(edge, server))
         try:
             await _until_seen(edge, server, config, controller, waiting)
-            if not server.leaving.is_set():
+            if not server.should_exit:
                 scheme = "https" if config.tls_cert else "http"
                 host, port = listener.getsockname()[:2]
                 if config.exposed and not config.api_keys:
@@ -54,7 +59,7 @@ async def _serve(config: EdgeConfig, ready: Callable[[str], None], waiting: Call
                 looking.result()
         finally:
             looking.cancel()
-            server.leaving.set()
+            server.should_exit = True
             await running
 
 
@@ -76,7 +81,6 @@ async def _look(edge: Edge, server: Server) -> None:
     while True:
         began = loop.time()
         try:
-            server.check()
             await edge.look()
         except PartFailed:
             server.leave()
@@ -87,11 +91,11 @@ async def _look(edge: Edge, server: Server) -> None:
 
 
 async def _until_seen(
-    edge: Edge, server: Server, config: EdgeConfig, controller: str, waiting: Callable[[str], None]
+    edge: Edge, server: uvicorn.Server, config: EdgeConfig, controller: str, waiting: Callable[[str], None]
 ) -> None:
     loop = asyncio.get_running_loop()
     began = told = loop.time()
-    while edge.view.seen is None and not server.leaving.is_set():
+    while edge.view.seen is None and not server.should_exit:
         now = loop.time()
         if now - began >= config.wait_s:
             why = await asyncio.to_thread(why_silent, controller, config.keys)
@@ -102,63 +106,91 @@ async def _until_seen(
         await asyncio.sleep(0.02)
 
 
-class Server:
-    """Holds the connections, until `leave` is called: then requests have `drain_s` to finish, or until it is called
-    again."""
+class Server(uvicorn.Server):
+    """uvicorn's, with the limits of `config` and signals that every part of ours understands alike."""
 
     def __init__(self, config: EdgeConfig, edge: Edge) -> None:
-        self._config = config
-        self._edge = edge
-        self._tls = _tls(config) if config.tls_cert else None
-        self.connections: set[Connection] = set()
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.leaving = asyncio.Event()
-        self._hurried = asyncio.get_running_loop().create_future()
+        options: dict[str, Any] = {
+            "app": edge,
+            "http": _limited(config),
+            "ws": "none",
+            "loop": "none",
+            "lifespan": "off",
+            "interface": "asgi3",
+            "log_config": None,
+            "log_level": "critical",  # what matters is logged by the edge
+            "access_log": False,
+            "server_header": False,
+            "date_header": False,
+            "proxy_headers": False,
+            "timeout_keep_alive": int(config.keep_alive_s),
+            "timeout_graceful_shutdown": int(config.drain_s),
+        }
+        if config.tls_cert:
+            options |= {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key}
+        super().__init__(uvicorn.Config(**options))
+        try:
+            self.config.load()
+        except (ssl.SSLError, OSError) as error:
+            raise ConfigError(f"cannot use {config.tls_cert} and {config.tls_key}: {error}") from None
 
-    async def serve(self, listener: socket.socket) -> None:
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """The first lets requests finish, the second does not."""
         loop = asyncio.get_running_loop()
-        listening = await loop.create_server(
-            lambda: Connection(self._config, self._edge, time.monotonic, self), sock=listener, ssl=self._tls,
-            backlog=BACKLOG,
-        )  # fmt: skip
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.leave)
         try:
-            await self.leaving.wait()
-            listening.close()
-            await self._drain()
+            yield
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
     def leave(self) -> None:
-        if self.leaving.is_set() and not self._hurried.done():
-            self._hurried.set_result(None)
-        self.leaving.set()
-
-    def check(self) -> None:
-        """End what takes clients too long."""
-        now = time.monotonic()
-        for connection in list(self.connections):
-            connection.check(now)
-
-    async def _drain(self) -> None:
-        for connection in list(self.connections):
-            connection.shutdown()
-        over = asyncio.gather(*self.tasks, *(each.closed for each in self.connections), return_exceptions=True)
-        await asyncio.wait((over, self._hurried), timeout=self._config.drain_s, return_when=asyncio.FIRST_COMPLETED)
-        for connection in list(self.connections):
-            connection.abort()
-        for task in self.tasks:
-            task.cancel()
-        await over
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
 
-def _tls(config: EdgeConfig) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.set_alpn_protocols(["http/1.1"])
-    try:
-        context.load_cert_chain(config.tls_cert, config.tls_key)
-    except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"cannot use {config.tls_cert} and {config.tls_key}: {error}") from None
-    return context
+def _limited(config: EdgeConfig) -> type[HttpToolsProtocol]:
+    class Limited(HttpToolsProtocol):
+        """Closes a connection whose request head is too long, or takes too long."""
+
+        _head_bytes = 0
+        _head_timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._await_head()
+
+        def data_received(self, data: bytes) -> None:
+            self._head_bytes += len(data) if self._head_timer is not None else 0
+            super().data_received(data)
+            if self._head_timer is not None and self._head_bytes > config.max_head_bytes:
+                self._give_up()
+
+        def on_message_begin(self) -> None:
+            if self._head_timer is None:
+                self._await_head()
+            super().on_message_begin()
+
+        def on_headers_complete(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+            self._head_timer, self._head_bytes = None, 0
+            super().on_headers_complete()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+            self._head_timer = None
+            super().connection_lost(exc)
+
+        def _await_head(self) -> None:
+            self._head_bytes = 0
+            self._head_timer = self.loop.call_later(config.receive_s, self._give_up)
+
+        def _give_up(self) -> None:
+            if not self.transport.is_closing():
+                self.transport.close()
+
+    return Limited

@@ -1,4 +1,4 @@
-"""An edge in memory: HTTP without sockets, a client whose requests end as a script says, and a cluster's status."""
+"""An edge in memory: ASGI by hand, a client library whose requests end as a script says, and a cluster's status."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import httptools
-
 from bus.wire.messages import Load, Location, RankStatus, Role, Status, TokenLogprobs
 from pdbus.client import AsyncStream, Options, Result
 from pdbus.client.options import make_request, where
 from pdbus.client.traffic import Update
 from pdbus.edge.app import Edge
 from pdbus.edge.config import EdgeConfig
-from pdbus.edge.connection import Connection
 
 LOAD = Load(
     seq=1, step=1, running=0, waiting=0, waiting_tokens=0, kv_tokens=0, kv_capacity=2048, max_running=16
@@ -125,71 +122,13 @@ class Response:
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-class Wire(asyncio.Transport):
-    """One connection in memory. `responses` are what the client has got, `heard` that it has got something; it leaves
-    once the last of them has `leave_after` parts."""
-
-    def __init__(self, leave_after: int | None = None) -> None:
-        super().__init__()
-        self.connections: set[Connection] = set()
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.responses: list[Response] = []
-        self.heard = asyncio.Event()
-        self.connection: Any = None
-        self.closing = False
-        self._leave_after = leave_after
-        self._parser = httptools.HttpResponseParser(self)
-
-    def on_message_begin(self) -> None:
-        self.responses.append(Response())
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.responses[-1].headers[name.decode()] = value.decode()
-
-    def on_headers_complete(self) -> None:
-        self.responses[-1].status = self._parser.get_status_code()
-
-    def on_body(self, body: bytes) -> None:
-        self.responses[-1].parts.append(body)
-        self.heard.set()
-
-    def write(self, data: Any) -> None:
-        if self.closing:
-            return
-        self._parser.feed_data(data)
-        if self.responses and len(self.responses[-1].parts) == self._leave_after:
-            self.close()
-
-    def can_write_eof(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        if not self.closing:
-            self.closing = True
-            asyncio.get_running_loop().call_soon(self.connection.connection_lost, None)
-
-    def abort(self) -> None:
-        self.close()
-
-    def pause_reading(self) -> None: ...
-
-    def resume_reading(self) -> None: ...
-
-
 class World:
     """`await world.post(path, body)`. `leave_after` parts of the response the client disconnects."""
 
     def __init__(self, script: Script | None = None, seen: Status | None = PAIR, **config: Any) -> None:
         self.client = ScriptedClient(script or letters("hello"), seen)
         self.now = 100.0
-        self.config = EdgeConfig(**config)
-        self.edge = Edge(self.config, self.client, lambda: self.now)  # type: ignore[arg-type]
-
-    def connect(self, leave_after: int | None = None) -> Wire:
-        wire = Wire(leave_after)
-        wire.connection = Connection(self.config, self.edge, lambda: self.now, wire)
-        wire.connection.connection_made(wire)
-        return wire
+        self.edge = Edge(EdgeConfig(**config), self.client, lambda: self.now)  # type: ignore[arg-type]
 
     async def post(self, path: str, body: Any, **more: Any) -> Response:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -208,17 +147,35 @@ class World:
     ) -> Response:
         if not self.edge.view.models:
             await self.edge.look()
-        named = {"content-type": "application/json", "content-length": str(sum(map(len, body)))} | (headers or {})
-        lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in named.items()), "\r\n"]
-        wire = self.connect(leave_after)
-        wire.connection.data_received("\r\n".join(lines).encode("latin-1"))
-        for part in body:
-            wire.connection.data_received(part)
+        named = {"content-type": "application/json"} | (headers or {})
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "headers": [(name.encode(), value.encode()) for name, value in named.items()],
+        }
+        response, left, parts = Response(), asyncio.Event(), list(body)
         if leave_after == 0:
-            wire.close()
-        while wire.tasks:
-            await asyncio.wait(list(wire.tasks))
-        return wire.responses[-1] if wire.responses else Response()
+            left.set()
+
+        async def receive() -> dict[str, Any]:
+            if parts:
+                return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            await asyncio.sleep(0)
+            if message["type"] == "http.response.start":
+                response.status = message["status"]
+                response.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+            else:
+                response.parts.append(message["body"])
+                if len(response.parts) == leave_after:
+                    left.set()
+
+        await self.edge(scope, receive, send)
+        return response
 
 
 def chat(text: str = "hi", **more: Any) -> dict[str, Any]:

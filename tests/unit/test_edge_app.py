@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edge_world import PAIR, Response, World, chat, ended, letters, rank, status
+from edge_world import PAIR, World, chat, ended, letters, rank, status
 
 from bus.errors import ConfigError
 from bus.wire.messages import Code
@@ -320,49 +320,58 @@ def test_a_body_has_limits() -> None:
     assert (claimed.status, claimed.headers["connection"]) == (413, "close")
 
 
-POST = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n"
-
-
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
-    async def silent() -> Response:
-        world = World(receive_s=30.0)
-        await world.edge.look()
-        wire = world.connect()
-        wire.connection.data_received(POST + b"Content-Length: 5\r\n\r\n{")
-        for _ in range(2):
-            await asyncio.sleep(0)
-            world.now += 16.0
-            assert not wire.responses
-            wire.connection.check(world.now)
-        await asyncio.wait(list(wire.tasks))
-        return wire.responses[0]
+    async def silent() -> Any:
+        world = World(receive_s=0.01)
+        sent: list[Any] = []
 
-    answer = run(silent())
-    assert (answer.status, answer.headers["connection"]) == (408, "close")
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/tokenize",
+            "headers": [(b"content-type", b"application/json")],
+        }
+        await world.edge(scope, receive, send)
+        return sent[0]["status"]
+
+    assert run(silent()) == 408
 
 
 def test_who_stops_reading_is_cut_off() -> None:
     async def slow() -> World:
         world = World(lambda ids, options: [(100,)] * 3, send_s=60.0)
         await world.edge.look()
-        wire = world.connect()
-        wire.connection.pause_writing()
-        wire.connection.data_received(POST + b'Content-Length: 31\r\n\r\n{"prompt": "x", "stream": true}')
-        await wire.heard.wait()
-        for _ in range(9):
-            await asyncio.sleep(0)
-        assert len(wire.responses[0].parts) == 1, "it waits until that is read"
+        stuck = asyncio.Event()
+        body = [{"type": "http.request", "body": b'{"prompt": "x", "stream": true}'}]
+
+        async def receive() -> Any:
+            return body.pop() if body else await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                stuck.set()
+                await asyncio.Event().wait()
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+        request = asyncio.create_task(world.edge(scope, receive, send))
+        await stuck.wait()
         world.now += 59
-        wire.connection.check(world.now)
-        assert not wire.closing
+        await world.edge.look()
+        assert not request.done()
         world.now += 2
-        wire.connection.check(world.now)
-        await asyncio.wait(list(wire.tasks))
+        await world.edge.look()
+        await asyncio.wait([request])
         return world
 
     world = run(slow())
     assert world.client.channel.cancelled
-    assert world.edge.counts.requests["/v1/completions", "499"] == 1
     assert world.edge.counts.in_flight == 0
 
 

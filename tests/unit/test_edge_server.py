@@ -23,21 +23,13 @@ from pdbus.edge.server import Server, listen
 
 def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "httptools" else found(name))
-    with pytest.raises(ConfigError, match="pdbus serve needs httptools: pip install httptools"):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
+    with pytest.raises(ConfigError, match="pdbus serve needs uvicorn: pip install uvicorn"):
         serve.main(["--http", "0"], standalone_mode=False)
 
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 ASK = POST + b"Content-Length: 15\r\n\r\n" + b'{"prompt": "x"}'
-
-
-async def check(serving: Server) -> None:
-    """As the edge's process does about once a second."""
-    while True:
-        serving.check()
-        await asyncio.sleep(0.02)
-
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -51,8 +43,7 @@ def served(*talks: Talk, **config: Any) -> Edge:
         await edge.look()
         serving = Server(settings, edge)
         listener = listen(settings)
-        running = asyncio.create_task(serving.serve(listener))
-        checking = asyncio.create_task(check(serving))
+        running = asyncio.create_task(serving.serve(sockets=[listener]))
         port = listener.getsockname()[1]
         try:
             async with asyncio.timeout(60):
@@ -63,7 +54,6 @@ def served(*talks: Talk, **config: Any) -> Edge:
                     finally:
                         writer.close()
         finally:
-            checking.cancel()
             serving.leave()
             await running
         return edge
@@ -87,125 +77,6 @@ def test_a_connection_serves_many_requests_also_pipelined() -> None:
             assert b'"text":"ok"' in await answer(reader)
 
     assert served(talk).counts.requests["/v1/completions", "200"] == 6
-
-
-def test_who_offers_another_protocol_is_answered_in_this_one() -> None:
-    """Java's client does, with every first request."""
-    offer = POST + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
-
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(offer + b"Content-Length: 15\r\n\r\n" + b'{"prompt": "x"}' + ASK)
-        for _ in range(2):
-            assert b'"text":"ok"' in await answer(reader)
-        writer.write(offer + b"Transfer-Encoding: chunked\r\n\r\n")
-        writer.write(b'f\r\n{"prompt": "x"}\r\n0\r\n\r\n')
-        assert b'"text":"ok"' in await answer(reader)
-        writer.write(b"CONNECT there:443 HTTP/1.1\r\nHost: there\r\n\r\n")
-        assert (await reader.read()).startswith(b"HTTP/1.1 400")
-
-    assert served(talk).counts.requests["/v1/completions", "200"] == 3
-
-
-def test_who_still_sends_reads_the_answer_and_is_not_waited_for() -> None:
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(POST + b"Content-Length: 40000000\r\n\r\n")
-        for _ in range(40):  # more than a connection holds
-            writer.write(b" " * 1_000_000)
-            await writer.drain()
-        assert (await reader.read()).startswith(b"HTTP/1.1 413")
-
-    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(POST + b"Content-Length: 40000000\r\n\r\n")
-        assert (await reader.read()).startswith(b"HTTP/1.1 413")
-        try:
-            while True:
-                writer.write(b" ")
-                await writer.drain()
-                await asyncio.sleep(0.01)
-        except ConnectionError:
-            pass
-
-    served(talk, max_body_bytes=1000)
-    served(endless, max_body_bytes=1000, receive_s=0.1)
-
-
-def test_a_client_of_http_1_0_gets_a_stream_to_the_end_of_its_connection() -> None:
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        body = b'{"prompt": "x", "stream": true}'
-        writer.write(POST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
-        said = await reader.read()
-        assert b"\r\n\r\ndata: {" in said
-        assert b"chunked" not in said
-        assert said.endswith(b"data: [DONE]\n\n")
-
-    served(talk)
-
-
-def test_after_the_signal_what_is_under_way_is_answered_and_no_more() -> None:
-    held = asyncio.Event()
-
-    async def run() -> tuple[bytes, bytes]:
-        class Slow(ScriptedClient):
-            async def generate_tokens(self, *asked: Any, **options: Any) -> Any:
-                begun.set()
-                await held.wait()
-                return await super().generate_tokens(*asked, **options)
-
-        begun = asyncio.Event()
-        settings = EdgeConfig(http="127.0.0.1:0")
-        edge = Edge(settings, Slow(letters("ok"), PAIR))  # type: ignore[arg-type]
-        await edge.look()
-        serving = Server(settings, edge)
-        listener = listen(settings)
-        running = asyncio.create_task(serving.serve(listener))
-        async with asyncio.timeout(60):
-            reader, writer = await asyncio.open_connection(*listener.getsockname())
-            idle, other = await asyncio.open_connection(*listener.getsockname())
-            writer.write(ASK * 2)
-            await begun.wait()
-            serving.leave()
-            closed = await idle.read()
-            held.set()
-            answered = await reader.read()
-            await running
-        writer.close()
-        other.close()
-        return closed, answered
-
-    closed, answered = asyncio.run(run())
-    assert closed == b""
-    assert answered.count(b"HTTP/1.1 200") == 1
-    assert b"connection: close" in answered
-
-
-def test_a_second_signal_waits_for_nobody() -> None:
-    class Never(ScriptedClient):
-        async def generate_tokens(self, *asked: Any, **options: Any) -> Any:
-            serving[0].leave()
-            serving[0].leave()
-            await asyncio.Event().wait()
-
-    serving: list[Server] = []
-
-    async def run() -> bytes:
-        settings = EdgeConfig(http="127.0.0.1:0")
-        edge = Edge(settings, Never(letters("ok"), PAIR))  # type: ignore[arg-type]
-        await edge.look()
-        serving.append(Server(settings, edge))
-        listener = listen(settings)
-        running = asyncio.create_task(serving[0].serve(listener))
-        async with asyncio.timeout(60):
-            reader, writer = await asyncio.open_connection(*listener.getsockname())
-            writer.write(ASK)
-            try:
-                return await reader.read()
-            except ConnectionError:
-                return b""
-            finally:
-                writer.close()
-                await running
-
-    assert asyncio.run(run()) == b""
 
 
 def test_a_head_without_end_is_cut_off() -> None:
