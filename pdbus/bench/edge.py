@@ -1,19 +1,22 @@
 """`edge`: our HTTP edge beside the routers that others run, under one load generator, with ranks that take no time.
 
-Routers are asked for SGLang's `/generate` with token ids, and pass it on to mock engines. Ours reads the same request,
-hashes the prompt's blocks, submits it over the bus and follows the stream. A router is measured where its command is on
-the PATH. The floor of a latency is that of asking without it: the engine, or the cluster by the client library.
-Requests a second are ours alone: the ranks are the bound there, and they do more than a mock engine.
+Routers are asked for SGLang's `/generate` with token ids or text, and pass it on to mock engines, which answer at
+once. Ours reads the same request, makes ids of a text (which routers do not), hashes the prompt's blocks, submits it
+over the bus and follows the stream of a rank that answers at once, too. A router is measured where its command is on
+the PATH. The whole path is, of ours, edge, controller and rank link; of a router's, it and the HTTP server of the mock
+engine. The floor of a latency is that of asking without it: the engine, or the cluster by the client library.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from bus.errors import ConfigError
 from bus.runtime.ports import free_ports
+from nodes.own.engines import smollm2
 from pdbus.bench import parts
 from pdbus.bench.harness import PartFailed, Process, Row, Scope, Workspace, await_url, percentile, row
 
@@ -22,7 +25,8 @@ ENGINES = 4
 STREAMED = 65  # tokens, of which the first is counted with the request
 ROUTERS = {"sglang-router": ("launch",), "smg": ("launch",), "vllm-router": ()}
 START_S = 30.0
-OWN, WHOLE, STREAMING = "CPU a request", "CPU a request, with the controller's", "CPU a streamed token"
+OWN, WHOLE, STREAMING = "CPU a request", "CPU a request, whole path", "CPU a streamed token"
+TEXT, TOKENIZING = "CPU a request as text", "CPU of its tokenization"
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +37,7 @@ class Side:
     url: str
     process: Process
     direct: Callable[[int, int], list[float]]  # microseconds of `count` requests of so many tokens, without it
-    others: tuple[Process, ...] = ()  # whose processor time a whole path has besides
+    others: Sequence[Process]  # whose processor time the whole path has besides
     figures: dict[tuple[int, str], list[float]] = field(default_factory=dict)
 
     def note(self, tokens: int, metric: str, value: float) -> None:
@@ -50,18 +54,21 @@ def run(scope: Scope) -> list[Row]:
         load.wait_ready()
         ours = _ours(space, scope)
         sides = [ours, *_routers(space, scope, load)]
+        texts = _texts(space, scope)
         for number in range(1 + scope.runs):
             for tokens in PROMPTS:
                 for side in sides:
                     scope.say(f"run {number} of {scope.runs}: {side.name}, {tokens} tokens")
-                    _measure(side, load, tokens, scope)
+                    _measure(side, load, tokens, scope, text=texts is not None)
+                if texts is not None:
+                    ours.note(tokens, TOKENIZING, texts.ask(tokens=tokens, count=scope.size(20, 3)))
             if not number:
                 for side in sides:
                     side.figures.clear()  # warm-up
     return [made for tokens in PROMPTS for made in _rows(tokens, ours, sides[1:])]
 
 
-def _measure(side: Side, load: Process, tokens: int, scope: Scope) -> None:
+def _measure(side: Side, load: Process, tokens: int, scope: Scope, *, text: bool) -> None:
     count = scope.size(1_000, 40) if tokens < 10_000 else scope.size(100, 10)
 
     def cost(count: int, connections: int, **asked: int) -> tuple[float, float, float]:
@@ -75,6 +82,8 @@ def _measure(side: Side, load: Process, tokens: int, scope: Scope) -> None:
     side.note(tokens, OWN, own)
     side.note(tokens, WHOLE, whole)
     side.note(tokens, "requests/s", count / taken_s)
+    if text:
+        side.note(tokens, TEXT, cost(count, 16, text=1)[1])
     if tokens == PROMPTS[0]:
         few = scope.size(200, 10)
         _, first, _ = cost(few, 4, output=1, stream=1)
@@ -92,14 +101,19 @@ def _rows(tokens: int, ours: Side, routers: list[Side]) -> list[Row]:
     """CPU of ours beside that of each router; latency through each beside that of what it stands in front of."""
     case = f"{tokens} tokens"
     seen = {metric: values for (of, metric), values in ours.figures.items() if of == tokens}
-    made = [row(case, metric, unit, seen[metric]) for metric, unit in ((WHOLE, "µs"), ("requests/s", "/s"))]
-    for metric in (OWN, STREAMING):
-        if metric in seen:
+    made = [
+        row(case, metric, unit, seen[metric])
+        for metric, unit in (("requests/s", "/s"), (TOKENIZING, "µs"))
+        if metric in seen
+    ]
+    for metric in (OWN, TEXT, WHOLE, STREAMING):
+        if metric not in seen:
+            continue
+        for router in routers:
+            beside = router.figures[tokens, metric]
+            made.append(row(f"{case}, beside {router.name}", metric, "µs", seen[metric], beside))
+        if not routers:
             made.append(row(case, metric, "µs", seen[metric]))
-            for router in routers:
-                made.append(
-                    row(f"{case}, beside {router.name}", metric, "µs", seen[metric], router.figures[tokens, metric])
-                )
     for side in (ours, *routers):
         for metric in ("p50", "p99"):
             through, without = side.figures[tokens, metric], side.figures[tokens, f"{metric} without it"]
@@ -108,10 +122,18 @@ def _rows(tokens: int, ours: Side, routers: list[Side]) -> list[Row]:
 
 
 def _ours(space: Workspace, scope: Scope) -> Side:
-    scope.say("starting broker, controller, sim nodes and the edge")
+    scope.say("starting broker, controller, ranks and the edge")
     parts.broker(space)
     controller = parts.controller(space, "--unified-method", "cache_aware")
-    parts.sim_nodes(space, "unified", "--sim-vocab-size", "65536", processes=ENGINES, ranks=ENGINES)
+    ranks = [
+        space.part(
+            "edge_parts:rank", bus=space.endpoint("bus"), controller=space.endpoint("ctl"),
+            instance=f"rank-{number}", data=f"ipc://{space.folder}",
+        )
+        for number in range(ENGINES)
+    ]  # fmt: skip
+    for rank in ranks:
+        rank.wait_ready()
     edge = space.program(
         "pdbus", "serve", "--http", "0", "--controller", space.endpoint("ctl"), "--watch-parent", "--log-level", "error"
     )
@@ -124,7 +146,19 @@ def _ours(space: Workspace, scope: Scope) -> Side:
         taken: list[float] = client.ask(tokens=tokens, count=count)
         return taken
 
-    return Side("pdbus", url, edge, direct, (controller,))
+    return Side("pdbus", url, edge, direct, (controller, *ranks))
+
+
+def _texts(space: Workspace, scope: Scope) -> Process | None:
+    """What measures tokenization; None without the model whose tokenizer the edge uses."""
+    try:
+        smollm2.converted()
+    except ConfigError as error:
+        scope.say(f"no prompts as text: {error}")
+        return None
+    made = space.part("edge_parts:tokenizing")
+    made.wait_ready()
+    return made
 
 
 def _routers(space: Workspace, scope: Scope, load: Process) -> list[Side]:
@@ -149,7 +183,7 @@ def _routers(space: Workspace, scope: Scope, load: Process) -> list[Side]:
         router = space.part("edge_parts:become", argv=argv)
         router.wait_ready()
         await_url(f"http://127.0.0.1:{port}/health", START_S)
-        side = Side(name, f"http://127.0.0.1:{port}", router, direct)
+        side = Side(name, f"http://127.0.0.1:{port}", router, direct, engines)
         _until_it_serves(load, side)
         sides.append(side)
     return sides

@@ -106,7 +106,7 @@ class BaseStream:
         if isinstance(update, tuple):
             first, self._have = self._have, self._have + len(update)
             text = self._decoder.push(update) if self._decoder is not None else ""
-            return Piece(update, text, tuple(self._logprobs[first : self._have]))
+            return Piece(update, text, tuple(self._logprobs[first : self._have]) if self._logprobs else ())
         self._result = update
         rest = self._decoder.finish() if self._decoder is not None else ""
         return Piece((), rest) if rest else None

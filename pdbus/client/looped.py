@@ -17,7 +17,6 @@ from contextlib import suppress
 from typing import TypeVarTuple
 
 import zmq
-from zmq.backend import Socket as Backend
 
 from bus.errors import PartFailed
 from bus.runtime import frames
@@ -31,8 +30,6 @@ from pdbus.client.request import Request
 from pdbus.client.traffic import TICK_S, Sink, Traffic, check_question
 
 BUDGET = 64  # messages of a socket before others have their turn
-_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
-_get: Callable[[Socket, int], int] = Backend.get  # type: ignore[assignment]
 
 log = get_logger("client")
 _T = TypeVarTuple("_T")
@@ -185,7 +182,7 @@ class LoopChannel:
     def _drain(self, socket: Socket) -> None:
         for _ in range(BUDGET):
             watched = self._handlers.get(socket)
-            if watched is None or not _get(socket, _EVENTS) & _POLLIN:
+            if watched is None or not frames.has_message(socket):
                 return
             if socket in self._skipping:
                 if frames.skip(socket):

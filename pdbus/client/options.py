@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar, Unpack
 
@@ -106,17 +106,20 @@ class Options(TypedDict, total=False):
     lives_on: bool
 
 
-_OF_PARAMS = Options.__annotations__.keys() & set(Params.__struct_fields__)
-_OF_SUBMIT = Options.__annotations__.keys() & set(Submit.__struct_fields__) - {
+_KNOWN = Options.__annotations__.keys()
+_OF_PARAMS = _KNOWN & set(Params.__struct_fields__)
+_OF_SUBMIT = _KNOWN & set(Submit.__struct_fields__) - {
     "rid", "leg", "max_tokens", "block_tokens",
 }  # fmt: skip
 _SELDOM_KNOWN = frozenset(name for name, _ in SELDOM_KNOWN)
 
 
-def check_options(given: Iterable[str]) -> None:
+def check_options(given: Mapping[str, object]) -> None:
     """TypeError that names the first option which `Options` has not, and the one that is likely meant."""
+    if given.keys() <= _KNOWN:
+        return
     for name in given:
-        if name in Options.__annotations__:
+        if name in _KNOWN:
             continue
         longer = [known for known in Options.__annotations__ if known.startswith(f"{name}_")]
         near = longer or difflib.get_close_matches(name, Options.__annotations__, n=1)
@@ -176,10 +179,15 @@ def make_request(
     elif options.get("leg") not in (None, "pair"):
         raise ConfigError("with a controller for each leg, a request is a pair")
     prompt = prompt_bytes(ids)
-    placed: dict[str, Any] = {name: value for name, value in options.items() if name in _OF_SUBMIT}
+    placed: dict[str, Any] = {}
+    said: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in _OF_PARAMS:
+            said[name] = value
+        elif name in _OF_SUBMIT:
+            placed[name] = value
     if placed.get("bootstrap_room") is None and (at.prefill is not None or leg in ("pair", "unified")):
         placed["bootstrap_room"] = rng.getrandbits(63)
-    said: dict[str, Any] = {name: value for name, value in options.items() if name in _OF_PARAMS}
     said.setdefault("seed", rng.getrandbits(32))
     if "stop_token_ids" in said:
         said["stop_token_ids"] = tuple(said["stop_token_ids"])

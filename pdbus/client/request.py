@@ -85,6 +85,7 @@ class Request(Struct, eq=False):
     prompt: bytes  # int32 little-endian
     params: bytes  # the frame
     stop_ids: frozenset[int]  # the tokens that are known to end the output
+    max_tokens: int = 0  # of the main submit, looked at with every token
     wants_logprobs: bool = False
     state: State = State.NEW
     submit_states: dict[Place, SubmitState] = {}
@@ -112,6 +113,7 @@ class Request(Struct, eq=False):
     def __post_init__(self) -> None:
         self.submit_states = dict.fromkeys(self.submits, SubmitState.ASKED)
         self.asked_at = dict.fromkeys(self.submits, 0.0)
+        self.max_tokens = self.main.max_tokens
 
     def __repr__(self) -> str:
         return f"Request(rid={self.rid!r}, {self.state}, {self.submit_states}, {len(self.ids)} tokens)"
@@ -121,10 +123,6 @@ class Request(Struct, eq=False):
         for submit in self.submits.values():
             return submit
         raise AssertionError
-
-    @property
-    def max_tokens(self) -> int:
-        return self.main.max_tokens
 
     @property
     def attempt(self) -> int:

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import zmq
 
@@ -161,7 +162,7 @@ class Traffic:
             role: KeyRole = "controllers" if endpoint in self._controllers else "nodes"
             peer = _Peer(self._sockets.dealer(endpoint, maximum=PAYLOAD_MAX, role=role), self._clock())
             self._peers[endpoint] = peer
-            self._watch(peer.socket, lambda received: self._received(endpoint, received))
+            self._watch(peer.socket, partial(self._received, endpoint))
         peer.used_at = self._clock()
         return peer.socket
 

@@ -194,7 +194,7 @@ class GenerateWriter:
         return b""
 
     def more(self, answer: Answer, text: str) -> bytes:
-        return b"data: %b\n\n" % encode(self._fields(answer))
+        return b"data: %b\n\n" % encode(self._fields(answer, over=False))
 
     def end(self, answer: Answer) -> bytes:
         return b"data: %b\n\n" % encode(self._fields(answer))
@@ -206,11 +206,11 @@ class GenerateWriter:
         every = [self._fields(answer) for answer in answers]
         return encode(every if self._batch else every[0])
 
-    def _fields(self, answer: Answer) -> dict[str, Any]:
+    def _fields(self, answer: Answer, over: bool = True) -> dict[str, Any]:
         finish: dict[str, Any] | None = None
-        if answer.finish == "length":
+        if over and answer.finish == "length":
             finish = {"type": "length", "length": len(answer.ids)}
-        elif answer.finish:
+        elif over:
             finish = {"type": answer.finish, "matched": answer.matched}
         meta = {
             "id": self._head.id,

@@ -300,7 +300,8 @@ class Edge:
 async def _stream(exchange: Exchange, generation: Generation, writer: answers.Writer) -> None:
     """The status is sent with the first event: a request that fails before it gets the status that it deserves."""
     begun: set[int] = set()
-    async for choice, text in generation:
+    left = len(generation.choices)
+    async for choice, text, last in generation:
         answer = choice.answer
         data = b""
         if answer.index not in begun:
@@ -310,11 +311,13 @@ async def _stream(exchange: Exchange, generation: Generation, writer: answers.Wr
                 await exchange.events()
         if text:
             data += writer.more(answer, text)
-        if answer.result is not None:
+        if last:
             data += writer.end(answer)
+            left -= 1
+        if not left:
+            data += writer.close(generation.answers)
         if data:
-            await exchange.event(data)
-    await exchange.event(writer.close(generation.answers), last=True)
+            await exchange.event(data, last=not left)
 
 
 def _card(model: ServedModel) -> dict[str, Any]:

@@ -7,6 +7,8 @@ ignored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -206,14 +208,21 @@ def _wrong(reason: str) -> HttpError:
     return invalid(path or None, f"{path}: {what[0].lower()}{what[1:]}" if path else what)
 
 
-_PASSED = frozenset((*Generation.__struct_fields__, *SglSampling.__struct_fields__)) & Options.__annotations__.keys()
-_PASSED -= {"model", "max_tokens", "stop_token_ids"}
+def _passed(kind: type[Sampling]) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
+    """The fields of `kind` that become the client's option of the same name, and what gets their values."""
+    others = {"model", "max_tokens", "stop_token_ids"}
+    names = tuple(name for name in kind.__struct_fields__ if name in Options.__annotations__ and name not in others)
+    return names, attrgetter(*names)
+
+
+_OF_OPENAI, _OF_GENERATE = _passed(Generation), _passed(SglSampling)
 
 
 def options_of(said: Sampling) -> Options:
     """The client's options that `said` asks for. OpenAI's default of `temperature` is 1."""
-    asked = msgspec.structs.asdict(said).items()
-    options: dict[str, Any] = {name: value for name, value in asked if value is not None and name in _PASSED}
+    names, values_of = _OF_GENERATE if isinstance(said, SglSampling) else _OF_OPENAI
+    asked = zip(names, values_of(said), strict=True)
+    options: dict[str, Any] = {name: value for name, value in asked if value is not None}
     options.setdefault("temperature", 1.0)
     if options.get("top_k") == -1:
         options["top_k"] = 0

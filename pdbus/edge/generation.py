@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from pdbus.client import AsyncStream, Piece
 from pdbus.edge.answers import Answer
 from pdbus.edge.metrics import Counts
 from pdbus.edge.stops import StopFinder
 from pdbus.edge.texts import Decoder
+
+Item: TypeAlias = "tuple[Choice, str, bool]"
 
 
 class Gone(Exception):
@@ -57,9 +60,8 @@ class Choice:
 
 
 class Generation:
-    """`async for choice, text in Generation(...)`: text as it comes, whichever answer it belongs to; an item whose
-    choice has an `answer.result` is that answer's last. RequestFailed when one fails, which ends the others; Gone after
-    `cancel`."""
+    """`async for choice, text, last in Generation(...)`: text as it comes, whichever answer it belongs to, and whether
+    it is that answer's last. RequestFailed when one fails, which ends the others; Gone after `cancel`."""
 
     def __init__(self, choices: Sequence[Choice], counts: Counts, began_at: float, clock: Callable[[], float]) -> None:
         self.choices = choices
@@ -76,10 +78,10 @@ class Generation:
     def answers(self) -> list[Answer]:
         return [choice.answer for choice in self.choices]
 
-    def __aiter__(self) -> AsyncIterator[tuple[Choice, str]]:
+    def __aiter__(self) -> AsyncIterator[Item]:
         return self._one(self.choices[0]) if len(self.choices) == 1 else self._all()
 
-    async def _one(self, choice: Choice) -> AsyncIterator[tuple[Choice, str]]:
+    async def _one(self, choice: Choice) -> AsyncIterator[Item]:
         answer, stream = choice.answer, choice.stream
         while (piece := await stream.next()) is not None:
             if answer.finish or not piece.ids:  # what was under way when a stop string was found
@@ -89,7 +91,7 @@ class Generation:
             if choice.stops.found is not None:
                 stream.cancel()
             if text:
-                yield choice, text
+                yield choice, text, False
         answer.result = stream.result
         assert answer.result is not None
         if not answer.finish:
@@ -99,10 +101,10 @@ class Generation:
         text = "" if answer.finish else choice.end(answer.result.finish)
         self._counts.cached_tokens += answer.cached_tokens
         self._counts.e2e.observe(self._clock() - self._began_at)
-        yield choice, text
+        yield choice, text, True
 
-    async def _all(self) -> AsyncIterator[tuple[Choice, str]]:
-        came: asyncio.Queue[tuple[Choice, str] | Exception | None] = asyncio.Queue()
+    async def _all(self) -> AsyncIterator[Item]:
+        came: asyncio.Queue[Item | Exception | None] = asyncio.Queue()
 
         async def pump(choice: Choice) -> None:
             try:

@@ -97,7 +97,9 @@ class Texts:
     async def of(self, model: str) -> ModelText:
         """HttpError when it cannot be had, after which it is tried again."""
         task = self.begin(model)
-        if task.done() and task.exception() is not None:
+        if task.done():
+            if task.exception() is None:
+                return task.result()
             del self._loading[model]
             task = self.begin(model)
         return await asyncio.shield(task)

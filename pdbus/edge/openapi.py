@@ -134,18 +134,18 @@ def page() -> bytes:
     """The document for people: each endpoint with its fields."""
     said = msgspec.json.decode(document())
     parts = [_STYLE, "<h1>pdbus serve</h1><p>The same <a href=/openapi.json>for programs</a>.</p>"]
+    schemas = said["components"]["schemas"]
+    inner = dict(schemas)  # what fields hold, without the bodies themselves
     for path, methods in said["paths"].items():
         for method, it in methods.items():
             parts.append(f"<h2>{method.upper()} {path}</h2><p>{html.escape(it['summary'])}</p>")
             if "requestBody" in it:
                 reference = it["requestBody"]["content"]["application/json"]["schema"]["$ref"]
-                schema = said["components"]["schemas"][reference.rpartition("/")[2]]
-                rows = (
-                    f"<tr><td><code>{name}</code><td>{html.escape(_type(kind))}"
-                    f"<td>{'required' if name in schema.get('required', ()) else ''}"
-                    for name, kind in schema["properties"].items()
-                )
-                parts.append(f"<table>{''.join(rows)}</table>")
+                body = reference.rpartition("/")[2]
+                inner.pop(body, None)
+                parts.append(_fields(schemas[body]))
+    parts.append("<h2>In fields</h2>")
+    parts += [f"<h3>{name}</h3>{_fields(schema)}" for name, schema in inner.items() if "properties" in schema]
     parts.append("<h2>Headers</h2><table>")
     parts += [f"<tr><td><code>{each['name']}</code><td>{html.escape(str(each['description']))}" for each in _HEADERS]
     parts.append("</table><h2>Errors</h2><table>")
@@ -155,10 +155,20 @@ def page() -> bytes:
     return "".join(parts).encode()
 
 
+def _fields(schema: dict[str, Any]) -> str:
+    """As a table, those first that are required."""
+    required = schema.get("required", ())
+    rows = (
+        f"<tr><td><code>{name}</code><td>{html.escape(_type(kind))}<td>{'required' if name in required else ''}"
+        for name, kind in sorted(schema["properties"].items(), key=lambda field: field[0] not in required)
+    )
+    return f"<table>{''.join(rows)}</table>"
+
+
 _STYLE = (
     "<!doctype html><meta charset=utf-8><title>pdbus serve</title><style>body{font:15px/1.5 system-ui,sans-serif;"
     "max-width:50rem;margin:2rem auto;padding:0 1rem}td{padding:.1rem 1rem .1rem 0;vertical-align:top}"
-    "h2{margin-top:2rem;font-size:1.1rem}</style>"
+    "h2{margin-top:2rem;font-size:1.1rem}h3{font-size:1rem}</style>"
 )
 
 

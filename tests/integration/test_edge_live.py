@@ -222,6 +222,8 @@ def test_the_chat_page_in_a_browser(cluster: Up, tmp_path: Path) -> None:
             await page.run("document.getElementById('send').click()")  # it says Stop now
             await page.until("document.getElementById('send').textContent == 'Send'")
             assert not await page.run("document.querySelector('.error')?.textContent")
+            assert await page.run("$('model').hidden && $('model').value == 'tiny'")
+            assert await page.run("choose(['a', 'b']); !$('model').hidden && $('model').value == 'a'")
 
     asyncio.run(look())
 

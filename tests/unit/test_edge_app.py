@@ -68,13 +68,23 @@ def test_completions_take_texts_ids_and_batches() -> None:
     }  # fmt: skip
     world.client.asked.clear()
     streamed = run(world.post("/v1/completions", {"prompt": [[1], [2, 3]], "stream": True}))
-    texts = {0: "", 1: ""}
+    texts, ends = {0: "", 1: ""}, {0: [], 1: []}  # type: ignore[var-annotated]
     for event in streamed.events:
-        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["text"]
+        ends[choice["index"]].append(choice["finish_reason"])
     assert texts == {0: "hello", 1: "hello"}
+    assert ends == {0: [None] * 5 + ["stop"], 1: [None] * 5 + ["stop"]}, "also of tokens that came all at once"
     assert [ids for ids, _ in world.client.asked] == [[1], [2, 3]]
     rids = [options["rid"] for _, options in world.client.asked]
     assert rids == [f"{streamed.headers['x-request-id']}-{n}" for n in (0, 1)]
+
+
+def test_a_streamed_batch_of_generate_says_once_how_each_ended() -> None:
+    events = run(World().post("/generate", {"input_ids": [[1], [2]], "stream": True})).events
+    for index in (0, 1):
+        said = [event["meta_info"]["finish_reason"] for event in events if event["index"] == index]
+        assert said == [None] * 5 + [{"type": "stop", "matched": None}]
 
 
 def test_cached_tokens_of_a_prompt_count_once() -> None:
