@@ -40,8 +40,10 @@ from bus.wire.messages import (
     Hello,
     KvFail,
     KvPull,
+    Load,
     LoadReport,
     Location,
+    Member,
     Message,
     Params,
     Ping,
@@ -236,22 +238,23 @@ def pair(cluster: Cluster, rid: str, prompt: list[int], room: int, **changes: An
 def test_a_node_names_who_has_welcomed_it_and_says_how_far_its_loads_have_come(cluster: Cluster) -> None:
     """What others publish in its name is found out by that."""
     with cluster.context.socket(zmq.SUB) as bus:
-        bus.subscribe(topics.LOAD)
+        for kind in (topics.LOAD, topics.MEMBER):
+            bus.subscribe(kind)
         bus.connect(BusAddress(cluster.bus).subscribe)
         cluster.node("unified")
         cluster.ready(U)
-        said: list[LoadReport] = []
+        said: list[Load] = []
 
         def named() -> bool:
             while bus.poll(0):
-                report = decode(bus.recv_multipart()[1], PUBLICATIONS)
-                assert isinstance(report, LoadReport)
-                said.append(report)
-            return bool(said and said[-1].load.acks == (Ack(cluster.controller.epoch, 0, 0),))
+                publication = decode(bus.recv_multipart()[1], PUBLICATIONS)
+                assert isinstance(publication, LoadReport | Member)
+                said.extend([publication.load] if publication.load is not None else [])
+            return bool(said and said[-1].acks == (Ack(cluster.controller.epoch, 0, 0),))
 
         cluster.controller.until(named, "report that names the controller")
         cluster.answered(U)
-        assert cluster.controller.pongs[-1].load_seq >= said[-1].load.seq > 0
+        assert cluster.controller.pongs[-1].load_seq >= said[-1].seq > 0
 
 
 def test_a_told_pair_streams_the_reference_tokens(cluster: Cluster) -> None:
