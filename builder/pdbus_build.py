@@ -58,7 +58,7 @@ def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_dire
                 extensions[:] = _cores(place)
                 return build_meta.build_wheel(*arguments)
         except (Exception, SystemExit) as error:  # mypyc and distutils leave with either
-            why = f"they could not be compiled ({type(error).__name__}: {error})"
+            why = f"they could not be compiled ({type(error).__name__}: {str(error)[:200]})"
         finally:
             extensions.clear()
     print(f"warning: the cores of pdbus stay pure Python, which is slower: {why}", file=sys.stderr)
