@@ -16,11 +16,11 @@ class Point:
     steps: int
     prefill_tokens: int
     decode_rows: int  # summed over the steps
-    context_tokens: int  # likewise
+    context_tokens: float  # likewise
     seconds: float
 
     @property
-    def work(self) -> tuple[int, int, int, int]:
+    def work(self) -> tuple[float, ...]:
         """By the timing's fields, in their order."""
         return self.steps, self.prefill_tokens, self.decode_rows, self.context_tokens
 
