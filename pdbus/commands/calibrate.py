@@ -31,7 +31,7 @@ from pdbus.launcher import ClusterSpec
 
 START_S = 300.0
 _UNITS = {"base_s": "a step", "per_prefill_token_s": "a prompt token", "per_decode_row_s": "a request that decodes",
-          "per_context_token_s": "a token of its context"}  # fmt: skip
+          "per_context_token_s": "a token of its context", "batched_s": "a step of more than one token"}  # fmt: skip
 
 
 @click.command()
