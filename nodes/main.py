@@ -87,6 +87,7 @@ def command(role: Role) -> click.Command:
     @option("--sim-prefill-s-per-token", type=optional_s, default=None, help="Each prompt token of a sim step.")
     @option("--sim-decode-s", type=optional_s, default=None, help="Each decoding request of a sim step.")
     @option("--sim-context-s-per-token", type=optional_s, default=None, help="Each KV token a sim step attends to.")
+    @option("--sim-batched-s", type=optional_s, default=None, help="A sim step that feeds more than one token.")
     @option("--sim-vocab-size", type=int, default=SIM_VOCAB_SIZE, help="Vocabulary of the sim model.")
     @option("--sim-kv-bytes-per-token", type=int, default=0, help="Size of the sim KV cache (0: 4 bytes).")
     @option("--fault-fail-token", type=int, default=None, help="For tests: a step fed this token fails.")
@@ -136,6 +137,7 @@ def config_from(role: Role, options: dict[str, Any]) -> NodeConfig:
             ("per_prefill_token_s", "sim_prefill_s_per_token"),
             ("per_decode_row_s", "sim_decode_s"),
             ("per_context_token_s", "sim_context_s_per_token"),
+            ("batched_s", "sim_batched_s"),
         )
         if options[name] is not None
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from itertools import combinations
 
 from nodes.own.engines.timing import SimTiming
@@ -16,13 +16,14 @@ class Point:
     steps: int
     prefill_tokens: int
     decode_rows: int  # summed over the steps
-    context_tokens: int  # likewise
+    context_tokens: float  # likewise
     seconds: float
 
     @property
-    def work(self) -> tuple[int, int, int, int]:
-        """By the timing's fields, in their order."""
-        return self.steps, self.prefill_tokens, self.decode_rows, self.context_tokens
+    def work(self) -> tuple[float, ...]:
+        """By the timing's fields, in their order. All steps of a point feed one token, or all feed more."""
+        batched = self.prefill_tokens + self.decode_rows > self.steps
+        return self.steps, self.prefill_tokens, self.decode_rows, self.context_tokens, self.steps * batched
 
     def predicted_s(self, timing: SimTiming) -> float:
         each_s: tuple[float, ...] = astuple(timing)
@@ -30,13 +31,14 @@ class Point:
 
 
 def fit(points: Sequence[Point]) -> SimTiming:
-    """The best of all sets of terms that come out above 0: with four of them each set can be tried."""
+    """The best of all sets of terms that come out above 0: of so few each set can be tried."""
+    count = len(fields(SimTiming))
     rows = [[count / point.seconds for count in point.work] for point in points]
-    best, least = [0.0] * 4, float(len(points))
-    for terms in _sets(4):
+    best, least = [0.0] * count, float(len(points))
+    for terms in _sets(count):
         solved = _solved(rows, terms)
         if solved is not None and min(solved) >= 0:
-            values = [0.0] * 4
+            values = [0.0] * count
             for term, value in zip(terms, solved, strict=True):
                 values[term] = value
             error = sum((sum(a * x for a, x in zip(row, values, strict=True)) - 1.0) ** 2 for row in rows)

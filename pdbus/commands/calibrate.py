@@ -31,7 +31,7 @@ from pdbus.launcher import ClusterSpec
 
 START_S = 300.0
 _UNITS = {"base_s": "a step", "per_prefill_token_s": "a prompt token", "per_decode_row_s": "a request that decodes",
-          "per_context_token_s": "a token of its context"}  # fmt: skip
+          "per_context_token_s": "a token of its context", "batched_s": "a step of more than one token"}  # fmt: skip
 
 
 @click.command()
@@ -43,7 +43,7 @@ _UNITS = {"base_s": "a step", "per_prefill_token_s": "a prompt token", "per_deco
 @option(
     "--longest", type=click.IntRange(64, 1_000_000), default=1024, help="Tokens of the longest prompt that is tried."
 )
-@option("--rounds", type=click.IntRange(1, 100), default=3, help="Each figure is the median of so many.")
+@option("--rounds", type=click.IntRange(1, 100), default=3, help="Each figure is the least of so many.")
 @option("--kv-tokens", type=int, default=0, help="KV capacity in tokens (0: the engine's default).")
 @option("--max-running", type=click.IntRange(1), default=None, show_default="as the nodes'", help="Requests at once.")
 @option("--chunk-tokens", type=click.IntRange(1), default=None, show_default="as the nodes'", help="Tokens of a step.")

@@ -15,7 +15,11 @@ def prefill_s(prompt_tokens: int, chunk_tokens: int, timing: SimTiming) -> float
     """Seconds that a prompt keeps a rank busy, its share of the steps' fixed cost included."""
     chunks = prompt_tokens / chunk_tokens
     context = chunk_tokens * chunks * max(0.0, chunks - 1) / 2
-    return timing.base_s * chunks + timing.per_prefill_token_s * prompt_tokens + timing.per_context_token_s * context
+    return (
+        (timing.base_s + timing.batched_s) * chunks
+        + timing.per_prefill_token_s * prompt_tokens
+        + timing.per_context_token_s * context
+    )
 
 
 def offered_load(trace: Trace, config: LabConfig) -> float:

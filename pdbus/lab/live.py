@@ -31,6 +31,7 @@ _TIMING_OPTIONS = {
     "per_prefill_token_s": "--sim-prefill-s-per-token",
     "per_decode_row_s": "--sim-decode-s",
     "per_context_token_s": "--sim-context-s-per-token",
+    "batched_s": "--sim-batched-s",
 }
 
 

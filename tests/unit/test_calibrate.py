@@ -48,6 +48,7 @@ def sim_probe(timing: SimTiming, faults: Faults | None = None) -> Probe:
     [
         SimTiming(),
         SimTiming(0.03, 2e-3, 4e-3, 1e-6),
+        SimTiming(0.03, 2e-3, 1e-4, 1e-6, 0.035),
         SimTiming(0.0, 1e-4, 1e-5, 0.0),
         SimTiming(0.005, 0.0, 0.0, 1e-6),
     ],
@@ -55,7 +56,7 @@ def sim_probe(timing: SimTiming, faults: Faults | None = None) -> Probe:
 def test_the_parameters_of_the_sim_engine_are_found(timing: SimTiming) -> None:
     points = measure(sim_probe(timing), CHUNK, 2048, rounds=1)
     found = fit(points)
-    for name in ("base_s", "per_prefill_token_s", "per_decode_row_s", "per_context_token_s"):
+    for name in ("base_s", "per_prefill_token_s", "per_decode_row_s", "per_context_token_s", "batched_s"):
         assert getattr(found, name) == pytest.approx(getattr(timing, name), rel=1e-6, abs=1e-12), name
     assert max(map(abs, errors(points, found))) < 1e-6
 
