@@ -20,8 +20,26 @@ def free_ports(host: str, count: int) -> int:
     raise StartError(f"found no {count} free ports in a row on {host}")
 
 
+def hold(host: str, port: int) -> bool:
+    """Whether the number is this process's, as long as it lives, among all that ask here before they listen: UDP's port
+    stands for it, which nobody wants. False also where somebody listens already."""
+    if not _is_free(host, port):
+        return False
+    with socket.socket(_family(host), socket.SOCK_DGRAM) as claim:
+        try:
+            claim.bind((host, port))
+        except OSError:
+            return False
+        claim.detach()
+        return True
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def _is_free(host: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    with socket.socket(_family(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -12,10 +12,11 @@ from types import FrameType
 from typing import Any
 
 from bus.endpoints import runtime_dir
+from bus.errors import ConfigError
 from bus.runtime import cli
 from bus.runtime.epochs import new_epoch
 from bus.runtime.loop import Loop
-from bus.runtime.ports import free_ports
+from bus.runtime.ports import free_ports, hold
 from bus.runtime.sockets import Sockets
 from nodes.config import NodeConfig
 from nodes.link.runner import OVER_THE_BUS, RankFacts
@@ -59,6 +60,19 @@ def opened(
     when that can't begin."""
     versions.check_installed(split=config.role != "unified")
     keep_stdout()
+    before = dict(os.environ)
+    try:
+        with _opened(config, model, arguments, loop) as found:
+            yield found
+    finally:
+        for name in os.environ.keys() - before.keys():  # ports and cores of this engine are no other's
+            del os.environ[name]
+
+
+@contextmanager
+def _opened(
+    config: NodeConfig, model: str, arguments: Sequence[str], loop: Loop
+) -> Iterator[tuple[list[VllmRunner], versions.Facts]]:
     choices = _choices(config)
     _set_missing(versions.environment(choices))
     path = str(hugging_face()) if model == smollm2.NAME else model
@@ -130,10 +144,28 @@ def _choices(config: NodeConfig) -> versions.Choices:
         ranks=ranks,
         engine_id=f"{config.instance}-{config.dp_ranks[0]}-{new_epoch():x}",
         host=host,
-        side_port=free_ports(host, ranks),
+        side_port=side_ports(host, ranks) if config.role in versions.ROLES else 0,
         events_port=free_ports("127.0.0.1", ranks) if config.role != "decode" else 0,
         lease_s=max(1, int(config.limits.hold_s)),
     )
+
+
+def side_ports(host: str, count: int) -> int:
+    """The first of as many that are no other engine's: where one is taken when vLLM binds it, a minute later, its core
+    waits for ever. ConfigError for one that the environment names and that is taken now."""
+    given = os.environ.get(versions.SIDE_PORT)
+    if given is None:
+        while True:
+            first = free_ports(host, count)
+            if all(hold(host, first + rank) for rank in range(count)):
+                return first
+    if not given.isdecimal() or not 0 < int(given) < 65536 - count:
+        raise ConfigError(f"{versions.SIDE_PORT} {given!r}: name a port, or leave it to the node")
+    for port in range(int(given), int(given) + count):
+        if not hold(host, port):
+            why = f"port {port} is taken, each engine needs one of its own; leave it to the node"
+            raise ConfigError(f"{versions.SIDE_PORT} {given}: {why}")
+    return int(given)
 
 
 def _set_missing(variables: Mapping[str, str]) -> None:

