@@ -31,16 +31,9 @@ _send, _receive = Backend.send, Backend.recv
 _receive_many: Any = None
 _libc: Any = ctypes.PyDLL(None)  # PyDLL: short calls, which keep the interpreter's lock
 
-
-class _Words(ctypes.Structure):
-    """wordexp_t: what libc's wordfree frees, each of an array of pointers and the array."""
-
-    _fields_ = (("count", ctypes.c_size_t), ("words", ctypes.c_void_p), ("offset", ctypes.c_size_t))
-
-
 try:  # as pyzmq has libzmq loaded; some builds hide it
     _libc.malloc.argtypes, _libc.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
-    _libc.wordfree.argtypes, _libc.wordfree.restype = (ctypes.POINTER(_Words),), None
+    _libc.wordfree.argtypes, _libc.wordfree.restype = (ctypes.c_void_p,), None
     _receive_many = ctypes.PyDLL(sys.modules[Backend.__module__].__file__).zmq_recviov
     _receive_many.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int
 except (AttributeError, OSError):
@@ -118,7 +111,7 @@ def skip(socket: Socket) -> bool:
     copies = memoryview(parts)[: 2 * count.value : 2].tobytes() + bytes(ctypes.sizeof(ctypes.c_size_t))
     words = _libc.malloc(len(copies))
     ctypes.memmove(words, copies, len(copies))
-    _libc.wordfree(_Words(count.value, words, 0))
+    _libc.wordfree((ctypes.c_size_t * 3)(count.value, words, 0))  # wordexp_t: so many words, where, an offset
     if failed:
         raise zmq.ZMQError()
     return not socket.getsockopt(zmq.RCVMORE)
