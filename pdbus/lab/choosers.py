@@ -108,8 +108,9 @@ class TableChooser(Deaf):
         self._epoch = controller + 1
         self._seq = 0
         self.table = LoadTable(self._epoch, stale_s=config.stale_s)
-        self._late = LateBinding(config.late_tokens, config.slo_tpot_s if config.tpot_admission else 0.0)
-        memory = config.decode_kv_tokens if role == "decode" and config.queue_order == "slo" else 0  # 0: no matter
+        slo = config.queue_order == "slo"
+        self._late = LateBinding(config.late_tokens, config.slo_tpot_s if slo and config.tpot_admission else 0.0)
+        memory = config.decode_kv_tokens if slo and role == "decode" else 0  # 0: no matter
         self._live: dict[str, tuple[Submit, int, float]] = {}  # by rid: what was dispatched, its charge, and when
         self._keys: list[MemberKey] = [(role, dp_rank) for dp_rank in range(ranks)]
         for dp_rank in range(ranks):
