@@ -117,8 +117,8 @@ bench-slo-vllm: ## The same against real vLLM on this machine's CPU, with the re
 	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && PYTHONPATH=$(CURDIR) VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 \
 		$$vllm -P -m pdbus replay $(TRACE) --live --engine vllm --queue-order both --methods total_tokens --seeds 3 \
 		--engine-args "--dtype float32 --enforce-eager --max-model-len 1024 --max-num-batched-tokens 256" \
-		--duration-s 40 --shrink 16 --ranks 1 --decode-ranks 1 --timing-scale 60 --load 1.1 --late-tokens 512 \
-		--slo-ttft-s 10 --slo-tpot-s 2
+		--duration-s 160 --shrink 16 --ranks 1 --decode-ranks 1 --timing-scale 20 --load 1.1 --late-tokens 512 \
+		--slo-ttft-s 4 --slo-tpot-s 1
 
 fault: setup ## The fault suite: kill, stop and restart every part at every stage
 	@$(BIN)/python -m pytest -q -m fault
