@@ -68,7 +68,8 @@ class SoakConfig:
 
     def cluster(self) -> ClusterSpec:
         timing = ("--sim-base-s", "0.003", "--sim-prefill-s-per-token", "0.0001", "--sim-decode-s", "0.00005")
-        node_args = ("--drain-s", "20", *(timing if self.engine == "sim" else ("--kv-tokens", "16384")))
+        cache = ("--kv-tokens", "16384")  # full within seconds: from then on memory grows only where something leaks
+        node_args = ("--drain-s", "20", *cache, *(timing if self.engine == "sim" else ()))
         return ClusterSpec(
             prefill=self.prefill,
             decode=self.decode,
