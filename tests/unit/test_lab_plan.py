@@ -32,7 +32,8 @@ class Ranks:
         split, method, order = self.best
         kept = 0.9 - 0.05 * abs(run.config.ranks - split)
         kept += 0.01 * (run.method == method) + 0.02 * (run.config.queue_order == order) + 0.0001 * run.config.seed
-        figures = dict.fromkeys((field.name for field in fields(Summary)), 1.0) | {"slo_attainment": kept, "tpot_p99_s": 0.02}
+        figures = dict.fromkeys((field.name for field in fields(Summary)), 1.0)
+        figures |= {"slo_attainment": kept, "tpot_p99_s": 0.02}
         return Result(run.method, run.config.seed, Summary(**figures), [], 1.0, [])
 
 
