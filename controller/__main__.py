@@ -19,6 +19,7 @@ from bus.runtime import cli, logs, settings
 from controller.config import ControllerConfig
 from controller.feeds import parse_engine
 from controller.policies import POLICIES
+from controller.requests.slos import parse_slo_class
 from controller.shell import Controller, log
 
 WAIT_LOG_S = 2.0
@@ -87,6 +88,13 @@ GUIDANCE = (
     type=cli.Seconds(0),
     help="slo: likewise for each further token; no decode rank gets what would make its steps longer. 0: none.",
 )
+@click.option(
+    "--slo-class",
+    "slo_classes",
+    multiple=True,
+    metavar="NAME=TTFT[,TPOT]",
+    help="slo: both for requests of that slo_class, and of the client whose key has that name (repeatable).",
+)
 @cli.setting(
     ControllerConfig,
     "--late-tokens",
@@ -119,10 +127,18 @@ GUIDANCE = (
 @cli.metrics_host_option
 @cli.log_level_option
 @cli.watch_parent_option
-def main(wait_s: float, log_level: str, watch_parent: bool, engines: tuple[str, ...], **chosen: Any) -> None:
+def main(
+    wait_s: float,
+    log_level: str,
+    watch_parent: bool,
+    engines: tuple[str, ...],
+    slo_classes: tuple[str, ...],
+    **chosen: Any,
+) -> None:
     """Pick ranks by load and dispatch requests to them."""
     logs.configure(log_level, part="controller")
-    controller = Controller(ControllerConfig(engines=tuple(map(parse_engine, engines)), **chosen))
+    chosen |= {"engines": tuple(map(parse_engine, engines)), "slo_classes": tuple(map(parse_slo_class, slo_classes))}
+    controller = Controller(ControllerConfig(**chosen))
     controller.trace = log_level == "debug"
     controller.open()
     try:

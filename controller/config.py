@@ -13,6 +13,7 @@ from bus.errors import ConfigError
 from bus.wire.messages import Role
 from controller.feeds.settings import EngineSettings
 from controller.policies import resolve
+from controller.requests.slos import SloClass
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -49,6 +50,7 @@ class ControllerConfig:
     queue_order: Literal["arrival", "slo"] = "arrival"  # `slo`: what can still keep its TTFT first
     ttft_slo_s: float = 2.0  # `slo`: of requests that name none
     tpot_slo_s: float = 0.0  # `slo`: likewise, of each further token on average; 0: takes as long as it takes
+    slo_classes: tuple[SloClass, ...] = ()  # `slo`: both by the name of a class, or of a client's key
     late_tokens: int = 2_048  # `slo`: a prompt goes to ranks when one of them has less than this queued
     overtake_tokens: int = 3_000_000  # `slo`: of prompts that came later and are served before a request, at most
     shed: Literal["never", "hopeless"] = "never"  # `slo`: whether what cannot keep its TTFT any more is refused
@@ -85,6 +87,11 @@ class ControllerConfig:
                 raise ConfigError(f"{label} is one of {', '.join(choices)}, not {getattr(self, label)!r}")
         if self.shed != "never" and self.queue_order != "slo":
             raise ConfigError(f"shed {self.shed} needs the queue order slo")
+        if self.slo_classes and self.queue_order != "slo":
+            raise ConfigError("slo_classes need the queue order slo")
+        names = [each.name for each in self.slo_classes]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ConfigError(f"slo_classes: {min(twice)} is there twice")
         for role in ("prefill", "decode", "unified"):  # old names become the new ones here, once
             object.__setattr__(self, f"{role}_method", resolve(getattr(self, f"{role}_method"), role))
 

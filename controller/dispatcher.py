@@ -92,6 +92,7 @@ class Dispatcher:
         lives_on: bool = False,
         ttft_slo_s: float = 0.0,
         tpot_slo_s: float = 0.0,
+        slo_class: str = "",
     ) -> bool:
         """Hand over one request: `frames` are the prompt (int32 little-endian token ids) and its params, passed on as
         they are; the rest is what `bus.wire.messages.Submit` carries. For `cache_aware`, `block_tokens` is the size of
@@ -127,6 +128,7 @@ class Dispatcher:
             lives_on=lives_on,
             ttft_slo_s=ttft_slo_s,
             tpot_slo_s=tpot_slo_s,
+            slo_class=slo_class,
         )
         with self._arrived:
             if len(self._live) >= self._max_handed_over or rid in self._live:

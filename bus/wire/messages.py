@@ -531,6 +531,7 @@ class Submit(Message, frozen=True, tag="submit"):
     lives_on: bool = False  # it goes on to its end when its client is gone and nobody reads its output
     ttft_slo_s: Seconds = 0.0  # its first token is to be there by then; 0: what the controller takes for usual
     tpot_slo_s: Seconds = 0.0  # each further token is to take no longer, on average; 0: likewise
+    slo_class: Word = ""  # the controller knows by it what is meant by these two, where they are 0
 
 
 class Params(Message, frozen=True, tag="params"):

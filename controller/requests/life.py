@@ -46,6 +46,7 @@ from controller.requests.request import (
     same_request,
     verdict,
 )
+from controller.requests.slos import SloClasses
 from controller.requests.table import RequestTable, lane_of
 
 # Failures are logged with their rid: those of the cluster's parts as warnings; those of a cluster that is busy or has
@@ -79,6 +80,7 @@ class Life:
         now: float,
     ) -> None:
         self._config = config
+        self._slo_classes = SloClasses(config.slo_classes) if config.queue_order == "slo" else None
         self._counts = counts
         self._ends_s = 0.0  # recent ends a second
         self._ends = 0
@@ -103,6 +105,8 @@ class Life:
             if live is not None and submit.attempt <= live.attempt:
                 self._reattach(live, peer, submit, out)
                 return
+            if self._slo_classes is not None:
+                submit = self._slo_classes.settle(submit, key_of(peer))
             request = request_of(peer, submit, frames, now)
             self.table.check(request, live)
         except Refusal as refusal:
@@ -111,7 +115,7 @@ class Life:
             return
         if live is not None:
             self._supersede(live, peer, out)
-        if self._config.queue_order == "slo" and submit.leg != "decode" and not submit.offset:
+        if self._slo_classes is not None and submit.leg != "decode" and not submit.offset:
             request.first_due = now + (submit.ttft_slo_s or self._config.ttft_slo_s)
         self.table.add(request)
         try:

@@ -67,10 +67,10 @@ class Options(TypedDict, total=False):
     2^63 - 1; default: drawn).
     Others: `deadline_s` (seconds from the submit; 0: none), `ttft_slo_s` (the first token is wanted within it; 0: the
     controller's own; counts where its queue order is `slo`), `tpot_slo_s` (likewise for each further token),
-    `priority` (-1000 to 1000, higher first), `rid` (at most 128 characters; default: drawn), `model`, `block_tokens`
-    (send hashes of prompt blocks of this size, for `cache_aware`; default: of the ranks' size where the controller
-    says that it uses them; 0: none), `lives_on` (go on to the end even if this client is gone and nobody reads the
-    output).
+    `slo_class` (a name that the controller knows both by), `priority` (-1000 to 1000, higher first), `rid` (at most 128
+    characters; default: drawn), `model`, `block_tokens` (send hashes of prompt blocks of this size, for `cache_aware`;
+    default: of the ranks' size where the controller says that it uses them; 0: none), `lives_on` (go on to the end even
+    if this client is gone and nobody reads the output).
     """
 
     max_tokens: int
@@ -99,6 +99,7 @@ class Options(TypedDict, total=False):
     deadline_s: float
     ttft_slo_s: float
     tpot_slo_s: float
+    slo_class: str
     priority: int
     rid: str
     model: str

@@ -26,12 +26,12 @@ from pdbus.lab.tables import COLUMNS, Column, written
 _FROM_OPTIONS = ("cache_blocks", "decode_kv_tokens", "chunk_tokens", "report_delay_s", "report_loss", "late_tokens",
                  "overtake_tokens", "seed")  # fmt: skip
 _SHOWN = ("slo_attainment", "ttft_mean_s", "ttft_p99_s", "ttft_p50_s", "tpot_mean_s", "tpot_p99_s", "cache_hit_rate")
-WIDE = 130  # columns that all of it takes
+WIDE = 160  # columns that all of it takes
 
 
 @click.command(
     epilog="It tries each split of the ranks first, then methods and orders at the best split, then what was best at "
-    "the splits beside it. Times are the trace's own."
+    "the splits beside it, and with decode admission where tokens come too slowly. Times are the trace's own."
 )
 @click.argument("trace", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @option("--ranks", type=click.IntRange(2, 512), default=16, help="Ranks there are, prefill and decode together.")
@@ -104,7 +104,8 @@ def table_of(found: Plan, shown: Sequence[str]) -> Table:
         table.add_column("\n".join(_column(field).heading), justify="right", no_wrap=True)
     for number, each in enumerate(found.tried):
         choice = each.choice
-        names = (f"{choice.prefill} + {choice.decode}", choice.prefill_method, choice.decode_method, choice.queue_order)
+        order = choice.queue_order + (" + tpot" if choice.tpot_admission else "")
+        names = (f"{choice.prefill} + {choice.decode}", choice.prefill_method, choice.decode_method, order)
         table.add_row(*names, *(_cell(field, each) for field in shown), style=None if number else "bold")
     return table
 
@@ -127,6 +128,7 @@ def command_of(found: Found, config: LabConfig) -> str:
     """What starts a controller that does it."""
     choice = found.choice
     order = f" --queue-order slo --ttft-slo-s {config.slo_ttft_s:g}" if choice.queue_order == "slo" else ""
+    order += f" --tpot-slo-s {config.slo_tpot_s:g}" if choice.tpot_admission else ""
     return (
         f"python -m controller --prefill-method {choice.prefill_method} --decode-method {choice.decode_method}{order}"
     )

@@ -65,6 +65,13 @@ def _method_option(role: str, default: str) -> Callable[[Any], Any]:
 @cli.setting(
     ControllerConfig, "--tpot-slo-s", type=cli.Seconds(0), help="slo: likewise of each further token; 0: none."
 )
+@click.option(
+    "--slo-class",
+    "slo_classes",
+    multiple=True,
+    metavar="NAME=TTFT[,TPOT]",
+    help="slo: both for requests of that slo_class, and of the client whose key has that name (repeatable).",
+)
 @click.option("--transport", type=click.Choice(["ipc", "tcp"]), default="ipc", show_default=True)
 @click.option("--bus", default="", metavar="BASE", help="Where the broker serves  [default: the usual place]")
 @click.option("--controller", default="", metavar="BASE", help="Where the controller serves  [likewise]")
@@ -109,6 +116,7 @@ def up(
     queue_order: str,
     ttft_slo_s: float,
     tpot_slo_s: float,
+    slo_classes: tuple[str, ...],
     transport: Literal["ipc", "tcp"],
     bus: str,
     controller: str,
@@ -159,6 +167,7 @@ def up(
             str(ttft_slo_s),
             "--tpot-slo-s",
             str(tpot_slo_s),
+            *(word for each in slo_classes for word in ("--slo-class", each)),
         ),
     )
     policy = RestartPolicy(limit=restarts, start_timeout_s=start_timeout_s)

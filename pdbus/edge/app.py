@@ -24,7 +24,7 @@ from pdbus.edge.config import EdgeConfig
 from pdbus.edge.errors import CLIENT_GONE, HttpError, invalid, of_bus
 from pdbus.edge.exchange import PRIORITY_MAX, Exchange, Receive, Scope, Send
 from pdbus.edge.generation import Choice, Generation, Gone
-from pdbus.edge.keys import Key, Keys
+from pdbus.edge.keys import SLO_CLASS_MAX, Key, Keys
 from pdbus.edge.logprobs import Likelihoods
 from pdbus.edge.metrics import Counts
 from pdbus.edge.stops import StopFinder
@@ -215,9 +215,14 @@ class Edge:
                 key.leave(prompt_tokens + used if used else 0)  # what the cluster refused costs nothing
 
     def _urgency(self, exchange: Exchange) -> Options:
-        """The deadline, the SLOs of the first and of further tokens, and the priority, by header."""
+        """The deadline, the SLOs of the first and of further tokens, their class, and the priority, by header; the
+        class else by key."""
         names = ("x-request-deadline-s", "x-ttft-slo-s", "x-tpot-slo-s")
         deadline_s, ttft_slo_s, tpot_slo_s = (self._seconds(exchange, name) for name in names)
+        key = self._live[exchange]
+        slo_class = exchange.headers.get(b"x-slo-class", b"").decode("latin-1")
+        if len(slo_class) > SLO_CLASS_MAX:
+            raise invalid("x-slo-class", f"x-slo-class: a name of at most {SLO_CLASS_MAX} characters")
         most = self._config.max_time_s
         priority = exchange.number(b"x-request-priority") or 0
         if priority != int(priority) or abs(priority) > PRIORITY_MAX:
@@ -228,6 +233,7 @@ class Edge:
             "priority": int(priority),
             "ttft_slo_s": min(ttft_slo_s or 0.0, most),
             "tpot_slo_s": min(tpot_slo_s or 0.0, most),
+            "slo_class": slo_class or (key.slo_class if key is not None else ""),
         }
 
     @staticmethod

@@ -5,6 +5,7 @@
     requests_in_flight = 16    # this and the next two: optional
     requests_per_minute = 600
     tokens_per_minute = 200000
+    slo_class = "interactive"  # optional: of requests that name none
 
 Several edges count each for itself. Owns the file and the counts; answers nobody.
 """
@@ -24,6 +25,7 @@ from bus.runtime.logs import get_logger
 from pdbus.edge.errors import HttpError
 
 LIMITS = ("requests_in_flight", "requests_per_minute", "tokens_per_minute")
+SLO_CLASS_MAX = 32  # characters, as in a submit
 _MINUTE_S = 60.0
 
 log = get_logger("edge")
@@ -53,6 +55,7 @@ class Key:
     requests_in_flight: int = 0
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
+    slo_class: str = ""
     in_flight: int = 0
     _requests: Allowance = field(init=False)
     _tokens: Allowance = field(init=False)
@@ -79,8 +82,9 @@ class Key:
         self._tokens.left -= tokens
         self.in_flight -= 1
 
-    def limits(self) -> tuple[int, ...]:
-        return self.requests_in_flight, self.requests_per_minute, self.tokens_per_minute
+    def terms(self) -> tuple[int | str, ...]:
+        """What the file says of it."""
+        return self.requests_in_flight, self.requests_per_minute, self.tokens_per_minute, self.slo_class
 
 
 class Keys:
@@ -112,7 +116,7 @@ class Keys:
         before = {key.name: key for key in self._keys.values()}
         for digest, key in fresh.items():
             known = before.get(key.name)
-            if known is not None and known.limits() == key.limits():
+            if known is not None and known.terms() == key.terms():
                 fresh[digest] = known  # with what it has used
         self._keys = fresh
         log.info("api_keys.read", keys=len(fresh))
@@ -140,8 +144,12 @@ def _read(path: Path) -> dict[str, Key]:
     for name, entry in said.items():
         if not isinstance(entry, dict):
             raise ConfigError(f"{path}: {name} stands outside of a [name]")
-        if strange := entry.keys() - {"key", "sha256", *LIMITS}:
-            raise ConfigError(f"{path}: [{name}] has {min(strange)!r}; choose from key, sha256, {', '.join(LIMITS)}")
+        if strange := entry.keys() - {"key", "sha256", "slo_class", *LIMITS}:
+            choices = ", ".join(("key", "sha256", "slo_class", *LIMITS))
+            raise ConfigError(f"{path}: [{name}] has {min(strange)!r}; choose from {choices}")
+        slo_class = entry.get("slo_class", "")
+        if not isinstance(slo_class, str) or len(slo_class) > SLO_CLASS_MAX:
+            raise ConfigError(f"{path}: the slo_class of [{name}] is a name of at most {SLO_CLASS_MAX} characters")
         limits = {limit: entry.get(limit, 0) for limit in LIMITS}
         if not all(isinstance(value, int) and value >= 0 for value in limits.values()):
             raise ConfigError(f"{path}: the limits of [{name}] must be whole numbers from 0 (none) on")
@@ -150,7 +158,7 @@ def _read(path: Path) -> dict[str, Key]:
             raise ConfigError(f"{path}: [{name}] needs key (8 characters or more) or sha256 (64 of hex)")
         if digest in keys:
             raise ConfigError(f"{path}: [{name}] has the key of [{keys[digest].name}]")
-        keys[digest] = Key(name, **limits)
+        keys[digest] = Key(name, **limits, slo_class=slo_class)
     if not keys:
         raise ConfigError(f'{path} holds no key; write one like: [alice] and below it key = "..."')
     return keys

@@ -12,6 +12,7 @@ import msgspec
 from bus.wire.messages import RankStatus
 from pdbus.edge import fields
 from pdbus.edge.exchange import NUMBER_MAX, PRIORITY_MAX, RID_MAX
+from pdbus.edge.keys import SLO_CLASS_MAX
 from pdbus.edge.refused import REFUSED
 
 _POSTS: dict[str, tuple[type, str]] = {
@@ -67,6 +68,7 @@ _HEADERS = [
         "x-tpot-slo-s", "Likewise for each further token, on average.",
         type="number", exclusiveMinimum=0, exclusiveMaximum=NUMBER_MAX,
     ),
+    _header("x-slo-class", "A name that the controller knows both by.", type="string", maxLength=SLO_CLASS_MAX),
     _header("x-request-priority", "Higher goes first.", type="integer", minimum=-PRIORITY_MAX, maximum=PRIORITY_MAX),
 ]  # fmt: skip
 

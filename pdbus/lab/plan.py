@@ -2,7 +2,8 @@
 
 The whole product of splits, methods and orders would take hours, so the search goes by steps: every split that can
 compute the prompts at all, with one choice of the rest; the rest at the best of these; and the best of that at the
-splits beside it, as long as one is better. Runs nothing itself.
+splits beside it, and with decode admission where its tokens come too slowly, as long as one is better. Runs nothing
+itself.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ class Choice:
     prefill_method: str
     decode_method: str
     queue_order: str
+    tpot_admission: bool = False
 
     def __str__(self) -> str:
-        return f"{self.prefill} + {self.decode}, {self.prefill_method}, {self.decode_method}, order {self.queue_order}"
+        order = self.queue_order + (" with decode admission" if self.tpot_admission else "")
+        return f"{self.prefill} + {self.decode}, {self.prefill_method}, {self.decode_method}, order {order}"
 
-    def settings(self) -> dict[str, str | int]:
+    def settings(self) -> dict[str, str | int | bool]:
         """By name."""
         return asdict(self)
 
@@ -45,7 +48,7 @@ class Choice:
         """It on `trace`, at the trace's own times."""
         settings = replace(
             config, ranks=self.prefill, decode_ranks=self.decode, decode_method=self.decode_method,
-            queue_order=self.queue_order, load=0.0,
+            queue_order=self.queue_order, tpot_admission=self.tpot_admission, load=0.0,
         )  # fmt: skip
         return Run(trace, self.prefill_method, settings)
 
@@ -90,18 +93,23 @@ def plan(traces: Sequence[Trace], ranks: int, config: LabConfig, run: Runner) ->
         return [Found(choice, tuple(next(results) for _ in range(seeds))) for choice in wanted]
 
     first = try_all((Choice(n, ranks - n, PREFILL[0], DECODE[0], ORDERS[0]) for n in splits), 1)
-    split = _best(first).prefill
+    split = _best(first).choice.prefill
     rest = (Choice(split, ranks - split, p, d, order) for p in PREFILL for d in DECODE for order in ORDERS)
     tried = try_all(rest, len(traces))
-    while beside := _beside(_best(tried), splits) - {found.choice for found in tried}:
+    while beside := _beside(_best(tried), splits, config.slo_tpot_s) - {found.choice for found in tried}:
         tried += try_all(sorted(beside), len(traces))
-    return Plan(first, sorted(tried, key=lambda found: (-found.kept.mean, found.mean("ttft_mean_s").mean)))
+    return Plan(first, sorted(tried, key=_rank))
 
 
-def _beside(choice: Choice, splits: Sequence[int]) -> set[Choice]:
-    """The same with a rank more, and with one less, of prefill."""
+def _beside(found: Found, splits: Sequence[int], slo_tpot_s: float) -> set[Choice]:
+    """The same with a rank more, and with one less, of prefill; and with decode admission, where more than a hundredth
+    of its requests take too long a token."""
+    choice = found.choice
     ranks, n = choice.prefill + choice.decode, choice.prefill
-    return {replace(choice, prefill=m, decode=ranks - m) for m in (n - 1, n + 1) if m in splits}
+    beside = {replace(choice, prefill=m, decode=ranks - m) for m in (n - 1, n + 1) if m in splits}
+    if choice.queue_order == "slo" and found.mean("tpot_p99_s").mean > slo_tpot_s:
+        beside.add(replace(choice, tpot_admission=True))
+    return beside
 
 
 def _runs(choices: Iterable[Choice], traces: Sequence[Trace], config: LabConfig) -> Iterator[Run]:
@@ -110,6 +118,10 @@ def _runs(choices: Iterable[Choice], traces: Sequence[Trace], config: LabConfig)
             yield choice.run(trace, replace(config, seed=config.seed + number))
 
 
-def _best(found: Iterable[Found]) -> Choice:
-    """Where several keep as much, the one with the quicker first tokens."""
-    return max(found, key=lambda each: (round(each.kept.mean, 4), -each.results[0].summary.ttft_mean_s)).choice
+def _best(found: Iterable[Found]) -> Found:
+    return min(found, key=_rank)
+
+
+def _rank(found: Found) -> tuple[float, float, bool]:
+    """The best first: where several keep as much, the one with the quicker first tokens, then the simpler one."""
+    return -round(found.kept.mean, 4), round(found.mean("ttft_mean_s").mean, 3), found.choice.tpot_admission

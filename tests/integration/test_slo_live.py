@@ -9,7 +9,7 @@ import pytest
 from test_cluster_live import settled
 
 from bus.errors import RequestFailed
-from pdbus.client import Client
+from pdbus.client import Client, Options
 from pdbus.launcher import Cluster
 
 Factory = Callable[..., Cluster]
@@ -22,12 +22,13 @@ def prompt(tokens: int) -> list[int]:
     return [3 + tokens % 89, *(3 + number % 97 for number in range(1, tokens))]
 
 
-def first_tokens(client: Client, asked: list[tuple[str, int, float]]) -> list[str]:
-    """The names of what was asked for (prompt tokens, SLO), by the time of their first token."""
+def first_tokens(client: Client, asked: list[tuple[str, int, float | str]]) -> list[str]:
+    """The names of what was asked for (prompt tokens, SLO or its class), by the time of their first token."""
     streams = []
-    for name, tokens, slo_s in asked:
+    for name, tokens, slo in asked:
+        options: Options = {"slo_class": slo} if isinstance(slo, str) else {"ttft_slo_s": slo}
         began = time.monotonic()
-        stream = client.generate_tokens(prompt(tokens), max_tokens=2, ttft_slo_s=slo_s)
+        stream = client.generate_tokens(prompt(tokens), max_tokens=2, **options)
         streams.append((name, began, stream))
     return [name for _, name in sorted((began + stream.result.ttft_s, name) for name, began, stream in streams)]
 
@@ -37,12 +38,12 @@ def test_short_prompts_go_first_and_hopeless_ones_last(pdbus_cluster: Factory, s
     ranks = {"prefill": 1, "decode": 1} if split else {"unified": 1}
     cluster = pdbus_cluster(
         **ranks, node_args=SLOW, prefill_method="total_tokens", unified_method="total_tokens",
-        controller_args=("--queue-order", "slo", "--late-tokens", "200"),
+        controller_args=("--queue-order", "slo", "--late-tokens", "200", "--slo-class", "at-once=0.001"),
     )  # fmt: skip
     with cluster.client() as client:
         client.generate_tokens(prompt(100), max_tokens=2).tokens()  # so that the pace is known
         settled(client.status)
-        asked = [("busy", BUSY, 60.0), ("hopeless", 400, 0.001), ("long", 900, 60.0), ("short", 300, 60.0)]
+        asked = [("busy", BUSY, 60.0), ("hopeless", 400, "at-once"), ("long", 900, 60.0), ("short", 300, 60.0)]
         assert first_tokens(client, asked) == ["busy", "short", "long", "hopeless"]
         counts = settled(client.status).counts
         assert (counts["ttft_slo_kept"], counts["ttft_slo_missed"]) == (4, 1)

@@ -8,11 +8,13 @@ import pytest
 from controller_world import World, hello, submit
 
 from bus.errors import ConfigError
+from bus.rights import Known
 from bus.wire.hashing import pack_hashes
 from bus.wire.kv_names import Stored
 from bus.wire.messages import Accepted, Cancel, Dispatch, Failed, Hello, Sent
 from controller.config import ControllerConfig
 from controller.events import CacheChanged, FromClient, Published, Tick
+from controller.requests.slos import SloClass, parse_slo_class
 
 P = hello("p", role="prefill", dp_size=1, kv_capacity=100_000, max_context=100_000, max_running=64)
 D = hello("d", role="decode", dp_size=1, kv_capacity=100_000, max_context=100_000, max_running=64)
@@ -252,9 +254,77 @@ def test_controllers_that_share_ranks_bind_with_their_ticks() -> None:
     assert [each.rid for each in world.dispatches(P)] == ["busy", "waits"]
 
 
+CLASSES = (SloClass("interactive", 0.5, 0.021), SloClass("alice", 3.0))
+
+
+def ask_as(world: SloWorld, key: str, rid: str, tokens: int, **more: Any) -> None:
+    peer = Known(b"c")
+    peer.key = key
+    world.feed(FromClient(peer, submit(rid, "pair", tokens, **more), (b"\0\0\0\0" * tokens, b"")))
+
+
+def test_the_class_of_a_request_says_when_its_first_token_is_due() -> None:
+    """At 1 ms a token 900 tokens can be there after 0.9 s."""
+    for said, in_time in (
+        ({}, True),
+        ({"slo_class": "interactive"}, False),
+        ({"slo_class": "interactive", "ttft_slo_s": 2.5}, True),
+    ):
+        world = SloWorld(slo_classes=CLASSES, ttft_slo_s=2.0)
+        world.say(P, 1_000)
+        world.ask("asked", 900, **said)
+        world.ask("longer", 950, ttft_slo_s=9.0)
+        assert world.order() == (["asked", "longer"] if in_time else ["longer", "asked"]), said
+
+
+def test_who_names_no_class_is_of_the_one_named_as_its_key() -> None:
+    for key, said, in_time in (
+        ("clients/alice", {}, True),
+        ("clients/alice", {"slo_class": "interactive"}, False),
+        ("clients/bob", {}, False),
+    ):
+        world = SloWorld(slo_classes=CLASSES, ttft_slo_s=0.8)
+        world.say(P, 1_000)
+        ask_as(world, key, "asked", 900, **said)
+        ask_as(world, key, "longer", 950, ttft_slo_s=9.0)
+        assert world.order() == (["asked", "longer"] if in_time else ["longer", "asked"]), (key, said)
+
+
+def test_the_class_of_a_request_says_how_long_a_further_token_may_take() -> None:
+    world = SloWorld(slo_classes=CLASSES)
+    rank = Decodes(world)
+    rank.say(8)
+    world.ask("waits", 1_000, slo_class="interactive")
+    assert not world.dispatches(D)
+    rank.say(5)
+    assert [each.rid for each in world.dispatches(D)] == ["waits"]
+
+
+def test_a_class_that_nobody_knows_is_refused_where_classes_count() -> None:
+    for classes, known in ((CLASSES, "alice, interactive"), ((), "none")):
+        world = SloWorld(slo_classes=classes)
+        world.ask("a", 10, slo_class="urgent")
+        (failed,) = world.answers(Failed)
+        assert (failed.code, failed.message) == ("bad_request", f"no slo_class 'urgent' is known here ({known})")
+        assert not world.dispatches(P)
+    world = SloWorld(queue_order="arrival")
+    world.ask("a", 10, slo_class="urgent")
+    assert [each.rid for each in world.dispatches(P)] == ["a"]
+
+
+def test_slo_classes_are_read_from_the_command_line() -> None:
+    assert parse_slo_class("interactive=0.5,0.03") == SloClass("interactive", 0.5, 0.03)
+    assert parse_slo_class("batch=60") == SloClass("batch", 60.0)
+    for text in ("", "batch", "batch=", "batch=0", "batch=1,2,3", "batch=-1", "batch=inf", "a b=1", "x" * 33 + "=1"):
+        with pytest.raises(ConfigError, match=r"like interactive=0\.5,0\.03"):
+            parse_slo_class(text)
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
+        ({"slo_classes": CLASSES}, "slo_classes need the queue order slo"),
+        ({"queue_order": "slo", "slo_classes": CLASSES * 2}, "alice is there twice"),
         ({"queue_order": "random"}, "queue_order is one of arrival, slo"),
         ({"queue_order": "slo", "shed": "all"}, "shed is one of never, hopeless"),
         ({"shed": "hopeless"}, "needs the queue order slo"),

@@ -191,7 +191,7 @@ def test_a_stop_token_is_no_part_of_the_text() -> None:
 def test_what_a_request_tells_the_cluster() -> None:
     world = World(max_time_s=50.0)
     headers = {"x-request-id": "r-1", "x-request-deadline-s": "2.5", "x-request-priority": "-3"}
-    headers |= {"x-ttft-slo-s": "0.5", "x-tpot-slo-s": "0.02"}
+    headers |= {"x-ttft-slo-s": "0.5", "x-tpot-slo-s": "0.02", "x-slo-class": "interactive"}
     answer = run(world.post("/v1/chat/completions", chat(max_tokens=5), headers=headers))
     assert answer.headers["x-request-id"] == "r-1"
     options = world.client.asked[0][1]
@@ -201,6 +201,7 @@ def test_what_a_request_tells_the_cluster() -> None:
         "priority": -3,
         "ttft_slo_s": 0.5,
         "tpot_slo_s": 0.02,
+        "slo_class": "interactive",
         "max_tokens": 5,
         "leg": "pair",
         "model": "sim",

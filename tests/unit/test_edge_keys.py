@@ -56,6 +56,17 @@ def test_quotas(tmp_path: Path) -> None:
     assert [ask(), ask()] == [(200, None), (429, "30000")]
 
 
+def test_a_key_has_a_class_of_slo_and_a_request_may_name_another(tmp_path: Path) -> None:
+    path = write(tmp_path / "keys", '[a]\nkey = "sk-12345"\nslo_class = "batch"\n[b]\nkey = "sk-67890"\n')
+    world = World(api_keys=path)
+    for key, header in (("sk-12345", {}), ("sk-12345", {"x-slo-class": "interactive"}), ("sk-67890", {})):
+        headers = {"authorization": f"Bearer {key}"} | header
+        assert asyncio.run(world.post("/v1/chat/completions", chat(), headers=headers)).status == 200
+    assert [options["slo_class"] for _, options in world.client.asked] == ["batch", "interactive", ""]
+    answer = asyncio.run(world.post("/v1/chat/completions", chat(), headers=headers | {"x-slo-class": "x" * 33}))
+    assert (answer.status, answer.error["param"]) == (400, "x-slo-class")
+
+
 def test_tokens_are_charged_when_they_are_known() -> None:
     key = Key("a", tokens_per_minute=60)
     key.enter(0.0)
@@ -122,6 +133,7 @@ def test_the_file_is_read_again_and_who_stayed_keeps_what_they_used(tmp_path: Pa
         ('[a]\nsha256 = "xyz"', "needs key"),
         ('[a]\nkey = "sk-12345"\nrate = 1', "has 'rate'"),
         ('[a]\nkey = "sk-12345"\nrequests_in_flight = -1', "must be whole numbers"),
+        ('[a]\nkey = "sk-12345"\nslo_class = 1', "is a name of at most 32"),
         ('[a]\nkey = "sk-12345"\n[b]\nkey = "sk-12345"', r"has the key of \[a\]"),
     ],
 )

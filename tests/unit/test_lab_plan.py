@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -32,7 +32,8 @@ class Ranks:
         split, method, order = self.best
         kept = 0.9 - 0.05 * abs(run.config.ranks - split)
         kept += 0.01 * (run.method == method) + 0.02 * (run.config.queue_order == order) + 0.0001 * run.config.seed
-        figures = dict.fromkeys((field.name for field in fields(Summary)), 1.0) | {"slo_attainment": kept}
+        figures = dict.fromkeys((field.name for field in fields(Summary)), 1.0)
+        figures |= {"slo_attainment": kept, "tpot_p99_s": 0.02}
         return Result(run.method, run.config.seed, Summary(**figures), [], 1.0, [])
 
 
@@ -75,6 +76,22 @@ def test_it_goes_on_from_split_to_split_as_long_as_they_get_better() -> None:
     found = plan([TRACE], 8, LabConfig(), Steep(3).run)
     assert found.tried[0].choice.prefill == 6
     assert {each.choice.prefill for each in found.tried} == {2, 3, 4, 5, 6, 7}
+
+
+def test_decode_admission_is_tried_where_tokens_come_too_slowly() -> None:
+    class Slow(Ranks):
+        def result(self, run: Run) -> Result:
+            found = super().result(run)
+            kept = found.summary.slo_attainment + 0.05 * run.config.tpot_admission
+            return replace(found, summary=replace(found.summary, slo_attainment=kept, tpot_p99_s=0.08))
+
+    for slo_tpot_s, tried in ((0.05, True), (0.1, False)):
+        ranks = Slow(best_split=3)
+        best = plan([TRACE], 8, LabConfig(slo_tpot_s=slo_tpot_s), ranks.run).tried[0].choice
+        assert (best.prefill, best.queue_order, best.tpot_admission) == (3, "slo", tried)
+        admitting = [run.config for step in ranks.steps for run in step if run.config.tpot_admission]
+        assert {config.ranks for config in admitting} == ({2, 3, 4} if tried else set())
+    assert "order slo with decode admission" in str(replace(best, tpot_admission=True))
 
 
 def test_the_best_split_may_be_the_last() -> None:
