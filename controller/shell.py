@@ -93,6 +93,7 @@ class Controller(Service):
         on_failure: Callable[[], None] | None = None,
     ) -> None:
         self.config = config
+        self.spin_us = config.spin_us
         self.epoch = new_epoch()
         self.bus_seen = threading.Event()
         self.trace = False

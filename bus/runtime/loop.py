@@ -6,6 +6,9 @@ SLICE_S at most, so that no peer can starve another or the timers, then runs wha
 
 A socket whose news matter only once something has to be decided may rest: it wakes nobody, and is read first thing in
 whichever turn comes next. That costs a socket of many small messages no wake-up of its own, and none of them is missed.
+
+With `spin_s` a loop to which two events came within so long of each other polls for the next one, until so long after
+the last, before it sleeps: a sleeping thread takes longer to wake than a small message to handle. Timers are no events.
 """
 
 from __future__ import annotations
@@ -53,8 +56,10 @@ class Timer:
 
 
 class Loop:
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, spin_s: float = 0.0) -> None:
         self.clock = clock
+        self._spin_s = spin_s
+        self._spin_until = self._event_at = float("-inf")
         self._poller = zmq.Poller()
         self._handlers: dict[Any, tuple[Handler, int, int, bool]] = {}
         self._resting: list[Socket] = []
@@ -151,7 +156,7 @@ class Loop:
         return 0.0 if self._turned_at is None else self.clock() - self._turned_at
 
     def turn(self) -> None:
-        ready = self._poller.poll(self._timeout_ms())
+        ready = self._wait()
         self._behind = False
         for resting in tuple(self._resting):
             if resting in self._resting and has_message(resting) and not self._drain(resting):
@@ -168,6 +173,25 @@ class Loop:
             function()
 
     # --- inside -------------------------------------------------------------------------------------------------
+
+    def _wait(self) -> list[tuple[Any, int]]:
+        """The awake sockets with something to read; none when a timer is due."""
+        timeout_ms = self._timeout_ms()
+        if not self._spin_s:
+            return self._poller.poll(timeout_ms)
+        ready: list[tuple[Any, int]] = []
+        now = self.clock()
+        until = min(self._spin_until, now + timeout_ms / 1000)
+        while now < until and not ready:
+            ready = self._poller.poll(0)
+            now = self.clock()
+        if not ready:
+            ready = self._poller.poll(self._timeout_ms())
+            now = self.clock()
+        if ready:
+            dense = now - self._event_at < self._spin_s
+            self._event_at, self._spin_until = now, now + self._spin_s if dense else now
+        return ready
 
     def _drain(self, socket: Any) -> bool:
         """Handle what has come, as far as the socket's budget goes; False: there may be more."""
