@@ -168,8 +168,7 @@ spin_us_option = click.option(
     type=click.IntRange(0, SPIN_US_MAX),
     default=0,
     show_default=True,
-    help="Poll for so long after a message before sleeping, while messages come as densely: sooner answers, for up to a "
-    "core; not while idle.",
+    help="After a message poll for so long before sleeping, while messages come as densely: faster, for up to a core.",
 )
 watch_parent_option = click.option(
     "--watch-parent", is_flag=True, help="Leave when stdin closes (set by launchers, so that no orphan stays)."
