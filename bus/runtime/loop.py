@@ -61,7 +61,7 @@ class Loop:
         self._spin_s = spin_s
         self._spin_until = self._event_at = float("-inf")
         self._poller = zmq.Poller()
-        self._handlers: dict[Any, tuple[Handler, int, int, bool]] = {}
+        self._handlers: dict[Any, tuple[Handler, int, int, bool, bool]] = {}
         self._resting: list[Socket] = []
         self._skipping: set[Any] = set()  # sockets in the midst of a message with too many frames
         self._behind = False  # a resting socket has more than its budget
@@ -85,7 +85,7 @@ class Loop:
     ) -> None:
         """Call `handler(frames)` for each message: the first `copied` frames are bytes, the others (large payloads)
         zmq.Frames; where peers prove keys (`keyed`) the first is Known."""
-        self._handlers[socket] = (handler, budget, copied, keyed)
+        self._handlers[socket] = (handler, budget, copied, keyed, socket.type == zmq.ROUTER)
         self._poller.register(socket, zmq.POLLIN)
 
     def remove(self, socket: Socket) -> None:
@@ -195,7 +195,7 @@ class Loop:
 
     def _drain(self, socket: Any) -> bool:
         """Handle what has come, as far as the socket's budget goes; False: there may be more."""
-        handler, budget, copied, keyed = self._handlers[socket]
+        handler, budget, copied, keyed, routed = self._handlers[socket]
         if socket in self._skipping:
             if not skip(socket):
                 return False
@@ -207,7 +207,7 @@ class Loop:
             if 0 < number <= FEW and not has_message(socket):
                 return True
             try:
-                frames = receive(socket, copied, keyed)
+                frames = receive(socket, copied, keyed, routed)
             except zmq.Again:
                 return True
             except TooManyFrames as error:
