@@ -181,6 +181,6 @@ class Traffic:
 
     def _publish(self, message: Message) -> None:
         try:
-            self._pub.send_multipart((topics.of(message), codec.encode(message)))
+            send(self._pub, (topics.of(message), codec.encode(message)))
         except LocalProtocolError as error:
             log.error("message.too_large", detail=str(error))

@@ -211,7 +211,7 @@ class Broker(Service):
         elif isinstance(action, Note):
             getattr(log, action.level)(action.event, **action.fields)
         else:
-            self._pub.send_multipart((topics.of(action.message), codec.encode(action.message)))
+            send(self._pub, (topics.of(action.message), codec.encode(action.message)))
 
     def _send(self, peer: bytes, message: Message) -> None:
         try:
