@@ -5,15 +5,18 @@ Time is the polls' own: each that may not wait takes STEP_S, one that may wait g
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
 import pytest
 
-from bus.broker import BrokerConfig
+from bus.broker import Broker, BrokerConfig
 from bus.errors import ConfigError
 from bus.runtime.loop import Loop
+from bus.runtime.service import Service
 from controller.config import ControllerConfig
+from controller.shell import Controller
 
 SPIN_S = 0.001
 STEP_S = 0.00001
@@ -103,3 +106,18 @@ def test_how_long_is_bounded(config: Any) -> None:
     for spin_us in (-1, 10_001):
         with pytest.raises(ConfigError, match="spin_us"):
             config(spin_us=spin_us)
+
+
+def test_a_part_hands_it_to_its_loop() -> None:
+    parts = Broker(BrokerConfig("ipc:///tmp/x", spin_us=300)), Controller(ControllerConfig(spin_us=300))
+    assert [part.spin_us for part in parts] == [300, 300]
+
+    class Part(Service):
+        part, spin_us = "test", 300
+
+        def _open(self, exits: ExitStack) -> None:
+            assert self.loop._spin_s == 0.0003
+
+    part = Part()
+    part.open()
+    part.close()
