@@ -35,7 +35,7 @@ from bus.runtime.sockets import Socket
 Handler = Callable[[list[Any]], None]
 MAX_IDLE_MS = 1_000
 SLICE_S = 0.02  # of a turn for one socket: a valid frame of 1 MiB may take 15 ms
-FEW = 4  # messages of a socket, after each of which it is asked for more: an eighth of what a zmq.Again costs
+FEW = 7  # messages of a socket, after each of which it is asked for more: as many questions as a zmq.Again costs
 
 log = get_logger("bus")
 

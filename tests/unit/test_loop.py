@@ -362,7 +362,7 @@ def test_logs_show_topics_as_they_are_and_tell_nobody_the_ids_that_a_router_give
 
 
 def test_what_has_come_is_read_without_running_into_its_end(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A zmq.Again costs as much as eight questions whether there is more."""
+    """A zmq.Again costs as much as seven questions whether there is more."""
     ends: list[int] = []
     made = zmq.Again.__init__
 
