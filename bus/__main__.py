@@ -31,6 +31,7 @@ from bus.runtime import cli, logs, settings
 @click.option("--keys", default="", metavar="DIR", help="Directory of CURVE keys (pdbus keys new DIR); none: plain.")
 @cli.metrics_port_option
 @cli.metrics_host_option
+@cli.spin_us_option
 @cli.log_level_option
 @cli.watch_parent_option
 def main(
@@ -41,6 +42,7 @@ def main(
     keys: str,
     metrics_port: int,
     metrics_host: str,
+    spin_us: int,
     log_level: str,
     watch_parent: bool,
 ) -> None:
@@ -53,6 +55,7 @@ def main(
         max_rooms=max_rooms,
         metrics_port=metrics_port,
         metrics_host=metrics_host,
+        spin_us=spin_us,
         keys=keys,
     )
     broker = Broker(config)

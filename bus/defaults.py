@@ -8,6 +8,7 @@ from __future__ import annotations
 WAIT_S = 60.0  # for the bus and controllers to appear at a start
 
 METRICS_HOST = "127.0.0.1"
+SPIN_US_MAX = 10_000  # beyond, a loop that polls instead of sleeping saves nothing that anybody would notice
 
 # the broker
 BEACON_S = 0.25

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # Half a millisecond (a step of a small model) to ten minutes (the first token of a prompt that waited long). Part of
 # the protocol (docs/protocol.md): counts that cross the wire mean nothing without their bounds.
@@ -35,8 +35,7 @@ class Histogram:
         return Distribution(self.bounds, tuple(self.buckets), self.total)
 
 
-@dataclass(frozen=True, slots=True)
-class Distribution:
+class Distribution(NamedTuple):
     """A histogram's value at one moment; `buckets` are per bucket, not cumulative."""
 
     bounds: tuple[float, ...]

@@ -125,6 +125,7 @@ GUIDANCE = (
 )
 @cli.metrics_port_option
 @cli.metrics_host_option
+@cli.spin_us_option
 @cli.log_level_option
 @cli.watch_parent_option
 def main(

@@ -35,6 +35,7 @@ class ControllerConfig:
     keys: str = ""  # directory of CURVE keys; empty: none
     metrics_port: int = 0  # serves Prometheus metrics; 0: nowhere
     metrics_host: str = defaults.METRICS_HOST  # where it serves them
+    spin_us: int = 0  # how long to poll after a message before sleeping, while messages come as densely
     prefill_method: str = "auto"  # `auto`, a name in `POLICIES`, an entry point or `module:Class`
     decode_method: str = "auto"  # likewise
     unified_method: str = "auto"  # likewise
@@ -82,6 +83,8 @@ class ControllerConfig:
         for label in ("settle_s", "tpot_slo_s"):
             if not 0 <= getattr(self, label) < math.inf:
                 raise ConfigError(f"{label} must not be negative, not {getattr(self, label)}")
+        if not 0 <= self.spin_us <= defaults.SPIN_US_MAX:
+            raise ConfigError(f"spin_us must lie in 0..{defaults.SPIN_US_MAX}, not {self.spin_us}")
         for label, choices in (("queue_order", ("arrival", "slo")), ("shed", ("never", "hopeless"))):
             if getattr(self, label) not in choices:
                 raise ConfigError(f"{label} is one of {', '.join(choices)}, not {getattr(self, label)!r}")

@@ -279,7 +279,7 @@ class ControllerCore:
             return
         self.health.heard(rank.key, now)
         if isinstance(message, Progress):
-            if (message.instance, message.dp_rank, message.epoch) != (*rank.key, rank.epoch):
+            if (message.instance, message.dp_rank) != rank.key or message.epoch != rank.epoch:
                 self.counts["rejected_bad_identity"] += 1
                 return
             self.life.progress(rank, message, now, out)

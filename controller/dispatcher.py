@@ -30,7 +30,8 @@ from bus.wire.messages import (
 from bus.wire.status import join
 from controller.config import ControllerConfig
 from controller.requests.request import ROLES
-from controller.shell import LOCAL, Controller
+from controller.shell import Controller
+from controller.traffic import LOCAL
 
 MAX_HANDED_OVER = 4096
 

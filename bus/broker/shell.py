@@ -64,6 +64,7 @@ class BrokerConfig:
     max_watches_per_peer: int = 65_536  # of one asking connection
     metrics_port: int = 0  # serves Prometheus metrics; 0: nowhere
     metrics_host: str = defaults.METRICS_HOST  # where it serves them
+    spin_us: int = 0  # how long to poll after a message before sleeping, while messages come as densely
     keys: str = ""
 
     def __post_init__(self) -> None:
@@ -72,6 +73,8 @@ class BrokerConfig:
             raise ConfigError(f"room_ttl_s {self.room_ttl_s:g}: a room lives between 0.01 s and a day (86400 s)")
         if not 0.01 <= self.beacon_s <= 60:
             raise ConfigError(f"beacon_s {self.beacon_s:g}: choose between 0.01 s and 60 s")
+        if not 0 <= self.spin_us <= defaults.SPIN_US_MAX:
+            raise ConfigError(f"spin_us {self.spin_us}: choose between 0 and {defaults.SPIN_US_MAX}")
         for name in ("max_rooms", "max_rooms_per_publisher", "max_watches", "max_watches_per_peer"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1")
@@ -84,6 +87,7 @@ class Broker(Service):
 
     def __init__(self, config: BrokerConfig | str) -> None:
         self.config = BrokerConfig(config) if isinstance(config, str) else config
+        self.spin_us = self.config.spin_us
         self.address = BusAddress(self.config.address)
         self.epoch = new_epoch()
         self.rejected: Counter[str] = Counter()
@@ -207,7 +211,7 @@ class Broker(Service):
         elif isinstance(action, Note):
             getattr(log, action.level)(action.event, **action.fields)
         else:
-            self._pub.send_multipart((topics.of(action.message), codec.encode(action.message)))
+            send(self._pub, (topics.of(action.message), codec.encode(action.message)))
 
     def _send(self, peer: bytes, message: Message) -> None:
         try:

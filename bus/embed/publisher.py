@@ -19,6 +19,7 @@ from bus.embed.publications import PublisherCore
 from bus.endpoints import BusAddress
 from bus.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from bus.runtime.epochs import new_epoch
+from bus.runtime.frames import send
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.service import Service
@@ -251,7 +252,7 @@ class Publisher(Service):
             except (LocalProtocolError, TypeError, ValueError, OverflowError) as error:
                 self._refuse(f"{type(publication.message).__name__}: {error}")
             else:
-                self._pub.send_multipart((topics.of(publication.message), frame))
+                send(self._pub, (topics.of(publication.message), frame))
 
 
 def _check(core: PublisherCore) -> None:

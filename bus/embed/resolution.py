@@ -233,6 +233,8 @@ class ResolverCore:
     def flush(self, now: float) -> list[Action]:
         """Send what this turn collected: topology wanted, rooms no longer watched, one query of all rooms wanted."""
         out: list[Action] = []
+        if not (self._missing or self._unwatch or self._new):  # asked each turn of a node's loop
+            return out
         for name in sorted(self._missing):
             _, fetched_at = self._fetching.get(name, (0, float("-inf")))
             if now - fetched_at >= TOPOLOGY_AGAIN_S:

@@ -17,6 +17,7 @@ from bus.actions import Send
 from bus.embed.resolution import Action, Resolved, ResolverCore
 from bus.endpoints import BusAddress
 from bus.errors import LocalProtocolError, RemoteProtocolError
+from bus.runtime.frames import send
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.service import Service
@@ -204,7 +205,7 @@ class Resolver(Service):
 
     def _send(self, message: Message) -> None:
         try:
-            self._dealer.send_multipart((b"", codec.encode(message)), zmq.NOBLOCK)
+            send(self._dealer, (b"", codec.encode(message)))
         except zmq.Again:
             pass  # the broker is away and the queue full: asked again later
         except LocalProtocolError as error:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import click
 
-from bus.defaults import METRICS_HOST
+from bus.defaults import METRICS_HOST, SPIN_US_MAX
 from bus.errors import BusError, ConfigError, StartError
 from bus.runtime.file_limit import raise_file_limit
 from bus.runtime.interrupt import EXIT_INTERRUPTED, leave_at_once
@@ -162,6 +162,13 @@ metrics_port_option = click.option(
 )
 metrics_host_option = click.option(
     "--metrics-host", default=METRICS_HOST, show_default=True, metavar="HOST", help="The address of the metrics port."
+)
+spin_us_option = click.option(
+    "--spin-us",
+    type=click.IntRange(0, SPIN_US_MAX),
+    default=0,
+    show_default=True,
+    help="After a message poll for so long before sleeping, while messages come as densely: faster, for up to a core.",
 )
 watch_parent_option = click.option(
     "--watch-parent", is_flag=True, help="Leave when stdin closes (set by launchers, so that no orphan stays)."

@@ -72,22 +72,25 @@ class TooManyFrames(Exception):
             self.descriptor, self.source = int(frame.get(zmq.SRCFD)), str(frame.get("Peer-Address"))
 
 
-def receive(socket: Socket, copied: int = ALL, keyed: bool = False) -> list[Any]:
+def receive(socket: Socket, copied: int = ALL, keyed: bool = False, routed: bool = False) -> list[Any]:
     """One message: its first `copied` frames (at least one) as bytes, the others as they are, zmq.Frames.
 
-    Of a `keyed` socket the first is Known: it says whose key the sender's connection proved. TooManyFrames where it has
-    more than FRAMES_MAX.
+    Of a `keyed` socket the first is Known: it says whose key the sender's connection proved. `routed`: the socket is a
+    ROUTER. TooManyFrames where it has more than FRAMES_MAX.
     """
-    frame = _receive(socket, _NOW, False)  # a Frame knows whether more follow; to ask the socket costs more than this
-    frames: list[Any] = [_known(frame) if keyed else frame.bytes]
-    for number in range(1, FRAMES_MAX):
+    if routed and not keyed:  # what a ROUTER puts before a message is never all of it
+        frames: list[Any] = [_receive(socket, _NOW)]
+    else:
+        frame = _receive(socket, _NOW, False)  # knows whether more follow; to ask the socket costs more than a Frame
+        frames = [_known(frame) if keyed else frame.bytes]
         if not frame.more:
             return frames
+    for number in range(1, FRAMES_MAX):
         frame = _receive(socket, _NOW, False)
         frames.append(frame.bytes if number < copied else frame)
-    if frame.more:
-        raise TooManyFrames(frame)
-    return frames
+        if not frame.more:
+            return frames
+    raise TooManyFrames(frame)
 
 
 def _known(frame: zmq.Frame) -> Known:

@@ -6,6 +6,9 @@ SLICE_S at most, so that no peer can starve another or the timers, then runs wha
 
 A socket whose news matter only once something has to be decided may rest: it wakes nobody, and is read first thing in
 whichever turn comes next. That costs a socket of many small messages no wake-up of its own, and none of them is missed.
+
+With `spin_s` a loop to which two events came within so long of each other polls for the next one, until so long after
+the last, before it sleeps: a sleeping thread takes longer to wake than a small message to handle. Timers are no events.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -31,6 +35,7 @@ from bus.runtime.sockets import Socket
 Handler = Callable[[list[Any]], None]
 MAX_IDLE_MS = 1_000
 SLICE_S = 0.02  # of a turn for one socket: a valid frame of 1 MiB may take 15 ms
+FEW = 7  # messages of a socket, after each of which it is asked for more: as many questions as a zmq.Again costs
 
 log = get_logger("bus")
 
@@ -51,10 +56,12 @@ class Timer:
 
 
 class Loop:
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, spin_s: float = 0.0) -> None:
         self.clock = clock
+        self._spin_s = spin_s
+        self._spin_until = self._event_at = float("-inf")
         self._poller = zmq.Poller()
-        self._handlers: dict[Any, tuple[Handler, int, int, bool]] = {}
+        self._handlers: dict[Any, tuple[Handler, int, int, bool, bool]] = {}
         self._resting: list[Socket] = []
         self._skipping: set[Any] = set()  # sockets in the midst of a message with too many frames
         self._behind = False  # a resting socket has more than its budget
@@ -78,7 +85,7 @@ class Loop:
     ) -> None:
         """Call `handler(frames)` for each message: the first `copied` frames are bytes, the others (large payloads)
         zmq.Frames; where peers prove keys (`keyed`) the first is Known."""
-        self._handlers[socket] = (handler, budget, copied, keyed)
+        self._handlers[socket] = (handler, budget, copied, keyed, socket.type == zmq.ROUTER)
         self._poller.register(socket, zmq.POLLIN)
 
     def remove(self, socket: Socket) -> None:
@@ -149,7 +156,7 @@ class Loop:
         return 0.0 if self._turned_at is None else self.clock() - self._turned_at
 
     def turn(self) -> None:
-        ready = self._poller.poll(self._timeout_ms())
+        ready = self._wait()
         self._behind = False
         for resting in tuple(self._resting):
             if resting in self._resting and has_message(resting) and not self._drain(resting):
@@ -167,9 +174,28 @@ class Loop:
 
     # --- inside -------------------------------------------------------------------------------------------------
 
+    def _wait(self) -> list[tuple[Any, int]]:
+        """The awake sockets with something to read; none when a timer is due."""
+        timeout_ms = self._timeout_ms()
+        if not self._spin_s:
+            return self._poller.poll(timeout_ms)
+        ready: list[tuple[Any, int]] = []
+        now = self.clock()
+        until = min(self._spin_until, now + timeout_ms / 1000)
+        while now < until and not ready:
+            ready = self._poller.poll(0)
+            now = self.clock()
+        if not ready:
+            ready = self._poller.poll(self._timeout_ms())
+            now = self.clock()
+        if ready:
+            dense = now - self._event_at < self._spin_s
+            self._event_at, self._spin_until = now, now + self._spin_s if dense else now
+        return ready
+
     def _drain(self, socket: Any) -> bool:
         """Handle what has come, as far as the socket's budget goes; False: there may be more."""
-        handler, budget, copied, keyed = self._handlers[socket]
+        handler, budget, copied, keyed, routed = self._handlers[socket]
         if socket in self._skipping:
             if not skip(socket):
                 return False
@@ -178,8 +204,10 @@ class Loop:
         for number in range(budget):
             if number & 3 == 3 and self.clock() > until:
                 return False
+            if 0 < number <= FEW and not has_message(socket):
+                return True
             try:
-                frames = receive(socket, copied, keyed)
+                frames = receive(socket, copied, keyed, routed)
             except zmq.Again:
                 return True
             except TooManyFrames as error:
@@ -226,10 +254,7 @@ class Loop:
             pass  # already awake, or closed
 
     def _drain_wakeups(self) -> None:
-        try:
-            while self._wake_in.recv(4096):
-                pass
-        except BlockingIOError:
-            pass
+        with suppress(BlockingIOError):
+            self._wake_in.recv(4096)  # what is left of more wakes the next turn
         while self._signals:
             self._signal_handler(self._signals.popleft())

@@ -25,6 +25,7 @@ class Service:
 
     part: str  # names the thread and the log lines
     loop: Loop
+    spin_us = 0  # how long the loop polls before it sleeps, while messages come as densely
     failure: Exception | None = None
     _thread: threading.Thread | None = None
     _exits = ExitStack()  # what an open part has to close, the last one first
@@ -47,7 +48,7 @@ class Service:
     def open(self) -> None:
         """Make `loop`, bind and connect everything. What raises leaves nothing open."""
         with ExitStack() as exits:
-            self.loop = Loop()
+            self.loop = Loop(spin_s=self.spin_us / 1e6)
             exits.callback(self.loop.close)
             self._open(exits)
             self._exits = exits.pop_all()

@@ -25,14 +25,15 @@ class Metric(IntEnum):
     TOKENS = 2  # the estimate of tokens; ties by requests
 
 
-def key_of(rank: RankLoad, metric: int) -> int:
-    """What `rank` counts in `metric` (a Metric), as one integer, its last turn in the low bits."""
+def key_of(rank: RankLoad, metric: int, leaf: int = 0) -> int:
+    """What `rank` counts in `metric` (a Metric), as one integer: its last turn and `leaf` (16 bits) in the low bits."""
+    low = rank.last_turn << 16 | leaf
     if metric == 2:
         requests = rank.requests
-        return (rank.tokens << 24 | (requests if requests < 0xFFFFFF else 0xFFFFFF)) << 48 | rank.last_turn
+        return (rank.tokens << 24 | (requests if requests < 0xFFFFFF else 0xFFFFFF)) << 64 | low
     if metric == 1:
-        return rank.requests << 48 | rank.last_turn
-    return rank.last_turn
+        return rank.requests << 64 | low
+    return low
 
 
 KvKind: TypeAlias = tuple[str, str]  # (transfer, layout) as ranks say in their hello
@@ -206,12 +207,12 @@ class Group:
         for member in ranks:
             assert self.alike(member.info.block_tokens) >> member.seat & 1, "alike"
             if self._seats is not None:
-                want = key_of(member, Metric.TOKENS) << 16 | member.seat if member.candidate else NEVER
+                want = key_of(member, Metric.TOKENS, member.seat) if member.candidate else NEVER
                 assert self._seats.key(member.seat) == want, member
         for metric, index in self._indexes.items():
             index.validate()
             for leaf, rank in enumerate(self.members):
-                want = NEVER if rank is None or not rank.candidate else key_of(rank, metric) << 16 | leaf
+                want = NEVER if rank is None or not rank.candidate else key_of(rank, metric, leaf)
                 assert index.key(leaf) == want, (metric, leaf)
 
     def _count(self, rank: RankLoad, by: int) -> None:
@@ -232,7 +233,7 @@ class Group:
     @staticmethod
     def _enter(rank: RankLoad, metric: Metric, index: LeastIndex | SeatKeys, leaf: int) -> None:
         rank.leaves.append((index, leaf, int(metric)))
-        index.update(leaf, key_of(rank, metric) << 16 | leaf if rank.candidate else NEVER)
+        index.update(leaf, key_of(rank, metric, leaf) if rank.candidate else NEVER)
 
 
 class Subset:

@@ -393,7 +393,7 @@ class LoadTable:
             and not (rank.slow and rank.outstanding)
         )
         for index, leaf, metric in rank.leaves:
-            index.update(leaf, key_of(rank, metric) << 16 | leaf if can_take else NEVER)
+            index.update(leaf, key_of(rank, metric, leaf) if can_take else NEVER)
 
     def _groups_of(self, rank: RankLoad) -> list[Group]:
         return [self._groups[name] for name in group_names(rank) if name in self._groups]

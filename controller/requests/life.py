@@ -156,12 +156,16 @@ class Life:
         """Legs that started or ended; what an older attempt says is fenced off here."""
         for rid, attempt in progress.started:
             work = work_of(rank, rid, attempt)
-            if work is not None and work[1].answers:
-                self._output(*work, now)
+            if work is not None:
+                request, leg = work
+                if leg.answers:
+                    self._output(request, leg, now)
         for ended in progress.ended:
             work = work_of(rank, ended.rid, ended.attempt)
-            if work is not None and work[1].role == ended.leg:
-                self._ended(*work, ended, now, out)
+            if work is not None:
+                request, leg = work
+                if leg.role == ended.leg:
+                    self._ended(request, leg, ended, now, out)
 
     def lost(self, loss: Loss, now: float, out: list[Action]) -> None:
         """A rank is gone, hung or restarted: what ran there is dispatched again, or failed."""

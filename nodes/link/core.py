@@ -248,8 +248,10 @@ class RankCore:
 
     def figures(self) -> RunnerLoad:
         """The runner's load and what waits here."""
-        load = self._runner_load()
-        waiting, tokens = load.waiting + self.puller.waiting, load.waiting_tokens + self.puller.waiting_tokens
+        load, puller = self._runner_load(), self.puller
+        if not puller.waiting:
+            return load
+        waiting, tokens = load.waiting + puller.waiting, load.waiting_tokens + puller.waiting_tokens
         return replace(load, waiting=waiting, waiting_tokens=tokens)
 
     def load(self) -> Load:

@@ -15,6 +15,7 @@ import zmq
 
 from bus.actions import Send
 from bus.errors import RemoteProtocolError, StartError
+from bus.runtime.frames import send
 from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
 from bus.runtime.sockets import KV_MAX, Socket, Sockets
@@ -141,10 +142,10 @@ class KvPeers:
         self._sockets.close_socket(socket, linger_ms=self._linger_ms)
 
 
-def send_answer(router: Socket, send: Send) -> bool:
+def send_answer(router: Socket, answer: Send) -> bool:
     """Send one small message over a ROUTER without blocking; False when the peer is gone or its queue is full."""
     try:
-        router.send_multipart([send.peer, encode(send.message), *send.frames], zmq.NOBLOCK)
+        send(router, (answer.peer, encode(answer.message), *answer.frames))
     except zmq.ZMQError:
         return False
     return True

@@ -181,7 +181,7 @@ class Host:
 
     def publish_frames(self, frames: Sequence[bytes]) -> None:
         try:
-            self._pub.send_multipart(frames, zmq.NOBLOCK)
+            send_frames(self._pub, frames)
         except zmq.Again:
             self.unsent_publications += 1
 
@@ -300,7 +300,7 @@ class Host:
         for action in actions:
             if isinstance(action, Send):
                 try:
-                    self._bootstrap.send_multipart([b"", encode(action.message)], zmq.NOBLOCK)
+                    send_frames(self._bootstrap, (b"", encode(action.message)))
                 except zmq.Again:
                     self.rejected["bootstrap:unsent"] += 1  # the resolver asks again
                 continue
@@ -310,11 +310,13 @@ class Host:
     # --- turns and timers ---------------------------------------------------------------------------------------
 
     def _after_turn(self) -> None:
-        for rank in self.ranks.values():
-            if rank.joint.stirred:
-                rank.turn()
+        stirred = [rank for rank in self.ranks.values() if rank.joint.stirred]
+        for rank in stirred:
+            rank.plan()
+        self._send_tokens()  # who waits for them need not wait for what controllers are told
+        for rank in stirred:
+            rank.tell()
         self._resolve(self.resolver.flush(self.now))
-        self._send_tokens()
         if self._changed:
             self._changed = self._leaving  # to be drained then takes nothing but turns and time
             self._on_change()

@@ -1,7 +1,7 @@
 """One rank of a process: its core, its runner, its connections to controllers. Carries out what the core decides.
 
-The host calls `turn` after every turn of the loop in which something happened to this rank: the runner plans, load and
-acknowledgements are read at that one point, after the inbox, and leave with whatever else is published.
+The host calls `plan` and then `tell` after every turn of the loop in which something happened to this rank: the runner
+plans; load and acknowledgements are read at one point, after the inbox, and leave with whatever else is published.
 """
 
 from __future__ import annotations
@@ -235,9 +235,17 @@ class LinkedRank:
 
     def turn(self) -> None:
         """After the inbox was read: plan, then report."""
+        self.plan()
+        self.tell()
+
+    def plan(self) -> None:
+        """The runner's turn."""
         self.joint.stirred = False
+        self.runner.turn(self._host.now)
+
+    def tell(self) -> None:
+        """After it: the load as it is now, and what began and ended."""
         now = self._host.now
-        self.runner.turn(now)
         self._report(now)
         self._host.publish(self.publisher.flush(now))
         for owner, report in self.core.reports.take().items():

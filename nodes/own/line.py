@@ -32,6 +32,9 @@ class Line:
             self._turns.enter(sequence.client)
         line.setdefault(sequence.priority, {})[sequence.id] = sequence
 
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
     def head(self, barred: Callable[[str], bool] | None = None) -> Sequence | None:
         """Who is next, of the clients that are not `barred`."""
         clients = [client for client in self._lines if barred is None or not barred(client)]

@@ -217,6 +217,8 @@ class Scheduler:
         return sequence.hashes[: (len(sequence.prompt) - 1) // self.pool.block_tokens]
 
     def _admit(self) -> None:
+        if not self._line:
+            return
         holdings, barred = None, None
         if self._shares.several(self.step):
             holdings = Holdings(self._sequences.values(), self._running.values(), self.max_running, self.pool.blocks)

@@ -25,7 +25,7 @@ def broker(parent: Parent, clients: str, nodes: str, node_count: int, payload_by
     copy = payload_bytes < NO_COPY_FROM
 
     def take(socket: zmq.Socket[bytes], copy: bool = True) -> list[Any]:
-        return frames.receive(socket, 2) if lean else socket.recv_multipart(zmq.NOBLOCK, copy=copy)
+        return frames.receive(socket, 2, routed=True) if lean else socket.recv_multipart(zmq.NOBLOCK, copy=copy)
 
     def give(socket: zmq.Socket[bytes], message: list[Any], copy: bool = True) -> None:
         if lean:

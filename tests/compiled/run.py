@@ -38,7 +38,7 @@ def sources() -> Iterator[Path]:
 
 def environment() -> Path:
     """The Python of an environment with the compiled wheel and, beside it, all that this one has."""
-    key = sha256(sys.version.encode())
+    key = sha256(f"{sys.version} {sys.prefix}".encode())  # what this one has is found in its own place
     for path in sources():
         key.update(f"{path.relative_to(ROOT)} {path.stat().st_size}\n".encode() + path.read_bytes())
     place = cache_root() / f"compiled-{key.hexdigest()[:12]}"

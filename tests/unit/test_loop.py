@@ -15,7 +15,7 @@ import zmq
 from bus.runtime import frames
 from bus.runtime.epochs import new_epoch
 from bus.runtime.frames import FRAMES_MAX, SKIP_MAX, name_of
-from bus.runtime.loop import SLICE_S, Loop
+from bus.runtime.loop import FEW, SLICE_S, Loop
 from bus.runtime.sockets import HEADER_MAX, Socket, Sockets
 from pdbus.soak.usage import usage_of
 
@@ -359,3 +359,27 @@ def test_logs_show_topics_as_they_are_and_tell_nobody_the_ids_that_a_router_give
     assert len(names) == 100
     assert all(len(name) == 8 and f"{1000:x}" != name.lstrip("0") for name in names)
     assert name_of(b"load/p/0/") == "b'load/p/0/'"
+
+
+def test_what_has_come_is_read_without_running_into_its_end(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A zmq.Again costs as much as seven questions whether there is more."""
+    ends: list[int] = []
+    made = zmq.Again.__init__
+
+    def counting(end: zmq.Again, *arguments: Any) -> None:
+        ends.append(1)
+        made(end, *arguments)
+
+    monkeypatch.setattr(zmq.Again, "__init__", counting)
+    with Sockets() as sockets:
+        receiver, sender = pair(sockets)
+        heard: list[bytes] = []
+        loop.add(receiver, lambda frames: heard.append(frames[0]))
+        for count in (1, FEW, 3 * FEW):
+            for _ in range(count):
+                sender.send(b"x")
+            turn(loop)
+            assert len(heard) == count
+            assert len(ends) == (count > FEW)
+            heard.clear()
+        loop.remove(receiver)

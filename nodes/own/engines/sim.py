@@ -41,11 +41,7 @@ def next_token(state: int, vocab_size: int) -> int:
 
 def feed(tokens: Iterable[int], state: int = 0) -> list[int]:
     """The state after each of `tokens`."""
-    states = []
-    for token in tokens:
-        state = crc32(_pack_token(token), state)
-        states.append(state)
-    return states
+    return [state := crc32(_pack_token(token), state) for token in tokens]
 
 
 def sim_generate(prompt: Sequence[int], n: int, vocab_size: int = SIM_VOCAB_SIZE) -> list[int]:

@@ -1,0 +1,186 @@
+"""What comes over the controller's sockets as events for its core, and what the core asks for as frames.
+
+Owns how messages are read and written, and what is said of those that are broken; sockets, clock and thread are the
+shell's. Payload frames go through as they came: `zmq.Frame`s, neither decoded nor copied. What is to be sent waits
+until the turn is over, so that what goes to one peer shares system calls.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+from bus.actions import Publish
+from bus.errors import LocalProtocolError, RemoteProtocolError
+from bus.rights import key_of, speaks_for
+from bus.runtime.frames import name_of, send
+from bus.runtime.logs import get_logger
+from bus.runtime.ration import LARGE, Ration
+from bus.runtime.sockets import Socket
+from bus.wire import codec, topics
+from bus.wire.messages import (
+    CLIENT_TO_CONTROLLER,
+    NODE_TO_CONTROLLER,
+    Accepted,
+    Beacon,
+    Code,
+    Message,
+    Refused,
+    Submit,
+)
+from controller.core import ControllerCore
+from controller.events import (
+    ClientGone,
+    Event,
+    FromClient,
+    FromNode,
+    Published,
+    ToClient,
+    ToNode,
+    Undelivered,
+    Unreachable,
+)
+
+PEERS_REMEMBERED = 4096
+LOCAL = "local"  # the peer that is this process; routing ids are bytes
+
+log = get_logger("controller")
+
+
+class Traffic:
+    """Between `core` and the three sockets that it speaks over. `on_local` gets what is for this process itself,
+    `on_beacon` hears of each beacon. All methods are for the loop's thread."""
+
+    def __init__(
+        self,
+        core: ControllerCore,
+        clock: Callable[[], float],
+        clients: Socket,
+        nodes: Socket,
+        pub: Socket,
+        on_local: Callable[[Message], None] | None,
+        on_beacon: Callable[[], None],
+    ) -> None:
+        self._core = core
+        self._clock = clock
+        self._clients = clients
+        self._nodes = nodes
+        self._pub = pub
+        self._on_local = on_local
+        self._on_beacon = on_beacon
+        self._outbox: list[Any] = []
+        self._ration = Ration()
+        self._rejecters: set[str] = set()
+
+    # --- in -----------------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> None:
+        """Let the core decide; what it says is done at the end of the turn."""
+        self._outbox += self._core.handle(event, self._clock())
+
+    def from_client(self, frames: list[Any]) -> None:
+        peer = frames[0]
+        try:
+            if len(frames) < 2:
+                raise RemoteProtocolError("frames", "no header")
+            message = codec.decode(frames[1], CLIENT_TO_CONTROLLER)
+            if len(frames) > 2 and type(message) is not Submit:
+                raise RemoteProtocolError("frames", f"{len(frames)} frames")
+        except RemoteProtocolError as error:
+            self.reject(peer, error)
+            code: Code = "bad_version" if error.reason == "version" else "bad_message"
+            self._send(self._clients, peer, Refused(code, str(error)[:1024]))
+            return
+        self.handle(FromClient(peer, message, frames[2:]))
+
+    def from_node(self, frames: list[bytes]) -> None:
+        peer = frames[0]
+        try:
+            if len(frames) != 2:
+                raise RemoteProtocolError("frames", f"{len(frames)} frames")
+            message = codec.decode(frames[1], NODE_TO_CONTROLLER)
+            instance = getattr(message, "instance", None)  # a pong has none
+            if instance is not None and not speaks_for(peer, instance):
+                raise RemoteProtocolError("not_yours", f"{type(message).__name__} of {instance}")
+        except RemoteProtocolError as error:
+            self.reject(peer, error)
+            codes: dict[str, Code] = {"version": "bad_version", "not_yours": "bad_identity"}
+            self._send(self._nodes, peer, Refused(codes.get(error.reason, "bad_message"), str(error)[:1024]))
+            return
+        self.handle(FromNode(peer, message))
+
+    def published(self, frames: list[bytes]) -> None:
+        try:
+            message = topics.read(frames)
+        except RemoteProtocolError as error:
+            self.reject(frames[0], error)
+            return
+        if type(message) is Beacon:
+            self._on_beacon()
+        self.handle(Published(message))
+
+    def reject(self, peer: bytes, error: RemoteProtocolError) -> None:
+        """Count a bad message; log the first of each peer."""
+        self._core.counts[f"rejected_{error.reason}"] += 1
+        who = name_of(peer)
+        if who not in self._rejecters and len(self._rejecters) < PEERS_REMEMBERED:
+            self._rejecters.add(who)
+            log.warning("message.rejected", peer=who, reason=error.reason, detail=error.detail[:200])
+
+    # --- out ----------------------------------------------------------------------------------------------------------
+
+    def farewell(self) -> None:
+        """Every live request ends here, for its client to send it elsewhere."""
+        self._outbox = self._core.shutdown(self._clock())
+        self.carry_out()
+
+    def carry_out(self) -> None:
+        """At the end of a turn."""
+        outbox = self._outbox
+        for action in outbox:  # what a failed send leads to joins the end of the list
+            kind = type(action)
+            if kind is ToNode:
+                if failure := self._send(self._nodes, action.peer, action.message, action.frames):
+                    gone = failure == errno.EHOSTUNREACH
+                    self.handle(Unreachable(action.peer) if gone else Undelivered(action.peer, action.message))
+            elif kind is ToClient:
+                if action.peer is LOCAL:
+                    if self._on_local is not None:
+                        self._on_local(action.message)
+                elif failure := self._send(self._clients, action.peer, action.message):
+                    self._core.counts["clients_unreachable"] += 1  # it may come back and ask again
+                    if failure == errno.EHOSTUNREACH and type(action.message) is Accepted:
+                        self.handle(ClientGone(action.peer, action.message.rid))
+            elif kind is Publish:
+                self._publish(action.message)
+            else:
+                getattr(log, action.level)(action.event, **action.fields)
+        outbox.clear()
+
+    def _send(self, router: Socket, peer: bytes, message: Message, frames: Sequence[Any] = ()) -> int:
+        """0, or the errno that says why the message did not leave."""
+        try:
+            header = codec.encode(message)
+        except LocalProtocolError as error:
+            log.error("message.too_large", detail=str(error))
+            header = codec.encode(
+                Refused("too_many", "the answer does not fit in a message", getattr(message, "id", 0))
+            )
+        if len(header) > LARGE and not self._ration.allows(key_of(peer) or peer, len(header), self._clock()):
+            return errno.EAGAIN
+        try:
+            send(router, (peer, header, *frames))
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
+                raise
+            return error.errno
+        return 0
+
+    def _publish(self, message: Message) -> None:
+        try:
+            send(self._pub, (topics.of(message), codec.encode(message)))
+        except LocalProtocolError as error:
+            log.error("message.too_large", detail=str(error))
