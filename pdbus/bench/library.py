@@ -120,7 +120,7 @@ def _cost(side: Process, case: Case, scope: Scope) -> float:
     return max(0.01, (cost(count, STREAMED) - cost(count, 1)) / (STREAMED - 1))
 
 
-# --- the processes that are measured: each answers with the seconds of CPU that its `count` requests took --------------
+# --- what is measured: each process answers with the seconds of CPU that its requests took ----------------------------
 
 
 def _prompts(tokens: int, packed: bool = False) -> Iterator[MutableSequence[int]]:

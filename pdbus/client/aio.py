@@ -11,11 +11,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
 from bus.runtime.keys import load_keys
-from bus.wire.messages import Status, TokenLogprobs
+from bus.wire.messages import Status
 from pdbus.client.base import BaseClient, BaseStream
 from pdbus.client.looped import LoopChannel
 from pdbus.client.options import Options, check_options, check_text
 from pdbus.client.output import Piece, Result
+from pdbus.client.request import Request
 from pdbus.client.traffic import Update
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class AsyncClient(BaseClient):
         if self._leg is None and "leg" not in options:
             self._learn_leg(await asyncio.wrap_future(self._ask_cluster(channel)))
         request = self._request(channel, ids, options, tokenizer)
-        stream = AsyncStream(channel, request.rid, ids, tokenizer, request.logprobs)
+        stream = AsyncStream(channel, request, tokenizer)
         channel.begin(request, stream._put)
         return stream
 
@@ -117,11 +118,8 @@ class AsyncStream(BaseStream):
     Leaving the loop early cancels the request (as does `async with`). `result` is there once the iteration ended.
     """
 
-    def __init__(
-        self, channel: LoopChannel, rid: str, prompt_ids: Sequence[int], tokenizer: Tokenizer | None,
-        logprobs: Sequence[TokenLogprobs] = (),
-    ) -> None:  # fmt: skip
-        super().__init__(channel, rid, prompt_ids, tokenizer, logprobs)
+    def __init__(self, channel: LoopChannel, request: Request, tokenizer: Tokenizer | None) -> None:
+        super().__init__(channel, request, tokenizer)
         self._updates: deque[Update] = deque()
         self._reader: asyncio.Future[None] | None = None  # waits for the next update
 

@@ -45,15 +45,17 @@ class LoopChannel:
         self.closed = False
         self._failure: Exception | None = None
         self._handlers: dict[Socket, tuple[int, Callable[[list[bytes]], None]]] = {}
-        self._unseen: set[Socket] = set()  # to be looked at soon
+        self._turning = False  # `_turn` is to come
+        self._unseen: set[Socket] = set()  # to be looked at then
         self._skipping: set[Socket] = set()  # in the midst of a message with too many frames
         self._stopping = asyncio.Lock()
         self._living = self._life()
         self._sockets = Sockets(keys=keys)
         try:
             self._traffic = Traffic(
-                controllers, patience, rng, self._sockets, time.monotonic, self._watch, self._unwatch, self._send
-            )
+                controllers, patience, rng, self._sockets, time.monotonic, self._watch, self._unwatch, self._send,
+                self._flush_soon,
+            )  # fmt: skip
         except BaseException:
             self._close_now()
             raise
@@ -151,7 +153,7 @@ class LoopChannel:
     def _watch(self, socket: Socket, handler: Callable[[list[bytes]], None]) -> None:
         descriptor = int(socket.getsockopt(zmq.FD))
         self._handlers[socket] = descriptor, handler
-        self.loop.add_reader(descriptor, self._read, socket)
+        self.loop.add_reader(descriptor, self._read, socket, True)
         self._look_soon(socket)
 
     def _unwatch(self, socket: Socket) -> None:
@@ -162,34 +164,45 @@ class LoopChannel:
 
     def _send(self, socket: Socket, message: Sequence[bytes]) -> None:
         frames.send(socket, message)
-        self._look_soon(socket)
-
-    def _look_soon(self, socket: Socket) -> None:
-        if self.closed:  # nobody waits for what comes now, and its loop may be closed too
-            return
-        if not self._unseen:
-            self.loop.call_soon(self._look)
         self._unseen.add(socket)
 
-    def _look(self) -> None:
+    def _look_soon(self, socket: Socket) -> None:
+        self._flush_soon()
+        self._unseen.add(socket)
+
+    def _flush_soon(self) -> None:
+        if not self._turning and not self.closed:  # then `leave` flushes, and its loop may be closed too
+            self._turning = True
+            self.loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """Send what was said, and look at what may have come."""
+        self._turning = False
+        self._run(self._traffic.flush)
         unseen, self._unseen = self._unseen, set()
         for socket in unseen:
-            self._read(socket)
+            self._read(socket, False)
 
-    def _read(self, socket: Socket) -> None:
-        self._run(self._drain, socket)
+    def _read(self, socket: Socket, likely: bool) -> None:
+        self._run(self._drain, socket, likely)
 
-    def _drain(self, socket: Socket) -> None:
+    def _drain(self, socket: Socket, likely: bool) -> None:
+        """Read it until it is empty. To ask first whether there is a message costs less than an attempt in vain, and
+        more than one that succeeds: so not where it is `likely` that there is one."""
+        likely = likely and socket not in self._skipping
         for _ in range(BUDGET):
             watched = self._handlers.get(socket)
-            if watched is None or not frames.has_message(socket):
+            if watched is None or not (likely or frames.has_message(socket)):
                 return
+            likely = False
             if socket in self._skipping:
                 if frames.skip(socket):
                     self._skipping.discard(socket)
                 continue
             try:
                 received = frames.receive(socket)
+            except zmq.Again:
+                return
             except frames.TooManyFrames as error:
                 log.warning("peer.cut_off", peer=error.source, why="too_many_frames")
                 hang_up(error.descriptor, error.source)
