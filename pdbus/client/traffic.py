@@ -21,8 +21,8 @@ from bus.runtime.logs import get_logger
 from bus.runtime.sockets import PAYLOAD_MAX, Socket, Sockets
 from bus.wire import codec
 from bus.wire.messages import CONTROLLER_TO_CLIENT, FROM_NODE_DATA, Detach, Failed, Message, Refused, Status
-from pdbus.client.core import Action, ClientCore, Deliver, Patience
-from pdbus.client.output import Result, failure
+from pdbus.client.core import Action, ClientCore, Patience
+from pdbus.client.output import Deliver, Result, failure
 from pdbus.client.questions import Questions
 from pdbus.client.request import Request
 
