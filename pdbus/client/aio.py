@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
@@ -122,6 +122,7 @@ class AsyncStream(BaseStream):
         super().__init__(channel, request, tokenizer)
         self._updates: deque[Update] = deque()
         self._reader: asyncio.Future[None] | None = None  # waits for the next update
+        self._tell = self._wake
 
     @property
     def result(self) -> Result | None:
@@ -138,12 +139,24 @@ class AsyncStream(BaseStream):
     async def next(self) -> Piece | None:
         """What comes next; None at the end, when `result` is there. Not to call it again doesn't cancel the request."""
         while self._result is None:
-            if not self._updates:
+            if (piece := self.take()) is not None:
+                return piece
+            if self._result is None:
                 self._reader = asyncio.get_running_loop().create_future()
                 await self._reader
-            elif (piece := self._piece(self._updates.popleft())) is not None:
+        return None
+
+    def take(self) -> Piece | None:
+        """What has come and was not read yet: None when that is nothing, which is the end where `result` is there."""
+        while self._updates:
+            if (piece := self._piece(self._updates.popleft())) is not None:
                 return piece
         return None
+
+    def tell(self, function: Callable[[], None]) -> None:
+        """Call `function` whenever something has come, on the loop's thread: for one who waits for several streams and
+        reads them with `take`."""
+        self._tell = function
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -174,5 +187,8 @@ class AsyncStream(BaseStream):
 
     def _put(self, update: Update) -> None:
         self._updates.append(update)
+        self._tell()
+
+    def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
