@@ -39,8 +39,8 @@ from bus.wire.messages import (
     Tokens,
 )
 from pdbus.client import AsyncClient, AsyncStream, Client, Piece, Result
-from pdbus.client.core import ClientCore
-from pdbus.client.looped import BUDGET
+from pdbus.client.questions import Questions
+from pdbus.client.reader import BUDGET
 
 WAIT_MS = 30_000
 
@@ -461,8 +461,8 @@ def test_a_client_that_broke_in_a_loop_lets_nobody_wait(
             asked = asyncio.create_task(client.drain("decode-0", 4))
             submit = await asyncio.to_thread(controller.hear)
             assert isinstance(submit, Submit)
-            monkeypatch.setattr(ClientCore, "received", bug)
-            controller.say(Accepted(submit.rid, 1, submit.bootstrap_room, None, Location("d", 0, 1, f"{base}.node")))
+            monkeypatch.setattr(Questions, "answered", bug)
+            controller.say(Refused(1, "bad_rank", "no such rank"))
             assert (await stream.wait()).code == "shutting_down"
             with pytest.raises(PartFailed, match="its log says why"):
                 await asked
