@@ -64,7 +64,7 @@ class ClientCore:
 
     def is_taken(self, request: Request) -> bool:
         """Whether a rid of `request` belongs to a live one."""
-        return any(place in self._places for place in request.submits)
+        return not self._places.keys().isdisjoint(request.submits)
 
     @property
     def endpoints(self) -> set[str]:

@@ -132,7 +132,7 @@ class Request:
     @property
     def attempt(self) -> int:
         """The last of any submit."""
-        return max(submit.attempt for submit in self.submits.values())
+        return max([submit.attempt for submit in self.submits.values()])
 
     def number(self, place: Place, attempt: int) -> None:
         """The submit at `place` is of this attempt now."""

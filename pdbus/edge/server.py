@@ -154,9 +154,9 @@ class Server(uvicorn.Server):
 
 
 def _without_upgrade(data: bytes) -> bytes:
-    """`data`, which begins or continues a request's head, with the header Upgrade under another name. A server may ignore
-    it, but the parser takes what follows such a head for another protocol's, and the body is lost; Java's HttpClient
-    offers h2c with bodies."""
+    """`data`, which begins or continues a request's head, with the header Upgrade under another name. A server may
+    ignore it, but the parser takes what follows such a head for another protocol's, and the body is lost; Java's
+    HttpClient offers h2c with bodies."""
     end = data.find(b"\r\n\r\n")
     if _UPGRADE.search(data, 0, len(data) if end < 0 else end) is None:
         return data

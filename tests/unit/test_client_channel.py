@@ -462,7 +462,7 @@ def test_a_client_that_broke_in_a_loop_lets_nobody_wait(
             submit = await asyncio.to_thread(controller.hear)
             assert isinstance(submit, Submit)
             monkeypatch.setattr(Questions, "answered", bug)
-            controller.say(Refused(1, "bad_rank", "no such rank"))
+            controller.say(Refused("bad_rank", "no such rank", 1))
             assert (await stream.wait()).code == "shutting_down"
             with pytest.raises(PartFailed, match="its log says why"):
                 await asked
