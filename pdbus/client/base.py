@@ -84,7 +84,7 @@ class BaseClient:
 
 
 class BaseStream:
-    """`rid` names the request and `prompt_ids` are its prompt's tokens, those of a chat template included."""
+    """`rid` names the request."""
 
     def __init__(self, channel: AnyChannel, request: Request, tokenizer: Tokenizer | None) -> None:
         self.rid = request.rid
@@ -97,6 +97,7 @@ class BaseStream:
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt's tokens, those of a chat template included."""
         return tuple(tokens_of(self._prompt))
 
     def cancel(self) -> None:

@@ -99,7 +99,7 @@ class Stream(BaseStream):
     end when the request failed.
 
     Leaving the loop early cancels the request. `result` is there once the iteration ended (also by RequestFailed).
-    `rid` is the request's id, `prompt_ids` the prompt's tokens, those of a chat template included.
+    `rid` is the request's id.
     """
 
     def __init__(self, channel: Channel, request: Request, tokenizer: Tokenizer | None) -> None:

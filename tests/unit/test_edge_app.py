@@ -149,6 +149,14 @@ def test_log_probabilities_of_a_completion() -> None:
     assert (choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]) == (chosen, [None] * 3)
 
 
+def test_what_came_together_is_written_together() -> None:
+    """Each message of a rank is an event; those that were there when the first was read are one write with it."""
+    streamed = run(World(letters("hello")).post("/v1/chat/completions", chat(stream=True)))
+    assert len(streamed.parts) == 1
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in streamed.events) == "hello"
+    assert len(streamed.events) == 1 + 5 + 1
+
+
 def test_sglangs_generate() -> None:
     world = World(letters("hey", "length"))
     body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}, "rid": "mine", "bootstrap_room": 9}

@@ -36,9 +36,9 @@ BUDGETS = {  # a single pick, report, message, request or step: (instructions, c
     "dispatch": (2139, 26),
     "decode step of 32 rows": (16_330, 452),
     "dispatch by cache_aware, 16 blocks": (2923, 62),
-    "client request": (1, 1),
-    "client token": (1, 1),
-    "edge token": (1, 1),
+    "client request": (1831, 98),
+    "client token": (163, 5),
+    "edge token": (298, 13),
 }
 SCRIPTS = {
     "pick by round_robin": lambda: scripts.pick("round_robin"),
