@@ -122,7 +122,7 @@ class AsyncStream(BaseStream):
         super().__init__(channel, request, tokenizer)
         self._updates: deque[Update] = deque()
         self._reader: asyncio.Future[None] | None = None  # waits for the next update
-        self._tell = self._wake
+        self._told: Callable[[], None] | None = None  # instead of the reader
 
     @property
     def result(self) -> Result | None:
@@ -153,10 +153,10 @@ class AsyncStream(BaseStream):
                 return piece
         return None
 
-    def tell(self, function: Callable[[], None]) -> None:
+    def tell(self, function: Callable[[], None] | None) -> None:
         """Call `function` whenever something has come, on the loop's thread: for one who waits for several streams and
-        reads them with `take`."""
-        self._tell = function
+        reads them with `take`. None: nobody any more."""
+        self._told = function
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -187,8 +187,7 @@ class AsyncStream(BaseStream):
 
     def _put(self, update: Update) -> None:
         self._updates.append(update)
-        self._tell()
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
+        if self._told is not None:
+            self._told()
+        elif self._reader is not None and not self._reader.done():
             self._reader.set_result(None)

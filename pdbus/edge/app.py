@@ -208,7 +208,7 @@ class Edge:
                 await exchange.answer(200, writer.whole(generation.answers))
         finally:
             exchange.unwatch()
-            generation.cancel()
+            generation.close()
             self.counts.in_flight -= count
             if key is not None:
                 used = sum(len(answer.ids) for answer in generation.answers)

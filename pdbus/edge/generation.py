@@ -80,6 +80,12 @@ class Generation:
             if choice.answer.result is None:
                 choice.stream.cancel()
 
+    def close(self) -> None:
+        """Nobody waits any more."""
+        self.cancel()
+        for choice in self.choices:
+            choice.stream.tell(None)
+
     @property
     def answers(self) -> list[Answer]:
         return [choice.answer for choice in self.choices]
