@@ -6,8 +6,9 @@ A script is a function of no arguments that does its work `TIMES` times over; it
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 from bus.wire import codec
 from bus.wire.hashing import pack_hashes, token_bytes
@@ -24,9 +25,11 @@ from bus.wire.messages import (
     LoadReport,
     Location,
     Message,
+    MoreTokens,
     Params,
     Progress,
     Submit,
+    Tokens,
 )
 from controller.events import FromClient, FromNode, Tick, ToNode
 from controller.load.table import LoadTable
@@ -42,6 +45,14 @@ from nodes.own.scheduler import Scheduler
 from pdbus.bench.controller_parts import core_of, publication_handler
 from pdbus.bench.pick import BLOCK_TOKENS, INSTANCE, Hits, cached, requests, table_of
 from pdbus.bench.report import frames_of
+from pdbus.client import Piece
+from pdbus.client.core import ClientCore, Patience
+from pdbus.client.options import make_request, where
+from pdbus.client.request import Request
+from pdbus.edge.answers import Answer, ChatWriter, Head
+from pdbus.edge.generation import Choice
+from pdbus.edge.stops import StopFinder
+from pdbus.edge.texts import BuiltInText
 
 TIMES = 100
 RANKS = 64
@@ -197,5 +208,65 @@ def decode_step() -> Script:
     def script() -> None:
         for _ in range(TIMES):
             step()
+
+    return script
+
+
+AT = where(None, None, None)
+DECODE = Location(INSTANCE, 3, 1 << 60, "ipc:///run/user/1000/pdbus/node-3")
+
+
+def _begun(core: ClientCore, rng: random.Random, max_tokens: int) -> Request:
+    """A request of 128 tokens that was submitted and accepted."""
+    request = make_request(
+        range(128), {"max_tokens": max_tokens}, AT, rng, leg="unified", block_tokens=BLOCK_TOKENS
+    )  # fmt: skip
+    core.begin(request, NOW)
+    core.received(AT.decode, Accepted(request.rid, 1, None, None, DECODE), NOW)
+    return request
+
+
+def client_request() -> Script:
+    """The client's core alone: options become a request, which is submitted, accepted, attached to, and ends with its
+    only token."""
+    rng = random.Random(1)
+    core = ClientCore(Patience(), rng)
+
+    def script() -> None:
+        for _ in range(TIMES):
+            rid = _begun(core, rng, 1).rid
+            core.received(DECODE.endpoint, Tokens(rid, 1, 0, (5,), "length"), NOW)
+
+    return script
+
+
+def client_token() -> Script:
+    """The client's core alone: a token of each of ten requests in one message."""
+    rng = random.Random(1)
+    core = ClientCore(Patience(), rng)
+    first, *others = [_begun(core, rng, 1_000_000).rid for _ in range(10)]
+    starts = itertools.count()
+
+    def script() -> None:
+        for start in itertools.islice(starts, TIMES // 10):
+            more = tuple([MoreTokens(rid, 1, start, (5,)) for rid in others])
+            actions = core.received(DECODE.endpoint, Tokens(first, 1, start, (5,), others=more), NOW)
+            assert len(actions) == 10
+
+    return script
+
+
+def edge_token() -> Script:
+    """A streamed token at the edge: its text, looked through for a stop string, and its event of a chat."""
+    text = BuiltInText("sim")
+    answer = Answer(0, 128)
+    choice = Choice(answer, cast(Any, None), text.decoder(), StopFinder(["\n\n"]), frozenset({2}))
+    writer = ChatWriter(Head("r" * 32, "sim", 128, created=1), 1)
+    piece = Piece((100,))
+
+    def script() -> None:
+        answer.text = ""
+        for _ in range(TIMES):
+            writer.more(answer, choice.take(piece))
 
     return script

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
 from bus.runtime.keys import load_keys
-from bus.wire.messages import Status, TokenLogprobs
+from bus.wire.messages import Status
 from pdbus.client.base import BaseClient, BaseStream
 from pdbus.client.looped import LoopChannel
 from pdbus.client.options import Options, check_options, check_text
 from pdbus.client.output import Piece, Result
+from pdbus.client.request import Request
 from pdbus.client.traffic import Update
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class AsyncClient(BaseClient):
         if self._leg is None and "leg" not in options:
             self._learn_leg(await asyncio.wrap_future(self._ask_cluster(channel)))
         request = self._request(channel, ids, options, tokenizer)
-        stream = AsyncStream(channel, request.rid, ids, tokenizer, request.logprobs)
+        stream = AsyncStream(channel, request, tokenizer)
         channel.begin(request, stream._put)
         return stream
 
@@ -117,13 +118,11 @@ class AsyncStream(BaseStream):
     Leaving the loop early cancels the request (as does `async with`). `result` is there once the iteration ended.
     """
 
-    def __init__(
-        self, channel: LoopChannel, rid: str, prompt_ids: Sequence[int], tokenizer: Tokenizer | None,
-        logprobs: Sequence[TokenLogprobs] = (),
-    ) -> None:  # fmt: skip
-        super().__init__(channel, rid, prompt_ids, tokenizer, logprobs)
+    def __init__(self, channel: LoopChannel, request: Request, tokenizer: Tokenizer | None) -> None:
+        super().__init__(channel, request, tokenizer)
         self._updates: deque[Update] = deque()
         self._reader: asyncio.Future[None] | None = None  # waits for the next update
+        self._told: Callable[[], None] | None = None  # instead of the reader
 
     @property
     def result(self) -> Result | None:
@@ -140,12 +139,24 @@ class AsyncStream(BaseStream):
     async def next(self) -> Piece | None:
         """What comes next; None at the end, when `result` is there. Not to call it again doesn't cancel the request."""
         while self._result is None:
-            if not self._updates:
+            if (piece := self.take()) is not None:
+                return piece
+            if self._result is None:
                 self._reader = asyncio.get_running_loop().create_future()
                 await self._reader
-            elif (piece := self._piece(self._updates.popleft())) is not None:
+        return None
+
+    def take(self) -> Piece | None:
+        """What has come and was not read yet: None when that is nothing, which is the end where `result` is there."""
+        while self._updates:
+            if (piece := self._piece(self._updates.popleft())) is not None:
                 return piece
         return None
+
+    def tell(self, function: Callable[[], None] | None) -> None:
+        """Call `function` whenever something has come, on the loop's thread: for one who waits for several streams and
+        reads them with `take`. None: nobody any more."""
+        self._told = function
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -176,5 +187,7 @@ class AsyncStream(BaseStream):
 
     def _put(self, update: Update) -> None:
         self._updates.append(update)
-        if self._reader is not None and not self._reader.done():
+        if self._told is not None:
+            self._told()
+        elif self._reader is not None and not self._reader.done():
             self._reader.set_result(None)

@@ -10,7 +10,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from bus.wire.messages import DrainRank, Legs, Status, StatusQuery, TokenLogprobs
+from bus.wire.hashing import tokens_of
+from bus.wire.messages import DrainRank, Legs, Status, StatusQuery
 from pdbus.client.channel import Channel
 from pdbus.client.looped import LoopChannel
 from pdbus.client.options import Options, any_rank, block_tokens_for, leg_for, make_request, model_of, patience, where
@@ -83,19 +84,21 @@ class BaseClient:
 
 
 class BaseStream:
-    """`rid` names the request and `prompt_ids` are its prompt's tokens, those of a chat template included."""
+    """`rid` names the request."""
 
-    def __init__(
-        self, channel: AnyChannel, rid: str, prompt_ids: Sequence[int], tokenizer: Tokenizer | None,
-        logprobs: Sequence[TokenLogprobs] = (),
-    ) -> None:  # fmt: skip
-        self.rid = rid
-        self.prompt_ids = tuple(prompt_ids)
+    def __init__(self, channel: AnyChannel, request: Request, tokenizer: Tokenizer | None) -> None:
+        self.rid = request.rid
+        self._prompt = request.prompt
         self._channel = channel
         self._decoder = Texts.decoder(tokenizer) if tokenizer is not None else None
         self._result: Result | None = None
-        self._logprobs = logprobs  # of the request: the channel's thread appends to it, and then delivers the tokens
+        self._logprobs = request.logprobs  # the channel's thread appends to it, and then delivers the tokens
         self._have = 0  # tokens that became pieces
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt's tokens, those of a chat template included."""
+        return tuple(tokens_of(self._prompt))
 
     def cancel(self) -> None:
         """End the request now; the iteration stops, and `result.finish` is `cancelled`."""

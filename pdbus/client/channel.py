@@ -46,6 +46,7 @@ class Channel(Service):
         loop = self.loop
         self._traffic = Traffic(self._controllers, self._patience, self.rng, sockets, loop.clock, loop.add, loop.remove)
         loop.call_every(TICK_S, self._traffic.tick)
+        loop.after_turn(self._traffic.flush)
 
     # --- any thread ---------------------------------------------------------------------------------------------
 

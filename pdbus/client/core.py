@@ -13,8 +13,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from msgspec import Struct
-
 from bus.actions import Send
 from bus.wire.messages import (
     RETRYABLE,
@@ -30,7 +28,7 @@ from bus.wire.messages import (
     Message,
     Tokens,
 )
-from pdbus.client.output import Result
+from pdbus.client.output import Deliver, Ended, Result
 from pdbus.client.request import GAP_S, Event, Place, Request, State, SubmitState
 
 SILENCE_S = 3.0  # a stream that shows no sign of life for so long is asked again, and then given up
@@ -51,20 +49,6 @@ class Patience:
     connect_timeout_s: float = 10.0
 
 
-class Deliver(Struct, frozen=True, gc=False):
-    """New output tokens, in order. Where they were asked for, `Request.logprobs` has those of each already."""
-
-    rid: str
-    ids: tuple[int, ...]
-
-
-class Ended(Struct, frozen=True, gc=False):
-    """The last action of every request."""
-
-    rid: str
-    result: Result
-
-
 Action = Send | Deliver | Ended
 
 
@@ -80,7 +64,7 @@ class ClientCore:
 
     def is_taken(self, request: Request) -> bool:
         """Whether a rid of `request` belongs to a live one."""
-        return any(place in self._places for place in request.submits)
+        return not self._places.keys().isdisjoint(request.submits)
 
     @property
     def endpoints(self) -> set[str]:

@@ -2,8 +2,7 @@
 
 No thread is crossed: the task that has something to say sends it, and what comes wakes the task that waits for it.
 
-The descriptor of a ZeroMQ socket says that something happened, not that there is a message, and says it once. So a
-socket is read until it is empty, and looked at again after whatever was sent, since sending takes in what happened too.
+What reads its sockets is in `reader`.
 """
 
 from __future__ import annotations
@@ -16,20 +15,15 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVarTuple
 
-import zmq
-
 from bus.errors import PartFailed
-from bus.runtime import frames
-from bus.runtime.doors import hang_up
 from bus.runtime.keys import Keys
 from bus.runtime.logs import get_logger
-from bus.runtime.sockets import Socket, Sockets
+from bus.runtime.sockets import Sockets
 from bus.wire.messages import Message, Status
 from pdbus.client.core import Patience
+from pdbus.client.reader import Reader
 from pdbus.client.request import Request
 from pdbus.client.traffic import TICK_S, Sink, Traffic, check_question
-
-BUDGET = 64  # messages of a socket before others have their turn
 
 log = get_logger("client")
 _T = TypeVarTuple("_T")
@@ -44,16 +38,15 @@ class LoopChannel:
         self.rng = rng
         self.closed = False
         self._failure: Exception | None = None
-        self._handlers: dict[Socket, tuple[int, Callable[[list[bytes]], None]]] = {}
-        self._unseen: set[Socket] = set()  # to be looked at soon
-        self._skipping: set[Socket] = set()  # in the midst of a message with too many frames
+        self._reader = Reader(self.loop, self._flush, self._fail)
         self._stopping = asyncio.Lock()
         self._living = self._life()
         self._sockets = Sockets(keys=keys)
         try:
             self._traffic = Traffic(
-                controllers, patience, rng, self._sockets, time.monotonic, self._watch, self._unwatch, self._send
-            )
+                controllers, patience, rng, self._sockets, time.monotonic, self._reader.watch, self._reader.unwatch,
+                self._reader.send, self._reader.turn_soon,
+            )  # fmt: skip
         except BaseException:
             self._close_now()
             raise
@@ -115,26 +108,31 @@ class LoopChannel:
 
     def _leave(self) -> None:
         if not self.closed:
-            self.closed = True
+            self.closed = self._reader.closed = True
             self._timer.cancel()
             self._run(self._traffic.leave)
 
     def _run(self, function: Callable[[*_T], None], *arguments: *_T) -> None:
-        """What it raises is a bug of ours, and the end: nobody may wait for ever."""
         if self._failure is not None:
             return
         try:
             function(*arguments)
         except Exception as error:
-            self._failure = error
-            log.exception("client.failed")
-            self._timer.cancel()
-            self._close_now()
-            self._traffic.fail()
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """A bug of ours, and the end: nobody may wait for ever."""
+        self._failure = error
+        log.error("client.failed", exc_info=error)
+        self._timer.cancel()
+        self._close_now()
+        self._traffic.fail()
+
+    def _flush(self) -> None:
+        self._traffic.flush()
 
     def _close_now(self) -> None:
-        for socket in list(self._handlers):
-            self._unwatch(socket)
+        self._reader.close()
         self._sockets.close()
 
     def _raise_if_failed(self) -> None:
@@ -145,55 +143,3 @@ class LoopChannel:
     def _tick(self) -> None:
         self._timer = self.loop.call_later(TICK_S, self._tick)
         self._run(self._traffic.tick)
-
-    # --- sockets ------------------------------------------------------------------------------------------------
-
-    def _watch(self, socket: Socket, handler: Callable[[list[bytes]], None]) -> None:
-        descriptor = int(socket.getsockopt(zmq.FD))
-        self._handlers[socket] = descriptor, handler
-        self.loop.add_reader(descriptor, self._read, socket)
-        self._look_soon(socket)
-
-    def _unwatch(self, socket: Socket) -> None:
-        descriptor, _ = self._handlers.pop(socket)
-        self._skipping.discard(socket)
-        if not self.loop.is_closed():
-            self.loop.remove_reader(descriptor)
-
-    def _send(self, socket: Socket, message: Sequence[bytes]) -> None:
-        frames.send(socket, message)
-        self._look_soon(socket)
-
-    def _look_soon(self, socket: Socket) -> None:
-        if self.closed:  # nobody waits for what comes now, and its loop may be closed too
-            return
-        if not self._unseen:
-            self.loop.call_soon(self._look)
-        self._unseen.add(socket)
-
-    def _look(self) -> None:
-        unseen, self._unseen = self._unseen, set()
-        for socket in unseen:
-            self._read(socket)
-
-    def _read(self, socket: Socket) -> None:
-        self._run(self._drain, socket)
-
-    def _drain(self, socket: Socket) -> None:
-        for _ in range(BUDGET):
-            watched = self._handlers.get(socket)
-            if watched is None or not frames.has_message(socket):
-                return
-            if socket in self._skipping:
-                if frames.skip(socket):
-                    self._skipping.discard(socket)
-                continue
-            try:
-                received = frames.receive(socket)
-            except frames.TooManyFrames as error:
-                log.warning("peer.cut_off", peer=error.source, why="too_many_frames")
-                hang_up(error.descriptor, error.source)
-                self._skipping.add(socket)
-                continue
-            watched[1](received)
-        self._look_soon(socket)

@@ -58,6 +58,20 @@ class Result(Struct, frozen=True, gc=False):
             raise RequestFailed(self.code, self.message, retryable=self.retryable, retry_after_s=self.retry_after_s)
 
 
+class Deliver(Struct, frozen=True, gc=False):
+    """New output tokens, in order. Where they were asked for, `Request.logprobs` has those of each already."""
+
+    rid: str
+    ids: tuple[int, ...]
+
+
+class Ended(Struct, frozen=True, gc=False):
+    """The last action of every request."""
+
+    rid: str
+    result: Result
+
+
 def failure(rid: str, code: Code, message: str) -> Result:
     """Of a request that never began."""
     return Result(rid, "failed", (), 1, None, None, None, "", 0.0, 0.0, code, message)

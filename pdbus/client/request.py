@@ -9,7 +9,6 @@ from enum import Enum
 from typing import TypeAlias
 
 import msgspec
-from msgspec import Struct
 
 from bus.wire.hashing import token_bytes
 from bus.wire.messages import Code, FoundBy, Location, Rid, Submit, TokenLogprobs
@@ -18,13 +17,7 @@ GAP_S = 0.25  # between two requests to fill the same gap
 Place: TypeAlias = tuple[str, Rid]  # a controller's client endpoint, and the rid that was submitted there
 
 
-class _Identity(Enum):
-    """Members are one each: without this their hash is that of their names, computed in Python at each look-up."""
-
-    __hash__ = object.__hash__
-
-
-class Event(_Identity):
+class Event(Enum):
     """What moves a request, or one of its submits, to another state."""
 
     SUBMIT = "submit"  # submitted, or submitted again
@@ -36,8 +29,10 @@ class Event(_Identity):
     RETRY = "retry"  # to be submitted again, after a while
     END = "end"
 
+    __hash__ = object.__hash__  # Enum's own takes a call in Python; one object a member is all that counts
 
-class State(_Identity):
+
+class State(Enum):
     NEW = "new"
     SUBMITTED = "submitted"  # waits for `accepted`
     RUNNING = "running"  # accepted; attached, where there is a stream
@@ -45,11 +40,15 @@ class State(_Identity):
     BACKOFF = "backoff"  # waits to be submitted again
     ENDED = "ended"
 
+    __hash__ = object.__hash__
 
-class SubmitState(_Identity):
+
+class SubmitState(Enum):
     ASKED = "asked"  # waits for its controller's answer, and is repeated until it comes
     TAKEN = "taken"  # its controller gave it to a rank
     OVER = "over"  # done, or failed
+
+    __hash__ = object.__hash__
 
 
 _S, _L, _E = State, SubmitState, Event
@@ -74,46 +73,52 @@ SUBMIT_NEXT: dict[SubmitState, dict[Event, SubmitState]] = {
 }  # fmt: skip
 
 
-class Request(Struct, eq=False):
+class Request:
     """A request and how it goes. Its main submit, the first and nearly always the only one, has its rid and streams the
     tokens unless it is a lone prefill leg; its end is the request's. With a controller for each leg there is another,
     which shares its fate."""
 
-    rid: str
-    # as they were said first, but for the number of the attempt: that is the last one submitted or heard of
-    submits: dict[Place, Submit]
-    prompt: bytes  # int32 little-endian
-    params: bytes  # the frame
-    stop_ids: frozenset[int]  # the tokens that are known to end the output
-    max_tokens: int = 0  # of the main submit, looked at with every token
-    wants_logprobs: bool = False
-    state: State = State.NEW
-    submit_states: dict[Place, SubmitState] = {}
-    asked_at: dict[Place, float] = {}  # this attempt, or when its controller last said that it waits
-    resend_at: float = 0.0  # when those without an answer are said again
-    resend_s: float = 0.0
-    ids: list[int] = []  # the output so far
-    logprobs: list[TokenLogprobs] = []  # of each of `ids`, where they are wanted
-    began_at: float = 0.0
-    deadline_at: float | None = None
-    first_token_at: float | None = None
-    retries: int = 0  # since the last new token
-    due_at: float = 0.0  # of DOUBTFUL and BACKOFF
-    doubt: tuple[Code, str] = ("ok", "")  # of DOUBTFUL: why the stream failed
-    endpoint: str = ""  # where it is attached, or empty
-    attached: int = 0  # to this attempt
-    heard_at: float = 0.0
-    asked_again: bool = False  # the silent stream was
-    gap_at: float = -GAP_S  # when a gap was asked for
-    prefill: Location | None = None
-    decode: Location | None = None
-    found_by: FoundBy = ""
-    cached_tokens: int = 0
+    __slots__ = (
+        "asked_again", "asked_at", "attached", "began_at", "cached_tokens", "deadline_at", "decode", "doubt", "due_at",
+        "endpoint", "first_token_at", "found_by", "gap_at", "heard_at", "ids", "logprobs", "max_tokens", "params",
+        "prefill", "prompt", "resend_at", "resend_s", "retries", "rid", "state", "stop_ids", "submit_states", "submits",
+        "wants_logprobs",
+    )  # fmt: skip
 
-    def __post_init__(self) -> None:
-        self.submit_states = dict.fromkeys(self.submits, SubmitState.ASKED)
-        self.asked_at = dict.fromkeys(self.submits, 0.0)
-        self.max_tokens = self.main.max_tokens
+    def __init__(
+        self, rid: str, submits: dict[Place, Submit], prompt: bytes, params: bytes, stop_ids: frozenset[int],
+        wants_logprobs: bool = False,
+    ) -> None:  # fmt: skip
+        self.rid = rid
+        # as they were said first, but for the number of the attempt: that is the last one submitted or heard of
+        self.submits = submits
+        self.prompt = prompt  # int32 little-endian
+        self.params = params  # the frame
+        self.stop_ids = stop_ids  # the tokens that are known to end the output
+        self.wants_logprobs = wants_logprobs
+        self.max_tokens: int = self.main.max_tokens  # looked at with every token
+        self.state = State.NEW
+        self.submit_states = dict.fromkeys(submits, SubmitState.ASKED)
+        self.asked_at = dict.fromkeys(submits, 0.0)  # this attempt, or when its controller last said that it waits
+        self.resend_at = 0.0  # when those without an answer are said again
+        self.resend_s = 0.0
+        self.ids: list[int] = []  # the output so far
+        self.logprobs: list[TokenLogprobs] = []  # of each of `ids`, where they are wanted
+        self.began_at = 0.0
+        self.deadline_at: float | None = None
+        self.first_token_at: float | None = None
+        self.retries = 0  # since the last new token
+        self.due_at = 0.0  # of DOUBTFUL and BACKOFF
+        self.doubt: tuple[Code, str] = ("ok", "")  # of DOUBTFUL: why the stream failed
+        self.endpoint = ""  # where it is attached, or empty
+        self.attached = 0  # to this attempt
+        self.heard_at = 0.0
+        self.asked_again = False  # the silent stream was
+        self.gap_at = -GAP_S  # when a gap was asked for
+        self.prefill: Location | None = None
+        self.decode: Location | None = None
+        self.found_by: FoundBy = ""
+        self.cached_tokens = 0
 
     def __repr__(self) -> str:
         return f"Request(rid={self.rid!r}, {self.state}, {self.submit_states}, {len(self.ids)} tokens)"
@@ -127,7 +132,7 @@ class Request(Struct, eq=False):
     @property
     def attempt(self) -> int:
         """The last of any submit."""
-        return max(submit.attempt for submit in self.submits.values())
+        return max([submit.attempt for submit in self.submits.values()])
 
     def number(self, place: Place, attempt: int) -> None:
         """The submit at `place` is of this attempt now."""
@@ -154,6 +159,8 @@ class Request(Struct, eq=False):
     def header(self, place: Place, now: float) -> Submit:
         """What is said at `place` now: the output so far follows the prompt in its frame."""
         first, have = self.submits[place], len(self.ids)
+        if not have and now == self.began_at:
+            return first
         return msgspec.structs.replace(
             first,
             prompt_tokens=first.prompt_tokens + have,

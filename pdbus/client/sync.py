@@ -8,11 +8,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
-from bus.wire.messages import Status, TokenLogprobs
+from bus.wire.messages import Status
 from pdbus.client.base import BaseClient, BaseStream
 from pdbus.client.channel import Channel
 from pdbus.client.options import Options, check_options, check_text
 from pdbus.client.output import Piece, Result
+from pdbus.client.request import Request
 from pdbus.client.traffic import Update
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Client(BaseClient):
         if self._leg is None and "leg" not in options:
             self._learn_leg(self._ask_cluster(self._channel).result())
         request = self._request(self._channel, ids, options, tokenizer)
-        stream = Stream(self._channel, request.rid, ids, tokenizer, request.logprobs)
+        stream = Stream(self._channel, request, tokenizer)
         self._channel.begin(request, stream._updates.put)
         return stream
 
@@ -98,14 +99,11 @@ class Stream(BaseStream):
     end when the request failed.
 
     Leaving the loop early cancels the request. `result` is there once the iteration ended (also by RequestFailed).
-    `rid` is the request's id, `prompt_ids` the prompt's tokens, those of a chat template included.
+    `rid` is the request's id.
     """
 
-    def __init__(
-        self, channel: Channel, rid: str, prompt_ids: Sequence[int], tokenizer: Tokenizer | None,
-        logprobs: Sequence[TokenLogprobs] = (),
-    ) -> None:  # fmt: skip
-        super().__init__(channel, rid, prompt_ids, tokenizer, logprobs)
+    def __init__(self, channel: Channel, request: Request, tokenizer: Tokenizer | None) -> None:
+        super().__init__(channel, request, tokenizer)
         self._updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
 
     @property

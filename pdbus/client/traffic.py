@@ -20,9 +20,9 @@ from bus.runtime import frames
 from bus.runtime.logs import get_logger
 from bus.runtime.sockets import PAYLOAD_MAX, Socket, Sockets
 from bus.wire import codec
-from bus.wire.messages import CONTROLLER_TO_CLIENT, FROM_NODE_DATA, Failed, Message, Refused, Status
-from pdbus.client.core import Action, ClientCore, Deliver, Patience
-from pdbus.client.output import Result, failure
+from bus.wire.messages import CONTROLLER_TO_CLIENT, FROM_NODE_DATA, Detach, Failed, Message, Refused, Status
+from pdbus.client.core import Action, ClientCore, Patience
+from pdbus.client.output import Deliver, Result, failure
 from pdbus.client.questions import Questions
 from pdbus.client.request import Request
 
@@ -46,7 +46,9 @@ class Traffic:
     """`controllers` are client endpoints; connections to nodes are made as needed.
 
     `watch(socket, handler)` has each message that comes handed to `handler`, until `unwatch(socket)`; `send` is
-    `frames.send`, or does that and more; `tick` is called each TICK_S.
+    `frames.send`, or does that and more; `tick` is called each TICK_S. What is said waits for `flush`, at the end of a
+    turn (`flush_soon` asks for it): what leaves together wakes ZeroMQ's I/O thread once, which takes more than all else
+    that a message costs. A `detach` alone asks for none: it leaves with what is said next, or at the next tick.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Traffic:
         watch: Callable[[Socket, Callable[[list[bytes]], None]], None],
         unwatch: Callable[[Socket], None],
         send: Callable[[Socket, Sequence[bytes]], None] = frames.send,
+        flush_soon: Callable[[], None] = lambda: None,
     ) -> None:
         self._patience = patience
         self._controllers = frozenset(controllers)
@@ -68,6 +71,9 @@ class Traffic:
         self._watch = watch
         self._unwatch = unwatch
         self._send_frames = send
+        self._flush_soon = flush_soon
+        self._outbox: list[Send] = []
+        self._urgent = False  # there is more in it than what can wait
         self._peers: dict[str, _Peer] = {}
         self._sinks: dict[str, Sink] = {}
         self._questions = Questions()
@@ -103,6 +109,8 @@ class Traffic:
         if len(self._core):
             self._do(self._core.tick(now))
         self._do(self._questions.tick(now))
+        if self._outbox:
+            self._hurry()
         idle = [e for e, p in self._peers.items() if now - p.used_at > IDLE_S and e not in self._controllers]
         if idle:
             attached = self._core.endpoints
@@ -119,10 +127,21 @@ class Traffic:
         for rid in list(self._sinks):
             self.cancel(rid)
         self._questions.drop()
+        self._hurry()
+        self.flush()
         for peer in self._peers.values():  # what was just said (cancel, detach) still goes out
             self._unwatch(peer.socket)
             self._sockets.close_socket(peer.socket, linger_ms=200)
         self._peers.clear()
+
+    def flush(self) -> None:
+        """Send what was said, where that was asked for."""
+        if not self._urgent:
+            return
+        self._urgent = False
+        said, self._outbox = self._outbox, []
+        for action in said:
+            self._send(action)
 
     def mute(self) -> None:
         """Those who waited are gone: nobody is told of anything any more."""
@@ -140,11 +159,18 @@ class Traffic:
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Send):
-                self._send(action)
+                self._outbox.append(action)
+                if not isinstance(action.message, Detach):
+                    self._hurry()
             elif isinstance(action, Deliver):
                 self._sinks[action.rid](action.ids)
             else:
                 self._sinks.pop(action.rid)(action.result)
+
+    def _hurry(self) -> None:
+        if not self._urgent:
+            self._urgent = True
+            self._flush_soon()
 
     def _send(self, action: Send) -> None:
         try:

@@ -19,7 +19,7 @@ NEEDED_BY = {
     "sglang": ("sglang",),
 }
 WIDTH = 160  # of tables that no terminal shows
-NAMES = ("dispatch", "latency", "pick", "report", "rooms", "idle", "scale", "e2e", "edge", "vllm", "sglang")
+NAMES = ("dispatch", "latency", "pick", "report", "rooms", "idle", "scale", "e2e", "client", "edge", "vllm", "sglang")
 USUAL = NAMES[:-2]  # engines are in environments of their own
 
 
@@ -41,8 +41,8 @@ def bench(names: Sequence[str], as_json: bool, out: Path | None, runs: int, quic
     pick      one pick with its raise                   report   one load report
     rooms     finding a room: latency, batches, expiry  idle     CPU without requests
     scale     8 to 512 ranks                            e2e      submit to first and last token
-    edge      HTTP beside other routers on the PATH     vllm     what is added to vLLM, where it is installed
-    sglang    the plugin, where SGLang is installed
+    client    CPU of the client library                 edge     HTTP beside other routers on the PATH
+    vllm      what is added to vLLM, where installed    sglang   the plugin, where SGLang is installed
     """
     names = names or USUAL
     needed = [*(package for name in names for package in NEEDED_BY.get(name, ())), *(("matplotlib",) if out else ())]

@@ -142,7 +142,9 @@ class _OpenAi:
 
 
 class ChatWriter(_OpenAi):
-    chunk, object, prefix = "chat.completion.chunk", "chat.completion", "chatcmpl-"
+    chunk = "chat.completion.chunk"
+    object = "chat.completion"
+    prefix = "chatcmpl-"
 
     def begin(self, answer: Answer) -> bytes:
         return self._event(answer, b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null')
@@ -162,7 +164,8 @@ class ChatWriter(_OpenAi):
 
 
 class CompletionWriter(_OpenAi):
-    chunk = object = "text_completion"
+    chunk = "text_completion"
+    object = "text_completion"
     prefix = "cmpl-"
 
     def begin(self, answer: Answer) -> bytes:

@@ -184,8 +184,7 @@ class Edge:
         prompt_tokens = sum(map(len, job.prompts))
         self.counts.in_flight += count
         self.counts.prompt_tokens += prompt_tokens
-        choices: list[Choice] = []
-        generation = Generation(choices, self.counts, exchange.began_at, self._clock)
+        generation = Generation(self.counts, exchange.began_at, self._clock)
         exchange.watch(generation.cancel)
         try:
             for index, (ids, options) in enumerate(requests):
@@ -196,19 +195,20 @@ class Edge:
                 answer = answers.Answer(index, len(ids), index % job.n == 0)
                 if job.text is not None and "logprobs" in options:
                     answer.likelihoods = Likelihoods(job.text.token)
-                choices.append(Choice(answer, stream, decoder, stops, stop_ids))
+                generation.add(Choice(answer, stream, decoder, stops, stop_ids))
             if exchange.gone:
                 raise Gone
             writer = job.writer(answers.Head(exchange.rid, job.model.name, prompt_tokens, *job.usage), count)
             if job.stream:
                 await _stream(exchange, generation, writer)
             else:
-                async for _ in generation:
-                    pass
+                while await generation.more():
+                    for _ in generation.taken():
+                        pass
                 await exchange.answer(200, writer.whole(generation.answers))
         finally:
             exchange.unwatch()
-            generation.cancel()
+            generation.close()
             self.counts.in_flight -= count
             if key is not None:
                 used = sum(len(answer.ids) for answer in generation.answers)
@@ -304,26 +304,30 @@ class Edge:
 
 
 async def _stream(exchange: Exchange, generation: Generation, writer: answers.Writer) -> None:
-    """The status is sent with the first event: a request that fails before it gets the status that it deserves."""
+    """What came together is written together. The status is sent with the first event: a request that fails before it
+    gets the status that it deserves."""
     begun: set[int] = set()
     left = len(generation.choices)
-    async for choice, text, last in generation:
-        answer = choice.answer
-        data = b""
-        if answer.index not in begun:
-            begun.add(answer.index)
-            data = writer.begin(answer)
-            if not exchange.status:
-                await exchange.events()
-        if text:
-            data += writer.more(answer, text)
-        if last:
-            data += writer.end(answer)
-            left -= 1
-        if not left:
-            data += writer.close(generation.answers)
-        if data:
-            await exchange.event(data, last=not left)
+    while await generation.more():
+        events: list[bytes] = []
+        try:
+            for choice, text, last in generation.taken():
+                answer = choice.answer
+                if answer.index not in begun:
+                    begun.add(answer.index)
+                    events.append(writer.begin(answer))
+                if text:
+                    events.append(writer.more(answer, text))
+                if last:
+                    events.append(writer.end(answer))
+                    left -= 1
+            if not left:
+                events.append(writer.close(generation.answers))
+        finally:  # one that fails has had what came before
+            if data := b"".join(events):
+                if not exchange.status:
+                    await exchange.events()
+                await exchange.event(data, last=not left)
 
 
 def _card(model: ServedModel) -> dict[str, Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from pdbus.client import AsyncStream, Piece
+from pdbus.client import AsyncStream, Piece, Result
 from pdbus.edge.answers import Answer
 from pdbus.edge.metrics import Counts
 from pdbus.edge.stops import StopFinder
@@ -60,70 +60,81 @@ class Choice:
 
 
 class Generation:
-    """`async for choice, text, last in Generation(...)`: text as it comes, whichever answer it belongs to, and whether
-    it is that answer's last. RequestFailed when one fails, which ends the others; Gone after `cancel`."""
+    """`while await generation.more(): for choice, text, last in generation.taken(): ...`: text as it comes, whichever
+    answer it belongs to, and whether it is that answer's last."""
 
-    def __init__(self, choices: Sequence[Choice], counts: Counts, began_at: float, clock: Callable[[], float]) -> None:
-        self.choices = choices
+    def __init__(self, counts: Counts, began_at: float, clock: Callable[[], float]) -> None:
+        self.choices: list[Choice] = []
         self._counts = counts
         self._began_at = began_at
         self._clock = clock
+        self._came = True  # something did since the last look
+        self._waiting: asyncio.Future[None] | None = None
+
+    def add(self, choice: Choice) -> None:
+        self.choices.append(choice)
+        choice.stream.tell(self._wake)
 
     def cancel(self) -> None:
         for choice in self.choices:
             if choice.answer.result is None:
                 choice.stream.cancel()
 
+    def close(self) -> None:
+        """Nobody waits any more."""
+        self.cancel()
+        for choice in self.choices:
+            choice.stream.tell(None)
+
     @property
     def answers(self) -> list[Answer]:
         return [choice.answer for choice in self.choices]
 
-    def __aiter__(self) -> AsyncIterator[Item]:
-        return self._one(self.choices[0]) if len(self.choices) == 1 else self._all()
+    async def more(self) -> bool:
+        """Wait until something has come; False when all answers are over."""
+        if all(choice.answer.result is not None for choice in self.choices):
+            return False
+        if not self._came:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        return True
 
-    async def _one(self, choice: Choice) -> AsyncIterator[Item]:
-        answer, stream = choice.answer, choice.stream
-        while (piece := await stream.next()) is not None:
-            if answer.finish or not piece.ids:  # what was under way when a stop string was found
+    def taken(self) -> Iterator[Item]:
+        """All that has come. RequestFailed when an answer fails, after what came before; Gone after `cancel`."""
+        self._came = False
+        for choice in self.choices:
+            answer, stream = choice.answer, choice.stream
+            if answer.result is not None:
                 continue
-            self._count(choice, len(piece.ids))
-            text = choice.take(piece)
-            if choice.stops.found is not None:
-                stream.cancel()
-            if text:
-                yield choice, text, False
-        answer.result = stream.result
-        assert answer.result is not None
+            while (piece := stream.take()) is not None:
+                if answer.finish or not piece.ids:  # what was under way when a stop string was found
+                    continue
+                self._count(choice, len(piece.ids))
+                text = choice.take(piece)
+                if choice.stops.found is not None:
+                    stream.cancel()
+                if text:
+                    yield choice, text, False
+            if stream.result is not None:
+                yield choice, self._end(choice, stream.result), True
+
+    def _end(self, choice: Choice, result: Result) -> str:
+        """The last text of one answer, which was held back."""
+        answer = choice.answer
+        answer.result = result
         if not answer.finish:
-            answer.result.raise_if_failed()
-        if answer.result.finish == "cancelled" and not answer.finish:
-            raise Gone
-        text = "" if answer.finish else choice.end(answer.result.finish)
+            result.raise_if_failed()
+            if result.finish == "cancelled":
+                raise Gone
+        text = "" if answer.finish else choice.end(result.finish)
         self._counts.cached_tokens += answer.cached_tokens
         self._counts.e2e.observe(self._clock() - self._began_at)
-        yield choice, text, True
+        return text
 
-    async def _all(self) -> AsyncIterator[Item]:
-        came: asyncio.Queue[Item | Exception | None] = asyncio.Queue()
-
-        async def pump(choice: Choice) -> None:
-            try:
-                async for item in self._one(choice):
-                    came.put_nowait(item)
-                came.put_nowait(None)
-            except Exception as error:
-                came.put_nowait(error)
-
-        tasks = [asyncio.create_task(pump(choice)) for choice in self.choices]
-        try:
-            for _ in tasks:
-                while (item := await came.get()) is not None:
-                    if isinstance(item, Exception):
-                        raise item
-                    yield item
-        finally:
-            self.cancel()
-            await asyncio.gather(*tasks)
+    def _wake(self) -> None:
+        self._came = True
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     def _count(self, choice: Choice, tokens: int) -> None:
         now = self._clock()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import ssl
@@ -27,6 +28,7 @@ from pdbus.edge.config import EdgeConfig
 
 BACKLOG = 2048
 TELL_S = 2.0
+_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 log = get_logger("edge")
 
@@ -151,12 +153,24 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
+def _without_upgrade(data: bytes) -> bytes:
+    """`data`, which begins or continues a request's head, with the header Upgrade under another name. A server may
+    ignore it, but the parser takes what follows such a head for another protocol's, and the body is lost; Java's
+    HttpClient offers h2c with bodies."""
+    end = data.find(b"\r\n\r\n")
+    if _UPGRADE.search(data, 0, len(data) if end < 0 else end) is None:
+        return data
+    head, between, rest = data.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(b"\r\nx-upgrade:", head) + between + rest
+
+
 def _limited(config: EdgeConfig) -> type[HttpToolsProtocol]:
     class Limited(HttpToolsProtocol):
         """Closes a connection whose request head is too long, or takes too long."""
 
         _head_bytes = 0
         _head_timer: asyncio.TimerHandle | None = None
+        _in_body = False
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -164,7 +178,7 @@ def _limited(config: EdgeConfig) -> type[HttpToolsProtocol]:
 
         def data_received(self, data: bytes) -> None:
             self._head_bytes += len(data) if self._head_timer is not None else 0
-            super().data_received(data)
+            super().data_received(data if self._in_body else _without_upgrade(data))
             if self._head_timer is not None and self._head_bytes > config.max_head_bytes:
                 self._give_up()
 
@@ -176,8 +190,12 @@ def _limited(config: EdgeConfig) -> type[HttpToolsProtocol]:
         def on_headers_complete(self) -> None:
             if self._head_timer is not None:
                 self._head_timer.cancel()
-            self._head_timer, self._head_bytes = None, 0
+            self._head_timer, self._head_bytes, self._in_body = None, 0, True
             super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            self._in_body = False
+            super().on_message_complete()
 
         def connection_lost(self, exc: Exception | None) -> None:
             if self._head_timer is not None:

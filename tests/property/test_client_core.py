@@ -15,9 +15,9 @@ from bus.actions import Send
 from bus.wire.hashing import tokens_of
 from bus.wire.messages import Accepted, Attach, Cancel, Detach, Failed, Location, Message, Submit, Tokens
 from nodes.own.engines.sim import sim_generate
-from pdbus.client.core import ClientCore, Deliver, Ended, Patience
+from pdbus.client.core import ClientCore, Patience
 from pdbus.client.options import Options, Where, make_request
-from pdbus.client.output import Result
+from pdbus.client.output import Deliver, Ended, Result
 
 CONTROLLER = "ipc:///c.clients"
 PROMPT = [5, 6, 7, 8]

@@ -83,14 +83,13 @@ class ScriptedClient:
         return self.seen
 
     async def generate_tokens(self, ids: Sequence[int], **options: Any) -> AsyncStream:
-        make_request(ids, options, AT, random.Random(1))  # type: ignore[arg-type]
+        request = make_request(ids, options, AT, random.Random(1))  # type: ignore[arg-type]
         self.asked.append((list(ids), options))  # type: ignore[arg-type]
-        likely: list[TokenLogprobs] = []
-        stream = AsyncStream(self.channel, options["rid"], ids, None, likely)  # type: ignore[arg-type]
+        stream = AsyncStream(self.channel, request, None)  # type: ignore[arg-type]
         self.channel.streams[options["rid"]] = stream
         for update in self.script(ids, options):  # type: ignore[arg-type]
             if isinstance(update, tuple) and "logprobs" in options:
-                likely += [likely_of(token, options["logprobs"]) for token in update]
+                request.logprobs += [likely_of(token, options["logprobs"]) for token in update]
             stream._put(update)
         return stream
 

@@ -66,8 +66,9 @@ from nodes.own.engines.base import StepPlan, StepResult
 from nodes.own.engines.sim import SimEngine
 from nodes.own.runner import OwnRunner
 from nodes.own.scheduler import Scheduler
-from pdbus.client.core import ClientCore, Deliver, Ended, Patience
+from pdbus.client.core import ClientCore, Patience
 from pdbus.client.options import Options, Where, make_request
+from pdbus.client.output import Deliver, Ended
 
 PEERS = ("a", "b", "c")
 VALIDATE_EVERY = 16

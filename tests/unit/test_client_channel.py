@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +41,16 @@ from bus.wire.messages import (
     Tokens,
 )
 from pdbus.client import AsyncClient, AsyncStream, Client, Piece, Result
-from pdbus.client.core import ClientCore
-from pdbus.client.looped import BUDGET
+from pdbus.client.core import Patience
+from pdbus.client.options import make_request, where
+from pdbus.client.output import failure
+from pdbus.client.questions import Questions
+from pdbus.client.reader import BUDGET
+from pdbus.client.traffic import Traffic
 
 WAIT_MS = 30_000
+AT = where("ipc:///nobody/c", None, None)
+SAID = {**CLIENT_TO_CONTROLLER, **TO_NODE_DATA}
 
 
 class Peer:
@@ -117,6 +125,68 @@ def test_a_stream_through_the_sockets_garbage_included(peers: tuple[Peer, Peer],
             time.sleep(0.001)
     rejected = [(line["peer"], line["reason"]) for line in logs if line["event"] == "message.rejected"]
     assert sorted(rejected) == [(f"{base}.clients", "tag"), (f"{base}.node", "syntax")]  # the first of each
+
+
+def test_what_is_said_waits_for_the_end_of_a_turn_and_a_detach_for_what_comes_next(base: str) -> None:
+    sent: list[str] = []
+    asked: list[float] = []
+    now = [1.0]
+    with Sockets() as sockets:
+        traffic = Traffic(
+            [AT.decode], Patience(), random.Random(1), sockets, lambda: now[0], lambda *_: None, lambda *_: None,
+            send=lambda socket, frames: sent.append(type(decode(frames[0], SAID)).__name__),
+            flush_soon=lambda: asked.append(now[0]),
+        )  # fmt: skip
+        requests = [make_request([5], {"max_tokens": 1}, AT, random.Random(n), leg="unified") for n in range(2)]
+        ends: list[object] = []
+        for request in requests:
+            traffic.begin(request, ends.append)
+        assert (sent, asked) == ([], [1.0]), "asked for once"
+        traffic.flush()
+        assert sent == ["Submit", "Submit"]
+        one = requests[0].rid
+        traffic._received(AT.decode, [encode(Accepted(one, 1, None, None, Location("d", 0, 1, f"{base}.node")))])
+        traffic.flush()
+        assert sent == ["Submit", "Submit", "Attach"]
+        now[0] = 1.01
+        traffic._received(f"{base}.node", [encode(Tokens(one, 1, 0, (7,), "length"))])
+        traffic.flush()
+        assert sent[3:] == []
+        assert (len(ends), asked) == (2, [1.0, 1.0]), "its tokens and its end; nobody is to hurry for the detach"
+        traffic.tick()
+        traffic.flush()
+        assert (sent[3:], asked[2:]) == (["Detach"], [1.01])
+        traffic.leave()
+
+
+def test_a_stream_is_read_by_who_waits_for_several() -> None:
+    async def read() -> None:
+        cancelled: list[str] = []
+
+        class Silent:
+            cancel = cancelled.append
+
+        told: list[str] = []
+        streams = []
+        for name in "ab":
+            request = make_request([5, 6], {"rid": name}, AT, random.Random(1))
+            stream = AsyncStream(Silent(), request, None)  # type: ignore[arg-type]
+            stream.tell(partial(told.append, name))
+            streams.append(stream)
+        one, other = streams
+        assert one.take() is None
+        one._put((1, 2))
+        one._put((3,))
+        other._put(failure("b", "poison", "x"))
+        assert told == ["a", "a", "b"]
+        assert [one.take(), one.take(), one.take()] == [Piece((1, 2)), Piece((3,)), None]
+        assert one.result is None
+        assert other.take() is None
+        assert other.result is not None
+        assert other.result.code == "poison"
+        assert one.prompt_ids == (5, 6)
+
+    asyncio.run(read())
 
 
 def test_closing_cancels_and_nobody_waits_for_ever(peers: tuple[Peer, Peer], base: str) -> None:
@@ -461,8 +531,8 @@ def test_a_client_that_broke_in_a_loop_lets_nobody_wait(
             asked = asyncio.create_task(client.drain("decode-0", 4))
             submit = await asyncio.to_thread(controller.hear)
             assert isinstance(submit, Submit)
-            monkeypatch.setattr(ClientCore, "received", bug)
-            controller.say(Accepted(submit.rid, 1, submit.bootstrap_room, None, Location("d", 0, 1, f"{base}.node")))
+            monkeypatch.setattr(Questions, "answered", bug)
+            controller.say(Refused("bad_rank", "no such rank", 1))
             assert (await stream.wait()).code == "shutting_down"
             with pytest.raises(PartFailed, match="its log says why"):
                 await asked

@@ -25,9 +25,9 @@ from bus.wire.messages import (
     TokenLogprobs,
     Tokens,
 )
-from pdbus.client.core import SILENCE_S, VERDICT_S, ClientCore, Deliver, Ended, Patience
+from pdbus.client.core import SILENCE_S, VERDICT_S, ClientCore, Patience
 from pdbus.client.options import Options, Where, make_request
-from pdbus.client.output import Result
+from pdbus.client.output import Deliver, Ended, Result
 from pdbus.client.request import NEXT, SUBMIT_NEXT, Event, State
 
 C = "ipc:///c.clients"

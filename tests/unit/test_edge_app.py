@@ -149,6 +149,14 @@ def test_log_probabilities_of_a_completion() -> None:
     assert (choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]) == (chosen, [None] * 3)
 
 
+def test_what_came_together_is_written_together() -> None:
+    """Each message of a rank is an event; those that were there when the first was read are one write with it."""
+    streamed = run(World(letters("hello")).post("/v1/chat/completions", chat(stream=True)))
+    assert len(streamed.parts) == 1
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in streamed.events) == "hello"
+    assert len(streamed.events) == 1 + 5 + 1
+
+
 def test_sglangs_generate() -> None:
     world = World(letters("hey", "length"))
     body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}, "rid": "mine", "bootstrap_room": 9}
@@ -308,7 +316,7 @@ def test_one_of_several_that_fails_ends_the_others() -> None:
     assert world.edge.counts.in_flight == 0
 
 
-@pytest.mark.parametrize(("stream", "leave_after"), [(True, 3), (True, 0), (False, 0)])
+@pytest.mark.parametrize(("stream", "leave_after"), [(True, 1), (True, 0), (False, 0)])
 def test_who_leaves_is_cancelled_and_counted(stream: bool, leave_after: int) -> None:
     world = World(lambda ids, options: [(100,)] * 20)  # it never ends by itself
     run(world.post("/v1/chat/completions", chat(stream=stream, n=2), leave_after=leave_after))

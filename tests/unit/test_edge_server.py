@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 from edge_world import PAIR, ScriptedClient, letters
 from hypothesis import given, settings
@@ -149,6 +151,25 @@ def test_what_is_no_http_harms_nobody() -> None:
         assert b'"text":"ok"' in await answer(reader)
 
     served(noise, after)
+
+
+def test_an_offer_to_upgrade_is_ignored_and_the_body_read() -> None:
+    """As Java's HttpClient makes it with each request; what is in a body stays as it is."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for text in (b"x", b"\r\nUpgrade: a\r\n\r\nupgrade: b"):
+            body = msgspec.json.encode({"prompt": text.decode()})
+            offer = b"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEAAEAA\r\nUpgrade: h2c\r\n"
+            writer.write(POST + offer + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", head)
+            assert length is not None
+            await reader.readexactly(int(length[1]))
+
+    edge = served(talk)
+    asked = [bytes(id - 3 for id in ids) for ids, _ in edge._client.asked]  # type: ignore[attr-defined]
+    assert asked == [b"x", b"\r\nUpgrade: a\r\n\r\nupgrade: b"]
 
 
 def test_an_edge_whose_client_broke_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,9 @@ BUDGETS = {  # a single pick, report, message, request or step: (instructions, c
     "dispatch": (2132, 27),
     "decode step of 32 rows": (16_330, 452),
     "dispatch by cache_aware, 16 blocks": (2923, 62),
+    "client request": (1831, 98),
+    "client token": (163, 5),
+    "edge token": (298, 13),
 }
 SCRIPTS = {
     "pick by round_robin": lambda: scripts.pick("round_robin"),
@@ -56,6 +59,9 @@ SCRIPTS = {
     "dispatch": scripts.dispatch,
     "dispatch by cache_aware, 16 blocks": lambda: scripts.dispatch("cache_aware", 16),
     "decode step of 32 rows": scripts.decode_step,
+    "client request": scripts.client_request,
+    "client token": scripts.client_token,
+    "edge token": scripts.edge_token,
 }
 OVER = 1.05 if sys.version_info[:2] == (3, 11) else 1.5  # other versions compile to other instructions
 
