@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from pdbus.bench import dispatch, e2e, edge, idle, latency, pick, report, rooms, scale, sglang, vllm
+from pdbus.bench import dispatch, e2e, edge, idle, latency, peers, pick, report, rooms, scale, sglang, vllm
 from pdbus.bench.harness import Benchmark
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -22,6 +22,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         Benchmark("e2e", "first and last token through sim nodes of no step time, beside the bare hops", e2e.run),
         Benchmark("edge", "our HTTP edge beside other routers that are installed, ranks of no step time", edge.run),
         Benchmark("vllm", "what the bus adds to vLLM, beside what vLLM's own HTTP server adds", vllm.run),
+        Benchmark("peers", "SGLang's DP controller, vLLM's balancer and bare brokers beside our controller", peers.run),
         Benchmark("sglang", "SGLang's own code with the plugin, beside itself without it", sglang.run),
     )
 }

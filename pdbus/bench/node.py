@@ -46,8 +46,12 @@ class Journeys:
         self._ns: list[int] = []
 
     def note(self, prompt: Any) -> None:
-        if stamp := int.from_bytes(bytes(prompt[:8]), "little"):
-            self._ns.append(time.monotonic_ns() - stamp)
+        self.sent_at(int.from_bytes(bytes(prompt[:8]), "little"))
+
+    def sent_at(self, stamp_ns: int) -> None:
+        """0: nobody asks how long it took."""
+        if stamp_ns:
+            self._ns.append(time.monotonic_ns() - stamp_ns)
 
     def take(self) -> list[int]:
         taken, self._ns = self._ns, []

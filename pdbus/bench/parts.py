@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from bus.wire.messages import Legs, Role
 from pdbus.bench.harness import Process, Workspace
@@ -10,11 +11,13 @@ from pdbus.bench.harness import Process, Workspace
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A client, the process in the middle (our controller, or the bare broker), and the nodes behind it."""
+    """A client, the process in the middle (our controller, or the bare broker), and the nodes behind it. `beside`: who
+    brings the nodes' loads to the middle."""
 
     client: Process
     middle: Process
     nodes: tuple[Process, ...]
+    beside: tuple[Process, ...] = ()
 
     def journeys(self, count: int, rate: float) -> list[float]:
         """Send `count` requests at `rate`; the microseconds from submit to arrival of each."""
@@ -22,16 +25,18 @@ class Path:
         return [ns / 1e3 for node in self.nodes for ns in node.ask(do="take")]
 
 
-def broker(space: Workspace, *options: str) -> Process:
-    started = space.program("bus", "--bus", space.endpoint("bus"), "--watch-parent", "--log-level", "warning", *options)
+def broker(space: Workspace, *options: str, **how: Any) -> Process:
+    """`how`, here and below: what else `Workspace.program` takes."""
+    argv = ("bus", "--bus", space.endpoint("bus"), "--watch-parent", "--log-level", "warning", *options)
+    started = space.program(*argv, **how)
     started.wait_ready()
     return started
 
 
-def controller(space: Workspace, *options: str) -> Process:
+def controller(space: Workspace, *options: str, **how: Any) -> Process:
     started = space.program(
         "controller", "--bus", space.endpoint("bus"), "--controller", space.endpoint("ctl"),
-        "--watch-parent", "--log-level", "warning", *options,
+        "--watch-parent", "--log-level", "warning", *options, **how,
     )  # fmt: skip
     started.wait_ready()
     return started
@@ -62,10 +67,11 @@ def our_path(
     processes: int | None = None,
     method: str = "total_tokens",
     report_hz: float = 20.0,
+    **how: Any,
 ) -> Path:
-    """Broker, controller, `ranks` unified ranks in as many `processes`, a client."""
-    broker(space)
-    middle = controller(space, "--unified-method", method)
+    """Broker and controller (`how` as above), `ranks` unified ranks in as many `processes`, a client."""
+    brings = broker(space, **how)
+    middle = controller(space, "--unified-method", method, **how)
     count = processes or ranks
     nodes = tuple(
         space.part(
@@ -85,7 +91,7 @@ def our_path(
         "client:main", endpoint=f"{space.endpoint('ctl')}.clients", ours=True, prompt_tokens=prompt_tokens, leg=leg
     )
     client.wait_ready()
-    return Path(client, middle, nodes)
+    return Path(client, middle, nodes, (brings,))
 
 
 def bare_path(space: Workspace, nodes: int, prompt_tokens: int, *, lean: bool = False) -> Path:
