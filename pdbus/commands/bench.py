@@ -21,8 +21,9 @@ NEEDED_BY = {
 }
 PEERS = ("sglang", "vllm", "compiled")
 WIDTH = 160  # of tables that no terminal shows
-NAMES = ("dispatch", "latency", "pick", "report", "rooms", "idle", "scale", "e2e", "edge", "vllm", "peers", "sglang")
-USUAL = NAMES[:-3]  # engines are in environments of their own
+ENGINES = ("vllm", "peers", "sglang")  # need Pythons of their own
+USUAL = ("dispatch", "latency", "pick", "report", "rooms", "idle", "scale", "controllers", "e2e", "edge")
+NAMES = USUAL + ENGINES
 
 
 @click.command("bench")
@@ -50,7 +51,8 @@ def bench(
     rooms     finding a room: latency, batches, expiry  idle     CPU without requests
     scale     8 to 512 ranks                            e2e      submit to first and last token
     edge      HTTP beside other routers on the PATH     vllm     what is added to vLLM, where it is installed
-    sglang    the plugin, where SGLang is installed      peers    SGLang's and vLLM's dispatchers beside ours
+    sglang    the plugin, where SGLang is installed     peers    SGLang's and vLLM's dispatchers beside ours
+    controllers  several of them over the same ranks; 4,096 ranks and one broker
     """
     names = names or USUAL
     needed = [*(package for name in names for package in NEEDED_BY.get(name, ())), *(("matplotlib",) if out else ())]
