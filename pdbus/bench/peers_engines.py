@@ -48,6 +48,9 @@ class Turns:
 def sglang(parent: Parent, folder: str, endpoints: list[str], tokens: list[int]) -> None:
     """A DP controller in front of ranks at `endpoints`. Leaves a request of each length in `folder`, says where it
     takes them, then answers each command with how often its loop has turned."""
+    from sglang.srt.utils.common import kill_itself_when_parent_died
+
+    kill_itself_when_parent_died()  # who stands still at that moment would never hear of it
     place = Path(folder)
     place.mkdir()
     hosted = Hosted(place, endpoints, 0, None, sglang_method="total_tokens", split=False)
