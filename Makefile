@@ -18,7 +18,7 @@ MINUTES ?= 10
 COUNT ?= 96
 OUT ?= out
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang test-hostile check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-http mutate soak golden api settings dashboard dist test-dist lint types clean
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-http mutate soak golden api settings dashboard dist test-dist lint types clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -88,6 +88,12 @@ test-sglang: ## The plugin on real SGLang's own classes, in one process (a minut
 test-sglang-servers: ## The plugin in real SGLang servers on this machine's CPU, split, and without it (5 minutes)
 	@echo "==> pytest tests/real_sglang/test_servers_live.py"
 	@$(SGLANG) -m pytest -q --confcutdir tests/real_sglang tests/real_sglang/test_servers_live.py
+
+bench-peers: setup ## SGLang's and vLLM's own dispatchers and bare brokers beside our controller (15 minutes)
+	@sglang=$$($(PYTHON) tests/real_sglang/environment.py) && vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \
+		compiled=$$(cd tests/compiled && $(CURDIR)/$(BIN)/python -c 'import run; print(run.environment())') && \
+		PYTHONPATH=$(CURDIR) $(BIN)/pdbus bench peers --peer sglang=$$sglang --peer vllm=$$vllm \
+			--peer compiled=$$compiled --out $(OUT)
 
 bench-sglang: ## SGLang's own code with the plugin beside itself without it, on this machine's CPU (10 minutes)
 	@$(SGLANG) -m pdbus bench sglang

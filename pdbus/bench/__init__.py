@@ -6,7 +6,22 @@
 
 from __future__ import annotations
 
-from pdbus.bench import dispatch, e2e, edge, idle, latency, library, pick, report, rooms, scale, sglang, vllm
+from pdbus.bench import (
+    controllers,
+    dispatch,
+    e2e,
+    edge,
+    idle,
+    latency,
+    library,
+    peers,
+    pick,
+    report,
+    rooms,
+    scale,
+    sglang,
+    vllm,
+)
 from pdbus.bench.harness import Benchmark
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -19,10 +34,14 @@ BENCHMARKS: dict[str, Benchmark] = {
         Benchmark("rooms", "finding the rank that prefilled a room, beside a bare round trip and HTTP", rooms.run),
         Benchmark("idle", "CPU with nothing to do", idle.run),
         Benchmark("scale", "the controller with ever more ranks, beside itself at 8", scale.run),
+        Benchmark(
+            "controllers", "several controllers over the same ranks; 4,096 ranks and one broker", controllers.run
+        ),
         Benchmark("e2e", "first and last token through sim nodes of no step time, beside the bare hops", e2e.run),
         Benchmark("client", "the client library: CPU a request and a token, beside its messages alone", library.run),
         Benchmark("edge", "our HTTP edge beside other routers that are installed, ranks of no step time", edge.run),
         Benchmark("vllm", "what the bus adds to vLLM, beside what vLLM's own HTTP server adds", vllm.run),
+        Benchmark("peers", "SGLang's DP controller, vLLM's balancer and bare brokers beside our controller", peers.run),
         Benchmark("sglang", "SGLang's own code with the plugin, beside itself without it", sglang.run),
     )
 }

@@ -44,7 +44,7 @@ class Traffic:
 
     def burst(self, count: int, window: int) -> dict[str, Any]:
         """`count` requests, `window` of them open at any time."""
-        prompt = bytes(8) + self._filler
+        prompt = self._stamped(0)
         began = time.perf_counter()
         goal, first = self._sent + count, self._ended
         while self._ended - first < count:
@@ -62,12 +62,15 @@ class Traffic:
         while self._ended - first < count:
             due_s = began + sent / rate - time.perf_counter()
             if sent < count and due_s <= 0:
-                self._submit(time.monotonic_ns().to_bytes(8, "little") + self._filler)
+                self._submit(self._stamped(time.monotonic_ns()))
                 sent += 1
                 continue
             if error := self._receive(SILENT_MS if sent == count else max(1, int(due_s * 1000)), sent == count):
                 return {"error": error}
         return {"elapsed_s": time.perf_counter() - began}
+
+    def _stamped(self, sent_ns: int) -> bytes:
+        return sent_ns.to_bytes(8, "little") + self._filler
 
     def _submit(self, prompt: bytes) -> None:
         self._sent += 1

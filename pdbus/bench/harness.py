@@ -11,6 +11,7 @@ import json
 import os
 import selectors
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -94,11 +95,14 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """How much to measure, and where to say so."""
+    """How much to measure, and where to say so. `note`: what the reader of the figures has to know.
+    `pythons`: interpreters that have what ours has not, by name."""
 
     runs: int = 5
     quick: bool = False
     say: Callable[[str], None] = lambda text: None
+    note: Callable[[str], None] = lambda text: None
+    pythons: Mapping[str, str] = field(default_factory=dict)
 
     def size(self, full: int, quick: int) -> int:
         return quick if self.quick else full
@@ -121,15 +125,17 @@ class Process:
     Our own programs answer nothing; they leave when stdin closes (`--watch-parent`).
     """
 
-    def __init__(self, argv: Sequence[str], folder: Path, name: str, env: Mapping[str, str] | None = None) -> None:
-        """`env`: variables beside our own."""
+    def __init__(
+        self, argv: Sequence[str], folder: Path, name: str, env: Mapping[str, str] | None = None, python: str = ""
+    ) -> None:
+        """`env`: variables beside our own. `python`: the interpreter, if not ours."""
         self.name = name
         self._log = folder / f"{name}.log"
         self._pending = b""
         with self._log.open("wb") as log:
             self._child = subprocess.Popen(
-                [sys.executable, "-P", "-m", *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                env={**os.environ, **(env or {})},
+                [python or sys.executable, "-P", "-m", *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=log, env={**os.environ, **(env or {})},
             )  # fmt: skip
         assert self._child.stdout is not None
         self._selector = selectors.DefaultSelector()
@@ -174,8 +180,16 @@ class Process:
         pages = Path(f"/proc/{self.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
+    def pause(self) -> None:
+        """It gets no processor time until `resume`."""
+        self._child.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._child.send_signal(signal.SIGCONT)
+
     def stop(self, timeout_s: float = 5.0) -> None:
         """Close its stdin and wait; if that takes too long ask it to end, and then kill it. Idempotent."""
+        self.resume()
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         try:
@@ -233,21 +247,24 @@ class Workspace:
     def endpoint(self, name: str) -> str:
         return f"ipc://{self.folder}/{name}"
 
-    def program(self, *argv: str, name: str = "", env: Mapping[str, str] | None = None) -> Process:
+    def program(self, *argv: str, name: str = "", env: Mapping[str, str] | None = None, python: str = "") -> Process:
         """Start `python -m argv`; `wait_ready` is the caller's."""
-        process = Process(argv, self.folder, f"{len(self._processes)}-{name or argv[0]}", env)
+        process = Process(argv, self.folder, f"{len(self._processes)}-{name or argv[0]}", env, python)
         self._processes.append(process)
         return process
 
-    def part(self, target: str, env: Mapping[str, str] | None = None, **settings: Any) -> Process:
+    def part(self, target: str, env: Mapping[str, str] | None = None, python: str = "", **settings: Any) -> Process:
         """Start `module:function` of this package in a process of its own (`pdbus.bench.child`)."""
-        return self.program("pdbus.bench.child", target, json.dumps(settings), name=target.replace(":", "."), env=env)
+        argv = ("pdbus.bench.child", target, json.dumps(settings))
+        return self.program(*argv, name=target.replace(":", "."), env=env, python=python)
 
 
-def in_child(target: str, timeout_s: float = ANSWER_S, **settings: Any) -> Any:
+def in_child(
+    target: str, timeout_s: float = ANSWER_S, env: Mapping[str, str] | None = None, python: str = "", **settings: Any
+) -> Any:
     """What `module:function` of this package returns in a fresh process: no heap, cache or collector of ours."""
     with Workspace() as space:
-        return space.part(target, **settings).answer(timeout_s)
+        return space.part(target, env, python, **settings).answer(timeout_s)
 
 
 def await_url(url: str, timeout_s: float, server: Process | None = None) -> None:

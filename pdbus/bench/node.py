@@ -1,9 +1,9 @@
 """The node process of a benchmark: takes a dispatch and ends it at once, so that what is measured is the way to it.
 
 `ours` speaks the whole protocol of a node (hello, welcome, pongs, membership, load reports with acknowledgements at
-`report_hz`, progress once a turn), for any number of ranks, and computes nothing: it stands on the connection and the
-reports of nodes/link, and makes no legs of dispatches. `bare` echoes frames. Both note how long each dispatch was on
-its way, when its prompt starts with the time of its submit.
+`report_hz`, progress once a turn), for any number of ranks and controllers, and computes nothing: it stands on the
+connection and the reports of nodes/link, and makes no legs of dispatches. `bare` echoes frames. Both note how long each
+dispatch was on its way, when its prompt starts with the time of its submit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ KV_TOKENS = 1 << 40
 MANY = 1 << 20
 FACTS = RankFacts(model="bench", max_context=MANY, kv_capacity=KV_TOKENS, max_running=MANY, block_tokens=16)
 MEMBER_S = 0.25
+Reporting = Callable[[Loop, "Sequence[Rank]", float], AbstractContextManager[None]]  # the last in 1/s
 
 
 class Journeys:
@@ -46,8 +48,12 @@ class Journeys:
         self._ns: list[int] = []
 
     def note(self, prompt: Any) -> None:
-        if stamp := int.from_bytes(bytes(prompt[:8]), "little"):
-            self._ns.append(time.monotonic_ns() - stamp)
+        self.sent_at(int.from_bytes(bytes(prompt[:8]), "little"))
+
+    def sent_at(self, stamp_ns: int) -> None:
+        """0: nobody asks how long it took."""
+        if stamp_ns:
+            self._ns.append(time.monotonic_ns() - stamp_ns)
 
     def take(self) -> list[int]:
         taken, self._ns = self._ns, []
@@ -84,33 +90,39 @@ def bare(parent: Parent, endpoint: str, payload_bytes: int, reply_bytes: int = 6
 def ours(
     parent: Parent,
     bus: str,
-    controller: str,
+    controllers: list[str],
     ranks: list[int],
     dp_size: int,
     role: Role = "unified",
     instance: str = "bench",
     report_hz: float = 20.0,
+    make: type[Rank] | None = None,
+    reporting: Reporting | None = None,
 ) -> None:
+    """`make`: another kind of ranks; `reporting`: what lets them report, in place of timers of the loop."""
     journeys = Journeys()
+    kind = make or Rank
     loop = Loop()
     with Sockets() as sockets:
         pub = sockets.pub(BusAddress(bus).publish)
         config = LinkConfig(
-            role, instance, dp_size, tuple(ranks), bus, (controller,), "ipc:///never-bound", report_interval_s=MEMBER_S
+            role, instance, dp_size, tuple(ranks), bus, tuple(controllers), "ipc:///never-bound",
+            report_interval_s=MEMBER_S,
         )  # fmt: skip
-        nodes = [_Rank(loop, sockets, pub, config, dp_rank, journeys, 0.5 / report_hz) for dp_rank in ranks]
+        nodes = [kind(loop, sockets, pub, config, dp_rank, journeys, 0.5 / report_hz) for dp_rank in ranks]
         waiting = set(nodes)
 
         def commands() -> None:
-            for _ in parent.commands():
-                parent.say(journeys.take())
+            for command in parent.commands():
+                parent.say(sum(node.published for node in nodes) if command["do"] == "count" else journeys.take())
             if parent.gone:
                 loop.stop()
 
         def announce() -> None:
             for node in nodes:
-                node.connection.tick()
-            welcomed = {node for node in waiting if node.connection.welcome is not None}
+                for connection in node.connections:
+                    connection.tick()
+            welcomed = {node for node in waiting if all(each.welcome is not None for each in node.connections)}
             waiting.difference_update(welcomed)
             if welcomed and not waiting:
                 parent.ready()
@@ -120,16 +132,24 @@ def ours(
                 if node.taken:
                     node.progress()
 
-        def report_at(node: _Rank) -> None:
-            loop.call_every(1 / report_hz, node.report)
-
         loop.call_every(MEMBER_S, announce)
-        for index, node in enumerate(nodes):  # spread over the interval, as independent schedulers would be
-            loop.call_later(index / len(nodes) / report_hz, partial(report_at, node))
         loop.after_turn(progress)
         watch_stdin(loop, commands)
-        loop.run()
+        with (reporting or _by_timers)(loop, nodes, report_hz):
+            loop.run()
         loop.close()
+
+
+@contextmanager
+def _by_timers(loop: Loop, nodes: Sequence[Rank], report_hz: float) -> Iterator[None]:
+    """Spread over the interval, as independent schedulers would be."""
+
+    def report_at(node: Rank) -> None:
+        loop.call_every(1 / report_hz, node.report)
+
+    for index, node in enumerate(nodes):
+        loop.call_later(index / len(nodes) / report_hz, partial(report_at, node))
+    yield
 
 
 def watch_stdin(loop: Loop, function: Callable[[], None]) -> None:
@@ -149,7 +169,7 @@ def watch_stdin(loop: Loop, function: Callable[[], None]) -> None:
     threading.Thread(target=watch, name="stdin", daemon=True).start()
 
 
-class _Rank:
+class Rank:
     """What a connection needs of a rank (`nodes.link.connection.Speaker`), and nothing of a rank's core."""
 
     def __init__(
@@ -157,7 +177,8 @@ class _Rank:
         report_gap_s: float,
     ) -> None:  # fmt: skip
         self.instance, self.dp_rank, self.epoch = config.instance, dp_rank, new_epoch()
-        self.taken: list[tuple[str, int]] = []
+        self.taken: dict[Connection, list[tuple[str, int]]] = {}
+        self.published = 0
         self._config = config
         self._endpoint = f"ipc:///nowhere/{config.instance}-{dp_rank}"
         self._clock = loop.clock
@@ -170,16 +191,21 @@ class _Rank:
             dp_size=config.dp_size, endpoint=self._endpoint, interval_s=config.report_interval_s,
             report_gap_s=report_gap_s, state="ready",
         )  # fmt: skip
-        endpoint = ControllerAddress(config.controllers[0]).nodes
-        self.connection = Connection(sockets, self, 0, endpoint, loop.clock, lambda socket, error: None)
-        loop.add(self.connection.socket, self.connection.receive, copied=1)
-        self.connection.say_hello()
+        self.connections = []
+        for key, address in enumerate(config.controllers):
+            endpoint = ControllerAddress(address).nodes
+            connection = Connection(sockets, self, key, endpoint, loop.clock, lambda socket, error: None)
+            loop.add(connection.socket, connection.receive, copied=1)
+            connection.say_hello()
+            self.connections.append(connection)
 
     def progress(self) -> None:
         """Everything of this turn started and ended; the report that acknowledges it follows at its time."""
         self._step += 1
-        taken, self.taken = self.taken, []
-        self.connection.progress(taken, [Ended(rid, attempt, self._config.role, "ok", "", 1) for rid, attempt in taken])
+        taken, self.taken = self.taken, {}
+        for connection, legs in taken.items():
+            ended = [Ended(rid, attempt, self._config.role, "ok", "", 1) for rid, attempt in legs]
+            connection.progress(legs, ended)
 
     def report(self) -> None:
         now = self._clock()
@@ -192,6 +218,7 @@ class _Rank:
 
     def _publish(self, publications: list[Publish]) -> None:
         for publication in publications:
+            self.published += 1
             self._pub.send_multipart((topics.of(publication.message), codec.encode(publication.message)))
 
     # --- from the controller (connection.Speaker) -----------------------------------------------------------------
@@ -200,7 +227,7 @@ class _Rank:
         if len(frames) == 2:
             self._journeys.note(frames[0].buffer)
         self._reports.acknowledge(dispatch)
-        self.taken.append((dispatch.rid, dispatch.attempt))
+        self.taken.setdefault(connection, []).append((dispatch.rid, dispatch.attempt))
 
     def hello(self) -> Hello:
         return hello_of(self._config, FACTS, self.dp_rank, self.epoch, "ready", self._endpoint)

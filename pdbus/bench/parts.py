@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from bus.wire.messages import Legs, Role
 from pdbus.bench.harness import Process, Workspace
 
+Nodes = tuple[Process, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A client, the process in the middle (our controller, or the bare broker), and the nodes behind it."""
+    """A client, the process in the middle (our controller, or the bare broker), and the nodes behind it. `beside`: who
+    brings the nodes' loads to the middle."""
 
     client: Process
     middle: Process
-    nodes: tuple[Process, ...]
+    nodes: Nodes
+    beside: tuple[Process, ...] = ()
 
     def journeys(self, count: int, rate: float) -> list[float]:
         """Send `count` requests at `rate`; the microseconds from submit to arrival of each."""
@@ -22,16 +28,18 @@ class Path:
         return [ns / 1e3 for node in self.nodes for ns in node.ask(do="take")]
 
 
-def broker(space: Workspace, *options: str) -> Process:
-    started = space.program("bus", "--bus", space.endpoint("bus"), "--watch-parent", "--log-level", "warning", *options)
+def broker(space: Workspace, *options: str, **how: Any) -> Process:
+    """`how`, here and below: what else `Workspace.program` takes."""
+    argv = ("bus", "--bus", space.endpoint("bus"), "--watch-parent", "--log-level", "warning", *options)
+    started = space.program(*argv, **how)
     started.wait_ready()
     return started
 
 
-def controller(space: Workspace, *options: str) -> Process:
+def controller(space: Workspace, *options: str, at: str = "ctl", **how: Any) -> Process:
     started = space.program(
-        "controller", "--bus", space.endpoint("bus"), "--controller", space.endpoint("ctl"),
-        "--watch-parent", "--log-level", "warning", *options,
+        "controller", "--bus", space.endpoint("bus"), "--controller", space.endpoint(at),
+        "--watch-parent", "--log-level", "warning", *options, **how,
     )  # fmt: skip
     started.wait_ready()
     return started
@@ -62,30 +70,38 @@ def our_path(
     processes: int | None = None,
     method: str = "total_tokens",
     report_hz: float = 20.0,
+    **how: Any,
 ) -> Path:
-    """Broker, controller, `ranks` unified ranks in as many `processes`, a client."""
-    broker(space)
-    middle = controller(space, "--unified-method", method)
-    count = processes or ranks
+    """Broker and controller (`how` as above), `ranks` unified ranks in as many `processes`, a client."""
+    brings = broker(space, **how)
+    middle = controller(space, "--unified-method", method, **how)
+    nodes = our_nodes(space, ranks, processes=processes or ranks, report_hz=report_hz)
+    client = our_client(space, prompt_tokens)
+    return Path(client, middle, nodes, (brings,))
+
+
+def our_nodes(
+    space: Workspace, ranks: int, *, processes: int, at: Sequence[str] = ("ctl",), kind: str = "node:ours", **more: Any
+) -> Nodes:
+    """`ranks` unified ranks of the controllers `at`; `more`: what else `pdbus.bench.node.ours` takes."""
     nodes = tuple(
         space.part(
-            "node:ours",
-            bus=space.endpoint("bus"),
-            controller=space.endpoint("ctl"),
-            ranks=list(range(ranks))[number::count],
-            dp_size=ranks,
-            report_hz=report_hz,
+            kind, bus=space.endpoint("bus"), controllers=[space.endpoint(each) for each in at],
+            ranks=list(range(ranks))[number::processes], dp_size=ranks, **more,
         )
-        for number in range(count)
-    )
+        for number in range(processes)
+    )  # fmt: skip
     for node in nodes:
         node.wait_ready()
+    return nodes
+
+
+def our_client(space: Workspace, prompt_tokens: int, at: str = "ctl") -> Process:
     leg: Legs = "unified"
-    client = space.part(
-        "client:main", endpoint=f"{space.endpoint('ctl')}.clients", ours=True, prompt_tokens=prompt_tokens, leg=leg
-    )
+    endpoint = f"{space.endpoint(at)}.clients"
+    client = space.part("client:main", endpoint=endpoint, ours=True, prompt_tokens=prompt_tokens, leg=leg)
     client.wait_ready()
-    return Path(client, middle, nodes)
+    return client
 
 
 def bare_path(space: Workspace, nodes: int, prompt_tokens: int, *, lean: bool = False) -> Path:

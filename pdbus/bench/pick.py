@@ -55,7 +55,7 @@ def run(scope: Scope) -> list[Row]:
         for hits in some:
             case = f"cache_aware, {ranks} ranks, {hits.blocks} blocks held by {hits.holders}"
             scope.say(case)
-            arguments = {
+            arguments: dict[str, Any] = {
                 "ranks": ranks,
                 "picks": scope.size(5_000, 500),
                 "blocks": hits.blocks,

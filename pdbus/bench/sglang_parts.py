@@ -31,7 +31,7 @@ LOOP_S = 0.0005  # a decode scheduler's turn
 
 class Hosted:
     """A prefill server of as many ranks as there are `endpoints`, in this process, which plays its rank 1. `method`
-    None: SGLang's, whichever `sglang_method` says, without the plugin."""
+    None: SGLang's, whichever `sglang_method` says, without the plugin. `split` False: one that decodes as well."""
 
     def __init__(
         self,
@@ -42,6 +42,7 @@ class Hosted:
         *,
         sglang_method: str = "auto",
         page: int = 16,
+        split: bool = True,
         **environ: str,
     ) -> None:
         sys.stdout = sys.stderr  # what SGLang prints is no answer of ours
@@ -59,9 +60,10 @@ class Hosted:
         (folder / "config.json").write_text(json.dumps(CONFIG))
         self.args = prepare_server_args(
             ["--model-path", str(folder), "--device", "cpu", "--attention-backend", "torch_native", "--dp-size",
-             str(len(endpoints)), "--skip-tokenizer-init", "--disaggregation-mode", "prefill",
-             "--disaggregation-transfer-backend", "mooncake", "--page-size", str(page),
-             "--disaggregation-bootstrap-port", str(bootstrap_port), "--load-balance-method", sglang_method]
+             str(len(endpoints)), "--skip-tokenizer-init", "--page-size", str(page),
+             "--load-balance-method", sglang_method]
+            + ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "mooncake",
+               "--disaggregation-bootstrap-port", str(bootstrap_port)] * split
         )  # fmt: skip
         self.args.resolve_once()
         publish(self.args, role="test", ranks=SpawnRanks(world_rank=0, dp_rank=1, gpu_id=0))
@@ -168,12 +170,12 @@ def controller(
         hosted.controller._request_dispatcher(request)
         took.append((time.thread_time() - began) * 1e6)
     requests = [generate(f"{number}", ids, number) for number, ids in enumerate(prompts)]
-    encoded = [base64.b64encode(each).decode() for each in _encoded(requests)]
+    taken = [base64.b64encode(each).decode() for each in encoded(requests)]
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     parent.ready()
     where = {"tokenizer": hosted.ports.scheduler_input_ipc_name, "server": hosted.ports.instance_id}
     nonce = int(hosted.environ.get("PDBUS_SGLANG_DRAWN", "0"))
-    parent.say(where | {"nonce": nonce, "requests": encoded, "dispatch_us": took})
+    parent.say(where | {"nonce": nonce, "requests": taken, "dispatch_us": took})
     hosted.controller.event_loop()
 
 
@@ -259,7 +261,7 @@ def ranks(
     parent.serve(lambda: dict(ended))
 
 
-def _encoded(requests: Sequence[Any]) -> Iterator[bytes]:
+def encoded(requests: Sequence[Any]) -> Iterator[bytes]:
     """As SGLang sends them, whatever encoding it has chosen."""
     import zmq
     from sglang.srt.managers.io_struct import sock_send

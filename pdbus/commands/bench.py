@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -18,9 +19,11 @@ NEEDED_BY = {
     "edge": ("aiohttp", "uvicorn", "httptools", "uvloop"),
     "sglang": ("sglang",),
 }
+PEERS = ("sglang", "vllm", "compiled")
 WIDTH = 160  # of tables that no terminal shows
-NAMES = ("dispatch", "latency", "pick", "report", "rooms", "idle", "scale", "e2e", "client", "edge", "vllm", "sglang")
-USUAL = NAMES[:-2]  # engines are in environments of their own
+ENGINES = ("vllm", "peers", "sglang")  # need Pythons of their own
+USUAL = ("dispatch", "latency", "pick", "report", "rooms", "idle", "scale", "controllers", "e2e", "client", "edge")
+NAMES = USUAL + ENGINES
 
 
 @click.command("bench")
@@ -32,8 +35,14 @@ USUAL = NAMES[:-2]  # engines are in environments of their own
     help="Write bench.md, bench.json and bench.png to this folder.",
 )
 @click.option("--runs", type=click.IntRange(1, 100), default=5, show_default=True, help="A figure is their median.")
+@click.option(
+    "--peer", "pythons", multiple=True, metavar="NAME=PYTHON",
+    help="peers: a Python that has sglang, vllm, or our compiled cores (compiled).",
+)  # fmt: skip
 @click.option("--quick", is_flag=True, help="Fewer and shorter runs: to see that it works, not how fast.")
-def bench(names: Sequence[str], as_json: bool, out: Path | None, runs: int, quick: bool) -> None:
+def bench(
+    names: Sequence[str], as_json: bool, out: Path | None, runs: int, pythons: Sequence[str], quick: bool
+) -> None:
     """Measure beside bare ZeroMQ, in the same run: all benchmarks but those of engines, or the NAMEd ones.
 
     \b
@@ -43,6 +52,8 @@ def bench(names: Sequence[str], as_json: bool, out: Path | None, runs: int, quic
     scale     8 to 512 ranks                            e2e      submit to first and last token
     client    CPU of the client library                 edge     HTTP beside other routers on the PATH
     vllm      what is added to vLLM, where installed    sglang   the plugin, where SGLang is installed
+    peers     SGLang's and vLLM's dispatchers beside ours
+    controllers  several of them over the same ranks; 4,096 ranks and one broker
     """
     names = names or USUAL
     needed = [*(package for name in names for package in NEEDED_BY.get(name, ())), *(("matplotlib",) if out else ())]
@@ -54,6 +65,7 @@ def bench(names: Sequence[str], as_json: bool, out: Path | None, runs: int, quic
     from pdbus.bench import BENCHMARKS, plot, table
     from pdbus.bench.harness import Row, Scope
 
+    interpreters = _interpreters(pythons)
     screen = Console(stderr=True)
     if out is not None:
         try:
@@ -70,7 +82,10 @@ def bench(names: Sequence[str], as_json: bool, out: Path | None, runs: int, quic
                 if not screen.is_terminal:
                     screen.print(f"{name}: {text}", markup=False, highlight=False)
 
-            rows = benchmark.run(Scope(1 if quick else runs, quick, say))
+            def note(text: str) -> None:
+                screen.print(text, markup=False, highlight=False, soft_wrap=True)
+
+            rows = benchmark.run(Scope(1 if quick else runs, quick, say, note, interpreters))
         results.append((benchmark.name, benchmark.title, rows))
         screen.print(f"{benchmark.name}: {len(rows)} figures in {time.monotonic() - began:.0f} s", highlight=False)
         if not as_json:
@@ -84,3 +99,13 @@ def bench(names: Sequence[str], as_json: bool, out: Path | None, runs: int, quic
         click.echo(table.as_json(results))
     if out is not None:
         screen.print(f"wrote {', '.join(sorted(path.name for path in out.glob('bench.*')))} to {out}", highlight=False)
+
+
+def _interpreters(pairs: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for pair in pairs:
+        name, _, python = pair.partition("=")
+        if name not in PEERS or not (at := shutil.which(python)):
+            raise ConfigError(f"--peer {pair}: name one of {', '.join(PEERS)} and a Python that can be run")
+        found[name] = at
+    return found

@@ -68,3 +68,11 @@ def test_the_one_of_sglang_says_what_it_needs() -> None:
     assert done.returncode == 2
     assert "benchmarks need sglang: pip install sglang" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("peer", ["vllm=/no/python", "tgi=/usr/bin/python3", "vllm"])
+def test_a_peer_that_cannot_be_is_one_line(peer: str) -> None:
+    done = bench("peers", "--peer", peer)
+    assert done.returncode == 2
+    assert f"--peer {peer}: name one of sglang, vllm, compiled and a Python that can be run" in done.stderr
+    assert "Traceback" not in done.stderr

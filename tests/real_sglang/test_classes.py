@@ -24,6 +24,8 @@ from servers import ROOT, free_port_with, until
 
 from bus import Resolver
 from controller.policies import POLICIES
+from pdbus.bench import peers_sides
+from pdbus.bench.harness import Scope, Workspace
 from pdbus.bench.sglang_parts import Hosted, Manager
 from pdbus.bench.sglang_parts import generate as tokenized
 from pdbus.sglang import engine, seams
@@ -383,3 +385,19 @@ def test_what_waits_for_a_rank_that_died_ends_with_the_reason(world: World) -> N
         known[world.address] = decoding
     assert receiver.poll() == KVPoll.Failed
     assert f"prefill rank 1 of {instance} has died" in queue.manager.failure_records[400]
+
+
+# --- as a peer of ours in a benchmark ---------------------------------------------------------------------------------
+
+
+def test_the_benchmark_runs_its_dp_controller_in_both_serializations() -> None:
+    with Workspace() as space:
+        for sized in peers_sides.PEERS["sglang"].start(space, Scope(quick=True), sys.executable):
+            for tokens in peers_sides.TOKENS:
+                side = sized(tokens)
+                with side.awake():
+                    cpu_us, per_s = side.burst(40)
+                    assert cpu_us < 1e6 / per_s * os.cpu_count()
+                    assert side.one_way(40) > 0
+                    side.path.client.ask(do="burst", count=40, window=8, **side.asked)
+                    assert all(node.ask(do="take") == [] for node in side.path.nodes), "nobody asked how long they took"

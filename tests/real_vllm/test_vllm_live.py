@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -34,6 +35,8 @@ from real_engines import (
 from bus.errors import RequestFailed
 from bus.wire.hashing import block_hashes
 from nodes.own.engines.tokenizer import SmolTokenizer
+from pdbus.bench import peers_sides
+from pdbus.bench.harness import Scope, Workspace
 from pdbus.client import Client
 from pdbus.launcher import Cluster
 
@@ -227,3 +230,18 @@ def test_drain_finishes_what_runs_and_leaves_nothing(cluster: Cluster, client: C
     until(lambda: not any(map(lives, engine)), "the reaper has been", 20)
     with cluster.client(retries=0) as other, pytest.raises(RequestFailed):
         ask(other, case).tokens()
+
+
+def test_the_benchmark_runs_its_balancer() -> None:
+    with Workspace() as space:
+        (sized,) = peers_sides.PEERS["vllm"].start(space, Scope(quick=True), sys.executable)
+        for tokens in peers_sides.TOKENS:
+            side = sized(tokens)
+            cpu_us, per_s = side.burst(40)
+            assert cpu_us > 0
+            assert per_s > 0
+            assert side.one_way(40) > 0
+            side.path.client.ask(do="paced", count=40, rate=400.0, **side.asked)
+            arrived = [len(node.ask(do="take")) for node in side.path.nodes]
+            assert sum(arrived) == 40
+            assert min(arrived) >= 10, "no rank got most of what came evenly"

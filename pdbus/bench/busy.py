@@ -1,0 +1,95 @@
+"""Node processes of thousands of ranks at work, for the `controllers` benchmark: as `pdbus.bench.node`, but what a rank
+says of its load is news each time, and costs this machine as little as it can.
+
+A load, or every fifth time the membership with the load, was encoded beforehand: only its numbers change. A thread of
+its own publishes them, since a loop that polls hundreds of connections has no time for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from bus.runtime import frames
+from bus.runtime.loop import Loop
+from bus.wire import codec, topics
+from bus.wire.messages import Ack, Load, LoadReport, Member, Message
+from pdbus.bench import node
+from pdbus.bench.child import Parent
+
+MEMBER_EVERY = 5  # publications, at 20 a second
+NUMBER = 1 << 61  # before the first load's; MessagePack writes those that follow in eight bytes too
+_EIGHT = struct.Struct(">Q")
+
+
+def ours(parent: Parent, **settings: Any) -> None:
+    """`settings`: those of `node.ours`."""
+    node.ours(parent, make=Busy, reporting=_by_thread, **settings)
+
+
+class Busy(node.Rank):
+    """One rank; its `report` belongs to the thread that publishes."""
+
+    _acks: tuple[Ack, ...] | None = None
+
+    def report(self) -> None:
+        if self._acks != self._reports.acks:
+            self._acks = self._reports.acks
+            self._prepare(self._acks)
+        topic, frame, places = self._prepared[self.published % MEMBER_EVERY]
+        self.published += 1
+        for place in places:
+            _EIGHT.pack_into(frame, place, NUMBER + self.published)
+        frames.send(self._pub, (topic, bytes(frame)))
+
+    def steps(self) -> tuple[int, bool, int]:
+        number = NUMBER + self.published
+        return number, True, number
+
+    def _prepare(self, acks: tuple[Ack, ...]) -> None:
+        load = Load(
+            seq=NUMBER, step=NUMBER, running=1, waiting=0, waiting_tokens=0, kv_tokens=1_000,
+            kv_capacity=node.KV_TOKENS, max_running=node.MANY, acks=acks,
+        )  # fmt: skip
+        config, of_rank = self._config, (self.instance, self.dp_rank, self.epoch, NUMBER, load)
+        member = Member(
+            *of_rank, config.role, node.FACTS.model, config.dp_size, "ready", self._endpoint, False, 0,
+            config.report_interval_s,
+        )  # fmt: skip
+        self._prepared = [prepared(message) for message in (member, *[LoadReport(*of_rank)] * (MEMBER_EVERY - 1))]
+
+
+def prepared(message: Message) -> tuple[bytes, bytearray, list[int]]:
+    """Topic, frame, and where in it NUMBER stands."""
+    frame = codec.encode(message)
+    number = re.escape(_EIGHT.pack(NUMBER))
+    return topics.of(message), bytearray(frame), [found.start() for found in re.finditer(number, frame)]
+
+
+@contextmanager
+def _by_thread(loop: Loop, ranks: Sequence[node.Rank], report_hz: float) -> Iterator[None]:
+    """Evenly spread. Who is late sends at once, but does not make up for more than an interval."""
+    over = threading.Event()
+
+    def publish() -> None:
+        due = time.monotonic()
+        for rank in itertools.cycle(ranks):
+            now = time.monotonic()
+            if due > now and over.wait(due - now):
+                return
+            rank.report()
+            due = max(due, now - 1 / report_hz) + 1 / report_hz / len(ranks)
+
+    thread = threading.Thread(target=publish, name="reports")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
