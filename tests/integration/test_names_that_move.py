@@ -1,5 +1,5 @@
-"""Addresses by name: a part that comes back at another address under its name is found there by those that were connected
-to it, as when Kubernetes gives a new pod another address. Names are those of a hosts file that the parts alone see."""
+"""Addresses by name: a part that comes back under its name at another address is found there by those that were
+connected to it, as when Kubernetes gives a new pod another one. Names are of a hosts file that the parts alone see."""
 
 from __future__ import annotations
 

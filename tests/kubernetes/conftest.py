@@ -1,5 +1,5 @@
-"""These tests need kubectl (its kustomize) and kubernetes-validate: `make test-k8s` makes an environment that has them and
-names its `bin` in PDBUS_K8S. No cluster is asked for."""
+"""These tests need kubectl (its kustomize) and kubernetes-validate: `make test-k8s` makes an environment that has them
+and names its `bin` in PDBUS_K8S. No cluster is asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An environment with kubectl and kubernetes-validate for these tests, made once for each set of pins, outside the tree.
+"""An environment with kubectl and kubernetes-validate, made once for each set of pins, outside the tree.
 
 python3 tests/kubernetes/environment.py            # prints its Python
 """

@@ -1,5 +1,5 @@
-"""The commands, settings, keys and probes of the manifests, as processes here: they serve, are replaced one after the other
-under load with nothing lost, and connect exactly as the network policies let them."""
+"""The commands, settings, keys and probes of the manifests, as processes here: they serve, are replaced one after the
+other under load with nothing lost, and connect exactly as the network policies let them."""
 
 from __future__ import annotations
 
