@@ -1,5 +1,5 @@
-"""Today's parts beside those of release 0.1.0, whose wire is version 1 too: a cluster of the release is upgraded part by
-part under load in the order of docs/deploy.md, and back again, while clients of both send requests."""
+"""Today's parts beside those of release 0.1.0, whose wire is version 1 too: a cluster of the release is upgraded part
+by part under load in the order of docs/deploy.md, and back again, while clients of both send requests."""
 
 from __future__ import annotations
 
@@ -93,9 +93,14 @@ class Versions:
         bare = {key: value for key, value in os.environ.items() if not key.startswith(("PDBUS_", "PYTHONPATH"))}
         with open(self._place / "log", "a", encoding="utf-8") as log:
             return subprocess.Popen(
-                [sys.executable, "-P", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-                env=bare | {"PYTHONPATH": self._paths[version], "PYTHONDONTWRITEBYTECODE": "1"}, cwd=self._place,
-            )  # fmt: skip
+                [sys.executable, "-P", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=bare | {"PYTHONPATH": self._paths[version], "PYTHONDONTWRITEBYTECODE": "1"},
+                cwd=self._place,
+            )
 
 
 def _close(process: subprocess.Popen[str]) -> None:
