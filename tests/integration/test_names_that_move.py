@@ -3,7 +3,6 @@ connected to it, as when Kubernetes gives a new pod another one. Names are of a 
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from edge_process import wait
+from part_process import PartProcess
 
 from nodes.own.engines.sim import sim_generate
 from pdbus.client import Client
@@ -40,7 +40,7 @@ class Parts:
         self._place = place
         self._net = f"127.{random.SystemRandom().randrange(1, 255)}.{random.SystemRandom().randrange(1, 255)}"
         self._at: dict[str, str] = {}
-        self._running: dict[str, subprocess.Popen[str]] = {}
+        self._running: dict[str, PartProcess] = {}
 
     def address(self, part: str) -> str:
         return self._at[part]
@@ -56,18 +56,11 @@ class Parts:
             "node": ("--data", f"tcp://{at}:5580"),
         }
         line = [*OWN_HOSTS, str(self.hosts), sys.executable, "-P", "-m", *PARTS[part], *serves[part]]
-        env = {key: value for key, value in os.environ.items() if not key.startswith("PDBUS_")}
-        with open(self._place / f"{used}.log", "w", encoding="utf-8") as log:
-            self._running[part] = process = subprocess.Popen(
-                line, stdout=subprocess.PIPE, stderr=log, text=True, env=env
-            )
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("READY"), (self._place / f"{used}.log").read_text(encoding="utf-8")
+        self._running[part] = PartProcess(line, self._place / f"{used}.log")
+        self._running[part].until_ready()
 
     def kill(self, part: str) -> None:
-        process = self._running.pop(part)
-        process.kill()
-        process.communicate()
+        self._running.pop(part).close()
 
     def close(self) -> None:
         for part in list(self._running):

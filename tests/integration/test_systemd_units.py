@@ -7,7 +7,6 @@ import random
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from edge_process import wait
+from part_process import WAIT_S, PartProcess
 
 from bus.runtime.cli import EXIT_CONFIG, EXIT_START
 from bus.runtime.keys import add_key, new_keys
@@ -30,7 +30,6 @@ HERE = Path(__file__).parents[2] / "examples" / "systemd"
 UNITS = ("pdbus-broker", "pdbus-controller", "pdbus-prefill@0", "pdbus-decode@0", "pdbus-edge")
 ANALYZE = shutil.which("systemd-analyze")
 EXPOSURE_MAX = 2.0  # of 10, by systemd-analyze security
-WAIT_S = 120
 
 
 class Machine:
@@ -65,26 +64,19 @@ class Machine:
                     merged[key].append(value)
         return merged
 
-    def start(self, name: str) -> subprocess.Popen[str]:
-        """What is to be done before it, then its command; READY on return."""
+    def start(self, name: str) -> PartProcess:
+        """What is to be done before it, then its command."""
         unit = self.unit(name)
-        bare = {key: value for key, value in os.environ.items() if not key.startswith("PDBUS_")}
-        env = bare | dict(each.split("=", 1) for line in unit["Environment"] for each in line.split())
+        env = dict(each.split("=", 1) for line in unit["Environment"] for each in line.split())
         (self.place / "run" / name).mkdir(mode=0o700, parents=True)
         (credential,) = unit["LoadCredential"]
         (self.place / "credentials" / name).mkdir(parents=True)
         shutil.copy(credential.partition(":")[2], self.place / "credentials" / name / "secret")
         for line in unit["ExecStartPre"]:
-            subprocess.run(shlex.split(line), check=True, env=env, cwd=self.place)
+            subprocess.run(shlex.split(line), check=True, env=os.environ | env)
         (line,) = unit["ExecStart"]
         more = ("--engine", "sim", "--model", "sim") if "@" in name else ()
-        with open(self.place / f"{name}.log", "w", encoding="utf-8") as log:
-            return subprocess.Popen(
-                [*shlex.split(line), *more], stdout=subprocess.PIPE, stderr=log, text=True, env=env, cwd="/"
-            )
-
-    def log(self, name: str) -> str:
-        return (self.place / f"{name}.log").read_text(encoding="utf-8")
+        return PartProcess([*shlex.split(line), *more], self.place / f"{name}.log", env)
 
 
 @pytest.fixture
@@ -122,23 +114,20 @@ def test_their_command_lines_serve_with_keys_and_leave_with_0(machine: Machine) 
     keys = machine.place / "etc" / "keys"
     new_keys(keys, ("prefill", "decode"))
     add_key(keys, "clients", "edge")
-    running: dict[str, subprocess.Popen[str]] = {}
+    running: list[PartProcess] = []
     try:
         for name in UNITS:
-            running[name] = process = machine.start(name)
-        for name, process in running.items():
-            assert process.stdout is not None
-            assert process.stdout.readline().startswith("READY"), machine.log(name)
+            running.append(machine.start(name))
+        for process in running:
+            process.until_ready()
         with Client(f"tcp://{machine.host}:5560", keys=str(keys)) as client:  # as the operator
             assert client.generate_tokens([5, 6, 7], max_tokens=4).tokens() == sim_generate([5, 6, 7], 4)
         wait(lambda: ready(f"http://{machine.host}:8000/ready"))
-        for name, process in reversed(running.items()):
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(WAIT_S) == 0, machine.log(name)
+        for process in reversed(running):
+            process.stop()
     finally:
-        for process in running.values():
-            process.kill()
-            process.communicate()
+        for process in running:
+            process.close()
 
 
 def ready(url: str) -> bool:

@@ -4,7 +4,6 @@ by part under load in the order of docs/deploy.md, and back again, while clients
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import release_010
+from part_process import WAIT_S, PartProcess
 
 from nodes.own.engines.sim import SIM_VOCAB_SIZE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ORDER = ("broker", "controller", "decode/0", "decode/1", "prefill/0", "prefill/1")
-WAIT_S = 120
 CLIENT = f"""
 import random, sys
 from nodes.own.engines.sim import sim_generate
@@ -41,8 +40,8 @@ class Versions:
     def __init__(self, old: Path, place: Path) -> None:
         self._paths = {"old": str(old), "new": ""}
         self._place = place
-        self.parts: dict[str, subprocess.Popen[str]] = {}
-        self.clients = {version: self._run(version, "-c", CLIENT, f"ipc://{place}/c") for version in self._paths}
+        self.parts: dict[str, PartProcess] = {}
+        self.clients = {version: self._client(path) for version, path in self._paths.items()}
 
     def start(self, part: str, version: str) -> None:
         """READY on return."""
@@ -55,15 +54,13 @@ class Versions:
             f"nodes.{role}", *bus, *controller, "--data", f"ipc://{self._place}", "--engine", "sim", "--model", "sim",
             "--dp-size", "2", "--dp-rank", rank, "--sim-base-s", "0.002",
         )  # fmt: skip
-        self.parts[part] = process = self._run(version, "-m", *line)
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("READY"), self.log()
+        self.parts[part] = PartProcess(
+            [sys.executable, "-P", "-m", *line], self._place / "log", {"PYTHONPATH": self._paths[version]}
+        )
+        self.parts[part].until_ready()
 
     def replace(self, part: str, version: str) -> None:
-        process = self.parts.pop(part)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(WAIT_S) == 0, self.log()
-        _close(process)
+        self.parts.pop(part).stop()
         self.start(part, version)
 
     def ask(self, count: int) -> None:
@@ -84,29 +81,19 @@ class Versions:
         return (self._place / "log").read_text(encoding="utf-8")[-4000:]
 
     def close(self) -> None:
-        for process in (*self.clients.values(), *self.parts.values()):
-            process.kill()
-            process.wait()
-            _close(process)
+        for client in self.clients.values():
+            client.kill()
+            client.communicate()
+        for part in self.parts.values():
+            part.close()
 
-    def _run(self, version: str, *arguments: str) -> subprocess.Popen[str]:
-        bare = {key: value for key, value in os.environ.items() if not key.startswith(("PDBUS_", "PYTHONPATH"))}
+    def _client(self, path: str) -> subprocess.Popen[str]:
         with open(self._place / "log", "a", encoding="utf-8") as log:
             return subprocess.Popen(
-                [sys.executable, "-P", *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=bare | {"PYTHONPATH": self._paths[version], "PYTHONDONTWRITEBYTECODE": "1"},
-                cwd=self._place,
-            )
-
-
-def _close(process: subprocess.Popen[str]) -> None:
-    for stream in (process.stdin, process.stdout):
-        assert stream is not None
-        stream.close()
+                [sys.executable, "-P", "-c", CLIENT, f"ipc://{self._place}/c"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                env=os.environ | {"PYTHONPATH": path}, cwd=self._place,
+            )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
