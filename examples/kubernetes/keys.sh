@@ -21,7 +21,12 @@ for role in brokers controllers nodes clients admins; do
 done
 object "secret generic" pdbus-key-broker --from-file="$keys/secrets/brokers"
 object "secret generic" pdbus-key-controller --from-file="$keys/secrets/controllers"
-for instance in prefill decode; do
-    object "secret generic" "pdbus-key-$instance" --from-file="$keys/secrets/nodes/$instance.secret"
+for role in prefill decode; do # a pod takes that of its instance
+    set --
+    for secret in "$keys/secrets/nodes/$role"*.secret; do
+        set -- "$@" --from-file="$secret"
+    done
+    object "secret generic" "pdbus-key-$role" "$@"
 done
-object "secret generic" pdbus-key-edge --from-file="$keys/secrets/clients/edge.secret"
+newest=$(ls -t "$keys"/secrets/clients/edge*.secret | head -n 1)
+object "secret generic" pdbus-key-edge --from-file="$newest"
