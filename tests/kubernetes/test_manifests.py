@@ -13,6 +13,7 @@ from rendered import (
     COMPONENT,
     OVERLAYS,
     PLACE,
+    Way,
     component,
     container,
     kind,
@@ -104,6 +105,13 @@ def test_what_one_policy_lets_out_another_lets_in(overlay: str) -> None:
         (name, port) for name, workload in workloads(overlay).items() for port in ports(workload).values()
         if port != ports(workload).get("metrics")
     }  # fmt: skip
+
+
+def test_the_page_has_the_ports_that_the_policies_have() -> None:
+    text = (PLACE.parents[1] / "docs" / "deploy.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (\w+) \| .* \| ([a-z, ]+) \|$", text, re.M)
+    told = {Way(source, target, int(port)) for port, target, sources in rows for source in sources.split(", ")}
+    assert {way for way in told if way.target != "edge"} == set(ways("sim", "ingress"))
 
 
 def test_autoscalers_ask_for_what_the_adapter_has() -> None:

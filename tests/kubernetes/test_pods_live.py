@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -117,16 +118,32 @@ def test_pods_do_not_run_as_root(namespace: Namespace) -> None:
         assert re.search(r"^Uid:\t65532\t65532\t65532\t65532$", status, re.M)
 
 
-def test_a_rolling_restart_loses_nothing(namespace: Namespace) -> None:
+def rolled(namespace: Namespace, load: Load, component: str) -> None:
     """As a StatefulSet does it: the highest first, the next once that is ready. An edge is out of the Service before it
     is told anything; the other parts get their SIGTERM in the midst of requests."""
+    for pod in sorted(namespace.of(component), key=lambda pod: -pod.index):
+        if component == "edge":
+            load.edges = [edge for edge in namespace.of("edge") if edge is not pod]
+        load.more(10)
+        assert pod.terminate() == 0, pod.log()
+        pod.replace()
+        if component == "edge":
+            load.edges = namespace.of("edge")
+
+
+def test_rolling_restarts_lose_nothing(namespace: Namespace) -> None:
+    """In the order that the page names."""
     with Load(namespace) as load:
-        for pod in sorted(namespace.of(*ORDER), key=lambda pod: (ORDER.index(pod.component), -pod.index)):
-            load.edges = [edge for edge in namespace.of("edge") if edge is not pod and edge.probed("readinessProbe")]
-            load.more(10)
-            assert pod.terminate() == 0, pod.log()
-            pod.replace()
-        load.edges = namespace.of("edge")
+        for component in ORDER:
+            rolled(namespace, load, component)
+        load.more(50)
+    assert set(load.ends) == {"right"}
+
+
+def test_all_at_once_lose_nothing(namespace: Namespace) -> None:
+    """A change of what they have in common restarts all, each StatefulSet for itself."""
+    with Load(namespace) as load, ThreadPoolExecutor(len(ORDER)) as controllers:
+        list(controllers.map(lambda component: rolled(namespace, load, component), ORDER))
         load.more(50)
     assert set(load.ends) == {"right"}
 
