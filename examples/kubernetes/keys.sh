@@ -1,11 +1,6 @@
 #!/bin/sh
 # Keys of `pdbus keys` as objects of Kubernetes, each part's own secret in a Secret of its own. The lists are read again
-# by running parts, within the minute or so that a kubelet takes; secrets with the next start.
-#
-#   pdbus keys new keys prefill decode
-#   pdbus keys add keys controller controller-1
-#   pdbus keys add keys client edge
-#   sh keys.sh keys | kubectl apply -f -
+# by running parts, within the minute or so that a kubelet takes; secrets with the next start (docs/deploy.md).
 set -eu
 keys=${1:?"usage: keys.sh DIRECTORY (of pdbus keys new)"}
 

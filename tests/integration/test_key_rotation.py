@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shlex
-import subprocess
 import sys
 import tempfile
 import threading
@@ -12,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from deploy_page import blocks, run
 from part_process import WAIT_S, PartProcess
 
 from bus.runtime.keys import add_key, give_key, new_keys
@@ -19,9 +17,6 @@ from nodes.own.engines.sim import sim_generate
 from pdbus.client import Client
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-SECTION = (
-    (Path(__file__).parents[2] / "docs" / "deploy.md").read_text(encoding="utf-8").partition("\n## Key rotation\n")
-)
 NODES = ("prefill/0", "prefill/1", "decode/0", "decode/1")
 
 
@@ -162,15 +157,12 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_the_page_is_followed_line_by_line(cluster: Cluster) -> None:
-    text = SECTION[2].partition("\n## ")[0]
-    blocks = re.findall(r"```\n(.*?)```", text, re.S)
-    assert len(blocks) == 4
-    for block in blocks:
-        for line in block.splitlines():
-            if line.startswith("# "):
-                cluster.told()[line.removeprefix("# ")]()
-            else:
-                command = [sys.executable, "-P", "-m", *shlex.split(line)]
-                subprocess.run(command, cwd=cluster.place, check=True, capture_output=True)
-            cluster.serves()
+    commands = blocks("Key rotation")
+    assert len(commands) == 4
+    for line in (line for block in commands for line in block):
+        if line.startswith("# "):
+            cluster.told()[line.removeprefix("# ")]()
+        else:
+            run(line, cluster.place)
+        cluster.serves()
     cluster.ask("after", "controller-1")

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from deploy_page import blocks, run
 from edge_process import wait
 from part_process import WAIT_S, PartProcess
 
 from bus.runtime.cli import EXIT_CONFIG, EXIT_START
-from bus.runtime.keys import add_key, new_keys
 from nodes.config import NodeConfig
 from nodes.link.host import STREAM_GRACE_S
 from nodes.own.engines.sim import sim_generate
@@ -46,8 +46,20 @@ class Machine:
             "%C": f"{place}/cache",
         }
         (place / "etc").mkdir()
-        said = (HERE / "pdbus.toml").read_text(encoding="utf-8")
-        (place / "etc" / "pdbus.toml").write_text(re.sub(r"10\.0\.0\.[12]|0\.0\.0\.0", self.host, said))
+
+    def set_up(self) -> None:
+        """What the page says, but for what asks the running systemd."""
+        (self.place / "examples").symlink_to(HERE.parent)
+        (self.place / "units").mkdir()
+        (keys,) = blocks("Keys")
+        (copies,) = blocks("systemd")
+        for line in (*keys, *copies):
+            if not line.startswith("systemctl"):
+                line = line.replace("/etc/systemd/system/", f"{self.place}/units/")
+                run(line.replace("/etc/pdbus", f"{self.place}/etc"), self.place)
+        assert copies[-1] == f"systemctl enable --now {' '.join(UNITS)}"
+        said = self.place / "etc" / "pdbus.toml"
+        said.write_text(re.sub(r"10\.0\.0\.[12]|0\.0\.0\.0", self.host, said.read_text(encoding="utf-8")))
 
     def unit(self, name: str) -> dict[str, list[str]]:
         """Its settings and those of the common drop-in, after which they are read."""
@@ -111,16 +123,16 @@ def test_what_is_not_started_again_is_what_the_exit_codes_say(machine: Machine) 
 
 
 def test_their_command_lines_serve_with_keys_and_leave_with_0(machine: Machine) -> None:
-    keys = machine.place / "etc" / "keys"
-    new_keys(keys, ("prefill", "decode"))
-    add_key(keys, "clients", "edge")
+    machine.set_up()
     running: list[PartProcess] = []
     try:
         for name in UNITS:
             running.append(machine.start(name))
         for process in running:
             process.until_ready()
-        with Client(f"tcp://{machine.host}:5560", keys=str(keys)) as client:  # as the operator
+        with Client(
+            f"tcp://{machine.host}:5560", keys=str(machine.place / "etc" / "keys")
+        ) as client:  # as the operator
             assert client.generate_tokens([5, 6, 7], max_tokens=4).tokens() == sim_generate([5, 6, 7], 4)
         wait(lambda: ready(f"http://{machine.host}:8000/ready"))
         for process in reversed(running):

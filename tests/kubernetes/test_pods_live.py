@@ -8,11 +8,10 @@ import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from deploy_page import blocks, run
 from pods import POLL_S, WAIT_S, Namespace, Pod
 from rendered import PLACE, Way, ports, tool, ways
 
@@ -34,11 +34,10 @@ def namespace() -> Iterator[Namespace]:
     place = Path(tempfile.mkdtemp(prefix="pd"))
     place.chmod(0o755)
     try:
-        keys = place / "keys"
-        for line in re.findall(r"^#   pdbus (keys .*)$", (PLACE / "keys.sh").read_text(encoding="utf-8"), re.M):
-            command = [sys.executable, "-P", "-m", "pdbus", *line.replace(" keys ", f" {keys} ", 1).split()]
-            subprocess.run(command, check=True, capture_output=True)
-        made = list(yaml.safe_load_all(tool("sh", str(PLACE / "keys.sh"), str(keys))))
+        (commands,) = blocks("Keys")
+        for line in commands:
+            run(line, place)
+        made = list(yaml.safe_load_all(tool("sh", PLACE / "keys.sh", place / "keys")))
         with Namespace("sim", made, place) as running:
             yield running
     finally:
@@ -78,6 +77,9 @@ class Load:
             edge = rng.choice(self.edges)
             try:
                 said = generated(edge, prompt, 24)
+            except urllib.error.HTTPError as error:
+                with error:
+                    self.ends.append(f"{edge.name}: {error} {error.read()!r}")
             except OSError as error:
                 self.ends.append(f"{edge.name}: {error}")
             else:
