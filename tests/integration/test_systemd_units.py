@@ -131,7 +131,7 @@ def test_their_command_lines_serve_with_keys_and_leave_with_0(machine: Machine) 
         for process in running:
             process.until_ready()
         with Client(
-            f"tcp://{machine.host}:5560", keys=str(machine.place / "etc" / "keys")
+            f"tcp://{machine.host}:5560#controller-0", keys=str(machine.place / "etc" / "keys")
         ) as client:  # as the operator
             assert client.generate_tokens([5, 6, 7], max_tokens=4).tokens() == sim_generate([5, 6, 7], 4)
         wait(lambda: ready(f"http://{machine.host}:8000/ready"))
