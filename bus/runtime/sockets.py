@@ -156,7 +156,8 @@ class Sockets:
         """
         if host.startswith("ipc://"):
             _remove_dead(Path(host.removeprefix("ipc://")))
-        bind = f"{host}:*" if host.startswith("tcp://") and not split_port(host)[1].isdecimal() else host
+        named = host.startswith("ipc://") or split_port(host.removeprefix("tcp://"))[1]
+        bind = host if named else f"{host}:*"
         socket = self.router(bind, maximum=maximum, hwm=hwm, domain="data", answers_one_frame=answers_one_frame)
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         return socket, f"{endpoint}{MARK}{self._keys.public.decode()}" if self._keys is not None else endpoint

@@ -46,7 +46,7 @@ class Parts:
         return self._at[part]
 
     def start(self, part: str) -> None:
-        """At an address that nobody had; READY on return."""
+        """At an address that nobody had."""
         used = len(list(self._place.glob("*.log"))) + 1
         self._at[part] = at = f"{self._net}.{used}"
         self.hosts.write_text("".join(f"{ip} the-{name}\n" for name, ip in self._at.items()))  # in place: it is mounted
@@ -57,7 +57,10 @@ class Parts:
         }
         line = [*OWN_HOSTS, str(self.hosts), sys.executable, "-P", "-m", *PARTS[part], *serves[part]]
         self._running[part] = PartProcess(line, self._place / f"{used}.log")
-        self._running[part].until_ready()
+
+    def until_ready(self, *parts: str) -> None:
+        for part in parts:
+            self._running[part].until_ready()
 
     def kill(self, part: str) -> None:
         self._running.pop(part).close()
@@ -74,8 +77,9 @@ def parts(tmp_path: Path) -> Iterator[Parts]:
     if not own_hosts_work(made.hosts):
         pytest.skip("no mount namespaces here")
     try:
-        for part in PARTS:
+        for part in reversed(PARTS):  # when the first ones start there is no name yet
             made.start(part)
+        made.until_ready(*PARTS)
         yield made
     finally:
         made.close()
@@ -104,9 +108,11 @@ def test_a_broker_and_a_controller_are_found_at_their_new_addresses(parts: Parts
     parts.kill("broker")
     wait(lambda: reported(parts, lambda age_s: age_s > 3.0))
     parts.start("broker")
+    parts.until_ready("broker")
     wait(lambda: reported(parts, lambda age_s: age_s < 2.0))  # rank and controller both came back to it
     wait(lambda: known_to_the_broker(parts))
     assert answers(parts)
     parts.kill("controller")
     parts.start("controller")
+    parts.until_ready("controller")
     assert answers(parts)
