@@ -18,10 +18,10 @@ MINUTES ?= 10
 COUNT ?= 96
 OUT ?= out
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-http mutate soak golden api settings dashboard dist test-dist lint types clean
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-http mutate soak golden api settings dashboard dist test-dist lint types clean test-k8s
 
 help: ## Show the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
 
 setup: $(SETUP) ## Make the virtual environment (.venv) and install everything into it
 
@@ -77,6 +77,11 @@ test-vllm-2p2d: ## The same with two engines of each kind (10 GB of memory, many
 
 bench-vllm: ## What the bus adds to vLLM, beside what vLLM's own HTTP server adds
 	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && PYTHONPATH=$(CURDIR) $$vllm -P -m pdbus bench vllm
+
+test-k8s: setup ## The manifests of examples/kubernetes: checked, and run as processes (the first time it installs kubectl)
+	@echo "==> pytest tests/kubernetes"
+	@k8s=$$($(PYTHON) tests/kubernetes/environment.py) && \
+		PDBUS_K8S=$${k8s%/python} $(BIN)/python -m pytest -q tests/kubernetes
 
 SGLANG = sglang=$$($(PYTHON) tests/real_sglang/environment.py) && \
 	PYTHONPATH=$(CURDIR) LD_LIBRARY_PATH=$${sglang%/bin/python}/libraries SGLANG_USE_CPU_ENGINE=1 $$sglang

@@ -54,6 +54,12 @@ def split_owner(endpoint: str) -> tuple[str, str]:
     return (endpoint[:at], endpoint[at + 1 :]) if at > 0 and _OWNER.fullmatch(endpoint, at) else (endpoint, "")
 
 
+def split_port(host: str) -> tuple[str, str]:
+    """`host:port` apart; the port is empty where there is none. An IPv6 address stands in brackets."""
+    name, colon, port = host.rpartition(":")
+    return (name, port) if colon and port and "]" not in port else (host, "")
+
+
 def check_base(base: str) -> str:
     """`base` as it came, or ConfigError with what is wrong with it."""
     scheme, _, rest = base.partition("://")

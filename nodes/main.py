@@ -64,7 +64,7 @@ def command(role: Role) -> click.Command:
     @option("--model", default="smollm2",
             help="smollm2 or tiny; with --engine sim any name; with --engine vllm what vLLM takes.")  # fmt: skip
     @option("--data", default=lambda: f"ipc://{runtime_dir()}", show_default=f"ipc://{runtime_dir()}", metavar="WHERE",
-            help="Where peers and clients reach this node: ipc:///directory or tcp://host.")  # fmt: skip
+            help="Where peers and clients reach this node: ipc:///directory, tcp://host, tcp://host:port.")  # fmt: skip
     @option("--kv-tokens", type=int, default=0, help="KV capacity in tokens (0: the engine's default).")
     @option("--block-tokens", type=int, default=16, help="Tokens in a KV block; equal on all nodes of a model.")
     @option("--max-context", type=int, default=0, help="Prompt and output together (0: the model's).")

@@ -147,10 +147,22 @@ def _listed(directory: Path, role: KeyRole, name: str) -> Path:
     return path
 
 
+def check_private(path: Path) -> None:
+    """ConfigError when others than we may read the file; OSError when it can't be looked at."""
+    status = path.stat()
+    if _is_open(stat.S_IMODE(status.st_mode), status.st_uid, os.getuid()):
+        raise ConfigError(f"{path} is readable by others; run: chmod 600 {path}")
+
+
+def _is_open(mode: int, owner: int, we: int) -> bool:
+    """Root's file may be read by its group: that is how Kubernetes (`fsGroup`) and systemd (`LoadCredential`) hand a
+    secret to a process that is not root's."""
+    return bool(mode & (0o037 if owner == 0 != we else 0o077))
+
+
 def _read_secret(path: Path) -> bytes:
     key = read_key(path)
-    if stat.S_IMODE(path.stat().st_mode) & 0o077:
-        raise ConfigError(f"{path} is readable by others; run: chmod 600 {path}")
+    check_private(path)
     return key
 
 

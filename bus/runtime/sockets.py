@@ -19,7 +19,7 @@ from types import TracebackType
 
 import zmq
 
-from bus.endpoints import KEY_CHARS, MARK, is_exposed, private_dir, split_owner
+from bus.endpoints import KEY_CHARS, MARK, is_exposed, private_dir, split_owner, split_port
 from bus.errors import StartError
 from bus.rights import Domain, KeyRole
 from bus.runtime.doors import Doors
@@ -148,14 +148,16 @@ class Sockets:
     def ephemeral_router(
         self, host: str, *, maximum: int = DATA_MAX, hwm: int = HWM, answers_one_frame: bool = False
     ) -> tuple[Socket, str]:
-        """A ROUTER on a fresh endpoint: `host` is `ipc:///path` (used as it is) or `tcp://address` (any port).
+        """A ROUTER of one process: `host` is `ipc:///path` or `tcp://address:port` (used as they are), or `tcp://address`
+        (any port).
 
         A path `.../node-1f` is taken to be used once, so what dead processes left as `.../node-*` is removed. With
         keys, the end of the endpoint says which one this port proves.
         """
         if host.startswith("ipc://"):
             _remove_dead(Path(host.removeprefix("ipc://")))
-        bind = host if host.startswith("ipc://") else f"{host}:*"
+        named = host.startswith("ipc://") or split_port(host.removeprefix("tcp://"))[1]
+        bind = host if named else f"{host}:*"
         socket = self.router(bind, maximum=maximum, hwm=hwm, domain="data", answers_one_frame=answers_one_frame)
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         return socket, f"{endpoint}{MARK}{self._keys.public.decode()}" if self._keys is not None else endpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from bus import defaults
-from bus.endpoints import BusAddress, ControllerAddress
+from bus.endpoints import BusAddress, ControllerAddress, split_port
 from bus.errors import ConfigError
 from bus.wire.messages import MAX_DP_SIZE, NAME, Role
 from nodes.link.core import Limits
@@ -16,8 +16,8 @@ _DATA_PATH_MAX = 80
 
 @dataclass(frozen=True)
 class LinkConfig:
-    """`data` is where the data socket goes: `ipc:///directory` or `tcp://host`. Durations in seconds. ConfigError on
-    whatever a controller or the bus would refuse."""
+    """`data` is where the data socket goes: `ipc:///directory`, `tcp://host` (on any free port) or `tcp://host:port`.
+    Durations in seconds. ConfigError on whatever a controller or the bus would refuse."""
 
     role: Role  # of all ranks here: prefill, decode or unified
     instance: str  # their name together, 1 to 64 of letters, digits, '.', '_' and '-'
@@ -63,9 +63,13 @@ class LinkConfig:
         if scheme == "ipc":
             if not rest.startswith("/") or len(rest.encode()) > _DATA_PATH_MAX:
                 raise ConfigError(f"{at}: name a directory by an absolute path of at most {_DATA_PATH_MAX} bytes")
-        elif scheme != "tcp" or not rest or ":" in rest.rpartition("]")[2]:
-            raise ConfigError(f"{at}: use ipc:///directory or tcp://host (the port is chosen freely)")
-        elif rest in ("*", "0.0.0.0", "[::]", "::"):
+            return
+        host, port = split_port(rest)
+        if scheme != "tcp" or not host or ":" in host.rpartition("]")[2]:
+            raise ConfigError(f"{at}: use ipc:///directory, tcp://host (any free port) or tcp://host:port")
+        if port and not (port.isdecimal() and 0 < int(port) < 65536):
+            raise ConfigError(f"{at}: {port!r} is no port")
+        if host in ("*", "0.0.0.0", "[::]"):
             raise ConfigError(f"{at}: name an address that the other machines can reach")
 
     def _check_duration(self, name: str) -> None:

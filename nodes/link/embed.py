@@ -65,9 +65,10 @@ Order: TypeAlias = Start | Cancel | Release | Draining
 
 
 class RankLink(Service):
-    """`data` is where peers and clients reach this process: `ipc:///directory` or `tcp://host`. ConfigError on a bad
-    argument, StartError on entry where an endpoint is taken. `overflows` counts what the hand-over could not take,
-    `invalid` what made no sense; a leg that lost something by either fails, and is cancelled here.
+    """`data` is where peers and clients reach this process: `ipc:///directory`, `tcp://host` (on any free port) or
+    `tcp://host:port`. ConfigError on a bad argument, StartError on entry where an endpoint is taken. `overflows` counts
+    what the hand-over could not take, `invalid` what made no sense; a leg that lost something by either fails, and is
+    cancelled here.
     """
 
     part = "rank_link"

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from bus.endpoints import runtime_dir
+from bus.endpoints import runtime_dir, split_port
 from bus.errors import ConfigError
 from bus.runtime import cli
 from bus.runtime.epochs import new_epoch
@@ -138,7 +138,7 @@ def rank_facts(facts: versions.Facts, lease_s: float) -> RankFacts:
 def _choices(config: NodeConfig) -> versions.Choices:
     ranks = len(config.dp_ranks)
     scheme, _, rest = config.data.partition("://")
-    host = rest if scheme == "tcp" else "127.0.0.1"
+    host = split_port(rest)[0] if scheme == "tcp" else "127.0.0.1"
     return versions.Choices(
         role=config.role,
         ranks=ranks,

@@ -114,7 +114,7 @@ class Edge:
 
     async def _see(self) -> None:
         try:
-            self.view = View(await self._client.status(timeout_s=LOOK_S), self._clock())
+            self.view = self.view.followed_by(await self._client.status(timeout_s=LOOK_S), self._clock())
             for name in self.view.models:
                 self._texts.begin(name)
         except PartFailed:

@@ -39,6 +39,13 @@ class View:
             assert seen is not None
             self.models[name] = _served(name, replace(seen, ranks=tuple(its)))
 
+    def followed_by(self, seen: Status, now: float) -> View:
+        """What is known with the next status. A controller that was just started again does not know all ranks yet, and
+        its clients wait for them: what the former one knew stays until it does, or is no longer new."""
+        fresh = View(seen, now)
+        restarted = self.seen is not None and self.seen.epoch != seen.epoch and seen.uptime_s < LOST_S
+        return View(self.seen, now) if restarted and fresh.unready(now) and not self.unready(self.at) else fresh
+
     def model(self, name: str) -> ServedModel:
         """The one that a request names, or the only one. HttpError 404 when it is not served, 503 while nothing is."""
         found = self.models.get(name)

@@ -13,14 +13,13 @@ Several edges count each for itself. Owns the file and the counts; answers nobod
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import stat
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bus.errors import ConfigError
+from bus.runtime.keys import check_private
 from bus.runtime.logs import get_logger
 from pdbus.edge.errors import HttpError
 
@@ -133,8 +132,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
 def _read(path: Path) -> dict[str, Key]:
     """By SHA-256 of the key, so that no comparison takes longer the better one guesses."""
     try:
-        if stat.S_IMODE(os.stat(path).st_mode) & 0o077:
-            raise ConfigError(f"{path} is readable by others; run: chmod 600 {path}")
+        check_private(path)
         said = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from edge_world import PAIR, World, chat, ended, letters, rank, status
+from msgspec.structs import replace
 
 from bus.errors import ConfigError
 from bus.wire.messages import Code
 from pdbus.edge import jobs
+from pdbus.edge.cluster import LOST_S
 from pdbus.edge.errors import STATUS
 
 
@@ -407,6 +409,19 @@ def test_models_probes_and_load() -> None:
     stale = run(world.get("/ready"))
     assert (stale.status, stale.body) == (503, b"the controller has not answered for 6 s\n")
     assert run(world.get("/health")).status == 200
+
+
+def test_what_is_served_stays_while_a_new_controller_gathers_its_ranks() -> None:
+    """Or each restart of one would fail the requests of that second, which the client library lets wait."""
+    world = World(letters("hi"))
+    assert run(world.post("/v1/chat/completions", chat())).status == 200
+    for uptime_s, answered in ((0.2, 200), (LOST_S + 1.0, 503)):
+        for ranks in ((), PAIR.ranks[:1]):  # none; and without a decode rank no context to fill
+            world.client.seen = replace(PAIR, epoch=2, uptime_s=uptime_s, ranks=ranks)
+            run(world.edge.look())
+            assert run(world.get("/ready")).status == answered
+    world = World(letters("hi"), seen=replace(world.client.seen, uptime_s=0.2))  # who knows no better
+    assert run(world.get("/ready")).status == 503
 
 
 @pytest.mark.parametrize(

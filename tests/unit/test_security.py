@@ -81,6 +81,22 @@ def test_a_secret_that_others_can_read_is_refused(cluster: Path) -> None:
         of(cluster, "brokers")
 
 
+@pytest.mark.parametrize(
+    ("mode", "owner", "we", "refused"),
+    [
+        (0o600, 1000, 1000, False),
+        (0o640, 1000, 1000, True),
+        (0o440, 0, 1000, False),  # a volume of Kubernetes with an fsGroup; a credential of systemd
+        (0o640, 0, 1000, False),
+        (0o460, 0, 1000, True),
+        (0o444, 0, 1000, True),
+        (0o440, 0, 0, True),  # nothing that root needs
+    ],
+)
+def test_a_secret_of_root_may_be_read_by_its_group(mode: int, owner: int, we: int, refused: bool) -> None:
+    assert security._is_open(mode, owner, we) == refused
+
+
 def test_a_key_file_appears_whole_or_not_at_all_and_in_the_place_of_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ import zmq
 from structlog.testing import capture_logs
 
 from bus.errors import ConfigError, StartError
+from bus.runtime.ports import free_ports
 from bus.runtime.sockets import HEADER_MAX, Socket, Sockets
 from pdbus.soak.raw_zmtp import COMMAND, frame, greet, pour
 
@@ -97,6 +98,15 @@ def test_an_ephemeral_router_says_where_it_is(directory: Path, sockets: Sockets)
         assert endpoint.startswith(host)
         sockets.dealer(endpoint).send(b"x")
         assert receive(router)[1:] == [b"x"]
+
+
+def test_a_router_of_one_process_takes_the_port_that_is_named(sockets: Sockets) -> None:
+    """As a firewall or a NetworkPolicy needs it; with keys the endpoint says whose it is there too."""
+    port = free_ports("127.0.0.1", 1)
+    _, endpoint = sockets.ephemeral_router(f"tcp://127.0.0.1:{port}")
+    assert endpoint == f"tcp://127.0.0.1:{port}"
+    with pytest.raises(StartError, match=f"tcp://127.0.0.1:{port} is taken"):
+        sockets.ephemeral_router(f"tcp://127.0.0.1:{port}")
 
 
 def test_a_fresh_ipc_endpoint_removes_those_that_dead_processes_left(directory: Path, sockets: Sockets) -> None:

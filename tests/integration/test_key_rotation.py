@@ -1,0 +1,168 @@
+"""Keys are replaced as docs/deploy.md says, line by line, in a cluster that serves: every request comes back right."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from deploy_page import blocks, run
+from part_process import WAIT_S, PartProcess
+
+from bus.runtime.keys import add_key, give_key, new_keys
+from nodes.own.engines.sim import sim_generate
+from pdbus.client import Client
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+NODES = ("prefill/0", "prefill/1", "decode/0", "decode/1")
+
+
+class Asking(threading.Thread):
+    """A client with one key: requests one after the other, until it is stopped."""
+
+    def __init__(self, controller: str, keys: Path) -> None:
+        super().__init__()
+        self.answers: list[bool] = []
+        self.failure: BaseException | None = None
+        self._controller, self._keys = controller, keys
+        self._more, self._stopping = threading.Semaphore(0), threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with Client(self._controller, keys=str(self._keys), connect_timeout_s=WAIT_S, retries=100) as client:
+                while not self._stopping.is_set():
+                    prompt = [5 + len(self.answers) % 400] * 40
+                    self.answers.append(
+                        client.generate_tokens(prompt, max_tokens=8).tokens() == sim_generate(prompt, 8)
+                    )
+                    self._more.release()
+        except BaseException as error:
+            self.failure = error
+            self._more.release(1_000_000)
+
+    def serves(self, count: int = 5) -> None:
+        """Until so many more have come back."""
+        for _ in range(count):
+            assert self._more.acquire(timeout=WAIT_S)
+        assert self.failure is None
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self.join(WAIT_S)
+        assert not self.is_alive()
+        assert self.failure is None
+        assert all(self.answers)
+
+
+class Cluster:
+    """Parts over ipc, where a revoked key is that of a process; `allow` is read where the keys were made."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.keys = place, place / "keys"
+        self._running: dict[str, PartProcess] = {}
+        self._asking: dict[str, Asking] = {}
+        new_keys(self.keys, ("prefill", "decode"))
+        add_key(self.keys, "controllers", "controller-1")
+        self.start("broker", "controller-0", "controller-1", *NODES)
+        self.ask("edge", "controller-0")
+        self.ask("other", "controller-1")
+
+    def start(self, *parts: str) -> None:
+        base = f"ipc://{self.place}"
+        bus = ("--bus", f"{base}/bus", "--keys", str(self.keys), "--log-level", "warning")
+        controllers = [f"{base}/controller-{number}#controller-{number}" for number in range(2)]
+        for part in parts:
+            instance, _, rank = part.partition("/")
+            if part == "broker":
+                line = ["bus", *bus]
+            elif part.startswith("controller"):
+                line = ["controller", *bus, "--name", part, "--controller", f"{base}/{part}", "--lease-s", "1"]
+            else:
+                line = [f"nodes.{instance.partition('-')[0]}", *bus, "--instance", instance, "--dp-size", "2"]
+                line += ["--dp-rank", rank, "--engine", "sim", "--model", "sim", "--data", base]
+                line += [word for each in controllers for word in ("--controller", each)]
+            self._running[part] = PartProcess([sys.executable, "-P", "-m", *line], self.place / "log")
+        for part in parts:
+            self._running[part].until_ready()
+
+    def stop(self, *parts: str) -> None:
+        for part in parts:
+            self._running.pop(part).stop()
+
+    def ask(self, name: str, controller: str) -> None:
+        if not (self.keys / "allow" / "clients" / f"{name}.key").exists():
+            add_key(self.keys, "clients", name)
+        give_key(self.keys, "clients", name, self.place / name)  # once more: it renews what it knows of others
+        self._asking[name] = Asking(f"ipc://{self.place}/{controller}#{controller}", self.place / name)
+        self._asking[name].serves()
+
+    def no_longer(self, name: str) -> None:
+        self._asking.pop(name).stop()
+
+    def nodes(self) -> list[str]:
+        return [part for part in self._running if "/" in part]
+
+    def restart_nodes(self) -> None:
+        for part in self.nodes():
+            self.stop(part)
+            self.start(part)
+
+    def serves(self) -> None:
+        """Whoever asks is answered, but for the time in which all is stopped."""
+        for asking in self._asking.values() if self._running else ():
+            asking.serves()
+
+    def close(self) -> None:
+        for name in list(self._asking):
+            self.no_longer(name)
+        for process in self._running.values():
+            process.close()
+
+    def told(self) -> dict[str, Callable[[], None]]:
+        """What the lines that begin with # say is to be done."""
+        every = ("broker", "controller-0", "controller-1")
+        return {
+            "start the ranks of prefill-b": lambda: self.start("prefill-b/0", "prefill-b/1"),
+            "stop the ranks of prefill": lambda: self.stop("prefill/0", "prefill/1"),
+            "start a client with the key of edge-b": lambda: self.ask("edge-b", "controller-0"),
+            "stop the client with the key of edge": lambda: self.no_longer("edge"),
+            "stop the clients of controller-1, and controller-1": lambda: (
+                self.no_longer("other"),
+                self.stop("controller-1"),
+            )[-1],
+            "start controller-1": lambda: self.start("controller-1"),
+            "restart the nodes, one after the other": self.restart_nodes,
+            "start the clients of controller-1": lambda: self.ask("other", "controller-1"),
+            "stop nodes, controllers and broker": self.stop_all,
+            "start broker, controllers and nodes": lambda: self.start(*every, *self._stopped),
+        }
+
+    def stop_all(self) -> None:
+        self._stopped = self.nodes()
+        self.stop(*self._stopped, "controller-0", "controller-1", "broker")
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with tempfile.TemporaryDirectory(prefix="pd") as place:
+        made = Cluster(Path(place))
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def test_the_page_is_followed_line_by_line(cluster: Cluster) -> None:
+    commands = blocks("Key rotation")
+    assert len(commands) == 4
+    for line in (line for block in commands for line in block):
+        if line.startswith("# "):
+            cluster.told()[line.removeprefix("# ")]()
+        else:
+            run(line, cluster.place)
+        cluster.serves()
+    cluster.ask("after", "controller-1")
