@@ -18,7 +18,7 @@ MINUTES ?= 10
 COUNT ?= 96
 OUT ?= out
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang test-hostile check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-http mutate soak golden api settings dashboard dist test-dist lint types clean
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers test-ray bench-sglang test-hostile check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-http mutate soak golden api settings dashboard dist test-dist lint types clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -88,6 +88,11 @@ test-sglang: ## The plugin on real SGLang's own classes, in one process (a minut
 test-sglang-servers: ## The plugin in real SGLang servers on this machine's CPU, split, and without it (5 minutes)
 	@echo "==> pytest tests/real_sglang/test_servers_live.py"
 	@$(SGLANG) -m pytest -q --confcutdir tests/real_sglang tests/real_sglang/test_servers_live.py
+
+test-ray: ## pdbus up --ray over a real Ray cluster on this machine, nodes of it killed (3 minutes)
+	@echo "==> pytest tests/real_ray"
+	@ray=$$($(PYTHON) tests/real_ray/environment.py) && RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 RAY_USAGE_STATS_ENABLED=0 \
+		PYTHONPATH=$(CURDIR) $$ray -m pytest -q --confcutdir tests/real_ray tests/real_ray
 
 bench-sglang: ## SGLang's own code with the plugin beside itself without it, on this machine's CPU (10 minutes)
 	@$(SGLANG) -m pdbus bench sglang

@@ -1,4 +1,4 @@
-"""An environment with somebody's real engine, made once for each set of pins, outside the tree.
+"""An environment with somebody's real engine or Ray, made once for each set of pins, outside the tree.
 
 It is `NAME-HASH_OF_WHAT_MAKES_IT` in the cache that pdbus uses for its models. pip reads its own configuration, as it
 would by hand: an index with a CPU build of torch saves 3 GB. Imports nothing but the standard library.
@@ -36,7 +36,14 @@ def sections(pins: Path) -> tuple[list[str], list[str], list[str]]:
     return found[""], found["--no-deps"], found["--uninstall"]
 
 
-def python_of(name: str, says: str, pins: Path, *also: Path, finish: Callable[[Path], None] | None = None) -> Path:
+def python_of(
+    name: str,
+    says: str,
+    pins: Path,
+    *also: Path,
+    takes: str = "some minutes, 4 GB",
+    finish: Callable[[Path], None] | None = None,
+) -> Path:
     """The Python of an environment with `pins`, made first if it is not there. `finish` does to it what pip can't, by
     the files `also`."""
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -46,7 +53,7 @@ def python_of(name: str, says: str, pins: Path, *also: Path, finish: Callable[[P
     with open(place.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # whoever comes meanwhile waits
         if not (place / "ready").exists():
-            print(f"==> {says} in {place} (once; some minutes, 4 GB)", file=sys.stderr, flush=True)
+            print(f"==> {says} in {place} (once; {takes})", file=sys.stderr, flush=True)
             _make(place, pins)
             if finish is not None:
                 finish(place)
