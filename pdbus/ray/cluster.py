@@ -21,7 +21,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from bus.errors import ConfigError, StartError
-from bus.runtime.keys import ensure_keys, files_of, load_keys
+from bus.runtime.keys import ensure_keys, files_of, listed_keys, load_keys
 from pdbus.launcher.ends import HURRY_S
 from pdbus.launcher.restarts import FINAL, GiveUp, RestartPolicy, Restarts
 from pdbus.launcher.spec import ClusterSpec, PartSpec
@@ -29,6 +29,7 @@ from pdbus.ray.host import Ended, Event, Host, Ready, Said, Task
 from pdbus.ray.plan import Group, Layout, addresses, at, environment, groups, machines
 
 POLL_S = 0.25
+RENEW_S = 1.0  # between looks at the list of keys
 ACTOR_S = 60.0  # for Ray to start an actor, beyond what its part may take
 ORDER = ("edge", "node", "controller", "broker")  # of leaving
 
@@ -52,6 +53,7 @@ class Remote:
     ip: str = ""
     pid: int = 0
     facts: dict[str, str] = field(default_factory=dict)  # of its newest READY line
+    renewed: tuple[object, ...] = ()  # the host that was told the list of keys last, and that list
     away: bool = False  # its actor is gone; Ray starts it again
 
 
@@ -91,6 +93,8 @@ class RayCluster:
         self._asked: dict[Any, str] = {}  # questions for events that are under way, of which part each
         self._left = Restarts({}, policy, 0.0)
         self._interrupts = self._heeded = 0
+        self._renew_at = 0.0
+        self._complaint = ""
 
     @property
     def bus(self) -> str:
@@ -190,6 +194,21 @@ class RayCluster:
         made = ray.remote(Actor).options(name=part.name, max_restarts=-1, max_concurrency=8, **options)
         self.children[part.name] = Remote(part, made.remote(task))
 
+    def _renew_keys(self) -> None:
+        """Hosts have copies of the list of keys: tell them when it has changed, and those that Ray has started again,
+        which have the list of their first start."""
+        self._renew_at = time.monotonic() + RENEW_S
+        try:
+            listed = tuple(listed_keys(Path(self.spec.keys)))
+            for child in self.children.values():
+                if child.host and child.renewed != (child.host, listed):
+                    child.renewed = child.host, listed
+                    child.actor.renew.remote(self._files(child.spec))
+        except ConfigError as error:  # hosts keep the lists that they have
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                self._say(f"the list of keys was not renewed: {error}")
+
     def _files(self, part: PartSpec) -> dict[str, bytes]:
         """What the part is to find on its machine: the file of settings, its own key and those it judges others by."""
         files = {"config.toml": Path(self.spec.config).read_bytes()} if self.spec.config else {}
@@ -218,6 +237,8 @@ class RayCluster:
     def _turn(self) -> None:
         """Wait a moment for news of any part, and see to it. KeyboardInterrupt when a signal has come."""
         self._check()
+        if self.spec.keys and time.monotonic() >= self._renew_at:
+            self._renew_keys()
         asked = set(self._asked.values())
         for name, child in self.children.items():
             if name not in asked:

@@ -25,6 +25,7 @@ from pdbus.launcher.spec import Addresses, ClusterSpec, PartSpec
 from pdbus.launcher.supervisor import Supervisor
 
 ASK_S = 30.0  # how long a question for news waits
+LIST = "keys/allow/"
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ class Host:
         self._events: list[Event] = []
         self._changed = threading.Condition()
         self._stopping = threading.Event()
+        self._files = task.files
+        self._files_lock = threading.Lock()
         self._directory = Path(tempfile.mkdtemp(prefix="pd"))
         self._spec = self._on_this_machine()
         # Starts and restarts are this thread's alone: a part dies with the thread that started it.
@@ -105,8 +108,18 @@ class Host:
 
     def hurry(self) -> None:
         """It has been told to leave, and now is to leave at once."""
-        for child in self.children.values():
+        for child in list(self.children.values()):
             child.send(signal.SIGTERM)
+
+    def renew(self, files: dict[str, bytes]) -> None:
+        """Other keys are allowed from now on: the list on disk becomes that of `files`."""
+        with self._files_lock:
+            self._files = files
+            if self._directory.exists():
+                self._write({name: key for name, key in files.items() if name.startswith(LIST)})
+                for path in self._directory.glob(f"{LIST}*/*.key"):
+                    if str(path.relative_to(self._directory)) not in files:
+                        path.unlink()
 
     # --- for the supervisor ---------------------------------------------------------------------------------------
 
@@ -119,7 +132,12 @@ class Host:
         if old := self.children.get(part):
             old.close()
         logs = Path(self._task.spec.log_dir or self._directory)
-        logs.mkdir(parents=True, exist_ok=True)
+        try:
+            with self._files_lock:
+                self._write(self._files)
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StartError(f"{part}: cannot write {error.filename}: {error.strerror}") from None
         child = self.children[part] = start(self._spec, logs, self._task.spec.env)
         return child
 
@@ -128,7 +146,6 @@ class Host:
     def _run(self) -> None:
         end = Ended(None, "it was told to leave")
         try:
-            self._write_files()
             self._serve()
         except _Leave:
             pass
@@ -138,7 +155,8 @@ class Host:
         except Exception as error:  # this machine's, as a full disk
             end = Ended(None, f"{type(error).__name__}: {error}")
         take_down(list(self.children.values()), self._task.spec.stop_grace_s)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        with self._files_lock:
+            shutil.rmtree(self._directory, ignore_errors=True)
         self._tell(end)
 
     def _serve(self) -> NoReturn:
@@ -158,6 +176,7 @@ class Host:
             child = self.children[part]
             if child.ready and child.pid != pid:
                 pid = child.pid
+                shutil.rmtree(self._directory / "keys" / "secrets", ignore_errors=True)  # it has read its own
                 self._tell(Ready(self._ip, pid, child.facts))
             try:
                 supervisor.turn()
@@ -186,10 +205,13 @@ class Host:
         part = next(part for part in parts if part.name == task.part)
         return replace(part, module="pdbus.ray.tied", args=(part.module, *part.args))
 
-    def _write_files(self) -> None:
-        """For this user alone, in a directory that goes when the part has left."""
-        for name, content in self._task.files.items():
+    def _write(self, files: dict[str, bytes]) -> None:
+        """For this user alone, in a directory that goes when the part has left. Each appears at once: the part reads
+        the list of keys whenever it changes."""
+        for name, content in files.items():
             path = self._directory / name
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            fresh = path.with_name(f".{path.name}.new")
+            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(content)
+            fresh.replace(path)

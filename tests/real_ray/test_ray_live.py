@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -21,7 +21,7 @@ from request_load import Load
 from up_process import Up
 
 from bus.errors import PeerLost
-from bus.runtime.keys import add_key, give_key, new_keys
+from bus.runtime.keys import add_key, give_key, new_keys, revoke_key
 from bus.runtime.ports import free_ports
 from nodes.own.engines.sim import sim_generate
 from pdbus.client import Client
@@ -59,6 +59,18 @@ def pdbus(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
+def poll_for(done: Callable[[], bool], deadline_s: float = 30.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def option(pid: int, name: str) -> str:
+    words = psutil.Process(pid).cmdline()
+    return words[words.index(name) + 1]
+
+
 def test_a_machine_of_the_cluster_dies_under_load(ray: Machines, directory: Path) -> None:
     """Its ranks come back on another one, as do a part and an actor that are killed; every request ends rightly."""
     worker = ray.add("127.0.0.3", num_cpus=2)
@@ -86,22 +98,12 @@ def test_a_machine_of_the_cluster_dies_under_load(ray: Machines, directory: Path
         assert gone(killed)
         load.right(12)
         load.finish()
-        status = ("status", *where[3:])
-        end = time.monotonic() + 30.0
-        while (outside := pdbus(*status)).returncode:
-            assert time.monotonic() < end, outside
+        poll_for(lambda: pdbus("status", *where[3:]).returncode == 0)
         pids = [up.pid(part) for part in PARTS]
-        directories = [Path(option(pid, "--keys")) for pid in pids if option(pid, "--keys")]
         up.process.send_signal(signal.SIGTERM)
         assert up.end() == 130
     assert all(gone(pid) for pid in pids)
-    assert not directories
     assert "Traceback" not in up.said["stderr"]
-
-
-def option(pid: int, name: str) -> str:
-    words = psutil.Process(pid).cmdline()
-    return words[words.index(name) + 1] if name in words else ""
 
 
 def test_ranks_have_their_gpus_and_parts_their_own_keys_alone(ray: Machines, directory: Path) -> None:
@@ -122,16 +124,12 @@ def test_ranks_have_their_gpus_and_parts_their_own_keys_alone(ray: Machines, dir
         assert sorted(gpus) == ["0", "1"]
 
         secrets = {path.stem: path.read_text().strip() for path in keys.rglob("*.secret")}
-        own = {"broker": "broker", "controller-0": "controller-0", "edge": "operator"}
-        folders = []
-        for part, pid in pids.items():
-            words = psutil.Process(pid).cmdline()
-            assert not [word for word in words for secret in secrets.values() if secret in word]
-            folders.append(Path(option(pid, "--keys")))
-            found = {path.stem: path for path in folders[-1].rglob("*.secret")}
-            assert list(found) == [own.get(part, part.partition("/")[0])]
-            assert all(path.stat().st_mode & 0o077 == 0 for path in found.values())
-            assert str(config) not in words
+        folders = [Path(option(pid, "--keys")) for pid in pids.values()]
+        assert len(set(folders)) == len(pids), "each has a list of its own"
+        assert not [path for folder in folders for path in folder.rglob("*.secret")], "it lies there until it was read"
+        words = " ".join(word for pid in pids.values() for word in psutil.Process(pid).cmdline())
+        assert not [name for name, secret in secrets.items() if secret in words]
+        assert str(config) not in words, "it has a copy"
         with Client(up.controller, keys=str(directory / "alice")) as client:
             assert client.generate_tokens([5, 6, 7], max_tokens=9).tokens() == sim_generate([5, 6, 7], 9)
         with Client(up.controller, connect_timeout_s=1.0) as stranger, pytest.raises(PeerLost):
@@ -140,9 +138,17 @@ def test_ranks_have_their_gpus_and_parts_their_own_keys_alone(ray: Machines, dir
         request = urllib.request.Request(f"http://{http}/v1/completions", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=30) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 4
+        revoke_key(keys, "clients", "alice")
+        for folder in folders:
+            poll_for(lambda folder=folder: not (folder / "allow" / "clients" / "alice.key").exists())
+        heard = len(up.said["stderr"])
+        os.kill(psutil.Process(pids["controller-0"]).ppid(), signal.SIGKILL)
+        up.until("stderr", rf"(?s)\A.{{{heard}}}.*^pdbus up: controller-0 is back on")
+        again = Path(option(up.pid("controller-0"), "--keys")) / "allow" / "clients"
+        poll_for(lambda: not (again / "alice.key").exists())
         up.process.send_signal(signal.SIGINT)
         assert up.end() == 130
-    assert not [folder for folder in folders if folder.exists()], "keys go with the part"
+    assert not [path for folder in folders for path in folder.rglob("*.secret")]
     ray.kill(worker)
 
 
