@@ -240,7 +240,7 @@ def _over_ray(
 
     connect(address)
     cluster = RayCluster(spec, Layout(strategy, each), policy, _say, teller.say)
-    leave_on_signals(cluster.interrupt)
+    leave_on_signals(cluster.interrupt)  # after Ray has set a handler of its own
     return cluster
 
 

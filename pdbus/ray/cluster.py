@@ -91,7 +91,9 @@ class RayCluster:
         self._pinned["edge"] = self._pinned["controller"]
         self._groups: list[Any] = []
         self._asked: dict[Any, str] = {}  # questions for events that are under way, of which part each
-        self._left = Restarts({}, policy, 0.0)
+        self._parts = self.spec.parts(replace(self._at, data="tcp://0.0.0.0"))
+        # Hosts count restarts. Here it is decided whether the others go on when a part stays away.
+        self._left = Restarts({part.name: part.kind for part in self._parts}, RestartPolicy(limit=0), time.monotonic())
         self._interrupts = self._heeded = 0
         self._renew_at = 0.0
         self._complaint = ""
@@ -119,17 +121,14 @@ class RayCluster:
         """All parts, READY, nodes last. On failure `stop` takes down what had started."""
         if self.spec.keys:
             ensure_keys(Path(self.spec.keys), self.spec.controller_names(), tuple(self.spec.instances()))
-        parts = self.spec.parts(replace(self._at, data="tcp://0.0.0.0"))
-        kinds = {part.name: part.kind for part in parts}
-        self._left = Restarts(kinds, RestartPolicy(limit=0), time.monotonic())
-        for part in parts:
+        for part in self._parts:
             if part.kind != "node":
                 machine = self._pinned[part.kind]
                 where = NodeAffinitySchedulingStrategy(machine.ray_id, soft=False)
                 self._place(part, num_cpus=0, scheduling_strategy=where)
         self._until_ready()
-        nodes = {part.name: part for part in parts if part.kind == "node"}
-        for group in groups(self.spec, parts, self._layout.resources):
+        nodes = {part.name: part for part in self._parts if part.kind == "node"}
+        for group in groups(self.spec, self._parts, self._layout.resources):
             made = self._room_for(group)
             for index, (name, bundle) in enumerate(zip(group.parts, group.bundles, strict=True)):
                 where = PlacementGroupSchedulingStrategy(made, placement_group_bundle_index=index)
@@ -262,6 +261,9 @@ class RayCluster:
             raise StartError(self._why_dead(child, error)) from None
         if host != child.host:
             child.host, child.heard = host, 0
+        elif child.away:
+            child.away = False
+            self._say(f"{name}: its actor answers again")
         child.heard += len(events)
         for event in events:
             self._take(child, event)

@@ -12,7 +12,7 @@ import shutil
 import signal
 import tempfile
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from secrets import token_hex
 from typing import NoReturn, TypeAlias
@@ -36,7 +36,7 @@ class Task:
     at: Addresses
     part: str
     policy: RestartPolicy
-    files: dict[str, bytes]
+    files: dict[str, bytes] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

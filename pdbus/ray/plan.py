@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,8 +25,8 @@ Resources = dict[str, float]
 class Layout:
     """How parts are laid over a Ray cluster."""
 
-    strategy: str = "SPREAD"  # of an instance's ranks over the Ray nodes
-    resources: Mapping[Role, Resources] = field(default_factory=dict)  # of each rank
+    strategy: str  # of an instance's ranks over the Ray nodes
+    resources: Mapping[Role, Resources]  # of each rank
 
 
 @dataclass(frozen=True, slots=True)
