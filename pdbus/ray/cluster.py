@@ -8,6 +8,7 @@ controller and edge are tied to the machine that has their address, which others
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Collection
@@ -29,6 +30,7 @@ from pdbus.ray.host import Ended, Event, Host, Ready, Said, Task
 from pdbus.ray.plan import Group, Layout, addresses, at, environment, groups, machines
 
 POLL_S = 0.25
+CONNECT_S = 5.0
 RENEW_S = 1.0  # between looks at the list of keys
 ACTOR_S = 60.0  # for Ray to start an actor, beyond what its part may take
 ORDER = ("edge", "node", "controller", "broker")  # of leaving
@@ -59,11 +61,15 @@ class Remote:
 
 def connect(address: str) -> None:
     """Join the Ray cluster at `address`; ConfigError when there is none."""
+    said = (os.environ.get("RAY_ADDRESS") or address) if address == "auto" else address
+    host, _, port = said.rpartition(":")
     try:
+        if port.isdecimal() and "://" not in said:  # Ray itself tries for minutes
+            socket.create_connection((host, int(port)), CONNECT_S).close()
         ray.init(address=address, logging_level="error", log_to_driver=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, OverflowError, RuntimeError) as error:
         reason = " ".join(str(error).split()).partition(". ")[0]
-        raise ConfigError(f"no Ray cluster at {address!r} ({reason}); start one with: ray start --head") from None
+        raise ConfigError(f"no Ray cluster at {said!r} ({reason}); start one with: ray start --head") from None
 
 
 class RayCluster:

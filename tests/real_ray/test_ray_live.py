@@ -210,6 +210,11 @@ def test_the_machine_with_the_addresses_is_the_cluster(ray: Machines, directory:
             r"Ray found no room for decode-0 \(2 x CPU=99\) by SPREAD within 2 s; free on \d nodes: CPU=2",
         ),
         (
+            ("--ray-address", "127.0.0.9:6379"),
+            2,
+            r"no Ray cluster at '127\.0\.0\.9:6379' \(.* Connection refused\); start one with: ray start --head",
+        ),
+        (
             ("--bus", "tcp://127.0.0.9:5550"),
             2,
             r"'tcp://127\.0\.0\.9:5550': no Ray node has that address; there are 127\.0\.0\.2 \(head\)",
