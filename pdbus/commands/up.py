@@ -236,7 +236,8 @@ def _over_ray(
     each = {role: parse_resources(f"--{role}-resources", text) for role, text in resources.items()}
     if find_spec("ray") is None:
         raise ConfigError(f"--ray needs the Python package 'ray'; run: pip install {RAY}")
-    from pdbus.ray.cluster import RayCluster, connect
+    from pdbus.ray.actors import connect
+    from pdbus.ray.cluster import RayCluster
 
     connect(address)
     cluster = RayCluster(spec, Layout(strategy, each), policy, _say, teller.say)

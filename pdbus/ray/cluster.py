@@ -1,5 +1,5 @@
-"""The parts of a cluster as actors of a Ray cluster: placed, started, heard, taken down. The only module that imports
-Ray. Owns the actors and placement groups; each part's process is its `Host`'s.
+"""The parts of a cluster as actors of a Ray cluster: placed, started, heard, taken down. Owns the actors and placement
+groups; each part's process is its `Host`'s.
 
 Ray starts an actor again whose process or machine is gone, where its placement group finds resources. Broker,
 controller and edge are tied to the machine that has their address, which others know: when it goes, the cluster ends.
@@ -8,11 +8,10 @@ controller and edge are tied to the machine that has their address, which others
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,50 +25,14 @@ from bus.runtime.keys import ensure_keys, files_of, listed_keys, load_keys
 from pdbus.launcher.ends import HURRY_S
 from pdbus.launcher.restarts import FINAL, GiveUp, RestartPolicy, Restarts
 from pdbus.launcher.spec import ClusterSpec, PartSpec
-from pdbus.ray.host import Ended, Event, Host, Ready, Said, Task
+from pdbus.ray.actors import Actor, Remote, options
+from pdbus.ray.host import Ended, Event, Ready, Said, Task
 from pdbus.ray.plan import Group, Layout, addresses, at, environment, groups, machines
 
 POLL_S = 0.25
-CONNECT_S = 5.0
 RENEW_S = 1.0  # between looks at the list of keys
 ACTOR_S = 60.0  # for Ray to start an actor, beyond what its part may take
 ORDER = ("edge", "node", "controller", "broker")  # of leaving
-
-
-class Actor(Host):
-    """A `Host` that asks Ray where it is."""
-
-    def __init__(self, task: Task) -> None:
-        again = ray.get_runtime_context().was_current_actor_reconstructed
-        super().__init__(task, ray.util.get_node_ip_address(), again=again)
-
-
-@dataclass
-class Remote:
-    """A part somewhere in the Ray cluster, and what was heard of it."""
-
-    spec: PartSpec
-    actor: Any
-    host: str = ""  # the id of the host heard last, and how many of its events
-    heard: int = 0
-    ip: str = ""
-    pid: int = 0
-    facts: dict[str, str] = field(default_factory=dict)  # of its newest READY line
-    renewed: tuple[object, ...] = ()  # the host that was told the list of keys last, and that list
-    away: bool = False  # its actor is gone; Ray starts it again
-
-
-def connect(address: str) -> None:
-    """Join the Ray cluster at `address`; ConfigError when there is none."""
-    said = (os.environ.get("RAY_ADDRESS") or address) if address == "auto" else address
-    host, _, port = said.rpartition(":")
-    try:
-        if port.isdecimal() and "://" not in said:  # Ray itself tries for minutes
-            socket.create_connection((host, int(port)), CONNECT_S).close()
-        ray.init(address=address, logging_level="error", log_to_driver=False)
-    except (OSError, ValueError, OverflowError, RuntimeError) as error:
-        reason = " ".join(str(error).split()).partition(". ")[0]
-        raise ConfigError(f"no Ray cluster at {said!r} ({reason}); start one with: ray start --head") from None
 
 
 class RayCluster:
@@ -138,7 +101,7 @@ class RayCluster:
             made = self._room_for(group)
             for index, (name, bundle) in enumerate(zip(group.parts, group.bundles, strict=True)):
                 where = PlacementGroupSchedulingStrategy(made, placement_group_bundle_index=index)
-                self._place(nodes[name], scheduling_strategy=where, **_options(bundle))
+                self._place(nodes[name], scheduling_strategy=where, **options(bundle))
         self._until_ready()
 
     def run(self) -> NoReturn:
@@ -194,9 +157,9 @@ class RayCluster:
             self._progress(f"waiting for room in the Ray cluster for {group.says} ({waited_s:.0f} s)")
         return made
 
-    def _place(self, part: PartSpec, **options: Any) -> None:
+    def _place(self, part: PartSpec, **where: Any) -> None:
         task = Task(self.spec, self._at, part.name, self._policy, self._files(part))
-        made = ray.remote(Actor).options(name=part.name, max_restarts=-1, max_concurrency=8, **options)
+        made = ray.remote(Actor).options(name=part.name, max_restarts=-1, max_concurrency=8, **where)
         self.children[part.name] = Remote(part, made.remote(task))
 
     def _renew_keys(self) -> None:
@@ -321,10 +284,3 @@ class RayCluster:
                 del waiting[question]
             if waiting:
                 self._progress(f"waiting for {', '.join(list(waiting.values())[:4])} to leave ({now - began:.0f} s)")
-
-
-def _options(bundle: dict[str, float]) -> dict[str, Any]:
-    """An actor's options that take all of its bundle."""
-    named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-    options: dict[str, Any] = {option: bundle[name] for name, option in named.items() if name in bundle}
-    return {"num_cpus": 0, **options, "resources": {k: v for k, v in bundle.items() if k not in named}}
