@@ -18,7 +18,7 @@ MINUTES ?= 10
 COUNT ?= 96
 OUT ?= out
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-http mutate soak golden api settings dashboard dist test-dist lint types clean test-k8s
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-http mutate soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -99,6 +99,11 @@ bench-peers: setup ## SGLang's and vLLM's own dispatchers and bare brokers besid
 		compiled=$$(cd tests/compiled && $(CURDIR)/$(BIN)/python -c 'import run; print(run.environment())') && \
 		PYTHONPATH=$(CURDIR) $(BIN)/pdbus bench peers --peer sglang=$$sglang --peer vllm=$$vllm \
 			--peer compiled=$$compiled --out $(OUT)
+
+test-ray: ## pdbus up --ray over a real Ray cluster on this machine, nodes of it killed (3 minutes)
+	@echo "==> pytest tests/real_ray"
+	@ray=$$($(PYTHON) tests/real_ray/environment.py) && RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 RAY_USAGE_STATS_ENABLED=0 \
+		PYTHONPATH=$(CURDIR) $$ray -m pytest -q --confcutdir tests/real_ray tests/real_ray
 
 bench-sglang: ## SGLang's own code with the plugin beside itself without it, on this machine's CPU (10 minutes)
 	@$(SGLANG) -m pdbus bench sglang

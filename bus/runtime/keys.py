@@ -106,7 +106,7 @@ def give_key(directory: Path, role: KeyRole, name: str, out: Path) -> None:
         _make_dirs(out, f"secrets/{role}")
         _write(there, _read_secret(here), 0o600)
         here.unlink()
-    for each in ("brokers", "controllers") if role in ("clients", "admins") else ROLES:
+    for each in _lists_of(role):
         _make_dirs(out, f"allow/{each}")
         theirs = {path.name: read_key(path) for path in (directory / "allow" / each).glob("*.key")}
         for path in (out / "allow" / each).glob("*.key"):
@@ -116,6 +116,16 @@ def give_key(directory: Path, role: KeyRole, name: str, out: Path) -> None:
                 path.unlink()
         for file, key in theirs.items():
             _write(out / "allow" / each / file, key, 0o644)
+
+
+def files_of(keys: Keys) -> dict[str, bytes]:
+    """The files that the part with these keys needs on another machine, by their path in its directory there."""
+    role, name = keys.name.split("/")
+    files = {f"secrets/{role}/{name}.secret": keys.secret}
+    for each in _lists_of(role):
+        for path in sorted((keys.directory / "allow" / each).glob("*.key")):
+            files[f"allow/{each}/{path.name}"] = read_key(path)
+    return files
 
 
 def ensure_keys(directory: Path, controllers: Sequence[str], nodes: Sequence[str]) -> None:
@@ -138,6 +148,11 @@ def listed_keys(directory: Path) -> Iterator[tuple[KeyRole, str, bytes]]:
     for role in ROLES:
         for path in sorted((directory / "allow" / role).glob("*.key")):
             yield role, path.stem, read_key(path)
+
+
+def _lists_of(role: str) -> tuple[KeyRole, ...]:
+    """Whose public keys the holder of such a key needs."""
+    return ("brokers", "controllers") if role in ("clients", "admins") else ROLES
 
 
 def _listed(directory: Path, role: KeyRole, name: str) -> Path:

@@ -7,8 +7,9 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import click
@@ -79,11 +80,11 @@ def curl_line(url: str, model: str) -> str:
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
-def leave_on_signals() -> None:
+def leave_on_signals(handler: Callable[[int, FrameType | None], None] = signal.default_int_handler) -> None:
     """From here on SIGTERM, and SIGHUP where it is not ignored, end the command as Ctrl-C does: it tidies up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, handler)
 
 
 def wait_for_controller(client: Client, address: str, wait_s: float, keys: str) -> Status:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, Literal
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from rich.console import Console
 from rich.table import Table
 
 from bus.endpoints import default_bus, default_controller
+from bus.errors import ConfigError
 from bus.runtime import cli, settings
 from bus.runtime.logs import LEVELS
+from bus.wire.messages import Role
 from controller.config import ControllerConfig
 from controller.policies import resolve
 from pdbus.commands.common import Teller, curl_line, leave_on_signals
 from pdbus.launcher import Cluster, ClusterSpec, RestartPolicy, Supervisor
+from pdbus.ray.plan import RAY, STRATEGIES, Layout, parse_resources
+
+if TYPE_CHECKING:
+    from pdbus.ray.cluster import RayCluster
 
 DRAIN_S = 70.0  # the nodes' own --drain-s (60 s) and their goodbyes
 TCP_BUS, TCP_CONTROLLER = "tcp://127.0.0.1:5550", "tcp://127.0.0.1:5560"
@@ -25,6 +32,16 @@ TCP_BUS, TCP_CONTROLLER = "tcp://127.0.0.1:5550", "tcp://127.0.0.1:5560"
 def _method_option(role: str, default: str) -> Callable[[Any], Any]:
     return click.option(
         f"--{role}-method", metavar="METHOD", default=default, show_default=True, help=f"How to pick {role} ranks."
+    )
+
+
+def _resources_option(role: str) -> Callable[[Any], Any]:
+    return click.option(
+        f"--{role}-resources",
+        metavar="NAME=AMOUNT,...",
+        default="CPU=1",
+        show_default=True,
+        help=f"ray: what each {role} rank needs, as in CPU=4,GPU=1.",
     )
 
 
@@ -101,6 +118,20 @@ def _method_option(role: str, default: str) -> Callable[[Any], Any]:
     metavar="BASE",
     help="Serve the parts' metrics on this port and the next ones, one each (0: don't).",
 )
+@click.option("--ray", is_flag=True, help="Place the parts over the nodes of a Ray cluster, not on this machine.")
+@click.option(
+    "--ray-address", default="auto", metavar="ADDRESS", help="ray: of that cluster  [default: $RAY_ADDRESS, else here]"
+)
+@click.option(
+    "--ray-strategy",
+    type=click.Choice(STRATEGIES),
+    default="SPREAD",
+    show_default=True,
+    help="ray: how an instance's ranks lie over the Ray nodes.",
+)
+@_resources_option("prefill")
+@_resources_option("decode")
+@_resources_option("unified")
 @click.argument("node_args", nargs=-1, type=click.UNPROCESSED)
 def up(
     prefill: int | None,
@@ -127,6 +158,12 @@ def up(
     log_dir: str,
     http: str,
     metrics_port: int,
+    ray: bool,
+    ray_address: str,
+    ray_strategy: str,
+    prefill_resources: str,
+    decode_resources: str,
+    unified_resources: str,
     node_args: tuple[str, ...],
 ) -> None:
     """Start a broker, a controller and nodes, and keep them running; Ctrl-C drains and ends them all.
@@ -148,8 +185,8 @@ def up(
         model=model,
         gpus=tuple(each.replace("+", ",") for each in gpus.split(",")) if gpus else (),
         transport=transport,
-        bus=bus or (default_bus() if transport == "ipc" else TCP_BUS),
-        controller=controller or (default_controller() if transport == "ipc" else TCP_CONTROLLER),
+        bus=bus or ("" if ray else default_bus() if transport == "ipc" else TCP_BUS),
+        controller=controller or ("" if ray else default_controller() if transport == "ipc" else TCP_CONTROLLER),
         keys=keys,
         start_timeout_s=start_timeout_s,
         stop_grace_s=DRAIN_S,
@@ -173,12 +210,23 @@ def up(
     policy = RestartPolicy(limit=restarts, start_timeout_s=start_timeout_s)
     leave_on_signals()
     teller = Teller()
-    cluster = Cluster(spec, progress=teller.say)
+    cluster: Cluster | RayCluster
+    if ray:
+        resources: dict[Role, str] = {
+            "prefill": prefill_resources,
+            "decode": decode_resources,
+            "unified": unified_resources,
+        }
+        cluster = _over_ray(spec, policy, ray_address, ray_strategy, resources, teller)
+    else:
+        cluster = Cluster(spec, progress=teller.say)
     try:
         with teller.telling():
             cluster.start()
         _show(cluster)
-        Supervisor(cluster, policy, _say).run()
+        if isinstance(cluster, Cluster):
+            Supervisor(cluster, policy, _say).run()
+        cluster.run()
     except KeyboardInterrupt:
         if cluster.children:
             _say("draining; Ctrl-C again ends it at once")
@@ -186,6 +234,24 @@ def up(
     finally:
         with teller.telling():
             cluster.stop()
+
+
+def _over_ray(
+    spec: ClusterSpec, policy: RestartPolicy, address: str, strategy: str, resources: dict[Role, str], teller: Teller
+) -> RayCluster:
+    """ConfigError for what cannot be laid over a Ray cluster, or when there is none."""
+    if spec.gpus:
+        raise ConfigError("--gpus: with --ray, Ray gives out GPUs: --prefill-resources GPU=1 and so on")
+    each = {role: parse_resources(f"--{role}-resources", text) for role, text in resources.items()}
+    if find_spec("ray") is None:
+        raise ConfigError(f"--ray needs the Python package 'ray'; run: pip install {RAY}")
+    from pdbus.ray.actors import connect
+    from pdbus.ray.cluster import RayCluster
+
+    connect(address)
+    cluster = RayCluster(spec, Layout(strategy, each), policy, _say, teller.say)
+    leave_on_signals(cluster.interrupt)  # after Ray has set a handler of its own
+    return cluster
 
 
 def _arguments(engine: str | None, given: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -202,7 +268,7 @@ def _say(line: str) -> None:
     print(f"pdbus up: {line}", file=sys.stderr, flush=True)
 
 
-def _show(cluster: Cluster) -> None:
+def _show(cluster: Cluster | RayCluster) -> None:
     table = Table(title="READY", title_justify="left")
     metrics = ("metrics",) if cluster.spec.metrics_port else ()
     for column in ("part", "pid", "address", *metrics):
@@ -217,7 +283,8 @@ def _show(cluster: Cluster) -> None:
     cli.ready(bus=cluster.bus, controller=cluster.controller)
     usual = "" if cluster.controller == default_controller() else f" --controller {cluster.controller}"
     keep = "" if cluster.spec.log_dir else " while it runs; to keep them: --log-dir DIR"
-    click.echo(f"Logs: {cluster.log_dir}/*.log{keep}")
+    where = "" if isinstance(cluster, Cluster) else ", on each machine"
+    click.echo(f"Logs: {cluster.log_dir}/*.log{where}{keep}")
     click.echo(f"Try, from another terminal:  pdbus generate{usual} 'What is a load balancer?'   (Ctrl-C ends it all)")
     if edge := cluster.children.get("edge"):
         url = edge.facts["endpoint"]

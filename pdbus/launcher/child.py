@@ -150,6 +150,15 @@ class Child:
             Path(path).unlink()
 
 
+def start(spec: PartSpec, logs: Path, env: dict[str, str]) -> Child:
+    """The part as a child, with its log in the directory `logs`; StartError when it can't even be run."""
+    try:
+        return Child(spec, logs / f"{spec.name.replace('/', '.')}.log", {**env, **spec.env})
+    except OSError as error:
+        at = f" {error.filename}" if error.filename else ""
+        raise StartError(f"{spec.name}: could not be started:{at} {error.strerror}") from None
+
+
 def is_socket(path: Path) -> bool:
     try:
         return stat.S_ISSOCK(path.lstat().st_mode)

@@ -20,7 +20,7 @@ from bus.runtime.keys import ensure_keys
 from bus.wire.messages import Status
 from pdbus.client import Client
 from pdbus.launcher.addresses import choose
-from pdbus.launcher.child import Child, is_socket
+from pdbus.launcher.child import Child, is_socket, start
 from pdbus.launcher.ends import take_down, wait_ready
 from pdbus.launcher.spec import Addresses, ClusterSpec, PartSpec
 
@@ -208,12 +208,7 @@ class Cluster:
         self._stack.enter_context(Controller(config))
 
     def _spawn(self, part: PartSpec) -> Child:
-        log = self.log_dir / f"{part.name.replace('/', '.')}.log"
-        try:
-            child = self.children[part.name] = Child(part, log, {**self.spec.env, **part.env})
-        except OSError as error:
-            at = f" {error.filename}" if error.filename else ""
-            raise StartError(f"{part.name}: could not be started:{at} {error.strerror}") from None
+        child = self.children[part.name] = start(part, self.log_dir, self.spec.env)
         self.started.append(child)
         return child
 

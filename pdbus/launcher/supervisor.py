@@ -6,10 +6,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from bus.errors import StartError
-from pdbus.launcher.cluster import Cluster
+from pdbus.launcher.child import Child
 from pdbus.launcher.restarts import Again, GiveUp, PartState, RestartPolicy, Restarts, Start
 
 POLL_S = 0.25
@@ -17,11 +17,24 @@ EXIT_S = 1.0  # between a process's last word and its end
 LAST_LINES = 10
 
 
+class Started(Protocol):
+    """What is kept running: a `Cluster`, or what one of its machines runs of it."""
+
+    @property
+    def children(self) -> dict[str, Child]: ...
+
+    def poll(self) -> list[str]:
+        """The parts that have exited without being asked to."""
+
+    def begin(self, part: str) -> Child:
+        """Start a part that has ended again, without waiting for its READY."""
+
+
 class Supervisor:
     """`Supervisor(cluster, policy, say).run()`: a part that ends without being asked to is started again, at the same
     addresses. `say` gets a line for whatever happens."""
 
-    def __init__(self, cluster: Cluster, policy: RestartPolicy, say: Callable[[str], None]) -> None:
+    def __init__(self, cluster: Started, policy: RestartPolicy, say: Callable[[str], None]) -> None:
         self._cluster = cluster
         self._say = say
         self._limit = policy.limit

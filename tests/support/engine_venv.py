@@ -37,9 +37,13 @@ def sections(pins: Path) -> tuple[list[str], list[str], list[str]]:
 
 
 def python_of(
-    name: str, says: str, pins: Path, *also: Path,
-    finish: Callable[[Path], None] | None = None, takes: str = "some minutes, 4 GB",
-) -> Path:  # fmt: skip
+    name: str,
+    says: str,
+    pins: Path,
+    *also: Path,
+    takes: str = "some minutes, 4 GB",
+    finish: Callable[[Path], None] | None = None,
+) -> Path:
     """The Python of an environment with `pins`, made first if it is not there. `finish` does to it what pip can't, by
     the files `also`."""
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"

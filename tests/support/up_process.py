@@ -64,7 +64,7 @@ class Up:
 
     def pid(self, part: str) -> int:
         """Of its newest start."""
-        back = re.findall(rf"^pdbus up: {part} is back \(pid (\d+)\)", self.said["stderr"], re.M)
+        back = re.findall(rf"^pdbus up: {part} is back (?:on \S+ )?\(pid (\d+)\)", self.said["stderr"], re.M)
         return int(back[-1] if back else self.until("stdout", rf"{part}\s\D+(\d+)\s")[1])
 
     def kill_and_await(self, part: str, number: int = signal.SIGKILL) -> None:

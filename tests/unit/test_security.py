@@ -20,7 +20,7 @@ from bus.rights import Domain, KeyRole, key_of
 from bus.runtime import frames
 from bus.runtime import keys as security
 from bus.runtime import security as gate
-from bus.runtime.keys import Keys, add_key, give_key, listed_keys, load_keys, new_keys, revoke_key
+from bus.runtime.keys import Keys, add_key, files_of, give_key, listed_keys, load_keys, new_keys, revoke_key
 from bus.runtime.sockets import Sockets
 
 
@@ -150,6 +150,17 @@ def test_no_two_parts_have_one_key_and_who_is_given_one_gets_no_other(cluster: P
     assert [path.name for path in (tmp_path / "decode-0").rglob("*.secret")] == ["decode-0.secret"]
     assert not list(cluster.rglob("decode-0.secret")), "given away"
     assert of(tmp_path / "decode-0", "nodes", "decode-0").name == "nodes/decode-0"
+
+
+@pytest.mark.parametrize(("role", "name"), [("nodes", "prefill-0"), ("admins", "operator")])
+def test_the_files_of_a_key_are_those_it_would_be_given(
+    cluster: Path, tmp_path: Path, role: KeyRole, name: str
+) -> None:
+    files, out = files_of(of(cluster, role, name)), tmp_path / "out"
+    assert list(cluster.rglob(f"{name}.secret")), "it stays"
+    give_key(cluster, role, name, out)
+    given = {str(path.relative_to(out)): path.read_bytes().strip() for path in out.rglob("*") if path.is_file()}
+    assert files == given
 
 
 def test_what_was_given_away_is_renewed(cluster: Path, tmp_path: Path) -> None:

@@ -1,0 +1,59 @@
+"""What Ray itself is asked for: its cluster, an actor for each part, and that actor's share of a bundle."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from bus.errors import ConfigError
+from pdbus.launcher.spec import PartSpec
+from pdbus.ray.host import Host, Task
+
+CONNECT_S = 5.0
+
+
+class Actor(Host):
+    """A `Host` that asks Ray where it is."""
+
+    def __init__(self, task: Task) -> None:
+        again = ray.get_runtime_context().was_current_actor_reconstructed
+        super().__init__(task, ray.util.get_node_ip_address(), again=again)
+
+
+@dataclass
+class Remote:
+    """A part somewhere in the Ray cluster, and what was heard of it."""
+
+    spec: PartSpec
+    actor: Any
+    host: str = ""  # the id of the host heard last, and how many of its events
+    heard: int = 0
+    ip: str = ""
+    pid: int = 0
+    facts: dict[str, str] = field(default_factory=dict)  # of its newest READY line
+    renewed: tuple[object, ...] = ()  # the host that was told the list of keys last, and that list
+    away: bool = False  # its actor is gone; Ray starts it again
+
+
+def connect(address: str) -> None:
+    """Join the Ray cluster at `address`; ConfigError when there is none."""
+    said = (os.environ.get("RAY_ADDRESS") or address) if address == "auto" else address
+    host, _, port = said.rpartition(":")
+    try:
+        if port.isdecimal() and "://" not in said:  # Ray itself tries for minutes
+            socket.create_connection((host, int(port)), CONNECT_S).close()
+        ray.init(address=address, logging_level="error", log_to_driver=False)
+    except (OSError, ValueError, OverflowError, RuntimeError) as error:
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        raise ConfigError(f"no Ray cluster at {said!r} ({reason}); start one with: ray start --head") from None
+
+
+def options(bundle: dict[str, float]) -> dict[str, Any]:
+    """An actor's options that take all of its bundle."""
+    named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    options: dict[str, Any] = {option: bundle[name] for name, option in named.items() if name in bundle}
+    return {"num_cpus": 0, **options, "resources": {k: v for k, v in bundle.items() if k not in named}}

@@ -1,0 +1,217 @@
+"""One part on one machine: its files, its process, its restarts there. Owns these and a log of what happened, which
+whoever placed it reads; knows nothing of Ray.
+
+A part that dies is started again here, under the policy of every launcher. When all of this process dies the part dies
+with it (`tied`), and whoever placed it starts it again, here or elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from secrets import token_hex
+from typing import NoReturn, TypeAlias
+
+from bus.errors import StartError
+from pdbus.launcher.child import Child, start
+from pdbus.launcher.ends import take_down, wait_ready
+from pdbus.launcher.restarts import FINAL, RestartPolicy
+from pdbus.launcher.spec import Addresses, ClusterSpec, PartSpec
+from pdbus.launcher.supervisor import Supervisor
+
+ASK_S = 30.0  # how long a question for news waits
+LIST = "keys/allow/"
+
+
+@dataclass(frozen=True)
+class Task:
+    """Which part of which cluster, and the files that it needs: their content by path, `keys/...` and `config.toml`."""
+
+    spec: ClusterSpec
+    at: Addresses
+    part: str
+    policy: RestartPolicy
+    files: dict[str, bytes] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Something happened that an operator wants to hear."""
+
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A start of the part serves."""
+
+    ip: str
+    pid: int
+    facts: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The part will not be started again here: by its exit code (None: it never ran), and why, in one line."""
+
+    code: int | None
+    cause: str
+
+
+Event: TypeAlias = Said | Ready | Ended
+
+
+class _Leave(Exception):
+    """It was told to stop."""
+
+
+class Host:
+    """`ip`: of this machine, where a node binds. `again`: there was a host before, so the part is known to be able to
+    start, and a failure at the start counts as any other."""
+
+    def __init__(self, task: Task, ip: str, *, again: bool = False) -> None:
+        self.children: dict[str, Child] = {}
+        self._task = task
+        self._ip = ip
+        self._again = again
+        self._id = token_hex(8)
+        self._events: list[Event] = []
+        self._changed = threading.Condition()
+        self._stopping = threading.Event()
+        self._files = task.files
+        self._files_lock = threading.Lock()
+        self._directory = Path(tempfile.mkdtemp(prefix="pd"))
+        self._spec = self._on_this_machine()
+        # Starts and restarts are this thread's alone: a part dies with the thread that started it.
+        self._thread = threading.Thread(target=self._run, name=task.part, daemon=True)
+        self._thread.start()
+
+    # --- whoever placed it asks, from any thread ------------------------------------------------------------------
+
+    def events(self, host: str, heard: int) -> tuple[str, list[Event]]:
+        """This host's id and what has happened beyond the first `heard` events of the host of that id; waits for
+        some, and has none after `ASK_S`."""
+        with self._changed:
+            first = heard if host == self._id else 0
+            self._changed.wait_for(lambda: len(self._events) > first, ASK_S)
+            return self._id, self._events[first:]
+
+    def stop(self) -> None:
+        """Tell the part to leave, which drains a node; returns when it has left and its files are gone."""
+        self._stopping.set()
+        self._thread.join()
+
+    def hurry(self) -> None:
+        """It has been told to leave, and now is to leave at once."""
+        for child in list(self.children.values()):
+            child.send(signal.SIGTERM)
+
+    def renew(self, files: dict[str, bytes]) -> None:
+        """Other keys are allowed from now on: the list on disk becomes that of `files`."""
+        with self._files_lock:
+            self._files = files
+            if self._directory.exists():
+                self._write({name: key for name, key in files.items() if name.startswith(LIST)})
+                for path in self._directory.glob(f"{LIST}*/*.key"):
+                    if str(path.relative_to(self._directory)) not in files:
+                        path.unlink()
+
+    # --- for the supervisor ---------------------------------------------------------------------------------------
+
+    def poll(self) -> list[str]:
+        for child in self.children.values():
+            child.trim_log()
+        return [name for name, child in self.children.items() if child.returncode is not None]
+
+    def begin(self, part: str) -> Child:
+        if old := self.children.get(part):
+            old.close()
+        logs = Path(self._task.spec.log_dir or self._directory)
+        try:
+            with self._files_lock:
+                self._write(self._files)
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StartError(f"{part}: cannot write {error.filename}: {error.strerror}") from None
+        child = self.children[part] = start(self._spec, logs, self._task.spec.env)
+        return child
+
+    # --- its thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        end = Ended(None, "it was told to leave")
+        try:
+            self._serve()
+        except _Leave:
+            pass
+        except StartError as error:
+            child = self.children.get(self._task.part)
+            end = Ended(child.returncode if child else None, str(error).removeprefix(f"{self._task.part}: "))
+        except Exception as error:  # this machine's, as a full disk
+            end = Ended(None, f"{type(error).__name__}: {error}")
+        take_down(list(self.children.values()), self._task.spec.stop_grace_s)
+        with self._files_lock:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        self._tell(end)
+
+    def _serve(self) -> NoReturn:
+        part, policy = self._task.part, self._task.policy
+        child = self.begin(part)
+        try:
+            wait_ready([child], policy.start_timeout_s, lambda line: self._check())
+        except StartError:
+            self._check()
+            child.close()
+            if not self._again or child.returncode in FINAL:
+                raise
+        supervisor = Supervisor(self, policy, lambda line: self._tell(Said(line)))
+        pid = 0
+        while True:
+            self._check()
+            child = self.children[part]
+            if child.ready and child.pid != pid:
+                pid = child.pid
+                shutil.rmtree(self._directory / "keys" / "secrets", ignore_errors=True)  # it has read its own
+                self._tell(Ready(self._ip, pid, child.facts))
+            try:
+                supervisor.turn()
+            except StartError:
+                child = self.children[part]
+                if child.returncode not in FINAL:
+                    raise
+                raise StartError(child.cause() if child.returncode else "it has left") from None
+
+    def _check(self) -> None:
+        if self._stopping.is_set():
+            raise _Leave
+
+    def _tell(self, event: Event) -> None:
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()
+
+    def _on_this_machine(self) -> PartSpec:
+        """The part's command line, with this machine's address and files."""
+        task = self._task
+        keys = str(self._directory / "keys") if task.spec.keys else ""
+        config = str(self._directory / "config.toml") if task.spec.config else ""
+        spec = replace(task.spec, keys=keys, config=config)
+        parts = spec.parts(replace(task.at, data=f"tcp://{self._ip}"))
+        part = next(part for part in parts if part.name == task.part)
+        return replace(part, module="pdbus.ray.tied", args=(part.module, *part.args))
+
+    def _write(self, files: dict[str, bytes]) -> None:
+        """For this user alone, in a directory that goes when the part has left. Each appears at once: the part reads
+        the list of keys whenever it changes."""
+        for name, content in files.items():
+            path = self._directory / name
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fresh = path.with_name(f".{path.name}.new")
+            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(content)
+            fresh.replace(path)

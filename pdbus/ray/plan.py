@@ -1,0 +1,123 @@
+"""What goes where in a Ray cluster. Pure: knows Ray's names of resources and strategies, and calls none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from bus.errors import ConfigError
+from bus.wire.messages import Role
+from pdbus.launcher.spec import Addresses, ClusterSpec, PartSpec
+
+RAY = "ray==2.60.0"  # as the extra `ray` has it
+STRATEGIES = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
+BUS_PORT, CONTROLLER_PORT = 5550, 5560
+HEAD = "node:__internal_head__"  # the resource by which Ray marks its head node
+# Directories and files of the machine that `up` runs on; settings of `up` itself are none of the parts'.
+_OF_THIS_MACHINE = ("PDBUS_DIR", "PDBUS_CACHE", "PDBUS_CONFIG", "PDBUS_KEYS", "PDBUS_UP_")
+
+Resources = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How parts are laid over a Ray cluster."""
+
+    strategy: str  # of an instance's ranks over the Ray nodes
+    resources: Mapping[Role, Resources]  # of each rank
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A Ray node that lives."""
+
+    ray_id: str
+    ip: str
+    hostname: str
+    is_head: bool
+
+    @property
+    def says(self) -> str:
+        return f"{self.ip} (head)" if self.is_head else self.ip
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The node processes of an instance, in one placement group: a bundle of resources for each."""
+
+    instance: str
+    parts: tuple[str, ...]
+    bundles: tuple[Resources, ...]
+
+    @property
+    def says(self) -> str:
+        each = ", ".join(sorted({",".join(f"{k}={v:g}" for k, v in bundle.items()) for bundle in self.bundles}))
+        return f"{self.instance} ({len(self.bundles)} x {each})"
+
+
+def parse_resources(option: str, text: str) -> Resources:
+    """`CPU=4,GPU=1` as Ray takes it; ConfigError on anything else."""
+    found: Resources = {}
+    for word in text.split(","):
+        name, _, amount = word.strip().partition("=")
+        try:
+            found[name] = float(amount)
+        except ValueError:
+            found[name] = 0.0
+        if not name or not 0.0 < found[name] < 1e9:
+            raise ConfigError(f"{option} {text!r}: say amounts above 0, as in CPU=4,GPU=1")
+    return found
+
+
+def machines(ray_nodes: Iterable[Mapping[str, Any]]) -> list[Machine]:
+    """Those of `ray.nodes()` that live, the head first."""
+    found = [
+        Machine(each["NodeID"], each["NodeManagerAddress"], each["NodeManagerHostname"], HEAD in each["Resources"])
+        for each in ray_nodes
+        if each["Alive"]
+    ]
+    return sorted(found, key=lambda machine: not machine.is_head)
+
+
+def at(base: str, known: Sequence[Machine]) -> Machine:
+    """The machine where `base` is to be bound, the head where it names none."""
+    if not base:
+        return known[0]
+    host = urlsplit(base).hostname or ""
+    for machine in known:
+        if host in (machine.ip, machine.hostname):
+            return machine
+    there = ", ".join(machine.says for machine in known)
+    raise ConfigError(f"{base!r}: no Ray node has that address; there are {there}")
+
+
+def addresses(spec: ClusterSpec, known: Sequence[Machine]) -> Addresses:
+    """Where broker and controller are bound: as `spec` says, else at the head. Each node binds at its own machine."""
+    head = known[0].ip
+    bus, controller = spec.bus or f"tcp://{head}:{BUS_PORT}", spec.controller or f"tcp://{head}:{CONTROLLER_PORT}"
+    return Addresses(bus, {"controller-0": controller}, data="")
+
+
+def groups(spec: ClusterSpec, parts: Sequence[PartSpec], resources: Mapping[Role, Resources]) -> list[Group]:
+    """A placement group for each instance; a process with several ranks needs as much as all of them."""
+    found = []
+    for instance, (role, _) in spec.instances().items():
+        names = [part.name for part in parts if part.kind == "node" and part.name.startswith(f"{instance}/")]
+        bundles = []
+        for name in names:
+            first, _, last = name.removeprefix(f"{instance}/").partition("-")
+            ranks = int(last or first) - int(first) + 1
+            bundles.append({key: ranks * amount for key, amount in resources[role].items()})
+        found.append(Group(instance, tuple(names), tuple(bundles)))
+    return found
+
+
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """What the parts are to have of the settings in this process's environment."""
+    return {
+        name: value
+        for name, value in variables.items()
+        if name.startswith("PDBUS_") and not name.startswith(_OF_THIS_MACHINE)
+    }
