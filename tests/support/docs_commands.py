@@ -129,6 +129,7 @@ def commands(script: str) -> Iterator[list[str]]:
     """The words of each simple command of a script. ValueError where quotes don't close."""
     script = re.sub(r"<<-?\s*'?\"?(\w+)'?\"?(.*?)\n.*?^\s*\1$", r"\2", script, flags=re.S | re.M)  # here-documents
     script = re.sub(r"(^|\s)#.*", "", re.sub(r"\\\n", " ", script), flags=re.M)
+    script = re.sub(r"(?<=\s)[012](?=[<>])", "", script)
     lexer = shlex.shlex(script.replace("\n", " ; "), posix=True, punctuation_chars="();&|<>")
     lexer.whitespace_split, lexer.commenters = True, ""
     words: list[str] = []
@@ -136,7 +137,6 @@ def commands(script: str) -> Iterator[list[str]]:
     for word in [*lexer, ";"]:
         if re.fullmatch(r"[<>]+&?|&>+", word):
             into = True
-            words = words[:-1] if words and words[-1] in "012" else words
         elif re.fullmatch(r"[();&|]+", word):
             while words and (words[0] in KEYWORDS or _ASSIGNMENT.fullmatch(words[0])):
                 words = [] if words[0] in ("for", "case", "in", "function") else words[1:]
@@ -186,7 +186,7 @@ def _python(arguments: Sequence[str], whole: bool) -> str:
         case ["-m", module, *_]:
             return "" if _PLACEHOLDER.fullmatch(module) or find_spec(module) else "no such module"
         case [script, *_] if script.endswith(".py") and "/" in script:
-            return "" if (ROOT / script).exists() else "no such file"
+            return "" if (ROOT / script.removeprefix("../")).exists() else "no such file"
     return ""
 
 

@@ -66,7 +66,7 @@ def test_blocks_are_found_wherever_they_stand(tmp_path: Path, monkeypatch: pytes
     ] == [
         (1, "inline", "pdbus top"),
         (7, "sh", "pdbus status"),
-        (11, "", "make demo"),
+        (12, "", "make demo"),
     ]
 
 
