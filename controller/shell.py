@@ -26,7 +26,7 @@ from bus.runtime.epochs import new_epoch
 from bus.runtime.frames import name_of, send
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
-from bus.runtime.metrics import Metric
+from bus.runtime.metrics import Metric, labelled
 from bus.runtime.ration import LARGE, Ration
 from bus.runtime.service import Service
 from bus.runtime.sockets import PAYLOAD_MAX, Socket, Sockets
@@ -121,6 +121,7 @@ class Controller(Service):
         self._pub = self._sockets.pub(bus.publish)
         self.core = ControllerCore(config, self.epoch, self.loop.clock())
         self.core.life.trace = self.trace
+        self.core.turned_away = lambda: {"peers_refused": sum(self._sockets.refused.values())}
         exits.callback(self._farewell)
         self._follow(exits)
         self.loop.add(self._clients, self._on_client, copied=2, keyed=keys is not None)
@@ -304,7 +305,14 @@ class Controller(Service):
         core, now = self.core, self.loop.clock()
         ranks = core.table.ranks.values()
         probe(ranks, now)
-        return collect(core.tally(), ranks, core.health.pulses, self.config.methods, core.regret, now)
+        refused = labelled(
+            "counter",
+            "pdbus_controller_peers_refused_total",
+            "peers not on the allowlist",
+            "domain",
+            self._sockets.refused,
+        )
+        return *collect(core.tally(), ranks, core.health.pulses, self.config.methods, core.regret, now), refused
 
     def _unready(self) -> str:
         return self.core.unready if self.bus_seen.is_set() else f"no broker heard at {self.config.bus}"
