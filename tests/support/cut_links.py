@@ -21,7 +21,7 @@ class Link:
     def __init__(self, near: Path, far: Path) -> None:
         self._whole = threading.Event()
         self._whole.set()
-        self._far = far
+        self._near, self._far = near, far
         self._sockets: list[unix.socket] = []
         self._listener = unix.socket(unix.AF_UNIX)
         self._listener.bind(str(near))
@@ -40,6 +40,7 @@ class Link:
             with contextlib.suppress(OSError):
                 each.shutdown(unix.SHUT_RDWR)
             each.close()
+        self._near.unlink(missing_ok=True)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
