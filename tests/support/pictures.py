@@ -31,7 +31,7 @@ WIDTH, HEIGHT = 112, 21
 DEMO_WIDTH = 120
 WATCHED_S = 24.0  # more than the window that rates are of
 KILLED_S = 17.0
-SPEED = 2.5  # of the demo's recording
+SPEED, PAUSE_S = 2.5, 1.0  # of the demo's recording; no line waits longer for the next
 FACES = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
 
@@ -93,20 +93,21 @@ def demo() -> None:
     """What `make demo` says, each line when it came."""
     env = os.environ | {"COLUMNS": str(DEMO_WIDTH), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-P", "-m", "pdbus", "demo"]
-    lines, times, began = list[str](), list[float](), 0.0
+    lines, times, heard = list[str](), list[float](), 0.0
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            began = began or time.monotonic()
             if line.startswith("To ask it over HTTP"):
                 process.communicate()
                 break
+            waited, heard = time.monotonic() - (heard or time.monotonic()), time.monotonic()
             lines.append(line.rstrip())
-            times.append(0.5 + (time.monotonic() - began) / SPEED)
+            times.append((times[-1] if times else PAUSE_S) + min(PAUSE_S, waited / SPEED))
     assert process.returncode == 0
     path = _save("demo.svg", "make demo", Group(*map(_coloured, lines)), DEMO_WIDTH)
-    delays = "".join(f'[clip-path$="line-{at})"]{{animation-delay:{when:.2f}s}}' for at, when in enumerate(times))
+    delays = "".join(f'text[clip-path$="line-{at})"]{{animation-delay:{when:.2f}s}}' for at, when in enumerate(times))
     style = f"@keyframes come{{from{{opacity:0}}to{{opacity:1}}}}text[clip-path]{{animation:come .15s both}}{delays}"
+    style += "@media(prefers-reduced-motion){text[clip-path]{animation:none}}"
     path.write_text(path.read_text(encoding="utf-8").replace("</style>", f"{style}</style>", 1), encoding="utf-8")
 
 
