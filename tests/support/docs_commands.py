@@ -28,24 +28,8 @@ ROOT = Path(__file__).parents[2]
 PARTS = {"bus": broker, "controller": controller, "pdbus": pdbus}
 PARTS |= {f"nodes.{role}": node(role) for role in ("prefill", "decode", "unified")}
 OURS = ("pdbus", "python", "make")
-KEYWORDS = (
-    "case",
-    "do",
-    "done",
-    "elif",
-    "else",
-    "esac",
-    "fi",
-    "for",
-    "function",
-    "if",
-    "in",
-    "then",
-    "until",
-    "while",
-    "{",
-    "}",
-)
+AROUND = ("env", "exec", "nice", "nohup", "sudo", "time", "timeout", "watch")  # what may stand before a command
+_KEYWORD = re.compile(r"case|do|done|elif|else|esac|fi|for|function|if|in|then|until|while|[{}]")
 _ASSIGNMENT = re.compile(r"\w+=.*", re.S)
 _PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*|.*(\.\.\.|…|<|\$|\[).*")
 _PLAIN_TYPES = (click.Choice, click.types.IntParamType, click.types.FloatParamType, click.types.BoolParamType)
@@ -138,7 +122,7 @@ def commands(script: str) -> Iterator[list[str]]:
         if re.fullmatch(r"[<>]+&?|&>+", word):
             into = True
         elif re.fullmatch(r"[();&|]+", word):
-            while words and (words[0] in KEYWORDS or _ASSIGNMENT.fullmatch(words[0])):
+            while words and (_KEYWORD.fullmatch(words[0]) or _ASSIGNMENT.fullmatch(words[0])):
                 words = [] if words[0] in ("for", "case", "in", "function") else words[1:]
             if words:
                 yield words
@@ -167,7 +151,10 @@ def complaints(block: Block) -> Iterator[str]:
 
 
 def _complaint(words: Sequence[str], *, whole: bool) -> str:
-    program, *arguments = words
+    inner = next(
+        (at for at, word in enumerate(words) if word in OURS and (words[at - 1] == "--" or words[0] in AROUND)), 0
+    )
+    program, *arguments = words[inner:]
     program = program.removeprefix(".venv/bin/")
     if program in ("python", "python3"):
         return _python([word for word in arguments if word != "-P"], whole)
@@ -192,10 +179,9 @@ def _python(arguments: Sequence[str], whole: bool) -> str:
 
 def _parsed(command: click.Command, words: Sequence[str], whole: bool) -> str:
     """By the command's own parser: every option, and values of a plain type."""
-    own = [word for word in words if not re.fullmatch(r"\.\.\.|…", word)]
     context = click.Context(command)
     try:
-        values, rest, _ = command.make_parser(context).parse_args(list(own))
+        values, rest, _ = command.make_parser(context).parse_args(list(words))
         if isinstance(command, click.Group) and rest:
             found = command.get_command(context, rest[0])
             return _parsed(found, rest[1:], whole) if found is not None else f"no subcommand {rest[0]}"
@@ -209,8 +195,8 @@ def _parsed(command: click.Command, words: Sequence[str], whole: bool) -> str:
         return error.format_message() if whole or isinstance(error, click.NoSuchOption) else ""  # `generate -n`
     except click.ClickException as error:
         return error.format_message()
-    if command.name == "up" and values.get("engine") != "vllm" and "--" in own:
-        return _parsed(PARTS["nodes.decode"], own[own.index("--") + 1 :], whole=False)
+    if command.name == "up" and values.get("engine") != "vllm" and "--" in words:
+        return _parsed(PARTS["nodes.decode"], words[words.index("--") + 1 :], whole=False)
     return ""
 
 

@@ -33,6 +33,8 @@ def test_the_pages_have_commands() -> None:
         ("make demos", "inline", "Makefile has no demos"),
         ("make soak HOURS=1", "", "Makefile has no HOURS"),
         ("pdbsu top", "sh", "is it pdbus?"),
+        ("kubectl -n pdbus exec controller-0 -- pdbus statsu", "sh", "no subcommand statsu"),
+        ("nice -n 5 timeout 9 pdbus status --jsn", "sh", "No such option"),
         ("$ pdbus nothing\nsaid", "", "no subcommand nothing"),
         ("pdbus status &&", "sh", "syntax error"),
         ("for n in 1 2; do pdbus status --jsn; done", "bash", "No such option"),
