@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from cut_links import far_node
-from fault_rig import LEASE_S, TIMING, WAIT_S, Rig, rig
+from fault_rig import TIMING, WAIT_S, Rig, rig
 from terminal import pattern
 
 from bus.endpoints import BusAddress
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.fault
 DOCS = Path(__file__).parents[2] / "docs"
 FAIL, HANG, CRASH = 0, 1, 2  # token ids that the sim engine never produces
 NODE = (*TIMING, "--fault-fail-token", str(FAIL), "--fault-hang-token", str(HANG), "--fault-crash-token", str(CRASH))
-CONTROLLER = ("--lease-s", str(LEASE_S), "--hang-s", "1.0", "--stale-s", "0.6", "--attempts", "2")
+CONTROLLER = ("--lease-s", "2.0", "--hang-s", "1.0", "--stale-s", "0.6", "--attempts", "2")
 
 
 def rows(page: str, title: str) -> dict[str, list[str]]:
@@ -122,7 +122,7 @@ class Scene:
         self.live.until(lambda: (child.read(), child.ready)[1], f"{name} is ready")
         return child
 
-    def refused(self, prompt: list[int], retries: int = 0, **options: Any) -> None:
+    def refused(self, prompt: list[int], retries: int = 2, **options: Any) -> None:
         """Ask for something that will not be done."""
         with rig(self.cluster, retries=retries) as asker:
             asker.ended(asker.begin(prompt, 4, **options))
@@ -234,7 +234,7 @@ CAUSES: dict[str, Callable[[Scene], None]] = {
     "node restarted within its lease": lambda scene: scene.cluster.restart("decode-0/1"),
     "a rank started a second time": second_start,
     "node stopped": signalled("prefill-0/0", signal.SIGSTOP),
-    "engine hung": lambda scene: scene.refused([HANG] * 4),
+    "engine hung": lambda scene: scene.refused([HANG] * 4, retries=0),
     "a forward step fails": lambda scene: scene.refused([5, FAIL]),
     "a request that kills ranks": lambda scene: scene.refused([CRASH] * 4, retries=10),
     "prefill rank lost while decode": killed_while("prefill"),
