@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 PARTS = {"bus": broker, "controller": controller, "pdbus": pdbus}
 PARTS |= {f"nodes.{role}": node(role) for role in ("prefill", "decode", "unified")}
 OURS = ("pdbus", "python", "make")
+NAMES = ("pdbus request", "pdbus prefill", "pdbus decode", "pdbus unified")  # spans of traces, in running text
 AROUND = ("env", "exec", "nice", "nohup", "sudo", "time", "timeout", "watch")  # what may stand before a command
 _KEYWORD = re.compile(r"case|do|done|elif|else|esac|fi|for|function|if|in|then|until|while|[{}]")
 _ASSIGNMENT = re.compile(r"\w+=.*", re.S)
@@ -84,7 +85,7 @@ def shell(block: Block) -> str:
     """The block's commands as a script; empty where it has none."""
     lines = block.text.splitlines()
     if block.info == "inline":
-        return block.text if _program(block.text) in OURS and " " in block.text else ""
+        return block.text if _program(block.text) in OURS and " " in block.text and block.text not in NAMES else ""
     if block.info == "console" or any(line.startswith("$ ") for line in lines):
         return "\n".join(command for command, _ in transcript(block.text))
     if block.info in ("sh", "bash", "shell"):
