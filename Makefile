@@ -18,7 +18,7 @@ MINUTES ?= 10
 COUNT ?= 96
 OUT ?= out
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-http mutate soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-http mutate soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -155,6 +155,9 @@ mutate: setup ## Change COUNT=96 lines of the cores, one at a time, and show whe
 
 api: setup ## Build docs/api.md from the docstrings
 	@PYTHONPATH=tests/support $(BIN)/python -m api_page
+
+pictures: setup ## Make README's pictures in docs/img from what runs (a minute)
+	@PYTHONPATH=tests/support $(BIN)/python -m pictures
 
 dashboard: setup ## Make examples/observability/dashboard.json (the first time it installs Grafana's SDK)
 	@test -x $(VENV)/grafana/bin/python || { $(PYTHON) -m venv $(VENV)/grafana && \

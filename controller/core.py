@@ -80,6 +80,7 @@ class ControllerCore:
         self.config = config
         self.epoch = epoch
         self.counts: Counter[str] = Counter()
+        self.turned_away: Callable[[], dict[str, int]] = dict  # what its shell counts, for the status
         self.table = LoadTable(
             epoch,
             stale_s=config.stale_s,
@@ -187,8 +188,8 @@ class ControllerCore:
         )
         methods = {str(role): method for role, method in self.config.methods.items()}
         return Status(
-            id, self.config.name, self.epoch, max(0.0, now - self._started_at), methods, self.tally(), ranks,
-            uses_hashes=self.uses_hashes,
+            id, self.config.name, self.epoch, max(0.0, now - self._started_at), methods,
+            self.tally() | self.turned_away(), ranks, uses_hashes=self.uses_hashes,
         )  # fmt: skip
 
     @property

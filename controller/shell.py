@@ -20,7 +20,7 @@ from bus.runtime import probes
 from bus.runtime.epochs import new_epoch
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
-from bus.runtime.metrics import Metric
+from bus.runtime.metrics import Metric, labelled
 from bus.runtime.service import Service
 from bus.runtime.sockets import PAYLOAD_MAX, Sockets
 from bus.wire import topics
@@ -90,6 +90,7 @@ class Controller(Service):
             self.core, self.loop.clock, self._clients, self._nodes, self._sockets.pub(bus.publish), self._on_local,
             self.bus_seen.set,
         )  # fmt: skip
+        self.core.turned_away = lambda: {"peers_refused": sum(self._sockets.refused.values())}
         exits.callback(self._farewell)
         self._follow(exits)
         self.loop.add(self._clients, traffic.from_client, copied=2, keyed=keys is not None)
@@ -173,7 +174,14 @@ class Controller(Service):
         core, now = self.core, self.loop.clock()
         ranks = core.table.ranks.values()
         probe(ranks, now)
-        return collect(core.tally(), ranks, core.health.pulses, self.config.methods, core.regret, now)
+        refused = labelled(
+            "counter",
+            "pdbus_controller_peers_refused_total",
+            "peers not on the allowlist",
+            "domain",
+            self._sockets.refused,
+        )
+        return *collect(core.tally(), ranks, core.health.pulses, self.config.methods, core.regret, now), refused
 
     def _unready(self) -> str:
         return self.core.unready if self.bus_seen.is_set() else f"no broker heard at {self.config.bus}"

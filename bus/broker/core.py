@@ -8,7 +8,7 @@ are soft state: a gap in a publisher's `seq`, or a publisher the broker does not
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -73,6 +73,7 @@ class BrokerCore:
         self.watches = Watches(max_per_peer=limits.max_watches_per_peer, max_total=limits.max_watches)
         self.ranks = Membership()
         self.counts: Counter[str] = Counter()
+        self.turned_away: Callable[[], dict[str, int]] = dict  # what its shell counts, for the status
         self._started_at = now
         self._beacon_at = now
         self._beacon_seq = 0
@@ -237,7 +238,9 @@ class BrokerCore:
             infos = self.ranks.infos(message.instance, now)
             return [Send(peer, Topology(message.id, self.epoch, infos))]
         assert isinstance(message, BrokerStatusQuery), message
-        status = BrokerStatus(message.id, self.epoch, max(0.0, now - self._started_at), self.tally())
+        status = BrokerStatus(
+            message.id, self.epoch, max(0.0, now - self._started_at), self.tally() | self.turned_away()
+        )
         return [Send(peer, status)]
 
     def _answer(self, peer: Peer, query: Query, now: float) -> Answer | Refused:

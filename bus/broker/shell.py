@@ -115,6 +115,7 @@ class Broker(Service):
             max_watches_per_peer=config.max_watches_per_peer,
         )
         self.core = BrokerCore(limits, self.epoch, self.loop.clock())
+        self.core.turned_away = self._turned_away
         if keys is not None:
             self._pub = out
             self.loop.add(into, self._on_incoming, budget=512, keyed=True)
@@ -233,6 +234,10 @@ class Broker(Service):
             else:
                 raise
 
+    def _turned_away(self) -> dict[str, int]:
+        counts = {f"rejected_{reason}": count for reason, count in self.rejected.items()}
+        return counts | {"peers_refused": sum(self._sockets.refused.values())}
+
     # --- metrics ----------------------------------------------------------------------------------------------------
 
     def _unready(self) -> str:
@@ -240,8 +245,6 @@ class Broker(Service):
 
     def _gather(self) -> tuple[metrics.Metric, ...]:
         tally = self.core.tally()
-        gatekeeper = self._sockets.gatekeeper
-        refused = dict(gatekeeper.refused) if gatekeeper else {}
         return (
             *(metrics.gauge(f"pdbus_broker_{name}", f"{name} now", tally.pop(name)) for name in _GAUGES),
             *(metrics.counter(f"pdbus_broker_{name}_total", f"{name} so far", n) for name, n in tally.items()),
@@ -249,7 +252,11 @@ class Broker(Service):
                 "counter", "pdbus_broker_rejected_total", "messages dropped, by reason", "reason", self.rejected.copy()
             ),
             metrics.labelled(
-                "counter", "pdbus_broker_peers_refused_total", "peers not on the allowlist", "domain", refused
+                "counter",
+                "pdbus_broker_peers_refused_total",
+                "peers not on the allowlist",
+                "domain",
+                self._sockets.refused,
             ),
             metrics.histogram("pdbus_broker_query_batch_rooms", "rooms in a query", self._batches.frozen()),
         )

@@ -84,6 +84,11 @@ class Sockets:
             self.gatekeeper.close()
         self.context.term()
 
+    @property
+    def refused(self) -> dict[str, int]:
+        """How many peers were turned away at the handshake, by domain."""
+        return dict(self.gatekeeper.refused) if self.gatekeeper is not None else {}
+
     def close_socket(self, socket: Socket, *, linger_ms: int = 0) -> None:
         self._open.remove(socket)
         socket.close(linger=linger_ms)

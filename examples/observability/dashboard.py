@@ -79,7 +79,9 @@ PANELS: dict[str, list[tuple[str, str, str, list[tuple[str, str]]]]] = {
         ("Refused messages", "short", "A second: peers of another version, strangers, keys that speak for others.", [
             rate("pdbus_controller_rejected_total", "reason", "controller: {{reason}}"),
             rate("pdbus_broker_rejected_total", "reason", "broker: {{reason}}"),
-            rate("pdbus_node_rejected_messages_total", "reason", "node: {{reason}}")]),
+            rate("pdbus_node_rejected_messages_total", "reason", "node: {{reason}}"),
+            rate("pdbus_controller_peers_refused_total", "domain", "controller: a key for {{domain}}"),
+            rate("pdbus_broker_peers_refused_total", "domain", "broker: a key for {{domain}}")]),
         ("Regret", "short", "Tokens that a chosen rank had queued beyond the best one's, on average.", [
             ("sum by (role, method) (rate(pdbus_controller_regret_tokens_total[$__rate_interval])) / "
              "sum by (role, method) (rate(pdbus_controller_regret_dispatches_total[$__rate_interval]))",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import click
@@ -25,7 +26,7 @@ def demo(model: str, engine: str, max_tokens: int, verify: bool) -> None:
     if engine == "vllm" and model != "smollm2":
         raise ConfigError("--engine vllm runs the demo with --model smollm2")
     logs.configure("warning")
-    width = None if sys.stdout.isatty() else 110
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 110
     console = Console(highlight=False, width=width)
     if not run(console, model=model, engine=engine, max_tokens=max_tokens, verify=verify):
         sys.exit(1)

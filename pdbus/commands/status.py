@@ -29,7 +29,7 @@ from pdbus.commands.common import (
     wait_for_controller,
     wait_option,
 )
-from pdbus.top.figures import trouble_of
+from pdbus.top.figures import Sample, trouble_of
 from pdbus.top.source import BrokerDesk
 
 WIDTH = 132  # of a table that no terminal shows
@@ -110,6 +110,7 @@ def _show(console: Console, seen: Status, broker: BrokerStatus | None, bus: str,
         _print(console, f"model: {models}; {meaning}{hidden}", style="dim")
     else:
         console.print("No rank has joined this controller.")
+    _print(console, _requests(seen))
     if broker is None:
         hint = " (it answers an admin's key alone)" if keys else ""
         _print(console, f"No broker answers at {bus}{hint}; name another with --bus.")
@@ -118,6 +119,19 @@ def _show(console: Console, seen: Status, broker: BrokerStatus | None, bus: str,
         _print(console, f"broker, up {broker.uptime_s:.0f} s: {counts or 'nothing yet'}")
     for line in trouble_of(seen):
         _print(console, f"! {line}", style="bold red")
+
+
+def _requests(seen: Status) -> str:
+    """What became of requests, and what was turned away."""
+    sample, counts = Sample(0.0, 0.0, seen), seen.counts
+    numbers = (
+        f"{counts.get(name, 0)} {word}"
+        for name, word in (("requests", "live"), ("queue_requests", "waiting"), ("done", "done"))
+    )
+    line = f"requests: {', '.join(numbers)}"
+    for what, by_name in (("failed", sample.failed), ("refused", sample.refused)):
+        line += f"; {what}: {', '.join(f'{name} {count}' for name, count in by_name.items())}" if by_name else ""
+    return line
 
 
 def _print(console: Console, line: str, style: str = "") -> None:

@@ -81,8 +81,6 @@ def _served(name: str, status: Status) -> ServedModel:
     if "unified" not in ready:
         missing = next((role for role in ("prefill", "decode") if role not in ready), "")
     decoding = [rank for rank in status.ranks if rank.role != "prefill"]
-    context = max(
-        (min(rank.max_context, rank.load.kv_capacity if rank.load else rank.max_context) for rank in decoding),
-        default=0,
-    )
+    capacities = ((rank.load.kv_capacity if rank.load else 0) or rank.max_context for rank in decoding)  # 0: untold
+    context = max((min(rank.max_context, told) for rank, told in zip(decoding, capacities, strict=True)), default=0)
     return ServedModel(name, leg, block_tokens_for(status), context, missing)

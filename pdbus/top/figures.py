@@ -6,7 +6,7 @@ Must not ask anybody: `History.add` takes what was answered, and when.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -19,7 +19,9 @@ WINDOW_S = 20.0
 NEWS_KEPT = 200
 LEFT: frozenset[RankState] = frozenset({"draining", "gone"})  # asked to serve no more
 DEAD: frozenset[RankState] = frozenset({"silent", "lost", "hung"})
-REFUSED = ("rejected_", "hello_", "policy_faults", "clients_unreachable")
+FAILED = ("failed_",)
+REFUSED = ("rejected_", "hello_", "peers_refused", "policy_faults", "clients_unreachable")
+REFUSED_BY_BROKER = ("rejected_", "peers_refused", "members_", "topic_mismatches", "rooms_refused", "rooms_conflicts")
 
 
 def trouble_of(status: Status) -> list[str]:
@@ -49,6 +51,17 @@ class Sample:
     @cached_property
     def by_key(self) -> dict[MemberKey, RankStatus]:
         return {(rank.instance, rank.dp_rank): rank for rank in self.status.ranks}
+
+    @cached_property
+    def failed(self) -> dict[str, int]:
+        """Requests by code."""
+        return _named(self.status.counts, FAILED)
+
+    @cached_property
+    def refused(self) -> dict[str, int]:
+        """What controller and broker turned away, by what was wrong: messages, hellos, keys, rooms, failed picks."""
+        broker = _named(self.broker.counts, REFUSED_BY_BROKER) if self.broker is not None else {}
+        return _named(self.status.counts, REFUSED) | {f"broker {name}": count for name, count in broker.items()}
 
 
 @dataclass(frozen=True)
@@ -166,8 +179,8 @@ class History:
             window_s,
             tuple(self._of(rank, window_s) for rank in last.status.ranks),
             done / window_s if window_s else None,
-            _grown(last.status, first.status, ("failed_",)),
-            _grown(last.status, first.status, REFUSED),
+            _grown(last.failed, first.failed),
+            _grown(last.refused, _refused_before(last, first)),
         )
 
     def series(self, key: MemberKey) -> list[RankStatus]:
@@ -219,13 +232,24 @@ def _sum(counts: Iterator[Sequence[int]]) -> tuple[int, ...]:
     return tuple(map(sum, zip_longest(*counts, fillvalue=0)))
 
 
-def _grown(now: Status, before: Status, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-    """Counts whose names begin so, without `failed_` and `rejected_`: in all, and since `before`."""
+def _named(counts: Mapping[str, int], names: tuple[str, ...]) -> dict[str, int]:
+    """Those that are not 0 and whose names begin so, without `failed_` and `rejected_`."""
     return {
-        name.removeprefix("failed_").removeprefix("rejected_"): (count, count - before.counts.get(name, 0))
-        for name, count in sorted(now.counts.items())
+        name.removeprefix("failed_").removeprefix("rejected_"): count
+        for name, count in sorted(counts.items())
         if name.startswith(names) and count
     }
+
+
+def _grown(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """In all, and since `before`; what counts anew since then has not grown."""
+    return {name: (count, max(0, count - before.get(name, 0))) for name, count in now.items()}
+
+
+def _refused_before(now: Sample, before: Sample) -> dict[str, int]:
+    """What a broker that did not answer then had refused is not known: as much as now."""
+    unknown = {name: count for name, count in now.refused.items() if name.startswith("broker ")}
+    return before.refused if before.broker is not None else unknown | before.refused
 
 
 def _news(before: Sample, now: Sample) -> Iterator[News]:
@@ -249,7 +273,10 @@ def _news(before: Sample, now: Sample) -> Iterator[News]:
         yield News(now.wall, "no broker answers" if gone else "a broker answers again", bad=gone)
     elif before.broker is not None and now.broker is not None and before.broker.epoch != now.broker.epoch:
         yield News(now.wall, "the broker was started again", bad=True)
-    for names, what in ((("failed_",), "failed"), (REFUSED, "refused")):
-        more = {name: new for name, (_, new) in _grown(now.status, before.status, names).items() if new > 0}
+    for counts, earlier, what in (
+        (now.failed, before.failed, "failed"),
+        (now.refused, _refused_before(now, before), "refused"),
+    ):
+        more = {name: new for name, (_, new) in _grown(counts, earlier).items() if new > 0}
         if more and before.status.epoch == now.status.epoch:
             yield News(now.wall, f"{what}: " + ", ".join(f"{name} {new}" for name, new in more.items()), bad=True)

@@ -46,6 +46,7 @@ from bus.wire.messages import (
 from nodes.own.engines.sim import sim_generate
 from pdbus.client import Client
 from pdbus.launcher import Cluster, ClusterSpec
+from pdbus.top.source import BrokerDesk
 
 pytestmark = pytest.mark.fault
 
@@ -164,6 +165,11 @@ def test_others_get_nowhere_and_are_counted(live: Rig, keys: Path, who: str) -> 
         live.ended(live.begin(60))  # while they knock
     for part, count in before.items():
         live.until(lambda part=part, count=count: refused(cluster, part) > count, f"{part} counts them")  # type: ignore[misc]
+    with BrokerDesk(bus, str(keys / "cluster")) as desk:
+        told = desk.ask(wait_ms=60_000)
+    assert told is not None
+    assert told.counts["peers_refused"]
+    assert live.status().counts["peers_refused"]
 
 
 def test_a_revoked_client_is_turned_away_and_cut_off_in_the_midst_of_a_stream(live: Rig, keys: Path) -> None:

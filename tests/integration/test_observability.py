@@ -157,7 +157,7 @@ def test_every_panel_tells_something(ask: Callable[[str], list[Any]], cluster: C
 
 
 @needs_prometheus
-def test_a_healthy_cluster_rings_no_alarm_and_a_killed_rank_does(
+def test_a_healthy_cluster_rings_no_alarm_and_a_killed_rank_or_broker_does(
     ask: Callable[[str], list[Any]], cluster: Cluster
 ) -> None:
     for name, query in alerts().items():
@@ -174,6 +174,9 @@ def test_a_healthy_cluster_rings_no_alarm_and_a_killed_rank_does(
     assert {key: lost["metric"][key] for key in ("instance", "dp_rank", "role", "state")} == {
         "instance": "decode-0", "dp_rank": "0", "role": "decode", "state": "lost",
     }  # fmt: skip
+    assert ask(alerts()["PdbusReportsLate"]) == []
+    os.kill(cluster.children["broker"].pid, signal.SIGKILL)  # the other rank stays ready
+    poll_for(lambda: ask(alerts()["PdbusReportsLate"]), "PdbusReportsLate")
 
 
 def _answers(ask: Callable[[str], list[Any]]) -> bool:

@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from edge_world import PAIR, World, chat, ended, letters, rank, status
+from edge_world import LOAD, PAIR, World, chat, ended, letters, rank, status
 from msgspec.structs import replace
 
 from bus.errors import ConfigError
@@ -394,6 +395,17 @@ def test_more_than_it_may_hold_is_turned_away() -> None:
     answer = run(world.post("/v1/chat/completions", chat(n=3)))
     assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (429, "overloaded", "1")
     assert run(world.post("/v1/chat/completions", chat(n=2))).status == 200
+
+
+def test_an_engine_that_tells_no_kv_memory_bounds_no_answer_by_it() -> None:
+    """As a scheduler of one's own behind a RankLink, whose loads have 0 there."""
+    untold = msgspec.structs.replace(LOAD, kv_capacity=0)
+    toy = status(rank("toy", "unified", load=untold))
+    (card,) = run(World(seen=toy).get("/v1/models")).json["data"]
+    assert card["max_model_len"] == 4096
+    world = World(seen=toy)
+    run(world.post("/v1/completions", {"prompt": "hello"}))
+    assert world.client.asked[0][1]["max_tokens"] == 16
 
 
 def test_models_probes_and_load() -> None:

@@ -92,6 +92,21 @@ def test_news_tell_what_a_person_would_want_to_have_seen() -> None:
     ]
 
 
+def test_what_the_broker_refuses_is_told_beside_what_the_controller_does() -> None:
+    made = history(
+        sample(0.0, rank(), broker={"peers_refused": 2, "rooms_alive": 5}, peers_refused=1),
+        sample(1.0, rank(), broker={"peers_refused": 5, "rejected_not_yours": 1}, peers_refused=1),
+        sample(2.0, rank(), peers_refused=1),
+        sample(3.0, rank(), broker={"peers_refused": 6}, peers_refused=1),  # while it said nothing: nobody knows when
+    )
+    figures = made.figures()
+    assert figures is not None
+    assert figures.refused == {"peers_refused": (1, 0), "broker peers_refused": (6, 4)}
+    assert [news.text for news in made.news] == [
+        "refused: broker peers_refused 3, broker not_yours 1", "no broker answers", "a broker answers again",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("ranks", "told"),
     [
