@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +19,11 @@ from typing import Any
 from fault_rig import WAIT_S, Rig
 from netns import Host, Network
 
-from bus.wire.messages import RankStatus
-
 PAGE = Path(__file__).parents[2] / "docs" / "hosts.md"
 OPERATOR = "client"
 CONTROLLERS = {"controller-0": "tcp://10.0.0.2:5560#controller-0", "controller-1": "tcp://10.0.0.3:5560#controller-1"}
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+RANKS = {f"{name}/0": SimpleNamespace(spec=SimpleNamespace(kind="node")) for name in NODES}
 EDGE = "http://10.0.0.8:8000"
 # A prompt of 300 tokens takes 0.1 s, then a token 5 ms, and its KV cache 1.2 MB.
 ENGINE = {
@@ -88,7 +89,7 @@ class World:
             for name in self.hosts:
                 (self.directory / name).mkdir()
             scp = self.directory / "scp"
-            scp.write_text(f"#!/bin/sh\nexec cp \"$1\" \"$2\" {self.directory}/$(echo $3 | tr : /)\n")
+            scp.write_text(f'#!/bin/sh\nexec cp "$1" "$2" {self.directory}/$(echo $3 | tr : /)\n')
             scp.chmod(0o755)
             for line in self.commands[OPERATOR]:
                 self.run(OPERATOR, f"sh -c '{line}'")
@@ -130,18 +131,102 @@ class World:
 
     # --- clients ------------------------------------------------------------------------------------------------
 
-    def rig(self, controller: str = "controller-0", retries: int = 10) -> Rig:
-        """A client at the operator's host, with the operator's key."""
-        spec = SimpleNamespace(keys=self.directory / OPERATOR / "keys")
+    def rig(self, controller: str) -> Rig:
+        """A client of this controller at the operator's host, with the operator's key."""
+        cluster = SimpleNamespace(spec=SimpleNamespace(keys=self.directory / OPERATOR / "keys"), children=RANKS)
         with self.hosts[OPERATOR].inside():
-            return Rig(SimpleNamespace(spec=spec), address=CONTROLLERS[controller], retries=retries)  # type: ignore[arg-type]
+            return Rig(cluster, address=CONTROLLERS[controller])  # type: ignore[arg-type]
 
-    def post(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """Through the edge, from the client's host."""
-        body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": max_tokens}}
-        request = urllib.request.Request(
-            f"{EDGE}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with self.hosts[OPERATOR].inside(), urllib.request.urlopen(request, timeout=WAIT_S) as answer:
-            found: list[int] = json.loads(answer.read())["output_ids"]
-        return found
+    def get(self, path: str, body: object = None) -> tuple[int, Any]:
+        """What the edge says, at the client's host."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(EDGE + path, data, {"Content-Type": "application/json"})
+        with self.hosts[OPERATOR].inside():
+            try:
+                with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+                    return answer.status, json.loads(answer.read())
+            except urllib.error.HTTPError as error:
+                with error:
+                    return error.code, error.read()
+
+    def generate(self, prompt: list[int], max_tokens: int) -> list[int]:
+        """Through the edge."""
+        status, answer = self.get("/generate", {"input_ids": prompt, "sampling_params": {"max_new_tokens": max_tokens}})
+        assert status == 200, answer
+        ids: list[int] = answer["output_ids"]
+        return ids
+
+    # --- looking ------------------------------------------------------------------------------------------------
+
+    def between(self, one: str, other: str, way: str) -> list[tuple[Host, Host]]:
+        """The ways to cut: `both`, or what the first of two hosts sends (`to`) or receives (`from`)."""
+        there = self.hosts[one], self.hosts[other]
+        return [pair for pair, named in ((there, "to"), (there[::-1], "from")) if way in (named, "both")]
+
+    def around(self, name: str) -> list[tuple[Host, Host]]:
+        """All ways from and to a host."""
+        return [way for other in self.hosts if other != name for way in self.between(name, other, "both")]
+
+    def linked(self, address: str) -> dict[str, int]:
+        """How many connections to this address the hosts believe to have."""
+        found = {name: [far for _, far in host.connections()] for name, host in self.hosts.items()}
+        counts = {name: sum(far.rpartition(":")[0] == address for far in ends) for name, ends in found.items()}
+        return {name: count for name, count in counts.items() if count}
+
+    def log(self, name: str) -> Callable[[], list[str]]:
+        """What a host's part logs from now on."""
+        log = self.parts[name].log
+        start = log.stat().st_size
+        return lambda: log.read_bytes()[start:].decode().splitlines()
+
+    @staticmethod
+    def until(true: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + WAIT_S
+        while not true():
+            assert time.monotonic() < end, f"waited {WAIT_S:g} s until {what}"
+            time.sleep(0.05)
+
+
+class Load:
+    """Requests at one controller, `width` of them at any time, until `end`. `until` waits meanwhile, and says how long."""
+
+    def __init__(self, rig: Rig, width: int = 8) -> None:
+        self.rig = rig
+        self.width = width
+        self.rids: list[str] = []
+
+    def until(self, true: Callable[[], Any], what: str) -> None:
+        began = time.monotonic()
+        self.rig.until(lambda: (self._top_up(), true())[1], what)
+        print(f"{time.monotonic() - began:5.1f} s until {what}")
+
+    def ends(self, count: int) -> None:
+        """Until so many more have ended."""
+        enough = len(self.rig.results) + count
+        self.until(lambda: len(self.rig.results) >= enough, f"{count} more requests have ended")
+
+    def end(self, *, undisturbed: bool = False) -> None:
+        """All end, each once and rightly; `undisturbed`: and each at its first attempt."""
+        self.width = 0
+        self.until(lambda: not self._live(), "all have ended")
+        self.rig.check()
+        attempts = Counter(result.attempts for result in self.rig.results.values())
+        print(f"{sum(attempts.values())} requests, by attempts: {dict(attempts)}")
+        assert not undisturbed or set(attempts) == {1}
+
+    def runs_at(self, part: str) -> None:
+        self.until(lambda: (rank := self.rig.rank(part)) is not None and rank.outstanding, f"{part} has some of it")
+
+    def _live(self) -> list[str]:
+        self.rids = [rid for rid in self.rids if rid not in self.rig.results]
+        return self.rids
+
+    def _top_up(self) -> None:
+        while len(self._live()) < self.width:
+            self.rids.append(self.rig.begin())
+
+
+def state(rig: Rig, part: str) -> str:
+    """Of a rank, as the rig's controller sees it."""
+    rank = rig.rank(part)
+    return rank.state if rank is not None else ""
