@@ -15,7 +15,7 @@ import click
 from bus import defaults
 from bus.endpoints import default_bus, default_controller, why_silent
 from bus.errors import StartError
-from bus.runtime import cli, logs, settings
+from bus.runtime import cli, logs, settings, spans
 from controller.config import ControllerConfig
 from controller.feeds import parse_engine
 from controller.policies import POLICIES
@@ -68,6 +68,12 @@ GUIDANCE = (
 @cli.setting(
     ControllerConfig, "--cache-weight", type=float, help="cache_aware: worth of a token to compute, in tokens queued."
 )
+@cli.setting(
+    ControllerConfig,
+    "--trace-bytes",
+    type=click.IntRange(0),
+    help="To remember requests that are over, for pdbus trace; 0: none.",
+)
 @cli.setting(ControllerConfig, "--attempts", type=int, help="Dispatches of one submit at most.")
 @cli.setting(
     ControllerConfig, "--queue-requests", type=int, help="Requests that wait centrally at most; more are refused."
@@ -117,13 +123,22 @@ GUIDANCE = (
 )
 @cli.metrics_port_option
 @cli.metrics_host_option
+@spans.otlp_endpoint_option
 @cli.log_level_option
 @cli.watch_parent_option
-def main(wait_s: float, log_level: str, watch_parent: bool, engines: tuple[str, ...], **chosen: Any) -> None:
+def main(
+    wait_s: float, log_level: str, watch_parent: bool, engines: tuple[str, ...], otlp_endpoint: str, **chosen: Any
+) -> None:
     """Pick ranks by load and dispatch requests to them."""
     logs.configure(log_level, part="controller")
-    controller = Controller(ControllerConfig(engines=tuple(map(parse_engine, engines)), **chosen))
-    controller.trace = log_level == "debug"
+    config = ControllerConfig(engines=tuple(map(parse_engine, engines)), **chosen)
+    with spans.exporting(otlp_endpoint, "controller", name=config.name) as exporter:
+        controller = Controller(config, spans=exporter)
+        controller.trace = log_level == "debug"
+        _serve(controller, wait_s, watch_parent)
+
+
+def _serve(controller: Controller, wait_s: float, watch_parent: bool) -> None:
     controller.open()
     try:
         controller.loop.on_signals(lambda number: controller.loop.stop())

@@ -60,6 +60,7 @@ class ControllerConfig:
     max_requests: int = 65_536  # alive at once
     client_requests: int = 4_096  # alive at once of one client
     max_ranks: int = 4_096  # known at once, all instances together
+    trace_bytes: int = defaults.TRACE_BYTES  # of requests that are over, for `pdbus trace`; 0: none are remembered
     engines: tuple[EngineSettings, ...] = ()  # other people's engines whose KV events and loads are followed
     forget_s: float = 600.0  # a rank gone for so long is no longer listed
 
@@ -77,7 +78,7 @@ class ControllerConfig:
                 raise ConfigError(f"{label} must be greater than 0 and finite, not {getattr(self, label)}")
         if not 0 <= self.cache_weight < 1e6:
             raise ConfigError(f"cache_weight must lie in 0..1e6, not {self.cache_weight}")
-        for label in ("settle_s", "tpot_slo_s"):
+        for label in ("settle_s", "tpot_slo_s", "trace_bytes"):
             if not 0 <= getattr(self, label) < math.inf:
                 raise ConfigError(f"{label} must not be negative, not {getattr(self, label)}")
         for label, choices in (("queue_order", ("arrival", "slo")), ("shed", ("never", "hopeless"))):

@@ -30,6 +30,7 @@ from bus.wire.messages import (
     Message,
     Pong,
     Progress,
+    Recalled,
     Refused,
     Role,
     Rooms,
@@ -37,6 +38,7 @@ from bus.wire.messages import (
     Status,
     StatusQuery,
     Submit,
+    TraceQuery,
     Who,
 )
 from bus.wire.status import split, without_loads
@@ -57,6 +59,7 @@ from controller.events import (
     Unreachable,
 )
 from controller.health import DEAD, Health
+from controller.inquiries import Inquiries
 from controller.late import LateBinding
 from controller.load.table import LoadTable
 from controller.members import Loss, Members
@@ -72,11 +75,13 @@ SENT_AT_LEAST_S = 1.0
 
 
 class ControllerCore:
-    """One controller, from `now` (seconds, monotonic) on. `policies` replaces methods by policies of your own."""
+    """One controller, from `now` (seconds, monotonic) on; `wall_s` more than that have passed since 1970. `policies`
+    replaces methods by policies of your own."""
 
     def __init__(
-        self, config: ControllerConfig, epoch: int, now: float, policies: Mapping[Role, Policy] | None = None
-    ) -> None:
+        self, config: ControllerConfig, epoch: int, now: float, policies: Mapping[Role, Policy] | None = None,
+        wall_s: float = 0.0,
+    ) -> None:  # fmt: skip
         self.config = config
         self.epoch = epoch
         self.counts: Counter[str] = Counter()
@@ -96,6 +101,7 @@ class ControllerCore:
         self.late = LateBinding(config.late_tokens, config.tpot_slo_s) if config.queue_order == "slo" else None
         placement = Placement(self.table, self.policies, self.late)
         self.life = Life(config, epoch, self.table, placement, self.counts, now)
+        self.inquiries = Inquiries(config.name, self.members, self.life, wall_s)
         self._started_at = now
         self._ping_at = now
         self._sweep_at = now
@@ -104,9 +110,10 @@ class ControllerCore:
         self._sent_seq = 0
         self._sent_turn = -1
         self._handlers: dict[type[Message], Callable[[Any, Any, float, list[Action]], None]] = {
-            Cancel: lambda peer, message, now, out: self.life.cancel(peer, message.rid, out),
+            Cancel: lambda peer, message, now, out: self.life.cancel(peer, message.rid, now, out),
             StatusQuery: self._on_status_query,
             DrainRank: self._on_drain_rank,
+            TraceQuery: self.inquiries.asked,
         }
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -135,7 +142,7 @@ class ControllerCore:
             if rank is not None and isinstance(event.message, Dispatch):
                 self.life.undelivered(rank, event.message, now, out)
         elif type(event) is ClientGone:
-            self.life.client_gone(event.peer, event.rid, out)
+            self.life.client_gone(event.peer, event.rid, now, out)
         elif type(event) is Unreachable:
             self._lose(self.members.unreachable(event.peer, now, out), now, out)
         if self.life.queue.requests and (type(event) is Tick or not self._by_tick):
@@ -176,7 +183,7 @@ class ControllerCore:
     def shutdown(self, now: float) -> list[Action]:
         """This controller leaves: every live request ends, for its client to send it elsewhere."""
         out: list[Action] = []
-        self.life.shutdown(out)
+        self.life.shutdown(now, out)
         return out
 
     def status(self, id: int, now: float) -> Status:
@@ -285,6 +292,8 @@ class ControllerCore:
             self.life.progress(rank, message, now, out)
         elif isinstance(message, Pong):
             self.members.pong(rank, message, now)
+        elif isinstance(message, Recalled):
+            self.inquiries.recalled(rank, message, now, out)
         elif isinstance(message, Bye):
             self._lose(self.members.bye(rank, message, now, out), now, out)
         if not rank.ready:
@@ -319,7 +328,7 @@ class ControllerCore:
         rank = self.table.apply(key, message.epoch, load, now)
         if rank is not None:
             if not rank.candidate and rank.was_candidate and rank.asked is None:  # seldom: dispatches fill it sooner
-                self.members.ping(rank, out)
+                self.members.ping(rank, now, out)
             if rank.probe is not None and rank.acked >= rank.probe[0]:
                 rank.latencies.acked.observe(now - rank.probe[1])
                 rank.probe = None
@@ -371,6 +380,7 @@ class ControllerCore:
         for policy in self.policies.values():
             policy.tick(now)
         self.life.expire(now, out)
+        self.inquiries.tick(now, out)
         if self.config.shed == "hopeless" and self.life.queue.requests:
             self.life.shed(now, out)
         if now >= self._sweep_at:
@@ -379,7 +389,7 @@ class ControllerCore:
         if now >= self._ping_at:
             self._ping_at = now + self.config.lease_s / 3
             for rank in self.members.peers.values():
-                self.members.ping(rank, out)
+                self.members.ping(rank, now, out)
         if now >= self._measure_at:
             self.life.measure(now - self._measure_at + MEASURE_S, out)
             self._measure_at = now + MEASURE_S

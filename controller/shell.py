@@ -22,7 +22,7 @@ from bus.endpoints import BusAddress, ControllerAddress
 from bus.errors import LocalProtocolError, RemoteProtocolError
 from bus.rights import key_of, speaks_for
 from bus.runtime import probes
-from bus.runtime.epochs import new_epoch
+from bus.runtime.epochs import new_epoch, wall_s
 from bus.runtime.frames import name_of, send
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
@@ -30,6 +30,8 @@ from bus.runtime.metrics import Metric
 from bus.runtime.ration import LARGE, Ration
 from bus.runtime.service import Service
 from bus.runtime.sockets import PAYLOAD_MAX, Socket, Sockets
+from bus.runtime.spans import Spans
+from bus.tracecontext import Span
 from bus.wire import codec, topics
 from bus.wire.kv_names import Changes
 from bus.wire.messages import (
@@ -53,6 +55,7 @@ from controller.events import (
     Event,
     FromClient,
     FromNode,
+    Over,
     Published,
     Tick,
     ToClient,
@@ -63,6 +66,7 @@ from controller.events import (
 from controller.feeds.engine import EngineFeed
 from controller.feeds.nodes import NodeCaches
 from controller.observe import collect, probe
+from controller.requests.story import Story, span_of
 
 TICK_S = 0.05
 IDLE_TICK_S = 0.25
@@ -80,6 +84,7 @@ class Controller(Service):
 
     `on_local` gets (on the loop's thread) what the core answers to requests submitted with `submit_local`.
     `bus_seen` is set with the first beacon of a broker. `trace` (before `open`) logs each request at debug level.
+    With `spans` the requests that are traced have a span, which it exports.
     Should the thread fail, every live request ends as at a stop, and then `on_failure` is called (on that thread).
     """
 
@@ -91,8 +96,10 @@ class Controller(Service):
         *,
         on_local: Callable[[Message], None] | None = None,
         on_failure: Callable[[], None] | None = None,
+        spans: Spans | None = None,
     ) -> None:
         self.config = config
+        self._spans = spans
         self.epoch = new_epoch()
         self.bus_seen = threading.Event()
         self.trace = False
@@ -119,8 +126,10 @@ class Controller(Service):
         self._nodes = self._sockets.router(address.nodes, domain="nodes")
         self._sub = self._sockets.sub(bus.subscribe, SUBSCRIPTIONS)
         self._pub = self._sockets.pub(bus.publish)
-        self.core = ControllerCore(config, self.epoch, self.loop.clock())
+        self.wall_s = wall_s(self.loop.clock)
+        self.core = ControllerCore(config, self.epoch, self.loop.clock(), wall_s=self.wall_s)
         self.core.life.trace = self.trace
+        self.core.life.spans = self._spans is not None
         exits.callback(self._farewell)
         self._follow(exits)
         self.loop.add(self._clients, self._on_client, copied=2, keyed=keys is not None)
@@ -271,6 +280,9 @@ class Controller(Service):
                         self.handle(ClientGone(action.peer, action.message.rid))
             elif kind is Publish:
                 self._publish(action.message)
+            elif kind is Over:
+                if self._spans is not None:
+                    self._spans.add(action.story, self._span_of)
             else:
                 getattr(log, action.level)(action.event, **action.fields)
         outbox.clear()
@@ -299,6 +311,9 @@ class Controller(Service):
             self._pub.send_multipart((topics.of(message), codec.encode(message)))
         except LocalProtocolError as error:
             log.error("message.too_large", detail=str(error))
+
+    def _span_of(self, story: Story) -> Span:
+        return span_of(story, self.wall_s)
 
     def _gather(self) -> Sequence[Metric]:
         core, now = self.core, self.loop.clock()

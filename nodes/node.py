@@ -10,6 +10,7 @@ from bus.errors import BusError, StartError
 from bus.runtime import metrics, probes
 from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
+from bus.runtime.spans import Spans
 from nodes.config import NodeConfig
 from nodes.link.host import LINGER_MS, STREAM_GRACE_S, Host
 from nodes.link.runner import Runner
@@ -27,13 +28,13 @@ class Node:
 
     def __init__(
         self, config: NodeConfig, loop: Loop, runners: Mapping[int, Runner],
-        figures: Callable[[], Iterable[metrics.Metric]] = tuple,
+        figures: Callable[[], Iterable[metrics.Metric]] = tuple, spans: Spans | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.loop = loop
         self.failure: BusError | None = None
         self._figures = NodeFigures()
-        self.host = Host(config, loop, runners, self._check)
+        self.host = Host(config, loop, runners, self._check, spans)
         self._figures_of_runners = figures
         self._on_ready: Callable[[Node], None] | None = None
         self._began = self._said = loop.clock()

@@ -34,9 +34,10 @@ SECTIONS = {  # every table that a file may have, and whose it is
     "generate": "`pdbus generate`",
     "status": "`pdbus status`",
     "top": "`pdbus top`",
+    "trace": "`pdbus trace`",
     "drain": "`pdbus drain`",
 }
-SHARED = ("bus", "controller", "keys", "log-level", "metrics-host")
+SHARED = ("bus", "controller", "keys", "log-level", "metrics-host", "otlp-endpoint")
 _ALONE = ("watch-parent", "help", "config", "print-config")  # flags and nothing else
 # What Kubernetes puts into the environment for a Service that is named like a part.
 _OF_KUBERNETES = re.compile(r"SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?")

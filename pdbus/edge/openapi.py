@@ -68,6 +68,8 @@ _HEADERS = [
         type="number", exclusiveMinimum=0, exclusiveMaximum=NUMBER_MAX,
     ),
     _header("x-request-priority", "Higher goes first.", type="integer", minimum=-PRIORITY_MAX, maximum=PRIORITY_MAX),
+    _header("traceparent", "Of W3C Trace Context; what is none is ignored.", type="string"),
+    _header("tracestate", "Likewise, passed on as it is.", type="string"),
 ]  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from bus.endpoints import default_controller, why_silent
 from bus.errors import ConfigError, PartFailed, StartError
 from bus.runtime.logs import get_logger
+from bus.runtime.spans import Spans
 from pdbus.client import AsyncClient
 from pdbus.edge.app import LOOK_S, Edge
 from pdbus.edge.config import EdgeConfig
@@ -31,18 +32,23 @@ TELL_S = 2.0
 log = get_logger("edge")
 
 
-def serve(config: EdgeConfig, ready: Callable[[str], None], waiting: Callable[[str], None] = lambda line: None) -> None:
+def serve(
+    config: EdgeConfig, ready: Callable[[str], None], waiting: Callable[[str], None] = lambda line: None,
+    spans: Spans | None = None,
+) -> None:  # fmt: skip
     """Until SIGTERM or SIGINT, which lets requests finish; a second one does not. `ready` gets the URL once the
     controller has answered. StartError when it does not within `wait_s`, or the port is taken; PartFailed when the
     client library breaks, since nothing can be served then."""
-    uvloop.run(_serve(config, ready, waiting))
+    uvloop.run(_serve(config, ready, waiting, spans))
 
 
-async def _serve(config: EdgeConfig, ready: Callable[[str], None], waiting: Callable[[str], None]) -> None:
+async def _serve(
+    config: EdgeConfig, ready: Callable[[str], None], waiting: Callable[[str], None], spans: Spans | None
+) -> None:
     listener = listen(config)
     controller = config.controller or default_controller()
     async with AsyncClient(controller, keys=config.keys, retries=12) as client:
-        edge = Edge(config, client)
+        edge = Edge(config, client, spans=spans)
         server = Server(config, edge)
         running = asyncio.create_task(server.serve(sockets=[listener]))
         looking = asyncio.create_task(_look(edge, server))

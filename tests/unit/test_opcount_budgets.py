@@ -33,9 +33,9 @@ BUDGETS = {  # a single pick, report, message, request or step: (instructions, c
     "report": (640, 8),
     "encode": (28, 2),
     "decode": (69, 5),
-    "dispatch": (2139, 26),
-    "decode step of 32 rows": (16_330, 452),
-    "dispatch by cache_aware, 16 blocks": (2923, 62),
+    "dispatch": (2139, 27),
+    "decode step of 32 rows": (16_120, 422),
+    "dispatch by cache_aware, 16 blocks": (2923, 64),
 }
 SCRIPTS = {
     "pick by round_robin": lambda: scripts.pick("round_robin"),
