@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from bus import defaults
-from bus.endpoints import BusAddress, ControllerAddress, default_bus, default_controller
+from bus.endpoints import BusAddress, ControllerAddress, advertised, default_bus, default_controller
 from bus.errors import ConfigError
 from bus.wire.messages import Role
 from controller.feeds.settings import EngineSettings
@@ -88,6 +88,11 @@ class ControllerConfig:
             raise ConfigError(f"shed {self.shed} needs the queue order slo")
         for role in ("prefill", "decode", "unified"):  # old names become the new ones here, once
             object.__setattr__(self, f"{role}_method", resolve(getattr(self, f"{role}_method"), role))
+
+    @property
+    def metrics(self) -> str:
+        """Where others find its metrics; empty: nowhere."""
+        return advertised(self.metrics_host, self.metrics_port, self.controller)
 
     @property
     def methods(self) -> dict[Role, str]:

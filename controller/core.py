@@ -18,6 +18,7 @@ from bus.rights import key_of, may
 from bus.wire.kv_names import Removed, Stored
 from bus.wire.messages import (
     MAX_DP_SIZE,
+    Beacon,
     Bye,
     Cancel,
     Dispatch,
@@ -34,6 +35,7 @@ from bus.wire.messages import (
     Refused,
     Role,
     Rooms,
+    Scraped,
     Sent,
     Status,
     StatusQuery,
@@ -63,7 +65,7 @@ from controller.inquiries import Inquiries
 from controller.late import LateBinding
 from controller.load.table import LoadTable
 from controller.members import Loss, Members
-from controller.observe import Regret, rank_status
+from controller.observe import Regret, Scrapes, rank_status
 from controller.placement import Placement
 from controller.policies import Policy, PolicySettings, make_policy
 from controller.policies.prefix_index import PrefixIndex
@@ -101,6 +103,7 @@ class ControllerCore:
         self.late = LateBinding(config.late_tokens, config.tpot_slo_s) if config.queue_order == "slo" else None
         placement = Placement(self.table, self.policies, self.late)
         self.life = Life(config, epoch, self.table, placement, self.counts, now)
+        self.scrapes = Scrapes(Scraped("controller", config.name, config.metrics))
         self.inquiries = Inquiries(config.name, self.members, self.life, wall_s)
         self._started_at = now
         self._ping_at = now
@@ -150,6 +153,14 @@ class ControllerCore:
             self.life.drain(now, out)
         return out
 
+    def reconfigure(self, config: ControllerConfig) -> None:
+        """From now on, as far as it can change while requests live (`RELOADS` of the command line)."""
+        self.config = config
+        self.life.reconfigure(config)
+        self.health.hang_s = config.hang_s
+        if self.late is not None:
+            self.late.reconfigure(config.late_tokens, config.tpot_slo_s)
+
     @property
     def _by_tick(self) -> bool:
         """What waits is dispatched with ticks alone: controllers that share ranks and bind late would all take one
@@ -196,6 +207,7 @@ class ControllerCore:
         return Status(
             id, self.config.name, self.epoch, max(0.0, now - self._started_at), methods, self.tally(), ranks,
             uses_hashes=self.uses_hashes,
+            scraped=self.scrapes.known(now),
         )  # fmt: skip
 
     @property
@@ -319,7 +331,10 @@ class ControllerCore:
                 self._on_load(message, message.load, now, out)
         elif type(message) is Sent:
             self.table.apply_sent(message, now)
-        self.health.bus_heard(now)  # which is all that a beacon says
+            self.scrapes.heard(Scraped("controller", message.controller, message.metrics), now)
+        elif type(message) is Beacon:
+            self.scrapes.heard(Scraped("broker", "", message.metrics), now)
+        self.health.bus_heard(now)
 
     def _on_load(self, message: LoadReport | Rooms | Member, load: Load, now: float, out: list[Action]) -> None:
         key = message.instance, message.dp_rank
@@ -413,4 +428,4 @@ class ControllerCore:
         for at in range(0, len(counters), MAX_DP_SIZE):
             self._sent_seq += 1
             some = counters[at : at + MAX_DP_SIZE]
-            out.append(Publish(Sent(self.config.name, self.epoch, self._sent_seq, some)))
+            out.append(Publish(Sent(self.config.name, self.epoch, self._sent_seq, some, self.config.metrics)))

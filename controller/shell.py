@@ -46,6 +46,7 @@ from bus.wire.messages import (
     Refused,
     Submit,
 )
+from bus.wire.status import targets
 from controller.config import ControllerConfig
 from controller.core import ControllerCore
 from controller.events import (
@@ -140,7 +141,9 @@ class Controller(Service):
         self._timer = self.loop.call_later(TICK_S, self._tick)
         if config.metrics_port:
             exits.callback(
-                probes.serve(self.loop, config.metrics_host, config.metrics_port, self._gather, self._unready)
+                probes.serve(
+                    self.loop, config.metrics_host, config.metrics_port, self._gather, self._unready, self._targets
+                )
             )
         log.info("controller.started", name=config.name, address=config.controller, epoch=self.epoch, **config.methods)
 
@@ -320,6 +323,9 @@ class Controller(Service):
         ranks = core.table.ranks.values()
         probe(ranks, now)
         return collect(core.tally(), ranks, core.health.pulses, self.config.methods, core.regret, now)
+
+    def _targets(self) -> list[dict[str, Any]]:
+        return targets(self.core.status(0, self.loop.clock()))
 
     def _unready(self) -> str:
         return self.core.unready if self.bus_seen.is_set() else f"no broker heard at {self.config.bus}"
