@@ -7,6 +7,8 @@ from bus.runtime.interrupt import leave_at_once
 if __name__ == "__main__":
     leave_at_once()  # before the imports, which take their time
 
+import dataclasses
+import signal
 import time
 from typing import Any
 
@@ -16,12 +18,15 @@ from bus import defaults
 from bus.endpoints import default_bus, default_controller, why_silent
 from bus.errors import StartError
 from bus.runtime import cli, logs, settings, spans
+from bus.runtime.reload import Reload
 from controller.config import ControllerConfig
 from controller.feeds import parse_engine
 from controller.policies import POLICIES
 from controller.shell import Controller, log
 
 WAIT_LOG_S = 2.0
+RELOADS = ("hang-s", "attempts", "queue-requests", "ttft-slo-s", "tpot-slo-s", "late-tokens", "shed", "trace-bytes",
+           "log-level")  # fmt: skip
 METHODS = ", ".join(["auto", *POLICIES])
 GUIDANCE = (
     "Prefill is best by cache_aware where prompts share prefixes, else by total_tokens; decode by total_requests while "
@@ -31,6 +36,7 @@ GUIDANCE = (
 
 @settings.command(
     "controller",
+    reloads=RELOADS,
     context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
     epilog=f"Methods: {METHODS}, the name of one that is installed, or module:Class of your own. {GUIDANCE}",
 )
@@ -141,7 +147,10 @@ def main(
 def _serve(controller: Controller, wait_s: float, watch_parent: bool) -> None:
     controller.open()
     try:
-        controller.loop.on_signals(lambda number: controller.loop.stop())
+        reload = Reload(lambda changed: _reconfigure(controller, changed), controller.loop.stop)
+        controller.loop.on_signals(
+            lambda number: reload() if number == signal.SIGHUP else controller.loop.stop(), *cli.SIGNALS
+        )
         if watch_parent:
             cli.leave_with_parent(controller.loop.stop)
         _await_bus(controller, wait_s)
@@ -150,6 +159,14 @@ def _serve(controller: Controller, wait_s: float, watch_parent: bool) -> None:
         controller.close()
     if controller.failure is not None:
         raise controller.failure
+
+
+def _reconfigure(controller: Controller, changed: dict[str, Any]) -> None:
+    """ConfigError for what can't be meant, and nothing is changed."""
+    fields = {name: value for name, value in changed.items() if name != "log_level"}
+    controller.core.reconfigure(dataclasses.replace(controller.core.config, **fields))
+    if "log_level" in changed:
+        controller.core.life.trace = changed["log_level"] == "debug"
 
 
 def _await_bus(controller: Controller, wait_s: float) -> None:

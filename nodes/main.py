@@ -20,7 +20,7 @@ from bus.runtime.loop import Loop
 from bus.wire.messages import Role
 from nodes.config import NodeConfig, parse_ranks
 from nodes.link.core import Limits
-from nodes.node import Node
+from nodes.node import RELOADS, Node, on_signals
 from nodes.own.blocks import BlockPool
 from nodes.own.engines.base import Engine
 from nodes.own.engines.factory import ENGINES, EngineConfig, build_engine
@@ -51,7 +51,9 @@ def command(role: Role) -> click.Command:
 
     optional_s = cli.Seconds()
 
-    @settings.command("node", role, help=_WORK[role], context_settings={"help_option_names": ["-h", "--help"]})
+    @settings.command(
+        "node", role, reloads=RELOADS, help=_WORK[role], context_settings={"help_option_names": ["-h", "--help"]}
+    )
     @option("--bus", default=default_bus, show_default=default_bus(), metavar="BASE",
             help="The broker: ipc:///dir/bus or tcp://host:port.")  # fmt: skip
     @option("--controller", multiple=True, show_default=default_controller(), metavar="BASE",
@@ -191,7 +193,7 @@ def serve(config: NodeConfig, *, watch_parent: bool = False, exporter: spans.Spa
     engines: list[Engine] = []
     try:
         _load(config, loop, engines)
-        loop.on_signals(lambda number: node.on_signal(number))  # one that comes while sockets open waits for the loop
+        on_signals(loop, lambda: node)  # one that comes while sockets open waits for the loop
         pairs = zip(config.dp_ranks, engines, strict=True)
         runners = {dp_rank: own_runner(config, dp_rank, engine) for dp_rank, engine in pairs}
         with Node(config, loop, runners, spans=exporter) as node:

@@ -21,7 +21,7 @@ from bus.runtime.sockets import Sockets
 from bus.runtime.spans import Spans
 from nodes.config import NodeConfig
 from nodes.link.runner import OVER_THE_BUS, RankFacts
-from nodes.node import Node
+from nodes.node import Node, on_signals
 from nodes.own.engines import smollm2
 from nodes.vllm import versions
 from nodes.vllm.cores import claim_cores, keep_to
@@ -48,7 +48,7 @@ def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     with opened(config, model, arguments, loop) as (runners, _):
-        loop.on_signals(lambda number: node.on_signal(number))
+        on_signals(loop, lambda: node)
         by_rank = dict(zip(config.dp_ranks, runners, strict=True))
         with Node(config, loop, by_rank, figures_of_vllm, exporter) as node:
             nodes.append(node)

@@ -19,6 +19,7 @@ NEEDED = ("uvicorn", "httptools", "uvloop")
 
 @settings.command(
     "serve",
+    reloads=("drain-s", "max-requests", "max-body-bytes", "max-time-s", "log-level"),
     epilog="Any number of edges may run side by side. /docs lists the endpoints; /health and /ready are for probes, "
     "/metrics for Prometheus. SIGTERM lets requests finish.",
 )

@@ -11,9 +11,11 @@ import os
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
 from typing import Any
 
+import click
 import uvicorn
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -21,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from bus.endpoints import default_controller, why_silent
 from bus.errors import ConfigError, PartFailed, StartError
 from bus.runtime.logs import get_logger
+from bus.runtime.reload import Reload
 from bus.runtime.spans import Spans
 from pdbus.client import AsyncClient
 from pdbus.edge.app import LOOK_S, Edge
@@ -50,6 +53,8 @@ async def _serve(
     async with AsyncClient(controller, keys=config.keys, retries=12) as client:
         edge = Edge(config, client, spans=spans)
         server = Server(config, edge)
+        if click.get_current_context(silent=True) is not None:
+            server.reload = Reload(server.reconfigure, server.leave)
         running = asyncio.create_task(server.serve(sockets=[listener]))
         looking = asyncio.create_task(_look(edge, server))
         try:
@@ -135,6 +140,9 @@ class Server(uvicorn.Server):
         if config.tls_cert:
             options |= {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key}
         super().__init__(uvicorn.Config(**options))
+        self.reload: Callable[[], None] | None = None  # on SIGHUP
+        self._edge = edge
+        self._config = config
         try:
             self.config.load()
         except (ssl.SSLError, OSError) as error:
@@ -142,15 +150,25 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """The first lets requests finish, the second does not."""
+        """The first lets requests finish, the second does not. SIGHUP reads the settings again."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.leave)
+        handlers = {signal.SIGTERM: self.leave, signal.SIGINT: self.leave}
+        if self.reload is not None:
+            handlers[signal.SIGHUP] = self.reload
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in handlers:
                 loop.remove_signal_handler(number)
+
+    def reconfigure(self, changed: Mapping[str, Any]) -> None:
+        """Settings by name (`RELOADS`). ConfigError for what can't be meant, and nothing is changed."""
+        fields = {name: value for name, value in changed.items() if name != "log_level"}
+        self._config = replace(self._config, **fields)
+        self.config.timeout_graceful_shutdown = int(self._config.drain_s)
+        self._edge.reconfigure(self._config)
 
     def leave(self) -> None:
         self.force_exit = self.should_exit
