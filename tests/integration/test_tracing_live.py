@@ -49,7 +49,7 @@ class Collector:
     """Takes what OTLP/HTTP brings, as an OpenTelemetry collector does."""
 
     def __init__(self) -> None:
-        self.spans: dict[str, Any] = {}  # by name
+        self.spans: dict[tuple[str, str], Any] = {}  # by trace and name
         self.services: set[str] = set()
         collector = self
 
@@ -61,7 +61,7 @@ class Collector:
                     named = {each.key: each.value.string_value for each in of_resource.resource.attributes}
                     collector.services.add(named["service.name"])
                     for scope in of_resource.scope_spans:
-                        collector.spans |= {span.name: span for span in scope.spans}
+                        collector.spans |= {(span.trace_id.hex(), span.name): span for span in scope.spans}
                 self.send_response(200)
                 self.end_headers()
 
@@ -116,13 +116,15 @@ def test_the_life_of_a_request_is_told_hop_by_hop(cluster: Cluster) -> None:
         assert line in shown, line
     found = pdbus("trace", "told", "--json", "--controller", cluster.controller)
     assert found.returncode == 0, found.stderr
-    marks = json.loads(found.stdout)["marks"]
+    said = json.loads(found.stdout)
+    marks = said["marks"]
     of_decode = [mark["what"] for mark in marks if mark["part"] == at["decode"]]
     assert [what for what in of_decode if what != "attached"] == [
         "taken", "handed", "began", "first_token", "fetched", "ended",
     ]  # fmt: skip
     ours = [mark for mark in marks if mark["part"] != "client"]
-    assert all(-0.02 < mark["took_s"] < 30 for mark in marks if mark["took_s"] is not None), "clocks agree"
+    unsure_s = sum(max(0, clock["rtt_us"]) for clock in said["clocks"]) / 1e6 + 0.001
+    assert all(-unsure_s < mark["took_s"] < WAIT_S for mark in ours if mark["took_s"] is not None), "clocks agree"
     assert ours[0]["what"] == "received"
 
 
@@ -141,7 +143,7 @@ def test_spans_reach_a_collector_each_below_the_one_that_caused_it(cluster: Clus
     wanted = {"POST /generate", "pdbus request", "pdbus prefill", "pdbus decode"}
 
     def mine() -> Any:
-        spans = {name: span for name, span in collector.spans.items() if span.trace_id.hex() == TRACE}
+        spans = {name: span for (trace, name), span in list(collector.spans.items()) if trace == TRACE}
         return spans if spans.keys() >= wanted else None
 
     spans = poll_for(mine, "spans of every part")
@@ -185,7 +187,7 @@ def test_prometheus_is_told_where_every_part_is(cluster: Cluster, tmp_path: Path
 
 
 def test_a_request_whose_rank_dies_shows_both_attempts_and_who_is_silent() -> None:
-    slow = ("--sim-base-s", "0.4")
+    slow = ("--sim-base-s", "1.5")  # so that it is found before its first token
     with (
         Cluster(ClusterSpec(prefill=1, decode=2, engine="sim", node_args=(*SIM, *slow))) as cluster,
         Client(cluster.controller) as client,
