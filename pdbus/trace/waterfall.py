@@ -1,4 +1,4 @@
-"""What the parts remember of a request, put in one order of time, and drawn. Pure, but for the console's width."""
+"""What the parts remember of a request, put in one order of time, and drawn. Pure."""
 
 from __future__ import annotations
 

@@ -207,10 +207,13 @@ def test_a_request_whose_rank_dies_shows_both_attempts_and_who_is_silent() -> No
         assert f"did not answer, so what it knows is missing: {rank}" in shown
 
 
-def test_a_controller_reads_its_settings_again(tmp_path: Path) -> None:
+def test_every_part_reads_its_settings_again(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text("[controller]\nattempts = 3\n", encoding="utf-8")
-    spec = ClusterSpec(unified=1, prefill=0, decode=0, engine="sim", node_args=SIM, config=str(file), log_level="info")
+    spec = ClusterSpec(
+        unified=1, prefill=0, decode=0, engine="sim", model="sim", node_args=SIM, config=str(file), log_level="info",
+        http="127.0.0.1:0",
+    )  # fmt: skip
     with Cluster(spec) as cluster:
 
         def again(part: str, text: str, event: str) -> dict[str, Any]:
@@ -234,5 +237,6 @@ def test_a_controller_reads_its_settings_again(tmp_path: Path) -> None:
         said = again("unified-0/0", "[node]\nmax-waiting = 7\n", "settings.reloaded")
         assert said["changed"] == {"max-waiting": 7}
         assert again("broker", "[broker]\nmax-rooms = 99\n", "settings.reloaded")["changed"] == {"max-rooms": 99}
+        assert again("edge", "[serve]\nmax-requests = 9\n", "settings.reloaded")["changed"] == {"max-requests": 9}
         with cluster.client() as client:
             assert len(client.generate_tokens([1, 2], max_tokens=3).tokens()) == 3, "and goes on"
