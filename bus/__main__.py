@@ -7,14 +7,21 @@ from bus.runtime.interrupt import leave_at_once
 if __name__ == "__main__":
     leave_at_once()  # before the imports, which take their time
 
+import signal
+
 import click
 
 from bus.broker import Broker, BrokerConfig
 from bus.endpoints import default_bus
 from bus.runtime import cli, logs, settings
+from bus.runtime.reload import Reload
 
 
-@settings.command("broker", context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@settings.command(
+    "broker",
+    reloads=("beacon-s", "max-rooms", "log-level"),
+    context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
+)
 @click.option(
     "--bus",
     "address",
@@ -61,7 +68,8 @@ def main(
     broker = Broker(config)
     broker.open()
     try:
-        broker.loop.on_signals(lambda number: broker.loop.stop())
+        reload = Reload(broker.reconfigure, broker.loop.stop)
+        broker.loop.on_signals(lambda number: reload() if number == signal.SIGHUP else broker.loop.stop(), *cli.SIGNALS)
         if watch_parent:
             cli.leave_with_parent(broker.loop.stop)
         cli.ready(part="broker", bus=address, epoch=broker.epoch)

@@ -25,6 +25,7 @@ LEASE_S = 3.0  # a node not heard by its controller for so long is lost
 STALE_S = 1.25  # a report is believed for so long at least,
 STALE_INTERVALS = 2.0  # and until so many declared intervals have passed: one report may come late by another interval
 SILENT_INTERVALS = 3.0  # a rank that published nothing for so many is silent
+TRACE_BYTES = 8 << 20  # of requests that are over, remembered by each controller and each rank for `pdbus trace`
 
 
 def bounded_interval_s(declared_s: float) -> float:

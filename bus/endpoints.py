@@ -22,6 +22,7 @@ KEY_CHARS = 40  # of Z85
 _OWNER = re.compile(MARK + r"[A-Za-z0-9._-]{1,64}")
 _IPC_PATH_MAX = 107  # sizeof(sockaddr_un.sun_path) - 1 on Linux
 _LONGEST_SUFFIX = len(".bootstrap")
+WILDCARDS = ("", "*", "0.0.0.0", "::")
 
 
 def runtime_dir() -> Path:
@@ -89,6 +90,18 @@ def is_exposed(endpoint: str) -> bool:
         return not ipaddress.ip_address(host).is_loopback
     except ValueError:
         return True
+
+
+def advertised(host: str, port: int, base: str) -> str:
+    """`host:port` by which others reach a port of the part that serves at `base`; empty for port 0. Where it listens on
+    all of its machine's addresses, the one in `base` is taken, if there is one, else the machine's name."""
+    if not port:
+        return ""
+    if host.strip("[]") in WILDCARDS:
+        scheme, _, rest = split_owner(base)[0].partition("://")
+        named = rest.rpartition(":")[0] if rest.rpartition(":")[2].isdecimal() else rest
+        host = named if scheme == "tcp" and named.strip("[]") not in WILDCARDS else socket.gethostname()
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def unresolved(base: str) -> str:

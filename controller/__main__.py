@@ -7,6 +7,8 @@ from bus.runtime.interrupt import leave_at_once
 if __name__ == "__main__":
     leave_at_once()  # before the imports, which take their time
 
+import dataclasses
+import signal
 import time
 from typing import Any
 
@@ -15,7 +17,8 @@ import click
 from bus import defaults
 from bus.endpoints import default_bus, default_controller, why_silent
 from bus.errors import StartError
-from bus.runtime import cli, logs, settings
+from bus.runtime import cli, logs, settings, spans
+from bus.runtime.reload import Reload
 from controller.config import ControllerConfig
 from controller.feeds import parse_engine
 from controller.policies import POLICIES
@@ -23,6 +26,8 @@ from controller.requests.slos import parse_slo_class
 from controller.shell import Controller, log
 
 WAIT_LOG_S = 2.0
+RELOADS = ("hang-s", "attempts", "queue-requests", "ttft-slo-s", "tpot-slo-s", "late-tokens", "shed", "trace-bytes",
+           "log-level")  # fmt: skip
 METHODS = ", ".join(["auto", *POLICIES])
 GUIDANCE = (
     "Prefill is best by cache_aware where prompts share prefixes, else by total_tokens; decode by total_requests while "
@@ -32,6 +37,7 @@ GUIDANCE = (
 
 @settings.command(
     "controller",
+    reloads=RELOADS,
     context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
     epilog=f"Methods: {METHODS}, the name of one that is installed, or module:Class of your own. {GUIDANCE}",
 )
@@ -68,6 +74,12 @@ GUIDANCE = (
 )
 @cli.setting(
     ControllerConfig, "--cache-weight", type=float, help="cache_aware: worth of a token to compute, in tokens queued."
+)
+@cli.setting(
+    ControllerConfig,
+    "--trace-bytes",
+    type=click.IntRange(0),
+    help="To remember requests that are over, for pdbus trace; 0: none.",
 )
 @cli.setting(ControllerConfig, "--attempts", type=int, help="Dispatches of one submit at most.")
 @cli.setting(
@@ -126,6 +138,7 @@ GUIDANCE = (
 @cli.metrics_port_option
 @cli.metrics_host_option
 @cli.spin_us_option
+@spans.otlp_endpoint_option
 @cli.log_level_option
 @cli.watch_parent_option
 def main(
@@ -134,16 +147,26 @@ def main(
     watch_parent: bool,
     engines: tuple[str, ...],
     slo_classes: tuple[str, ...],
+    otlp_endpoint: str,
     **chosen: Any,
 ) -> None:
     """Pick ranks by load and dispatch requests to them."""
     logs.configure(log_level, part="controller")
     chosen |= {"engines": tuple(map(parse_engine, engines)), "slo_classes": tuple(map(parse_slo_class, slo_classes))}
-    controller = Controller(ControllerConfig(**chosen))
-    controller.trace = log_level == "debug"
+    config = ControllerConfig(**chosen)
+    with spans.exporting(otlp_endpoint, "controller", name=config.name) as exporter:
+        controller = Controller(config, spans=exporter)
+        controller.trace = log_level == "debug"
+        _serve(controller, wait_s, watch_parent)
+
+
+def _serve(controller: Controller, wait_s: float, watch_parent: bool) -> None:
     controller.open()
     try:
-        controller.loop.on_signals(lambda number: controller.loop.stop())
+        reload = Reload(lambda changed: _reconfigure(controller, changed), controller.loop.stop)
+        controller.loop.on_signals(
+            lambda number: reload() if number == signal.SIGHUP else controller.loop.stop(), *cli.SIGNALS
+        )
         if watch_parent:
             cli.leave_with_parent(controller.loop.stop)
         _await_bus(controller, wait_s)
@@ -152,6 +175,14 @@ def main(
         controller.close()
     if controller.failure is not None:
         raise controller.failure
+
+
+def _reconfigure(controller: Controller, changed: dict[str, Any]) -> None:
+    """ConfigError for what can't be meant, and nothing is changed."""
+    fields = {name: value for name, value in changed.items() if name != "log_level"}
+    controller.core.reconfigure(dataclasses.replace(controller.core.config, **fields))
+    if "log_level" in changed:
+        controller.core.life.trace = changed["log_level"] == "debug"
 
 
 def _await_bus(controller: Controller, wait_s: float) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from bus import defaults
-from bus.endpoints import BusAddress, ControllerAddress, default_bus, default_controller
+from bus.endpoints import BusAddress, ControllerAddress, advertised, default_bus, default_controller
 from bus.errors import ConfigError
 from bus.wire.messages import Role
 from controller.feeds.settings import EngineSettings
@@ -63,6 +63,7 @@ class ControllerConfig:
     max_requests: int = 65_536  # alive at once
     client_requests: int = 4_096  # alive at once of one client
     max_ranks: int = 4_096  # known at once, all instances together
+    trace_bytes: int = defaults.TRACE_BYTES  # of requests that are over, for `pdbus trace`; 0: none are remembered
     engines: tuple[EngineSettings, ...] = ()  # other people's engines whose KV events and loads are followed
     forget_s: float = 600.0  # a rank gone for so long is no longer listed
 
@@ -80,7 +81,7 @@ class ControllerConfig:
                 raise ConfigError(f"{label} must be greater than 0 and finite, not {getattr(self, label)}")
         if not 0 <= self.cache_weight < 1e6:
             raise ConfigError(f"cache_weight must lie in 0..1e6, not {self.cache_weight}")
-        for label in ("settle_s", "tpot_slo_s"):
+        for label in ("settle_s", "tpot_slo_s", "trace_bytes"):
             if not 0 <= getattr(self, label) < math.inf:
                 raise ConfigError(f"{label} must not be negative, not {getattr(self, label)}")
         if not 0 <= self.spin_us <= defaults.SPIN_US_MAX:
@@ -97,6 +98,11 @@ class ControllerConfig:
             raise ConfigError(f"slo_classes: {min(twice)} is there twice")
         for role in ("prefill", "decode", "unified"):  # old names become the new ones here, once
             object.__setattr__(self, f"{role}_method", resolve(getattr(self, f"{role}_method"), role))
+
+    @property
+    def metrics(self) -> str:
+        """Where others find its metrics; empty: nowhere."""
+        return advertised(self.metrics_host, self.metrics_port, self.controller)
 
     @property
     def methods(self) -> dict[Role, str]:

@@ -18,6 +18,7 @@ from bus.rights import key_of, may
 from bus.wire.kv_names import Removed, Stored
 from bus.wire.messages import (
     MAX_DP_SIZE,
+    Beacon,
     Bye,
     Cancel,
     Dispatch,
@@ -30,13 +31,16 @@ from bus.wire.messages import (
     Message,
     Pong,
     Progress,
+    Recalled,
     Refused,
     Role,
     Rooms,
+    Scraped,
     Sent,
     Status,
     StatusQuery,
     Submit,
+    TraceQuery,
     Who,
 )
 from bus.wire.status import split, without_loads
@@ -57,10 +61,11 @@ from controller.events import (
     Unreachable,
 )
 from controller.health import DEAD, Health
+from controller.inquiries import Inquiries
 from controller.late import LateBinding
 from controller.load.table import LoadTable
 from controller.members import Loss, Members
-from controller.observe import Regret, rank_status
+from controller.observe import Regret, Scrapes, rank_status
 from controller.placement import Placement
 from controller.policies import Policy, PolicySettings, make_policy
 from controller.policies.prefix_index import PrefixIndex
@@ -72,11 +77,13 @@ SENT_AT_LEAST_S = 1.0
 
 
 class ControllerCore:
-    """One controller, from `now` (seconds, monotonic) on. `policies` replaces methods by policies of your own."""
+    """One controller, from `now` (seconds, monotonic) on; `wall_s` more than that have passed since 1970. `policies`
+    replaces methods by policies of your own."""
 
     def __init__(
-        self, config: ControllerConfig, epoch: int, now: float, policies: Mapping[Role, Policy] | None = None
-    ) -> None:
+        self, config: ControllerConfig, epoch: int, now: float, policies: Mapping[Role, Policy] | None = None,
+        wall_s: float = 0.0,
+    ) -> None:  # fmt: skip
         self.config = config
         self.epoch = epoch
         self.counts: Counter[str] = Counter()
@@ -97,6 +104,8 @@ class ControllerCore:
         self.late = LateBinding(config.late_tokens, config.tpot_slo_s) if config.queue_order == "slo" else None
         placement = Placement(self.table, self.policies, self.late)
         self.life = Life(config, epoch, self.table, placement, self.counts, now)
+        self.scrapes = Scrapes(Scraped("controller", config.name, config.metrics))
+        self.inquiries = Inquiries(config.name, self.members, self.life, wall_s)
         self._started_at = now
         self._ping_at = now
         self._sweep_at = now
@@ -105,9 +114,10 @@ class ControllerCore:
         self._sent_seq = 0
         self._sent_turn = -1
         self._handlers: dict[type[Message], Callable[[Any, Any, float, list[Action]], None]] = {
-            Cancel: lambda peer, message, now, out: self.life.cancel(peer, message.rid, out),
+            Cancel: lambda peer, message, now, out: self.life.cancel(peer, message.rid, now, out),
             StatusQuery: self._on_status_query,
             DrainRank: self._on_drain_rank,
+            TraceQuery: self.inquiries.asked,
         }
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -136,13 +146,21 @@ class ControllerCore:
             if rank is not None and isinstance(event.message, Dispatch):
                 self.life.undelivered(rank, event.message, now, out)
         elif type(event) is ClientGone:
-            self.life.client_gone(event.peer, event.rid, out)
+            self.life.client_gone(event.peer, event.rid, now, out)
         elif type(event) is Unreachable:
             self._lose(self.members.unreachable(event.peer, now, out), now, out)
         if self.life.queue.requests and (type(event) is Tick or not self._by_tick):
             self._settle(now)
             self.life.drain(now, out)
         return out
+
+    def reconfigure(self, config: ControllerConfig) -> None:
+        """From now on, as far as it can change while requests live (`RELOADS` of the command line)."""
+        self.config = config
+        self.life.reconfigure(config)
+        self.health.hang_s = config.hang_s
+        if self.late is not None:
+            self.late.reconfigure(config.late_tokens, config.tpot_slo_s)
 
     @property
     def _by_tick(self) -> bool:
@@ -177,7 +195,7 @@ class ControllerCore:
     def shutdown(self, now: float) -> list[Action]:
         """This controller leaves: every live request ends, for its client to send it elsewhere."""
         out: list[Action] = []
-        self.life.shutdown(out)
+        self.life.shutdown(now, out)
         return out
 
     def status(self, id: int, now: float) -> Status:
@@ -189,7 +207,7 @@ class ControllerCore:
         methods = {str(role): method for role, method in self.config.methods.items()}
         return Status(
             id, self.config.name, self.epoch, max(0.0, now - self._started_at), methods,
-            self.tally() | self.turned_away(), ranks, uses_hashes=self.uses_hashes,
+            self.tally() | self.turned_away(), ranks, uses_hashes=self.uses_hashes, scraped=self.scrapes.known(now),
         )  # fmt: skip
 
     @property
@@ -286,6 +304,8 @@ class ControllerCore:
             self.life.progress(rank, message, now, out)
         elif isinstance(message, Pong):
             self.members.pong(rank, message, now)
+        elif isinstance(message, Recalled):
+            self.inquiries.recalled(rank, message, now, out)
         elif isinstance(message, Bye):
             self._lose(self.members.bye(rank, message, now, out), now, out)
         if not rank.ready:
@@ -311,7 +331,10 @@ class ControllerCore:
                 self._on_load(message, message.load, now, out)
         elif type(message) is Sent:
             self.table.apply_sent(message, now)
-        self.health.bus_heard(now)  # which is all that a beacon says
+            self.scrapes.heard(Scraped("controller", message.controller, message.metrics), now)
+        elif type(message) is Beacon:
+            self.scrapes.heard(Scraped("broker", "", message.metrics), now)
+        self.health.bus_heard(now)
 
     def _on_load(self, message: LoadReport | Rooms | Member, load: Load, now: float, out: list[Action]) -> None:
         key = message.instance, message.dp_rank
@@ -320,7 +343,7 @@ class ControllerCore:
         rank = self.table.apply(key, message.epoch, load, now)
         if rank is not None:
             if not rank.candidate and rank.was_candidate and rank.asked is None:  # seldom: dispatches fill it sooner
-                self.members.ping(rank, out)
+                self.members.ping(rank, now, out)
             if rank.probe is not None and rank.acked >= rank.probe[0]:
                 rank.latencies.acked.observe(now - rank.probe[1])
                 rank.probe = None
@@ -372,6 +395,7 @@ class ControllerCore:
         for policy in self.policies.values():
             policy.tick(now)
         self.life.expire(now, out)
+        self.inquiries.tick(now, out)
         if self.config.shed == "hopeless" and self.life.queue.requests:
             self.life.shed(now, out)
         if now >= self._sweep_at:
@@ -380,7 +404,7 @@ class ControllerCore:
         if now >= self._ping_at:
             self._ping_at = now + self.config.lease_s / 3
             for rank in self.members.peers.values():
-                self.members.ping(rank, out)
+                self.members.ping(rank, now, out)
         if now >= self._measure_at:
             self.life.measure(now - self._measure_at + MEASURE_S, out)
             self._measure_at = now + MEASURE_S
@@ -404,4 +428,4 @@ class ControllerCore:
         for at in range(0, len(counters), MAX_DP_SIZE):
             self._sent_seq += 1
             some = counters[at : at + MAX_DP_SIZE]
-            out.append(Publish(Sent(self.config.name, self.epoch, self._sent_seq, some)))
+            out.append(Publish(Sent(self.config.name, self.epoch, self._sent_seq, some, self.config.metrics)))

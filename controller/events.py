@@ -7,13 +7,16 @@ actions of their own. Owns these shapes only, which form no cycles: the garbage 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from msgspec import Struct
 
 from bus.actions import Note, Publish
 from bus.wire.kv_names import Changes
 from bus.wire.messages import Load, MemberKey, Message, Rid
+
+if TYPE_CHECKING:
+    from controller.requests.story import Story
 
 
 class FromClient(Struct, frozen=True, gc=False):
@@ -95,4 +98,10 @@ class ToNode(Struct, frozen=True, gc=False):
     frames: Sequence[Any] = ()
 
 
-Action: TypeAlias = ToClient | ToNode | Publish | Note
+class Over(Struct, frozen=True, gc=False):
+    """A request that is traced is over: `story` becomes a span."""
+
+    story: Story
+
+
+Action: TypeAlias = ToClient | ToNode | Publish | Note | Over

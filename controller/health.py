@@ -70,7 +70,7 @@ class Health:
     def __init__(self, *, lease_s: float, hang_s: float, settle_s: float, now: float) -> None:
         self._lease_s = lease_s
         self._pause_s = lease_s / 3  # of our own, or of the bus
-        self._hang_s = hang_s
+        self.hang_s = hang_s
         self._settle_s = settle_s
         self._started_at = now
         self._settled = False
@@ -153,7 +153,7 @@ class Health:
             return "gone"
         if pulse.unreachable or now - pulse.heard_at > self._lease_s:
             return "lost"
-        if pulse.busy and now - pulse.step_at > self._hang_s:
+        if pulse.busy and now - pulse.step_at > self.hang_s:
             return "hung"
         if pulse.declared == "draining" or pulse.drain:
             return "draining"

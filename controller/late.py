@@ -24,6 +24,9 @@ class LateBinding:
         self._paces: dict[tuple[Role, Model], Pace] = {}
         self._steps: dict[Model, StepTime] = {}  # of decode ranks
 
+    def reconfigure(self, late_tokens: int, tpot_slo_s: float) -> None:
+        self._late_tokens, self._tpot_slo_s = late_tokens, tpot_slo_s
+
     def heard(self, rank: RankLoad, load: Load, now: float) -> None:
         """`load` is about to take the place of what `rank` said last."""
         if rank.load is not None and rank.reported_at is not None and load.seq > rank.load.seq:

@@ -92,17 +92,19 @@ class Members:
         self._health.bye(rank.key)
         return self.assess(rank, now, out, "bye")
 
-    def ping(self, rank: RankLoad, out: list[Action]) -> None:
+    def ping(self, rank: RankLoad, now: float, out: list[Action]) -> None:
         """Whether it lives, and where it stands: anybody may have published in its name."""
         self._pings += 1
         seq = 0 if rank.load is None or rank.engine_tells else rank.load.seq
-        rank.asked = Asked(self._pings, seq, self._health.pulses[rank.key].step)
+        rank.asked = Asked(self._pings, seq, self._health.pulses[rank.key].step, now)
         out.append(ToNode(rank.peer, Ping(self._pings)))
 
     def pong(self, rank: RankLoad, pong: Pong, now: float) -> None:
         asked = rank.asked
         if asked is not None and pong.n == asked.n:
             rank.asked = None
+            if pong.at_us:
+                rank.clock.heard(asked.at, now, pong.at_us)
             if 0 < pong.load_seq < asked.load_seq:
                 self._table.disbelieve(rank)
             if pong.load_seq and pong.step < asked.step:

@@ -14,12 +14,14 @@ from msgspec.structs import replace
 
 from bus.histogram import trimmed
 from bus.runtime.metrics import Metric, Sample, gauge, labelled
-from bus.wire.messages import MAX_ROOM, Code, MemberKey, RankStatus, Role
+from bus.wire.messages import MAX_ROOM, Code, MemberKey, RankStatus, Role, Scraped
 from controller.health import Pulse
 from controller.load.rank import RankLoad
 
 ALIVE = ("requests", "queue_requests", "queue_bytes", "payload_bytes", "adoptable", "prefix_blocks")
 REGRET_MAX_PER_S = 50
+SCRAPED_MAX = 63
+SCRAPED_S = 600.0  # long enough to see that one is down
 
 
 def rank_status(rank: RankLoad, pulse: Pulse, now: float) -> RankStatus:
@@ -50,6 +52,7 @@ def rank_status(rank: RankLoad, pulse: Pulse, now: float) -> RankStatus:
         restarts=rank.restarts,
         ttft_counts=trimmed(rank.latencies.ttft.buckets),
         tpot_counts=trimmed(rank.latencies.tpot.buckets),
+        metrics=info.metrics,
     )
 
 
@@ -151,6 +154,30 @@ def _dispatches(ranks: Iterable[RankLoad], methods: Mapping[Role, str]) -> Metri
         }
         samples += [Sample(count, _labels(rank) | {"method": method}) for method, count in by_method.items()]
     return Metric("pdbus_controller_dispatches_total", "legs sent, by rank and method", "counter", samples)
+
+
+class Scrapes:
+    """The parts without ranks that have metrics: this controller (`own`), and those that say so over the bus."""
+
+    def __init__(self, own: Scraped) -> None:
+        self._own = own
+        self._heard: dict[tuple[str, str], tuple[Scraped, float]] = {}
+
+    def heard(self, scraped: Scraped, now: float) -> None:
+        key = scraped.part, scraped.name
+        if scraped.metrics and key != (self._own.part, self._own.name):
+            if key in self._heard or len(self._heard) < SCRAPED_MAX:
+                self._heard[key] = scraped, now
+        else:
+            self._heard.pop(key, None)
+
+    def known(self, now: float) -> tuple[Scraped, ...]:
+        """Those of late, in order. Who is gone for longer is no target any more."""
+        for key, (_, at) in list(self._heard.items()):
+            if now - at > SCRAPED_S:
+                del self._heard[key]
+        others = [scraped for _, (scraped, _) in sorted(self._heard.items())]
+        return (*others, self._own) if self._own.metrics else tuple(others)
 
 
 class Regret:

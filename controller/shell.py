@@ -17,21 +17,24 @@ from bus.broker import Broker, BrokerConfig
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.errors import RemoteProtocolError
 from bus.runtime import probes
-from bus.runtime.epochs import new_epoch
+from bus.runtime.epochs import new_epoch, wall_s
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.metrics import Metric, labelled
 from bus.runtime.service import Service
 from bus.runtime.sockets import PAYLOAD_MAX, Sockets
+from bus.runtime.spans import Spans
 from bus.wire import topics
 from bus.wire.kv_names import Changes
 from bus.wire.messages import Load, MemberKey, Message
+from bus.wire.status import targets
 from controller.config import ControllerConfig
 from controller.core import ControllerCore
 from controller.events import CacheChanged, EngineLoad, Event, FromClient, Tick
 from controller.feeds.engine import EngineFeed
 from controller.feeds.nodes import NodeCaches
 from controller.observe import collect, probe
+from controller.requests.story import Story, span_of
 from controller.traffic import LOCAL, Traffic
 
 TICK_S = 0.05
@@ -48,6 +51,7 @@ class Controller(Service):
 
     `on_local` gets (on the loop's thread) what the core answers to requests submitted with `submit_local`.
     `bus_seen` is set with the first beacon of a broker. `trace` (before `open`) logs each request at debug level.
+    With `spans` the requests that are traced have a span, which it exports.
     Should the thread fail, every live request ends as at a stop, and then `on_failure` is called (on that thread).
     """
 
@@ -59,9 +63,11 @@ class Controller(Service):
         *,
         on_local: Callable[[Message], None] | None = None,
         on_failure: Callable[[], None] | None = None,
+        spans: Spans | None = None,
     ) -> None:
         self.config = config
         self.spin_us = config.spin_us
+        self._spans = spans
         self.epoch = new_epoch()
         self.bus_seen = threading.Event()
         self.trace = False
@@ -84,11 +90,13 @@ class Controller(Service):
         )
         self._nodes = self._sockets.router(address.nodes, domain="nodes")
         self._sub = self._sockets.sub(bus.subscribe, SUBSCRIPTIONS)
-        self.core = ControllerCore(config, self.epoch, self.loop.clock())
+        self.wall_s = wall_s(self.loop.clock)
+        self.core = ControllerCore(config, self.epoch, self.loop.clock(), wall_s=self.wall_s)
         self.core.life.trace = self.trace
+        self.core.life.spans = self._spans is not None
         self._traffic = traffic = Traffic(
             self.core, self.loop.clock, self._clients, self._nodes, self._sockets.pub(bus.publish), self._on_local,
-            self.bus_seen.set,
+            self.bus_seen.set, self._export,
         )  # fmt: skip
         self.core.turned_away = lambda: {"peers_refused": sum(self._sockets.refused.values())}
         exits.callback(self._farewell)
@@ -101,7 +109,9 @@ class Controller(Service):
         self._timer = self.loop.call_later(TICK_S, self._tick)
         if config.metrics_port:
             exits.callback(
-                probes.serve(self.loop, config.metrics_host, config.metrics_port, self._gather, self._unready)
+                probes.serve(
+                    self.loop, config.metrics_host, config.metrics_port, self._gather, self._unready, self._targets
+                )
             )
         log.info("controller.started", name=config.name, address=config.controller, epoch=self.epoch, **config.methods)
 
@@ -170,6 +180,10 @@ class Controller(Service):
     def _on_engine_load(self, key: MemberKey, load: Load) -> None:
         self.handle(EngineLoad(key, load))
 
+    def _export(self, story: Story) -> None:
+        if self._spans is not None:
+            self._spans.add(story, lambda told: span_of(told, self.wall_s))
+
     def _gather(self) -> Sequence[Metric]:
         core, now = self.core, self.loop.clock()
         ranks = core.table.ranks.values()
@@ -182,6 +196,9 @@ class Controller(Service):
             self._sockets.refused,
         )
         return *collect(core.tally(), ranks, core.health.pulses, self.config.methods, core.regret, now), refused
+
+    def _targets(self) -> list[dict[str, Any]]:
+        return targets(self.core.status(0, self.loop.clock()))
 
     def _unready(self) -> str:
         return self.core.unready if self.bus_seen.is_set() else f"no broker heard at {self.config.bus}"

@@ -37,12 +37,14 @@ from controller.events import (
     Event,
     FromClient,
     FromNode,
+    Over,
     Published,
     ToClient,
     ToNode,
     Undelivered,
     Unreachable,
 )
+from controller.requests.story import Story
 
 PEERS_REMEMBERED = 4096
 LOCAL = "local"  # the peer that is this process; routing ids are bytes
@@ -52,7 +54,8 @@ log = get_logger("controller")
 
 class Traffic:
     """Between `core` and the three sockets that it speaks over. `on_local` gets what is for this process itself,
-    `on_beacon` hears of each beacon. All methods are for the loop's thread."""
+    `on_beacon` hears of each beacon, `on_over` of each traced request that ended. All methods are for the loop's
+    thread."""
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class Traffic:
         pub: Socket,
         on_local: Callable[[Message], None] | None,
         on_beacon: Callable[[], None],
+        on_over: Callable[[Story], None],
     ) -> None:
         self._core = core
         self._clock = clock
@@ -71,6 +75,7 @@ class Traffic:
         self._pub = pub
         self._on_local = on_local
         self._on_beacon = on_beacon
+        self._on_over = on_over
         self._outbox: list[Any] = []
         self._ration = Ration()
         self._rejecters: set[str] = set()
@@ -156,6 +161,8 @@ class Traffic:
                         self.handle(ClientGone(action.peer, action.message.rid))
             elif kind is Publish:
                 self._publish(action.message)
+            elif kind is Over:
+                self._on_over(action.story)
             else:
                 getattr(log, action.level)(action.event, **action.fields)
         outbox.clear()

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from bus import defaults
+from bus.endpoints import advertised
 from bus.errors import ConfigError
 from bus.wire.messages import MAX_DP_SIZE
 from nodes.link.config import LinkConfig
@@ -33,6 +34,11 @@ class NodeConfig(LinkConfig):
         self._check_duration("wait_s")
         if not math.isfinite(self.drain_s) or self.drain_s < 0:
             raise ConfigError(f"{self._called('drain_s')} must be a number of seconds, not {self.drain_s}")
+
+    @property
+    def metrics(self) -> str:
+        """Where others find its metrics; empty: nowhere."""
+        return advertised(self.metrics_host, self.metrics_port, self.data)
 
     def _called(self, name: str) -> str:
         return f"--{name.replace('_', '-')}"

@@ -15,12 +15,12 @@ from click.core import ParameterSource
 
 from bus.endpoints import default_bus, default_controller, runtime_dir
 from bus.errors import ConfigError
-from bus.runtime import cli, logs, settings
+from bus.runtime import cli, logs, settings, spans
 from bus.runtime.loop import Loop
 from bus.wire.messages import Role
 from nodes.config import NodeConfig, parse_ranks
 from nodes.link.core import Limits
-from nodes.node import Node
+from nodes.node import RELOADS, Node, on_signals
 from nodes.own.blocks import BlockPool
 from nodes.own.engines.base import Engine
 from nodes.own.engines.factory import ENGINES, EngineConfig, build_engine
@@ -51,7 +51,9 @@ def command(role: Role) -> click.Command:
 
     optional_s = cli.Seconds()
 
-    @settings.command("node", role, help=_WORK[role], context_settings={"help_option_names": ["-h", "--help"]})
+    @settings.command(
+        "node", role, reloads=RELOADS, help=_WORK[role], context_settings={"help_option_names": ["-h", "--help"]}
+    )
     @option("--bus", default=default_bus, show_default=default_bus(), metavar="BASE",
             help="The broker: ipc:///dir/bus or tcp://host:port.")  # fmt: skip
     @option("--controller", multiple=True, show_default=default_controller(), metavar="BASE",
@@ -80,6 +82,8 @@ def command(role: Role) -> click.Command:
     @cli.setting(
         NodeConfig, "--drain-s", type=cli.Seconds(), help="When leaving, finish what runs for at most this long."
     )
+    @cli.setting(Limits(), "--trace-bytes", type=click.IntRange(0),
+                 help="To remember legs that are over, for pdbus trace; of each rank.")  # fmt: skip
     @option("--keys", default="", metavar="DIR", help="Directory of CURVE keys (pdbus keys new DIR); none: plain.")
     @option("--sim-timing", default="h100-8b", metavar="NAME|FILE",
             help=f"How long a sim step takes: {', '.join(TIMINGS)}, or as pdbus calibrate found.")  # fmt: skip
@@ -95,24 +99,31 @@ def command(role: Role) -> click.Command:
     @option("--fault-crash-token", type=int, default=None, help="For tests: a step fed this token kills the process.")
     @cli.metrics_port_option
     @cli.metrics_host_option
+    @spans.otlp_endpoint_option
     @cli.log_level_option
     @cli.watch_parent_option
     @click.argument("engine_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM_ARGUMENTS...]")
     def main(engine_args: tuple[str, ...], **options: Any) -> None:
         logs.configure(options["log_level"], part="node", instance=options["instance"])
-        watch_parent = options["watch_parent"]
-        if options["engine"] == VLLM:
-            _refuse_own_options()
-            from nodes.vllm.main import serve as serve_vllm
-
-            options["engine"] = "torch"  # of whose settings none counts
-            serve_vllm(config_from(role, options), options["model"], engine_args, _say_ready, watch_parent=watch_parent)
-            return
-        if engine_args:
-            raise ConfigError(f"{engine_args[0]!r}: only --engine {VLLM} takes arguments of the engine's own")
-        serve(config_from(role, options), watch_parent=watch_parent)
+        with spans.exporting(options["otlp_endpoint"], "node", name=options["instance"]) as exporter:
+            _serve(role, engine_args, options, exporter)
 
     return main
+
+
+def _serve(role: Role, engine_args: tuple[str, ...], options: dict[str, Any], exporter: spans.Spans | None) -> None:
+    watch_parent = options["watch_parent"]
+    if options["engine"] == VLLM:
+        _refuse_own_options()
+        from nodes.vllm.main import serve as serve_vllm
+
+        options["engine"] = "torch"  # of whose settings none counts
+        config = config_from(role, options)
+        serve_vllm(config, options["model"], engine_args, _say_ready, watch_parent=watch_parent, exporter=exporter)
+        return
+    if engine_args:
+        raise ConfigError(f"{engine_args[0]!r}: only --engine {VLLM} takes arguments of the engine's own")
+    serve(config_from(role, options), watch_parent=watch_parent, exporter=exporter)
 
 
 def _refuse_own_options() -> None:
@@ -169,23 +180,23 @@ def config_from(role: Role, options: dict[str, Any]) -> NodeConfig:
         room_ttl_s=options["room_ttl_s"],
         wait_s=options["wait_s"],
         drain_s=options["drain_s"],
-        limits=Limits(max_waiting=options["max_waiting"], hold_s=options["hold_s"]),
+        limits=Limits(max_waiting=options["max_waiting"], hold_s=options["hold_s"], trace_bytes=options["trace_bytes"]),
         metrics_port=options["metrics_port"],
         metrics_host=options["metrics_host"],
         keys=options["keys"],
     )
 
 
-def serve(config: NodeConfig, *, watch_parent: bool = False) -> None:
+def serve(config: NodeConfig, *, watch_parent: bool = False, exporter: spans.Spans | None = None) -> None:
     """Load, connect, run until drained. ConfigError or StartError when that can't begin."""
     loop = Loop()
     engines: list[Engine] = []
     try:
         _load(config, loop, engines)
-        loop.on_signals(lambda number: node.on_signal(number))  # one that comes while sockets open waits for the loop
+        on_signals(loop, lambda: node)  # one that comes while sockets open waits for the loop
         pairs = zip(config.dp_ranks, engines, strict=True)
         runners = {dp_rank: own_runner(config, dp_rank, engine) for dp_rank, engine in pairs}
-        with Node(config, loop, runners) as node:
+        with Node(config, loop, runners, spans=exporter) as node:
             if watch_parent:
                 cli.leave_with_parent(node.leave)
             node.run(_say_ready)

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from bus.endpoints import why_silent
 from bus.errors import BusError, StartError
-from bus.runtime import metrics, probes
+from bus.runtime import cli, metrics, probes
 from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
+from bus.runtime.reload import Reload
+from bus.runtime.spans import Spans
 from nodes.config import NodeConfig
+from nodes.link.core import Limits
 from nodes.link.host import LINGER_MS, STREAM_GRACE_S, Host
 from nodes.link.runner import Runner
 from nodes.metrics import NodeFigures, snapshot
 
+RELOADS = ("max-waiting", "hold-s", "trace-bytes", "drain-s", "log-level")  # settings that may change while it runs
 CHECK_S = 0.25  # for deadlines; what changes is looked at in the same turn
 SAY_WAITING_S = 2.0
 
 log = get_logger("node")
+
+
+def on_signals(loop: Loop, node: Callable[[], Node]) -> None:
+    """SIGHUP reads the settings again, the others go to `node` (which is made by the time the loop runs)."""
+    reload = Reload(lambda changed: node().reconfigure(changed), lambda: node().leave())
+    loop.on_signals(lambda number: reload() if number == signal.SIGHUP else node().on_signal(number), *cli.SIGNALS)
 
 
 class Node:
@@ -27,13 +39,13 @@ class Node:
 
     def __init__(
         self, config: NodeConfig, loop: Loop, runners: Mapping[int, Runner],
-        figures: Callable[[], Iterable[metrics.Metric]] = tuple,
+        figures: Callable[[], Iterable[metrics.Metric]] = tuple, spans: Spans | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.loop = loop
         self.failure: BusError | None = None
         self._figures = NodeFigures()
-        self.host = Host(config, loop, runners, self._check)
+        self.host = Host(config, loop, runners, self._check, spans)
         self._figures_of_runners = figures
         self._on_ready: Callable[[Node], None] | None = None
         self._began = self._said = loop.clock()
@@ -74,6 +86,15 @@ class Node:
             self.loop.stop()
             return
         self.drain(signal.Signals(number).name)
+
+    def reconfigure(self, changed: Mapping[str, Any]) -> None:
+        """Settings by name (`RELOADS`). ConfigError for what can't be meant, and nothing is changed."""
+        of_limits = {name: value for name, value in changed.items() if name in Limits.__dataclass_fields__}
+        limits = dataclasses.replace(self.config.limits, **of_limits)
+        drain_s = changed.get("drain_s", self.config.drain_s)
+        self.config = dataclasses.replace(self.config, limits=limits, drain_s=drain_s)
+        for rank in self.host.ranks.values():
+            rank.core.reconfigure(limits)
 
     def drain(self, cause: str) -> None:
         """All ranks: take nothing new, finish what runs, say goodbye; the loop then stops."""

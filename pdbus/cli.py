@@ -16,6 +16,8 @@ COMMANDS = {
     "generate": ("pdbus.commands.generate", "generate", "Send a prompt and stream the answer."),
     "status": ("pdbus.commands.status", "status", "Show every rank: state, load, work in flight."),
     "top": ("pdbus.commands.top", "top", "Watch a cluster live."),
+    "trace": ("pdbus.commands.trace", "trace", "Show the life of one request, hop by hop."),
+    "targets": ("pdbus.commands.targets", "targets", "Tell Prometheus where all parts have their metrics."),
     "drain": ("pdbus.commands.drain", "drain", "Let a rank finish what it has and leave."),
     "demo": ("pdbus.commands.demo", "demo", "Real prompts through two prefill and two decode ranks."),
     "bench": ("pdbus.commands.bench", "bench", "Measure against bare ZeroMQ and HTTP."),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from bus import defaults
@@ -58,6 +58,7 @@ class BrokerLimits:
     max_rooms_per_publisher: int = 200_000
     max_watches: int = 262_144
     max_watches_per_peer: int = 65_536
+    metrics: str = ""  # where others find this broker's
 
 
 class BrokerCore:
@@ -79,6 +80,11 @@ class BrokerCore:
         self._beacon_seq = 0
         self._restating: dict[tuple[str, int], KnownRank] = {}  # ranks with a `restate_at`
         self._noted: set[tuple[str, ...]] = set()
+
+    def reconfigure(self, beacon_s: float, max_rooms: int) -> None:
+        """From now on. Rooms that are held stay."""
+        self.limits = replace(self.limits, beacon_s=beacon_s, max_rooms=max_rooms)
+        self.rooms.max_rooms = max_rooms
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Every action that `event` calls for. Never raises on anything a peer can cause."""
@@ -273,7 +279,7 @@ class BrokerCore:
         if now >= self._beacon_at:
             self._beacon_at = max(self._beacon_at + self.limits.beacon_s, now)
             self._beacon_seq += 1
-            actions.append(Publish(Beacon(self.epoch, self._beacon_seq, self.limits.beacon_s)))
+            actions.append(Publish(Beacon(self.epoch, self._beacon_seq, self.limits.beacon_s, self.limits.metrics)))
             self._check_leases(now)
         return actions
 

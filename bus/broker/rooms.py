@@ -62,7 +62,7 @@ class RoomTable:
         self.counts = dict.fromkeys(
             ("registered", "refreshed", "replaced", "dropped", "failed", "expired", "stale", "conflicts", "refused"), 0
         )
-        self._max_rooms = max_rooms
+        self.max_rooms = max_rooms
         self._max_per_owner = max_rooms_per_publisher
         self._shards: list[dict[Room, Claim]] = [{} for _ in range(SHARDS)]
         self._last = _NOBODY
@@ -152,7 +152,7 @@ class RoomTable:
                 return "conflict"
             outcome = "refreshed" if mine and attempt == old.attempt else "replaced"
         if old is None or old.owner is not owner:
-            if owner.rooms >= self._max_per_owner or (old is None and self.size >= self._max_rooms):
+            if owner.rooms >= self._max_per_owner or (old is None and self.size >= self.max_rooms):
                 self.counts["refused"] += 1
                 return "full"
             if old is not None:

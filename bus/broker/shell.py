@@ -17,8 +17,10 @@ from __future__ import annotations
 import errno
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import zmq
 
@@ -26,7 +28,7 @@ from bus import defaults
 from bus.actions import Note, Send
 from bus.broker.core import Action, BrokerCore, BrokerLimits
 from bus.broker.events import Asked, Event, Published, Tick, Unreachable
-from bus.endpoints import BusAddress
+from bus.endpoints import BusAddress, advertised
 from bus.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from bus.rights import key_of, may, publishes
 from bus.runtime import metrics, probes
@@ -113,6 +115,7 @@ class Broker(Service):
             max_rooms_per_publisher=config.max_rooms_per_publisher,
             max_watches=config.max_watches,
             max_watches_per_peer=config.max_watches_per_peer,
+            metrics=advertised(config.metrics_host, config.metrics_port, self.address.base),
         )
         self.core = BrokerCore(limits, self.epoch, self.loop.clock())
         self.core.turned_away = self._turned_away
@@ -242,6 +245,12 @@ class Broker(Service):
 
     def _unready(self) -> str:
         return "" if self._proxy is None or self._proxy.is_alive() else "publications are not forwarded"
+
+    def reconfigure(self, changed: Mapping[str, Any]) -> None:
+        """Settings by name, from now on (on the loop's thread). ConfigError for what can't be meant."""
+        config = replace(self.config, **{name: value for name, value in changed.items() if name != "log_level"})
+        self.config = config
+        self.core.reconfigure(config.beacon_s, config.max_rooms)
 
     def _gather(self) -> tuple[metrics.Metric, ...]:
         tally = self.core.tally()

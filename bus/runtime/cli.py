@@ -150,6 +150,8 @@ class Seconds(click.FloatRange):
         return seconds
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of a part: two to leave, one to read its settings again
+
 log_level_option = click.option(
     "--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="What to log, on stderr."
 )

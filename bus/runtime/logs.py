@@ -98,6 +98,11 @@ def configure(level: str = "info", **bound: object) -> None:
     structlog.contextvars.bind_contextvars(**bound)
 
 
+def set_level(level: str) -> None:
+    """From now on, in a process that called `configure`."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())))
+
+
 def _count_loss() -> None:
     global _lost
     with _counting:

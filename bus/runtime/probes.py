@@ -1,4 +1,5 @@
-"""The HTTP port of a part: `/metrics` for Prometheus, `/health` and `/ready` for whoever supervises it.
+"""The HTTP port of a part: `/metrics` for Prometheus, `/health` and `/ready` for whoever supervises it; at a controller
+`/targets`, where Prometheus finds all parts (`http_sd`).
 
 A thread of its own answers from what the part's loop left about once a second, so that nobody who asks holds up a
 request. Plain HTTP and no keys: it tells names and counts, changes nothing, and is open to all who reach the port.
@@ -6,6 +7,7 @@ request. Plain HTTP and no keys: it tells names and counts, changes nothing, and
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 import threading
@@ -30,13 +32,15 @@ log = get_logger("probes")
 
 
 def serve(
-    loop: Loop, host: str, port: int, gather: Callable[[], Iterable[Metric]], unready: Callable[[], str] = lambda: ""
-) -> Callable[[], None]:
+    loop: Loop, host: str, port: int, gather: Callable[[], Iterable[Metric]], unready: Callable[[], str] = lambda: "",
+    targets: Callable[[], list[dict[str, Any]]] | None = None,
+) -> Callable[[], None]:  # fmt: skip
     """Serve until what is returned is called. StartError if the port is taken.
 
-    `gather` and `unready` (why the part can't do its work now; empty: it can) are called on the loop's thread.
+    `gather`, `unready` (why the part can't do its work now; empty: it can) and `targets` (as `http_sd` has them) are
+    called on the loop's thread.
     """
-    board = Board(loop, gather, unready)
+    board = Board(loop, gather, unready, targets)
     board.keep()
     try:
         server = _Server(host, port, board)
@@ -60,10 +64,15 @@ def serve(
 class Board:
     """What the loop leaves, and what follows from it for those who ask."""
 
-    def __init__(self, loop: Loop, gather: Callable[[], Iterable[Metric]], unready: Callable[[], str]) -> None:
+    def __init__(
+        self, loop: Loop, gather: Callable[[], Iterable[Metric]], unready: Callable[[], str],
+        targets: Callable[[], list[dict[str, Any]]] | None = None,
+    ) -> None:  # fmt: skip
         self._loop = loop
         self._gather = gather
         self._unready = unready
+        self._targets = targets
+        self.targets: bytes | None = None  # as JSON
         self._metrics: tuple[Metric, ...] = ()
         self._trouble = ""
         self.registry = registry(lambda: self._metrics)
@@ -72,6 +81,8 @@ class Board:
         """On the loop's thread."""
         self._metrics = tuple(self._gather())
         self._trouble = self._unready()
+        if self._targets is not None:
+            self.targets = json.dumps(self._targets()).encode()
 
     def unhealthy(self) -> str:
         """Why the part should be started anew; empty: it lives."""
@@ -125,8 +136,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._tell(board.unhealthy())
         elif path == "/ready":
             self._tell(board.unready())
+        elif path == "/targets" and board.targets is not None:
+            self._answer(200, board.targets, "application/json")
         else:
-            self._answer(404, b"here are /metrics, /health and /ready\n")
+            also = ", /targets" if board.targets is not None else ""
+            self._answer(404, f"here are /metrics{also}, /health and /ready\n".encode())
 
     do_HEAD = do_GET
 

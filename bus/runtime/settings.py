@@ -34,18 +34,23 @@ SECTIONS = {  # every table that a file may have, and whose it is
     "generate": "`pdbus generate`",
     "status": "`pdbus status`",
     "top": "`pdbus top`",
+    "trace": "`pdbus trace`",
+    "targets": "`pdbus targets`",
     "drain": "`pdbus drain`",
 }
-SHARED = ("bus", "controller", "keys", "log-level", "metrics-host")
+SHARED = ("bus", "controller", "keys", "log-level", "metrics-host", "otlp-endpoint")
 _ALONE = ("watch-parent", "help", "config", "print-config")  # flags and nothing else
 # What Kubernetes puts into the environment for a Service that is named like a part.
 _OF_KUBERNETES = re.compile(r"SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?")
-_FILE, _PLACES, _PRINT = (f"pdbus.settings.{name}" for name in ("file", "places", "print"))
+_FILE, _PLACES, _PRINT, _ARGUMENTS = (f"pdbus.settings.{name}" for name in ("file", "places", "print", "arguments"))
 
 
-def command(*sections: str, **attributes: Any) -> Callable[[Callable[..., Any]], click.Command]:
-    """A click command whose options are settings of `sections`, the last of which wins."""
-    return click.command(cls=_Command, sections=sections, **attributes)
+def command(
+    *sections: str, reloads: Iterable[str] = (), **attributes: Any
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """A click command whose options are settings of `sections`, the last of which wins. Those of `reloads` may change
+    while it runs (`bus.runtime.reload`)."""
+    return click.command(cls=_Command, sections=sections, reloads=reloads, **attributes)
 
 
 def config_file() -> str:
@@ -62,12 +67,38 @@ def settings_of(command: click.Command) -> Iterator[tuple[str, click.Option]]:
                 yield name, option
 
 
+def reread(ctx: click.Context) -> dict[str, Any]:
+    """What the command would be called with now. ConfigError or click.UsageError where it would not start."""
+    command = ctx.command
+    assert isinstance(command, _Command)
+    command.check_environment()
+    return command.make_context(ctx.info_name, list(ctx.meta[_ARGUMENTS]), parent=ctx.parent).params
+
+
+def reloadable(ctx: click.Context) -> dict[str, str]:
+    """The parameters of the running command that may change, with the names of their settings."""
+    command = ctx.command
+    assert isinstance(command, _Command)
+    return {str(command.settings[name].name): name for name in command.reloads}
+
+
+def names(ctx: click.Context, parameters: Iterable[str]) -> list[str]:
+    """The settings of these parameters."""
+    command = ctx.command
+    assert isinstance(command, _Command)
+    return [name for name, option in command.settings.items() if option.name in set(parameters)]
+
+
 class _Command(click.Command):
-    def __init__(self, *arguments: Any, sections: tuple[str, ...], **attributes: Any) -> None:
+    def __init__(
+        self, *arguments: Any, sections: tuple[str, ...], reloads: Iterable[str] = (), **attributes: Any
+    ) -> None:
         super().__init__(*arguments, **attributes)
         assert set(sections) <= SECTIONS.keys()
         self.sections = sections
         self.settings = dict(settings_of(self))
+        self.reloads = tuple(reloads)
+        assert set(self.reloads) <= self.settings.keys()
         for name, option in self.settings.items():
             option.envvar = variables(sections, name)
         self.params += [
@@ -82,6 +113,7 @@ class _Command(click.Command):
         ]  # fmt: skip
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_ARGUMENTS] = list(args)
         try:
             return super().parse_args(ctx, args)
         except click.BadParameter as error:
@@ -91,7 +123,7 @@ class _Command(click.Command):
             raise click.UsageError(f"{place}: {at[0]}: {error.message}", ctx) from None
 
     def invoke(self, ctx: click.Context) -> Any:
-        self._check_environment()
+        self.check_environment()
         if not ctx.meta.get(_PRINT):
             return super().invoke(ctx)
         click.echo(f"[{self.sections[-1]}]")
@@ -123,7 +155,7 @@ class _Command(click.Command):
             return str(ctx.meta[_PLACES][option.name])
         return "flag" if source is ParameterSource.COMMANDLINE else "default"
 
-    def _check_environment(self) -> None:
+    def check_environment(self) -> None:
         """ConfigError for a variable that would be one of ours if there were such a setting."""
         known = {name for setting in self.settings for name in variables(self.sections, setting)}
         for variable in sorted(os.environ.keys() - known):

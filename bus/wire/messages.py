@@ -18,6 +18,9 @@ MAX_TOKENS_PER_MESSAGE = 16384
 MAX_OTHERS_PER_MESSAGE = 63  # streams whose tokens come along with those of another
 MAX_LOGPROBS_PER_MESSAGE = 2048  # each of the largest possible: two thirds of a frame
 MAX_DP_SIZE = 4096
+MAX_MARKS = 64  # of one part and one request, and
+MAX_TOLD = 16  # parts: all together fit in a frame
+MAX_PHRASE = 192
 
 Role: TypeAlias = Literal["prefill", "decode", "unified"]
 Legs: TypeAlias = Literal["pair", "prefill", "decode", "unified"]  # what a request asks for
@@ -100,6 +103,10 @@ LogProb: TypeAlias = Annotated[float, Meta(ge=-9999, le=0)]  # -9999: of what ca
 Grammar: TypeAlias = Annotated[str, Meta(max_length=65536)]  # opaque here; an engine's own dialect
 LatencyCounts: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=64)]  # by bound of `bus.histogram`
 Sentence: TypeAlias = Annotated[str, Meta(max_length=1024)]
+Phrase: TypeAlias = Annotated[str, Meta(max_length=MAX_PHRASE)]
+HostPort: TypeAlias = Annotated[str, Meta(max_length=150)]  # `host:port`; empty: none
+Traceparent: TypeAlias = Annotated[str, Meta(pattern=r"^00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\Z")]
+Tracestate: TypeAlias = Annotated[str, Meta(max_length=512)]
 MemberKey: TypeAlias = tuple[str, int]  # (instance, dp_rank)
 
 
@@ -265,6 +272,7 @@ class Sent(_OfController, frozen=True, tag="sent"):
     epoch: Epoch
     seq: Count
     counters: Annotated[tuple[SentTo, ...], Meta(max_length=MAX_DP_SIZE)]
+    metrics: HostPort = ""  # where its metrics are
 
 
 class Beacon(Message, frozen=True, tag="beacon"):
@@ -273,6 +281,7 @@ class Beacon(Message, frozen=True, tag="beacon"):
     epoch: Epoch
     seq: Count
     interval_s: Seconds
+    metrics: HostPort = ""  # where the broker's are
 
 
 class Resync(_Named, frozen=True, tag="resync"):
@@ -409,6 +418,7 @@ class Hello(_NamedAt, frozen=True, kw_only=True, tag="hello"):
     params: Annotated[
         tuple[Word, ...], Meta(max_length=64)
     ] = ()  # sampling parameters it knows of those that not every rank does
+    metrics: HostPort = ""  # where those of its process are
 
 
 class Welcome(_OfController, frozen=True, tag="welcome"):
@@ -432,6 +442,14 @@ class Pong(Message, frozen=True, tag="pong"):
     step: Count
     busy: bool
     load_seq: Count = 0  # of the newest load that the rank has made, published or not. 0: it does not say
+    at_us: Count = 0  # when it was said, by the node's clock. 0: it does not say
+
+
+class TraceContext(Message, frozen=True):
+    """Of a request that is traced, as W3C Trace Context has it: whose span is the parent of what follows."""
+
+    traceparent: Traceparent
+    tracestate: Tracestate = ""
 
 
 class Dispatch(Message, frozen=True, tag="dispatch"):
@@ -455,6 +473,7 @@ class Dispatch(Message, frozen=True, tag="dispatch"):
     priority: Priority = 0
     client: KeyName = ""  # whose request it is: who alone may attach
     lives_on: bool = False  # as in `Submit`
+    trace: TraceContext | None = None  # likewise
 
 
 class CancelLeg(Message, frozen=True, tag="cancel_leg"):
@@ -499,6 +518,28 @@ class Bye(_Named, frozen=True, tag="bye"):
     epoch: Epoch
 
 
+class Recall(Message, frozen=True, tag="recall"):
+    """What do you remember of `rid`?"""
+
+    id: Count
+    rid: Rid
+
+
+class Mark(Message, frozen=True):
+    """Something happened to a request at `at_us` (microseconds since 1970, by the clock of who says it)."""
+
+    at_us: Count
+    what: Word
+    attempt: Count = 0
+    leg: Role | None = None
+    detail: Phrase = ""
+
+
+class Recalled(Message, frozen=True, tag="recalled"):
+    id: Count
+    marks: Annotated[tuple[Mark, ...], Meta(max_length=MAX_MARKS)] = ()  # none: it knows nothing of the request
+
+
 # --- client <-> controller (DEALER -> ROUTER) ----------------------------------------------------------------
 
 
@@ -532,6 +573,8 @@ class Submit(Message, frozen=True, tag="submit"):
     ttft_slo_s: Seconds = 0.0  # its first token is to be there by then; 0: what the controller takes for usual
     tpot_slo_s: Seconds = 0.0  # each further token is to take no longer, on average; 0: likewise
     slo_class: Word = ""  # the controller knows by it what is meant by these two, where they are 0
+    trace: TraceContext | None = None  # where it is traced
+    asked_us: Count = 0  # when its caller asked for it, microseconds since 1970 by the client's clock. 0: not said
 
 
 class Params(Message, frozen=True, tag="params"):
@@ -626,6 +669,15 @@ class RankStatus(_NamedAt, frozen=True):
     restarts: Count = 0  # starts of it that took the place of an earlier one since the controller began
     ttft_counts: LatencyCounts = ()  # since the controller began: time to first token,
     tpot_counts: LatencyCounts = ()  # and time per output token after the first
+    metrics: HostPort = ""  # where those of its process are
+
+
+class Scraped(Message, frozen=True):
+    """A broker or controller that has metrics."""
+
+    part: Word
+    name: KeyName
+    metrics: HostPort
 
 
 class Status(_OfController, frozen=True, tag="status_is"):
@@ -638,6 +690,35 @@ class Status(_OfController, frozen=True, tag="status_is"):
     ranks: Annotated[tuple[RankStatus, ...], Meta(max_length=MAX_DP_SIZE)]
     remaining: Count = 0  # ranks that further messages of this id bring
     uses_hashes: Annotated[tuple[Role, ...], Meta(max_length=3)] = ()  # whose methods look at `Submit.block_hashes`
+    scraped: Annotated[tuple[Scraped, ...], Meta(max_length=64)] = ()  # parts without ranks that have metrics
+
+
+class TraceQuery(Message, frozen=True, tag="trace"):
+    """An operator asks what became of a request."""
+
+    id: Count
+    rid: Rid
+
+
+class Told(Message, frozen=True):
+    """What one part remembers of a request. `offset_us`: how far its clock is ahead of the controller's, known to
+    within half of `rtt_us` (-1: nobody knows)."""
+
+    part: KeyName
+    marks: Annotated[tuple[Mark, ...], Meta(max_length=MAX_MARKS)]
+    offset_us: int = 0
+    rtt_us: int = 0
+
+
+class TraceIs(_OfController, frozen=True, tag="trace_is"):
+    """`told` is empty where nobody remembers it."""
+
+    id: Count
+    controller: Name
+    told: Annotated[tuple[Told, ...], Meta(max_length=MAX_TOLD)]
+    silent: Annotated[tuple[KeyName, ...], Meta(max_length=256)] = ()  # ranks that did not answer, or the first of them
+    kept: Count = 0  # requests that the controller remembers,
+    kept_s: Seconds = 0.0  # of so long
 
 
 class DrainRank(_Named, frozen=True, tag="drain_rank"):
@@ -768,10 +849,10 @@ def _table(*kinds: type[Message]) -> dict[str, type[Message]]:
 PUBLICATIONS = _table(LoadReport, Rooms, Member, Sent, Beacon, Resync, Conflict)
 TO_BROKER = _table(Query, Unwatch, TopologyQuery, BrokerStatusQuery)
 FROM_BROKER = _table(Answer, Topology, BrokerStatus, Refused)
-NODE_TO_CONTROLLER = _table(Hello, Pong, Progress, Bye)
-CONTROLLER_TO_NODE = _table(Welcome, Who, Ping, Dispatch, CancelLeg, Drain, Refused)
-CLIENT_TO_CONTROLLER = _table(Submit, Cancel, StatusQuery, DrainRank)
-CONTROLLER_TO_CLIENT = _table(Accepted, Failed, Done, Status, Refused)
+NODE_TO_CONTROLLER = _table(Hello, Pong, Progress, Bye, Recalled)
+CONTROLLER_TO_NODE = _table(Welcome, Who, Ping, Dispatch, CancelLeg, Drain, Recall, Refused)
+CLIENT_TO_CONTROLLER = _table(Submit, Cancel, StatusQuery, DrainRank, TraceQuery)
+CONTROLLER_TO_CLIENT = _table(Accepted, Failed, Done, Status, TraceIs, Refused)
 TO_NODE_DATA = _table(Attach, Detach, KvPull, KvDone)
 FROM_NODE_DATA = _table(Tokens, KvMeta, KvBlock, KvFail, Refused)
 PARAMS = _table(Params)

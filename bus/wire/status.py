@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from msgspec.structs import replace
 
 from bus.wire.messages import RankStatus, Status
@@ -29,7 +31,23 @@ def without_loads(status: Status) -> Status:
         )
         for rank in status.ranks
     )  # fmt: skip
-    return replace(status, ranks=ranks, counts={})
+    return replace(status, ranks=ranks, counts={}, scraped=())
+
+
+def targets(status: Status) -> list[dict[str, Any]]:
+    """Where the metrics of all parts are, in the format of Prometheus's `file_sd` and `http_sd`. Labels are those that
+    the metrics themselves have; ranks that share a process have one target."""
+    found: dict[str, dict[str, str]] = {}
+    for scraped in status.scraped:
+        found[scraped.metrics] = {"part": scraped.part, "instance": scraped.name or scraped.part}
+    for rank in status.ranks:
+        if not rank.metrics or rank.state == "gone":
+            continue
+        labels = {"part": "node", "instance": rank.instance, "role": rank.role, "dp_rank": ""}
+        labels = found.setdefault(rank.metrics, labels)
+        if labels.get("instance") == rank.instance:
+            labels["dp_rank"] = ",".join(filter(None, (labels.get("dp_rank", ""), str(rank.dp_rank))))
+    return [{"targets": [address], "labels": labels} for address, labels in found.items()]
 
 
 def join(before: Status | None, part: Status) -> Status:

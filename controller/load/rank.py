@@ -1,13 +1,14 @@
 """The record of one rank (one start of it): facts, last report, counters, estimate. Decides nothing.
 
 `controller.load.table` changes its numbers, but for `routed_total`, which is `controller.placement`'s. What is no
-number belongs to who uses it: `peer` and `asked` to `controller.members`, `work` and `latencies` to
+number belongs to who uses it: `peer`, `asked` and `clock` to `controller.members`, `work` and `latencies` to
 `controller.requests.life`,
 `inherited` to `controller.requests.table`, `follower` to `controller.feeds.nodes`.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bus.histogram import Histogram
@@ -26,6 +27,25 @@ class Asked(NamedTuple):
     n: int
     load_seq: int
     step: int
+    at: float
+
+
+class Clock:
+    """How far a rank's clock (since 1970) is ahead of the controller's own, which never steps. As NTP does: half way
+    between a ping and its pong the rank read its clock, and of the last round trips the shortest says it best."""
+
+    __slots__ = ("_heard",)
+
+    def __init__(self) -> None:
+        self._heard: deque[tuple[float, float]] = deque(maxlen=8)
+
+    def heard(self, sent_at: float, now: float, at_us: int) -> None:
+        self._heard.append((now - sent_at, at_us / 1e6 - (sent_at + now) / 2))
+
+    @property
+    def best(self) -> tuple[float, float] | None:
+        """Round trip, and the rank's clock beyond the controller's, in seconds; None: nothing is known."""
+        return min(self._heard) if self._heard else None
 
 
 class Latencies:
@@ -58,6 +78,7 @@ class RankLoad:
         "base_requests",
         "base_tokens",
         "candidate",
+        "clock",
         "counts_queue_only",
         "dispatched_before",
         "engine_tells",
@@ -167,6 +188,7 @@ class RankLoad:
         # not the load table's: its connection, the ping on its way there, and the live (request, leg)s here, by rid
         self.peer: Any = None
         self.asked: Asked | None = None
+        self.clock = Clock()
         self.work: dict[str, Any] = {}
         self.follower: Follower | None = None  # of its KV events, from the first on
 

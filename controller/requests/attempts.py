@@ -110,6 +110,7 @@ class Attempts:
             0 if request.client else submit.priority,  # a client's word, which counts among its own requests
             request.client,
             submit.lives_on,
+            request.trace,
         )
 
     def _prefill_of(self, request: Request) -> Location | None:

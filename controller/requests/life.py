@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from bus.actions import Note
 from bus.rights import key_of, may
+from bus.tracecontext import child_of
 from bus.wire.messages import (
     RETRYABLE,
     Accepted,
@@ -29,7 +30,7 @@ from bus.wire.messages import (
     Submit,
 )
 from controller.config import ControllerConfig
-from controller.events import Action, ToClient, ToNode
+from controller.events import Action, Over, ToClient, ToNode
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.members import Loss
@@ -47,6 +48,7 @@ from controller.requests.request import (
     verdict,
 )
 from controller.requests.slos import SloClasses
+from controller.requests.story import dispatches, story_of
 from controller.requests.table import RequestTable, lane_of
 
 # Failures are logged with their rid: those of the cluster's parts as warnings; those of a cluster that is busy or has
@@ -92,6 +94,12 @@ class Life:
         self.queue = self.table.queue
         self.settled = False
         self.trace = False  # a log line for each request
+        self.spans = False  # whether those that are traced have a span here, which the shell exports
+
+    def reconfigure(self, config: ControllerConfig) -> None:
+        """From now on."""
+        self._config = config
+        self.table.reconfigure(config)
 
     # --- from clients -----------------------------------------------------------------------------------------
 
@@ -114,7 +122,9 @@ class Life:
             self._answer_failed(peer, submit.rid, submit.attempt, about, refusal.code, refusal.sentence, out)
             return
         if live is not None:
-            self._supersede(live, peer, out)
+            self._supersede(live, peer, now, out)
+        if submit.trace is not None and self.spans:
+            request.trace = child_of(submit.trace, f"{submit.rid}/{submit.attempt}")
         if self._slo_classes is not None and submit.leg != "decode" and not submit.offset:
             request.first_due = now + (submit.ttft_slo_s or self._config.ttft_slo_s)
         self.table.add(request)
@@ -122,9 +132,9 @@ class Life:
             if not self._place(request, now, out):
                 self._enqueue(request, now, out)
         except Refusal as refusal:
-            self._fail(request, refusal.code, refusal.sentence, out)
+            self._fail(request, refusal.code, refusal.sentence, now, out)
 
-    def cancel(self, peer: Any, rid: Rid, out: list[Action]) -> None:
+    def cancel(self, peer: Any, rid: Rid, now: float, out: list[Action]) -> None:
         """End a request at once; its client may, and an admin, or without keys whoever knows the rid. Its owner hears
         the end, whoever asked for it, and so does `peer`, which may be the owner over a new connection. Unknown ones
         are over already: no answer."""
@@ -137,19 +147,19 @@ class Life:
                 self._counts["rejected_not_yours"] += 1
                 return
             sentence = "cancelled by the client" if peer == request.peer else "cancelled over another connection"
-            self._fail(request, "cancelled", sentence, out)
+            self._fail(request, "cancelled", sentence, now, out)
             if peer != request.peer:
                 failed = Failed(rid, request.attempt, "cancelled", sentence, retryable=False)
                 out.append(ToClient(peer, failed))
 
-    def client_gone(self, peer: Any, rid: Rid, out: list[Action]) -> None:
+    def client_gone(self, peer: Any, rid: Rid, now: float, out: list[Action]) -> None:
         """Nobody is there to be told where it runs, so nobody will read it. (One that has run before may be read over a
         connection that stands: its rank looks after that.) Its ranks answer the same attempt with what they are told
         here: a client whose link was cut, and whose submit came late, says it again."""
         request = self.requests.get(rid)
         if request is not None and request.peer == peer and request.tries == 1 and not request.submit.lives_on:
             self._counts["abandoned"] += 1
-            self._fail(request, "cancelled", "its client is gone", out, withdraw="overloaded")
+            self._fail(request, "cancelled", "its client is gone", now, out, withdraw="overloaded")
 
     # --- from nodes -------------------------------------------------------------------------------------------
 
@@ -196,7 +206,7 @@ class Life:
         """Fail what is past its deadline."""
         for request in self.table.overdue(now):
             sentence = "its deadline passed" + (" while it waited for a rank" if request.lane is not None else "")
-            self._fail(request, "deadline", sentence, out)
+            self._fail(request, "deadline", sentence, now, out)
 
     def drain(self, now: float, out: list[Action]) -> None:
         """Dispatch from the queue what there is credit for."""
@@ -204,17 +214,17 @@ class Life:
             try:
                 self._place(request, now, out)
             except Refusal as refusal:
-                self._fail(request, refusal.code, refusal.sentence, out)
+                self._fail(request, refusal.code, refusal.sentence, now, out)
 
     def shed(self, now: float, out: list[Action]) -> None:
         """Refuse what waits and cannot have its first token in time any more."""
         for request in [request for request in self.queue if not self._in_time(request, now)]:
-            self._fail(request, "overloaded", TOO_LATE, out)
+            self._fail(request, "overloaded", TOO_LATE, now, out)
 
-    def shutdown(self, out: list[Action]) -> None:
+    def shutdown(self, now: float, out: list[Action]) -> None:
         """End everything that lives."""
         for request in list(self.requests.values()):
-            self._fail(request, "shutting_down", "the controller leaves", out)
+            self._fail(request, "shutting_down", "the controller leaves", now, out)
 
     def measure(self, interval_s: float, out: list[Action]) -> None:
         """Each `interval_s`: how fast requests end, for retry hints; and how many failures were not logged."""
@@ -249,13 +259,15 @@ class Life:
         self.table.move(live, peer)
         self._accept(live, out)  # without ranks if it waits: it is known, so that its client does not take us for dead
 
-    def _supersede(self, live: Request, peer: Any, out: list[Action]) -> None:
+    def _supersede(self, live: Request, peer: Any, now: float, out: list[Action]) -> None:
         self._counts["superseded"] += 1
         self._attempts.withdraw(live, "fenced", out)
         if live.peer != peer:
             failed = Failed(live.rid, live.attempt, "fenced", "a newer attempt was submitted", retryable=False)
             out.append(ToClient(live.peer, failed))
-        self.table.remove(live)
+        self.table.remove(live, now, "fenced", "a newer attempt was submitted")
+        if self.spans:
+            self._tell_of(live, now, "fenced", "a newer attempt was submitted", out)
 
     def _enqueue(self, request: Request, now: float, out: list[Action]) -> None:
         if self._config.queue_order == "slo":
@@ -267,7 +279,8 @@ class Life:
             sentence = f"all ranks are busy and {len(self.queue)} requests wait already"
             if other is None:
                 raise Refusal("overloaded", sentence)
-            self._fail(other, "overloaded", f"{sentence}, most of them this client's", out)
+            self._fail(other, "overloaded", f"{sentence}, most of them this client's", now, out)
+        request.past += ((now, "queued", request.attempt, None, f"behind {len(self.queue)}"),)
         self.queue.add(lane_of(request.submit), request)
         self._counts["queued"] += 1
 
@@ -319,7 +332,7 @@ class Life:
             sentence = ended.message or f"the {leg.role} leg ended with {ended.code}"
             self._leg_failed(request, leg, ended.code, sentence, now, out)
             return
-        self._finish(request, out)
+        self._finish(request, now, out)
 
     @staticmethod
     def _measure(request: Request, leg: LegRun, ended: Ended, now: float) -> None:
@@ -329,7 +342,7 @@ class Life:
         elif ended.output_tokens > 1 and leg.first_at < now and request.came_at != inf:
             leg.rank.latencies.tpot.observe((now - leg.first_at) / (ended.output_tokens - 1))
 
-    def _finish(self, request: Request, out: list[Action]) -> None:
+    def _finish(self, request: Request, now: float, out: list[Action]) -> None:
         """Done, once every leg is over."""
         done: tuple[Ended, ...] = ()
         for leg in request.legs:
@@ -342,7 +355,9 @@ class Life:
         out.append(ToClient(request.peer, Done(request.rid, request.attempt, done)))
         if self.trace:
             out.append(Note("request.done", "debug", about_of(request)))
-        self.table.remove(request)
+        self.table.remove(request, now)
+        if self.spans:
+            self._tell_of(request, now, "ok", "", out)
 
     def _leg_failed(
         self, request: Request, leg: LegRun, code: Code, sentence: str, now: float, out: list[Action]
@@ -350,7 +365,7 @@ class Life:
         """One leg of `request` is over and not well: decode may go on without it, or another attempt may mend it."""
         if is_spare(leg, request):
             self._attempts.cancel(request, "prefill_failed", out, if_unfetched=True)
-            self._finish(request, out)
+            self._finish(request, now, out)
             return
         what = verdict(request, code, self._config.attempts)
         if what == "again":
@@ -358,7 +373,7 @@ class Life:
             return
         if what == "poison":
             code, sentence = "poison", f"{request.losses} ranks were lost with it; the last: {sentence}"
-        self._fail(request, code, sentence, out, withdraw=_LEG_FAILED[leg.role])
+        self._fail(request, code, sentence, now, out, withdraw=_LEG_FAILED[leg.role])
 
     def _try_again(
         self, request: Request, failed: LegRun, code: Code, sentence: str, now: float, out: list[Action]
@@ -367,6 +382,8 @@ class Life:
         rank = f"{failed.rank.key[0]}/{failed.rank.key[1]}"
         self._tell("request.retried", "info", about_of(request) | {"rank": rank, "code": code, "why": sentence}, out)
         self._attempts.withdraw(request, "fenced", out)
+        request.past += dispatches(request)
+        request.past += ((now, "retried", request.attempt, failed.role, f"{rank}: {code}: {sentence}"),)
         request.avoid += (failed.rank,)
         request.attempt += 1
         request.step("again")
@@ -375,15 +392,24 @@ class Life:
             if not self._place(request, now, out):
                 self._enqueue(request, now, out)
         except Refusal as refusal:
-            self._fail(request, code, f"{sentence}; then: {refusal.sentence}", out)
+            self._fail(request, code, f"{sentence}; then: {refusal.sentence}", now, out)
 
     def _fail(
-        self, request: Request, code: Code, sentence: str, out: list[Action], *, withdraw: Code | None = None
-    ) -> None:
+        self, request: Request, code: Code, sentence: str, now: float, out: list[Action], *,
+        withdraw: Code | None = None,
+    ) -> None:  # fmt: skip
         self._attempts.withdraw(request, withdraw or code, out)
         self._answer_failed(request.peer, request.rid, request.attempt, about_of(request), code, sentence, out)
         self._ends += 1
-        self.table.remove(request, failed=True)
+        self.table.remove(request, now, code, sentence, failed=True)
+        if self.spans:
+            self._tell_of(request, now, code, sentence, out)
+
+    @staticmethod
+    def _tell_of(request: Request, now: float, code: Code, why: str, out: list[Action]) -> None:
+        """Of a request that is over and traced."""
+        if request.trace is not None:
+            out.append(Over(story_of(request, now, code, why)))
 
     def _answer_failed(
         self, peer: Any, rid: Rid, attempt: int, about: dict[str, Any], code: Code, sentence: str, out: list[Action]

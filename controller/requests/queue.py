@@ -28,7 +28,7 @@ class CentralQueue:
         self, *, max_requests: int, max_bytes: int, order: Callable[[], ArrivalOrder[Request]] = ArrivalOrder
     ) -> None:
         self._order = order
-        self._max_requests = max_requests
+        self.max_requests = max_requests
         self._max_bytes = max_bytes
         self._lanes: dict[Hashable, dict[str, _Line]] = {}
         self._of_client: dict[str, dict[Rid, Request]] = {}
@@ -46,7 +46,7 @@ class CentralQueue:
 
     def has_room(self, size: int) -> bool:
         """Whether one more request of `size` payload bytes may wait."""
-        return self.requests < self._max_requests and self.bytes + size <= self._max_bytes
+        return self.requests < self.max_requests and self.bytes + size <= self._max_bytes
 
     def in_the_way(self, request: Request) -> Request | None:
         """What must go for `request` to have room: the newest of the client that takes most of the queue, if that is
@@ -139,7 +139,7 @@ class CentralQueue:
     def _share(self, client: str, more: int = 0, more_bytes: int = 0) -> float:
         """How much of the queue it takes, with so much more."""
         requests = len(self._of_client.get(client, ())) + more
-        return max(requests / self._max_requests, (self._bytes_of[client] + more_bytes) / self._max_bytes)
+        return max(requests / self.max_requests, (self._bytes_of[client] + more_bytes) / self._max_bytes)
 
     def validate(self) -> None:
         requests = [r for lane in self._lanes.values() for line in lane.values() for lvl in line.values() for r in lvl]

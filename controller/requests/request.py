@@ -8,6 +8,7 @@ from math import inf
 from typing import Any, Literal
 
 from bus.rights import key_of
+from bus.tracecontext import trace_id_of
 from bus.wire.messages import MAX_DP_SIZE, MAX_ROOM, Code, Ended, Legs, Refusal, Rid, Role, Submit
 from controller.load.rank import RankLoad
 
@@ -89,7 +90,7 @@ class Request:
 
     __slots__ = (
         "attempt", "avoid", "came_at", "client", "deadline_at", "first_due", "frames", "frames_bytes", "lane", "legs",
-        "losses", "model", "peer", "places", "rid", "state", "submit", "tries", "work",
+        "losses", "model", "past", "peer", "places", "rid", "state", "submit", "trace", "tries", "work",
     )  # fmt: skip
 
     def __init__(
@@ -115,6 +116,8 @@ class Request:
         self.work = 0  # prompt tokens to compute, as far as was known when it began to wait
         self.came_at = inf  # to this controller; inf: to an earlier start of it, under which it runs already
         self.first_due = inf  # when its first token is to be there, where that counts
+        self.past: tuple[Any, ...] = ()  # waits, and attempts before this one (`story.Moment`s)
+        self.trace = submit.trace  # what its legs are told of its trace
 
     def step(self, what: Literal["dispatched", "output", "again", "over"]) -> None:
         """Move on as the table says; what it does not know is our bug, and tells the story."""
@@ -127,9 +130,11 @@ class Request:
 
 
 def about_of(request: Request) -> dict[str, Any]:
-    """What each log line of it says: its rid, attempt and room, and the ranks of its legs by role."""
+    """What each log line of it says: its rid, attempt and room, the ranks of its legs by role, its trace if it has
+    one."""
     ranks = {leg.role: f"{leg.rank.key[0]}/{leg.rank.key[1]}" for leg in request.legs}
-    return {"rid": request.rid, "attempt": request.attempt, "room": request.submit.bootstrap_room} | ranks
+    about = {"rid": request.rid, "attempt": request.attempt, "room": request.submit.bootstrap_room} | ranks
+    return about if request.trace is None else about | {"trace_id": trace_id_of(request.trace)}
 
 
 def request_of(peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> Request:

@@ -11,7 +11,8 @@ from collections.abc import Hashable
 from typing import Any, TypeAlias
 
 from bus.due import DueTimes
-from bus.wire.messages import Attempt, Refusal, Rid, Role, Submit
+from bus.memory import Memory
+from bus.wire.messages import Attempt, Code, Refusal, Rid, Role, Submit
 from controller.config import ControllerConfig
 from controller.load.rank import RankLoad
 from controller.requests.order import ArrivalOrder, SloOrder
@@ -20,12 +21,14 @@ from controller.requests.request import Request, State
 
 INHERITED_S = 60.0
 MAX_LOSSES = 4096
+REMEMBERED_BYTES = 1500  # of a request that is over, beside its hashes
+Past: TypeAlias = tuple[Request, float, Code, str]  # when it ended, and how
 Held: TypeAlias = dict[Role, tuple[RankLoad, Attempt]]  # who runs the legs of one request
 
 
 class RequestTable:
     """`requests` by rid; `queue` holds those of them that wait; `payload_bytes` is what all of them keep; `inherited`
-    is what nodes run that a former controller dispatched."""
+    is what nodes run that a former controller dispatched, `memory` what became of the last ones that are over."""
 
     def __init__(self, config: ControllerConfig, now: float) -> None:
         self._config = config
@@ -42,6 +45,13 @@ class RequestTable:
         )
         self.inherited = Inherited(self._due)
         self.payload_bytes = 0
+        self.memory: Memory[Past] = Memory(config.trace_bytes)
+
+    def reconfigure(self, config: ControllerConfig) -> None:
+        """From now on. What waits already stays."""
+        self._config = config
+        self.queue.max_requests = config.queue_requests
+        self.memory.limit(config.trace_bytes)
 
     def check(self, request: Request, live: Request | None) -> None:
         """Raise Refusal when `request` does not fit beside what is alive; `live` is the one it would replace."""
@@ -84,7 +94,7 @@ class RequestTable:
         self.payload_bytes -= request.frames_bytes
         request.frames, request.frames_bytes = (), 0
 
-    def remove(self, request: Request, *, failed: bool = False) -> None:
+    def remove(self, request: Request, now: float, code: Code = "ok", why: str = "", *, failed: bool = False) -> None:
         """It has ended. If it `failed`, the ranks it lost are remembered, should its client come back with it."""
         if request.lane is not None:
             self.queue.remove(request)
@@ -93,13 +103,16 @@ class RequestTable:
         for place in request.places:
             del self._rooms[place]
         self._leave(request)
-        self.payload_bytes -= request.frames_bytes
+        if request.frames:
+            self.release_payload(request)
         if request.deadline_at is not None:
             self._due.remove(request.rid, request.deadline_at)
         if failed and request.losses:
             self._losses[request.rid] = request.submit.offset, request.losses
             if len(self._losses) > MAX_LOSSES:
                 self._losses.popitem(last=False)
+        hashes = request.submit.block_hashes
+        self.memory.add((request, now, code, why), REMEMBERED_BYTES + (len(hashes) if hashes else 0))
 
     def overdue(self, now: float) -> list[Request]:
         """Those past their deadline, each once. What was inherited and nobody asked for in time is forgotten."""

@@ -10,6 +10,7 @@ from msgspec import Struct
 from bus.actions import Note, Send
 from bus.wire.messages import Code
 from nodes.link.leg import Leg
+from nodes.link.story import LegStory
 
 # --- for the bus -------------------------------------------------------------------------------------------------
 
@@ -91,6 +92,12 @@ class Leave(Struct, frozen=True, gc=False):
     reason: str
 
 
+class Over(Struct, frozen=True, gc=False):
+    """A leg that is traced is over: `story` becomes a span."""
+
+    story: LegStory
+
+
 ForBus: TypeAlias = Register | Unregister | Locate | Unlocate | PublishFrames
 ForRunner: TypeAlias = Start | Cancel | Release | TakeBlock
-Action: TypeAlias = Send | SendBlock | Leave | Note | ForBus | ForRunner
+Action: TypeAlias = Send | SendBlock | Leave | Over | Note | ForBus | ForRunner

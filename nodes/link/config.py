@@ -57,6 +57,11 @@ class LinkConfig:
         for name in ("report_interval_s", "room_ttl_s"):
             self._check_duration(name)
 
+    @property
+    def metrics(self) -> str:
+        """Where others find the metrics of its process; empty: nowhere."""
+        return ""
+
     def _check_data(self) -> None:
         scheme, _, rest = self.data.partition("://")
         at = f"{self._called('data')} {self.data!r}"

@@ -24,10 +24,13 @@ from bus.wire.messages import (
     Drain,
     Ended,
     Hello,
+    Mark,
     Message,
     Ping,
     Pong,
     Progress,
+    Recall,
+    Recalled,
     Refused,
     Welcome,
     Who,
@@ -48,6 +51,7 @@ class Speaker(Protocol):
     instance: str
     dp_rank: int
     epoch: int
+    wall_s: float  # what makes seconds since 1970 of the clock
 
     def hello(self) -> Hello: ...
     def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None: ...
@@ -58,6 +62,7 @@ class Speaker(Protocol):
         """(forward steps done, whether one is under way, seq of the newest load)"""
         ...
 
+    def recall(self, rid: str) -> tuple[Mark, ...]: ...
     def superseded(self, why: str) -> None: ...
 
 
@@ -154,7 +159,7 @@ class Connection:
         if isinstance(message, Dispatch):
             rank.dispatched(self, message, frames[1:])
         elif isinstance(message, Ping):
-            self.send(Pong(message.n, *rank.steps()))
+            self.send(Pong(message.n, *rank.steps(), at_us=round((rank.wall_s + now) * 1e6)))
         elif isinstance(message, CancelLeg):
             rank.cancelled(self, message)
         elif isinstance(message, Welcome):
@@ -164,6 +169,8 @@ class Connection:
         elif isinstance(message, Who):
             if now - self._hello_at >= WHO_GAP_S:
                 self.say_hello()
+        elif isinstance(message, Recall):
+            self.send(Recalled(message.id, rank.recall(message.rid)))
         elif isinstance(message, Drain):
             rank.drain("drain")
         elif isinstance(message, Refused):

@@ -14,7 +14,10 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from bus.actions import Note
+from bus.memory import Memory
+from bus.tracecontext import trace_id_of
 from bus.wire.messages import (
+    MAX_MARKS,
     CancelLeg,
     Code,
     Dispatch,
@@ -27,10 +30,11 @@ from bus.wire.messages import (
     KvPull,
     Load,
     Location,
+    Mark,
     Refusal,
     Role,
 )
-from nodes.link.actions import Action, Cancel, Leave, PublishFrames, Register, Release, Start, Unregister
+from nodes.link.actions import Action, Cancel, Leave, Over, PublishFrames, Register, Release, Start, Unregister
 from nodes.link.leg import Leg, Legs, LegState, leg_of
 from nodes.link.leg import Limits as Limits
 from nodes.link.puller import KvPuller, unfetched
@@ -51,6 +55,7 @@ from nodes.link.runner import (
     Stepped,
 )
 from nodes.link.sender import KvSender
+from nodes.link.story import LegStory, marks_of, story_of
 from nodes.link.streams import ATTACH_GRACE_S, Streams
 
 UNCLAIMED = 16  # legs of a key that may wait for their reader for ATTACH_GRACE_S each; more of them less long
@@ -75,6 +80,8 @@ class RankCore:
         self.reports = Reports()
         self.draining = False
         self.counts: Counter[str] = Counter()  # ended legs by code, damaged blocks, gaps
+        self.memory: Memory[LegStory] = Memory(limits.trace_bytes)
+        self.spans = False  # whether legs that are traced have a span, which the shell exports
         self.puller = KvPuller(facts, self.counts, self._end)
         self.first_token_s: deque[float] = deque(maxlen=4096)  # of legs that began, until the owner takes them
         self.fetch_s: deque[float] = deque(maxlen=4096)  # of KV caches fetched, likewise
@@ -132,6 +139,12 @@ class RankCore:
     def unread(self, leg: Leg, now: float) -> list[Action]:
         """Its client is gone and nobody has read its output for a while: it would hold memory for nobody."""
         return self._end(leg, "cancelled", "its client is gone", now)
+
+    def reconfigure(self, limits: Limits) -> None:
+        """From now on. What is here already stays."""
+        self.legs.limits = limits
+        self.sender.hold_s = limits.hold_s
+        self.memory.limit(limits.trace_bytes)
 
     def drain(self) -> None:
         """Take nothing new from now on."""
@@ -193,8 +206,10 @@ class RankCore:
         match event:
             case Began():
                 leg.cached_tokens = event.cached_tokens
+                leg.mark("began", now, f"{event.cached_tokens} tokens cached" if event.cached_tokens else "")
             case Held():
                 leg.step("held")
+                leg.mark("held", now)
                 self._started(leg, now)
                 leg.first_logprobs = event.first_logprobs
                 return list(self.sender.held(leg, event.first_token, event.handle, event.valid_s, now))
@@ -202,6 +217,7 @@ class RankCore:
                 return self.puller.pull(leg, event.first, event.count, now)
             case Fetched():
                 self.fetch_s.append(event.seconds)
+                leg.mark("fetched", now)
                 return self.puller.done(leg)
             case Finished():
                 return self._end(leg, "ok", event.reason, now, said=True)
@@ -274,6 +290,13 @@ class RankCore:
             output_tokens_total=runner.output_tokens_total,
         )
 
+    def recall(self, rid: str, wall_s: float) -> tuple[Mark, ...]:
+        """What happened to its legs here; `wall_s` makes seconds since 1970 of this process's clock."""
+        leg = self.legs.get(rid)
+        over = [story for story in self.memory if story.rid == rid]
+        stories = [*over, *([story_of(leg)] if leg is not None else [])]
+        return tuple([mark for story in stories for mark in marks_of(story, wall_s)][-MAX_MARKS:])
+
     # --- inside: a leg's beginning ------------------------------------------------------------------------------
 
     def _take(self, dispatch: Dispatch, frames: Sequence[bytes], now: float) -> Leg:
@@ -326,6 +349,10 @@ class RankCore:
         if leg.role != "prefill":
             self.streams.finish(leg)
         self.reports.remember(leg.owner, end)
+        story = story_of(leg)
+        self.memory.add(story, story.size)
+        if self.spans and leg.trace is not None:
+            actions.append(Over(story))
         self.counts[code] += 1
         if code != "ok":
             fields = leg.about | {"code": code, "why": message, "state": was.value}
@@ -335,4 +362,6 @@ class RankCore:
 
 def _about(dispatch: Dispatch) -> dict[str, object]:
     """What its log lines say, as those of the leg it becomes (`Leg.about`)."""
-    return {"rid": dispatch.rid, "attempt": dispatch.attempt, "leg": dispatch.leg, "room": dispatch.bootstrap_room}
+    about: dict[str, object] = {"rid": dispatch.rid, "attempt": dispatch.attempt, "leg": dispatch.leg}
+    about["room"] = dispatch.bootstrap_room
+    return about if dispatch.trace is None else about | {"trace_id": trace_id_of(dispatch.trace)}

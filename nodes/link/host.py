@@ -16,12 +16,13 @@ from bus.embed.resolution import Resolved, ResolverCore
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.errors import BusError, RemoteProtocolError, StartError
 from bus.rights import key_of, may
-from bus.runtime.epochs import new_epoch
+from bus.runtime.epochs import new_epoch, wall_s
 from bus.runtime.frames import send as send_frames
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
 from bus.runtime.sockets import Sockets
+from bus.runtime.spans import Spans
 from bus.wire import topics
 from bus.wire.codec import decode, encode
 from bus.wire.messages import (
@@ -68,17 +69,20 @@ class Host:
     """
 
     def __init__(
-        self, config: LinkConfig, loop: Loop, runners: Mapping[int, Runner], on_change: Callable[[], None]
-    ) -> None:
+        self, config: LinkConfig, loop: Loop, runners: Mapping[int, Runner], on_change: Callable[[], None],
+        spans: Spans | None = None,
+    ) -> None:  # fmt: skip
         assert runners.keys() == set(config.dp_ranks), f"runners of {list(runners)}, ranks {config.dp_ranks}"
         self.config = config
         self.loop = loop
+        self.wall_s = wall_s(loop.clock)
         self.streams = Streams()
         self.resolver = ResolverCore()
         self.rejected: Counter[str] = Counter()
         self.unsent_publications = 0
         self.serving = False  # the owner's: everything it needs has been there
         self.failure: BusError | None = None  # why the process must leave; its legs have ended, and its ranks drain
+        self.spans = spans
         self._on_change = on_change
         self._changed = False
         self._logged: set[tuple[str, bytes]] = set()

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from bus.defaults import TRACE_BYTES
 from bus.errors import RemoteProtocolError
+from bus.tracecontext import trace_id_of
 from bus.wire.codec import decode
 from bus.wire.hashing import tokens_of
 from bus.wire.messages import (
@@ -24,12 +26,14 @@ from bus.wire.messages import (
     Refusal,
     Role,
     TokenLogprobs,
+    TraceContext,
 )
 from nodes.link.facts import FOR_EVER, KvHandle, RankFacts
 
 NO_ROOM = -1
 MAX_LIVE = 65_535  # legs, and bytes of their names, that one hello can list
 MAX_NAMES_BYTES = 1_000_000
+MAX_LEG_MARKS = 24
 
 
 class LegState(enum.Enum):
@@ -82,6 +86,8 @@ class Leg:
     handle: KvHandle | None = None  # decode: the KV cache to fetch
 
     client: str = ""  # the key whose request it is; empty: there are none
+    trace: TraceContext | None = None  # of a request that is traced
+    marks: list[tuple[float, str, str]] = field(default_factory=list)  # what happened to it, when, and a detail
     lives_on: bool = False  # whether anybody reads its output or not
     owner: int = 0  # the connection whose controller hears of it
     state: LegState = LegState.RUNNING  # moved by `step` alone
@@ -133,11 +139,17 @@ class Leg:
         """Not over yet."""
         return self.state is not LegState.ENDED
 
+    def mark(self, what: str, now: float, detail: str = "") -> None:
+        """Remember it for who asks what became of the leg: the first things, for one that goes to and fro."""
+        if len(self.marks) < MAX_LEG_MARKS:
+            self.marks.append((now, what, detail))
+
     @property
     def about(self) -> dict[str, object]:
         """What each log line of it says; the rank is said by whoever writes it."""
         room = None if self.room == NO_ROOM else self.room
-        return {"rid": self.rid, "attempt": self.attempt, "leg": self.role, "room": room}
+        about: dict[str, object] = {"rid": self.rid, "attempt": self.attempt, "leg": self.role, "room": room}
+        return about if self.trace is None else about | {"trace_id": trace_id_of(self.trace)}
 
     @property
     def produced(self) -> int:
@@ -225,6 +237,7 @@ def leg_of(
         ingested_at=now,
         client=dispatch.client,
         lives_on=dispatch.lives_on,
+        trace=dispatch.trace,
     )
 
 
@@ -269,13 +282,14 @@ class Limits:
     max_waiting: int = 1024
     max_waiting_bytes: int = 64 << 20
     hold_s: float = 60.0
+    trace_bytes: int = TRACE_BYTES  # of legs that are over, for `pdbus trace`
 
 
 class Legs:
     """By request. Legs may end while one goes through them."""
 
     def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+        self.limits = limits
         self._legs: dict[str, Leg] = {}
         self._prompt_bytes = 0
         self._names_bytes = 0
@@ -293,7 +307,7 @@ class Legs:
     def check_space(self, leg: Leg, waiting: int) -> None:
         """Refusal when there is none beside the `waiting` requests that wait at this rank."""
         prompt_bytes = self._prompt_bytes + 4 * len(leg.prompt)
-        if waiting >= self._limits.max_waiting or prompt_bytes > self._limits.max_waiting_bytes:
+        if waiting >= self.limits.max_waiting or prompt_bytes > self.limits.max_waiting_bytes:
             raise Refusal("overloaded", f"{waiting} requests are waiting at this rank")
         if len(self._legs) >= MAX_LIVE or self._names_bytes + _name_bytes(leg.rid) > MAX_NAMES_BYTES:
             raise Refusal("overloaded", f"{len(self._legs)} requests are at this rank")

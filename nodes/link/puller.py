@@ -123,6 +123,8 @@ class KvPuller:
     def _found(self, leg: Leg, location: Location, attempt: int, now: float) -> list[Action]:
         leg.step("located")
         leg.location, leg.kv_attempt, leg.kv_wanted = location, attempt, True
+        if leg.found_by != "told":
+            leg.mark("located", now, leg.found_by)
         leg.heard_at = now
         return self._ask(leg, now)
 
@@ -168,6 +170,7 @@ class KvPuller:
         leg.cached_at_prefill = meta.cached_tokens
         self._waits_no_more(leg)
         leg.step("handed")
+        leg.mark("handed", now)
         return [Start(leg)]
 
     def _waits_no_more(self, leg: Leg) -> None:

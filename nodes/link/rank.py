@@ -17,6 +17,8 @@ from bus.runtime.epochs import new_epoch
 from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
 from bus.runtime.sockets import Sockets
+from bus.runtime.spans import Spans
+from bus.tracecontext import Span
 from bus.wire.messages import (
     CancelLeg,
     Code,
@@ -30,6 +32,7 @@ from bus.wire.messages import (
     KvMeta,
     KvPull,
     Location,
+    Mark,
     Member,
     Message,
     NodeState,
@@ -39,6 +42,7 @@ from nodes.link.actions import (
     Action,
     Leave,
     Locate,
+    Over,
     PublishFrames,
     Register,
     SendBlock,
@@ -52,6 +56,7 @@ from nodes.link.data import KvPeers
 from nodes.link.join import Joint
 from nodes.link.leg import Leg
 from nodes.link.runner import BlockRunner, RankFacts, Runner
+from nodes.link.story import LegStory, span_of
 from nodes.link.streams import Streams
 
 
@@ -66,6 +71,7 @@ def hello_of(
         kv_capacity=facts.kv_capacity, max_running=facts.max_running, block_tokens=facts.block_tokens,
         running=running, started_us=started_us, wants_prompt=facts.wants_prompt,
         kv_transfer=facts.kv_transfer, kv_layout=facts.kv_layout, params=facts.params,
+        metrics=config.metrics,
     )  # fmt: skip
 
 
@@ -77,6 +83,8 @@ class Services(Protocol):
     streams: Streams
     kv: KvPeers
     endpoint: str
+    wall_s: float
+    spans: Spans | None
 
     @property
     def now(self) -> float: ...
@@ -100,6 +108,7 @@ class LinkedRank:
         self.dp_rank = dp_rank
         self.epoch = new_epoch()
         self.started_us = time.time_ns() // 1000
+        self.wall_s = host.wall_s
         self.runner = runner
         self.state: NodeState = "ready"
         self.drained_at: float | None = None
@@ -107,6 +116,7 @@ class LinkedRank:
         self.connections: list[Connection] = []
         self.log = get_logger("node").bind(rank=f"{config.instance}/{dp_rank}")
         self.core = RankCore(config.role, dp_rank, runner.facts, host.streams, runner.load, config.limits)
+        self.core.spans = host.spans is not None
         self.publisher = PublisherCore(
             instance=config.instance,
             dp_rank=dp_rank,
@@ -169,6 +179,9 @@ class LinkedRank:
     def steps(self) -> tuple[int, bool, int]:
         load = self.runner.load()
         return load.step, load.busy, self.publisher.load_seq
+
+    def recall(self, rid: str) -> tuple[Mark, ...]:
+        return self.core.recall(rid, self.wall_s)
 
     def superseded(self, why: str) -> None:
         self._host.superseded(why)
@@ -261,6 +274,9 @@ class LinkedRank:
         self._reported_at = now
         self.publisher.report(self.core.load(), now)
 
+    def _span_of(self, story: LegStory) -> Span:
+        return span_of(story, f"{self.instance}/{self.dp_rank}", self.runner.facts.model, self.wall_s)
+
     def _conflict(self, conflict: Conflict) -> None:
         other = conflict.other
         self.log.warning(
@@ -289,6 +305,9 @@ class LinkedRank:
                 host.locate(self.dp_rank, action)
             case Unlocate():
                 host.unlocate(self.dp_rank, action.room)
+            case Over():
+                if host.spans is not None:
+                    host.spans.add(action.story, self._span_of)
             case Leave():
                 host.runner_died(self.dp_rank, action.reason)
             case Note():

@@ -218,6 +218,8 @@ class Streams:
         if request.attempt < leg.attempt:
             self._answer(peer, _fenced(leg.rid, request.attempt, request.have))
             return
+        if leg.reader != peer:
+            leg.mark("attached", now)
         leg.reader, leg.lost, leg.shares = peer, False, request.several
         leg.sent = max(leg.offset, min(request.have, leg.produced))
         leg.finish_sent = False

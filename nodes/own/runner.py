@@ -116,6 +116,11 @@ class OwnRunner:
             assert sequence.leg.handle is not None
             self._fetching[sequence.id] = sequence
             self._pull(sequence.leg, self._receiver.begin(sequence, sequence.leg.handle.blocks, now))
+        begun = self.scheduler.begun
+        while begun:
+            sequence = begun.popleft()
+            assert sequence.leg is not None
+            self._tell(Began(sequence.leg, sequence.cached_tokens))
         if self._kv_events is not None and (events := self.scheduler.pool.take_events()):
             self._tell(CacheChanged(self._kv_events.messages(events, time.time())))
 
@@ -170,8 +175,6 @@ class OwnRunner:
             if finish == "failed":
                 tell(LegFailed(leg, "engine_failed", result.error))
                 continue
-            if len(output) == 1:
-                tell(Began(leg, sequence.cached_tokens))
             if sequence.hold:
                 tell(Held(leg, output[-1], first_logprobs=sequence.logprobs))
                 continue

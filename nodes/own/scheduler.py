@@ -12,6 +12,7 @@ Where there are several clients they take turns in both, and none takes all (`no
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Seq
 
 from bus.wire.hashing import ROOT, block_hashes, hash_block, token_bytes
@@ -37,6 +38,7 @@ class Scheduler:
         self._shares = Shares()
         self._running: dict[int, Sequence] = {}  # holds a slot, in order of admission
         self._admitted: list[Sequence] = []
+        self.begun: deque[Sequence] = deque(maxlen=max_running)  # admitted, prompt computed here; the owner takes them
         self._in_step: list[Sequence] = []  # in the order of the plan's rows
         self._held = 0  # sequences in phase HELD
         self._waiting_tokens = 0
@@ -243,6 +245,8 @@ class Scheduler:
                 holdings.add(sequence)
             if sequence.imported:
                 self._admitted.append(sequence)
+            else:
+                self.begun.append(sequence)
 
     def _commit(self, sequence: Sequence) -> None:
         """Name the blocks that became full. Output blocks too: the next turn of a conversation begins with them."""

@@ -18,9 +18,10 @@ from bus.runtime.epochs import new_epoch
 from bus.runtime.loop import Loop
 from bus.runtime.ports import free_ports, hold
 from bus.runtime.sockets import Sockets
+from bus.runtime.spans import Spans
 from nodes.config import NodeConfig
 from nodes.link.runner import OVER_THE_BUS, RankFacts
-from nodes.node import Node
+from nodes.node import Node, on_signals
 from nodes.own.engines import smollm2
 from nodes.vllm import versions
 from nodes.vllm.cores import claim_cores, keep_to
@@ -36,8 +37,9 @@ HEARTBEATS = 6  # decode renews what it waits for so many times a lease
 
 
 def serve(
-    config: NodeConfig, model: str, arguments: Sequence[str], say_ready: Callable[[Node], None], *, watch_parent: bool
-) -> None:
+    config: NodeConfig, model: str, arguments: Sequence[str], say_ready: Callable[[Node], None], *, watch_parent: bool,
+    exporter: Spans | None = None,
+) -> None:  # fmt: skip
     """Load, connect, run until drained. ConfigError or StartError when that can't begin."""
     loop = Loop()
     nodes: list[Node] = []
@@ -46,8 +48,9 @@ def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     with opened(config, model, arguments, loop) as (runners, _):
-        loop.on_signals(lambda number: node.on_signal(number))
-        with Node(config, loop, dict(zip(config.dp_ranks, runners, strict=True)), figures_of_vllm) as node:
+        on_signals(loop, lambda: node)
+        by_rank = dict(zip(config.dp_ranks, runners, strict=True))
+        with Node(config, loop, by_rank, figures_of_vllm, exporter) as node:
             nodes.append(node)
             node.run(say_ready)
 

@@ -25,7 +25,7 @@ from bus.runtime.epochs import new_epoch
 from bus.runtime.loop import Loop
 from bus.runtime.sockets import Socket, Sockets
 from bus.wire import codec, topics
-from bus.wire.messages import CancelLeg, Dispatch, Ended, Hello, Load, Role, Welcome
+from bus.wire.messages import CancelLeg, Dispatch, Ended, Hello, Load, Mark, Role, Welcome
 from nodes.link.config import LinkConfig
 from nodes.link.connection import Connection
 from nodes.link.rank import hello_of
@@ -223,6 +223,8 @@ class Rank:
 
     # --- from the controller (connection.Speaker) -----------------------------------------------------------------
 
+    wall_s = 0.0
+
     def dispatched(self, connection: Connection, dispatch: Dispatch, frames: list[Any]) -> None:
         if len(frames) == 2:
             self._journeys.note(frames[0].buffer)
@@ -234,6 +236,9 @@ class Rank:
 
     def steps(self) -> tuple[int, bool, int]:
         return self._step, False, self._publisher.load_seq
+
+    def recall(self, rid: str) -> tuple[Mark, ...]:
+        return ()
 
     def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None:
         self._reports.welcomed(welcome.epoch)

@@ -5,6 +5,7 @@ Starts no thread and waits for nothing: that is where the two differ.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -80,6 +81,7 @@ class BaseClient:
             leg=self._leg or "pair",
             block_tokens=self._block_tokens,
             eos_ids=tokenizer.eos_ids if tokenizer is not None else (),
+            asked_us=time.time_ns() // 1000,
         )
 
 

@@ -19,6 +19,7 @@ import msgspec
 from bus.endpoints import ControllerAddress, default_controller
 from bus.errors import ConfigError
 from bus.runtime.sockets import PAYLOAD_MAX
+from bus.tracecontext import parse
 from bus.wire.codec import encode
 from bus.wire.hashing import packed_hashes, token_bytes
 from bus.wire.messages import SELDOM_KNOWN, Legs, Message, Params, Status, Submit
@@ -69,8 +70,9 @@ class Options(TypedDict, total=False):
     controller's own; counts where its queue order is `slo`), `tpot_slo_s` (likewise for each further token),
     `slo_class` (a name that the controller knows both by), `priority` (-1000 to 1000, higher first), `rid` (at most 128
     characters; default: drawn), `model`, `block_tokens` (send hashes of prompt blocks of this size, for `cache_aware`;
-    default: of the ranks' size where the controller says that it uses them; 0: none), `lives_on` (go on to the end even
-    if this client is gone and nobody reads the output).
+    default: of the ranks' size where the controller says that it uses them; 0: none), `traceparent` and `tracestate`
+    (W3C Trace Context: whose span is the parent of those that controller and ranks export; default: none are),
+    `lives_on` (go on to the end even if this client is gone and nobody reads the output).
     """
 
     max_tokens: int
@@ -105,6 +107,8 @@ class Options(TypedDict, total=False):
     model: str
     block_tokens: int
     lives_on: bool
+    traceparent: str
+    tracestate: str
 
 
 _KNOWN = Options.__annotations__.keys()
@@ -163,9 +167,11 @@ def make_request(
     leg: Legs = "pair",
     block_tokens: int = 0,
     eos_ids: Sequence[int] = (),
+    asked_us: int = 0,
 ) -> Request:
     """The request of prompt `ids`; ConfigError when the options cannot be meant. `leg` and `block_tokens` are what the
-    options' defaults are, and `eos_ids` the tokens that end the output; `rng` draws room, seed and rid."""
+    options' defaults are, `eos_ids` the tokens that end the output, `asked_us` when the caller asked (in microseconds
+    since 1970); `rng` draws room, seed and rid."""
     max_tokens = options.get("max_tokens", DEFAULT_MAX_TOKENS)
     if max_tokens < 1:
         raise ConfigError(f"max_tokens must be at least 1, not {max_tokens}")
@@ -194,6 +200,10 @@ def make_request(
         said["stop_token_ids"] = tuple(said["stop_token_ids"])
     if "logit_bias" in said:
         said["logit_bias"] = tuple(said["logit_bias"].items())
+    if traceparent := options.get("traceparent"):
+        placed["trace"] = trace = parse(traceparent, options.get("tracestate", ""))
+        if trace is None:
+            raise ConfigError(f"traceparent: {traceparent!r:.80} is none, as in 00-<32 digits>-<16 digits>-01")
     params = _checked(Params(**said))
     block_tokens = options.get("block_tokens", block_tokens)
     header = Submit(
@@ -203,6 +213,7 @@ def make_request(
         max_tokens=max_tokens,
         block_tokens=block_tokens,
         block_hashes=packed_hashes(prompt, block_tokens) if block_tokens else b"",
+        asked_us=asked_us,
         needs=() if said.keys().isdisjoint(_SELDOM_KNOWN) else params.needs,
         **placed,
     )

@@ -177,7 +177,8 @@ class Traffic:
             self._send_frames(self._connect(action.peer), [codec.encode(action.message), *action.frames])
         except zmq.Again:
             kind = type(action.message).__name__
-            log.debug("message.unsent", peer=action.peer, message=kind)  # the core repeats what matters
+            rid = getattr(action.message, "rid", None)
+            log.debug("message.unsent", peer=action.peer, message=kind, rid=rid)  # the core repeats what matters
         except StartError as error:  # a controller may name any endpoint as a rank's; to the core it is a silent one
             log.warning("rank.unreachable", peer=action.peer, error=str(error))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from bus.errors import ConfigError
-from bus.runtime import cli, logs, settings
+from bus.runtime import cli, logs, settings, spans
 from pdbus.commands.common import Teller, controller_option, keys_option
 from pdbus.edge.config import EdgeConfig
 
@@ -19,6 +19,7 @@ NEEDED = ("uvicorn", "httptools", "uvloop")
 
 @settings.command(
     "serve",
+    reloads=("drain-s", "max-requests", "max-body-bytes", "max-time-s", "log-level"),
     epilog="Any number of edges may run side by side. /docs lists the endpoints; /health and /ready are for probes, "
     "/metrics for Prometheus. SIGTERM lets requests finish.",
 )
@@ -40,6 +41,7 @@ NEEDED = ("uvicorn", "httptools", "uvloop")
 @cli.setting(EdgeConfig(), "--max-requests", type=click.IntRange(1), help="Answers under way; beyond that 429.")
 @cli.setting(EdgeConfig(), "--max-body-bytes", type=click.IntRange(1), help="Of a request; beyond that 413.")
 @cli.setting(EdgeConfig(), "--max-time-s", type=cli.Seconds(0.1), help="Of a request, whatever deadline it says.")
+@spans.otlp_endpoint_option
 @cli.log_level_option
 @cli.watch_parent_option
 def serve(
@@ -55,6 +57,7 @@ def serve(
     max_requests: int,
     max_body_bytes: int,
     max_time_s: float,
+    otlp_endpoint: str,
     log_level: str,
     watch_parent: bool,
 ) -> None:
@@ -81,7 +84,8 @@ def serve(
     )
     if watch_parent:
         cli.leave_with_parent(lambda: os.kill(os.getpid(), signal.SIGTERM))
-    run(config, lambda url: cli.ready(endpoint=url), Teller(at_once=True).say)
+    with spans.exporting(otlp_endpoint, "edge") as exporter:
+        run(config, lambda url: cli.ready(endpoint=url), Teller(at_once=True).say, exporter)
 
 
 def _folders(said: tuple[str, ...]) -> dict[str, Path]:

@@ -16,7 +16,10 @@ import msgspec
 from prometheus_client.exposition import choose_encoder
 
 from bus.errors import BusError, PartFailed
+from bus.runtime.epochs import wall_s
 from bus.runtime.logs import get_logger
+from bus.runtime.spans import Spans
+from bus.tracecontext import Span
 from pdbus.client import AsyncClient, Options
 from pdbus.edge import answers, fields, jobs, openapi
 from pdbus.edge.cluster import ServedModel, View
@@ -28,6 +31,7 @@ from pdbus.edge.keys import SLO_CLASS_MAX, Key, Keys
 from pdbus.edge.logprobs import Likelihoods
 from pdbus.edge.metrics import Counts
 from pdbus.edge.stops import StopFinder
+from pdbus.edge.tracing import Answered, follow, span_of
 
 LOOK_S = 1.0  # between two looks at the cluster, the keys and who has stopped reading
 
@@ -47,10 +51,15 @@ class Edge:
     """`await edge(scope, receive, send)`; `await edge.look()` each LOOK_S keeps it up to date, and raises PartFailed
     once the client is broken for good."""
 
-    def __init__(self, config: EdgeConfig, client: AsyncClient, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: EdgeConfig, client: AsyncClient, clock: Callable[[], float] = time.monotonic,
+        spans: Spans | None = None,
+    ) -> None:  # fmt: skip
         self._config = config
         self._client = client
         self._clock = clock
+        self._wall_s = wall_s(clock)
+        self._spans = spans
         self._keys = Keys(config.api_keys) if config.api_keys else None
         self._texts = jobs.Texts(config.tokenizers)
         self._live: dict[Exchange, Key | None] = {}
@@ -93,7 +102,17 @@ class Edge:
             await self._fail(exchange, HttpError(500, "the edge has failed; its log says why", code="internal_error"))
         finally:
             status = CLIENT_GONE if exchange.gone else exchange.status
+            if exchange.span is not None and self._spans is not None:
+                exchange.span.status, exchange.span.ended_at = status, self._clock()
+                self._spans.add(exchange.span, self._span_of)
             self.counts.requests[exchange.path if exchange.path in self._routes else "other", str(status)] += 1
+
+    def reconfigure(self, config: EdgeConfig) -> None:
+        """From the next request on."""
+        self._config = config
+
+    def _span_of(self, answered: Answered) -> Span:
+        return span_of(answered, self._wall_s)
 
     async def look(self) -> None:
         """Ask the controller how the cluster is, read the keys again, end what nobody reads."""
@@ -176,7 +195,10 @@ class Edge:
 
     async def _answer(self, exchange: Exchange, job: jobs.Job) -> None:
         count = job.n * len(job.prompts)
-        requests = job.requests(exchange.rid, self._urgency(exchange))
+        traced, span = follow(
+            exchange.headers, exchange.rid, exchange.path, job.model.name, exchange.began_at, self._spans
+        )
+        requests = job.requests(exchange.rid, {**self._urgency(exchange), **traced})
         if self.counts.in_flight + count > self._config.max_requests:
             raise HttpError(429, f"{self.counts.in_flight} answers are under way here", code="overloaded")
         if (key := self._live[exchange]) is not None:
@@ -210,8 +232,12 @@ class Edge:
             exchange.unwatch()
             generation.close()
             self.counts.in_flight -= count
+            used = sum(len(answer.ids) for answer in generation.answers)
+            if span is not None:
+                span.prompt_tokens, span.output_tokens = prompt_tokens, used
+                span.finish = tuple(answer.finish for answer in generation.answers if answer.finish)
+                exchange.span = span
             if key is not None:
-                used = sum(len(answer.ids) for answer in generation.answers)
                 key.leave(prompt_tokens + used if used else 0)  # what the cluster refused costs nothing
 
     def _urgency(self, exchange: Exchange) -> Options:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pdbus.edge.config import EdgeConfig
 from pdbus.edge.errors import HttpError, invalid
+from pdbus.edge.tracing import Answered
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -41,6 +42,7 @@ class Exchange:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.status = 0  # of the response, once it has begun
         self.gone = False  # the client left
+        self.span: Answered | None = None  # of a request for answers that is traced here
         self.began_at = clock()
         self.sending_since: float | None = None
         self._loop = asyncio.get_running_loop()

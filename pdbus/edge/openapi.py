@@ -70,6 +70,8 @@ _HEADERS = [
     ),
     _header("x-slo-class", "A name that the controller knows both by.", type="string", maxLength=SLO_CLASS_MAX),
     _header("x-request-priority", "Higher goes first.", type="integer", minimum=-PRIORITY_MAX, maximum=PRIORITY_MAX),
+    _header("traceparent", "Of W3C Trace Context; what is none is ignored.", type="string"),
+    _header("tracestate", "Likewise, passed on as it is.", type="string"),
 ]  # fmt: skip
 
 

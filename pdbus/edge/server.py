@@ -12,9 +12,11 @@ import re
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
 from typing import Any
 
+import click
 import uvicorn
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -22,6 +24,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from bus.endpoints import default_controller, why_silent
 from bus.errors import ConfigError, PartFailed, StartError
 from bus.runtime.logs import get_logger
+from bus.runtime.reload import Reload
+from bus.runtime.spans import Spans
 from pdbus.client import AsyncClient
 from pdbus.edge.app import LOOK_S, Edge
 from pdbus.edge.config import EdgeConfig
@@ -33,19 +37,26 @@ _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 log = get_logger("edge")
 
 
-def serve(config: EdgeConfig, ready: Callable[[str], None], waiting: Callable[[str], None] = lambda line: None) -> None:
+def serve(
+    config: EdgeConfig, ready: Callable[[str], None], waiting: Callable[[str], None] = lambda line: None,
+    spans: Spans | None = None,
+) -> None:  # fmt: skip
     """Until SIGTERM or SIGINT, which lets requests finish; a second one does not. `ready` gets the URL once the
     controller has answered. StartError when it does not within `wait_s`, or the port is taken; PartFailed when the
     client library breaks, since nothing can be served then."""
-    uvloop.run(_serve(config, ready, waiting))
+    uvloop.run(_serve(config, ready, waiting, spans))
 
 
-async def _serve(config: EdgeConfig, ready: Callable[[str], None], waiting: Callable[[str], None]) -> None:
+async def _serve(
+    config: EdgeConfig, ready: Callable[[str], None], waiting: Callable[[str], None], spans: Spans | None
+) -> None:
     listener = listen(config)
     controller = config.controller or default_controller()
     async with AsyncClient(controller, keys=config.keys, retries=12) as client:
-        edge = Edge(config, client)
+        edge = Edge(config, client, spans=spans)
         server = Server(config, edge)
+        if click.get_current_context(silent=True) is not None:
+            server.reload = Reload(server.reconfigure, server.leave)
         running = asyncio.create_task(server.serve(sockets=[listener]))
         looking = asyncio.create_task(_look(edge, server))
         try:
@@ -131,6 +142,9 @@ class Server(uvicorn.Server):
         if config.tls_cert:
             options |= {"ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key}
         super().__init__(uvicorn.Config(**options))
+        self.reload: Callable[[], None] | None = None  # on SIGHUP
+        self._edge = edge
+        self._config = config
         try:
             self.config.load()
         except (ssl.SSLError, OSError) as error:
@@ -138,15 +152,25 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """The first lets requests finish, the second does not."""
+        """The first lets requests finish, the second does not. SIGHUP reads the settings again."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.leave)
+        handlers = {signal.SIGTERM: self.leave, signal.SIGINT: self.leave}
+        if self.reload is not None:
+            handlers[signal.SIGHUP] = self.reload
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in handlers:
                 loop.remove_signal_handler(number)
+
+    def reconfigure(self, changed: Mapping[str, Any]) -> None:
+        """Settings by name (`RELOADS`). ConfigError for what can't be meant, and nothing is changed."""
+        fields = {name: value for name, value in changed.items() if name != "log_level"}
+        self._config = replace(self._config, **fields)
+        self.config.timeout_graceful_shutdown = int(self._config.drain_s)
+        self._edge.reconfigure(self._config)
 
     def leave(self) -> None:
         self.force_exit = self.should_exit

@@ -108,6 +108,20 @@ def test_every_metric_that_they_name_is_there(cluster: Cluster, ports: list[int]
     assert not missing()
 
 
+def test_the_configuration_finds_every_part_at_the_controller(cluster: Cluster, ports: list[int]) -> None:
+    config = yaml.safe_load((HERE / "prometheus.yml").read_text(encoding="utf-8"))
+    (finds,) = config["scrape_configs"][0]["http_sd_configs"]
+    at_the_controller = cluster.children["controller-0"].spec.metrics_port
+    assert finds["url"].endswith(f":{9100 + 1}/targets"), "the second part that pdbus up starts"
+    wanted = {f"127.0.0.1:{port}" for port in ports}
+
+    def found() -> bool:
+        told = json.loads(fetched(f"http://127.0.0.1:{at_the_controller}/targets"))
+        return {address for each in told for address in each["targets"]} == wanted
+
+    poll_for(found, "all parts are told of")
+
+
 needs_prometheus = pytest.mark.skipif(
     PROMETHEUS is None, reason="no prometheus on this machine (Debian's package has one)"
 )
@@ -120,7 +134,11 @@ def ask(cluster: Cluster, ports: list[int], tmp_path_factory: pytest.TempPathFac
     path, port = tmp_path_factory.mktemp("prometheus"), free_ports("127.0.0.1", 1)
     config = yaml.safe_load((HERE / "prometheus.yml").read_text(encoding="utf-8"))
     config["global"] = {"scrape_interval": "250ms", "evaluation_interval": "1s"}
-    config["scrape_configs"][0]["static_configs"] = [{"targets": [f"127.0.0.1:{each}" for each in ports]}]
+    (finds,) = config["scrape_configs"][0]["http_sd_configs"]
+    finds |= {
+        "url": f"http://127.0.0.1:{cluster.children['controller-0'].spec.metrics_port}/targets",
+        "refresh_interval": "1s",
+    }
     (path / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
     shutil.copy(HERE / "alerts.yml", path)
     command = [str(PROMETHEUS), f"--config.file={path}/prometheus.yml", f"--storage.tsdb.path={path}/data",

@@ -49,6 +49,8 @@ def _of(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.floats(low_f, kind.le, exclude_min=kind.gt is not None, allow_nan=False)
         case inspect.Metadata(type=inspect.StrType(), extra={"alphabet": alphabet}):
             return st.from_regex(alphabet, fullmatch=True)
+        case inspect.StrType(pattern=str(pattern)):
+            return st.from_regex(pattern)
         case inspect.StrType():
             return st.text(_TEXT, min_size=kind.min_length or 0, max_size=min(kind.max_length or 40, 40))
         case inspect.BytesType():

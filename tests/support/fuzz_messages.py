@@ -71,6 +71,8 @@ def _of(kind: inspect.Type) -> Draw:
         case inspect.Metadata(type=inspect.StrType(), extra={"alphabet": alphabet}):
             values = ENDPOINTS if alphabet is ENDPOINT else NAMES
             return lambda rng: rng.choice(values)
+        case inspect.StrType(pattern=str()):
+            return lambda rng: f"00-{rng.choice('01') * 32}-{rng.choice('01') * 16}-0{rng.choice('01')}"
         case inspect.StrType():
             texts = [text for text in TEXTS if len(text) >= (kind.min_length or 0)]
             return lambda rng: rng.choice(texts)

@@ -28,6 +28,7 @@ from nodes.link.actions import (
     Action,
     Leave,
     Locate,
+    Over,
     Register,
     SendBlock,
     Unlocate,
@@ -103,6 +104,7 @@ class Rank:
         self.dropped: list[Unregister] = []
         self.left: list[str] = []  # why the process should leave
         self.notes: list[Note] = []
+        self.over: list[Over] = []
         self.wanted: dict[int, float] = {}
         self.dead = False
         self.sent: Counter[str] = Counter()
@@ -170,6 +172,8 @@ class Rank:
                 self.left.append(reason)
             case Note():
                 self.notes.append(action)
+            case Over():
+                self.over.append(action)
 
     # as the resolver and the broker would
     def _answer(self, room: int) -> None:

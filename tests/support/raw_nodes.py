@@ -24,6 +24,7 @@ from bus.wire.messages import (
     Ended,
     Hello,
     Load,
+    Mark,
     Message,
     Submit,
     Welcome,
@@ -85,6 +86,7 @@ class Node(Peer):
     def __init__(self, sockets: Sockets, info: Hello, controller: str, bus: str = "", *, eager: bool = False) -> None:
         self.instance, self.dp_rank, self.epoch = info.instance, info.dp_rank, info.epoch
         self.info = info
+        self.wall_s = 0.0
         self.eager = eager
         self.pub = sockets.pub(BusAddress(bus).publish) if bus else None
         self.legs: list[Dispatch] = []
@@ -141,6 +143,8 @@ class Node(Peer):
     def cancelled(self, connection: Connection, cancel: CancelLeg) -> None: ...
     def drain(self, cause: str) -> None: ...
     def superseded(self, why: str) -> None: ...
+    def recall(self, rid: str) -> tuple[Mark, ...]:
+        return ()
 
 
 def _rejected(socket: str, error: Exception) -> None:

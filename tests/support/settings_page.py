@@ -41,8 +41,8 @@ def page() -> str:
         tables = " or ".join(f"`[{section}]`" for section in reversed(sections))
         tables = tables.replace("`[prefill]`", "`[prefill]`, `[decode]`, `[unified]`")
         rows = [
-            f"| `{name}` | {', '.join(f'`{each}`' for each in _variables(sections, name))} | {_default(option)} "
-            f"| {_help(option)} |"
+            f"| {_name(name, command)} | {', '.join(f'`{each}`' for each in _variables(sections, name))} "
+            f"| {_default(option)} | {_help(option)} |"
             for name, option in settings_of(command)
         ]
         parts.append(
@@ -50,6 +50,10 @@ def page() -> str:
                        "| --- | --- | --- | --- |", *rows, ""])
         )  # fmt: skip
     return "\n".join(parts)
+
+
+def _name(name: str, command: click.Command) -> str:
+    return f"`{name}`{'*' if name in command.reloads else ''}"  # type: ignore[attr-defined]
 
 
 def _variables(sections: tuple[str, ...], name: str) -> list[str]:

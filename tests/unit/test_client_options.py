@@ -10,7 +10,7 @@ import pytest
 
 from bus.errors import ConfigError
 from bus.wire.codec import decode
-from bus.wire.messages import Params, RankState, RankStatus, Status, Submit
+from bus.wire.messages import Params, RankState, RankStatus, Status, Submit, TraceContext
 from pdbus.client import AsyncClient, Client
 from pdbus.client.options import (
     DEFAULT_MAX_TOKENS,
@@ -201,3 +201,15 @@ def test_several_answers_are_as_many_requests_of_their_own() -> None:
         choices(0)
     with pytest.raises(TypeError, match="did you mean 'seed'"):
         choices(2, seeds=5)  # type: ignore[call-arg]
+
+
+def test_a_trace_goes_with_every_submit_of_the_request() -> None:
+    parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    at = where(None, "ipc:///tmp/pdx/p", "ipc:///tmp/pdx/d")
+    request = make_request([5], Options(traceparent=parent, tracestate="a=1"), at, Drawn(), asked_us=7)
+    assert [submit.trace for submit in request.submits.values()] == [TraceContext(parent, "a=1")] * 2
+    assert {submit.asked_us for submit in request.submits.values()} == {7}
+    assert request.header(next(iter(request.submits)), 5.0).trace == TraceContext(parent, "a=1")
+    assert make_request([5], Options(), AT, Drawn()).main.trace is None
+    with pytest.raises(ConfigError, match="traceparent: 'nonsense' is none"):
+        make_request([5], Options(traceparent="nonsense"), AT, Drawn())

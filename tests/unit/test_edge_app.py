@@ -11,8 +11,11 @@ import msgspec
 import pytest
 from edge_world import LOAD, PAIR, World, chat, ended, letters, rank, status
 from msgspec.structs import replace
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from bus.errors import ConfigError
+from bus.runtime.spans import Spans, provider_of
+from bus.tracecontext import ids_of, parse
 from bus.wire.messages import Code
 from pdbus.edge import jobs
 from pdbus.edge.cluster import LOST_S
@@ -562,3 +565,54 @@ def test_a_rank_that_has_just_joined_is_seen_by_the_first_request() -> None:
         return [before.status, (await world.post("/v1/chat/completions", chat())).status]
 
     assert run(story()) == [503, 200]
+
+
+HEADER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
+
+def test_a_trace_is_passed_on_as_it_came_and_nonsense_is_dropped() -> None:
+    world = World()
+    sent = {"traceparent": HEADER, "tracestate": "a=1"}
+    for headers in (sent, {"traceparent": "nonsense", "tracestate": "a=1"}, {}):
+        assert run(world.post("/v1/chat/completions", chat(), headers=headers)).status == 200
+    told = [{name: options.get(name) for name in ("traceparent", "tracestate")} for _, options in world.client.asked]
+    assert told == [sent, *[{"traceparent": None, "tracestate": None}] * 2]
+
+
+def test_where_spans_are_exported_the_edge_has_one_between_the_caller_and_the_cluster() -> None:
+    world = World(letters("hello"))
+    memory = InMemorySpanExporter()
+    world.edge._spans = spans = Spans(provider_of(memory, "edge", {}))
+    bodies = {"n": 2, "messages": chat()["messages"], "model": "sim"}
+    run(world.post("/v1/chat/completions", bodies, headers={"traceparent": HEADER, "x-request-id": "r"}))
+    run(world.post("/generate", {"text": "hi"}))
+    run(world.post("/generate", {"text": 5}))
+    run(world.get("/v1/models"))
+    spans.close()
+    handed = [parse(str(options["traceparent"])) for _, options in world.client.asked]
+    first, second = memory.get_finished_spans()
+    assert first.parent is not None
+    assert f"{first.parent.span_id:016x}" == HEADER.split("-")[2]
+    assert handed[0] == handed[1], "two answers to one request"
+    assert handed[0] is not None
+    assert handed[2] is not None
+    assert [ids_of(each) for each in (handed[0], handed[2])] == [
+        (each.context.trace_id, each.context.span_id) for each in (first, second)
+    ]
+    assert second.parent is None
+    assert first.name == "POST /v1/chat/completions"
+    assert dict(first.attributes or {}).items() >= {
+        "gen_ai.operation.name": "chat", "gen_ai.request.model": "sim", "http.response.status_code": 200,
+        "gen_ai.usage.output_tokens": 10, "gen_ai.response.finish_reasons": ("stop", "stop"), "pdbus.rid": "r",
+    }.items()  # fmt: skip
+
+
+def test_an_answer_that_fails_has_a_span_with_its_status() -> None:
+    world = World(lambda prompt, options: [ended(options["rid"], "failed", code="peer_lost", message="gone")])
+    memory = InMemorySpanExporter()
+    world.edge._spans = spans = Spans(provider_of(memory, "edge", {}))
+    assert run(world.post("/generate", {"text": "hi"})).status >= 500
+    spans.close()
+    (span,) = memory.get_finished_spans()
+    assert not span.status.is_ok
+    assert dict(span.attributes or {})["http.response.status_code"] >= 500  # type: ignore[operator]

@@ -1,0 +1,61 @@
+"""SIGHUP: the settings are read again, and those that may change while a part runs are put into force.
+
+Owns what changed since; what a change means is the part's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from bus.errors import ConfigError
+from bus.runtime import logs, settings
+
+log = logs.get_logger("settings")
+
+
+class Reload:
+    """Of the running command; call it on SIGHUP. `apply` gets what changed, by parameter name, and may raise
+    ConfigError to have none of it. `leave` is called instead where the signal says that the terminal is gone from which
+    the part was started."""
+
+    def __init__(self, apply: Callable[[dict[str, Any]], None], leave: Callable[[], None]) -> None:
+        self._context = click.get_current_context()
+        self._in_force = dict(self._context.params)
+        self._apply = apply
+        self._leave = leave
+        self._had_terminal = _has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # as under nohup
+
+    def __call__(self) -> None:
+        if self._had_terminal and not _has_terminal():
+            self._leave()
+            return
+        try:
+            said = settings.reread(self._context)
+            changed = {name: value for name, value in said.items() if value != self._in_force[name]}
+            may = settings.reloadable(self._context)
+            taken = {name: changed[name] for name in changed.keys() & may.keys()}
+            self._apply(taken)
+        except (ConfigError, click.UsageError) as error:
+            why = error.format_message() if isinstance(error, click.UsageError) else str(error)
+            log.error("settings.kept", why=why)
+            return
+        if "log_level" in taken:
+            logs.set_level(taken["log_level"])
+        self._in_force |= taken
+        if fixed := sorted(settings.names(self._context, changed.keys() - taken.keys())):
+            log.warning("settings.need_restart", settings=fixed)
+        log.info("settings.reloaded", changed={may[name]: value for name, value in sorted(taken.items())})
+
+
+def _has_terminal() -> bool:
+    """Whether a terminal controls this process."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

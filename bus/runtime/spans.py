@@ -1,0 +1,192 @@
+"""Spans to an OpenTelemetry collector, made on a thread of their own when what they tell of is over.
+
+Whoever serves requests only hands over a record and the function that turns it into a `Span`. The SDK (extra `otel`) is
+imported here alone, and reads the standard variables: OTEL_EXPORTER_OTLP_*, OTEL_TRACES_SAMPLER,
+OTEL_RESOURCE_ATTRIBUTES, OTEL_BSP_* and so on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import click
+
+from bus.errors import ConfigError
+from bus.runtime.logs import get_logger
+from bus.tracecontext import Span, ids_of, is_sampled, root_of
+from bus.wire.messages import TraceContext
+
+QUEUE_MAX = 8192  # records that wait for the thread; more are dropped, and counted
+CLOSE_S = 2.0  # for the last ones to leave
+SAY_S = 10.0  # between two lines of what the SDK complains about
+OTEL_EXTRA = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
+
+log = get_logger("spans")
+_R = TypeVar("_R")
+
+otlp_endpoint_option = click.option(
+    "--otlp-endpoint",
+    default="",
+    metavar="URL",
+    help="Export spans of traced requests to this OTLP/HTTP collector  [default: $OTEL_EXPORTER_OTLP_ENDPOINT, if set]",
+)
+
+
+class _Complaints(logging.Handler):
+    """What the SDK says (a collector that does not answer, as a rule) becomes lines of our log, not too many."""
+
+    _next_at = 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if time.monotonic() >= self._next_at:
+            self._next_at = time.monotonic() + SAY_S
+            log.warning("spans.unsent", why=record.getMessage()[:300])
+
+
+class Spans:
+    """`provider` is the SDK's; what it needs is done on the thread of this."""
+
+    def __init__(self, provider: Any) -> None:
+        self._provider = provider
+        self._ids = provider.id_generator
+        self._tracer = provider.get_tracer("pdbus")
+        self._records: queue.SimpleQueue[tuple[Callable[[Any], Span], Any] | None] = queue.SimpleQueue()
+        self.dropped = 0
+        self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
+        self._thread.start()
+
+    def begin(self, rid: str, name: str) -> TraceContext:
+        """The span of a request that came without a trace: the sampler decides whether it is recorded."""
+        from opentelemetry.sdk.trace.sampling import Decision
+
+        trace_id = secrets.randbits(128) or 1
+        sampled = self._provider.sampler.should_sample(None, trace_id, name).decision is Decision.RECORD_AND_SAMPLE
+        return root_of(trace_id, rid, sampled=sampled)
+
+    def add(self, record: _R, span_of: Callable[[_R], Span]) -> None:
+        """From any thread; returns at once."""
+        if self._records.qsize() < QUEUE_MAX:
+            self._records.put((span_of, record))
+        else:
+            self.dropped += 1
+
+    def close(self) -> None:
+        """What was handed over still leaves, if that takes no longer than CLOSE_S."""
+        self._records.put(None)
+        self._thread.join(CLOSE_S)
+        if self.dropped:
+            log.warning("spans.dropped", count=self.dropped)
+
+    def _run(self) -> None:
+        while (item := self._records.get()) is not None:
+            try:
+                span_of, record = item
+                self._export(span_of(record))
+            except Exception:  # a span less; requests go on
+                log.exception("span.failed")
+        self._provider.force_flush(int(1000 * CLOSE_S))
+        self._provider.shutdown()
+
+    def _export(self, span: Span) -> None:
+        from opentelemetry import trace as api
+
+        if not is_sampled(span.trace):
+            return
+        context = api.set_span_in_context(api.INVALID_SPAN)
+        if span.parent is not None:
+            trace_id, span_id = ids_of(span.parent)
+            state = api.TraceState.from_header([span.parent.tracestate] if span.parent.tracestate else [])
+            flags = api.TraceFlags(api.TraceFlags.SAMPLED)
+            remote = api.SpanContext(trace_id, span_id, is_remote=True, trace_flags=flags, trace_state=state)
+            context = api.set_span_in_context(api.NonRecordingSpan(remote))
+        self._ids.trace_id, self._ids.span_id = ids_of(span.trace)
+        made = self._tracer.start_span(
+            span.name, context, api.SpanKind[span.kind], dict(span.attributes), start_time=_ns(span.began_s)
+        )
+        for at_s, what, detail in span.events:
+            made.add_event(what, {"pdbus.detail": detail} if detail else None, _ns(at_s))
+        if span.error:
+            made.set_status(api.Status(api.StatusCode.ERROR, span.error))
+        made.end(_ns(span.ended_s))
+
+
+def provider_of(exporter: Any, part: str, resource: Mapping[str, str]) -> Any:
+    """The SDK's, which sends spans in batches through `exporter`."""
+    from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+
+    class Ids(RandomIdGenerator):
+        """The ids of the span that is made next: its children were told them long ago."""
+
+        trace_id = span_id = 0
+
+        def generate_span_id(self) -> int:
+            return self.span_id
+
+        def generate_trace_id(self) -> int:
+            return self.trace_id
+
+    ours = {SERVICE_NAME: f"pdbus-{part}", SERVICE_INSTANCE_ID: resource.get("name", ""), "pdbus.part": part}
+    said = Resource.create({}).attributes  # of the standard variables; they go before ours, where somebody set them
+    named = {SERVICE_NAME: said[SERVICE_NAME]} if "OTEL_SERVICE_NAME" in os.environ else {}
+    extra = {f"pdbus.{name}": value for name, value in resource.items() if value}
+    provider = TracerProvider(
+        resource=Resource({**said, **ours, **extra, **named}), id_generator=Ids(), shutdown_on_exit=False
+    )
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider
+
+
+def exporter(endpoint: str, part: str, **resource: str) -> Spans | None:
+    """What sends the spans of this process to `endpoint`, or to the one that the standard variables name; None where
+    neither says any. ConfigError when `endpoint` is said and the SDK is not installed; where only a variable is, which
+    may be meant for others, a line in the log."""
+    env = os.environ
+    named = env.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or env.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    off = env.get("OTEL_SDK_DISABLED", "").lower() == "true" or env.get("OTEL_TRACES_EXPORTER") == "none"
+    if off or not (endpoint or named):
+        return None
+    why = ""
+    if not endpoint and "grpc" in (
+        env.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"),
+        env.get("OTEL_EXPORTER_OTLP_PROTOCOL"),
+    ):
+        why = "spans leave over HTTP alone: set OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf"
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError:
+        why = f"to export spans OpenTelemetry's SDK is needed: {OTEL_EXTRA}"
+    if why and endpoint:
+        raise ConfigError(why)
+    if why:
+        log.warning("spans.off", why=why)
+        return None
+    sdk = logging.getLogger("opentelemetry")
+    sdk.handlers, sdk.propagate = [_Complaints()], False
+    to = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces") if endpoint else OTLPSpanExporter()
+    return Spans(provider_of(to, part, resource))
+
+
+@contextmanager
+def exporting(endpoint: str, part: str, **resource: str) -> Iterator[Spans | None]:
+    """What `exporter` gives; closed at the end."""
+    spans = exporter(endpoint, part, **resource)
+    try:
+        yield spans
+    finally:
+        if spans is not None:
+            spans.close()
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

@@ -1,0 +1,58 @@
+"""`pdbus trace RID`: the life of one request, hop by hop."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import click
+from rich.console import Console
+
+from bus.errors import BusError, ConfigError
+from bus.runtime import settings
+from pdbus.client import Client
+from pdbus.commands.common import (
+    controller_option,
+    keys_option,
+    leave_on_signals,
+    wait_for_controller,
+    wait_option,
+)
+from pdbus.trace.source import ask
+from pdbus.trace.waterfall import as_dict, waterfall
+
+WIDTH = 120  # of what no terminal shows
+RID_MAX = 128
+
+
+@settings.command(
+    "trace",
+    epilog="The rid is the x-request-id of an edge's response, and in the log lines of all parts. Several answers to "
+    "one request have rids that end with -0, -1 and so on.",
+)
+@click.argument("rid")
+@controller_option
+@click.option("--json", "as_json", is_flag=True, help="Everything, as one JSON object (docs/tracing.md).")
+@keys_option
+@wait_option
+def trace(rid: str, controller: str, as_json: bool, keys: str, wait_s: float) -> None:
+    """Show what became of a request and how long each step took, as controller and ranks remember it."""
+    if not 0 < len(rid) <= RID_MAX:
+        raise ConfigError(f"a rid has 1 to {RID_MAX} characters")
+    leave_on_signals()
+    with Client(controller, keys=keys) as client:
+        wait_for_controller(client, controller, wait_s, keys)
+    answer = ask(controller, rid, keys, wait_s)
+    if not answer.told:
+        kept = f"{answer.controller} remembers the last {answer.kept} requests, of {answer.kept_s:.0f} s"
+        if not answer.kept:
+            kept = f"{answer.controller} remembers none (it has just started, or --trace-bytes is 0)"
+        silent = f"; no answer from {', '.join(answer.silent)}" if answer.silent else ""
+        raise BusError(f"nobody knows a request {rid!r}: {kept}{silent}")
+    if as_json:
+        print(json.dumps(as_dict(rid, answer), indent=2))
+        return
+    shown = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(highlight=False, width=None if shown else WIDTH)
+    console.print(waterfall(rid, answer, console.width))

@@ -1,0 +1,1 @@
+"""The life of one request, hop by hop (`pdbus trace`)."""

@@ -1,0 +1,175 @@
+"""What the parts remember of a request, put in one order of time, and drawn. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from bus.runtime.cli import printable
+from bus.wire.messages import Mark, TraceIs
+
+SAID = {  # what parts call it, and how it is shown
+    "asked": "asked for",
+    "received": "received",
+    "queued": "queued",
+    "dispatched": "dispatched",
+    "retried": "leg failed, tried again",
+    "taken": "taken in",
+    "located": "prefill rank found",
+    "began": "began",
+    "held": "prompt computed",
+    "handed": "KV cache ready",
+    "fetched": "KV cache fetched",
+    "attached": "client attached",
+    "first_token": "first token",
+    "output_reported": "first token reported",
+    "ended": "leg over",
+    "done": "done",
+    "failed": "failed",
+}
+STYLES = {"prefill": "cyan", "decode": "green", "unified": "green", "client": "magenta", "": "yellow"}
+GAP = 2  # between columns
+BAR_MIN = 16
+WORDS_MIN = 22
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """`mark` of `part`, at `at_s` since the first of all, by the controller's clock. It took `took_s` from what came
+    before it on its way (None: it is the first)."""
+
+    part: str
+    mark: Mark
+    at_s: float
+    took_s: float | None
+
+
+def hops_of(answer: TraceIs) -> list[Hop]:
+    """All marks in order of time, as far as the clocks are known."""
+    at_us: list[tuple[int, int, str, Mark]] = []
+    for order, told in enumerate(answer.told):
+        at_us += [(mark.at_us - told.offset_us, order, told.part, mark) for mark in told.marks]
+    received = min((at for at, _, _, mark in at_us if mark.what == "received"), default=None)
+    if received is not None:  # nobody knows the client's clock: but it asked before it was heard
+        at_us = [(min(at, received) if part == "client" else at, n, part, mark) for at, n, part, mark in at_us]
+    at_us.sort(key=lambda each: each[:2])
+    hops: list[Hop] = []
+    for at, _, part, mark in at_us:
+        at_s = (at - at_us[0][0]) / 1e6
+        before = _before(part, mark, hops)
+        hops.append(Hop(part, mark, at_s, at_s - before.at_s if before is not None else None))
+    return hops
+
+
+def _before(part: str, mark: Mark, hops: Sequence[Hop]) -> Hop | None:
+    """What `mark` followed from: at a rank the mark before it of the same leg, or the leg's dispatch; else, where it
+    tells of an output or an end, whatever came last; else the last mark that is no rank's."""
+    of_leg = [hop for hop in hops if (hop.mark.attempt, hop.mark.leg) == (mark.attempt, mark.leg)]
+    if mark.leg is not None and mark.what not in ("dispatched", "retried"):
+        here = [hop for hop in of_leg if hop.part == part and hop.mark.what != "attached"]
+        mine = here or [hop for hop in of_leg if hop.mark.what == "dispatched"]
+        return mine[-1] if mine else None
+    if mark.what in ("output_reported", "done", "failed", "retried"):
+        return hops[-1] if hops else None
+    others = [hop for hop in hops if hop.mark.leg is None or hop.mark.what == "retried"]
+    return others[-1] if others else None
+
+
+def as_dict(rid: str, answer: TraceIs) -> dict[str, Any]:
+    """For programs. `at_us` is by the controller's clock."""
+    hops = hops_of(answer)
+    offsets = {told.part: told.offset_us for told in answer.told}
+    return {
+        "rid": rid,
+        "controller": answer.controller,
+        "marks": [
+            {
+                "at_us": hop.mark.at_us - offsets[hop.part], "at_s": round(hop.at_s, 6),
+                "took_s": None if hop.took_s is None else round(hop.took_s, 6), "part": hop.part,
+                "what": hop.mark.what, "attempt": hop.mark.attempt, "leg": hop.mark.leg, "detail": hop.mark.detail,
+            }
+            for hop in hops
+        ],
+        "clocks": [{"part": t.part, "offset_us": t.offset_us, "rtt_us": t.rtt_us} for t in answer.told],
+        "silent": list(answer.silent),
+    }  # fmt: skip
+
+
+def waterfall(rid: str, answer: TraceIs, width: int) -> RenderableType:
+    """At `width` columns, 80 or more. A bar covers the time that a line took."""
+    hops = hops_of(answer)
+    whole_s = max((hop.at_s for hop in hops), default=0.0)
+    rows: list[tuple[Text, ...]] = []
+    attempts = {hop.mark.attempt for hop in hops if hop.mark.attempt}
+    for hop in hops:
+        mark = hop.mark
+        what = SAID.get(mark.what, mark.what)
+        text = Text(printable(what), style="bold red" if mark.what in ("retried", "failed") else "")
+        if len(attempts) > 1 and mark.attempt:
+            text.append(f" #{mark.attempt}", style="bold")
+        if mark.what == "dispatched" and mark.leg:
+            text.append(f" to {printable(mark.detail)}")
+        elif mark.detail:
+            text.append(f", {printable(mark.detail)}", style="" if text.style else "dim")
+        took = "" if hop.took_s is None else seconds(hop.took_s)
+        rows.append((Text(seconds(hop.at_s)), Text(took), Text(printable(hop.part), style=_style(hop)), text))
+    used = [max((row[at].cell_len for row in rows), default=0) for at in range(3)]
+    room = width - sum(used) - GAP * len(used) - GAP
+    words = min(max((row[3].cell_len for row in rows), default=0), max(WORDS_MIN, room - max(BAR_MIN, room // 3)))
+    bar = max(1, room - words)
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
+    for name, wide_as, side in zip(("at", "took", "who", "what"), (*used, words), ("right", "right", "left", "left"),
+                                   strict=True):  # fmt: skip
+        table.add_column(name, width=wide_as, justify=side, overflow="fold")  # type: ignore[arg-type]
+    table.add_column(f"0 to {seconds(whole_s)}", width=bar, no_wrap=True)
+    for hop, row in zip(hops, rows, strict=True):
+        table.add_row(*row, Text(_bar(hop, whole_s, bar), style=_style(hop)))
+    return Group(Text(_title(rid, hops, attempts, whole_s), style="bold"), Text(), table, Text(), *_notes(answer))
+
+
+def _style(hop: Hop) -> str:
+    return STYLES["client" if hop.part == "client" else hop.mark.leg or ""]
+
+
+def _bar(hop: Hop, whole_s: float, width: int) -> str:
+    scale = (width - 1) / whole_s if whole_s else 0.0
+    end = round(hop.at_s * scale)
+    begin = round((hop.at_s - max(0.0, hop.took_s or 0.0)) * scale)
+    return " " * begin + ("█" * (end - begin) or "▏")
+
+
+def _title(rid: str, hops: Sequence[Hop], attempts: set[int], whole_s: float) -> str:
+    ends = [hop.mark.what for hop in hops if hop.mark.what in ("done", "failed")]
+    how = {"done": "done", "failed": "failed"}.get(ends[-1] if ends else "", "still under way")
+    tries = f", {len(attempts)} attempts" if len(attempts) > 1 else ""
+    return f"{printable(rid)}: {how} after {seconds(whole_s)}{tries}"
+
+
+def _notes(answer: TraceIs) -> list[Text]:
+    """Whose clocks were put right, and who said nothing."""
+    clocks = [
+        f"{told.part} {told.offset_us / 1000:+.1f} ms (±{told.rtt_us / 2000:.1f})"
+        for told in answer.told
+        if told.rtt_us > 0
+    ]
+    unknown = [told.part for told in answer.told if told.rtt_us < 0]
+    lines = []
+    if clocks:
+        lines.append(f"clocks beyond {answer.controller}'s, taken off above: {', '.join(clocks)}")
+    if unknown:
+        lines.append(f"clock not known: {', '.join(unknown)}")
+    if answer.silent:
+        lines.append(f"did not answer, so what it knows is missing: {', '.join(answer.silent)}")
+    return [Text(printable(line), style="dim") for line in lines]
+
+
+def seconds(value: float) -> str:
+    """To a tenth of a millisecond where that matters."""
+    if value < 0.9995:
+        return f"{value * 1000:.1f} ms" if value < 0.09995 else f"{value * 1000:.0f} ms"
+    return f"{value:.3f} s" if value < 9.9995 else f"{value:.1f} s"
