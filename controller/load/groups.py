@@ -27,13 +27,13 @@ class Metric(IntEnum):
 
 def key_of(rank: RankLoad, metric: int, leaf: int = 0) -> int:
     """What `rank` counts in `metric` (a Metric), as one integer: its last turn and `leaf` (16 bits) in the low bits."""
-    low = rank.last_turn << 16 | leaf
     if metric == 2:
         requests = rank.requests
-        return (rank.tokens << 24 | (requests if requests < 0xFFFFFF else 0xFFFFFF)) << 64 | low
+        requests = requests if requests < 0xFFFFFF else 0xFFFFFF
+        return (rank.tokens << 24 | requests) << 64 | (rank.last_turn << 16 | leaf)
     if metric == 1:
-        return rank.requests << 64 | low
-    return low
+        return rank.requests << 64 | (rank.last_turn << 16 | leaf)
+    return rank.last_turn << 16 | leaf
 
 
 KvKind: TypeAlias = tuple[str, str]  # (transfer, layout) as ranks say in their hello

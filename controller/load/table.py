@@ -346,8 +346,10 @@ class LoadTable:
             acked, acked_tokens = rank.sent, rank.sent_tokens
         elif acked < 0 or acked_tokens < 0:
             acked, acked_tokens = max(0, acked), max(0, acked_tokens)
-        rank.newly_acked, rank.newly_acked_tokens = acked - rank.acked, acked_tokens - rank.acked_tokens
-        rank.acked, rank.acked_tokens = acked, acked_tokens
+        rank.newly_acked = acked - rank.acked
+        rank.newly_acked_tokens = acked_tokens - rank.acked_tokens
+        rank.acked = acked
+        rank.acked_tokens = acked_tokens
 
     @staticmethod
     def _shift(rank: RankLoad, dispatches: int, tokens: int) -> None:

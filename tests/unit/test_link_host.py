@@ -136,3 +136,22 @@ def test_a_node_that_stood_still_while_it_waited_says_what_for_before_it_gives_u
     (waiting,) = (line for line in logs if line["event"] == "node.waiting")
     assert len(waiting["waits_for"]) == 2
     assert waiting["gives_up_in_s"] == 0.0
+
+
+def test_tokens_leave_once_all_have_planned_and_before_controllers_are_told(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def note(of: Any, method: str, name: str) -> None:
+        does = getattr(of, method)
+        monkeypatch.setattr(of, method, lambda *arguments: (order.append(name), does(*arguments))[1])
+
+    rig.turn()
+    note(rig.host.streams, "flush", "tokens")
+    for dp_rank, rank in rig.host.ranks.items():
+        note(rank.runner, "turn", f"plan {dp_rank}")
+        note(rank.core, "load", f"load {dp_rank}")
+        rank.joint.stirred = True
+    rig.turn()
+    assert order == ["plan 0", "plan 1", "tokens", "load 0", "load 1"]
