@@ -24,7 +24,7 @@ class Asking(threading.Thread):
     """A client with one key: requests one after the other, until it is stopped."""
 
     def __init__(self, controller: str, keys: Path) -> None:
-        super().__init__()
+        super().__init__(daemon=True)
         self.answers: list[bool] = []
         self.failure: BaseException | None = None
         self._controller, self._keys = controller, keys
@@ -67,6 +67,8 @@ class Cluster:
         self._asking: dict[str, Asking] = {}
         new_keys(self.keys, ("prefill", "decode"))
         add_key(self.keys, "controllers", "controller-1")
+
+    def begin(self) -> None:
         self.start("broker", "controller-0", "controller-1", *NODES)
         self.ask("edge", "controller-0")
         self.ask("other", "controller-1")
@@ -100,8 +102,9 @@ class Cluster:
         self._asking[name] = Asking(f"ipc://{self.place}/{controller}#{controller}", self.place / name)
         self._asking[name].serves()
 
-    def no_longer(self, name: str) -> None:
-        self._asking.pop(name).stop()
+    def no_longer(self, *names: str) -> None:
+        for name in names:
+            self._asking.pop(name).stop()
 
     def nodes(self) -> list[str]:
         return [part for part in self._running if "/" in part]
@@ -117,10 +120,11 @@ class Cluster:
             asking.serves()
 
     def close(self) -> None:
-        for name in list(self._asking):
-            self.no_longer(name)
-        for process in self._running.values():
-            process.close()
+        try:
+            self.no_longer(*self._asking)
+        finally:
+            for process in self._running.values():
+                process.close()
 
     def told(self) -> dict[str, Callable[[], None]]:
         """What the lines that begin with # say is to be done."""
@@ -130,16 +134,17 @@ class Cluster:
             "stop the ranks of prefill": lambda: self.stop("prefill/0", "prefill/1"),
             "start a client with the key of edge-b": lambda: self.ask("edge-b", "controller-0"),
             "stop the client with the key of edge": lambda: self.no_longer("edge"),
-            "stop the clients of controller-1, and controller-1": lambda: (
-                self.no_longer("other"),
-                self.stop("controller-1"),
-            )[-1],
+            "stop the clients of controller-1, and controller-1": self.stop_one_controller,
             "start controller-1": lambda: self.start("controller-1"),
             "restart the nodes, one after the other": self.restart_nodes,
             "start the clients of controller-1": lambda: self.ask("other", "controller-1"),
             "stop nodes, controllers and broker": self.stop_all,
             "start broker, controllers and nodes": lambda: self.start(*every, *self._stopped),
         }
+
+    def stop_one_controller(self) -> None:
+        self.no_longer("other")
+        self.stop("controller-1")
 
     def stop_all(self) -> None:
         self._stopped = self.nodes()
@@ -151,6 +156,7 @@ def cluster() -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="pd") as place:
         made = Cluster(Path(place))
         try:
+            made.begin()
             yield made
         finally:
             made.close()

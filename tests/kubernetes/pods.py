@@ -48,10 +48,14 @@ class Namespace:
         self._names["pdbus-broker"] = self._names["pdbus-broker-0.pdbus-broker"]
 
     def __enter__(self) -> Namespace:
-        for pod in self.pods.values():
-            pod.start()
-        for pod in self.pods.values():
-            pod.until_ready()
+        try:
+            for pod in self.pods.values():
+                pod.start()
+            for pod in self.pods.values():
+                pod.until_ready()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
