@@ -18,7 +18,7 @@ import msgpack
 import msgspec
 
 from bus.errors import LocalProtocolError, RemoteProtocolError
-from bus.wire.messages import Message
+from bus.wire.messages import TABLES, Message
 
 VERSION = 1
 VERSION_BYTE = bytes([VERSION])
@@ -98,3 +98,7 @@ def unpack(data: bytes) -> Any:
         return msgpack.unpackb(data, strict_map_key=True, max_array_len=MAX_ARRAY, max_map_len=1024, max_ext_len=0)
     except Exception as error:  # as in `decode`
         raise RemoteProtocolError("syntax", type(error).__name__) from None
+
+
+for _table in TABLES:  # msgspec (0.22) crashes when a thread meets a type that another one uses for the first time
+    _reader(_table)

@@ -774,3 +774,7 @@ CONTROLLER_TO_CLIENT = _table(Accepted, Failed, Done, Status, Refused)
 TO_NODE_DATA = _table(Attach, Detach, KvPull, KvDone)
 FROM_NODE_DATA = _table(Tokens, KvMeta, KvBlock, KvFail, Refused)
 PARAMS = _table(Params)
+TABLES = (
+    PUBLICATIONS, TO_BROKER, FROM_BROKER, NODE_TO_CONTROLLER, CONTROLLER_TO_NODE, CLIENT_TO_CONTROLLER,
+    CONTROLLER_TO_CLIENT, TO_NODE_DATA, FROM_NODE_DATA, PARAMS,
+)  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import subprocess
+import sys
 import time
 import tracemalloc
 from typing import Any
@@ -238,3 +240,11 @@ def test_what_users_make_of_many_numbers_is_made_by_name(kind: type[messages.Mes
     good = fuzz_messages.of(kind)(random.Random(7))
     with pytest.raises(TypeError):
         kind(*msgspec.structs.astuple(good))
+
+
+def test_no_two_threads_meet_a_type_for_the_first_time() -> None:
+    """msgspec would crash: all that it must know of our messages it knows before any thread can be started."""
+    tables = "[each for name, each in vars(messages).items() if name.isupper() and type(each) is dict]"
+    code = f"from bus.wire import codec, messages; print({{id(each) for each in {tables}}} <= codec._readers.keys())"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "True\n", done.stderr
