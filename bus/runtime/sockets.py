@@ -39,6 +39,8 @@ SUBSCRIPTIONS_READ = 100  # ahead of what is taken in: a byte of a topic takes s
 HANDSHAKE_MS = 5_000
 HEARTBEAT_MS = 1_000
 HEARTBEAT_TIMEOUT_MS = 3_000
+CONNECT_MS = 2_000  # for an answer from a host; the kernel tries ever less often, a minute apart in the end
+UNACKNOWLEDGED_MS = 4_000  # as long as KEEPALIVE takes, which looks after connections over which nothing is sent
 KEEPALIVE = (
     (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 1), (zmq.TCP_KEEPALIVE_INTVL, 1), (zmq.TCP_KEEPALIVE_CNT, 3),
 )  # fmt: skip
@@ -254,6 +256,8 @@ def _watch_peers(socket: Socket, endpoint: str, *, binds: bool) -> None:
 
     Who connects pings, and says with each ping how long its silence may last. Who binds only answers, and the kernel
     looks after peers that do not ping: libzmq (4.3.5) aborts when it is to ping a peer that left with its queue full.
+    It forgets how long a peer's silence may last when another message comes before the next ping, so the kernel looks
+    after all that do not take what is sent.
     """
     if not endpoint.startswith("tcp://"):
         return
@@ -262,7 +266,10 @@ def _watch_peers(socket: Socket, endpoint: str, *, binds: bool) -> None:
     if binds:
         for option, value in KEEPALIVE:
             socket.setsockopt(option, value)
+        if socket.type != zmq.PUB:  # a subscriber may be slower: `bus.runtime.doors`
+            socket.setsockopt(zmq.TCP_MAXRT, UNACKNOWLEDGED_MS)
     else:
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
