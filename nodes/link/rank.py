@@ -156,9 +156,11 @@ class LinkedRank:
         self._host.changed()
 
     def dispatched(self, connection: Connection, dispatch: Dispatch, frames: list[bytes]) -> None:
+        self.joint.stirred = True  # there is something to report, also where nothing is to be done
         self.joint.carry_out(self.core.ingest(connection.key, dispatch, frames, self._host.now))
 
     def cancelled(self, connection: Connection, cancel: CancelLeg) -> None:
+        self.joint.stirred = True  # likewise
         self.joint.carry_out(self.core.cancel(connection.key, cancel, self._host.now))
 
     def unread(self, leg: Leg) -> None:

@@ -15,7 +15,7 @@ from bus.errors import StartError
 from bus.runtime.loop import Loop
 from bus.wire import topics
 from bus.wire.codec import encode
-from bus.wire.messages import Beacon, Member, Message
+from bus.wire.messages import Beacon, CancelLeg, Dispatch, Ended, Member, Message
 from nodes.config import NodeConfig
 from nodes.link.config import LinkConfig
 from nodes.link.handover import HandedRunner
@@ -76,6 +76,26 @@ def test_the_owner_is_told_in_the_turn_of_a_change_and_not_otherwise(rig: Rig) -
     mine.drain("test")
     assert (rig.turn(), mine.state) == (1, "gone")
     assert rig.turn(0.3) == 0
+
+
+def test_what_is_only_answered_again_is_told_in_the_same_turn(rig: Rig) -> None:
+    """Nothing is to be done about a dispatch or a cancel of what has ended, and an idle rank has no other reason to
+    speak."""
+    rank = rig.host.ranks[0]
+    (connection,) = rank.connections
+    rank.core.reports.remember(0, Ended("r", 1, "unified", "ok"))
+    dispatch = Dispatch("r", 1, "unified", 0, 5, 1, 1, 1, 9)
+    told: list[Ended] = []
+    connection.progress = lambda started, ended: told.extend(ended)  # type: ignore[method-assign]
+    rank.turn()
+    for say in (
+        lambda: rank.dispatched(connection, dispatch, []),
+        lambda: rank.cancelled(connection, CancelLeg("r", 1)),
+    ):
+        told.clear()
+        rig.loop.call_threadsafe(say)
+        rig.turn()
+        assert [end.code for end in told] == ["ok"]
 
 
 def test_drained_when_the_bus_has_carried_the_goodbyes(rig: Rig) -> None:
