@@ -140,11 +140,12 @@ class Life:
 
     def client_gone(self, peer: Any, rid: Rid, out: list[Action]) -> None:
         """Nobody is there to be told where it runs, so nobody will read it. (One that has run before may be read over a
-        connection that stands: its rank looks after that.)"""
+        connection that stands: its rank looks after that.) Its ranks answer the same attempt with what they are told
+        here: a client whose link was cut, and whose submit came late, says it again."""
         request = self.requests.get(rid)
         if request is not None and request.peer == peer and request.tries == 1 and not request.submit.lives_on:
             self._counts["abandoned"] += 1
-            self._fail(request, "cancelled", "its client is gone", out)
+            self._fail(request, "cancelled", "its client is gone", out, withdraw="overloaded")
 
     # --- from nodes -------------------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from controller_world import D, P, U, World, failure, hello, pd, peer_of, submit, unified
 
-from bus.wire.messages import Accepted, Cancel, Done, Failed
-from controller.events import FromClient, Unreachable
+from bus.wire.messages import Accepted, Cancel, Done, Ended, Failed, Progress
+from controller.events import ClientGone, FromClient, FromNode, Unreachable
 
 
 class TestIdentity:
@@ -32,6 +32,17 @@ class TestIdentity:
         assert len(world.answers(Done, "after")) == 1
         assert not world.answers(Done, "before")
         world.assert_empty()
+
+    def test_a_submit_that_came_late_over_a_lost_connection_spoils_nothing_for_the_one_that_is_said_again(self) -> None:
+        """Its rank remembers how it was told to end the attempt, and says so when that comes again."""
+        world = unified()
+        world.submit(submit("r"), peer="before")
+        world.feed(ClientGone("before", "r"))
+        world.submit(submit("r"), peer="after")
+        (cancel,) = world.cancels(U[0])
+        world.feed(FromNode(peer_of(U[1]), Progress("u", 1, 1, (), (Ended("r", 1, "unified", cancel.code),))))
+        assert not world.answers(Failed, "after")
+        assert [accepted.attempt for accepted in world.answers(Accepted, "after")] == [1, 2]
 
     def test_another_request_under_a_live_rid_is_refused(self) -> None:
         """M71"""
