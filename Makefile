@@ -18,7 +18,7 @@ MINUTES ?= 10
 COUNT ?= 96
 OUT ?= out
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang test-hostile check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-http mutate soak golden api settings dashboard dist test-dist lint types clean
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang test-netns test-hostile check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-http mutate soak golden api settings dashboard dist test-dist lint types clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -55,11 +55,15 @@ endif
 
 test: setup check-torch ## Run the tests (they mostly wait: four at a time, each through files in a row)
 	@echo "==> pytest"
-	@$(BIN)/python -m pytest -q -n 4 --dist worksteal --ignore tests/hostile
+	@$(BIN)/python -m pytest -q -n 4 --dist worksteal --ignore tests/hostile --ignore tests/hosts
 
 test-hostile: setup ## The attacks in short (a minute; hostile has them in full)
 	@echo "==> pytest tests/hostile"
 	@$(BIN)/python -m pytest -q tests/hostile
+
+test-netns: setup ## A cluster over nine hosts that are network namespaces, its links and hosts failing (root; 2 minutes)
+	@echo "==> pytest tests/hosts"
+	@$(BIN)/python -m pytest -q -n 3 --dist worksteal tests/hosts
 
 test-compiled: setup ## The cores' tests against the wheel's compiled cores (a minute or two more after a change)
 	@echo "==> pytest, compiled cores"

@@ -1,13 +1,14 @@
-"""Hosts on one machine: Linux network namespaces, each with one link to a router, which can lose, delay and limit packets.
+"""Hosts on one machine: network namespaces, each with one link to a router that can lose, delay and limit packets.
 
 `with Network() as net: host = net.host("broker", "10.0.0.1")`. Needs root, iproute2 and /dev/net/tun. The router is a
-namespace too, and nothing is seen of any of this outside. A child process waits for the end of this one, however it comes,
-and then kills what runs in the namespaces and removes them.
+namespace too, and nothing is seen of any of this outside. A child process waits for the end of this one, however it
+comes, and then kills what runs in the namespaces and removes them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ GATEWAY = "10.0.0.254"
 ROUTER = "net"
 CUT, DELAYED = 100, 200  # priorities of the router's rules
 _CLONE_NEWNET = 0x40000000
+_numbers = itertools.count()
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -50,6 +52,12 @@ def run(*words: str, said: str | None = None) -> str:
     return done.stdout
 
 
+def set_kernel(namespace: str, settings: dict[str, str]) -> None:
+    """Of /proc/sys/net/ipv4."""
+    lines = "\n".join(f"echo {value} > /proc/sys/net/ipv4/{name}" for name, value in settings.items())
+    run("ip", "netns", "exec", namespace, "sh", "-ec", lines)
+
+
 class Host:
     """`namespace` is its name for `ip netns exec`."""
 
@@ -63,7 +71,7 @@ class Host:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """The sockets that this thread opens meanwhile are this host's, and those of threads that it starts for ever."""
+        """The sockets that this thread opens meanwhile are this host's; those of threads that it starts, for ever."""
         with open("/proc/thread-self/ns/net") as ours, open(f"/run/netns/{self.namespace}") as theirs:
             _enter(theirs.fileno())
             try:
@@ -71,11 +79,10 @@ class Host:
             finally:
                 _enter(ours.fileno())
 
-    def established(self, port: int = 0) -> int:
-        """TCP connections, from or to this port if one is named."""
-        rows = run(*self.command("ss -Htn state established")).splitlines()
-        ends = [{end.rpartition(":")[2] for end in row.split()[2:4]} for row in rows]
-        return sum(not port or str(port) in each for each in ends)
+    def connections(self, state: str = "established") -> list[tuple[str, str]]:
+        """Its TCP connections in this state, by both ends."""
+        rows = run(*self.command(f"ss -Htn state {state}")).splitlines()
+        return [(row.split()[2], row.split()[3]) for row in rows]
 
     # --- faults -------------------------------------------------------------------------------------------------
 
@@ -106,7 +113,7 @@ class Host:
 class Network:
     def __init__(self) -> None:
         _remove_orphans()
-        self.prefix = f"{PREFIX}{os.getpid()}-"
+        self.prefix = f"{PREFIX}{os.getpid()}-{next(_numbers)}-"
         self.namespace = f"{self.prefix}{ROUTER}"
         self._keeper = subprocess.Popen([sys.executable, __file__, self.prefix], stdin=subprocess.PIPE, process_group=0)
         self._delays: list[subprocess.Popen[bytes]] = []
@@ -114,10 +121,7 @@ class Network:
     def __enter__(self) -> Network:
         try:
             run("ip", "netns", "add", self.namespace)
-            for setting in ("ip_forward=1", "conf.all.rp_filter=0", "conf.default.rp_filter=0"):
-                path, _, value = setting.partition("=")
-                at = f"/proc/sys/net/ipv4/{path.replace('.', '/')}"
-                run("ip", "netns", "exec", self.namespace, "sh", "-c", f"echo {value} > {at}")
+            set_kernel(self.namespace, {"ip_forward": "1", "conf/all/rp_filter": "0", "conf/default/rp_filter": "0"})
         except BaseException:
             self.__exit__()
             raise
@@ -137,15 +141,21 @@ class Network:
         run("ip", "netns", "add", host.namespace)
         run("ip", "-n", self.namespace, "link", "add", "name", name, "type", "veth",
             "peer", "name", "eth0", "netns", host.namespace)  # fmt: skip
-        self._router(f"address add {GATEWAY}/32 dev {name}", f"link set dev {name} up", f"route add {address} dev {name}")
+        self._router(
+            f"address add {GATEWAY}/32 dev {name}", f"link set dev {name} up", f"route add {address} dev {name}"
+        )
         lines = (f"address add {address}/32 dev eth0", "link set dev lo up")
         run("ip", "-n", host.namespace, "-batch", "-", said="\n".join(lines))
+        set_kernel(host.namespace, {"tcp_congestion_control": "reno"})  # which every kernel lets a namespace have
         host.link("up")
         return host
 
     def readdress(self, host: Host, address: str) -> None:
         self._router(f"route del {host.address} dev {host.name}", f"route add {address} dev {host.name}")
-        lines = (f"address add {address}/32 dev eth0", f"address del {host.address}/32 dev eth0")  # routes go with the last
+        lines = (
+            f"address add {address}/32 dev eth0",
+            f"address del {host.address}/32 dev eth0",
+        )  # routes go with the last
         run("ip", "-n", host.namespace, "-batch", "-", said="\n".join(lines))
         host.address = address
 
@@ -210,7 +220,7 @@ def _enter(namespace: int) -> None:
         raise OSError(ctypes.get_errno(), "cannot enter a network namespace")
 
 
-# --- leaving nothing behind ---------------------------------------------------------------------------------------------
+# --- leaving nothing behind -----------------------------------------------------------------------------------------
 
 
 def _remove_orphans() -> None:
