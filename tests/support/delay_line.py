@@ -1,4 +1,4 @@
-"""`delay_line.py DEVICE SECONDS`: a TUN device that gives every packet back after so long, in order. Says READY first."""
+"""`delay_line.py DEVICE SECONDS`: a TUN device that gives each packet back later, in order. Says READY first."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ EDGE = "http://10.0.0.8:8000"
 # A prompt of 300 tokens takes 0.1 s, then a token 5 ms, and its KV cache 1.2 MB.
 ENGINE = {
     "ENGINE": "sim", "MODEL": "sim", "SIM_BASE_S": "0.005", "SIM_PREFILL_S_PER_TOKEN": "0.0003", "SIM_DECODE_S": "0",
-    "SIM_CONTEXT_S_PER_TOKEN": "0", "SIM_KV_BYTES_PER_TOKEN": "4096", "KV_TOKENS": "16384",
+    "SIM_CONTEXT_S_PER_TOKEN": "0", "SIM_KV_BYTES_PER_TOKEN": "4096", "KV_TOKENS": "16384", "HOLD_S": "10",
 }  # fmt: skip
 
 
@@ -53,8 +53,8 @@ class Part:
         self.log = directory / "log"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                host.command(line), cwd=directory, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
-                text=True,
+                host.command(line), cwd=directory, env=env, text=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
             )  # fmt: skip
 
     def ready(self) -> None:
@@ -92,7 +92,8 @@ class World:
             scp.write_text(f'#!/bin/sh\nexec cp "$1" "$2" {self.directory}/$(echo $3 | tr : /)\n')
             scp.chmod(0o755)
             for line in self.commands[OPERATOR]:
-                self.run(OPERATOR, f"sh -c '{line}'")
+                done = self.run(OPERATOR, f"sh -ec '{line}'")
+                assert not done.returncode, done.stderr
             for name in self.commands:
                 if name != OPERATOR:
                     self.begin(name)
@@ -123,11 +124,10 @@ class World:
     def run(self, name: str, line: str, wait_s: float = WAIT_S) -> subprocess.CompletedProcess[str]:
         """A command that ends, at one host."""
         env = self._env | {"PATH": f"{self.directory}:{self._env['PATH']}"}
-        done = subprocess.run(
+        return subprocess.run(
             self.hosts[name].command(line), cwd=self.directory / name, env=env, capture_output=True, text=True,
             timeout=wait_s,
         )  # fmt: skip
-        return done
 
     # --- clients ------------------------------------------------------------------------------------------------
 
@@ -137,14 +137,14 @@ class World:
         with self.hosts[OPERATOR].inside():
             return Rig(cluster, address=CONTROLLERS[controller])  # type: ignore[arg-type]
 
-    def get(self, path: str, body: object = None) -> tuple[int, Any]:
+    def get(self, path: str, body: object = None) -> tuple[int, bytes]:
         """What the edge says, at the client's host."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(EDGE + path, data, {"Content-Type": "application/json"})
         with self.hosts[OPERATOR].inside():
             try:
                 with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
-                    return answer.status, json.loads(answer.read())
+                    return answer.status, answer.read()
             except urllib.error.HTTPError as error:
                 with error:
                     return error.code, error.read()
@@ -153,7 +153,7 @@ class World:
         """Through the edge."""
         status, answer = self.get("/generate", {"input_ids": prompt, "sampling_params": {"max_new_tokens": max_tokens}})
         assert status == 200, answer
-        ids: list[int] = answer["output_ids"]
+        ids: list[int] = json.loads(answer)["output_ids"]
         return ids
 
     # --- looking ------------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class World:
 
 
 class Load:
-    """Requests at one controller, `width` of them at any time, until `end`. `until` waits meanwhile, and says how long."""
+    """Requests at one controller, `width` of them at any time, until `end`. What waits meanwhile tells how long."""
 
     def __init__(self, rig: Rig, width: int = 8) -> None:
         self.rig = rig

@@ -1,13 +1,14 @@
-"""Hosts on one machine: Linux network namespaces, each with one link to a router, which can lose, delay and limit packets.
+"""Hosts on one machine: network namespaces, each with one link to a router that can lose, delay and limit packets.
 
 `with Network() as net: host = net.host("broker", "10.0.0.1")`. Needs root, iproute2 and /dev/net/tun. The router is a
-namespace too, and nothing is seen of any of this outside. A child process waits for the end of this one, however it comes,
-and then kills what runs in the namespaces and removes them.
+namespace too, and nothing is seen of any of this outside. A child process waits for the end of this one, however it
+comes, and then kills what runs in the namespaces and removes them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ GATEWAY = "10.0.0.254"
 ROUTER = "net"
 CUT, DELAYED = 100, 200  # priorities of the router's rules
 _CLONE_NEWNET = 0x40000000
+_numbers = itertools.count()
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -69,7 +71,7 @@ class Host:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """The sockets that this thread opens meanwhile are this host's, and those of threads that it starts for ever."""
+        """The sockets that this thread opens meanwhile are this host's; those of threads that it starts, for ever."""
         with open("/proc/thread-self/ns/net") as ours, open(f"/run/netns/{self.namespace}") as theirs:
             _enter(theirs.fileno())
             try:
@@ -111,7 +113,7 @@ class Host:
 class Network:
     def __init__(self) -> None:
         _remove_orphans()
-        self.prefix = f"{PREFIX}{os.getpid()}-"
+        self.prefix = f"{PREFIX}{os.getpid()}-{next(_numbers)}-"
         self.namespace = f"{self.prefix}{ROUTER}"
         self._keeper = subprocess.Popen([sys.executable, __file__, self.prefix], stdin=subprocess.PIPE, process_group=0)
         self._delays: list[subprocess.Popen[bytes]] = []
@@ -218,7 +220,7 @@ def _enter(namespace: int) -> None:
         raise OSError(ctypes.get_errno(), "cannot enter a network namespace")
 
 
-# --- leaving nothing behind ---------------------------------------------------------------------------------------------
+# --- leaving nothing behind -----------------------------------------------------------------------------------------
 
 
 def _remove_orphans() -> None:

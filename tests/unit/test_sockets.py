@@ -188,7 +188,9 @@ def test_over_tcp_dead_peers_are_found_by_heartbeats(sockets: Sockets) -> None:
     for socket in (sockets.dealer(endpoint), sockets.sub(endpoint, (b"load/",))):
         assert 0 < socket.getsockopt(zmq.HEARTBEAT_IVL) < socket.getsockopt(zmq.HEARTBEAT_TIMEOUT)
         assert socket.getsockopt(zmq.HEARTBEAT_TTL) == socket.getsockopt(zmq.HEARTBEAT_TIMEOUT)
+        assert 0 < socket.getsockopt(zmq.CONNECT_TIMEOUT) < 5000
     assert router.getsockopt(zmq.TCP_KEEPALIVE) == 1
+    assert 0 < router.getsockopt(zmq.TCP_MAXRT) < 10_000, "else keepalive waits for what is not acknowledged"
 
 
 def test_who_binds_takes_a_peer_that_promised_to_ping_for_dead_when_it_does_not(sockets: Sockets) -> None:
