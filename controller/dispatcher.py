@@ -26,6 +26,7 @@ from bus.wire.messages import (
     Status,
     StatusQuery,
     Submit,
+    TraceContext,
 )
 from bus.wire.status import join
 from controller.config import ControllerConfig
@@ -94,6 +95,8 @@ class Dispatcher:
         ttft_slo_s: float = 0.0,
         tpot_slo_s: float = 0.0,
         slo_class: str = "",
+        trace: TraceContext | None = None,
+        asked_us: int = 0,
     ) -> bool:
         """Hand over one request: `frames` are the prompt (int32 little-endian token ids) and its params, passed on as
         they are; the rest is what `bus.wire.messages.Submit` carries. For `cache_aware`, `block_tokens` is the size of
@@ -130,6 +133,8 @@ class Dispatcher:
             ttft_slo_s=ttft_slo_s,
             tpot_slo_s=tpot_slo_s,
             slo_class=slo_class,
+            trace=trace,
+            asked_us=asked_us,
         )
         with self._arrived:
             if len(self._live) >= self._max_handed_over or rid in self._live:

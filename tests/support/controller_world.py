@@ -24,7 +24,7 @@ from bus.wire.messages import (
 )
 from controller.config import ControllerConfig
 from controller.core import ControllerCore
-from controller.events import Event, FromClient, FromNode, Published, Tick, ToClient, ToNode
+from controller.events import Event, FromClient, FromNode, Over, Published, Tick, ToClient, ToNode
 
 M = TypeVar("M", bound=Message)
 EPOCH = 77
@@ -84,6 +84,7 @@ class World:
         self.to_nodes: list[ToNode] = []
         self.published: list[Message] = []
         self.notes: list[Note] = []
+        self.over: list[Over] = []
         self.seqs: dict[tuple[str, int, int], int] = {}
         self.after: Callable[[], None] = lambda: None  # called after every event
 
@@ -97,6 +98,8 @@ class World:
                 self.to_nodes.append(action)
             elif isinstance(action, Publish):
                 self.published.append(action.message)
+            elif isinstance(action, Over):
+                self.over.append(action)
             else:
                 self.notes.append(action)
         self.core.validate()

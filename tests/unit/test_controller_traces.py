@@ -257,22 +257,13 @@ def test_a_trace_goes_on_to_the_ranks_and_has_a_span_where_spans_are_exported() 
     run(world, "s")
     assert [dispatch.trace for dispatch in world.dispatches()][2:] == [None, None]
     world = pair()
-    over: list[Over] = []
-    handle = world.core.handle
-
-    def watched(event: Any, now: float) -> list[Any]:
-        actions = handle(event, now)
-        over.extend(each for each in actions if isinstance(each, Over))
-        return [each for each in actions if not isinstance(each, Over)]
-
-    world.core.handle = watched  # type: ignore[method-assign]
     world.core.life.spans = True
     world.now = 10.0
     run(world, trace=trace, model="m")
     run(world, "s")
     own = child_of(trace, "r/1")
     assert {dispatch.trace for dispatch in world.dispatches()} == {own, None}
-    (ended,) = over
+    (ended,) = world.over
     span = span_of(ended.story, 1000.0)
     assert (span.trace, span.parent, span.began_s, span.ended_s, span.error) == (own, trace, 1010.0, 1011.0, "")
     assert dict(span.attributes).items() >= {
