@@ -16,10 +16,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from msgspec import structs
+
 from bus.runtime import frames
 from bus.runtime.loop import Loop
 from bus.wire import codec, topics
-from bus.wire.messages import Ack, Load, LoadReport, Member, Message
+from bus.wire.messages import Ack, Load, Message
 from pdbus.bench import node
 from pdbus.bench.child import Parent
 
@@ -36,12 +38,25 @@ def ours(parent: Parent, **settings: Any) -> None:
 class Busy(node.Rank):
     """One rank; its `report` belongs to the thread that publishes."""
 
-    _acks: tuple[Ack, ...] | None = None
+    def __init__(self, *of: Any) -> None:
+        super().__init__(*of)
+        load = Load(
+            seq=0, step=NUMBER, running=1, waiting=0, waiting_tokens=0, kv_tokens=1_000, kv_capacity=node.KV_TOKENS,
+            max_running=node.MANY,
+        )  # fmt: skip
+        publisher, now = self._publisher, self._clock()
+        publisher.report(load, now)
+        said = publisher.tick(now)  # the membership
+        publisher.report(structs.replace(load, step=0), now)  # something else
+        said += publisher.tick(now + publisher.report_gap_s)
+        member, report = [structs.replace(each.message, seq=NUMBER) for each in said]
+        self._messages = [member, *[report] * (MEMBER_EVERY - 1)]
+        self._acks: tuple[Ack, ...] | None = None
 
     def report(self) -> None:
         if self._acks != self._reports.acks:
             self._acks = self._reports.acks
-            self._prepare(self._acks)
+            self._prepared = [prepared(_with(message, self._acks)) for message in self._messages]
         topic, frame, places = self._prepared[self.published % MEMBER_EVERY]
         self.published += 1
         for place in places:
@@ -52,17 +67,11 @@ class Busy(node.Rank):
         number = NUMBER + self.published
         return number, True, number
 
-    def _prepare(self, acks: tuple[Ack, ...]) -> None:
-        load = Load(
-            seq=NUMBER, step=NUMBER, running=1, waiting=0, waiting_tokens=0, kv_tokens=1_000,
-            kv_capacity=node.KV_TOKENS, max_running=node.MANY, acks=acks,
-        )  # fmt: skip
-        config, of_rank = self._config, (self.instance, self.dp_rank, self.epoch, NUMBER, load)
-        member = Member(
-            *of_rank, config.role, node.FACTS.model, config.dp_size, "ready", self._endpoint, False, 0,
-            config.report_interval_s,
-        )  # fmt: skip
-        self._prepared = [prepared(message) for message in (member, *[LoadReport(*of_rank)] * (MEMBER_EVERY - 1))]
+
+def _with(message: Any, acks: tuple[Ack, ...]) -> Message:
+    load = structs.replace(message.load, seq=NUMBER, step=NUMBER, acks=acks)
+    changed: Message = structs.replace(message, load=load)
+    return changed
 
 
 def prepared(message: Message) -> tuple[bytes, bytearray, list[int]]:

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgpack
 import zmq
+from msgspec import msgpack
 
 from bus.build import CORES
 from pdbus.bench import pick
@@ -106,7 +106,7 @@ def dealing_rank(
         journeys = Journeys()
         take = _taker(dealer, journeys)
         form, finished = ended[1][0], ended.index([MARK.decode()])
-        state = msgpack.unpackb(bytes.fromhex(load))
+        state = msgpack.decode(bytes.fromhex(load))
         ended[0] = state[0] = number
         told_at = 0.0
 
@@ -117,10 +117,10 @@ def dealing_rank(
                 return
             ids = take()
             ended[1], ended[finished] = [[each, *form[1:]] for each in ids], ids
-            outputs.send(msgpack.packb(ended))
+            outputs.send(msgpack.encode(ended))
             if (now := time.monotonic()) - told_at >= LOADS_S:
                 told_at = now
-                coordinator.send(msgpack.packb(state))
+                coordinator.send(msgpack.encode(state))
 
         _turns(parent, journeys, (dealer, waves_in), turn)
 
