@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import structlog
@@ -101,6 +103,21 @@ def configure(level: str = "info", **bound: object) -> None:
 def set_level(level: str) -> None:
     """From now on, in a process that called `configure`."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())))
+
+
+def adopt(library: str, say: Callable[[str], None], every_s: float) -> None:
+    """From now on what `library` logs (a warning or worse) goes to `say`, at most one line each `every_s`."""
+
+    class Adopted(logging.Handler):
+        next_at = 0.0
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if time.monotonic() >= self.next_at:
+                self.next_at = time.monotonic() + every_s
+                say(record.getMessage())
+
+    theirs = logging.getLogger(library)
+    theirs.handlers, theirs.propagate = [Adopted(logging.WARNING)], False
 
 
 def _count_loss() -> None:

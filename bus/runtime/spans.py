@@ -7,12 +7,10 @@ OTEL_RESOURCE_ATTRIBUTES, OTEL_BSP_* and so on.
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -20,7 +18,7 @@ from typing import Any, TypeVar
 import click
 
 from bus.errors import ConfigError
-from bus.runtime.logs import get_logger
+from bus.runtime.logs import adopt, get_logger
 from bus.tracecontext import Span, ids_of, is_sampled, root_of
 from bus.wire.messages import TraceContext
 
@@ -38,17 +36,6 @@ otlp_endpoint_option = click.option(
     metavar="URL",
     help="Export spans of traced requests to this OTLP/HTTP collector  [default: $OTEL_EXPORTER_OTLP_ENDPOINT, if set]",
 )
-
-
-class _Complaints(logging.Handler):
-    """What the SDK says (a collector that does not answer, as a rule) becomes lines of our log, not too many."""
-
-    _next_at = 0.0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if time.monotonic() >= self._next_at:
-            self._next_at = time.monotonic() + SAY_S
-            log.warning("spans.unsent", why=record.getMessage()[:300])
 
 
 class Spans:
@@ -171,8 +158,7 @@ def exporter(endpoint: str, part: str, **resource: str) -> Spans | None:
     if why:
         log.warning("spans.off", why=why)
         return None
-    sdk = logging.getLogger("opentelemetry")
-    sdk.handlers, sdk.propagate = [_Complaints()], False
+    adopt("opentelemetry", lambda why: log.warning("spans.unsent", why=why[:300]), SAY_S)
     to = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces") if endpoint else OTLPSpanExporter()
     return Spans(provider_of(to, part, resource))
 
