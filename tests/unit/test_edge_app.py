@@ -17,7 +17,7 @@ from bus.errors import ConfigError
 from bus.runtime.spans import Spans, provider_of
 from bus.tracecontext import ids_of, parse
 from bus.wire.messages import Code
-from pdbus.edge import jobs
+from pdbus.edge import app, jobs
 from pdbus.edge.cluster import LOST_S
 from pdbus.edge.errors import STATUS
 
@@ -546,7 +546,7 @@ def test_the_edge_document_names_every_metric_and_endpoint() -> None:
         assert f"`{path}`" in text, path
     for metric in world.edge.counts.snapshot():
         assert metric.name.removeprefix("pdbus_edge_") in text, metric.name
-    for header in re.findall(r'b"(x-request-[a-z-]+)"', (Path(__file__).parents[2] / "pdbus/edge/app.py").read_text()):
+    for header in re.findall(r'b"(x-request-[a-z-]+)"', Path(app.__file__).read_text()):
         assert f"`{header}`" in text
 
 
