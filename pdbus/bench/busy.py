@@ -1,5 +1,5 @@
 """Node processes of thousands of ranks at work, for the `controllers` benchmark: as `pdbus.bench.node`, but what a rank
-says of its load is news each time, and costs this machine as little as it can.
+says of its load is news each time, and costs this machine as little as it can. And a controller that counts.
 
 A load, or every fifth time the membership with the load, was encoded beforehand: only its numbers change. A thread of
 its own publishes them, since a loop that polls hundreds of connections has no time for it.
@@ -22,17 +22,37 @@ from bus.runtime import frames
 from bus.runtime.loop import Loop
 from bus.wire import codec, topics
 from bus.wire.messages import Ack, Load, Message
+from controller.config import ControllerConfig
+from controller.shell import Controller
 from pdbus.bench import node
 from pdbus.bench.child import Parent
 
 MEMBER_EVERY = 5  # publications, at 20 a second
 NUMBER = 1 << 61  # before the first load's; MessagePack writes those that follow in eight bytes too
+LEASE_S = 30.0
 _EIGHT = struct.Struct(">Q")
 
 
 def ours(parent: Parent, **settings: Any) -> None:
     """`settings`: those of `node.ours`."""
     node.ours(parent, make=Busy, reporting=_by_thread, **settings)
+
+
+class Counting(Controller):
+    """Knows how many publications it has read."""
+
+    read = 0
+
+    def _on_publication(self, frames: list[bytes]) -> None:
+        self.read += 1
+        super()._on_publication(frames)
+
+
+def controller(parent: Parent, bus: str, address: str) -> None:
+    """A controller, patient with ranks that share a few cores. Each command is answered with its count."""
+    config = ControllerConfig(bus=bus, controller=address, unified_method="total_tokens", lease_s=LEASE_S)
+    with Counting(config) as running:
+        parent.serve(lambda: running.read)
 
 
 class Busy(node.Rank):

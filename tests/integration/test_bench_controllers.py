@@ -26,6 +26,7 @@ def test_controllers_stand_beside_one_and_ranks_are_heard() -> None:
     at_work = {metric: row.value for (case, metric), row in rows.items() if case == "64 ranks at work"}
     assert 0 < at_work["publications/s"] <= 1.2 * 64 * controllers.REPORT_HZ
     assert at_work["CPU of the broker"] > 0
+    assert at_work["read by the controller"] > 0
     assert at_work["submit to arrival at 500/s, p50"] > 0
 
 
@@ -33,7 +34,8 @@ def test_ranks_at_work_are_ranks_to_a_controller() -> None:
     """Ready, with loads that go on, and what is dispatched there is acknowledged."""
     with Workspace() as space:
         parts.broker(space)
-        controller = parts.controller(space, *controllers.PATIENT)
+        controller = space.part("busy:controller", bus=space.endpoint("bus"), address=space.endpoint("ctl"))
+        controller.wait_ready()
         nodes = parts.our_nodes(space, 4, processes=1, report_hz=controllers.REPORT_HZ, kind="busy:ours")
         path = parts.Path(parts.our_client(space, 128), controller, nodes)
         assert len(path.journeys(40, 500.0)) == 40
@@ -51,3 +53,4 @@ def test_ranks_at_work_are_ranks_to_a_controller() -> None:
         assert in_flight == 0
         assert min(numbers) > before
         assert nodes[0].ask(do="count") >= sum(numbers)
+        assert controller.ask() >= sum(numbers)

@@ -1,4 +1,4 @@
-"""What ranks at work publish in the `controllers` benchmark is what would be encoded, though it was beforehand."""
+"""What ranks at work publish in the `controllers` benchmark was encoded beforehand, and equals what would be now."""
 
 from __future__ import annotations
 
