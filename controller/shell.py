@@ -73,7 +73,7 @@ class Controller(Service):
         self.trace = False
         self._on_local = on_local
         self._on_failure = on_failure
-        self._dozing = False
+        self._dozing = self._flooded = False
         self._broker: Broker | None = None
 
     # --- life -------------------------------------------------------------------------------------------------------
@@ -153,13 +153,17 @@ class Controller(Service):
         if self._broker is not None:
             self._broker.raise_if_failed()
         self.handle(Tick())
-        self._dozing = not self.core.needs_ticks
+        self._dozing = not self.core.needs_ticks and not self._flooded
+        self._flooded = False
         idle_s = min(IDLE_TICK_S, self.config.lease_s / 12)  # health wants to look several times a lease
         self._timer = self.loop.call_later(max(TICK_S, idle_s) if self._dozing else TICK_S, self._tick)
 
     def _pace(self) -> None:
         """At the end of a turn: what may wake the loop, and when it wakes by itself."""
         self.loop.rest(self._sub, not self.core.waiting)
+        self._flooded |= (
+            self.loop.behind
+        )  # of thousands of busy ranks, whose loads would not fit in the queue till then
         if self._dozing and self.core.needs_ticks:
             self._dozing = False
             self._timer.cancel()

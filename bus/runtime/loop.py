@@ -64,7 +64,7 @@ class Loop:
         self._handlers: dict[Any, tuple[Handler, int, int, bool, bool]] = {}
         self._resting: list[Socket] = []
         self._skipping: set[Any] = set()  # sockets in the midst of a message with too many frames
-        self._behind = False  # a resting socket has more than its budget
+        self.behind = False  # a resting socket has more than its budget
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._calls: deque[Callable[[], None]] = deque()
@@ -157,10 +157,10 @@ class Loop:
 
     def turn(self) -> None:
         ready = self._wait()
-        self._behind = False
+        self.behind = False
         for resting in tuple(self._resting):
             if resting in self._resting and has_message(resting) and not self._drain(resting):
-                self._behind = True
+                self.behind = True
         for socket, _ in ready:
             if socket in self._handlers:
                 self._drain(socket)
@@ -225,7 +225,7 @@ class Loop:
         return timer
 
     def _timeout_ms(self) -> int:
-        if self._calls or self._behind or self._stopping.is_set():
+        if self._calls or self.behind or self._stopping.is_set():
             return 0
         while self._timers and not self._timers[0][2].active:
             heapq.heappop(self._timers)

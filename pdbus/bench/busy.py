@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from msgspec import structs
@@ -43,9 +43,14 @@ class Counting(Controller):
 
     read = 0
 
-    def _on_publication(self, frames: list[bytes]) -> None:
+    def _open(self, exits: ExitStack) -> None:
+        super()._open(exits)
+        self.loop.remove(self._sub)
+        self.loop.add(self._sub, self._published, budget=512)
+
+    def _published(self, frames: list[bytes]) -> None:
         self.read += 1
-        super()._on_publication(frames)
+        self._traffic.published(frames)
 
 
 def controller(parent: Parent, bus: str, address: str) -> None:

@@ -15,11 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import zmq
 from controller_world import hello, submit
 from msgspec.structs import asdict
 from raw_nodes import WAIT_S, Client, Node
 
 from bus.broker import Broker, BrokerConfig
+from bus.endpoints import BusAddress
 from bus.errors import ConfigError, StartError
 from bus.runtime.ports import free_ports
 from bus.runtime.sockets import Sockets
@@ -40,7 +42,7 @@ from bus.wire.messages import (
 )
 from controller.config import ControllerConfig
 from controller.dispatcher import Dispatcher
-from controller.shell import Controller
+from controller.shell import IDLE_TICK_S, SUBSCRIPTIONS, TICK_S, Controller
 
 
 @pytest.fixture
@@ -419,3 +421,32 @@ def test_ready_tells_whether_requests_would_be_served(config: ControllerConfig, 
             nodes += joined(sockets, config, hello("d", role="decode", dp_size=1, state="starting"))
             until("no decode rank is ready")
         until("no decode rank is ready")  # a broker that leaves keeps nobody from being served
+
+
+def test_a_controller_that_is_flooded_with_publications_looks_for_more_soon(
+    config: ControllerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Busy ranks by the thousand say more in the pause of an idle controller than its queue holds."""
+    controller = Controller(config)
+    pauses: list[float] = []
+    with zmq.Context() as context, context.socket(zmq.XPUB) as bus:
+        bus.setsockopt(zmq.LINGER, 0)
+        bus.bind(BusAddress(config.bus).subscribe)
+        controller.open()
+        try:
+            for _ in SUBSCRIPTIONS:
+                bus.recv()
+            later = controller.loop.call_later
+            monkeypatch.setattr(controller.loop, "call_later", lambda *of: (pauses.append(of[0]), later(*of))[1])
+            while pauses[-3:] != [IDLE_TICK_S] * 3:
+                controller.loop.turn()
+            for _ in range(5_000):
+                bus.send_multipart((SUBSCRIPTIONS[0], b"what nobody can read is read all the same"))
+            while sum(controller.core.counts.values()) < 5_000:
+                controller.loop.turn()
+            while pauses[-1] != TICK_S:
+                controller.loop.turn()
+            while pauses[-1] != IDLE_TICK_S:
+                controller.loop.turn()
+        finally:
+            controller.close()
