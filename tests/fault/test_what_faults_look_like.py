@@ -252,7 +252,10 @@ CAUSES: dict[str, Callable[[Scene], None]] = {
     "an embedded part's thread": embedded_fails,
     "the broker inside a controller": with_broker,
 }
-NOT_IN_TOP = ("the client inside an edge",)  # it has a port of its own
+NOT_IN_TOP = (
+    "the client inside an edge",  # it has a port of its own
+    "client cut off from a decode rank", "prefill rank cut off from a decode rank",  # the cluster sees nothing
+)  # fmt: skip
 
 
 def test_every_fault_has_its_row_and_its_cause() -> None:

@@ -31,7 +31,7 @@ def moved(text: str) -> str:
 
 def test_the_tutorial(place: Path) -> None:
     page = "\0".join(block.text for block in blocks(ROOT / "docs" / "tutorial.md") if block.info == "console")
-    with Terminal(place / "out", PDBUS_DIR=str(place / "s")) as terminal:
+    with Terminal(place / "out", PDBUS_DIR=str(place / "s"), COLUMNS="200") as terminal:
         for block in moved(page).split("\0"):
             for command, shown in transcript(block):
                 terminal.type(command, shown)

@@ -111,7 +111,6 @@ def test_what_cannot_be_written_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_nobody_else_makes_a_logger() -> None:
-    """`spans` takes over that of OpenTelemetry's SDK."""
     files = [path for name in ("bus", "nodes", "controller", "pdbus") for path in (ROOT / name).rglob("*.py")]
     made = {path.name for path in files if re.search(r"structlog|logging\.getLogger", path.read_text("utf-8"))}
-    assert made == {"logs.py", "spans.py"}
+    assert made == {"logs.py"}
