@@ -125,7 +125,8 @@ def test_the_life_of_a_request_is_told_hop_by_hop(cluster: Cluster) -> None:
     ours = [mark for mark in marks if mark["part"] != "client"]
     unsure_s = sum(max(0, clock["rtt_us"]) for clock in said["clocks"]) / 1e6 + 0.001
     assert all(-unsure_s < mark["took_s"] < WAIT_S for mark in ours if mark["took_s"] is not None), "clocks agree"
-    assert ours[0]["what"] == "received"
+    of_controller = [mark["what"] for mark in ours if mark["part"] == "controller-0"]
+    assert (of_controller[0], of_controller[-1]) == ("received", "done")  # those of other clocks may be a little off
 
 
 def test_an_unknown_rid_is_one_line_that_says_how_much_is_kept(cluster: Cluster) -> None:
