@@ -7,14 +7,12 @@ from bus.runtime.interrupt import leave_at_once
 if __name__ == "__main__":
     leave_at_once()  # before the imports, which take their time
 
-import signal
-
 import click
 
 from bus.broker import Broker, BrokerConfig
 from bus.endpoints import default_bus
 from bus.runtime import cli, logs, settings
-from bus.runtime.reload import Reload
+from bus.runtime.reload import on_signals
 
 
 @settings.command(
@@ -68,8 +66,8 @@ def main(
     broker = Broker(config)
     broker.open()
     try:
-        reload = Reload(broker.reconfigure, broker.loop.stop)
-        broker.loop.on_signals(lambda number: reload() if number == signal.SIGHUP else broker.loop.stop(), *cli.SIGNALS)
+        stop = broker.loop.stop
+        on_signals(broker.loop, broker.reconfigure, stop, lambda number: stop())
         if watch_parent:
             cli.leave_with_parent(broker.loop.stop)
         cli.ready(part="broker", bus=address, epoch=broker.epoch)

@@ -8,7 +8,6 @@ if __name__ == "__main__":
     leave_at_once()  # before the imports, which take their time
 
 import dataclasses
-import signal
 import time
 from typing import Any
 
@@ -18,7 +17,7 @@ from bus import defaults
 from bus.endpoints import default_bus, default_controller, why_silent
 from bus.errors import StartError
 from bus.runtime import cli, logs, settings, spans
-from bus.runtime.reload import Reload
+from bus.runtime.reload import on_signals
 from controller.config import ControllerConfig
 from controller.feeds import parse_engine
 from controller.policies import POLICIES
@@ -100,13 +99,7 @@ GUIDANCE = (
     type=cli.Seconds(0),
     help="slo: likewise for each further token; no decode rank gets what would make its steps longer. 0: none.",
 )
-@click.option(
-    "--slo-class",
-    "slo_classes",
-    multiple=True,
-    metavar="NAME=TTFT[,TPOT]",
-    help="slo: both for requests of that slo_class, and of the client whose key has that name (repeatable).",
-)
+@cli.slo_class_option
 @cli.setting(
     ControllerConfig,
     "--late-tokens",
@@ -163,10 +156,8 @@ def main(
 def _serve(controller: Controller, wait_s: float, watch_parent: bool) -> None:
     controller.open()
     try:
-        reload = Reload(lambda changed: _reconfigure(controller, changed), controller.loop.stop)
-        controller.loop.on_signals(
-            lambda number: reload() if number == signal.SIGHUP else controller.loop.stop(), *cli.SIGNALS
-        )
+        stop = controller.loop.stop
+        on_signals(controller.loop, lambda changed: _reconfigure(controller, changed), stop, lambda number: stop())
         if watch_parent:
             cli.leave_with_parent(controller.loop.stop)
         _await_bus(controller, wait_s)

@@ -161,9 +161,7 @@ class Controller(Service):
     def _pace(self) -> None:
         """At the end of a turn: what may wake the loop, and when it wakes by itself."""
         self.loop.rest(self._sub, not self.core.waiting)
-        self._flooded |= (
-            self.loop.behind
-        )  # of thousands of busy ranks, whose loads would not fit in the queue till then
+        self._flooded |= self.loop.behind  # thousands of busy ranks: their loads would not fit in the queue till then
         if self._dozing and self.core.needs_ticks:
             self._dozing = False
             self._timer.cancel()

@@ -9,10 +9,9 @@ from typing import Any
 
 from bus.endpoints import why_silent
 from bus.errors import BusError, StartError
-from bus.runtime import cli, metrics, probes
+from bus.runtime import metrics, probes, reload
 from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
-from bus.runtime.reload import Reload
 from bus.runtime.spans import Spans
 from nodes.config import NodeConfig
 from nodes.link.core import Limits
@@ -28,9 +27,13 @@ log = get_logger("node")
 
 
 def on_signals(loop: Loop, node: Callable[[], Node]) -> None:
-    """SIGHUP reads the settings again, the others go to `node` (which is made by the time the loop runs)."""
-    reload = Reload(lambda changed: node().reconfigure(changed), lambda: node().leave())
-    loop.on_signals(lambda number: reload() if number == signal.SIGHUP else node().on_signal(number), *cli.SIGNALS)
+    """They go to `node`, which is made by the time the loop runs."""
+    reload.on_signals(
+        loop,
+        lambda changed: node().reconfigure(changed),
+        lambda: node().leave(),
+        lambda number: node().on_signal(number),
+    )
 
 
 class Node:

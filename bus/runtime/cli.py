@@ -165,6 +165,13 @@ metrics_port_option = click.option(
 metrics_host_option = click.option(
     "--metrics-host", default=METRICS_HOST, show_default=True, metavar="HOST", help="The address of the metrics port."
 )
+slo_class_option = click.option(
+    "--slo-class",
+    "slo_classes",
+    multiple=True,
+    metavar="NAME=TTFT[,TPOT]",
+    help="slo: both for requests of that slo_class, and of the client whose key has that name (repeatable).",
+)
 spin_us_option = click.option(
     "--spin-us",
     type=click.IntRange(0, SPIN_US_MAX),

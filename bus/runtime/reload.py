@@ -13,7 +13,8 @@ from typing import Any
 import click
 
 from bus.errors import ConfigError
-from bus.runtime import logs, settings
+from bus.runtime import cli, logs, settings
+from bus.runtime.loop import Loop
 
 log = logs.get_logger("settings")
 
@@ -50,6 +51,14 @@ class Reload:
         if fixed := sorted(settings.names(self._context, changed.keys() - taken.keys())):
             log.warning("settings.need_restart", settings=fixed)
         log.info("settings.reloaded", changed={may[name]: value for name, value in sorted(taken.items())})
+
+
+def on_signals(
+    loop: Loop, apply: Callable[[dict[str, Any]], None], leave: Callable[[], None], other: Callable[[int], None]
+) -> None:
+    """SIGHUP reloads the running command's settings, as `Reload` does; the other signals go to `other`."""
+    reload = Reload(apply, leave)
+    loop.on_signals(lambda number: reload() if number == signal.SIGHUP else other(number), *cli.SIGNALS)
 
 
 def _has_terminal() -> bool:

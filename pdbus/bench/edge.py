@@ -125,15 +125,7 @@ def _ours(space: Workspace, scope: Scope) -> Side:
     scope.say("starting broker, controller, ranks and the edge")
     parts.broker(space)
     controller = parts.controller(space, "--unified-method", "cache_aware")
-    ranks = [
-        space.part(
-            "edge_parts:rank", bus=space.endpoint("bus"), controller=space.endpoint("ctl"),
-            instance=f"rank-{number}", data=f"ipc://{space.folder}",
-        )
-        for number in range(ENGINES)
-    ]  # fmt: skip
-    for rank in ranks:
-        rank.wait_ready()
+    ranks = parts.rank_links(space, ENGINES)
     edge = space.program(
         "pdbus", "serve", "--http", "0", "--controller", space.endpoint("ctl"), "--watch-parent", "--log-level", "error"
     )

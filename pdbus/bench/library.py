@@ -78,18 +78,12 @@ def run(scope: Scope) -> list[Row]:
         scope.say("starting broker, controller, ranks and clients")
         parts.broker(space)
         parts.controller(space, "--unified-method", "cache_aware")
-        ranks = [
-            space.part(
-                "edge_parts:rank", bus=space.endpoint("bus"), controller=space.endpoint("ctl"),
-                instance=f"rank-{number}", data=f"ipc://{space.folder}",
-            )
-            for number in range(RANKS)
-        ]  # fmt: skip
+        parts.rank_links(space, RANKS)
         sides = {
             name: space.part(f"library:{function}", controller=space.endpoint("ctl"))
             for name, function in (("floor", "messages"), ("AsyncClient", "by_tasks"), ("Client", "by_thread"))
         }
-        for process in (*ranks, *sides.values()):
+        for process in sides.values():
             process.wait_ready()
         for number in range(1 + scope.runs):
             for case, (name, side) in itertools.product(CASES, sides.items()):

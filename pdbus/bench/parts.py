@@ -45,6 +45,20 @@ def controller(space: Workspace, *options: str, at: str = "ctl", **how: Any) -> 
     return started
 
 
+def rank_links(space: Workspace, count: int) -> list[Process]:
+    """Unified ranks that stand on a rank link each, with an engine that does next to nothing (`edge_parts`)."""
+    ranks = [
+        space.part(
+            "edge_parts:rank", bus=space.endpoint("bus"), controller=space.endpoint("ctl"), instance=f"rank-{number}",
+            data=f"ipc://{space.folder}",
+        )
+        for number in range(count)
+    ]  # fmt: skip
+    for rank in ranks:
+        rank.wait_ready()
+    return ranks
+
+
 def sim_nodes(space: Workspace, role: Role, *options: str, processes: int, ranks: int) -> list[Process]:
     """`ranks` ranks of one instance of the real node program, sim engine, steps of no time."""
     nodes = [

@@ -82,13 +82,7 @@ def _resources_option(role: str) -> Callable[[Any], Any]:
 @cli.setting(
     ControllerConfig, "--tpot-slo-s", type=cli.Seconds(0), help="slo: likewise of each further token; 0: none."
 )
-@click.option(
-    "--slo-class",
-    "slo_classes",
-    multiple=True,
-    metavar="NAME=TTFT[,TPOT]",
-    help="slo: both for requests of that slo_class, and of the client whose key has that name (repeatable).",
-)
+@cli.slo_class_option
 @click.option("--transport", type=click.Choice(["ipc", "tcp"]), default="ipc", show_default=True)
 @click.option("--bus", default="", metavar="BASE", help="Where the broker serves  [default: the usual place]")
 @click.option("--controller", default="", metavar="BASE", help="Where the controller serves  [likewise]")

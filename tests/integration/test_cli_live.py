@@ -126,7 +126,8 @@ def test_a_session(up: Up, directory: Path) -> None:
     table = pdbus(directory, "status").stdout
     assert "decode-0/1" in table
     assert "estimate" in table
-    assert "\nrequests: 0 live, 0 waiting, 7 done\n" in table
+    assert "\nrequests: 0 live, 0 waiting, 7 done" in table  # then perhaps: one left before it was told so
+    assert "failed:" not in table
 
     unknown = pdbus(directory, "generate", "hi", "--routed-dp-rank", "9")
     assert (unknown.returncode, unknown.stderr.count("\n")) == (1, 1)
