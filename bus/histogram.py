@@ -5,7 +5,7 @@ Counts only grow, so whoever looks twice knows the latencies in between: the dif
 
 from __future__ import annotations
 
-import bisect
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        self.buckets[bisect.bisect_left(self.bounds, value)] += 1
+        self.buckets[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def frozen(self) -> Distribution:

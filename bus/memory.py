@@ -3,39 +3,60 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-_R = TypeVar("_R")
+from msgspec import msgpack
+
+BESIDE_BYTES = 64  # of a record in memory, beside its own bytes
+
+
+class Record(Protocol):
+    @property
+    def rid(self) -> str: ...
+
+
+_R = TypeVar("_R", bound=Record)
 
 
 class Memory(Generic[_R]):
-    """The last records, as many as fit into `max_bytes`; 0: none."""
+    """The last records of a `kind`, a msgspec.Struct, as many as fit into `max_bytes`; 0: none.
 
-    def __init__(self, max_bytes: int) -> None:
+    They are kept encoded: that is smaller, and bytes are nothing that the garbage collector has to walk through, again
+    and again (docs/performance.md).
+    """
+
+    def __init__(self, kind: type[_R], max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._kept: deque[tuple[_R, int]] = deque()
+        self._kept: deque[bytes] = deque()
+        self._encode = msgpack.Encoder().encode
+        self._decoder = msgpack.Decoder(kind)
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def __iter__(self) -> Iterator[_R]:
-        """The oldest first."""
-        return (record for record, _ in self._kept)
+    def of(self, rid: str) -> list[_R]:
+        """What is remembered of this request, the oldest first."""
+        name = rid.encode()
+        records = [self._decoder.decode(record) for record in self._kept if name in record]
+        return [record for record in records if record.rid == rid]
+
+    @property
+    def oldest(self) -> _R | None:
+        return self._decoder.decode(self._kept[0]) if self._kept else None
 
     def limit(self, max_bytes: int) -> None:
         """From now on so many."""
         self._max_bytes = max_bytes
         self._trim()
 
-    def add(self, record: _R, size: int) -> None:
-        """`size`: of the record in bytes, about."""
-        self._kept.append((record, size))
-        self._bytes += size
+    def add(self, record: _R) -> None:
+        kept = self._encode(record)
+        self._kept.append(kept)
+        self._bytes += len(kept) + BESIDE_BYTES
         if self._bytes > self._max_bytes:
             self._trim()
 
     def _trim(self) -> None:
         while self._bytes > self._max_bytes:
-            self._bytes -= self._kept.popleft()[1]
+            self._bytes -= len(self._kept.popleft()) + BESIDE_BYTES

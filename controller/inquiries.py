@@ -82,7 +82,7 @@ class Inquiries:
 
     def _stories(self, rid: Rid) -> list[Story]:
         live = self._life.requests.get(rid)
-        over = [story_of(*past) for past in self._life.table.memory if past[0].rid == rid]
+        over = self._life.table.memory.of(rid)
         return over + ([story_of(live)] if live is not None else [])
 
     def _told(self, stories: list[Story]) -> list[Told]:
@@ -101,7 +101,8 @@ class Inquiries:
     def _answer(self, number: int, now: float, out: list[Action]) -> None:
         inquiry = self._open.pop(number)
         memory = self._life.table.memory
-        kept_s = max(0.0, now - next(iter(memory))[1]) if len(memory) else 0.0
+        oldest = memory.oldest
+        kept_s = max(0.0, now - oldest.ended_at) if oldest is not None else 0.0
         silent = tuple(sorted(inquiry.waits_for | inquiry.gone)[:MAX_SILENT])
         told = tuple(inquiry.told)
         answer = TraceIs(inquiry.id, self._name, told, silent, len(memory), kept_s)

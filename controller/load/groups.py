@@ -29,7 +29,8 @@ def key_of(rank: RankLoad, metric: int, leaf: int = 0) -> int:
     """What `rank` counts in `metric` (a Metric), as one integer: its last turn and `leaf` (16 bits) in the low bits."""
     if metric == 2:
         requests = rank.requests
-        requests = requests if requests < 0xFFFFFF else 0xFFFFFF
+        if requests > 0xFFFFFF:
+            requests = 0xFFFFFF
         return (rank.tokens << 24 | requests) << 64 | (rank.last_turn << 16 | leaf)
     if metric == 1:
         return rank.requests << 64 | (rank.last_turn << 16 | leaf)

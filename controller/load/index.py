@@ -30,15 +30,12 @@ class LeastIndex:
             self._grow(leaf)
         keys = self._keys
         at = leaf + self._size
-        keys[at] = key
-        while at > 1:
+        while keys[at] != key:  # ends above the root at the latest: keys[0] is nobody's
+            keys[at] = key
             rival = keys[at ^ 1]
             if rival < key:
                 key = rival
             at >>= 1
-            if keys[at] == key:
-                return
-            keys[at] = key
 
     def least(self) -> int:
         """The leaf with the least key, or -1 when none takes part."""

@@ -328,15 +328,16 @@ class LoadTable:
     def _acknowledge(self, rank: RankLoad, acks: tuple[Ack, ...]) -> None:
         """Take in what a report says was ingested, of mine and of each other controller's."""
         mine = self.controller_epoch
-        dispatches = tokens = 0
-        others: dict[int, tuple[int, int]] = {}
+        dispatches = tokens = others = 0
         for ack in acks:
             if ack.controller_epoch == mine:
                 dispatches, tokens = ack.dispatches, ack.tokens
             else:
-                others[ack.controller_epoch] = (ack.dispatches, ack.tokens)
+                others += 1
         if others or rank.other_acks:
-            rank.other_acks = others
+            rank.other_acks = {
+                ack.controller_epoch: (ack.dispatches, ack.tokens) for ack in acks if ack.controller_epoch != mine
+            }
             self._sum_others(rank)
         acked, acked_tokens = dispatches - rank.skew, tokens - rank.skew_tokens
         if rank.rebase or acked > rank.sent or acked_tokens > rank.sent_tokens:

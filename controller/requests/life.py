@@ -48,7 +48,7 @@ from controller.requests.request import (
     verdict,
 )
 from controller.requests.slos import SloClasses
-from controller.requests.story import dispatches, story_of
+from controller.requests.story import story_of
 from controller.requests.table import RequestTable, lane_of
 
 # Failures are logged with their rid: those of the cluster's parts as warnings; those of a cluster that is busy or has
@@ -265,9 +265,7 @@ class Life:
         if live.peer != peer:
             failed = Failed(live.rid, live.attempt, "fenced", "a newer attempt was submitted", retryable=False)
             out.append(ToClient(live.peer, failed))
-        self.table.remove(live, now, "fenced", "a newer attempt was submitted")
-        if self.spans:
-            self._tell_of(live, now, "fenced", "a newer attempt was submitted", out)
+        self._forget(live, now, "fenced", "a newer attempt was submitted", out)
 
     def _enqueue(self, request: Request, now: float, out: list[Action]) -> None:
         if self._config.queue_order == "slo":
@@ -355,9 +353,7 @@ class Life:
         out.append(ToClient(request.peer, Done(request.rid, request.attempt, done)))
         if self.trace:
             out.append(Note("request.done", "debug", about_of(request)))
-        self.table.remove(request, now)
-        if self.spans:
-            self._tell_of(request, now, "ok", "", out)
+        self._forget(request, now, "ok", "", out)
 
     def _leg_failed(
         self, request: Request, leg: LegRun, code: Code, sentence: str, now: float, out: list[Action]
@@ -382,8 +378,8 @@ class Life:
         rank = f"{failed.rank.key[0]}/{failed.rank.key[1]}"
         self._tell("request.retried", "info", about_of(request) | {"rank": rank, "code": code, "why": sentence}, out)
         self._attempts.withdraw(request, "fenced", out)
-        request.past += dispatches(request)
-        request.past += ((now, "retried", request.attempt, failed.role, f"{rank}: {code}: {sentence}"),)
+        retried = (now, "retried", request.attempt, failed.role, f"{rank}: {code}: {sentence}")
+        request.past = (*story_of(request).moments, retried)
         request.avoid += (failed.rank,)
         request.attempt += 1
         request.step("again")
@@ -401,15 +397,17 @@ class Life:
         self._attempts.withdraw(request, withdraw or code, out)
         self._answer_failed(request.peer, request.rid, request.attempt, about_of(request), code, sentence, out)
         self._ends += 1
-        self.table.remove(request, now, code, sentence, failed=True)
-        if self.spans:
-            self._tell_of(request, now, code, sentence, out)
+        self._forget(request, now, code, sentence, out, failed=True)
 
-    @staticmethod
-    def _tell_of(request: Request, now: float, code: Code, why: str, out: list[Action]) -> None:
-        """Of a request that is over and traced."""
-        if request.trace is not None:
-            out.append(Over(story_of(request, now, code, why)))
+    def _forget(
+        self, request: Request, now: float, code: Code, why: str, out: list[Action], *, failed: bool = False
+    ) -> None:
+        """It is over: all that stays is its story."""
+        self.table.remove(request, failed=failed)
+        story = story_of(request, now, code, why)
+        self.table.memory.add(story)
+        if self.spans and request.trace is not None:
+            out.append(Over(story))
 
     def _answer_failed(
         self, peer: Any, rid: Rid, attempt: int, about: dict[str, Any], code: Code, sentence: str, out: list[Action]

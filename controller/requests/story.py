@@ -27,7 +27,7 @@ LegStory: TypeAlias = tuple[Role, MemberKey, float, float, int]  # its rank, dis
 Moment: TypeAlias = tuple[float, str, Attempt, Role | None, str]  # as `Mark`
 
 
-class Story(Struct, frozen=True, gc=False):
+class Story(Struct, frozen=True, gc=False, array_like=True):
     """Of one submit. Times are the core's; inf: it did not come to that."""
 
     rid: Rid
@@ -41,17 +41,27 @@ class Story(Struct, frozen=True, gc=False):
     ended_at: float
     code: Code
     why: str
-    past: tuple[Moment, ...]  # waits in the queue, and what was dispatched in which attempt
+    past: tuple[Moment, ...]  # waits in the queue, and what was dispatched in earlier attempts
     legs: tuple[LegStory, ...]  # of the last attempt
     parent: TraceContext | None
     trace: TraceContext | None
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """Its waits, and what was dispatched in which attempt."""
+        sent = [(began, "dispatched", self.attempt, role, "{}/{}".format(*key)) for role, key, began, _, _ in self.legs]
+        return (*self.past, *sent)
 
 
 def story_of(request: Request, ended_at: float = inf, code: Code = "ok", why: str = "") -> Story:
     """So far, or with its end."""
     submit = request.submit
+    legs: tuple[LegStory, ...] = ()
+    for leg in request.legs:
+        tokens = 0 if leg.ended is None else leg.ended.output_tokens
+        legs += ((leg.role, leg.rank.key, leg.began, leg.first_at, tokens),)
     return Story(
-        request.rid,
+        submit.rid,
         request.attempt,
         submit.bootstrap_room,
         submit.leg,
@@ -62,22 +72,10 @@ def story_of(request: Request, ended_at: float = inf, code: Code = "ok", why: st
         ended_at,
         code,
         why,
-        request.past + dispatches(request),
-        tuple(
-            [
-                (leg.role, leg.rank.key, leg.began, leg.first_at, 0 if leg.ended is None else leg.ended.output_tokens)
-                for leg in request.legs
-            ]
-        ),
+        request.past,
+        legs,
         submit.trace,
         request.trace,
-    )
-
-
-def dispatches(request: Request) -> tuple[Moment, ...]:
-    """When the legs of its attempt were sent to their ranks."""
-    return tuple(
-        [(leg.began, "dispatched", request.attempt, leg.role, "{}/{}".format(*leg.rank.key)) for leg in request.legs]
     )
 
 
@@ -89,7 +87,7 @@ def marks_of(story: Story, wall_s: float) -> tuple[Mark, ...]:
     told = f"{story.code}: {story.why}" if story.code != "ok" else ""
     moments: list[Moment] = [
         (story.came_at, "received", story.past[0][2] if story.past else last, None, f"{story.prompt_tokens} tokens"),
-        *story.past,
+        *story.moments,
         (first, "output_reported", last, None, ""),
         (story.ended_at, end, last, None, told),
     ]
@@ -140,4 +138,4 @@ def span_of(story: Story, wall_s: float) -> Span:
 
 def ranks_of(story: Story) -> set[str]:
     """Where legs of it were sent, as `instance/dp_rank`."""
-    return {detail for _, what, _, _, detail in story.past if what == "dispatched"}
+    return {detail for _, what, _, _, detail in story.moments if what == "dispatched"}

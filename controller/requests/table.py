@@ -12,17 +12,16 @@ from typing import Any, TypeAlias
 
 from bus.due import DueTimes
 from bus.memory import Memory
-from bus.wire.messages import Attempt, Code, Refusal, Rid, Role, Submit
+from bus.wire.messages import Attempt, Refusal, Rid, Role, Submit
 from controller.config import ControllerConfig
 from controller.load.rank import RankLoad
 from controller.requests.order import ArrivalOrder, SloOrder
 from controller.requests.queue import CentralQueue
 from controller.requests.request import Request, State
+from controller.requests.story import Story
 
 INHERITED_S = 60.0
 MAX_LOSSES = 4096
-REMEMBERED_BYTES = 1500  # of a request that is over, beside its hashes
-Past: TypeAlias = tuple[Request, float, Code, str]  # when it ended, and how
 Held: TypeAlias = dict[Role, tuple[RankLoad, Attempt]]  # who runs the legs of one request
 
 
@@ -45,7 +44,7 @@ class RequestTable:
         )
         self.inherited = Inherited(self._due)
         self.payload_bytes = 0
-        self.memory: Memory[Past] = Memory(config.trace_bytes)
+        self.memory: Memory[Story] = Memory(Story, config.trace_bytes)
 
     def reconfigure(self, config: ControllerConfig) -> None:
         """From now on. What waits already stays."""
@@ -94,7 +93,7 @@ class RequestTable:
         self.payload_bytes -= request.frames_bytes
         request.frames, request.frames_bytes = (), 0
 
-    def remove(self, request: Request, now: float, code: Code = "ok", why: str = "", *, failed: bool = False) -> None:
+    def remove(self, request: Request, *, failed: bool = False) -> None:
         """It has ended. If it `failed`, the ranks it lost are remembered, should its client come back with it."""
         if request.lane is not None:
             self.queue.remove(request)
@@ -111,8 +110,6 @@ class RequestTable:
             self._losses[request.rid] = request.submit.offset, request.losses
             if len(self._losses) > MAX_LOSSES:
                 self._losses.popitem(last=False)
-        hashes = request.submit.block_hashes
-        self.memory.add((request, now, code, why), REMEMBERED_BYTES + (len(hashes) if hashes else 0))
 
     def overdue(self, now: float) -> list[Request]:
         """Those past their deadline, each once. What was inherited and nobody asked for in time is forgotten."""

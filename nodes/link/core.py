@@ -80,7 +80,7 @@ class RankCore:
         self.reports = Reports()
         self.draining = False
         self.counts: Counter[str] = Counter()  # ended legs by code, damaged blocks, gaps
-        self.memory: Memory[LegStory] = Memory(limits.trace_bytes)
+        self.memory: Memory[LegStory] = Memory(LegStory, limits.trace_bytes)
         self.spans = False  # whether legs that are traced have a span, which the shell exports
         self.puller = KvPuller(facts, self.counts, self._end)
         self.first_token_s: deque[float] = deque(maxlen=4096)  # of legs that began, until the owner takes them
@@ -293,8 +293,7 @@ class RankCore:
     def recall(self, rid: str, wall_s: float) -> tuple[Mark, ...]:
         """What happened to its legs here; `wall_s` makes seconds since 1970 of this process's clock."""
         leg = self.legs.get(rid)
-        over = [story for story in self.memory if story.rid == rid]
-        stories = [*over, *([story_of(leg)] if leg is not None else [])]
+        stories = [*self.memory.of(rid), *([story_of(leg)] if leg is not None else [])]
         return tuple([mark for story in stories for mark in marks_of(story, wall_s)][-MAX_MARKS:])
 
     # --- inside: a leg's beginning ------------------------------------------------------------------------------
@@ -350,7 +349,7 @@ class RankCore:
             self.streams.finish(leg)
         self.reports.remember(leg.owner, end)
         story = story_of(leg)
-        self.memory.add(story, story.size)
+        self.memory.add(story)
         if self.spans and leg.trace is not None:
             actions.append(Over(story))
         self.counts[code] += 1

@@ -10,11 +10,8 @@ from bus.tracecontext import Span, child_of
 from bus.wire.messages import MAX_PHRASE, Code, FinishReason, FoundBy, Mark, Role, TraceContext
 from nodes.link.leg import NO_ROOM, Leg
 
-STORY_BYTES = 800  # of a record, beside its marks
-MARK_BYTES = 120
 
-
-class LegStory(Struct, frozen=True, gc=False):
+class LegStory(Struct, frozen=True, gc=False, array_like=True):
     """Times are the process's clock; `first_token_at` and `ended_at` 0: it did not come to that."""
 
     rid: str
@@ -33,10 +30,6 @@ class LegStory(Struct, frozen=True, gc=False):
     found_by: FoundBy
     marks: tuple[tuple[float, str, str], ...]
     trace: TraceContext | None
-
-    @property
-    def size(self) -> int:
-        return STORY_BYTES + len(self.why) + MARK_BYTES * len(self.marks)
 
 
 def story_of(leg: Leg) -> LegStory:

@@ -132,7 +132,7 @@ def test_a_request_that_lives_waits_and_is_tried_again_shows_all_of_it() -> None
 
 
 def test_of_what_nobody_remembers_it_says_so_and_how_much_it_keeps() -> None:
-    world = pair(trace_bytes=4000)
+    world = pair(trace_bytes=450)
     for n in range(5):
         run(world, f"r{n}")
     world.now += 2.0
@@ -149,15 +149,17 @@ def test_of_what_nobody_remembers_it_says_so_and_how_much_it_keeps() -> None:
     assert whats(world)[-1][0] == "done"
 
 
-def test_what_is_remembered_keeps_no_prompt_and_counts_the_hashes() -> None:
-    world = pair(trace_bytes=100_000)
-    world.submit(submit("failed", "pair", instance="nobody"))
+def test_what_is_remembered_is_as_large_as_what_was_said_of_it() -> None:
+    world = pair(trace_bytes=1_200)
+    world.submit(submit("failed", "pair", instance="nobody", block_tokens=1, prompt_tokens=16, block_hashes=bytes(128)))
     world.submit(submit("cancelled", "pair"))
     world.core.life.cancel("client", "cancelled", world.now, [])
-    remembered = [past[0] for past in world.core.life.table.memory]
-    assert [(request.rid, request.frames) for request in remembered] == [("failed", ()), ("cancelled", ())]
-    world.submit(submit("hashed", "pair", prompt_tokens=16, block_tokens=1, block_hashes=bytes(99_000), instance="x"))
-    assert not len(world.core.life.table.memory), "larger than all the memory there is for it"
+    memory = world.core.life.table.memory
+    assert [memory.of(rid)[0].code for rid in ("failed", "cancelled")] == ["bad_rank", "cancelled"]
+    world.submit(submit("retried", "pair"))
+    world.progress(D, ended=world.dispatches(D)[-1:], code="decode_failed", message="x" * 1000)
+    world.core.life.cancel("client", "retried", world.now, [])
+    assert not len(memory), "larger than all the memory there is for it"
 
 
 def test_what_ranks_know_of_another_controllers_request_is_told() -> None:

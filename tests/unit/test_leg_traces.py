@@ -66,7 +66,7 @@ def test_a_leg_that_fails_tells_why_and_attempts_are_told_apart(pair: tuple[Rank
 
 
 def test_it_remembers_as_much_as_it_is_given_memory_for() -> None:
-    rank = Rank(World(), "unified", "u", limits=Limits(trace_bytes=4000))
+    rank = Rank(World(), "unified", "u", limits=Limits(trace_bytes=600))
     for n in range(8):
         rank.dispatch(f"r{n}", PROMPT, bootstrap_room=None)
         rank.world.run(2.0)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import gc
+from math import inf
 
-from bus.memory import Memory
+import pytest
+from msgspec import Struct, msgpack
+
+from bus.memory import BESIDE_BYTES, Memory
 from bus.tracecontext import child_of, ids_of, is_sampled, parse, root_of, trace_id_of
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -48,17 +52,36 @@ def test_a_span_has_the_same_id_whenever_it_is_asked_for_and_its_own_trace() -> 
     assert trace_id_of(root_of(5, "r", sampled=True)) == f"{5:032x}"
 
 
+class Kept(Struct, frozen=True, array_like=True):
+    rid: str
+    why: str = ""
+    at: float = inf
+
+
 def test_a_memory_keeps_the_last_that_fit() -> None:
-    memory: Memory[str] = Memory(100)
+    size = len(msgpack.encode(Kept("a"))) + BESIDE_BYTES
+    memory = Memory(Kept, 2 * size)
+    assert memory.oldest is None
     for name in "abcd":
-        memory.add(name, 40)
-    assert (list(memory), len(memory)) == (["c", "d"], 2)
-    memory.add("e", 101)
-    assert not list(memory)
-    memory.add("f", 40)
-    memory.add("g", 40)
-    memory.limit(50)
-    assert list(memory) == ["g"]
+        memory.add(Kept(name))
+    assert (memory.of("b"), memory.of("c"), memory.of("d")) == ([], [Kept("c")], [Kept("d")])
+    assert (len(memory), memory.oldest) == (2, Kept("c"))
+    memory.add(Kept("e", "x" * 2 * size))
+    assert not len(memory), "larger than all there is"
+    memory.add(Kept("f"))
+    memory.add(Kept("g"))
+    memory.limit(size)
+    assert memory.oldest == Kept("g")
     memory.limit(0)
-    memory.add("h", 1)
-    assert not list(memory)
+    memory.add(Kept("h"))
+    assert not len(memory)
+
+
+def test_a_memory_finds_a_request_by_its_whole_name_alone() -> None:
+    memory = Memory(Kept, 10_000)
+    kept = [Kept("r"), Kept("r.prefill"), Kept("other", "because of r"), Kept("r", "again", 1.5)]
+    for each in kept:
+        memory.add(each)
+    assert memory.of("r") == [kept[0], kept[3]]
+    assert memory.of("because of r") == []
+    assert not any(gc.is_tracked(each) for each in gc.get_referents(memory._kept)), "nothing for the collector to visit"
