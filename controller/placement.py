@@ -64,7 +64,7 @@ class Placement:
             else:
                 model = self._live_model(submit)
                 largest = self._table.group(role, model, instance).facts().largest
-        self._check_length(role, submit, largest)
+        _check_length(role, submit, largest)
         if submit.needs and not facts.params.issuperset(submit.needs):
             self._check_needs(role, submit, group)
         return model
@@ -133,7 +133,7 @@ class Placement:
         rank = self._policies[role].pick(group, submit, submit.prompt_tokens)
         if rank is None:
             raise Refusal("no_rank", f"the {role} rank of bootstrap_room {submit.bootstrap_room} is not there now")
-        self._check_length(role, submit, rank.largest)
+        _check_length(role, submit, rank.largest)
         if suits is not None and not suits(rank):
             raise Refusal("no_rank", f"the {role} rank of the room {_lacks(rank, submit)}")
         return _bounded(rank)
@@ -209,12 +209,6 @@ class Placement:
             raise Refusal("rank_unavailable", f"rank {info.instance}/{dp_rank} has not joined")
         return ranks[dp_rank]
 
-    @staticmethod
-    def _check_length(role: Role, submit: Submit, largest: int) -> None:
-        context = context_of(role, submit)
-        if context > largest:
-            raise Refusal("too_long", f"{context} tokens exceed the {largest} that context and KV capacity allow")
-
     def _live_model(self, submit: Submit) -> str:
         """The only model that ready ranks serve for every leg of `submit`, which names none. Where there are several
         or none, waiting may help: that is how it is while the ranks change from one model to another."""
@@ -260,6 +254,12 @@ def target_of(role: Role, submit: Submit) -> tuple[str, int | None]:
 def context_of(role: Role, submit: Submit) -> int:
     """Tokens of context a leg takes: a prefill leg adds one token to the prompt, the others all they may produce."""
     return submit.prompt_tokens + (1 if role == "prefill" else submit.max_tokens)
+
+
+def _check_length(role: Role, submit: Submit, largest: int) -> None:
+    context = context_of(role, submit)
+    if context > largest:
+        raise Refusal("too_long", f"{context} tokens exceed the {largest} that context and KV capacity allow")
 
 
 def _of(model: str) -> str:

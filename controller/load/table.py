@@ -108,7 +108,7 @@ class LoadTable:
         self.ranks[rank.key] = rank
         for group in self._groups_of(rank):
             group.add(rank)
-        self._refresh(rank)
+        _refresh(rank)
         return rank
 
     def revise(self, rank: RankLoad, info: Hello) -> None:
@@ -119,7 +119,7 @@ class LoadTable:
         if (rank.largest, info.block_tokens) != before:
             for group in self._groups_of(rank):
                 group.changed()
-        self._refresh(rank)
+        _refresh(rank)
 
     def reconnected(self, rank: RankLoad) -> None:
         """The same epoch came back over a new connection: what it had not ingested is lost, so the next report's
@@ -147,7 +147,7 @@ class LoadTable:
             for group in self._groups_of(rank):
                 group.turned(rank)
         rank.slow = slow and ready
-        self._refresh(rank)
+        _refresh(rank)
 
     # --- what comes in ----------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class LoadTable:
         rank.base_requests = load.running + load.waiting
         rank.base_tokens = load.waiting_tokens if rank.counts_queue_only else load.waiting_tokens + load.kv_tokens
         self._acknowledge(rank, load.acks)
-        self._refresh(rank)
+        _refresh(rank)
         return rank
 
     def disbelieve(self, rank: RankLoad) -> None:
@@ -185,7 +185,7 @@ class LoadTable:
             self.counts["report_forged"] += 1
             self._fresh.discard(rank)
             rank.stale = True
-            self._refresh(rank)
+            _refresh(rank)
 
     def declare(self, key: MemberKey, epoch: int, interval_s: float) -> None:
         """A rank says that it reports at least each `interval_s` seconds; its word is taken within bounds."""
@@ -209,8 +209,8 @@ class LoadTable:
             rank = self.ranks.get((counter.instance, counter.dp_rank))
             if rank is not None and rank.epoch == counter.epoch:
                 rank.others[sent.epoch] = (counter.dispatches, counter.tokens)
-                self._sum_others(rank)
-                self._refresh(rank)
+                _sum_others(rank)
+                _refresh(rank)
         return True
 
     def age(self, now: float) -> list[RankLoad]:
@@ -226,15 +226,15 @@ class LoadTable:
                 self._fresh.add(rank, min(believed_until, now + self._stale_s))
                 continue
             rank.stale = True
-            self._refresh(rank)
+            _refresh(rank)
             aged.append(rank)
         for epoch, (_, at) in list(self._controllers.items()):
             if now - at > self._controller_ttl_s:
                 del self._controllers[epoch]
                 for rank in self.ranks.values():
                     if rank.others.pop(epoch, None) is not None:
-                        self._sum_others(rank)
-                        self._refresh(rank)
+                        _sum_others(rank)
+                        _refresh(rank)
         return aged
 
     # --- what goes out ----------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class LoadTable:
         rank.tokens += tokens
         self.turn += 1
         rank.last_turn = self.turn
-        self._index(rank)
+        _index(rank)
         return rank.sent + rank.undone
 
     def undo(self, rank: RankLoad, tokens: int) -> None:
@@ -263,9 +263,9 @@ class LoadTable:
         rank.outstanding_tokens -= tokens
         early = max(0, rank.acked - rank.sent)  # not ingested, but taken for it when the connection was new
         early_tokens = max(0, rank.acked_tokens - rank.sent_tokens)
-        self._shift(rank, early, early_tokens)
+        _shift(rank, early, early_tokens)
         rank.acked, rank.acked_tokens = rank.acked - early, rank.acked_tokens - early_tokens
-        self._refresh(rank)
+        _refresh(rank)
 
     def end(self, rank: RankLoad, tokens: int, *, ok: bool = True) -> None:
         """A dispatch of `tokens` is over, or given up: no longer outstanding (the estimate waits for a report)."""
@@ -274,7 +274,7 @@ class LoadTable:
         rank.outstanding -= 1
         rank.outstanding_tokens -= tokens
         if rank.stale or rank.slow:
-            self._refresh(rank)
+            _refresh(rank)
 
     def counters(self, since: int = -1) -> tuple[SentTo, ...]:
         """My cumulative counters, to be published (`Sent`): of the ranks dispatched to after turn `since`."""
@@ -338,12 +338,12 @@ class LoadTable:
             rank.other_acks = {
                 ack.controller_epoch: (ack.dispatches, ack.tokens) for ack in acks if ack.controller_epoch != mine
             }
-            self._sum_others(rank)
+            _sum_others(rank)
         acked, acked_tokens = dispatches - rank.skew, tokens - rank.skew_tokens
         if rank.rebase or acked > rank.sent or acked_tokens > rank.sent_tokens:
             self.counts["ack_ahead"] += not rank.rebase
             rank.rebase = False
-            self._shift(rank, acked - rank.sent, acked_tokens - rank.sent_tokens)
+            _shift(rank, acked - rank.sent, acked_tokens - rank.sent_tokens)
             acked, acked_tokens = rank.sent, rank.sent_tokens
         elif acked < 0 or acked_tokens < 0:
             acked, acked_tokens = max(0, acked), max(0, acked_tokens)
@@ -351,21 +351,6 @@ class LoadTable:
         rank.newly_acked_tokens = acked_tokens - rank.acked_tokens
         rank.acked = acked
         rank.acked_tokens = acked_tokens
-
-    @staticmethod
-    def _shift(rank: RankLoad, dispatches: int, tokens: int) -> None:
-        """By so much more than before, the rank's count of what it ingested is apart from mine of what I sent."""
-        rank.skew += dispatches
-        rank.skew_tokens += tokens
-
-    @staticmethod
-    def _sum_others(rank: RankLoad) -> None:
-        requests = tokens = 0
-        for epoch, (acked, acked_tokens) in rank.other_acks.items():
-            sent, sent_tokens = rank.others.get(epoch, (0, 0))
-            requests += max(0, sent - acked)  # acknowledged more than published: its counters are the late ones
-            tokens += max(0, sent_tokens - acked_tokens)
-        rank.others_requests, rank.others_tokens = requests, tokens
 
     def _limit(self, rank: RankLoad) -> None:
         info = rank.info
@@ -377,27 +362,6 @@ class LoadTable:
         if info.kv_capacity:
             rank.limit_tokens = max(1, int(self._token_overcommit[info.role] * info.kv_capacity))
 
-    def _refresh(self, rank: RankLoad) -> None:
-        """Recompute the estimate and what hangs on it."""
-        if rank.stale:
-            rank.requests, rank.tokens = rank.outstanding, rank.outstanding_tokens
-        else:
-            rank.requests = rank.base_requests + rank.sent - rank.acked + rank.others_requests
-            rank.tokens = rank.base_tokens + rank.sent_tokens - rank.acked_tokens + rank.others_tokens
-        self._index(rank)
-
-    @staticmethod
-    def _index(rank: RankLoad) -> None:
-        """What hangs on the estimate. The hot path: one call a dispatch, one a report."""
-        rank.candidate = can_take = (
-            rank.ready
-            and rank.requests < rank.limit_requests
-            and rank.tokens < rank.limit_tokens
-            and not (rank.slow and rank.outstanding)
-        )
-        for index, leaf, metric in rank.leaves:
-            index.update(leaf, key_of(rank, metric, leaf) if can_take else NEVER)
-
     def _groups_of(self, rank: RankLoad) -> list[Group]:
         return [self._groups[name] for name in group_names(rank) if name in self._groups]
 
@@ -405,6 +369,43 @@ class LoadTable:
         for name, group in list(self._groups.items()):
             if not any(group.members):
                 del self._groups[name]
+
+
+def _shift(rank: RankLoad, dispatches: int, tokens: int) -> None:
+    """By so much more than before, the rank's count of what it ingested is apart from mine of what I sent."""
+    rank.skew += dispatches
+    rank.skew_tokens += tokens
+
+
+def _sum_others(rank: RankLoad) -> None:
+    requests = tokens = 0
+    for epoch, (acked, acked_tokens) in rank.other_acks.items():
+        sent, sent_tokens = rank.others.get(epoch, (0, 0))
+        requests += max(0, sent - acked)  # acknowledged more than published: its counters are the late ones
+        tokens += max(0, sent_tokens - acked_tokens)
+    rank.others_requests, rank.others_tokens = requests, tokens
+
+
+def _refresh(rank: RankLoad) -> None:
+    """Recompute the estimate and what hangs on it."""
+    if rank.stale:
+        rank.requests, rank.tokens = rank.outstanding, rank.outstanding_tokens
+    else:
+        rank.requests = rank.base_requests + rank.sent - rank.acked + rank.others_requests
+        rank.tokens = rank.base_tokens + rank.sent_tokens - rank.acked_tokens + rank.others_tokens
+    _index(rank)
+
+
+def _index(rank: RankLoad) -> None:
+    """What hangs on the estimate. The hot path: one call a dispatch, one a report."""
+    rank.candidate = can_take = (
+        rank.ready
+        and rank.requests < rank.limit_requests
+        and rank.tokens < rank.limit_tokens
+        and not (rank.slow and rank.outstanding)
+    )
+    for index, leaf, metric in rank.leaves:
+        index.update(leaf, key_of(rank, metric, leaf) if can_take else NEVER)
 
 
 def _estimate(rank: RankLoad) -> tuple[int, int]:
