@@ -575,6 +575,8 @@ class Submit(Message, frozen=True, tag="submit"):
     slo_class: Word = ""  # the controller knows by it what is meant by these two, where they are 0
     trace: TraceContext | None = None  # where it is traced
     asked_us: Count = 0  # when its caller asked for it, microseconds since 1970 by the client's clock. 0: not said
+    # (instance, dp_rank) of ranks whose streams its client does not get; it goes elsewhere as long as there are others
+    avoid: Annotated[tuple[tuple[InstanceOrEmpty, DpRank], ...], Meta(max_length=16)] = ()
 
 
 class Params(Message, frozen=True, tag="params"):

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from math import inf
 
-from bus.wire.messages import Attempt, CancelLeg, Code, Dispatch, Ended, Location, Rid, Role
+from bus.wire.messages import Attempt, CancelLeg, Code, Dispatch, Ended, Location, MemberKey, Rid, Role
 from controller.events import Action, ToNode
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
@@ -33,6 +33,11 @@ class Attempts:
         self._counts = counts
 
     # --- begin ------------------------------------------------------------------------------------------------
+
+    def known(self, keys: Iterable[MemberKey]) -> tuple[RankLoad, ...]:
+        """The ranks that are meant, those that are not here left out."""
+        ranks = self._loads.ranks
+        return tuple([ranks[key] for key in keys if key in ranks])
 
     def place(self, request: Request, now: float, out: list[Action]) -> bool:
         """Dispatch `request` if its legs have ranks; False: it waits. Raises Refusal where waiting does not help."""

@@ -127,6 +127,8 @@ class Life:
             request.trace = child_of(submit.trace, f"{submit.rid}/{submit.attempt}")
         if self._slo_classes is not None and submit.leg != "decode" and not submit.offset:
             request.first_due = now + (submit.ttft_slo_s or self._config.ttft_slo_s)
+        if submit.avoid:
+            request.avoid = self._attempts.known(submit.avoid)
         self.table.add(request)
         try:
             if not self._place(request, now, out):
@@ -325,20 +327,12 @@ class Life:
         if leg.state is LegState.DONE:
             if leg.answers and request.state is State.RUNNING:
                 self._output(request, leg, now)
-            self._measure(request, leg, ended, now)
+            _measure(request, leg, ended, now)
         elif not is_spare(leg, request):
             sentence = ended.message or f"the {leg.role} leg ended with {ended.code}"
             self._leg_failed(request, leg, ended.code, sentence, now, out)
             return
         self._finish(request, now, out)
-
-    @staticmethod
-    def _measure(request: Request, leg: LegRun, ended: Ended, now: float) -> None:
-        """Of a leg that ended well. One whose beginning and end were reported together tells no time between tokens."""
-        if leg.role == "prefill":
-            leg.rank.latencies.ttft.observe(ended.first_token_s)
-        elif ended.output_tokens > 1 and leg.first_at < now and request.came_at != inf:
-            leg.rank.latencies.tpot.observe((now - leg.first_at) / (ended.output_tokens - 1))
 
     def _finish(self, request: Request, now: float, out: list[Action]) -> None:
         """Done, once every leg is over."""
@@ -427,3 +421,11 @@ class Life:
             self._told += 1
         if level != "debug" or self.trace:
             out.append(Note(event, level, fields))
+
+
+def _measure(request: Request, leg: LegRun, ended: Ended, now: float) -> None:
+    """Of a leg that ended well. One whose beginning and end were reported together tells no time between tokens."""
+    if leg.role == "prefill":
+        leg.rank.latencies.ttft.observe(ended.first_token_s)
+    elif ended.output_tokens > 1 and leg.first_at < now and request.came_at != inf:
+        leg.rank.latencies.tpot.observe((now - leg.first_at) / (ended.output_tokens - 1))

@@ -111,7 +111,7 @@ class Request:
         self.legs: tuple[LegRun, ...] = ()
         self.tries = 0  # dispatches
         self.losses = 0  # of those, ended by the loss of a rank
-        self.avoid: tuple[RankLoad, ...] = ()  # ranks that failed it
+        self.avoid: tuple[RankLoad, ...] = ()  # ranks that failed it, or whose streams its client does not get
         self.lane: Any = None  # the queue it waits in
         self.work = 0  # prompt tokens to compute, as far as was known when it began to wait
         self.came_at = inf  # to this controller; inf: to an earlier start of it, under which it runs already

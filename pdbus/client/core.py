@@ -25,6 +25,7 @@ from bus.wire.messages import (
     Failed,
     FinishReason,
     Location,
+    MemberKey,
     Message,
     Tokens,
 )
@@ -32,12 +33,14 @@ from pdbus.client.output import Deliver, Ended, Result
 from pdbus.client.request import GAP_S, Event, Place, Request, State, SubmitState
 
 SILENCE_S = 3.0  # a stream that shows no sign of life for so long is asked again, and then given up
+AVOID_S = 30.0  # after a rank fell silent, for so long others are asked for
 VERDICT_S = 2.0  # after a stream failed, how long its controller may take to say what becomes of the request
 RESEND_S = 1.0  # a submit without an answer is repeated (which is harmless), at doubling intervals
 RESEND_MAX_S = 4.0
 BACKOFF_S = 0.1
 BACKOFF_MAX_S = 2.0
-MAX_ATTEMPT = 1_000_000  # of the protocol
+MAX_ATTEMPT = 1_000_000  # of the protocol, as
+MAX_AVOID = 16  # ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class ClientCore:
         self._rng = rng
         self._requests: dict[str, Request] = {}
         self._places: dict[Place, Request] = {}  # where each is submitted
+        self._silent: dict[MemberKey, float] = {}  # ranks whose streams fell silent: until when others are asked for
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -155,6 +159,8 @@ class ClientCore:
             return []  # it keeps to no protocol: as if it were silent
         request.heard_at = now
         request.asked_again = False
+        if self._silent and request.decode is not None:
+            self._silent.pop((request.decode.instance, request.decode.dp_rank), None)
         request.found_by = message.found_by or request.found_by
         have, most = len(request.ids), request.max_tokens
         if message.start > have:
@@ -205,9 +211,11 @@ class ClientCore:
         request.asked_at[place], request.resend_s, request.resend_at = now, RESEND_S, now + RESEND_S
         return self._say(request, place, now)
 
-    @staticmethod
-    def _say(request: Request, place: Place, now: float) -> Send:
-        return Send(place[0], request.header(place, now), request.frames())
+    def _say(self, request: Request, place: Place, now: float) -> Send:
+        if self._silent:
+            self._silent = {rank: until for rank, until in self._silent.items() if until > now}
+        avoid = tuple(self._silent)[-MAX_AVOID:]
+        return Send(place[0], request.header(place, now, avoid), request.frames())
 
     def _resend(self, request: Request, now: float) -> list[Action]:
         """Say again what was not answered; a controller that came back knows nothing of it, another ignores it."""
@@ -255,8 +263,11 @@ class ClientCore:
         if not request.asked_again:
             request.asked_again = True
             return [self._ask_stream(request)]
-        where = f"{request.decode.instance}/{request.decode.dp_rank}" if request.decode else request.endpoint
-        return self._retry(request, "peer_lost", f"{where} fell silent", 0.0, now)
+        assert request.decode is not None, "it is attached there"
+        rank = request.decode.instance, request.decode.dp_rank
+        self._silent.pop(rank, None)  # to the end of the order
+        self._silent[rank] = now + AVOID_S
+        return self._retry(request, "peer_lost", f"{rank[0]}/{rank[1]} fell silent", 0.0, now)
 
     # --- inside: trying again, and the end ----------------------------------------------------------------------
 

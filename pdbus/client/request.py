@@ -11,7 +11,7 @@ from typing import TypeAlias
 import msgspec
 
 from bus.wire.hashing import token_bytes
-from bus.wire.messages import Code, FoundBy, Location, Rid, Submit, TokenLogprobs
+from bus.wire.messages import Code, FoundBy, Location, MemberKey, Rid, Submit, TokenLogprobs
 
 GAP_S = 0.25  # between two requests to fill the same gap
 Place: TypeAlias = tuple[str, Rid]  # a controller's client endpoint, and the rid that was submitted there
@@ -156,10 +156,10 @@ class Request:
         assert state is not None, f"{self} cannot take {event} at {place}"
         self.submit_states[place] = state
 
-    def header(self, place: Place, now: float) -> Submit:
-        """What is said at `place` now: the output so far follows the prompt in its frame."""
+    def header(self, place: Place, now: float, avoid: tuple[MemberKey, ...] = ()) -> Submit:
+        """What is said at `place` now: the output so far follows the prompt in its frame, and ranks to avoid."""
         first, have = self.submits[place], len(self.ids)
-        if not have and now == self.began_at:
+        if not have and not avoid and now == self.began_at:
             return first
         return msgspec.structs.replace(
             first,
@@ -167,6 +167,7 @@ class Request:
             max_tokens=first.max_tokens - have,
             offset=have,
             deadline_s=max(0.001, self.deadline_at - now) if self.deadline_at is not None else 0.0,
+            avoid=avoid,
         )
 
     def frames(self) -> tuple[bytes, bytes]:

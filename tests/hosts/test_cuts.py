@@ -85,7 +85,9 @@ def test_a_client_cut_off_from_a_rank_resumes_at_another(world: World, rig: Rig,
     assert state(rig, "decode-0/0") == "ready"
     with world.net.cut(*world.between("client", "decode-0", way)):
         rig.ended(*streams)
+        rig.ended(*[rig.begin() for _ in range(4)])
     moved = [result for result in rig.results.values() if result.attempts > 1]
+    assert {rid for rid, result in rig.results.items() if result.attempts > 1} <= set(streams), "later ones knew of it"
     assert moved, "some were at decode-0"
     assert {result.decode.instance for result in moved if result.decode} == {"decode-1"}
     rig.check()

@@ -25,7 +25,7 @@ from bus.wire.messages import (
     TokenLogprobs,
     Tokens,
 )
-from pdbus.client.core import SILENCE_S, VERDICT_S, ClientCore, Patience
+from pdbus.client.core import AVOID_S, SILENCE_S, VERDICT_S, ClientCore, Patience
 from pdbus.client.options import Options, Where, make_request
 from pdbus.client.output import Deliver, Ended, Result
 from pdbus.client.request import NEXT, SUBMIT_NEXT, Event, State
@@ -179,6 +179,24 @@ def test_silence_is_asked_about_once_then_resumed_elsewhere() -> None:
     d.tokens(1, 11, finish="stop", attempt=2, peer=RANK_1.endpoint)
     assert d.result is not None
     assert (d.result.ids, d.result.attempts, d.result.decode) == ((10, 11), 2, RANK_1)
+
+
+def test_who_got_no_stream_from_a_rank_asks_for_others_for_a_while() -> None:
+    d = Driver(retries=9)
+    d.accept()
+    submit = submit_in(d.wait(2 * SILENCE_S + 0.5))
+    assert submit.avoid == (("decode-0", 0),)
+    d.accept(2, RANK_1)
+    assert submit_in(d.wait(2 * SILENCE_S + 0.5)).avoid == (("decode-0", 0), ("decode-0", 1))
+    other = make_request([5], Options(rid="other"), ONE, random.Random(3))
+    assert submit_in(d.take(d.core.begin(other, d.now))).avoid == (("decode-0", 0), ("decode-0", 1)), "it learns from it"
+    d.accept(3, RANK_0)
+    d.tokens(0, 10, attempt=3)
+    last = make_request([5], Options(rid="last"), ONE, random.Random(4))
+    assert submit_in(d.take(d.core.begin(last, d.now))).avoid == (("decode-0", 1),), "there it gets one again"
+    d.now += AVOID_S
+    late = make_request([5], Options(rid="late"), ONE, random.Random(5))
+    assert submit_in(d.take(d.core.begin(late, d.now))).avoid == ()
 
 
 def test_signs_of_life_are_enough() -> None:

@@ -24,6 +24,16 @@ class TestRetries:
         assert [a.attempt for a in world.answers(Accepted)] == [1, 2]
         assert world.core.counts["redispatched"] == 1
 
+    def test_it_goes_elsewhere_than_where_its_client_gets_no_stream_as_long_as_there_are_others(self) -> None:
+        world = unified()
+        for n in range(4):
+            world.submit(submit(f"r{n}", avoid=(("u", 0), ("nobody", 0))))
+        assert {(d.dp_rank, d.attempt) for d in world.dispatches()} == {(1, 1)}
+        world.submit(submit("cornered", avoid=(("u", 0), ("u", 1))))
+        assert world.dispatches()[-1].rid == "cornered"
+        world.submit(submit("told", avoid=(("u", 0),), routed_dp_rank=0))
+        assert world.dispatches()[-1].dp_rank == 0, "its caller's word counts"
+
     def test_a_failure_that_is_the_requests_own_is_final(self) -> None:
         world = pd()
         world.submit(submit("r", "pair"))
