@@ -189,7 +189,7 @@ def test_who_got_no_stream_from_a_rank_asks_for_others_for_a_while() -> None:
     d.accept(2, RANK_1)
     assert submit_in(d.wait(2 * SILENCE_S + 0.5)).avoid == (("decode-0", 0), ("decode-0", 1))
     other = make_request([5], Options(rid="other"), ONE, random.Random(3))
-    assert submit_in(d.take(d.core.begin(other, d.now))).avoid == (("decode-0", 0), ("decode-0", 1)), "it learns from it"
+    assert submit_in(d.take(d.core.begin(other, d.now))).avoid == (("decode-0", 0), ("decode-0", 1)), "learnt"
     d.accept(3, RANK_0)
     d.tokens(0, 10, attempt=3)
     last = make_request([5], Options(rid="last"), ONE, random.Random(4))
