@@ -11,14 +11,13 @@ validated in one pass, and proved to hold nothing else by being encoded again (d
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Union
 
 import msgpack
 import msgspec
 
 from bus.errors import LocalProtocolError, RemoteProtocolError
-from bus.wire.messages import TABLES, Message
+from bus.wire.messages import TABLES, Message, Table
 
 VERSION = 1
 VERSION_BYTE = bytes([VERSION])
@@ -26,11 +25,7 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_ARRAY = 65_536  # no field is longer; so a few bytes cannot claim a huge array
 _BYTES = (bytes,)  # without it msgspec takes text for bytes, as base64
 
-Table = dict[str, type[Message]]
-
 _pack = msgspec.msgpack.Encoder().encode
-_readers: dict[int, Callable[[bytes], Message]] = {}  # by id of the table
-_tables: list[Table] = []  # kept alive, so that the ids stay theirs
 
 
 def encode(message: Message) -> bytes:
@@ -48,10 +43,9 @@ def decode(frame: bytes, table: Table) -> Message:
         raise RemoteProtocolError("size", f"{size} bytes")
     if frame[0] != VERSION:
         raise RemoteProtocolError("version", f"version {frame[0]}, this peer speaks {VERSION}")
-    read = _readers.get(id(table)) or _reader(table)
     body = frame[1:]
     try:
-        message = read(body)
+        message = table.read(body)
         if _pack(message) == body:
             return message
     except Exception:  # msgspec's errors, UnicodeDecodeError, RecursionError: the frame's fault, named below
@@ -59,11 +53,11 @@ def decode(frame: bytes, table: Table) -> Message:
     return _judge(body, table)
 
 
-def _reader(table: Table) -> Callable[[bytes], Message]:
+def readable(table: Table) -> Table:
+    """From now on `decode` takes it: a table of your own, those of `bus.wire.messages` are."""
     kinds: Any = Union[tuple(table.values())]  # noqa: UP007
-    _tables.append(table)
-    read = _readers[id(table)] = msgspec.msgpack.Decoder(kinds).decode
-    return read
+    table.read = msgspec.msgpack.Decoder(kinds).decode
+    return table
 
 
 def _judge(body: bytes, table: Table) -> Message:
@@ -101,4 +95,4 @@ def unpack(data: bytes) -> Any:
 
 
 for _table in TABLES:  # msgspec (0.22) crashes when a thread meets a type that another one uses for the first time
-    _reader(_table)
+    readable(_table)

@@ -8,6 +8,7 @@ so that old and new peers understand each other within one protocol version.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
@@ -844,8 +845,15 @@ class KvFail(Message, frozen=True, tag="kv_fail"):
 # --- who may say what to whom: one table per socket, so a port takes nothing that is not meant for it ----------
 
 
-def _table(*kinds: type[Message]) -> dict[str, type[Message]]:
-    return {str(kind.__struct_config__.tag): kind for kind in kinds}
+class Table(dict[str, type[Message]]):
+    """What may come over a socket, by tag. `read` decodes and checks the bytes of any of them (`bus.wire.codec`)."""
+
+    __slots__ = ("read",)
+    read: Callable[[bytes], Message]
+
+
+def _table(*kinds: type[Message]) -> Table:
+    return Table({str(kind.__struct_config__.tag): kind for kind in kinds})
 
 
 PUBLICATIONS = _table(LoadReport, Rooms, Member, Sent, Beacon, Resync, Conflict)

@@ -20,7 +20,7 @@ from bus.runtime import frames
 from bus.runtime.logs import get_logger
 from bus.runtime.sockets import PAYLOAD_MAX, Socket, Sockets
 from bus.wire import codec
-from bus.wire.messages import CONTROLLER_TO_CLIENT, FROM_NODE_DATA, Detach, Failed, Message, Refused, Status
+from bus.wire.messages import CONTROLLER_TO_CLIENT, FROM_NODE_DATA, Detach, Failed, Message, Refused, Status, Table
 from pdbus.client.core import Action, ClientCore, Patience
 from pdbus.client.output import Deliver, Result, failure
 from pdbus.client.questions import Questions
@@ -32,7 +32,7 @@ IDLE_S = 30.0  # connections to nodes that nobody uses are closed after so long
 log = get_logger("client")
 Update = tuple[int, ...] | Result
 Sink = Callable[[Update], None]
-FROM_STREAMS = {tag: FROM_NODE_DATA[tag] for tag in ("tokens", "refused")}
+FROM_STREAMS = codec.readable(Table({tag: FROM_NODE_DATA[tag] for tag in ("tokens", "refused")}))
 
 
 @dataclass(slots=True, eq=False)

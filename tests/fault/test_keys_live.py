@@ -18,7 +18,6 @@ from bus.rights import KeyRole
 from bus.runtime.keys import add_key, give_key, load_keys, new_keys, revoke_key
 from bus.runtime.sockets import Sockets
 from bus.wire import codec, topics
-from bus.wire.codec import Table
 from bus.wire.messages import (
     CONTROLLER_TO_CLIENT,
     CONTROLLER_TO_NODE,
@@ -40,6 +39,7 @@ from bus.wire.messages import (
     Sent,
     StatusQuery,
     Submit,
+    Table,
     Tokens,
     Who,
 )

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from bus.errors import RemoteProtocolError
 from bus.wire import codec
-from bus.wire.messages import Message
+from bus.wire.messages import Message, Table
 
 REASONS = {"size", "version", "syntax", "tag", "schema"}
 
 
-def check(frame: bytes, table: dict[str, type[Message]]) -> Message | None:
+def check(frame: bytes, table: Table) -> Message | None:
     reason = ""
     try:
         message = codec.decode(frame, table)

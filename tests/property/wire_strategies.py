@@ -11,12 +11,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from bus.wire import messages
-from bus.wire.messages import Message
+from bus.wire.codec import readable
+from bus.wire.messages import Message, Table
 
-TABLES: dict[str, dict[str, type[Message]]] = {
-    name: value for name, value in vars(messages).items() if name.isupper() and isinstance(value, dict)
-}
-ALL: dict[str, type[Message]] = {tag: kind for table in TABLES.values() for tag, kind in table.items()}
+TABLES = {name: value for name, value in vars(messages).items() if isinstance(value, Table)}
+ALL = readable(Table({tag: kind for table in TABLES.values() for tag, kind in table.items()}))
 
 EXAMPLES = int(os.environ.get("PDBUS_FUZZ_EXAMPLES", "300"))
 fuzz = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))

@@ -12,10 +12,9 @@ import msgspec.inspect as inspect
 
 from bus.errors import RemoteProtocolError
 from bus.wire import codec
-from bus.wire.messages import ENDPOINT, Message
+from bus.wire.messages import ENDPOINT, Message, Table
 
 Draw = Callable[[random.Random], Any]
-Table = dict[str, type[Message]]
 
 NAMES = ("p", "d", "u", "x" * 64)
 TEXTS = ("", "r0", "r1", "r2", "r3", "p", "d", "m", "é" * 30)

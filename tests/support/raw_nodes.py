@@ -27,6 +27,7 @@ from bus.wire.messages import (
     Mark,
     Message,
     Submit,
+    Table,
     Welcome,
 )
 from nodes.link.connection import Connection
@@ -39,7 +40,7 @@ WAIT_S = 60.0  # of a busy machine; a wait that succeeds ends with its event
 class Peer:
     """One DEALER and everything that came over it."""
 
-    def __init__(self, socket: Socket, table: dict[str, type[Message]]) -> None:
+    def __init__(self, socket: Socket, table: Table) -> None:
         self.socket = socket
         self.table = table
         self.got: list[tuple[Message, list[bytes]]] = []

@@ -38,6 +38,7 @@ from bus.wire.messages import (
     Status,
     StatusQuery,
     Submit,
+    Table,
     Tokens,
 )
 from pdbus.client import AsyncClient, AsyncStream, Client, Piece, Result
@@ -57,7 +58,7 @@ class Peer:
     """A ROUTER that hears one message at a time. What it has heard it hears again only if asked to: a client repeats
     what stays without an answer for a second, as it may on a busy machine."""
 
-    def __init__(self, socket: Socket, table: dict[str, type[Message]]) -> None:
+    def __init__(self, socket: Socket, table: Table) -> None:
         self.socket = socket
         self.table = table
         self.other = b""

@@ -10,7 +10,7 @@ import pytest
 
 from bus.errors import ConfigError
 from bus.wire.codec import decode
-from bus.wire.messages import Params, RankState, RankStatus, Status, Submit, TraceContext
+from bus.wire.messages import PARAMS, Params, RankState, RankStatus, Status, Submit, TraceContext
 from pdbus.client import AsyncClient, Client
 from pdbus.client.options import (
     DEFAULT_MAX_TOKENS,
@@ -39,7 +39,7 @@ def request(ids: list[int], **options: Any) -> Request:
 
 
 def params(**options: Any) -> Params:
-    decoded = decode(request([5], **options).params, {"params": Params})
+    decoded = decode(request([5], **options).params, PARAMS)
     assert isinstance(decoded, Params)
     return decoded
 

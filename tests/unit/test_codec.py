@@ -31,6 +31,7 @@ from bus.wire.messages import (
     Params,
     Ping,
     Submit,
+    Table,
     Tokens,
     Who,
 )
@@ -178,7 +179,7 @@ def test_messages_cannot_be_changed() -> None:
 def test_defaults_are_those_of_the_wire() -> None:
     """M9."""
     assert codec.decode(frame("params"), PARAMS) == Params()
-    assert codec.decode(frame("answer", 3), {"answer": Answer}) == Answer(3)
+    assert codec.decode(frame("answer", 3), codec.readable(Table(answer=Answer))) == Answer(3)
 
 
 ARRAY32 = b"\xdd"

@@ -14,6 +14,7 @@ from golden_frames import KINDS, build
 
 from bus.wire import codec, messages
 from bus.wire.hashing import block_hashes, pack_hashes
+from bus.wire.messages import Table
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
@@ -148,7 +149,7 @@ def test_examples_are_the_bytes_that_the_codec_makes(text: str, digits: str) -> 
     frame = bytes.fromhex(digits)
     assert codec.encode(message) == frame
     tag = str(type(message).__struct_config__.tag)
-    assert codec.decode(frame, {tag: type(message)}) == message
+    assert codec.decode(frame, codec.readable(Table({tag: type(message)}))) == message
 
 
 def test_hashes_of_blocks_are_made_as_the_document_says() -> None:
