@@ -18,7 +18,7 @@ def _tag(message: Message) -> str:
 
 
 @pytest.mark.parametrize("tag", sorted(wire.ALL))
-@settings(max_examples=max(10, wire.EXAMPLES // 30), deadline=None)
+@settings(wire.fuzz, max_examples=max(10, wire.EXAMPLES // 30))
 @given(st.data())
 def test_every_kind_survives_the_wire(tag: str, data: st.DataObject) -> None:
     """M2 M3 M5: a version byte, a MessagePack array that starts with the tag, fields in order, no extensions."""
@@ -73,7 +73,7 @@ def test_a_socket_takes_only_its_own_kinds(message: Message, table: str) -> None
 
 
 @pytest.mark.parametrize("tag", sorted(PUBLICATIONS))
-@settings(max_examples=50, deadline=None)
+@settings(wire.fuzz, max_examples=50)
 @given(st.data())
 def test_every_publication_has_a_topic_that_names_its_subject(tag: str, data: st.DataObject) -> None:
     """M13: the topic follows from the message, ends in a slash and is plain ASCII."""
