@@ -22,6 +22,7 @@ from bus.wire.messages import (
     Done,
     Failed,
     Legs,
+    MemberKey,
     Message,
     Status,
     StatusQuery,
@@ -97,6 +98,7 @@ class Dispatcher:
         slo_class: str = "",
         trace: TraceContext | None = None,
         asked_us: int = 0,
+        avoid: tuple[MemberKey, ...] = (),
     ) -> bool:
         """Hand over one request: `frames` are the prompt (int32 little-endian token ids) and its params, passed on as
         they are; the rest is what `bus.wire.messages.Submit` carries. For `cache_aware`, `block_tokens` is the size of
@@ -135,6 +137,7 @@ class Dispatcher:
             slo_class=slo_class,
             trace=trace,
             asked_us=asked_us,
+            avoid=avoid,
         )
         with self._arrived:
             if len(self._live) >= self._max_handed_over or rid in self._live:

@@ -148,7 +148,7 @@ def test_live_nodes_and_virtual_ones_side_by_side() -> None:
 
 
 def test_live_orders_take_turns_with_the_same_requests() -> None:
-    done = replay("--live", "--duration-s", "8", "--ranks", "2", "--decode-ranks", "2", "--load", "1.2", "--methods",
+    done = replay("--live", "--duration-s", "5", "--ranks", "2", "--decode-ranks", "2", "--load", "1.2", "--methods",
                   "total_tokens", "--queue-order", "both", "--seeds", "2", "--markdown")  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = [line.partition(":")[0] for line in done.stderr.splitlines()]
