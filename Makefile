@@ -53,9 +53,9 @@ demo: setup
 	@$(BIN)/pdbus demo
 endif
 
-test: setup check-torch ## Run the tests (they mostly wait: four at a time, each through files in a row)
+test: setup check-torch ## Run the tests (they mostly wait: five at a time, each through files in a row)
 	@echo "==> pytest"
-	@$(BIN)/python -m pytest -q -n 4 --dist worksteal --ignore tests/hostile --ignore tests/hosts
+	@$(BIN)/python -m pytest -q -n 5 --dist worksteal --ignore tests/hostile --ignore tests/hosts
 
 test-hostile: setup ## The attacks in short (a minute; hostile has them in full)
 	@echo "==> pytest tests/hostile"
