@@ -198,7 +198,7 @@ class RankCore:
             case CacheChanged():
                 return [PublishFrames(event.messages)]
             case Dead():
-                why = f"the engine died: {event.reason}"
+                why = _sendable(f"the engine died: {event.reason}")
                 return [*self.end_all("peer_lost", why, now), Leave(event.reason)]
         leg = event.leg
         if not leg.live:
@@ -222,7 +222,7 @@ class RankCore:
             case Finished():
                 return self._end(leg, "ok", event.reason, now, said=True)
             case LegFailed():
-                return self._end(leg, event.code, event.message, now, said=True)
+                return self._end(leg, event.code, _sendable(event.message), now, said=True)
         return []
 
     def tick(self, now: float) -> list[Action]:
@@ -357,6 +357,11 @@ class RankCore:
             fields = leg.about | {"code": code, "why": message, "state": was.value}
             actions.append(Note("leg.ended", "info", fields=fields))
         return actions
+
+
+def _sendable(text: str) -> str:
+    """An engine's, without halves of surrogate pairs: no message can say them."""
+    return text.encode(errors="replace").decode()
 
 
 def _about(dispatch: Dispatch) -> dict[str, object]:

@@ -196,7 +196,7 @@ class RankLink(Service):
 
     def fail(self, leg: Leg, code: Code, message: str = "") -> None:
         """A leg is over, and why: `engine_failed`, where another rank may do better."""
-        self._say(leg, lambda: LegFailed(leg, code, str(message).encode(errors="replace").decode()))
+        self._say(leg, lambda: LegFailed(leg, code, str(message)))
 
     def held(self, leg: Leg, first_token: int, handle: bytes, valid_s: float = FOR_EVER) -> None:
         """A prefill leg's prompt is computed and its KV cache kept; `Release` says when nobody needs it any more."""

@@ -9,6 +9,7 @@ from bus.tracecontext import child_of, parse
 from bus.wire.messages import Attach, CancelLeg, TraceContext
 from nodes.link.core import Limits
 from nodes.link.leg import MAX_LEG_MARKS
+from nodes.link.runner import Dead, LegFailed
 from nodes.link.story import span_of
 
 TRACE = TraceContext("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
@@ -63,6 +64,17 @@ def test_a_leg_that_fails_tells_why_and_attempts_are_told_apart(pair: tuple[Rank
     assert [attempt for attempt, _ in ends] == [1, 2]
     assert ends[0][1].startswith("fenced: ")
     assert decode.core.recall("other", 0.0) == ()
+
+
+def test_what_no_message_can_say_of_a_failed_leg_is_replaced() -> None:
+    rank = Rank(World(), "unified", "u")
+    rank.dispatch("r", PROMPT, bootstrap_room=None)
+    (leg,) = rank.core.legs
+    rank.do(rank.core.handle(LegFailed(leg, "engine_failed", "no file \udcff"), rank.world.now))
+    assert rank.core.recall("r", 0.0)[-1].detail == "engine_failed: no file ?, 0 tokens"
+    rank.dispatch("s", PROMPT, bootstrap_room=None)
+    rank.do(rank.core.handle(Dead("\ud800"), rank.world.now))
+    assert rank.core.recall("s", 0.0)[-1].detail == "peer_lost: the engine died: ?, 0 tokens"
 
 
 def test_it_remembers_as_much_as_it_is_given_memory_for() -> None:
