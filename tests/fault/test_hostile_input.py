@@ -223,6 +223,7 @@ def test_a_frame_above_the_limit_costs_its_sender_the_connection_and_nobody_else
 
 def test_a_strangers_publications_under_others_names_change_nothing(live: Rig) -> None:
     """Loads, rooms and memberships under wrong topics or epochs: the rank keeps its place and its state."""
+    live.until(lambda: all(rank.load is not None for rank in live.status().ranks), "all have reported")
     before = {rank.role: rank for rank in live.status().ranks}
     decode = before["decode"]
     with Sockets() as sockets:
