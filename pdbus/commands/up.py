@@ -222,6 +222,7 @@ def up(
             Supervisor(cluster, policy, _say).run()
         cluster.run()
     except KeyboardInterrupt:
+        leave_on_signals(cluster.interrupt)
         if cluster.children:
             _say("draining; Ctrl-C again ends it at once")
         raise

@@ -44,6 +44,7 @@ class Cluster:
         self._clients: list[Client] = []
         self._directory: Path | None = None
         self._addresses: Addresses | None = None
+        self._hurried = False
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -87,6 +88,11 @@ class Cluster:
         finally:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
+
+    def interrupt(self, *_: object) -> None:
+        """For a signal's handler: cut the wait for draining nodes short, as Ctrl-C does. It raises nothing, which at
+        another moment would keep `stop` from being called, or from ending."""
+        self._hurried = True
 
     # --- what it is ---------------------------------------------------------------------------------------------
 
@@ -222,7 +228,8 @@ class Cluster:
         interrupted = False
         for kind in ("edge", "node", "controller", "broker"):
             children = [child for child in self.children.values() if child.spec.kind == kind]
-            interrupted |= take_down(children, self.spec.stop_grace_s, self._progress, at_once=interrupted)
+            interrupted |= take_down(children, self.spec.stop_grace_s, self._progress, hurried=lambda: self._hurried)
+            self._hurried |= interrupted
         self._stack.close()
         self.logs = {name: child.tail() for name, child in self.children.items()}
         if not any(child.killed for child in self.started):

@@ -47,15 +47,20 @@ def wait_ready(children: Iterable[Child], timeout_s: float, progress: Progress =
 
 
 def take_down(
-    children: list[Child], grace_s: float, progress: Progress = lambda line: None, *, at_once: bool = False
+    children: list[Child],
+    grace_s: float,
+    progress: Progress = lambda line: None,
+    *,
+    hurried: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """SIGTERM; after the grace again, which means at once; then SIGKILL. Whether Ctrl-C cut a wait short."""
-    hurry_s = min(HURRY_S, grace_s)
+    """SIGTERM; after the grace, or once it is `hurried`, again, which means at once; then SIGKILL. Whether Ctrl-C cut a
+    wait short."""
+    hurry = min(HURRY_S, grace_s), lambda: False
     interrupted = False
     try:
-        for wait_s in (hurry_s if at_once else grace_s, hurry_s):
+        for wait_s, cut_short in (hurry if hurried() else (grace_s, hurried), hurry):
             try:
-                _ask_to_leave(children, wait_s, progress)
+                _ask_to_leave(children, wait_s, progress, cut_short)
             except KeyboardInterrupt:
                 interrupted = True
     finally:
@@ -64,12 +69,12 @@ def take_down(
     return interrupted
 
 
-def _ask_to_leave(children: list[Child], wait_s: float, progress: Progress) -> None:
+def _ask_to_leave(children: list[Child], wait_s: float, progress: Progress, cut_short: Callable[[], bool]) -> None:
     for child in (living := [child for child in children if child.returncode is None]):
         child.send(signal.SIGCONT)
         child.send(signal.SIGTERM)
     began = time.monotonic()
-    while living and (waited_s := time.monotonic() - began) < wait_s:
+    while living and not cut_short() and (waited_s := time.monotonic() - began) < wait_s:
         living[0].wait(min(PROGRESS_S, wait_s - waited_s))
         living = [child for child in living if child.returncode is None]
         if living:

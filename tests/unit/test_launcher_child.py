@@ -90,6 +90,16 @@ def test_a_part_that_ignores_sigterm_is_killed_and_one_that_is_stopped_too(start
         assert child.returncode == -end
 
 
+def test_who_is_in_a_hurry_waits_no_grace_and_is_asked_again_at_once(start: Start) -> None:
+    busy = start(
+        "import signal, sys\nsignal.pthread_sigmask(signal.SIG_BLOCK, {15})\nprint('READY a=b', flush=True)\n"
+        "signal.sigwait({15})\nprint('drains', file=sys.stderr, flush=True)\nsignal.sigwait({15})"
+    )
+    waited(busy)
+    assert not take_down([busy], 250.0, hurried=lambda: "drains" in "".join(busy.last_lines()))
+    assert busy.returncode == 0, "the second time it leaves"
+
+
 def test_a_log_is_bounded_and_what_was_is_put_aside(start: Start) -> None:
     child = start("import sys\nprint('READY a=b', flush=True)\nsys.stdin.read()")
     waited(child)
