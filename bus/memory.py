@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from msgspec import msgpack
+from msgspec import Struct, msgpack
 
 BESIDE_BYTES = 64  # of a record in memory, beside its own bytes
 
-
-class Record(Protocol):
-    @property
-    def rid(self) -> str: ...
-
-
-_R = TypeVar("_R", bound=Record)
+_R = TypeVar("_R", bound=Struct)
 
 
 class Memory(Generic[_R]):
-    """The last records of a `kind`, a msgspec.Struct, as many as fit into `max_bytes`; 0: none.
+    """The last records of a `kind` (a Struct that is encoded as an array, whose first field is the rid), as many as fit
+    into `max_bytes`; 0: none.
 
     They are kept encoded: that is smaller, and bytes are nothing that the garbage collector has to walk through, again
     and again (docs/performance.md).
@@ -31,15 +26,15 @@ class Memory(Generic[_R]):
         self._kept: deque[bytes] = deque()
         self._encode = msgpack.Encoder().encode
         self._decoder = msgpack.Decoder(kind)
+        self._rid_at = 1 if len(kind.__struct_fields__) < 16 else 3  # after the array's head
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def of(self, rid: str) -> list[_R]:
         """What is remembered of this request, the oldest first."""
-        name = rid.encode()
-        records = [self._decoder.decode(record) for record in self._kept if name in record]
-        return [record for record in records if record.rid == rid]
+        name, at = self._encode(rid), self._rid_at
+        return [self._decoder.decode(record) for record in self._kept if record.startswith(name, at)]
 
     @property
     def oldest(self) -> _R | None:

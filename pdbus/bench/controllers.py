@@ -58,18 +58,17 @@ class Group:
 
 
 def run(scope: Scope) -> list[Row]:
-    counts = CONTROLLERS[:2] if scope.quick else CONTROLLERS
-    return [*_several(scope, counts), *_balance(scope, counts), *_many_ranks(scope)]
+    return [*_several(scope), *_balance(scope), *_many_ranks(scope)]
 
 
-def _several(scope: Scope, counts: Sequence[int]) -> list[Row]:
+def _several(scope: Scope) -> list[Row]:
     count = scope.size(12_000, 1_000)
     figures: dict[tuple[int, str], list[float]] = {}
     with ExitStack() as stack:
         groups = {}
-        for controllers in counts:
+        for controllers in CONTROLLERS:
             scope.say(f"starting {_counted(controllers)}, {SHARED_RANKS} ranks")
-            groups[controllers] = _group(stack.enter_context(Workspace()), controllers, scope.size(SHARED_PROCESSES, 1))
+            groups[controllers] = _group(stack.enter_context(Workspace()), controllers)
         for number in range(1 + scope.runs):
             for controllers, group in groups.items():
                 scope.say(f"{_counted(controllers)}: run {number} of {scope.runs}")
@@ -83,22 +82,22 @@ def _several(scope: Scope, counts: Sequence[int]) -> list[Row]:
     ]
 
 
-def _group(space: Workspace, count: int, processes: int) -> Group:
+def _group(space: Workspace, count: int) -> Group:
     broker = parts.broker(space)
     names = tuple(f"ctl-{number}" for number in range(count))
     controllers = tuple(
         parts.controller(space, "--name", name, "--unified-method", "total_tokens", at=name) for name in names
     )
-    parts.our_nodes(space, SHARED_RANKS, processes=processes, at=names)
+    parts.our_nodes(space, SHARED_RANKS, processes=SHARED_PROCESSES, at=names)
     return Group(broker, controllers, tuple(parts.our_client(space, TOKENS, name) for name in names))
 
 
-def _balance(scope: Scope, counts: Sequence[int]) -> list[Row]:
+def _balance(scope: Scope) -> list[Row]:
     """By the lab's measures, on made-up traces, each with one controller and with several."""
     rows = []
     for method in METHODS:
         found: dict[int, list[Summary]] = {}
-        for controllers in counts:
+        for controllers in CONTROLLERS:
             scope.say(f"{method} with {_counted(controllers)}, in virtual time")
             configs = [
                 LabConfig(controllers=controllers, sent_interval_s=SENT_INTERVAL_S, seed=seed + 1)
@@ -108,7 +107,7 @@ def _balance(scope: Scope, counts: Sequence[int]) -> list[Row]:
                 summarise(simulate(generate(scope.size(LAB_S, 60), seed=each.seed), method, each), each)
                 for each in configs
             ]
-        for controllers in counts:
+        for controllers in CONTROLLERS:
             for name, metric, unit in MEASURES:
                 values, alone = ([getattr(each, name) for each in found[count]] for count in (controllers, 1))
                 rows.append(_row(method, controllers, metric, unit, values, alone))

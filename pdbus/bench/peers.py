@@ -38,7 +38,7 @@ def run(scope: Scope) -> list[Row]:
         for name, python in found.items():
             scope.say(f"starting {name}")
             sized += PEERS[name].start(space, scope, python)
-        for tokens in TOKENS[:1] if scope.quick else TOKENS:
+        for tokens in TOKENS:
             _measure(scope, tokens, ours, sized, figures)
     _measure_picks(scope, ours, found, figures)
     return [_row(figures, key) for key in sorted(figures, key=_place)]

@@ -42,7 +42,7 @@ def test_dispatch_beside_the_bare_broker() -> None:
     done = bench("dispatch", "--quick", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
-    assert [row["case"] for row in rows] == 3 * ["512 B"]
+    assert [row["case"] for row in rows] == [case for case in ("512 B", "8 KiB", "128 KiB") for _ in range(3)]
     assert all(row["floor"] > 0 for row in rows)
 
 

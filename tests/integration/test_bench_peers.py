@@ -55,11 +55,12 @@ def test_every_side_is_measured_in_one_run_and_who_is_missing_is_named(monkeypat
     notes: list[str] = []
     rows = peers.run(Scope(runs=1, quick=True, note=notes.append))
     sides = ("bare broker", peers.LEAN, f"pdbus, {peers.CORES}", "fake")
+    sized = {metric: [f"{tokens:,} tokens" for tokens in peers.TOKENS] for metric in (peers.CPU, peers.PER_S)}
+    sized[peers.ONE_WAY] = sized[peers.CPU][:2]
     expected = [
-        (f"{peers.TOKENS[0]} tokens: {side}", metric)
-        for metric in (peers.CPU, peers.PER_S, peers.ONE_WAY)
-        for side in sides
-    ]
+        (f"{case}: {side}", metric) for metric in (peers.CPU, peers.PER_S, peers.ONE_WAY)
+        for case in sized[metric] for side in sides
+    ]  # fmt: skip
     expected += [(f"no requests: {side}", peers.IDLE) for side in sides]
     expected += [(f"{ranks} ranks: {side}", peers.PICK) for ranks in peers.PICK_RANKS for side in sides[2:]]
     assert [(row.case, row.metric) for row in rows] == expected
