@@ -15,10 +15,9 @@ from nodes.own.engines import smollm2
 from nodes.own.engines.cache import Progress, made_once, no_progress
 from nodes.own.engines.llama_config import LlamaConfig
 from nodes.own.engines.needs import needed_by
-from nodes.own.engines.tokenizer import DEFAULT_SYSTEM
 
 CHAT_TEMPLATE = (
-    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n" + DEFAULT_SYSTEM + "<|im_end|>\n{% endif %}"
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\n" + smollm2.DEFAULT_SYSTEM + "<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>{{ '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
 )

@@ -51,8 +51,8 @@ from pdbus.client.options import make_request, where
 from pdbus.client.request import Request
 from pdbus.edge.answers import Answer, ChatWriter, Head
 from pdbus.edge.generation import Choice
-from pdbus.edge.stops import StopFinder
-from pdbus.edge.texts import BuiltInText
+from pdbus.text.models import BuiltInText
+from pdbus.text.stops import StopFinder
 
 TIMES = 100
 RANKS = 64

@@ -14,11 +14,11 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from nodes.own.engines.tokenizer import tokenizer_for
 from nodes.vllm import versions
 from nodes.vllm.main import keep_stdout
 from nodes.vllm.reaper import Reaper
 from pdbus.bench.child import STDIN, Parent
+from pdbus.text.tokenizer import tokenizer_for
 
 WORDS = "Tell me of the sea, and of the ships that sail on it at night."
 Ask = Callable[[str, int], AsyncIterator[object]]  # of a prompt and a number of tokens: an item whenever some come

@@ -21,7 +21,7 @@ from pdbus.client.request import Request
 from pdbus.client.traffic import Update
 
 if TYPE_CHECKING:
-    from nodes.own.engines.tokenizer import Tokenizer
+    from pdbus.text.tokenizer import Tokenizer
 
 AnyChannel: TypeAlias = Channel | LoopChannel
 

@@ -14,7 +14,7 @@ from bus.errors import RequestFailed
 from bus.wire.messages import Code, FinishReason, FoundBy, Location, TokenLogprobs
 
 if TYPE_CHECKING:
-    from nodes.own.engines.tokenizer import StreamDecoder, Tokenizer
+    from pdbus.text.tokenizer import StreamDecoder, Tokenizer
 
 
 class Piece(Struct, frozen=True, gc=False):
@@ -87,7 +87,7 @@ class Texts:
 
     def tokenizer(self, model: str) -> Tokenizer:
         """ConfigError when the model's packages are missing."""
-        from nodes.own.engines.tokenizer import tokenizer_for
+        from pdbus.text.tokenizer import tokenizer_for
 
         with self._lock:
             found = self._tokenizers.get(model)
@@ -98,6 +98,6 @@ class Texts:
     @staticmethod
     def decoder(tokenizer: Tokenizer) -> StreamDecoder:
         """For the text of one request's output; bytes of a character that is not whole yet are held back."""
-        from nodes.own.engines.tokenizer import StreamDecoder
+        from pdbus.text.tokenizer import StreamDecoder
 
         return StreamDecoder(tokenizer)

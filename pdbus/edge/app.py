@@ -30,8 +30,8 @@ from pdbus.edge.generation import Choice, Generation, Gone
 from pdbus.edge.keys import SLO_CLASS_MAX, Key, Keys
 from pdbus.edge.logprobs import Likelihoods
 from pdbus.edge.metrics import Counts
-from pdbus.edge.stops import StopFinder
 from pdbus.edge.tracing import Answered, follow, span_of
+from pdbus.text.stops import StopFinder
 
 LOOK_S = 1.0  # between two looks at the cluster, the keys and who has stopped reading
 

@@ -10,8 +10,8 @@ from typing import TypeAlias
 from pdbus.client import AsyncStream, Piece, Result
 from pdbus.edge.answers import Answer
 from pdbus.edge.metrics import Counts
-from pdbus.edge.stops import StopFinder
-from pdbus.edge.texts import Decoder
+from pdbus.text.models import Decoder
+from pdbus.text.stops import StopFinder
 
 Item: TypeAlias = "tuple[Choice, str, bool]"
 

@@ -16,7 +16,7 @@ from pdbus.edge.answers import ChatWriter, CompletionWriter, GenerateWriter, Hea
 from pdbus.edge.cluster import ServedModel, View
 from pdbus.edge.errors import HttpError, invalid
 from pdbus.edge.exchange import RID_MAX
-from pdbus.edge.texts import ModelText, text_for
+from pdbus.text.models import ModelText, text_for
 
 CHAT_TOKENS, COMPLETION_TOKENS, GENERATE_TOKENS = 1024, 16, 128  # of an answer whose length nobody says
 AT_ONCE_CHARACTERS = 4096  # texts up to here are tokenized on the loop: less work than to hand them over

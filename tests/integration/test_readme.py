@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bus.runtime.ports import free_ports
 from nodes.own.engines.sim import sim_generate
-from nodes.own.engines.tokenizer import tokenizer_for
+from pdbus.text.tokenizer import tokenizer_for
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 SIM = ["--engine", "sim", "--model", "sim", "--sim-timing", "zero"]

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bus.runtime.ports import free_ports
-from nodes.own.engines.tokenizer import SmolTokenizer
 from nodes.vllm.reaper import MARK
 from nodes.vllm.smollm2 import hugging_face
 from pdbus.client import Client, Result
 from pdbus.launcher import Cluster, ClusterSpec
 from pdbus.launcher.restarts import RestartPolicy
 from pdbus.launcher.supervisor import Supervisor
+from pdbus.text.tokenizer import SmolTokenizer
 
 PREFILL, DECODE = "prefill-0/0", "decode-0/0"
 BLOCK = 32

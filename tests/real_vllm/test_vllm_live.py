@@ -34,11 +34,11 @@ from real_engines import (
 
 from bus.errors import RequestFailed
 from bus.wire.hashing import block_hashes
-from nodes.own.engines.tokenizer import SmolTokenizer
 from pdbus.bench import peers_sides
 from pdbus.bench.harness import Scope, Workspace
 from pdbus.client import Client
 from pdbus.launcher import Cluster
+from pdbus.text.tokenizer import SmolTokenizer
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -8,8 +8,8 @@ from bus.wire.messages import Params
 from nodes.own.engines import smollm2
 from nodes.own.engines.base import Row
 from nodes.own.engines.reference import generate_alone
-from nodes.own.engines.tokenizer import StreamDecoder, Tokenizer, tokenizer_for
 from nodes.own.engines.weights import load_model
+from pdbus.text.tokenizer import StreamDecoder, Tokenizer, tokenizer_for
 
 pytestmark = pytest.mark.model
 

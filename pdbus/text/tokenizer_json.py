@@ -36,7 +36,7 @@ def folder_of(model: str) -> Path | None:
 
 
 class JsonTokenizer:
-    """Of the files in `folder`; as `nodes.own.engines.tokenizer.Tokenizer`."""
+    """Of the files in `folder`; as `pdbus.text.tokenizer.Tokenizer`."""
 
     def __init__(self, folder: Path) -> None:
         with needed_by("tokenizing"):

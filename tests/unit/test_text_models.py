@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from bus.errors import ConfigError
-from nodes.own.engines.tokenizer import StreamDecoder, tokenizer_for
 from pdbus.edge.errors import HttpError
-from pdbus.edge.texts import FolderText, text_for
+from pdbus.text.models import FolderText, text_for
+from pdbus.text.tokenizer import StreamDecoder, tokenizer_for
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('no such role') }}{% endif %}"

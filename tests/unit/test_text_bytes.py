@@ -14,7 +14,7 @@ from bus.errors import ConfigError
 from nodes.own.engines import smollm2
 from nodes.own.engines.cache import Progress, cache_root, made_once
 from nodes.own.engines.needs import TORCH_EXTRA
-from nodes.own.engines.tokenizer import ByteTokenizer, StreamDecoder, tokenizer_for
+from pdbus.text.tokenizer import ByteTokenizer, StreamDecoder, tokenizer_for
 
 TEXTS = [
     "",
@@ -76,7 +76,7 @@ def test_sim_and_tokenizer_need_neither_torch_nor_numpy():
         "from bus.errors import ConfigError\n"
         "from bus.runtime.loop import Loop\n"
         "from nodes.own.engines.factory import EngineConfig, build_engine\n"
-        "from nodes.own.engines.tokenizer import tokenizer_for\n"
+        "from pdbus.text.tokenizer import tokenizer_for\n"
         "from nodes.own.engines.reference import generate_alone\n"
         "loop = Loop()\n"
         "build_engine(EngineConfig(engine='sim', model='m'), loop)\n"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from bus.errors import ConfigError
-from nodes.own.engines.tokenizer import ByteTokenizer, SmolTokenizer, StreamDecoder, tokenizer_for
-from nodes.own.engines.tokenizer_json import JsonTokenizer
+from pdbus.text.tokenizer import ByteTokenizer, SmolTokenizer, StreamDecoder, tokenizer_for
+from pdbus.text.tokenizer_json import JsonTokenizer
 
 WORDS = ["<s>", "</s>", "<0xE2>", "<0x82>", "<0xAC>", "\u2581", "h", "i", "\u2581hi", "hi", "U", ":"]
 TEXT = "na\u00efve caf\u00e9 \U0001f980 2024\n<|im_end|>"

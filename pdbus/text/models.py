@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from bus.errors import ConfigError
 from nodes.own.engines import smollm2
 from nodes.own.engines.needs import needed_by
-from nodes.own.engines.tokenizer import StreamDecoder, tokenizer_for
 from pdbus.edge.errors import invalid
+from pdbus.text.tokenizer import StreamDecoder, tokenizer_for
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # noncharacters: around what a user wrote that looks like a special token
 _MARKED = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")

@@ -14,12 +14,11 @@ from bus.errors import ConfigError
 from nodes.own.engines import smollm2
 from nodes.own.engines.cache import Progress, no_progress
 from nodes.own.engines.needs import needed_by
-from nodes.own.engines.tokenizer_json import JsonTokenizer, byte_of, folder_of
+from pdbus.text.tokenizer_json import JsonTokenizer, byte_of, folder_of
 
 BYTE_SPECIALS = 3  # ids of ByteTokenizer that stand for no byte: unused, begin, end
 BYTE_EOS = 2
 NO_TEXT = "\u00b7".encode()  # what an id beyond the bytes looks like
-DEFAULT_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 
 class Tokenizer(Protocol):
@@ -81,7 +80,7 @@ class SmolTokenizer:
 
     def chat(self, text: str, system: str | None = None) -> list[int]:
         """The template in the model's own metadata (`tokenizer.chat_template`), for one question."""
-        turns = [("system", DEFAULT_SYSTEM if system is None else system), ("user", text)]
+        turns = [("system", smollm2.DEFAULT_SYSTEM if system is None else system), ("user", text)]
         ids: list[int] = []
         for role, content in turns:
             ids += [self._start, *self.encode(f"{role}\n{content}"), self._end, *self.encode("\n")]
