@@ -15,10 +15,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 MARK = "PDBUS_ENGINE_OF"
 _PAUSE_S = 0.05
+_GIVES_UP_S = 30.0  # on a process that the kernel holds though it was killed
 _TRACKER = b"from multiprocessing.resource_tracker import main"
 
 
@@ -47,7 +49,8 @@ class Reaper:
         os.environ.pop(MARK, None)
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(2 * _GIVES_UP_S)
 
 
 def marked(mark: str) -> list[int]:
@@ -67,8 +70,8 @@ def marked(mark: str) -> list[int]:
 
 def kill_all(mark: str) -> None:
     """Until two looks in a row find none: one that was just forked may hide from the first."""
-    clean = 0
-    while clean < 2:
+    clean, end = 0, time.monotonic() + _GIVES_UP_S
+    while clean < 2 and time.monotonic() < end:
         found = marked(mark)
         clean = 0 if found else clean + 1
         for pid in found:

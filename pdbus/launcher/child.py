@@ -15,6 +15,7 @@ from pdbus.launcher.spec import PartSpec
 
 LOG_MAX_BYTES = 16 << 20
 _TAIL_BYTES = 16 << 10
+_KILLED_S = 30.0  # for SIGKILL to act
 
 
 class Child:
@@ -91,10 +92,10 @@ class Child:
         return True
 
     def close(self) -> None:
-        """Kill what still lives, reap it, close the pipes; idempotent."""
+        """Kill what still lives, reap it, close the pipes; idempotent. What then still lives is left to the kernel."""
         if self.returncode is None:
             self.send(signal.SIGKILL)
-            self.process.wait()
+            self.wait(_KILLED_S)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None and not pipe.closed:
                 pipe.close()

@@ -26,6 +26,7 @@ from pdbus.soak.attacks import ATTACKS, Ports
 from pdbus.soak.usage import usage_of
 
 ATTACK_S = 60.0  # one that is not over by then is ended
+KILLED_S = 30.0  # for SIGKILL to act
 LOOK_S = 0.05
 PAUSE_S = (0.2, 3.0)  # between two attacks
 
@@ -67,7 +68,7 @@ def attacking(attack: str, ports: Ports) -> Iterator[Callable[[], int | None]]:
         yield lambda: child.poll() if time.monotonic() < until else 0
     finally:
         child.kill()
-        child.wait()
+        child.wait(KILLED_S)
 
 
 class Attackers:

@@ -86,7 +86,7 @@ def up(directory: Path) -> Iterator[Up]:
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.communicate(timeout=60)
 
 
 def test_a_session(up: Up, directory: Path) -> None:

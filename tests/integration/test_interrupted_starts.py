@@ -53,7 +53,7 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str]:
         _, errors = process.communicate(timeout=120)
     finally:
         process.kill()
-        process.communicate()
+        process.communicate(timeout=120)
     return process.returncode, errors
 
 

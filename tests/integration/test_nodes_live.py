@@ -480,7 +480,7 @@ def test_a_start_that_is_fenced_before_it_served_asks_until_it_is_welcome_or_giv
     assert process.wait(DEADLINE_S) == 3
     assert stderr.strip().endswith(f"error: {AGAIN}; this one leaves")
     cluster.processes.remove(process)
-    process.communicate()
+    process.communicate(timeout=DEADLINE_S)
 
     gone = controller.hellos[second].epoch
     cluster.node("unified", "--dp-size", "2", "--dp-rank", "1")

@@ -79,7 +79,7 @@ class Screen:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.wait(WAIT_S)
         assert self.process.stderr is not None
         self.process.stderr.close()
         for end in (self.ours, self.theirs):

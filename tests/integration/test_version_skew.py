@@ -83,7 +83,7 @@ class Versions:
     def close(self) -> None:
         for client in self.clients.values():
             client.kill()
-            client.communicate()
+            client.communicate(timeout=60)
         for part in self.parts.values():
             part.close()
 

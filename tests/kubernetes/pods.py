@@ -152,7 +152,7 @@ class Pod:
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait()
+            self.process.wait(WAIT_S)
 
     # --- looking ------------------------------------------------------------------------------------------------
 

@@ -85,7 +85,7 @@ def test_each_line_runs_and_what_they_make_serves(tmp_path: Path) -> None:
         assert broker.wait(60) == 0
     finally:
         broker.kill()
-        broker.communicate()
+        broker.communicate(timeout=60)
 
 
 def environment(venv: Path) -> dict[str, str]:

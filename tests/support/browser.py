@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+WAIT_S = 60.0
 CHROMIUM = shutil.which("chromium")
 OPTIONS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
@@ -36,7 +37,7 @@ class Page:
     async def run(self, script: str) -> Any:
         return (await self.call("Runtime.evaluate", expression=script))["result"].get("value")
 
-    async def until(self, script: str, deadline_s: float = 60.0) -> Any:
+    async def until(self, script: str, deadline_s: float = WAIT_S) -> Any:
         """What `script` gives, once that is true."""
         async with asyncio.timeout(deadline_s):
             while not (found := await self.run(script)):
@@ -68,4 +69,4 @@ async def opened(url: str, profile: Path) -> AsyncIterator[Page]:
                 yield page
     finally:
         process.terminate()
-        await process.communicate()
+        await asyncio.wait_for(process.communicate(), WAIT_S)

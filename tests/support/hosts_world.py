@@ -64,7 +64,7 @@ class Part:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.wait(WAIT_S)
         if self.process.stdout is not None:
             self.process.stdout.close()
 

@@ -21,6 +21,7 @@ from pathlib import Path
 PREFIX = "pdbus-"  # then the pid of whose namespace it is, and a name
 GATEWAY = "10.0.0.254"
 ROUTER = "net"
+WAIT_S = 60.0  # for a command or an end, of a busy machine
 CUT, DELAYED = 100, 200  # priorities of the router's rules
 _CLONE_NEWNET = 0x40000000
 _numbers = itertools.count()
@@ -46,7 +47,7 @@ def unable() -> str:
 
 def run(*words: str, said: str | None = None) -> str:
     """Its stdout. OSError when it fails."""
-    done = subprocess.run(words, input=said, text=True, capture_output=True)
+    done = subprocess.run(words, input=said, text=True, capture_output=True, timeout=WAIT_S)
     if done.returncode:
         raise OSError(f"{' '.join(words)}: {done.stderr.strip()}")
     return done.stdout
@@ -131,9 +132,9 @@ class Network:
         """All processes in it are killed, and all of it is gone when this returns."""
         assert self._keeper.stdin is not None
         self._keeper.stdin.close()
-        self._keeper.wait()
+        self._keeper.wait(WAIT_S)
         for delay in self._delays:
-            delay.wait()
+            delay.wait(WAIT_S)
 
     def host(self, name: str, address: str) -> Host:
         """A new one, up and connected. `name` is that of its link at the router, too: 15 letters at most."""
@@ -199,7 +200,7 @@ class Network:
         finally:
             self._router(*(f"rule del {rule}" for rule in rules))
             delay.terminate()
-            delay.wait()
+            delay.wait(WAIT_S)
             self._router(f"link del dev {device}")
 
     def _router(self, *lines: str) -> None:

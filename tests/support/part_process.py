@@ -34,7 +34,7 @@ class PartProcess:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.wait(WAIT_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
 

@@ -98,7 +98,7 @@ def demo() -> None:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("To ask it over HTTP"):
-                process.communicate()
+                process.communicate(timeout=60)
                 break
             waited, heard = time.monotonic() - (heard or time.monotonic()), time.monotonic()
             lines.append(line.rstrip())

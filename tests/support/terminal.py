@@ -60,7 +60,7 @@ class Terminal:
     def __exit__(self, *_: object) -> None:
         os.close(self._keys)
         os.killpg(self._bash.pid, signal.SIGKILL)  # and what it left running
-        self._bash.wait()
+        self._bash.wait(WAIT_S)
         assert self._bash.stdout is not None
         self._bash.stdout.close()
 

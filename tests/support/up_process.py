@@ -33,7 +33,7 @@ class Up:
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.wait(60)
         for stream in self._streams.values():
             stream.close()
 

@@ -63,7 +63,7 @@ def test_children_and_theirs_end_with_the_node(end: str) -> None:
     finally:
         for process in (node, bystander):
             process.kill()
-            process.wait()
+            process.wait(60)
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()
