@@ -15,6 +15,7 @@ from bus.endpoints import default_bus, default_controller
 from bus.errors import ConfigError
 from bus.runtime import cli, settings
 from bus.runtime.logs import LEVELS
+from bus.runtime.output import outlive_readers
 from bus.wire.messages import Role
 from controller.config import ControllerConfig
 from controller.policies import resolve
@@ -203,6 +204,7 @@ def up(
     )
     policy = RestartPolicy(limit=restarts, start_timeout_s=start_timeout_s)
     leave_on_signals()
+    outlive_readers()
     teller = Teller()
     cluster: Cluster | RayCluster
     if ray:

@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from bus.errors import StartError
@@ -27,6 +28,7 @@ class Child:
         self.facts: dict[str, str] = {}  # of its READY line
         self.killed = False  # by us, without a chance to tidy up
         self.silent = False  # it has closed its stdout
+        self.unlogged = ""  # why it has no log
         with log.open("ab") as stderr:
             self._log_from = stderr.tell()  # what stands before is of an earlier start
             self.process = subprocess.Popen(
@@ -116,32 +118,31 @@ class Child:
         """The end of what this start has logged, without empty lines and terminal escapes."""
         try:
             logged = self.log.stat().st_size - self._log_from
-        except FileNotFoundError:
+        except OSError:
             return []
         lines = self.tail(max(0, min(_TAIL_BYTES, logged))).splitlines()
         return ["".join(c if c.isprintable() else " " for c in line) for line in lines if line.strip()]
 
     def tail(self, size: int = _TAIL_BYTES) -> str:
-        """The end of its log."""
+        """The end of its log; nothing where that cannot be read."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, self.log.stat().st_size - size))
                 return file.read().decode("utf-8", "replace")
-        except FileNotFoundError:
+        except OSError:
             return ""
 
     def trim_log(self) -> None:
-        """Put a log that has grown past its bound aside, as `.1` (the part appends: it goes on in the emptied file)."""
-        try:
+        """Put a log that has grown past its bound aside, as `.1` (the part appends: it goes on in the emptied file). A
+        log that cannot be emptied, or is not there, stays as it is."""
+        with suppress(OSError):
             if self.log.stat().st_size <= LOG_MAX_BYTES:
                 return
-            shutil.copyfile(self.log, self.log.with_name(f"{self.log.name}.1"))
-        except FileNotFoundError:
-            return  # somebody has removed it
-        except OSError:
-            pass  # a full disk: all the more reason to empty it
-        os.truncate(self.log, 0)
-        self._log_from = 0
+            with self.log.open("r+b") as file:  # before it is copied: this is tried again and again
+                with suppress(OSError):  # a full disk is all the more reason to empty it
+                    shutil.copyfile(self.log, self.log.with_name(f"{self.log.name}.1"))
+                file.truncate(0)
+            self._log_from = 0
 
     def remove_socket(self) -> None:
         """Remove the data socket that a killed node leaves behind: nobody binds its name again."""
@@ -151,13 +152,25 @@ class Child:
             Path(path).unlink()
 
 
-def start(spec: PartSpec, logs: Path, env: dict[str, str]) -> Child:
-    """The part as a child, with its log in the directory `logs`; StartError when it can't even be run."""
+def start(spec: PartSpec, logs: Path, env: dict[str, str], *, again: bool = False) -> Child:
+    """The part as a child, with its log in the directory `logs`, which is made where it is missing; StartError when the
+    part can't even be run. Without a log, and `unlogged`, where that can't be written and it has run before (`again`).
+    """
+    log, unlogged = logs / f"{spec.name.replace('/', '.')}.log", ""
     try:
-        return Child(spec, logs / f"{spec.name.replace('/', '.')}.log", {**env, **spec.env})
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+            log.open("ab").close()
+        except OSError as error:
+            if not again:
+                raise
+            log, unlogged = Path(os.devnull), f"{error.filename} {error.strerror}"
+        child = Child(spec, log, {**env, **spec.env})
     except OSError as error:
         at = f" {error.filename}" if error.filename else ""
         raise StartError(f"{spec.name}: could not be started:{at} {error.strerror}") from None
+    child.unlogged = unlogged
+    return child
 
 
 def is_socket(path: Path) -> bool:

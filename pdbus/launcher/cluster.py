@@ -164,12 +164,11 @@ class Cluster:
         old = self._child(part)
         old.close()
         old.remove_socket()
-        return self._spawn(old.spec)
+        return self._spawn(old.spec, again=True)
 
     def poll(self) -> list[str]:
         """The parts that have exited since the start without being asked to; also keeps logs within their bound."""
-        for child in self.children.values():
-            child.trim_log()
+        self._trim_logs()
         return [name for name, child in self.children.items() if child.returncode is not None]
 
     # --- inside -------------------------------------------------------------------------------------------------
@@ -213,13 +212,22 @@ class Cluster:
         )
         self._stack.enter_context(Controller(config))
 
-    def _spawn(self, part: PartSpec) -> Child:
-        child = self.children[part.name] = start(part, self.log_dir, self.spec.env)
+    def _trim_logs(self) -> None:
+        for child in self.children.values():
+            child.trim_log()
+
+    def _wait(self, line: str) -> None:
+        """Parts start or leave, which may take minutes."""
+        self._trim_logs()
+        self._progress(line)
+
+    def _spawn(self, part: PartSpec, *, again: bool = False) -> Child:
+        child = self.children[part.name] = start(part, self.log_dir, self.spec.env, again=again)
         self.started.append(child)
         return child
 
     def _wait_ready(self, children: Iterable[Child]) -> None:
-        wait_ready(children, self.spec.start_timeout_s, self._progress)
+        wait_ready(children, self.spec.start_timeout_s, self._wait)
 
     def _stop_parts(self) -> None:
         for client in self._clients:
@@ -228,7 +236,7 @@ class Cluster:
         interrupted = False
         for kind in ("edge", "node", "controller", "broker"):
             children = [child for child in self.children.values() if child.spec.kind == kind]
-            interrupted |= take_down(children, self.spec.stop_grace_s, self._progress, hurried=lambda: self._hurried)
+            interrupted |= take_down(children, self.spec.stop_grace_s, self._wait, hurried=lambda: self._hurried)
             self._hurried |= interrupted
         self._stack.close()
         self.logs = {name: child.tail() for name, child in self.children.items()}

@@ -7,6 +7,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from bus.errors import StartError
 from pdbus.launcher.child import Child
@@ -54,7 +55,7 @@ def take_down(
     hurried: Callable[[], bool] = lambda: False,
 ) -> bool:
     """SIGTERM; after the grace, or once it is `hurried`, again, which means at once; then SIGKILL. Whether Ctrl-C cut a
-    wait short."""
+    wait short. What `progress` raises is dropped: it must not cut one short."""
     hurry = min(HURRY_S, grace_s), lambda: False
     interrupted = False
     try:
@@ -78,7 +79,8 @@ def _ask_to_leave(children: list[Child], wait_s: float, progress: Progress, cut_
         living[0].wait(min(PROGRESS_S, wait_s - waited_s))
         living = [child for child in living if child.returncode is None]
         if living:
-            progress(f"waiting for {_names(living)} to leave ({waited_s:.0f} s)")
+            with suppress(Exception):
+                progress(f"waiting for {_names(living)} to leave ({waited_s:.0f} s)")
 
 
 def _waiting_line(children: list[Child], waited_s: float) -> str:

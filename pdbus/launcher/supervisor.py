@@ -78,9 +78,12 @@ class Supervisor:
 
     def _start(self, part: str) -> None:
         try:
-            self._cluster.begin(part)
+            child = self._cluster.begin(part)
         except StartError as error:
             self._ended(part, None, str(error))
+        else:
+            if child.unlogged:
+                self._say(f"{part}: it starts without a log: {child.unlogged}")
 
     def _ended(self, part: str, code: int | None, cause: str) -> None:
         verdict = self._core.exited(part, code, cause, time.monotonic())

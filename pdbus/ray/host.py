@@ -124,21 +124,21 @@ class Host:
     # --- for the supervisor ---------------------------------------------------------------------------------------
 
     def poll(self) -> list[str]:
-        for child in self.children.values():
-            child.trim_log()
+        self._trim_logs()
         return [name for name, child in self.children.items() if child.returncode is not None]
 
     def begin(self, part: str) -> Child:
-        if old := self.children.get(part):
+        old = self.children.get(part)
+        if old is not None:
             old.close()
         logs = Path(self._task.spec.log_dir or self._directory)
         try:
             with self._files_lock:
                 self._write(self._files)
-            logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StartError(f"{part}: cannot write {error.filename}: {error.strerror}") from None
-        child = self.children[part] = start(self._spec, logs, self._task.spec.env)
+        again = self._again or old is not None
+        child = self.children[part] = start(self._spec, logs, self._task.spec.env, again=again)
         return child
 
     # --- its thread -----------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class Host:
             end = Ended(child.returncode if child else None, str(error).removeprefix(f"{self._task.part}: "))
         except Exception as error:  # this machine's, as a full disk
             end = Ended(None, f"{type(error).__name__}: {error}")
-        take_down(list(self.children.values()), self._task.spec.stop_grace_s)
+        take_down(list(self.children.values()), self._task.spec.stop_grace_s, lambda line: self._trim_logs())
         with self._files_lock:
             shutil.rmtree(self._directory, ignore_errors=True)
         self._tell(end)
@@ -186,7 +186,12 @@ class Host:
                     raise
                 raise StartError(child.cause() if child.returncode else "it has left") from None
 
+    def _trim_logs(self) -> None:
+        for child in self.children.values():
+            child.trim_log()
+
     def _check(self) -> None:
+        self._trim_logs()
         if self._stopping.is_set():
             raise _Leave
 

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -136,6 +138,45 @@ def test_logs_and_metrics_outlive_a_restart(directory: Path) -> None:
     ]  # fmt: skip
     starts = [line for line in (logs / "controller-0.log").read_text().splitlines() if "controller.started" in line]
     assert len({json.loads(line)["epoch"] for line in starts}) == 2
+
+
+@pytest.mark.parametrize("kind", ["a full disk", "a reader that has gone"])
+def test_output_that_cannot_be_written_ends_no_cluster(directory: Path, kind: str) -> None:
+    """A rank that dies comes back, and Ctrl-C lets what runs come to its end."""
+    reader, writer = os.pipe() if kind == "a reader that has gone" else (-1, os.open("/dev/full", os.O_WRONLY))
+    command = [sys.executable, "-P", "-m", "pdbus", "up", *SIM, "--", "--sim-base-s", "0.02"]
+    env = os.environ | {"PDBUS_DIR": str(directory)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writer, env=env, text=True) as up:
+        try:
+            os.close(writer)
+            assert up.stdout is not None
+            said = ""
+            for line in up.stdout:
+                said += line
+                if line.endswith("Ctrl-C ends it all)\n"):
+                    break
+            if reader >= 0:
+                os.close(reader)
+                up.stdout.close()
+            pid = re.search(r"prefill-0/0\s\D+(\d+)\s", said)
+            controller = re.search(r"^READY bus=\S+ controller=(\S+)", said, re.M)
+            assert pid is not None, said
+            assert controller is not None, said
+            with Client(controller[1], retries=20) as client:
+                before = whole(client)
+                os.kill(int(pid[1]), signal.SIGKILL)
+                end = time.monotonic() + 60.0
+                while {rank.epoch for rank in whole(client).ranks} == {rank.epoch for rank in before.ranks}:
+                    assert time.monotonic() < end
+                pieces = iter(client.generate_tokens([5, 6, 7], max_tokens=100))
+                tokens = [*next(pieces).ids]
+                up.send_signal(signal.SIGINT)
+                tokens += [token for piece in pieces for token in piece.ids]
+                assert tokens == sim_generate([5, 6, 7], 100)
+            assert up.wait(60.0) == 130
+        finally:
+            up.kill()
+    assert not list(directory.iterdir())
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import shutil
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,6 +112,57 @@ def test_a_log_is_bounded_and_what_was_is_put_aside(start: Start) -> None:
     assert child.log.with_name(f"{child.log.name}.1").stat().st_size == LOG_MAX_BYTES + 1
     child.log.write_text("later words\n")
     assert child.last_lines() == ["later words"]
+
+
+@pytest.mark.parametrize("how", ["gone", "a directory", "in a file"])
+def test_a_log_that_cannot_be_trimmed_or_read_stays_as_it_is(start: Start, tmp_path: Path, how: str) -> None:
+    child = start("import sys\nprint('READY a=b', flush=True)\nsys.stdin.read()")
+    waited(child)
+    if how == "in a file":
+        (tmp_path / "file").touch()
+        child.log = tmp_path / "file" / "part_0.log"
+    else:
+        child.log.unlink()
+        if how == "a directory":
+            child.log.mkdir()
+    child.trim_log()
+    assert (child.tail(), child.last_lines()) == ("", [])
+
+
+def test_a_log_that_may_only_grow_is_not_copied_again_and_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = start("import sys\nprint('READY a=b', flush=True)\nsys.stdin.read()")
+    waited(child)
+    with child.log.open("ab") as log:
+        log.truncate(LOG_MAX_BYTES + 1)
+    opened = Path.open
+
+    def append_only(path: Path, mode: str = "r", **more: Any) -> Any:
+        if "+" in mode:
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        return opened(path, mode, **more)
+
+    monkeypatch.setattr(Path, "open", append_only)
+    child.trim_log()
+    assert child.log.stat().st_size == LOG_MAX_BYTES + 1
+    assert not child.log.with_name(f"{child.log.name}.1").exists()
+
+
+def test_no_failure_of_what_reports_progress_cuts_a_grace_short(start: Start) -> None:
+    child = start(
+        "import signal, sys\nsignal.pthread_sigmask(signal.SIG_BLOCK, {10, 15})\nprint('READY a=b', flush=True)\n"
+        "signal.sigwait({15})\nsignal.sigwait({10})"
+    )
+    waited(child)
+    said = []
+
+    def progress(line: str) -> None:
+        said.append(line)
+        if len(said) == 2:
+            child.send(signal.SIGUSR1)
+        raise OSError("the disk is full")
+
+    assert not take_down([child], 60.0, progress)
+    assert child.returncode == 0, "it left by itself, within its grace"
 
 
 def test_the_words_of_an_earlier_start_are_not_taken_for_those_of_this_one(start: Start, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bus.errors import StartError
-from pdbus.launcher.child import Child
+from pdbus.launcher.child import LOG_MAX_BYTES, Child
 from pdbus.launcher.cluster import Cluster
 from pdbus.launcher.ends import take_down, wait_ready
 from pdbus.launcher.restarts import RestartPolicy
@@ -96,13 +98,57 @@ def test_one_that_drained_stays_away(start: Start) -> None:
     assert said == []
 
 
-def test_one_that_cannot_even_be_run_counts_too(start: Start, tmp_path: Path) -> None:
+def test_one_that_cannot_even_be_run_counts_too(start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cluster, said = start(STAY), list[str]()
     supervisor = Supervisor(cluster, FAST, said.append)
-    (tmp_path / "logs").rename(tmp_path / "elsewhere")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
     cluster.children["part"].send(signal.SIGKILL)
-    with pytest.raises(StartError, match=r"could not be started: .*part.log No such file or directory; gave up"):
+    with pytest.raises(StartError, match=r"could not be started: .*no-python No such file or directory; gave up"):
         supervisor.run()
+
+
+def test_a_directory_of_logs_that_is_gone_is_made_again(start: Start, tmp_path: Path) -> None:
+    cluster, said = start(STAY), list[str]()
+    supervisor = Supervisor(cluster, FAST, said.append)
+    shutil.rmtree(tmp_path / "logs")
+    cluster.children["part"].send(signal.SIGKILL)
+    turns(supervisor, lambda: len(said) == 2)
+    assert said[-1].startswith("part is back")
+    assert (tmp_path / "logs" / "part.log").exists()
+
+
+def test_a_log_that_cannot_be_opened_is_no_reason_to_stay_away(start: Start, tmp_path: Path) -> None:
+    cluster, said = start(STAY), list[str]()
+    supervisor = Supervisor(cluster, FAST, said.append)
+    shutil.rmtree(tmp_path / "logs")
+    (tmp_path / "logs").touch()
+    cluster.children["part"].send(signal.SIGKILL)
+    turns(supervisor, lambda: len(said) == 3)
+    assert said[1] == f"part: it starts without a log: {tmp_path}/logs File exists"
+    assert said[2].startswith("part is back")
+    cluster.children["part"].send(signal.SIGKILL)
+    turns(supervisor, lambda: len(said) > 3)
+    assert said[3].startswith("part: ended by SIGKILL; last words: none; starts again")
+
+
+def test_a_log_is_trimmed_while_its_part_starts_and_leaves(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Which may take minutes. The part says much each time, and goes on when that was put aside."""
+    cluster = start(
+        "import signal, time\nsignal.pthread_sigmask(signal.SIG_BLOCK, {15})\n"
+        "def say_much():\n"
+        f"    with open('logs/part.log', 'ab') as log: log.truncate({LOG_MAX_BYTES + 1})\n"
+        "    while not os.path.exists('logs/part.log.1'): time.sleep(0.01)\n"
+        "    os.remove('logs/part.log.1')\n"
+        "if start: say_much()\n" + READY + "signal.sigwait({15})\nif start: say_much()\n"
+    )
+    cluster.restart("part")
+    child = cluster.children["part"]
+    monkeypatch.setattr(cluster, "_directory", tmp_path)
+    cluster._stop_parts()
+    assert child.returncode == 0
+    assert child.log.stat().st_size == 0
 
 
 def test_what_a_part_prints_never_blocks_it(start: Start) -> None:
