@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 from msgspec import Struct, msgpack
 
 BESIDE_BYTES = 64  # of a record in memory, beside its own bytes
+_STR_HEADS = {0xD9: 2, 0xDA: 3}  # bytes before a string's own, by MessagePack's first; 1 of those below 32 bytes
 
 _R = TypeVar("_R", bound=Struct)
 
@@ -35,6 +36,19 @@ class Memory(Generic[_R]):
         """What is remembered of this request, the oldest first."""
         name, at = self._encode(rid), self._rid_at
         return [self._decoder.decode(record) for record in self._kept if record.startswith(name, at)]
+
+    def named(self, beginning: str, most: int) -> list[str]:
+        """Rids that begin so, each once, of the `most` newest records that have one, the newest first."""
+        head = beginning.encode()
+        found: dict[str, None] = {}
+        for record in reversed(self._kept):
+            at = self._rid_at + _STR_HEADS.get(record[self._rid_at], 1)
+            if record.startswith(head, at):
+                found[self._decoder.decode(record).rid] = None  # type: ignore[attr-defined]
+                most -= 1
+                if not most:
+                    break
+        return list(found)
 
     @property
     def oldest(self) -> _R | None:

@@ -19,12 +19,15 @@ from controller.requests.story import Story, marks_of, ranks_of, story_of
 WAIT_S = 1.0  # for ranks to answer
 MAX_OPEN = 64
 MAX_SILENT = 256  # that are named
+MAX_NAMED = 64  # requests that are found by the beginning of their names
 
 
 @dataclass(slots=True)
 class _Inquiry:
     peer: Any
     id: int
+    rid: Rid
+    others: tuple[Rid, ...]  # that begin as what was asked for
     told: list[Told]
     waits_for: set[str]  # ranks
     gone: set[str]  # ranks that nobody can ask any more
@@ -49,7 +52,11 @@ class Inquiries:
         if len(self._open) >= MAX_OPEN:
             out.append(ToClient(peer, Refused("too_many", f"{MAX_OPEN} such questions are open", query.id)))
             return
-        stories = self._stories(query.rid)
+        rid, others = query.rid, []
+        stories = self._stories(rid)
+        if not stories and (named := self._named(f"{rid}-")):  # what an edge's client said, before what it drew
+            rid, *others = named
+            stories = self._stories(rid)
         ranks = {f"{rank.key[0]}/{rank.key[1]}": rank for rank in self._members.peers.values()}
         gone: set[str] = set()
         if stories:  # else whoever may have run it for another controller, or a former start of this one
@@ -57,8 +64,10 @@ class Inquiries:
             gone = known - ranks.keys()
             ranks = {name: ranks[name] for name in known - gone}
         self._number += 1
-        self._open[self._number] = _Inquiry(peer, query.id, self._told(stories), set(ranks), gone, now + WAIT_S)
-        out.extend(ToNode(rank.peer, Recall(self._number, query.rid)) for rank in ranks.values())
+        self._open[self._number] = _Inquiry(
+            peer, query.id, rid, tuple(others), self._told(stories), set(ranks), gone, now + WAIT_S
+        )
+        out.extend(ToNode(rank.peer, Recall(self._number, rid)) for rank in ranks.values())
         self._answer_if_complete(self._number, now, out)
 
     def recalled(self, rank: RankLoad, answer: Recalled, now: float, out: list[Action]) -> None:
@@ -85,6 +94,11 @@ class Inquiries:
         over = self._life.table.memory.of(rid)
         return over + ([story_of(live)] if live is not None else [])
 
+    def _named(self, beginning: str) -> list[Rid]:
+        """Requests that begin so, those that live and the newest first."""
+        live = [rid for rid in reversed(self._life.requests) if rid.startswith(beginning)]
+        return list(dict.fromkeys(live + self._life.table.memory.named(beginning, MAX_NAMED)))[:MAX_NAMED]
+
     def _told(self, stories: list[Story]) -> list[Told]:
         """By the client, as its submit said, and by this controller."""
         if not stories:
@@ -105,5 +119,5 @@ class Inquiries:
         kept_s = max(0.0, now - oldest.ended_at) if oldest is not None else 0.0
         silent = tuple(sorted(inquiry.waits_for | inquiry.gone)[:MAX_SILENT])
         told = tuple(inquiry.told)
-        answer = TraceIs(inquiry.id, self._name, told, silent, len(memory), kept_s)
+        answer = TraceIs(inquiry.id, self._name, told, silent, len(memory), kept_s, inquiry.rid, inquiry.others)
         out.append(ToClient(inquiry.peer, answer))

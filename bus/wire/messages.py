@@ -722,6 +722,8 @@ class TraceIs(_OfController, frozen=True, tag="trace_is"):
     silent: Annotated[tuple[KeyName, ...], Meta(max_length=256)] = ()  # ranks that did not answer, or the first of them
     kept: Count = 0  # requests that the controller remembers,
     kept_s: Seconds = 0.0  # of so long
+    rid: Annotated[str, Meta(max_length=128)] = ""  # of which it is told; empty: not said, the one that was asked for
+    others: Annotated[tuple[Rid, ...], Meta(max_length=64)] = ()  # that begin so too, the newest first
 
 
 class DrainRank(_Named, frozen=True, tag="drain_rank"):

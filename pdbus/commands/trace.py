@@ -28,8 +28,8 @@ RID_MAX = 128
 
 @settings.command(
     "trace",
-    epilog="The rid is the x-request-id of an edge's response, and in the log lines of all parts. Several answers to "
-    "one request have rids that end with -0, -1 and so on.",
+    epilog="The rid is in the log lines of all parts; of an edge's request its x-request-id will do, with which its "
+    "rid begins. Several answers to one request have rids that end with -0, -1 and so on.",
 )
 @click.argument("rid")
 @controller_option

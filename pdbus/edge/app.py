@@ -26,13 +26,14 @@ from pdbus.edge.cluster import ServedModel, View
 from pdbus.edge.config import EdgeConfig
 from pdbus.edge.errors import CLIENT_GONE, HttpError, invalid, of_bus
 from pdbus.edge.exchange import PRIORITY_MAX, Exchange, Receive, Scope, Send
-from pdbus.edge.generation import Choice, Generation, Gone
+from pdbus.edge.generation import Choice, Generation, Gone, Interrupted
 from pdbus.edge.keys import SLO_CLASS_MAX, Key, Keys
 from pdbus.edge.logprobs import Likelihoods
 from pdbus.edge.metrics import Counts
 from pdbus.edge.tracing import Answered, follow, span_of
 from pdbus.text.stops import StopFinder
 
+BEGIN_ANEW = 2  # times: a whole answer that was interrupted
 LOOK_S = 1.0  # between two looks at the cluster, the keys and who has stopped reading
 
 log = get_logger("edge")
@@ -190,7 +191,8 @@ class Edge:
 
     async def _generate(self, exchange: Exchange) -> None:
         job = await jobs.generate(await exchange.body(), self.view, self._texts)
-        exchange.rid = job.rid or exchange.rid
+        if job.rid:
+            exchange.say_rid(job.rid)
         await self._answer(exchange, job)
 
     async def _answer(self, exchange: Exchange, job: jobs.Job) -> None:
@@ -198,7 +200,8 @@ class Edge:
         traced, span = follow(
             exchange.headers, exchange.rid, exchange.path, job.model.name, exchange.began_at, self._spans
         )
-        requests = job.requests(exchange.rid, {**self._urgency(exchange), **traced})
+        rid = exchange.draw_rid() if exchange.said_rid else exchange.rid
+        requests = job.requests(rid, {**self._urgency(exchange), **traced})
         if self.counts.in_flight + count > self._config.max_requests:
             raise HttpError(429, f"{self.counts.in_flight} answers are under way here", code="overloaded")
         if (key := self._live[exchange]) is not None:
@@ -210,23 +213,28 @@ class Edge:
         exchange.watch(generation.cancel)
         try:
             for index, (ids, options) in enumerate(requests):
-                stream = await self._client.generate_tokens(ids, **options)
-                decoder = job.text.decoder() if job.text is not None else None
-                stops = StopFinder(job.stops, include=job.include_stop)
-                stop_ids = frozenset(job.said.stop_token_ids or ())
-                answer = answers.Answer(index, len(ids), index % job.n == 0)
-                if job.text is not None and "logprobs" in options:
-                    answer.likelihoods = Likelihoods(job.text.token)
-                generation.add(Choice(answer, stream, decoder, stops, stop_ids))
+                generation.add(await self._choice(job, index, ids, options))
             if exchange.gone:
                 raise Gone
             writer = job.writer(answers.Head(exchange.rid, job.model.name, prompt_tokens, *job.usage), count)
             if job.stream:
                 await _stream(exchange, generation, writer)
             else:
+                left = BEGIN_ANEW
                 while await generation.more():
-                    for _ in generation.taken():
-                        pass
+                    try:
+                        for _ in generation.taken():
+                            pass
+                    except Interrupted as error:
+                        if not left or exchange.gone:
+                            raise
+                        left -= 1
+                        index = error.choice.answer.index
+                        ids, options = requests[index]
+                        options["rid"] = f"{exchange.draw_rid()}-{index}"
+                        deadline_s = options["deadline_s"] + exchange.began_at - self._clock()
+                        again = options | Options(deadline_s=max(0.001, deadline_s))
+                        generation.replace(error.choice, await self._choice(job, index, ids, again))
                 await exchange.answer(200, writer.whole(generation.answers))
         finally:
             exchange.unwatch()
@@ -239,6 +247,16 @@ class Edge:
                 exchange.span = span
             if key is not None:
                 key.leave(prompt_tokens + used if used else 0)  # what the cluster refused costs nothing
+
+    async def _choice(self, job: jobs.Job, index: int, ids: list[int], options: Options) -> Choice:
+        """Asked for now."""
+        stream = await self._client.generate_tokens(ids, **options)
+        decoder = job.text.decoder() if job.text is not None else None
+        stops = StopFinder(job.stops, include=job.include_stop)
+        answer = answers.Answer(index, len(ids), index % job.n == 0)
+        if job.text is not None and "logprobs" in options:
+            answer.likelihoods = Likelihoods(job.text.token)
+        return Choice(answer, stream, decoder, stops, frozenset(job.said.stop_token_ids or ()))
 
     def _urgency(self, exchange: Exchange) -> Options:
         """The deadline, the SLOs of the first and of further tokens, their class, and the priority, by header; the

@@ -15,7 +15,7 @@ STATUS: dict[str, int] = {  # of a request that failed; what is not here is 500
     "bad_message": 400,  # a token id that the model has not
     "duplicate_room": 409, "duplicate_rid": 409,
     "overloaded": 429, "too_many": 429,
-    "cancelled": CLIENT_GONE,
+    "cancelled": 410,  # by another: whoever left hears nothing
     "no_rank": 503, "rank_unavailable": 503, "peer_lost": 503, "draining": 503, "shutting_down": 503,
     "unknown_room": 503, "kv_failed": 503, "prefill_failed": 503, "decode_failed": 503,
     "deadline": 504,

@@ -17,7 +17,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
-RID_MAX = 120  # the protocol's 128, less what tells several answers apart
+RID_MAX = 120  # of what a client says
+RID_KEPT = 115  # of it on the bus, where a rid has 128: the rest is drawn, and tells several answers apart
 NUMBER_MAX = 1e9  # of a header
 PRIORITY_MAX = 1000
 WATCH_AFTER_S = 0.02
@@ -32,7 +33,7 @@ _EVENTS = (
 
 
 class Exchange:
-    """`rid` is the client's `x-request-id`, or drawn; every response says it."""
+    """`rid` is the client's `x-request-id`, or drawn; every response says it. `said_rid`: it is the client's."""
 
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, config: EdgeConfig, clock: Callable[[], float]
@@ -60,6 +61,15 @@ class Exchange:
         self.rid = self.said_rid or f"{_rng.getrandbits(128):032x}"
 
     # --- the request ------------------------------------------------------------------------------------------------
+
+    def say_rid(self, rid: str) -> None:
+        """The body says one too, which counts."""
+        self.rid = self.said_rid = rid
+
+    def draw_rid(self) -> str:
+        """A rid for the bus that begins with ours. Clients say the same one twice: the proxy that tries again, the
+        service that passes on what it was called with. What one asks for must never be answered with another's."""
+        return f"{self.rid[:RID_KEPT]}-{_rng.getrandbits(32):08x}"
 
     def check(self) -> None:
         """HttpError for headers that make no sense."""

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from pdbus.client import AsyncStream, Piece, Result
 from pdbus.edge.answers import Answer
+from pdbus.edge.errors import HttpError
 from pdbus.edge.metrics import Counts
 from pdbus.text.models import Decoder
 from pdbus.text.stops import StopFinder
@@ -18,6 +19,15 @@ Item: TypeAlias = "tuple[Choice, str, bool]"
 
 class Gone(Exception):
     """Nobody waits for the answers any more: the streams were cancelled from outside."""
+
+
+class Interrupted(HttpError):
+    """The answer of `choice` lost its rank, and cannot be resumed from the middle (a grammar, penalties): asked for
+    again from its beginning, it may succeed."""
+
+    def __init__(self, choice: Choice, why: str) -> None:
+        super().__init__(503, f"the answer was interrupted, and cannot be resumed: {why}", code="interrupted")
+        self.choice = choice
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +85,13 @@ class Generation:
         self.choices.append(choice)
         choice.stream.tell(self._wake)
 
+    def replace(self, old: Choice, new: Choice) -> None:
+        """`new` is asked for in the place of `old`, which is over."""
+        old.stream.tell(None)
+        self.choices[self.choices.index(old)] = new
+        new.stream.tell(self._wake)
+        self._came = True  # something of another may have, when `old` failed
+
     def cancel(self) -> None:
         for choice in self.choices:
             if choice.answer.result is None:
@@ -100,7 +117,8 @@ class Generation:
         return True
 
     def taken(self) -> Iterator[Item]:
-        """All that has come. RequestFailed when an answer fails, after what came before; Gone after `cancel`."""
+        """All that has come. RequestFailed or Interrupted when an answer fails, after what came before; Gone after
+        `cancel`."""
         self._came = False
         for choice in self.choices:
             answer, stream = choice.answer, choice.stream
@@ -123,6 +141,8 @@ class Generation:
         answer = choice.answer
         answer.result = result
         if not answer.finish:
+            if result.code == "bad_request" and result.ids:  # what was resumed is refused, what was asked for was not
+                raise Interrupted(choice, result.message)
             result.raise_if_failed()
             if result.finish == "cancelled":
                 raise Gone

@@ -85,7 +85,8 @@ def as_dict(rid: str, answer: TraceIs) -> dict[str, Any]:
     hops = hops_of(answer)
     offsets = {told.part: told.offset_us for told in answer.told}
     return {
-        "rid": rid,
+        "rid": answer.rid or rid,
+        "others": list(answer.others),
         "controller": answer.controller,
         "marks": [
             {
@@ -129,7 +130,9 @@ def waterfall(rid: str, answer: TraceIs, width: int) -> RenderableType:
     table.add_column(f"0 to {seconds(whole_s)}", width=bar, no_wrap=True)
     for hop, row in zip(hops, rows, strict=True):
         table.add_row(*row, Text(_bar(hop, whole_s, bar), style=_style(hop)))
-    return Group(Text(_title(rid, hops, attempts, whole_s), style="bold"), Text(), table, Text(), *_notes(answer))
+    return Group(
+        Text(_title(answer.rid or rid, hops, attempts, whole_s), style="bold"), Text(), table, Text(), *_notes(answer)
+    )
 
 
 def _style(hop: Hop) -> str:
@@ -151,7 +154,7 @@ def _title(rid: str, hops: Sequence[Hop], attempts: set[int], whole_s: float) ->
 
 
 def _notes(answer: TraceIs) -> list[Text]:
-    """Whose clocks were put right, and who said nothing."""
+    """Whose clocks were put right, who said nothing, and what else was meant, perhaps."""
     clocks = [
         f"{told.part} {told.offset_us / 1000:+.1f} ms (±{told.rtt_us / 2000:.1f})"
         for told in answer.told
@@ -163,6 +166,8 @@ def _notes(answer: TraceIs) -> list[Text]:
         lines.append(f"clocks beyond {answer.controller}'s, taken off above: {', '.join(clocks)}")
     if unknown:
         lines.append(f"clock not known: {', '.join(unknown)}")
+    if answer.others:
+        lines.append(f"others that begin so: {', '.join(answer.others)}")
     if answer.silent:
         lines.append(f"did not answer, so what it knows is missing: {', '.join(answer.silent)}")
     return [Text(printable(line), style="dim") for line in lines]

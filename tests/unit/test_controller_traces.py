@@ -92,6 +92,22 @@ def test_controller_and_ranks_tell_what_they_know_of_a_request_that_is_over() ->
     ]
 
 
+def test_a_request_is_found_by_what_its_rid_begins_with_where_none_has_all_of_it() -> None:
+    """An edge's client knows no more of it. The newest counts, the others are named."""
+    world = pair()
+    for rid in ("r-old", "r-new", "rest"):
+        run(world, rid)
+    world.submit(submit("r-live", "pair"))
+    ask(world, "r")
+    assert {recall.rid for recall in world.sent(Recall)} == {"r-live"}
+    for node in (P, D):
+        answer(world, node)
+    (told,) = answers(world)
+    assert (told.rid, told.others) == ("r-live", ("r-new", "r-old"))
+    ask(world, "r-old")
+    assert world.sent(Recall)[-1].rid == "r-old", "one that is asked for by its whole name"
+
+
 def test_a_request_that_lives_waits_and_is_tried_again_shows_all_of_it() -> None:
     world = World(request_overcommit=0.25, attempts=3)
     first, second = (hello("u", n) for n in (0, 1))

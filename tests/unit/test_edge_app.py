@@ -174,7 +174,8 @@ def test_sglangs_generate() -> None:
     assert (meta["prompt_tokens"], meta["completion_tokens"]) == (2, 3)
     ((ids, options),) = world.client.asked
     assert ids == [5, 6]
-    assert options | ranks | {"rid": "mine", "bootstrap_room": 9, "max_tokens": 3} == options
+    assert options | ranks | {"bootstrap_room": 9, "max_tokens": 3} == options
+    assert options["rid"].startswith("mine-")
     events = run(world.post("/generate", {"text": "x", "stream": True})).events
     assert [event["text"] for event in events] == ["h", "he", "hey", "hey"], "each repeats what came before"
     batch = run(world.post("/generate", {"text": ["x", "y"], "bootstrap_room": [1, 2]})).json
@@ -209,8 +210,8 @@ def test_what_a_request_tells_the_cluster() -> None:
     answer = run(world.post("/v1/chat/completions", chat(max_tokens=5), headers=headers))
     assert answer.headers["x-request-id"] == "r-1"
     options = world.client.asked[0][1]
+    assert options["rid"].startswith("r-1-")
     told = {
-        "rid": "r-1",
         "deadline_s": 2.5,
         "priority": -3,
         "ttft_slo_s": 0.5,
@@ -290,7 +291,7 @@ def test_what_is_wrong_is_said_in_openais_shape(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("code", sorted(Code.__args__))
 def test_a_request_that_fails_before_its_first_token_has_the_status_of_its_code(code: Any, stream: bool) -> None:
-    if code in ("ok", "cancelled"):
+    if code == "ok":
         return
     world = World(lambda ids, o: [ended(o["rid"], "failed", code=code, message="why", retry_after_s=2.5)])
     answer = run(world.post("/v1/chat/completions", chat(stream=stream)))
@@ -309,6 +310,62 @@ def test_an_answer_that_fails_on_its_way_ends_with_the_error() -> None:
     assert answer.events[-1]["error"] == {
         "message": "broke", "type": "server_error", "param": None, "code": "engine_failed",
     }  # fmt: skip
+
+
+def test_an_id_that_a_client_says_again_is_another_on_the_bus() -> None:
+    world = World()
+    longest = "a" * 120
+    for _ in range(2):
+        for body in (chat(), chat(n=128)):
+            answer = run(world.post("/v1/chat/completions", body, headers={"x-request-id": longest}))
+            assert answer.headers["x-request-id"] == longest
+        assert run(world.post("/generate", {"text": "x", "rid": "mine"})).json["meta_info"]["id"] == "mine"
+    rids = [options["rid"] for _, options in world.client.asked]
+    assert len(set(rids)) == len(rids) == 2 * (1 + 128 + 1)
+    assert max(map(len, rids)) <= 128
+    assert all(rid.startswith((f"{longest[:115]}-", "mine-")) for rid in rids)
+
+
+def cut(code: str = "bad_request") -> Any:
+    """An answer that loses its rank after a token, and cannot be resumed."""
+    return lambda ids, o: [(100,), ended(o["rid"], "failed", (100,), code=code, message="no resume with a grammar")]
+
+
+def test_an_answer_that_cannot_be_resumed_begins_anew_where_nothing_was_shown() -> None:
+    scripts = [cut(), letters("hello"), letters("other"), cut(), letters("hello")]
+    world = World(lambda ids, options: scripts.pop(0)(ids, options))
+    assert run(world.post("/v1/chat/completions", chat())).json["choices"][0]["message"]["content"] == "hello"
+    said = run(world.post("/v1/chat/completions", chat(n=2), headers={"x-request-deadline-s": "9"})).json
+    assert [choice["message"]["content"] for choice in said["choices"]] == ["other", "hello"]
+    rids = [options["rid"] for _, options in world.client.asked]
+    assert len(set(rids)) == len(rids)
+    assert all(options["deadline_s"] <= 9 for _, options in world.client.asked[2:])
+    assert world.edge.counts.in_flight == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_was_interrupted_may_be_asked_for_again(stream: bool) -> None:
+    """400 would tell its client not to."""
+    world = World(cut())
+    answer = run(world.post("/v1/chat/completions", chat(stream=stream)))
+    if stream:
+        assert answer.events[-1]["error"]["code"] == "interrupted"
+        assert answer.events[-1]["error"]["type"] == "server_error"
+    else:
+        assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (503, "interrupted", "1")
+        assert len(world.client.asked) == 3, "after it was begun anew twice"
+    refused = World(lambda ids, o: [ended(o["rid"], "failed", code="bad_request", message="no")])
+    assert run(refused.post("/v1/chat/completions", chat(stream=stream))).status == 400
+    assert len(refused.client.asked) == 1
+
+
+def test_a_request_that_another_cancelled_has_an_answer() -> None:
+    def script(ids: Any, options: Any) -> Any:
+        return [(100,), ended(options["rid"], "failed", (100,), code="cancelled", message="cancelled by an admin")]
+
+    assert run(World(script).post("/v1/chat/completions", chat())).status == 410
+    events = run(World(script).post("/v1/chat/completions", chat(stream=True))).events
+    assert events[-1]["error"]["code"] == "cancelled"
 
 
 def test_one_of_several_that_fails_ends_the_others() -> None:

@@ -84,4 +84,15 @@ def test_a_memory_finds_a_request_by_its_whole_name_alone() -> None:
         memory.add(each)
     assert memory.of("r") == [kept[0], kept[3]]
     assert memory.of("because of r") == []
+
+
+def test_a_memory_finds_requests_by_the_beginning_of_their_names() -> None:
+    """Whatever their lengths, of which MessagePack says the length in other ways."""
+    names = ["r", "r-1", "r-" + "1" * 40, "ré-1", "r-" + "é" * 126, "or-1", "r-1"]
+    memory = Memory(Kept, 10_000)
+    for name in names:
+        memory.add(Kept(name))
+    assert memory.named("r-", 9) == ["r-1", names[4], names[2]], "the newest first, each once"
+    assert memory.named("r-", 2) == ["r-1", names[4]]
+    assert memory.named("none", 9) == []
     assert not any(gc.is_tracked(each) for each in gc.get_referents(memory._kept)), "nothing for the collector to visit"
