@@ -340,7 +340,7 @@ class ControllerCore:
         key = message.instance, message.dp_rank
         if self.late is not None and (rank := self.table.ranks.get(key)) is not None and rank.epoch == message.epoch:
             self.late.heard(rank, load, now)
-        rank = self.table.apply(key, message.epoch, load, now)
+        rank = self.table.take_in(key, message.epoch, load, now)
         if rank is not None:
             if not rank.candidate and rank.was_candidate and rank.asked is None:  # seldom: dispatches fill it sooner
                 self.members.ping(rank, now, out)
@@ -378,7 +378,7 @@ class ControllerCore:
         self.table.reconnected(rank)
         rank.engine_tells = True
         load = replace(event.load, seq=rank.load.seq + 1 if rank.load is not None else 1)
-        self.table.apply(rank.key, rank.epoch, load, now)
+        self.table.take_in(rank.key, rank.epoch, load, now)
         self.health.report(rank.key, load, now, rank.interval_s)
         if not rank.ready:
             self._lose(self.members.assess(rank, now, out, "report"), now, out)

@@ -7,7 +7,7 @@ request's: one request may overshoot it, and the node queues what does not fit y
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 from bus.wire.messages import Code, Refusal, Role, Submit
 from controller.late import LateBinding
@@ -184,9 +184,9 @@ class Placement:
     @staticmethod
     def _check_needs(role: Role, submit: Submit, group: Group) -> None:
         """Refusal when no rank knows all of them: waiting does not help."""
-        ranks = [rank for rank in group.members if rank is not None]
-        if not any(rank.params.issuperset(submit.needs) for rank in ranks):
-            known = frozenset[str]().union(*(rank.params for rank in ranks))
+        params_of = group.facts().params_of
+        if not any(params.issuperset(submit.needs) for params in params_of):
+            known = frozenset[str]().union(*params_of)
             unknown = sorted(set(submit.needs) - known)
             what = f"knows {', '.join(unknown)}" if unknown else f"knows all of {', '.join(submit.needs)}"
             raise Refusal("bad_request", f"no {role} rank {what}")
@@ -228,9 +228,11 @@ class Placement:
     def _nobody(self, role: Role, submit: Submit, model: str, instance: str) -> None:
         """Nobody serves this: say which part of the wish is to blame."""
         if instance:
-            info = next((rank.info for rank in self._table.ranks.values() if rank.info.instance == instance), None)
-            if info is None:
+            groups = [self._table.group(each) for each in get_args(Role)]
+            ranks = [rank for group in groups for rank in group.ranks_of(instance).values()]
+            if not ranks:
                 raise Refusal("bad_rank", f"no instance {instance} is known here")
+            info = ranks[0].info
             # A model that only follows from the leg before may be on its way there.
             code: Code = "bad_rank" if submit.model or info.role != role else "no_rank"
             raise Refusal(code, f"instance {instance} is {info.role} of {info.model}, not {role}{_of(model)}")

@@ -228,6 +228,7 @@ class ResolverCore:
                     out.append(self._settle(want, resolved))
                 elif want.dp_rank is None:
                     self._new.append(want)
+        self._prune(now)
         return out + self.flush(now)
 
     def flush(self, now: float) -> list[Action]:
@@ -302,6 +303,16 @@ class ResolverCore:
     def _asking(self, room: int) -> list[_Want]:
         """Those whose room the broker must find, as no rank was told."""
         return [want for want in self._wants.get(room, ()) if want.dp_rank is None]
+
+    def _prune(self, now: float) -> None:
+        """Keep nothing of instances that are neither wanted nor known: clients make up names."""
+        of_use = self._known.keys() | {want.instance for want in self._all()}
+        self._missing &= of_use
+        self._fetching = {
+            name: (number, at)
+            for name, (number, at) in self._fetching.items()
+            if name in of_use or now - at < TOPOLOGY_AGAIN_S
+        }
 
     def _settle(self, want: _Want, resolved: Resolved) -> Resolved:
         self._leave(want)

@@ -58,6 +58,7 @@ class Facts(NamedTuple):
     models: frozenset[str]
     kv_kinds: frozenset[KvKind]
     params: frozenset[str]  # sampling parameters that each of them knows
+    params_of: frozenset[frozenset[str]]  # what one of them or another knows
 
 
 class View(Protocol):
@@ -146,8 +147,13 @@ class Group:
                 frozenset(rank.info.model for rank in ranks),
                 frozenset(rank.kv_kind for rank in ranks),
                 frozenset.intersection(*(rank.params for rank in ranks)) if ranks else frozenset(),
+                frozenset(rank.params for rank in ranks),
             )
         return self._facts
+
+    def ranks_of(self, instance: str) -> Mapping[int, RankLoad]:
+        """Its ranks in this group by dp_rank; of one that is not here, none."""
+        return self._instances.get(instance, {})
 
     def names(self) -> list[str]:
         """The instances in this group."""

@@ -23,6 +23,9 @@ Owns counters and estimates; no sockets, no clock, and no idea of a request's li
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+from msgspec import ValidationError, convert, to_builtins
 
 from bus.defaults import STALE_INTERVALS, STALE_S, bounded_interval_s
 from bus.due import DueTimes
@@ -154,7 +157,17 @@ class LoadTable:
     def apply(self, key: MemberKey, epoch: int, load: Load, now: float) -> RankLoad | None:
         """Overwrite what was believed of the rank `(instance, dp_rank)` in its epoch `epoch`. `load.acks` says of each
         controller epoch how many dispatches, of how many tokens, had been taken in when the load was read; `load.seq`
-        rises with each report. None (and counted) when the report is old or of an unknown epoch."""
+        rises with each report. None (and counted) when the report is old, of an unknown epoch, or no `Load` that could
+        come over the wire (a negative count, a number that is no integer)."""
+        try:
+            load = convert(to_builtins(load), Load)
+        except (ValidationError, TypeError, ValueError, OverflowError):
+            self.counts["report_invalid"] += 1
+            return None
+        return self.take_in(key, epoch, load, now)
+
+    def take_in(self, key: MemberKey, epoch: int, load: Load, now: float) -> RankLoad | None:
+        """As `apply`, for a load that was decoded, and so checked, already."""
         rank = self.ranks.get(key)
         if rank is None or rank.epoch != epoch:
             self.counts["report_unknown"] += 1
@@ -254,13 +267,17 @@ class LoadTable:
         _index(rank)
         return rank.sent + rank.undone
 
-    def undo(self, rank: RankLoad, tokens: int) -> None:
-        """A dispatch charged before never left this process (its number is not used again)."""
+    def undo(self, rank: RankLoad, tokens: int, *, given_up: bool = False) -> None:
+        """A dispatch charged before never left this process (its number is not used again); `given_up`: it has been
+        ended already, as one that failed."""
         rank.undone += 1
         rank.sent -= 1
         rank.sent_tokens -= tokens
-        rank.outstanding -= 1
-        rank.outstanding_tokens -= tokens
+        if given_up:
+            rank.failed_total -= 1
+        else:
+            rank.outstanding -= 1
+            rank.outstanding_tokens -= tokens
         early = max(0, rank.acked - rank.sent)  # not ingested, but taken for it when the connection was new
         early_tokens = max(0, rank.acked_tokens - rank.sent_tokens)
         _shift(rank, early, early_tokens)
@@ -277,9 +294,17 @@ class LoadTable:
             _refresh(rank)
 
     def counters(self, since: int = -1) -> tuple[SentTo, ...]:
-        """My cumulative counters, to be published (`Sent`): of the ranks dispatched to after turn `since`."""
+        """My cumulative counters, to be published (`Sent`): of the ranks dispatched to after turn `since`. Each says
+        what the rank will have counted once all that is under way has arrived: what was lost with a connection is in
+        flight for nobody, and no acknowledgement will make up for it."""
         return tuple(
-            SentTo(rank.key[0], rank.key[1], rank.epoch, rank.sent, rank.sent_tokens)
+            SentTo(
+                rank.key[0],
+                rank.key[1],
+                rank.epoch,
+                max(0, rank.sent + rank.skew),
+                max(0, rank.sent_tokens + rank.skew_tokens),
+            )
             for rank in self.ranks.values()
             if rank.last_turn > since
         )
@@ -297,7 +322,7 @@ class LoadTable:
             if len(self._groups) > 4 * len(self.ranks) + 64:  # names come from clients: keep only what has members
                 self._prune()
             group = self._groups[(role, model, instance)] = Group(role, model, instance)
-            for rank in self.ranks.values():
+            for rank in self._of_names(role, model, instance):
                 if group.takes(rank):
                     group.add(rank)
         return group
@@ -361,6 +386,16 @@ class LoadTable:
         rank.largest = min(info.max_context or UNLIMITED, info.kv_capacity + 1 if info.kv_capacity else UNLIMITED)
         if info.kv_capacity:
             rank.limit_tokens = max(1, int(self._token_overcommit[info.role] * info.kv_capacity))
+
+    def _of_names(self, role: Role, model: str, instance: str) -> Iterable[RankLoad]:
+        """Where ranks of these names are, if there are any. Clients make names up: one that no rank has costs no look
+        at every rank."""
+        if not (model or instance):
+            return self.ranks.values()
+        all_of_role = self.group(role)
+        if instance:
+            return all_of_role.ranks_of(instance).values()
+        return filter(None, all_of_role.members) if model in all_of_role.facts().models else ()
 
     def _groups_of(self, rank: RankLoad) -> list[Group]:
         return [self._groups[name] for name in group_names(rank) if name in self._groups]

@@ -88,6 +88,7 @@ class Life:
         self._ends = 0
         self._told = self._untold = 0  # log lines since the last measure
         self.table = RequestTable(config, now)
+        self._loads = loads
         self._placement = placement
         self._attempts = Attempts(epoch, self.table, loads, placement, counts)
         self.requests = self.table.requests
@@ -193,11 +194,14 @@ class Life:
             self._leg_failed(request, leg, "peer_lost", loss.why, now, out)
 
     def undelivered(self, rank: RankLoad, dispatch: Dispatch, now: float, out: list[Action]) -> None:
-        """A dispatch could not be queued for its node: it never happened."""
+        """A dispatch could not be queued for its node: it never happened, also if its leg was given up before it could
+        be sent."""
+        self._counts["undelivered"] += 1
         work = work_of(rank, dispatch.rid, dispatch.attempt)
-        if work is not None:
+        if work is None:
+            self._loads.undo(rank, dispatch.charge, given_up=True)
+        else:
             request, leg = work
-            self._counts["undelivered"] += 1
             self._attempts.undo(leg, request, now)
             sentence = f"rank {rank.key[0]}/{rank.key[1]} takes no more messages"
             self._leg_failed(request, leg, "overloaded", sentence, now, out)

@@ -158,7 +158,7 @@ class LinkedRank:
     def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None:
         self.log.info("controller.welcomed", controller=welcome.controller, again=again)
         self.joint.stirred = True
-        self.core.reports.welcomed(welcome.epoch)
+        self.core.reports.welcomed(connection.key, welcome.epoch)
         if again:
             self.core.restate(connection.key)
         follow = all(each.welcome is not None and each.welcome.follow_bootstrap_room for each in self.connections)

@@ -33,6 +33,7 @@ class Reports:
 
     def __init__(self) -> None:
         self._acks: OrderedDict[int, tuple[int, Ack]] = OrderedDict()  # controller epoch -> (last number, ack)
+        self._epochs: dict[int, int] = {}  # of the controller that welcomed this rank last, by owner
         self._reports: dict[int, Report] = {}
         self._remembered: OrderedDict[str, tuple[Ended, int]] = OrderedDict()  # rid -> (its last end, owner)
 
@@ -40,8 +41,10 @@ class Reports:
     def acks(self) -> tuple[Ack, ...]:
         return tuple(ack for _, ack in self._acks.values())
 
-    def welcomed(self, epoch: int) -> None:
-        """A controller that may dispatch here: what it says it has sent counts for others once it is among the acks."""
+    def welcomed(self, owner: int, epoch: int) -> None:
+        """A controller that may dispatch here: what it says it has sent counts for others once it is among the acks. It
+        takes the place of an earlier start of it, at the other end of the same connection."""
+        self._epochs[owner] = epoch
         if epoch not in self._acks:
             self._keep(0, Ack(epoch, 0, 0))
 
@@ -108,7 +111,8 @@ class Reports:
         self._acks[ack.controller_epoch] = (number, ack)
         self._acks.move_to_end(ack.controller_epoch)
         if len(self._acks) > MAX_ACKS:
-            self._acks.popitem(last=False)
+            living = self._epochs.values()  # a start that another took the place of goes before one that lives
+            del self._acks[next((each for each in self._acks if each not in living), next(iter(self._acks)))]
 
     def _report(self, owner: int) -> Report:
         return self._reports.setdefault(owner, Report())

@@ -241,7 +241,7 @@ class Rank:
         return ()
 
     def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None:
-        self._reports.welcomed(welcome.epoch)
+        self._reports.welcomed(connection.key, welcome.epoch)
 
     def cancelled(self, connection: Connection, cancel: CancelLeg) -> None: ...
     def drain(self, cause: str) -> None: ...

@@ -159,7 +159,7 @@ class TableChooser(Deaf):
 
     def report(self, dp_rank: int, load: Load, now: float) -> None:
         self._late.heard(self.table.ranks[self._keys[dp_rank]], load, now)
-        self.table.apply(self._keys[dp_rank], EPOCH, load, now)
+        self.table.take_in(self._keys[dp_rank], EPOCH, load, now)
 
     def sent(self) -> Sent | None:
         self._seq += 1

@@ -145,7 +145,7 @@ class Chooser:
         )
 
     def _report(self, rank: RankLoad, load: Load, now: float) -> None:
-        if self.table.apply(rank.key, rank.epoch, load, now) is None:
+        if self.table.take_in(rank.key, rank.epoch, load, now) is None:
             return
         self._health.report(rank.key, load, now, rank.interval_s)
         tokens = rank.newly_acked_tokens

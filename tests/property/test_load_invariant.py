@@ -87,6 +87,20 @@ class Loads(RuleBasedStateMachine):
         assert rank.requests == before + 1
         self.nodes[rank.key[1]].inbox.append(Request(controller, tokens))
 
+    @rule(controller=st.sampled_from(CONTROLLERS), rank=st.sampled_from(RANKS))
+    def cut(self, controller: int, rank: int) -> None:
+        """The rank comes back over another connection: what was under way to it is lost, as the next report tells."""
+        node, table = self.nodes[rank], self.tables[controller]
+        record = table.ranks[("i", rank)]
+        for request in [r for r in node.inbox if r.controller == controller]:
+            node.inbox.remove(request)
+            table.end(record, request.tokens, ok=False)
+        table.reconnected(record)
+        self.report(rank)
+        report = self.mail[controller].pop()[1]
+        assert table.apply(("i", rank), report.epoch, report.load, 0.0) is record
+        self.latest[(controller, rank)] = report
+
     @rule(rank=st.sampled_from(RANKS), count=st.integers(1, 4))
     def ingest(self, rank: int, count: int) -> None:
         self.clock += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from controller_world import D, P, U, failure, hello, pd, peer_of, submit, unified
+from controller_world import EPOCH, D, P, U, failure, hello, pd, peer_of, submit, unified
 
 from bus.wire.messages import Accepted, Cancel, Failed
 from controller.events import FromClient, ToClient, Undelivered, Unreachable
@@ -175,6 +175,16 @@ class TestRetries:
         world.feed(Undelivered(peer_of(U[0]), dispatch))
         assert world.rank(U[0]).sent == 0
         assert [d.attempt for d in world.dispatches(U[1])] == [2]
+
+    def test_nor_does_one_that_was_cancelled_before_it_could_be_sent(self) -> None:
+        world = unified()
+        world.submit(submit("r"))
+        (dispatch,) = world.dispatches(U[0])
+        world.feed(FromClient("client", Cancel("r")))
+        world.feed(Undelivered(peer_of(U[0]), dispatch))
+        world.report(U[0], acks=[(EPOCH, 0, 0)])
+        rank = world.rank(U[0])
+        assert (rank.sent, rank.in_flight, rank.requests, rank.tokens, rank.failed_total) == (0, 0, 0, 0, 0)
 
 
 class TestEnds:

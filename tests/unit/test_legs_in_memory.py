@@ -10,6 +10,7 @@ from legs_world import PROMPT, VOCAB, Rank, World, start
 from bus.wire.codec import encode
 from bus.wire.hashing import token_bytes
 from bus.wire.messages import (
+    Ack,
     Attach,
     CancelLeg,
     Detach,
@@ -25,6 +26,7 @@ from bus.wire.messages import (
 from nodes.link.actions import SendBlock, Unregister
 from nodes.link.core import Limits
 from nodes.link.leg import Leg
+from nodes.link.reports import MAX_ACKS, Reports
 from nodes.link.runner import Finished, LegFailed, Output
 from nodes.own.engines.sim import sim_generate
 
@@ -571,3 +573,15 @@ def test_a_refused_leg_has_no_stream_and_a_failed_one_ends_its_own(world: World)
     world.run(6.0)
     rank.do([])
     assert rank.finishes["refused"].code == "peer_lost", "as if the rank had never heard of it (M59)"
+
+
+def test_a_controller_that_starts_again_and_again_pushes_out_none_that_lives() -> None:
+    """M23"""
+    reports = Reports()
+    reports.welcomed(0, 5)
+    for number in range(1, 4):
+        reports.acknowledge(Dispatch(f"q{number}", 1, "unified", 0, 5, number, 10, 10, 5))
+    for epoch in range(100, 100 + 2 * MAX_ACKS):
+        reports.welcomed(1, epoch)
+    assert len(reports.acks) == MAX_ACKS
+    assert Ack(5, 3, 30) in reports.acks

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from types import FrameType
+from typing import Any
+
 import pytest
 from controller_world import hello, load
+from msgspec.structs import replace
 from retained import retained
 
-from bus.wire.messages import Role, Sent, SentTo
+from bus.wire.messages import Ack, Role, Sent, SentTo
 from controller.load.groups import Metric
 from controller.load.rank import RankLoad
 from controller.load.table import MAX_CLOSED, MAX_CONTROLLERS, SEQ_JUMP, LoadTable
@@ -351,3 +357,74 @@ def test_absurd_numbers_do_not_break_the_index() -> None:
     table.validate()
     table.age(100.0)
     assert table.group("unified").least(Metric.TOKENS) is not None
+
+
+def test_what_was_lost_with_a_connection_is_in_flight_for_no_other_controller() -> None:
+    """M92"""
+    table, (rank,) = table_with(1)
+    for tokens in (10, 20):
+        table.charge(rank, tokens)
+        table.end(rank, tokens, ok=False)
+    table.reconnected(rank)
+    table.apply(rank.key, 1, load(1, acks=[(ME, 1, 10)]), 0.0)
+    (counter,) = table.counters()
+    assert (counter.dispatches, counter.tokens) == (1, 10)
+    table.charge(rank, 5)
+    (counter,) = table.counters()
+    assert (counter.dispatches, counter.tokens) == (2, 15)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"running": -5},
+        {"waiting_tokens": -(10**6)},
+        {"running": None},
+        {"running": float("nan")},
+        {"kv_tokens": 1e30},
+        {"running": 2**80},
+        {"acks": (Ack(ME, -3, -9),)},
+        {"acks": (Ack(ME, None, None),)},  # type: ignore[arg-type]
+        {"acks": None},
+        {"seq": "7"},
+        {"step": object()},
+    ],
+    ids=str,
+)
+def test_a_report_that_is_none_changes_nothing(nonsense: dict[str, Any]) -> None:
+    table, (rank,) = table_with(1)
+    table.charge(rank, 10)
+    table.apply(rank.key, 1, load(1, running=2, acks=[(ME, 1, 10)]), 0.0)
+    assert table.apply(rank.key, 1, replace(load(2), **nonsense), 0.1) is None
+    assert (rank.requests, table.counts) == (2, {"report_invalid": 1})
+    table.validate()
+    assert table.apply(rank.key, 1, load(2, running=1, acks=[(ME, 1, 10)]), 0.2) is rank
+
+
+def test_names_that_clients_make_up_cost_no_look_at_every_rank() -> None:
+    table, _ = table_with(200)
+    table.group("unified").facts()
+    calls: Counter[str] = Counter()
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        calls[event] += 1
+
+    sys.setprofile(profile)
+    try:
+        for number in range(10):
+            table.group("unified", f"model-{number}")
+            table.group("unified", "", f"instance-{number}")
+            table.group("unified", "m", f"instance-{number}")
+    finally:
+        sys.setprofile(None)
+    assert calls["call"] < 10 * 200
+
+
+def test_an_undone_charge_that_was_given_up_before_leaves_no_trace_either() -> None:
+    table, (rank,) = table_with(1)
+    table.charge(rank, 3)
+    table.end(rank, 3, ok=False)
+    table.undo(rank, 3, given_up=True)
+    assert (rank.sent, rank.sent_tokens, rank.failed_total, rank.requests) == (0, 0, 0, 0)
+    assert table.charge(rank, 4) == 2
+    table.validate()

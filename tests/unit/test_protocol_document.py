@@ -162,7 +162,7 @@ def test_hashes_of_blocks_are_made_as_the_document_says() -> None:
 
 def test_every_must_has_a_number_and_a_test() -> None:
     rules = re.findall(r"^- \[M(\d+)\] .*MUST", DOCUMENT, re.M)
-    assert sorted(map(int, rules)) == list(range(1, len(rules) + 1))
+    assert len(rules) == len(set(rules)), "each number is of one rule"
     cited: set[str] = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
         if path != Path(__file__):
@@ -170,4 +170,4 @@ def test_every_must_has_a_number_and_a_test() -> None:
     here = re.findall(r'"""M[^"]*"""', Path(__file__).read_text(encoding="utf-8"))
     cited |= {number for text in here for number in re.findall(r"\bM(\d+)\b", text)}
     assert not set(rules) - cited, f"no test holds {sorted(map(int, set(rules) - cited))}"
-    assert not {n for n in cited if int(n) > len(rules)}, "a test cites a rule that is not there"
+    assert not cited - set(rules), "a test cites a rule that is not there"

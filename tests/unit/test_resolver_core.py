@@ -324,3 +324,15 @@ def test_answers_that_nobody_asked_for_are_ignored() -> None:
     core = ResolverCore()
     assert core.on_message(Answer(99, (found(7),), (8,), (Lost(9, "unknown_room"),)), 0.0) == []
     assert core.on_message(Topology(99, 5, (instance(),)), 0.0) == []
+
+
+def test_nothing_is_kept_of_instances_that_are_not_there() -> None:
+    core = ResolverCore()
+    for number in range(100):
+        core.want(number, float(number), deadline_s=0.1, prefill_instance=f"made-up-{number}")
+        for action in core.flush(float(number)):
+            if number % 2 and isinstance(action, Send) and isinstance(action.message, TopologyQuery):
+                core.on_message(Topology(action.message.id, 1, ()), float(number))  # else the broker is silent
+        core.tick(number + 0.5)
+    assert core.pending == 0
+    assert len(core._fetching) + len(core._missing) <= 2
