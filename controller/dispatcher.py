@@ -58,6 +58,8 @@ class Dispatcher:
         self._live: set[str] = set()  # handed over, end not polled yet
 
     def __enter__(self) -> Dispatcher:
+        if self.controller.inherited:
+            type(self).__init__(self, self.controller.config, max_handed_over=self._max_handed_over)
         self.controller.start()
         return self
 
@@ -157,6 +159,7 @@ class Dispatcher:
 
     def poll(self, timeout_s: float = 0.0) -> list[Answer]:
         """What happened since the last call; waits at most `timeout_s` for something to happen."""
+        self.controller.raise_if_inherited()
         with self._arrived:
             if timeout_s > 0:
                 self._arrived.wait_for(lambda: self._answers or self.failure is not None, timeout_s)
@@ -171,6 +174,7 @@ class Dispatcher:
 
     def status(self, timeout_s: float = 5.0) -> Status:
         """The controller's view of its ranks. TimeoutError when it does not answer."""
+        self.controller.raise_if_inherited()
         with self._arrived:
             self._status = None
             self.controller.submit_local(StatusQuery(0))

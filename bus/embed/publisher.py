@@ -113,6 +113,7 @@ class Publisher(Service):
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until the broker has been heard. For start-up, not for a scheduler's loop."""
+        self.raise_if_inherited()
         heard = self._heard.wait(timeout_s)
         self.raise_if_failed()
         return heard

@@ -78,6 +78,7 @@ class Resolver(Service):
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until the broker has been heard. For start-up, not for a scheduler's loop."""
+        self.raise_if_inherited()
         heard = self._heard.wait(timeout_s)
         self.raise_if_failed()
         return heard
@@ -108,7 +109,7 @@ class Resolver(Service):
 
     def poll(self) -> dict[int, Location]:
         """Where the rooms found since the last call are."""
-        if not self._found:
+        if self.inherited or not self._found:
             self.raise_if_failed()
             return {}
         with self._lock:
@@ -117,7 +118,7 @@ class Resolver(Service):
 
     def lost(self) -> dict[int, Code]:
         """The rooms given up since the last call, and why (`unknown_room`: nobody registered it in time)."""
-        if not self._lost:
+        if self.inherited or not self._lost:
             self.raise_if_failed()
             return {}
         with self._lock:
@@ -144,6 +145,7 @@ class Resolver(Service):
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until something was found or lost; for tests and programs that have nothing else to do."""
+        self.raise_if_inherited()
         if self.failure is None and self._settled.wait(timeout_s):
             self._settled.clear()
         if self._found or self._lost:

@@ -5,10 +5,12 @@ Owns the thread, its end, and what became of it; what is opened, served and clos
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+from weakref import WeakSet
 
 from bus.errors import PartFailed
 from bus.runtime.logs import get_logger
@@ -21,14 +23,24 @@ class Service:
 
     An exception on the part's thread is a bug of ours. It ends the part, which closes what it had open, and is
     `failure` from then on; whoever waits for the part wakes, and every later call to it raises PartFailed.
+
+    A process that is forked has a copy of an open part without its thread. There every call raises PartFailed, `stop`
+    and `close` leave what is the parent's alone, and `start` or `open` makes a new part of the same arguments.
     """
 
     part: str  # names the thread and the log lines
     loop: Loop
     spin_us = 0  # how long the loop polls before it sleeps, while messages come as densely
     failure: Exception | None = None
+    inherited = False  # opened by the process that this one was forked from
     _thread: threading.Thread | None = None
     _exits = ExitStack()  # what an open part has to close, the last one first
+    _made_of: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        part = super().__new__(cls)
+        part._made_of = args, kwargs
+        return part
 
     # --- the part's -------------------------------------------------------------------------------------------------
 
@@ -47,6 +59,12 @@ class Service:
 
     def open(self) -> None:
         """Make `loop`, bind and connect everything. What raises leaves nothing open."""
+        if self.inherited:
+            args, kwargs = self._made_of
+            self.__dict__.clear()
+            type(self).__init__(self, *args, **kwargs)
+            self._made_of = args, kwargs
+        _opened.add(self)
         with ExitStack() as exits:
             self.loop = Loop(spin_s=self.spin_us / 1e6)
             exits.callback(self.loop.close)
@@ -78,10 +96,16 @@ class Service:
         self.close()
 
     def raise_if_failed(self) -> None:
-        """PartFailed if the part's thread has failed."""
+        """PartFailed if the part's thread has failed, or runs in the process that this one was forked from."""
+        self.raise_if_inherited()
         if self.failure is not None:
             why = f"{type(self.failure).__name__}: {self.failure}"
             raise PartFailed(f"the {self.part} of this process has failed: {why}") from self.failure
+
+    def raise_if_inherited(self) -> None:
+        """PartFailed in a forked child: before the locks of the part are taken, which nobody may release there."""
+        if self.inherited:
+            raise PartFailed(f"this {self.part} is the parent process's: in a forked child, make another")
 
     def __enter__(self) -> Self:
         return self.start()
@@ -103,3 +127,16 @@ class Service:
             except Exception:
                 log.exception(f"{self.part}.close_failed")
             self._failed()
+
+
+_opened: WeakSet[Service] = WeakSet()
+
+
+def _forked() -> None:
+    for part in _opened:
+        part.inherited = True
+        part._thread, part._exits = None, ExitStack()
+    _opened.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -57,6 +57,7 @@ class Sockets:
         """With `keys`, every connection is CURVE-encrypted and every port takes listed keys alone."""
         self.context: zmq.Context[Socket] = zmq.Context(io_threads=io_threads)
         self.context.set(zmq.MAX_SOCKETS, max_sockets)
+        self._pid = os.getpid()
         self._open: list[Socket] = []
         self._bound: list[tuple[Path, int]] = []  # ipc sockets of ours: path and inode
         self._keys = keys
@@ -73,6 +74,9 @@ class Sockets:
         self.close()
 
     def close(self) -> None:
+        """Close and unlink what is open. In a forked child all of it is the parent's, and left alone."""
+        if os.getpid() != self._pid:
+            return
         for path, inode in self._bound:  # ZeroMQ leaves them behind
             if path.exists() and path.stat().st_ino == inode:
                 path.unlink()

@@ -145,6 +145,7 @@ class RankLink(Service):
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until bus and controllers have been heard. For start-up, not for a scheduler's loop."""
+        self.raise_if_inherited()
         joined = self._joined.wait(timeout_s)
         self.raise_if_failed()
         return joined
@@ -165,6 +166,7 @@ class RankLink(Service):
     def poll(self, timeout_s: float = 0.0) -> list[Order]:
         """What has come since the last call. A leg's `dp_rank` says whose it is. A Cancel may speak of a leg that the
         scheduler has finished meanwhile."""
+        self.raise_if_inherited()
         with self._came:
             if not self._inbox and timeout_s > 0 and self.failure is None:
                 self._came.wait(timeout_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Unpack
 from bus.runtime.keys import load_keys
 from bus.wire.messages import Status
 from pdbus.client.base import BaseClient, BaseStream
-from pdbus.client.looped import LoopChannel
+from pdbus.client.looped import LoopChannel, raise_if_forked
 from pdbus.client.options import Options, check_options, check_text
 from pdbus.client.output import Piece, Result
 from pdbus.client.request import Request
@@ -35,6 +36,7 @@ class AsyncClient(BaseClient):
         self._rng = random.Random(seed)
         self._channels: dict[asyncio.AbstractEventLoop, LoopChannel] = {}
         self._closed = False
+        self._pid = os.getpid()
 
     async def __aenter__(self) -> AsyncClient:
         await self._channel()
@@ -46,7 +48,9 @@ class AsyncClient(BaseClient):
         await self.close()
 
     async def close(self) -> None:
-        """Cancel what is live and leave; idempotent."""
+        """Cancel what is live and leave; idempotent. In a forked child all is the parent's, and left alone."""
+        if self._pid != os.getpid():
+            return
         self._closed = True
         here = asyncio.get_running_loop()
         for loop, channel in list(self._channels.items()):
@@ -97,6 +101,7 @@ class AsyncClient(BaseClient):
 
     async def _channel(self) -> LoopChannel:
         """That of the running loop."""
+        raise_if_forked(self._pid)
         if self._closed:
             raise RuntimeError("this client is closed")
         loop = asyncio.get_running_loop()
@@ -142,6 +147,7 @@ class AsyncStream(BaseStream):
             if (piece := self.take()) is not None:
                 return piece
             if self._result is None:
+                self._channel.raise_if_inherited()
                 self._reader = asyncio.get_running_loop().create_future()
                 await self._reader
         return None

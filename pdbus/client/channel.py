@@ -11,9 +11,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from bus.errors import PartFailed
 from bus.runtime.keys import load_keys
 from bus.runtime.service import Service
 from bus.runtime.sockets import Sockets
@@ -56,7 +57,7 @@ class Channel(Service):
 
     def cancel(self, rid: str) -> None:
         """End the request if it is still live; its Result comes as ever."""
-        if not self._closed and self.failure is None:
+        with suppress(PartFailed, RuntimeError):
             self._call(lambda: self._traffic.cancel(rid), lambda: None)
 
     def ask(
@@ -79,16 +80,19 @@ class Channel(Service):
 
     def stop(self) -> None:
         """Cancel what is live, and leave; idempotent. Every sink has got its Result when this returns."""
-        self._closed = True
-        super().stop()
+        if not self.inherited:
+            with self._lock:
+                self._closed = True
+            super().stop()
 
     def _call(self, function: Callable[[], None], abandon: Callable[[], None]) -> None:
         """Run `function` on the channel's thread, or `abandon` should that fail before."""
         self.raise_if_failed()
-        if self._closed:
-            raise RuntimeError("this client is closed")
-        self._calls.append((function, abandon))
-        self.loop.call_threadsafe(lambda: self._calls.popleft()[0]())
+        with self._lock:  # so that the thread does not leave in between
+            if self._closed:
+                raise RuntimeError("this client is closed")
+            self._calls.append((function, abandon))
+            self.loop.call_threadsafe(lambda: self._calls.popleft()[0]())
         if self.failure is not None:  # only now, so the thread may have looked for the last time
             self._failed()
 

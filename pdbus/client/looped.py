@@ -8,6 +8,7 @@ What reads its sockets is in `reader`.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -37,6 +38,7 @@ class LoopChannel:
         self.loop = asyncio.get_running_loop()
         self.rng = rng
         self.closed = False
+        self._pid = os.getpid()
         self._failure: Exception | None = None
         self._reader = Reader(self.loop, self._flush, self._fail)
         self._stopping = asyncio.Lock()
@@ -62,7 +64,7 @@ class LoopChannel:
 
     def cancel(self, rid: str) -> None:
         """As `Channel.cancel`; from any thread."""
-        if self.closed:
+        if self.closed or self._pid != os.getpid():
             return
         if asyncio._get_running_loop() is self.loop:
             self._run(self._traffic.cancel, rid)
@@ -88,6 +90,10 @@ class LoopChannel:
         """Cancel what is live, and leave; idempotent. Every sink has got its Result when this returns."""
         async with self._stopping:
             await self._living.aclose()
+
+    def raise_if_inherited(self) -> None:
+        """As of a `Service`."""
+        raise_if_forked(self._pid)
 
     def abandon(self) -> None:
         """`stop`, of a loop that does not run any more; on any thread."""
@@ -143,3 +149,9 @@ class LoopChannel:
     def _tick(self) -> None:
         self._timer = self.loop.call_later(TICK_S, self._tick)
         self._run(self._traffic.tick)
+
+
+def raise_if_forked(pid: int) -> None:
+    """PartFailed in another process than that one."""
+    if pid != os.getpid():
+        raise PartFailed("this client is the parent process's: in a forked child, make another")

@@ -133,5 +133,6 @@ class Stream(BaseStream):
 
     def _pieces(self) -> Iterator[Piece]:
         while self._result is None:
+            self._channel.raise_if_inherited()
             if (piece := self._piece(self._updates.get())) is not None:
                 yield piece

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import queue
 import shutil
+import signal
 import socket
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +24,7 @@ from bus.runtime.service import Service
 from bus.wire.messages import Failed, StatusQuery
 from controller import ControllerConfig, Dispatcher
 from controller.shell import Controller
+from pdbus.client import AsyncClient, Client
 from pdbus.client.channel import Channel
 from pdbus.client.options import Where, make_request, patience
 from pdbus.client.output import Result
@@ -75,6 +80,28 @@ def break_down(part: Service) -> None:
     thread = running.get(timeout=WAIT_S)
     thread.join(WAIT_S)
     assert not thread.is_alive()
+
+
+def in_a_forked_child(body: Callable[[], object]) -> str:
+    """What `body` says there: `repr` of what it returns or raises. Empty when it took longer than WAIT_S."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads
+        child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(int(WAIT_S))
+        try:
+            said = repr(body())
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writing, said.encode()[:4096])
+        os._exit(0)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return said
 
 
 def runs(part: Service) -> bool:
@@ -173,6 +200,126 @@ def test_a_failed_thread_is_known_to_all_who_call(
         again.start()
     again.stop()
     part.stop()
+
+
+@pytest.mark.parametrize(("make", "calls"), CALLS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_forked_child_leaves_its_parents_part_alone(
+    make: Callable[[str], Service], calls: dict[str, Callable[[Service], object]], folder: str
+) -> None:
+    part = make(folder)
+    if not runs(part):
+        part.start()
+    files = sorted(os.listdir(folder.removeprefix("ipc://")))
+
+    def child() -> None:
+        for call in calls.values():
+            with pytest.raises(PartFailed, match="in a forked child, make another"):
+                call(part)
+        part.stop()
+        part.__exit__(None, None, None)
+
+    assert in_a_forked_child(child) == "None"
+    assert sorted(os.listdir(folder.removeprefix("ipc://"))) == files
+    part.raise_if_failed()
+    part.stop()
+
+
+def test_a_forked_child_takes_no_lock_that_its_parent_held(folder: str) -> None:
+    parts = [publisher(folder).start(), resolver(folder).start()]
+    with Dispatcher(config(folder, with_broker=True)) as dispatcher, parts[1]._lock, dispatcher._arrived:
+        waits: list[Callable[[], object]] = [parts[1].poll, parts[1].lost, dispatcher.poll, dispatcher.status]
+        for call in waits:
+            assert in_a_forked_child(call).startswith("PartFailed: this ")
+    for part in parts:
+        part.stop()
+
+
+def test_a_part_is_started_anew_in_a_forked_child(folder: str) -> None:
+    part = publisher(folder).start()
+    part.register(1)
+    before = part.epoch
+
+    def child() -> object:
+        with part:
+            part.register(2)
+            return part.epoch != before, part.failure
+
+    assert in_a_forked_child(child) == "(True, None)"
+    with broker(folder):
+        assert part.wait_ready(WAIT_S)
+    part.stop()
+    here = Dispatcher(config(folder, with_broker=True))
+    with here:
+        there = f"{folder}/child"
+
+        def dispatch() -> object:
+            object.__setattr__(here.controller.config, "bus", f"{there}-bus")
+            object.__setattr__(here.controller.config, "controller", f"{there}-c")
+            with here:
+                return here.status(WAIT_S).ranks
+
+        assert in_a_forked_child(dispatch) == "()"
+        assert here.status(WAIT_S).ranks == ()
+
+
+def test_clients_and_their_streams_in_a_forked_child(folder: str) -> None:
+    with Client(f"{folder}/c", connect_timeout_s=WAIT_S) as client:
+        stream = client.generate_tokens([1], leg="pair", model="m")
+
+        def child() -> object:
+            client.close()
+            stream.cancel()
+            return client.status()
+
+        assert in_a_forked_child(child).startswith("PartFailed: this client is the parent process's")
+        assert in_a_forked_child(lambda: stream.result).startswith("PartFailed: this client is the parent process's")
+        stream.cancel()
+        assert stream.result.finish == "cancelled"
+
+
+def test_an_asynchronous_client_in_a_forked_child(folder: str) -> None:
+    async def run() -> None:
+        async with AsyncClient(f"{folder}/c", connect_timeout_s=WAIT_S) as client:
+            stream = await client.generate_tokens([1], leg="pair", model="m")
+
+            async def close() -> object:
+                stream.cancel()
+                await client.close()
+                return client._closed
+
+            calls: list[Callable[[], Any]] = [client.status, stream.wait, close]
+            said = [in_a_forked_child(lambda call=call: asyncio.run(call())) for call in calls]
+            assert said[0].startswith("PartFailed: this client is the parent process's")
+            assert said[1].startswith("PartFailed: this client is the parent process's")
+            assert said[2] == "False"
+            stream.cancel()
+            assert (await stream.wait()).finish == "cancelled"
+
+    asyncio.run(run())
+
+
+def test_what_is_submitted_beside_a_close_ends_or_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client is closed at the worst moment: after it was found open, before the thread was told."""
+    part = channel(folder)
+    tell = part.loop.call_threadsafe
+    ends: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def later(function: Callable[[], None]) -> None:
+        if not closing:
+            closing.append(threading.Thread(target=part.stop))
+            closing[0].start()
+            closing[0].join(0.2)  # a stop that does not wait for this call is over by then
+        tell(function)
+
+    closing: list[threading.Thread] = []
+    monkeypatch.setattr(part.loop, "call_threadsafe", later)
+    part.begin(a_request(part), ends.put)
+    end = ends.get(timeout=WAIT_S)
+    assert isinstance(end, Result)
+    assert end.finish == "cancelled"
+    closing[0].join(WAIT_S)
+    with pytest.raises(RuntimeError, match="closed"):
+        part.begin(a_request(part), print)
 
 
 def test_who_waits_for_a_part_that_fails_wakes(folder: str) -> None:
