@@ -106,14 +106,16 @@ class Life:
 
     def submit(self, peer: Any, submit: Submit, frames: Sequence[Any], now: float, out: list[Action]) -> None:
         """Answered by Accepted (now, or when it leaves the queue) or by Failed."""
-        self._counts["submitted"] += 1
         live = self.requests.get(submit.rid)
+        mine = live is None or live.client == key_of(peer)
+        if live is not None and mine and submit.attempt <= live.attempt and same_request(live.submit, submit):
+            self._reattach(live, peer, out)
+            return
+        self._counts["submitted"] += 1
+        promised = self._slo_classes is not None and submit.leg != "decode" and not submit.offset
         try:
-            if live is not None and live.client != key_of(peer):
+            if live is not None and (not mine or submit.attempt <= live.attempt):
                 raise Refusal("duplicate_rid", "the rid belongs to another live request")
-            if live is not None and submit.attempt <= live.attempt:
-                self._reattach(live, peer, submit, out)
-                return
             if self._slo_classes is not None:
                 submit = self._slo_classes.settle(submit, key_of(peer))
             request = request_of(peer, submit, frames, now)
@@ -121,12 +123,14 @@ class Life:
         except Refusal as refusal:
             about = {"rid": submit.rid, "attempt": submit.attempt, "room": submit.bootstrap_room}
             self._answer_failed(peer, submit.rid, submit.attempt, about, refusal.code, refusal.sentence, out)
+            if promised:
+                self._no_first_token(refusal.code)
             return
         if live is not None:
             self._supersede(live, peer, now, out)
         if submit.trace is not None and self.spans:
             request.trace = child_of(submit.trace, f"{submit.rid}/{submit.attempt}")
-        if self._slo_classes is not None and submit.leg != "decode" and not submit.offset:
+        if promised:
             request.first_due = now + (submit.ttft_slo_s or self._config.ttft_slo_s)
         if submit.avoid:
             request.avoid = self._attempts.known(submit.avoid)
@@ -258,9 +262,7 @@ class Life:
 
     # --- inside: begin ----------------------------------------------------------------------------------------
 
-    def _reattach(self, live: Request, peer: Any, submit: Submit, out: list[Action]) -> None:
-        if not same_request(live.submit, submit):
-            raise Refusal("duplicate_rid", "the rid belongs to another live request")
+    def _reattach(self, live: Request, peer: Any, out: list[Action]) -> None:
         self._counts["reattached"] += 1
         self.table.move(live, peer)
         self._accept(live, out)  # without ranks if it waits: it is known, so that its client does not take us for dead
@@ -401,11 +403,17 @@ class Life:
         self, request: Request, now: float, code: Code, why: str, out: list[Action], *, failed: bool = False
     ) -> None:
         """It is over: all that stays is its story."""
+        if request.first_due != inf:
+            self._no_first_token(code)
         self.table.remove(request, failed=failed)
         story = story_of(request, now, code, why)
         self.table.memory.add(story)
         if self.spans and request.trace is not None:
             out.append(Over(story))
+
+    def _no_first_token(self, code: Code) -> None:
+        """It ended with `code` before it had one, though it was to have one in time."""
+        self._counts["ttft_slo_missed" if code in BROKEN or code in BUSY else "ttft_slo_exempt"] += 1
 
     def _answer_failed(
         self, peer: Any, rid: Rid, attempt: int, about: dict[str, Any], code: Code, sentence: str, out: list[Action]

@@ -149,6 +149,8 @@ def request_of(peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> 
     size = len(frames[0])
     if size != 4 * submit.prompt_tokens:
         raise Refusal("bad_request", f"{size} bytes of prompt are not {submit.prompt_tokens} tokens of 4 bytes")
+    if len(submit.block_hashes) * (submit.block_tokens or 1) > 8 * submit.prompt_tokens:
+        raise Refusal("bad_request", "there are more block_hashes than full blocks in the prompt")
     room = submit.bootstrap_room
     places: tuple[tuple[int, Role], ...] = ()
     if room is not None and not 0 <= room <= MAX_ROOM:

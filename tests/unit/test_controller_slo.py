@@ -347,3 +347,40 @@ def test_the_order_of_arrival_is_as_it_was() -> None:
     for number in range(20):
         world.submit(submit(f"r{number}", "pair", 4000 - number))
     assert [each.rid for each in world.sent(Dispatch, P)] == [f"r{number}" for number in range(20)]
+
+
+def test_each_request_with_an_slo_for_its_first_token_is_kept_missed_or_exempt_once() -> None:
+    world = SloWorld(ttft_slo_s=2.0, shed="hopeless", queue_requests=2)
+    counts = world.core.counts
+
+    def slos() -> tuple[int, int, int]:
+        return counts["ttft_slo_kept"], counts["ttft_slo_missed"], counts["ttft_slo_exempt"]
+
+    world.ask("a", 500)
+    (leg,) = world.dispatches(D)
+    world.progress(D, started=[leg])
+    world.progress(D, ended=[leg])
+    assert slos() == (1, 0, 0)
+    world.say(P, 500)
+    world.ask("shed at once", 2500)
+    assert slos() == (1, 1, 0)
+    world.ask("cancelled", 100)
+    world.feed(FromClient("client", Cancel("cancelled")))
+    assert slos() == (1, 1, 1)
+    world.ask("nonsense", 100, bootstrap_room=-1)
+    world.ask("too long", 10**6)
+    assert slos() == (1, 1, 3)
+    world.ask("late", 100, deadline_s=0.1)
+    world.pass_time(0.2, alive=(P, D))
+    assert slos() == (1, 2, 3)
+    for rid in ("x", "y", "no room"):
+        world.ask(rid, 100)
+    assert slos() == (1, 3, 3)
+    world.ask("y", 100, attempt=2)
+    assert slos() == (1, 3, 4)
+    world.submit(submit("lone", "decode", 100, disagg_prefill_dp_rank=0))  # has none
+    world.ask("resumed", 100, offset=3)  # likewise
+    for action in world.core.shutdown(world.now):
+        assert action
+    assert slos() == (1, 5, 4)
+    assert counts["submitted"] == counts["done"] + counts["failed"] + counts["superseded"]

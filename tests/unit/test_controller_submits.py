@@ -124,6 +124,29 @@ class TestPair:
         world.assert_empty()
 
 
+class TestRepeats:
+    def test_what_waits_and_is_submitted_again_counts_once(self) -> None:
+        world = unified(hello("u", max_running=1), request_overcommit=1.0)
+        for rid in ("runs", "waits"):
+            for _ in range(4):
+                world.submit(submit(rid))
+        world.submit(submit("waits", max_tokens=7))  # another request under its rid
+        counts = world.core.counts
+        assert (counts["submitted"], counts["reattached"], counts["failed_duplicate_rid"]) == (3, 6, 1)
+
+
+def test_hashes_that_its_prompt_has_not_are_refused_before_anything_looks_at_them() -> None:
+    world = unified(unified_method="cache_aware")
+    for size, tokens, count in ((16, 40, 2), (1, 3, 3)):
+        world.submit(submit(f"fits-{size}", prompt_tokens=tokens, block_tokens=size, block_hashes=bytes(8 * count)))
+        for more in (1, 60_000):
+            hashes = bytes(8 * (count + more))
+            world.submit(submit(f"more-{size}", prompt_tokens=tokens, block_tokens=size, block_hashes=hashes))
+    world.submit(submit("none", prompt_tokens=1, block_hashes=bytes(16)))
+    assert [each.code for each in world.answers(Failed)] == ["bad_request"] * 5
+    assert [each.rid for each in world.answers(Accepted)] == ["fits-16", "fits-1"]
+
+
 class TestLoneLegs:
     def test_prefill(self) -> None:
         world = pd()
