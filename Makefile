@@ -18,7 +18,7 @@ MINUTES ?= 10
 COUNT ?= 96
 OUT ?= out
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-http mutate soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-http mutate soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -33,7 +33,7 @@ $(SETUP): pyproject.toml constraints.txt
 	@if [ "$$(uname -s)" = Linux ] && ! $(PIP) --no-deps '$(TORCH)+cpu' 2>$(VENV)/torch.log; then \
 		! grep -q "from versions: none" $(VENV)/torch.log \
 			|| { cat $(VENV)/torch.log >&2; echo "pip reaches no index that has torch (why stands above)" >&2; exit 1; }; \
-		grep -q "No matching distribution" $(VENV)/torch.log || { cat $(VENV)/torch.log >&2; exit 1; }; \
+		grep -qE "No matching distribution|ResolutionImpossible" $(VENV)/torch.log || { cat $(VENV)/torch.log >&2; exit 1; }; \
 		echo "==> pip's index offers no CPU-only build ($(TORCH)+cpu), and the usual one brings about 3 GB of CUDA" \
 			"packages that nothing here uses; to avoid them point PIP_INDEX_URL or PIP_EXTRA_INDEX_URL at one that does"; \
 	fi
@@ -56,6 +56,12 @@ endif
 test: setup check-torch ## Run the tests (they mostly wait: five at a time, each through files in a row)
 	@echo "==> pytest"
 	@$(BIN)/python -m pytest -q -n 5 --dist worksteal --ignore tests/hostile --ignore tests/hosts
+
+test-pythons: ## All of that with each Python from 3.11 to 3.14 that is here (the first time each installs everything)
+	@$(PYTHON) tests/support/pythons.py | while read -r version python; do \
+		echo "==> Python $$version"; \
+		$(MAKE) --no-print-directory test VENV=.venv-$$version PYTHON=$$python </dev/null || exit; \
+	done
 
 test-hostile: setup ## The attacks in short (a minute; hostile has them in full)
 	@echo "==> pytest tests/hostile"

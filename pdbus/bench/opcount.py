@@ -31,35 +31,68 @@ class Count:
 def count(function: Callable[[], object]) -> Count:
     """What one call of `function` takes, once it has been called before (caches filled, code specialised)."""
     function()
-    instructions = c_calls = 0
-
-    def on_opcode(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal instructions
-        if event == "opcode":
-            instructions += 1
-        return on_opcode
-
-    def on_call(frame: FrameType, event: str, argument: Any) -> Any:
-        frame.f_trace_opcodes = True
-        frame.f_trace_lines = False
-        return on_opcode
+    c_calls = 0
 
     def on_profile(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal c_calls
         c_calls += event == "c_call"
 
-    tracer, profiler = sys.gettrace(), sys.getprofile()
+    profiler = sys.getprofile()
     with _quiet():
+        instructions = _opcodes(function)
         try:
-            sys.settrace(on_call)
-            function()
-            sys.settrace(None)
             sys.setprofile(on_profile)
             function()
         finally:
-            sys.settrace(tracer)
             sys.setprofile(profiler)
     return Count(instructions, c_calls - 1)  # the last is sys.setprofile itself
+
+
+if sys.version_info >= (3, 12):  # tracers hear of a part of them there; PEP 669 tells of all
+
+    def _opcodes(function: Callable[[], object]) -> int:
+        monitoring, taken = sys.monitoring, 0
+
+        def on_instruction(code: object, offset: int) -> None:
+            nonlocal taken
+            taken += 1
+
+        tool = next(number for number in range(6) if monitoring.get_tool(number) is None)
+        event = monitoring.events.INSTRUCTION
+        monitoring.use_tool_id(tool, __name__)
+        try:
+            monitoring.register_callback(tool, event, on_instruction)
+            monitoring.set_events(tool, event)
+            function()
+        finally:
+            monitoring.set_events(tool, 0)
+            monitoring.register_callback(tool, event, None)
+            monitoring.free_tool_id(tool)
+        return taken
+
+else:
+
+    def _opcodes(function: Callable[[], object]) -> int:
+        taken = 0
+
+        def on_opcode(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal taken
+            if event == "opcode":
+                taken += 1
+            return on_opcode
+
+        def on_call(frame: FrameType, event: str, argument: Any) -> Any:
+            frame.f_trace_opcodes = True
+            frame.f_trace_lines = False
+            return on_opcode
+
+        tracer = sys.gettrace()
+        try:
+            sys.settrace(on_call)
+            function()
+        finally:
+            sys.settrace(tracer)
+        return taken
 
 
 PERF_EVENT_OPEN = {"x86_64": 298, "aarch64": 241}  # perf_event_open(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -27,6 +28,9 @@ class Machines:
 
     def __enter__(self) -> Machines:
         self._directory = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # short, for Ray's sockets
+        (self._directory / "ray").mkdir()  # Ray writes its address there, and expects RAY_TMPDIR/ray to exist
+        self._before = os.environ.get("RAY_TMPDIR")
+        os.environ["RAY_TMPDIR"] = str(self._directory)
         head = {
             "num_cpus": 4,
             "_system_config": DETECTION,
@@ -41,6 +45,9 @@ class Machines:
 
     def __exit__(self, *_: object) -> None:
         self._cluster.shutdown()
+        os.environ.pop("RAY_TMPDIR")
+        if self._before is not None:
+            os.environ["RAY_TMPDIR"] = self._before
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def add(self, ip: str, **resources: int) -> Any:

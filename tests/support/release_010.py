@@ -10,10 +10,12 @@ import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from engine_venv import cache_root
 
 ROOT = Path(__file__).parents[2]
+FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # not before 3.11.4
 
 
 def commit() -> str:
@@ -40,7 +42,7 @@ def _build(of: str, place: Path) -> None:
     archive = subprocess.run(["git", "-C", ROOT, "archive", of], check=True, capture_output=True).stdout
     with tempfile.TemporaryDirectory(prefix="pd") as made:
         with tarfile.open(fileobj=io.BytesIO(archive)) as sources:
-            sources.extractall(made, filter="data")
+            sources.extractall(made, **FILTER)
         pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
         subprocess.run([*pip, "--wheel-dir", f"{made}/wheel", made], check=True, stdout=sys.stderr)
         (wheel,) = Path(made, "wheel").glob("pdbus-0.1.0-*.whl")

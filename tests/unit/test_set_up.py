@@ -54,6 +54,13 @@ def test_an_index_without_it_is_said_in_one_line_and_the_usual_build_is_taken(tm
 
 
 @linux
+def test_a_user_with_constraints_of_their_own_is_refused_the_cpu_build_in_other_words(tmp_path: Path) -> None:
+    done, calls = make_setup(tmp_path, "ResolutionImpossible: for help visit https://pip.pypa.io")
+    assert done.returncode == 0, done.stderr
+    assert "-c constraints.txt -e .[torch," in calls[1]
+
+
+@linux
 def test_another_failure_of_pip_is_shown_and_ends_the_set_up(tmp_path: Path) -> None:
     done, calls = make_setup(tmp_path, "No space left on device")
     assert done.returncode != 0
@@ -74,6 +81,8 @@ def test_an_index_out_of_reach_is_not_taken_for_one_without_the_cpu_build(tmp_pa
 def install(site: Path, name: str, version: str, size: int) -> None:
     info = site / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
+    (site / name).mkdir()
+    (site / name / "library.so").touch()  # importlib.metadata lists only what is there, from 3.13 on
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (info / "RECORD").write_text(f"{name}/library.so,,{size}\n{info.name}/METADATA,,100\n")
 

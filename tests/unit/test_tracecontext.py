@@ -95,4 +95,4 @@ def test_a_memory_finds_requests_by_the_beginning_of_their_names() -> None:
     assert memory.named("r-", 9) == ["r-1", names[4], names[2]], "the newest first, each once"
     assert memory.named("r-", 2) == ["r-1", names[4]]
     assert memory.named("none", 9) == []
-    assert not any(gc.is_tracked(each) for each in gc.get_referents(memory._kept)), "nothing for the collector to visit"
+    assert not any(gc.is_tracked(each) for each in memory._kept), "nothing for the collector to visit"
