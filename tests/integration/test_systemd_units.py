@@ -27,7 +27,8 @@ from nodes.own.engines.sim import sim_generate
 from pdbus.client import Client
 
 HERE = Path(__file__).parents[2] / "examples" / "systemd"
-UNITS = ("pdbus-broker", "pdbus-controller", "pdbus-prefill@0", "pdbus-decode@0", "pdbus-edge")
+UNITS = ("pdbus-broker", "pdbus-controller@0", "pdbus-prefill@0", "pdbus-decode@0", "pdbus-edge@edge")
+MORE = ("pdbus-controller@1", "pdbus-prefill2@0")
 ANALYZE = shutil.which("systemd-analyze")
 EXPOSURE_MAX = 2.0  # of 10, by systemd-analyze security
 
@@ -45,33 +46,38 @@ class Machine:
             "%t": f"{place}/run",
             "%C": f"{place}/cache",
         }
-        (place / "etc").mkdir()
+        self._units = place / "units"
 
     def set_up(self) -> None:
-        """What the page says, but for what asks the running systemd."""
+        """What the page says, but for what asks the running systemd; its addresses become this machine's."""
         (self.place / "examples").symlink_to(HERE.parent)
-        (self.place / "units").mkdir()
+        self._units.mkdir()
         (keys,) = blocks("Keys")
-        (copies,) = blocks("systemd")
-        for line in (*keys, *copies):
+        first, more = blocks("systemd")
+        for line in (*keys, *first, *more):
             if not line.startswith("systemctl"):
-                line = line.replace("/etc/systemd/system/", f"{self.place}/units/")
+                line = line.replace("/etc/systemd/system/", f"{self._units}/")
                 run(line.replace("/etc/pdbus", f"{self.place}/etc"), self.place)
-        assert copies[-1] == f"systemctl enable --now {' '.join(UNITS)}"
-        said = self.place / "etc" / "pdbus.toml"
-        said.write_text(re.sub(r"10\.0\.0\.[12]|0\.0\.0\.0", self.host, said.read_text(encoding="utf-8")))
+        assert first[-1] == f"systemctl enable --now {' '.join(UNITS)}"
+        assert more[-1] == f"systemctl enable --now {' '.join(MORE)}"
+        both = f'[node]\ncontroller = ["{self.controller(0)}", "{self.controller(1)}"]'
+        for said in (self.place / "etc").glob("*.*"):
+            text = re.sub(r"10\.0\.0\.[12]|0\.0\.0\.0", self.host, said.read_text(encoding="utf-8"))
+            said.write_text(text.replace("[node]", both), encoding="utf-8")
+
+    def controller(self, number: int) -> str:
+        return f"tcp://{self.host}:{5560 + 10 * number}#controller-{number}"
 
     def unit(self, name: str) -> dict[str, list[str]]:
         """Its settings and those of the common drop-in, after which they are read."""
         stem, at, index = name.partition("@")
         merged: dict[str, list[str]] = defaultdict(list)
-        for path in (HERE / f"{stem}{at}.service", HERE / "pdbus-.service.d" / "common.conf"):
+        for path in (self._units / f"{stem}{at}.service", self._units / "pdbus-.service.d" / "common.conf"):
             for line in path.read_text(encoding="utf-8").splitlines():
                 key, is_set, value = line.partition("=")
                 if is_set and not line.startswith("#"):
-                    for written, meant in (
-                        self._paths | {"%d": f"{self.place}/credentials/{name}", "%N": name, "%i": index}
-                    ).items():
+                    named = {"%d": f"{self.place}/credentials/{name}", "%N": name, "%i": index}
+                    for written, meant in (self._paths | named | {"%j": stem.rpartition("-")[2]}).items():
                         value = value.replace(written, meant)
                     merged[key].append(value)
         return merged
@@ -80,6 +86,9 @@ class Machine:
         """What is to be done before it, then its command."""
         unit = self.unit(name)
         env = dict(each.split("=", 1) for line in unit["Environment"] for each in line.split())
+        for file in unit["EnvironmentFile"]:
+            if (path := Path(file.removeprefix("-"))).exists():
+                env |= dict(line.split("=", 1) for line in path.read_text(encoding="utf-8").splitlines())
         (self.place / "run" / name).mkdir(mode=0o700, parents=True)
         (credential,) = unit["LoadCredential"]
         (self.place / "credentials" / name).mkdir(parents=True)
@@ -87,7 +96,7 @@ class Machine:
         for line in unit["ExecStartPre"]:
             subprocess.run(shlex.split(line), check=True, env=os.environ | env)
         (line,) = unit["ExecStart"]
-        more = ("--engine", "sim", "--model", "sim") if "@" in name else ()
+        more = ("--engine", "sim", "--model", "sim") if "nodes." in line else ()
         return PartProcess([*shlex.split(line), *more], self.place / f"{name}.log", env)
 
 
@@ -99,12 +108,12 @@ def machine() -> Iterator[Machine]:
 
 @pytest.mark.skipif(ANALYZE is None, reason="no systemd-analyze (Debian package systemd)")
 def test_systemd_understands_them_and_calls_them_safe(machine: Machine) -> None:
+    machine.set_up()
     units = machine.place / "units"
-    shutil.copytree(HERE, units)
     for path in units.glob("*.service"):
         path.write_text(path.read_text().replace("/opt/pdbus/bin", str(Path(sys.executable).parent)))
     env = os.environ | {"SYSTEMD_UNIT_PATH": f"{units}:"}
-    for name in UNITS:
+    for name in (*UNITS, *MORE):
         for check in (["verify", "--man=no"], ["security", "--offline=true", f"--threshold={EXPOSURE_MAX * 10:.0f}"]):
             done = subprocess.run(
                 [str(ANALYZE), *check, f"{name}.service"], capture_output=True, text=True, env=env, timeout=WAIT_S
@@ -114,8 +123,10 @@ def test_systemd_understands_them_and_calls_them_safe(machine: Machine) -> None:
 
 
 def test_what_is_not_started_again_is_what_the_exit_codes_say(machine: Machine) -> None:
-    for name in UNITS:
+    machine.set_up()
+    for name in (*UNITS, *MORE):
         unit = machine.unit(name)
+        assert unit["ExecReload"] == ["/bin/kill -HUP $MAINPID"]
         assert unit["Restart"] == ["on-failure"]
         assert unit["RestartPreventExitStatus"] == [f"{EXIT_CONFIG} {EXIT_START}"]
         assert int(unit["TimeoutStopSec"][0]) > NodeConfig.drain_s + STREAM_GRACE_S
@@ -126,14 +137,14 @@ def test_their_command_lines_serve_with_keys_and_leave_with_0(machine: Machine) 
     machine.set_up()
     running: list[PartProcess] = []
     try:
-        for name in UNITS:
+        for name in (*UNITS, *MORE):
             running.append(machine.start(name))
         for process in running:
             process.until_ready()
-        with Client(
-            f"tcp://{machine.host}:5560#controller-0", keys=str(machine.place / "etc" / "keys")
-        ) as client:  # as the operator
-            assert client.generate_tokens([5, 6, 7], max_tokens=4).tokens() == sim_generate([5, 6, 7], 4)
+        for number in range(2):
+            with Client(machine.controller(number), keys=str(machine.place / "etc" / "keys")) as client:  # the operator
+                assert client.generate_tokens([5, 6, 7], max_tokens=4).tokens() == sim_generate([5, 6, 7], 4)
+                assert {rank.instance for rank in client.status().ranks} == {"prefill", "prefill2", "decode"}
         wait(lambda: ready(f"http://{machine.host}:8000/ready"))
         for process in reversed(running):
             process.stop()

@@ -75,6 +75,14 @@ def test_a_pod_may_take_as_long_as_its_drain(overlay: str) -> None:
 
 
 @every
+def test_a_controller_goes_when_the_edge_of_the_one_before_is_back(overlay: str) -> None:
+    """That edge drains, leaves and starts meanwhile; the other one, by the controller whose turn is next, serves."""
+    parts = workloads(overlay)
+    leaves_s = parts["edge"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert parts["controller"]["spec"]["minReadySeconds"] >= leaves_s + 45
+
+
+@every
 def test_what_names_others_names_what_is_there(overlay: str) -> None:
     """Services, controllers by number, an edge for each, and no more pods than ranks."""
     parts, said = workloads(overlay), tomllib.loads(settings(overlay))
