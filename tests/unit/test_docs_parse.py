@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,14 @@ from docs_commands import ROOT, Block, blocks, commands, complaints, pages, shel
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_of_the_page_is_one(page: Path) -> None:
     assert not [complaint for block in blocks(page) for complaint in complaints(block)]
+
+
+@pytest.mark.parametrize(
+    "path", [*pages(), ROOT / "CHANGELOG.md", *sorted((ROOT / "examples").rglob("*.py"))], ids=lambda path: path.name
+)
+def test_nothing_is_installed_by_a_name_that_no_index_has(path: Path) -> None:
+    """Whoever registers it there would have their code run by whoever follows the page."""
+    assert not re.findall(r"pip3? install[^\n]*[ `'\"]pdbus(?![-\w])", path.read_text(encoding="utf-8"))
 
 
 def test_the_pages_have_commands() -> None:
