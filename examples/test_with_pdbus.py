@@ -1,4 +1,4 @@
-"""How to test an engine against a live cluster: pdbus, once installed, brings the fixture `pdbus_cluster` into pytest."""
+"""How to test an engine against a live cluster: pdbus brings the fixture `pdbus_cluster` into pytest."""
 
 import pytest
 

@@ -11,7 +11,11 @@ test asks for the fixture.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Generator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
     from pdbus.launcher import Cluster
 
 _CLUSTERS = pytest.StashKey[list[Any]]()
+_NOTES = pytest.StashKey[Path]()  # a folder of files: which clusters' directories a worker of xdist made
+_SHOWN = 4000  # characters of each log
 
 
 @pytest.fixture
@@ -28,21 +34,28 @@ def pdbus_cluster(request: pytest.FixtureRequest) -> Generator[Callable[..., Clu
     socket file survives; if the test failed, the parts' logs are in its report."""
     from pdbus.launcher import Cluster, ClusterSpec
 
-    running: list[tuple[Cluster, str]] = []
-    request.node.stash[_CLUSTERS] = running
+    clusters: list[Cluster] = []
+    directories: list[Path] = []
+    request.node.stash[_CLUSTERS] = clusters
+    worker: dict[str, str] = getattr(request.config, "workerinput", {})
 
     def start(**spec: Any) -> Cluster:
-        cluster = Cluster(ClusterSpec(**{"engine": "sim", "model": "sim"} | spec)).start()
-        running.append((cluster, str(cluster.directory)))
+        cluster = Cluster(ClusterSpec(**{"engine": "sim", "model": "sim"} | spec))
+        clusters.append(cluster)
+        stopping.push(cluster)
+        cluster.start()
+        directories.append(cluster.directory)
+        if "pdbus_notes" in worker:
+            with Path(worker["pdbus_notes"], worker["workerid"]).open("a", encoding="utf-8") as file:
+                file.write(f"{cluster.directory}\n")
         return cluster
 
-    yield start
-    for cluster, directory in reversed(running):
-        processes = [child.process for child in cluster.started]
-        cluster.stop()
-        alive = [process.pid for process in processes if process.returncode is None]
-        assert not alive, f"processes {alive} outlived their cluster"
-        assert not cluster.leftovers, f"sockets were left in {directory}: {', '.join(cluster.leftovers)}"
+    with ExitStack() as stopping:  # all of them, whatever one raises
+        yield start
+    alive = [child.pid for cluster in clusters for child in cluster.started if child.returncode is None]
+    assert not alive, f"processes {alive} outlived their cluster"
+    left = [socket for cluster in clusters for socket in cluster.leftovers]
+    assert not left, f"sockets were left in {', '.join(map(str, directories))}: {', '.join(left)}"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -50,8 +63,38 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     """Add the end of each part's log to the report of a test that failed."""
     report = yield
     if report.failed:
-        for cluster, _ in item.stash.get(_CLUSTERS, []):
+        for cluster in item.stash.get(_CLUSTERS, []):
             logs = cluster.logs or {name: child.tail() for name, child in cluster.children.items()}
             for name, log in logs.items():
-                report.sections.append((f"log of {name}", log[-4000:]))
+                report.sections.append((f"log of {name}", log[-_SHOWN:]))
     return report
+
+
+# --- under pytest-xdist: what a worker that crashes can no longer show and remove -------------------------------------
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Have a worker note the directories of its clusters."""
+    notes = node.config.stash.setdefault(_NOTES, None) or Path(tempfile.mkdtemp(prefix="pdbus-xdist-"))
+    node.config.stash[_NOTES] = notes
+    node.workerinput["pdbus_notes"] = str(notes)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport, sched: Any) -> None:
+    """Add the logs that the worker's last test left, and remove their directories."""
+    worker: Any = report.node
+    notes = worker.config.stash.get(_NOTES, None)
+    if notes is None or not (noted := notes / worker.gateway.id).exists():
+        return
+    for directory in map(Path, noted.read_text(encoding="utf-8").split()):
+        for log in sorted(directory.glob("*.log")):
+            report.sections.append((f"log of {log.stem}", log.read_text("utf-8", "replace")[-_SHOWN:]))
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    notes = config.stash.get(_NOTES, None)
+    if notes is not None:
+        shutil.rmtree(notes, ignore_errors=True)

@@ -26,7 +26,6 @@ class Child:
         self.spec = spec
         self.log = log
         self.facts: dict[str, str] = {}  # of its READY line
-        self.killed = False  # by us, without a chance to tidy up
         self.silent = False  # it has closed its stdout
         self.unlogged = ""  # why it has no log
         with log.open("ab") as stderr:
@@ -65,6 +64,11 @@ class Child:
         """The exit code once it is reaped (negative: of a signal); None while it lives."""
         return self.process.poll()
 
+    @property
+    def killed(self) -> bool:
+        """Whether a signal ended it, whoever sent that: it had no chance to tidy up."""
+        return (self.returncode or 0) < 0
+
     def read(self) -> bool:
         """Take in stdout, without waiting; whether more may come. Sets `facts` at the READY line."""
         try:
@@ -82,7 +86,6 @@ class Child:
     def send(self, number: int) -> None:
         """Signal it if it lives."""
         if self.returncode is None:
-            self.killed |= number == signal.SIGKILL
             self.process.send_signal(number)
 
     def wait(self, timeout_s: float) -> bool:
