@@ -41,6 +41,8 @@ BACKOFF_S = 0.1
 BACKOFF_MAX_S = 2.0
 MAX_ATTEMPT = 1_000_000  # of the protocol, as
 MAX_AVOID = 16  # ranks
+USED_S = 60.0  # after its end a rid that is used again begins with another attempt, so that what is heard late is older
+MAX_USED = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class ClientCore:
         self._rng = rng
         self._requests: dict[str, Request] = {}
         self._places: dict[Place, Request] = {}  # where each is submitted
+        self._used: dict[str, tuple[int, float]] = {}  # rids of late: the last attempt, and when it ended
         self._silent: dict[MemberKey, float] = {}  # ranks whose streams fell silent: until when others are asked for
 
     def __len__(self) -> int:
@@ -85,7 +88,10 @@ class ClientCore:
         request.began_at = now
         if deadline_s := request.main.deadline_s:
             request.deadline_at = now + deadline_s
-        return self._submit(request, 1, now)
+        used = self._used.pop(request.rid, None)
+        if used is not None and used[0] < MAX_ATTEMPT and now - used[1] < USED_S:
+            request.first = used[0] + 1
+        return self._submit(request, request.first, now)
 
     def received(self, peer: str, message: Message, now: float) -> list[Action]:
         """`message` came from the controller or node at `peer`; what comes too late means nothing."""
@@ -120,11 +126,13 @@ class ClientCore:
     # --- inside: of one request ---------------------------------------------------------------------------------
 
     def _accepted(self, request: Request, place: Place, message: Accepted, now: float) -> list[Action]:
-        attempt = request.submits[place].attempt
-        if message.attempt < attempt:
+        attempt = message.attempt
+        if attempt < request.submits[place].attempt:
             return []
-        said_again = message.attempt == attempt and request.submit_states[place] is not SubmitState.ASKED
-        request.number(place, message.attempt)
+        said_again = attempt == request.submits[place].attempt and (
+            request.submit_states[place] is not SubmitState.ASKED
+        )
+        request.number(place, attempt)
         if message.prefill is None and message.decode is None:
             request.move_at(place, Event.QUEUED)
             request.asked_at[place] = now
@@ -133,6 +141,9 @@ class ClientCore:
         request.prefill = message.prefill or request.prefill
         if message.rid != request.rid or said_again or not request.takes(Event.ACCEPTED):
             return []
+        if len(request.ids) > request.offset and (attempt, message.decode) != (request.attached, request.decode):
+            # it was begun again from its beginning, for all that its controller knew, and may be another answer
+            return self._retry(request, "peer_lost", "the answer was begun again elsewhere", 0.0, now)
         request.move(Event.ACCEPTED)
         request.heard_at = now
         return self._attach(request, message.decode) if message.decode is not None else []
@@ -201,6 +212,7 @@ class ClientCore:
 
     def _submit(self, request: Request, attempt: int, now: float) -> list[Action]:
         request.move(Event.SUBMIT)
+        request.offset = len(request.ids)
         for place in request.submits:
             request.number(place, attempt)
         return [self._ask(request, place, now) for place in request.submits]
@@ -303,11 +315,14 @@ class ClientCore:
         del self._requests[request.rid]
         for place in request.submits:
             del self._places[place]
+        self._used[request.rid] = request.attempt, now
+        if len(self._used) > MAX_USED:
+            del self._used[next(iter(self._used))]
         result = Result(
             rid=request.rid,
             finish=finish,
             ids=tuple(request.ids),
-            attempts=request.attempt,
+            attempts=request.attempt - request.first + 1,
             bootstrap_room=request.main.bootstrap_room,
             prefill=request.prefill,
             decode=request.decode,

@@ -33,7 +33,7 @@ class Result(Struct, frozen=True, gc=False):
     rid: str  # the request's id
     finish: FinishReason  # stop, length, cancelled or failed
     ids: tuple[int, ...]
-    attempts: int  # the number of the last attempt: 1 when nothing went wrong
+    attempts: int  # how many: 1 when nothing went wrong
     bootstrap_room: int | None  # None of a unified request
     prefill: Location | None  # of the rank that computed the prompt's KV cache; None without
     decode: Location | None  # of the rank that streamed (unified included)

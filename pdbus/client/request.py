@@ -80,9 +80,9 @@ class Request:
 
     __slots__ = (
         "asked_again", "asked_at", "attached", "began_at", "cached_tokens", "deadline_at", "decode", "doubt", "due_at",
-        "endpoint", "first_token_at", "found_by", "gap_at", "heard_at", "ids", "logprobs", "max_tokens", "params",
-        "prefill", "prompt", "resend_at", "resend_s", "retries", "rid", "state", "stop_ids", "submit_states", "submits",
-        "wants_logprobs",
+        "endpoint", "first", "first_token_at", "found_by", "gap_at", "heard_at", "ids", "logprobs", "max_tokens",
+        "offset", "params", "prefill", "prompt", "resend_at", "resend_s", "retries", "rid", "state", "stop_ids",
+        "submit_states", "submits", "wants_logprobs",
     )  # fmt: skip
 
     def __init__(
@@ -104,6 +104,8 @@ class Request:
         self.resend_s = 0.0
         self.ids: list[int] = []  # the output so far
         self.logprobs: list[TokenLogprobs] = []  # of each of `ids`, where they are wanted
+        self.offset = 0  # how many of them the run goes on from that was asked for last
+        self.first = 1  # attempt
         self.began_at = 0.0
         self.deadline_at: float | None = None
         self.first_token_at: float | None = None

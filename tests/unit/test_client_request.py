@@ -25,7 +25,7 @@ from bus.wire.messages import (
     TokenLogprobs,
     Tokens,
 )
-from pdbus.client.core import AVOID_S, SILENCE_S, VERDICT_S, ClientCore, Patience
+from pdbus.client.core import AVOID_S, SILENCE_S, USED_S, VERDICT_S, ClientCore, Patience
 from pdbus.client.options import Options, Where, make_request
 from pdbus.client.output import Deliver, Ended, Result
 from pdbus.client.request import NEXT, SUBMIT_NEXT, Event, State
@@ -218,6 +218,71 @@ def test_a_failed_stream_leaves_the_controller_the_first_word() -> None:
     # and if the controller says nothing, the client acts
     d.tokens(0, finish="failed", code="fenced", attempt=2, peer=RANK_1.endpoint)
     assert submit_in(d.wait(VERDICT_S + 0.5)).attempt == 3
+
+
+def test_a_run_that_does_not_continue_the_output_is_not_read() -> None:
+    """M86: its controller did not hear of the first tokens and has begun anew, and two runs may differ."""
+    d = Driver()
+    d.accept()
+    d.tokens(0, 10, 11)
+    assert d.accept(2, RANK_1) == [Detach("r", 1), Cancel("r")]
+    d.tokens(2, 99, attempt=2, peer=RANK_1.endpoint)
+    submit = submit_in(d.wait(0.5))
+    assert (submit.attempt, submit.offset, submit.max_tokens) == (3, 2, 2)
+    assert d.accept(3, RANK_1) == [Attach("r", 3, 2, True)]
+    d.tokens(2, 12, 13, finish="length", attempt=3, peer=RANK_1.endpoint)
+    assert d.result is not None
+    assert (d.result.ids, d.result.finish, d.result.attempts) == ((10, 11, 12, 13), "length", 3)
+
+
+def test_one_that_waits_first_is_not_read_either() -> None:
+    """M86"""
+    d = Driver()
+    d.accept()
+    d.tokens(0, 10)
+    d.receive(Accepted("r", 2, 9, None, None))
+    d.tokens(1, 11)  # the first still streams
+    assert d.accept(2, RANK_1) == [Detach("r", 1), Cancel("r")]
+    assert d.ids == [10, 11]
+
+
+def test_a_run_that_is_told_of_again_is_read_on() -> None:
+    d = Driver()
+    d.accept()
+    d.tokens(0, 10)
+    d.receive(Accepted("r", 1, 9, None, None))
+    assert d.accept() == [Attach("r", 1, 1, True)]
+    d.tokens(1, 11, 12, 13, finish="length")
+    assert d.ids == [10, 11, 12, 13]
+
+
+def test_an_output_that_is_whole_needs_no_other_run() -> None:
+    d = Driver(stop_token_ids=[11])
+    d.accept()
+    d.tokens(0, 10, 11)
+    d.accept(2, RANK_1)
+    assert d.result is not None
+    assert (d.result.ids, d.result.finish) == ((10, 11), "stop")
+
+
+def test_a_rid_used_again_begins_with_another_attempt_so_that_nothing_of_the_first_is_taken_for_its_own() -> None:
+    d = Driver()
+    d.accept()
+    d.take(d.core.cancel("r", d.now))
+    again = make_request([7], Options(rid="r", max_tokens=4, bootstrap_room=8), ONE, random.Random(3))
+    d.result = None
+    assert submit_in(d.take(d.core.begin(again, d.now))).attempt == 2
+    d.receive(Failed("r", 1, "cancelled", "", False))
+    d.receive(Done("r", 1, ()))
+    assert d.result is None
+    assert d.receive(Accepted("r", 2, 8, PREFILL, RANK_0))[-1] == Attach("r", 2, 0, True)
+    d.tokens(0, 99)
+    d.tokens(0, 10, finish="stop", attempt=2)
+    assert d.result is not None
+    assert (d.result.ids, d.result.attempts) == ((10,), 1)
+    d.now += USED_S
+    late = make_request([7], Options(rid="r", bootstrap_room=8), ONE, random.Random(3))
+    assert submit_in(d.take(d.core.begin(late, d.now))).attempt == 1
 
 
 def test_done_is_not_the_end_of_the_output() -> None:
