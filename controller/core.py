@@ -21,6 +21,7 @@ from bus.wire.messages import (
     Beacon,
     Bye,
     Cancel,
+    CancelLeg,
     Dispatch,
     Drain,
     DrainRank,
@@ -103,7 +104,8 @@ class ControllerCore:
         self.uses_hashes = tuple(role for role, policy in self.policies.items() if policy.uses_hashes)
         self.late = LateBinding(config.late_tokens, config.tpot_slo_s) if config.queue_order == "slo" else None
         placement = Placement(self.table, self.policies, self.late)
-        self.life = Life(config, epoch, self.table, placement, self.counts, now)
+        self.life = Life(config, epoch, self.table, placement, self.counts, now, self.members.suspects)
+        self.life.young = self.health.young(now)
         self.scrapes = Scrapes(Scraped("controller", config.name, config.metrics))
         self.inquiries = Inquiries(config.name, self.members, self.life, wall_s)
         self._started_at = now
@@ -148,7 +150,7 @@ class ControllerCore:
         elif type(event) is ClientGone:
             self.life.client_gone(event.peer, event.rid, now, out)
         elif type(event) is Unreachable:
-            self._lose(self.members.unreachable(event.peer, now, out), now, out)
+            self._on_unreachable(event, now, out)
         if self.life.queue.requests and (type(event) is Tick or not self._by_tick):
             self._settle(now)
             self.life.drain(now, out)
@@ -171,7 +173,7 @@ class ControllerCore:
     @property
     def needs_ticks(self) -> bool:
         """Whether a tick is wanted each few tens of milliseconds; if not, a few times a second will do."""
-        return bool(self.life.requests) or not self.life.settled or self.table.shared
+        return bool(self.life.requests or self.members.suspects) or not self.life.settled or self.table.shared
 
     @property
     def waiting(self) -> bool:
@@ -180,7 +182,8 @@ class ControllerCore:
 
     @property
     def unready(self) -> str:
-        """Why requests would not be served now; empty: each role that ranks are here for has a ready one."""
+        """Why requests would not be served now; empty: each role that ranks are here for has a ready one, or enough of
+        them have: unified, or prefill and decode."""
         if not self.life.settled:
             return "waiting for the ranks' first reports"
         ready: dict[str, bool] = {}
@@ -189,6 +192,8 @@ class ControllerCore:
                 ready[rank.info.role] = ready.get(rank.info.role, False) or rank.ready
         if not ready:
             return "no rank has joined"
+        if ready.get("unified") or (ready.get("prefill") and ready.get("decode")):
+            return ""
         missing = " and ".join(sorted(role for role, one in ready.items() if not one))
         return f"no {missing} rank is ready" if missing else ""
 
@@ -285,11 +290,20 @@ class ControllerCore:
 
     # --- from nodes -------------------------------------------------------------------------------------------
 
+    def _on_unreachable(self, event: Unreachable, now: float, out: list[Action]) -> None:
+        rank = self.members.peers.get(event.peer)
+        self.members.unreachable(event.peer, now, out)
+        if isinstance(event.message, CancelLeg):
+            self.life.untold(event.message)
+        elif rank is not None and isinstance(event.message, Dispatch):
+            self.life.unsent(rank, event.message, now, out)
+
     def _on_node(self, peer: Any, message: Message, now: float, out: list[Action]) -> None:
         if isinstance(message, Hello):
             self._lose(self.members.hello(peer, message, now, out), now, out)
             rank = self.members.peers.get(peer)
-            if rank is not None:
+            if rank is not None and rank.epoch == message.epoch:
+                self.life.returned(rank, message.running, out)
                 self.life.table.inherited.bring(rank, now)
             return
         rank = self.members.peers.get(peer)
@@ -303,7 +317,7 @@ class ControllerCore:
                 return
             self.life.progress(rank, message, now, out)
         elif isinstance(message, Pong):
-            self.members.pong(rank, message, now)
+            self._lose(self.members.pong(rank, message, now, out), now, out)
         elif isinstance(message, Recalled):
             self.inquiries.recalled(rank, message, now, out)
         elif isinstance(message, Bye):
@@ -316,7 +330,7 @@ class ControllerCore:
             if self.table.ranks.get(loss.rank.key) is not loss.rank or self.members.state(loss.rank) in DEAD:
                 # its cache is gone with it, or will be when it is back
                 self.policies[loss.rank.info.role].forgotten(loss.rank)
-            self.life.table.inherited.forget(loss.rank)
+                self.life.table.inherited.forget(loss.rank)
             self.life.lost(loss, now, out)
 
     # --- from the bus -----------------------------------------------------------------------------------------
@@ -350,6 +364,7 @@ class ControllerCore:
             if rank.newly_acked and now >= self.regret.due:
                 self.regret.acknowledged(rank, self.table.ranks.values(), now)
             self.health.report(rank.key, load, now, rank.interval_s)
+            self.health.loads_at = now
             if not rank.ready:
                 self._lose(self.members.assess(rank, now, out, "report"), now, out)
 
@@ -400,11 +415,13 @@ class ControllerCore:
             self.life.shed(now, out)
         if now >= self._sweep_at:
             self._sweep_at = now + self.config.lease_s / 12
+            self.life.young = self.health.young(now)
             self._lose(self.members.sweep(now, out), now, out)
+        if self.members.suspects:
+            self._lose(self.members.give_up(now, out), now, out)
         if now >= self._ping_at:
             self._ping_at = now + self.config.lease_s / 3
-            for rank in self.members.peers.values():
-                self.members.ping(rank, now, out)
+            self.members.ping_all(now, out)
         if now >= self._measure_at:
             self.life.measure(now - self._measure_at + MEASURE_S, out)
             self._measure_at = now + MEASURE_S

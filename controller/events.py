@@ -41,9 +41,10 @@ class Published(Struct, frozen=True, gc=False):
 
 
 class Unreachable(Struct, frozen=True, gc=False):
-    """The node connection `peer` is gone."""
+    """The node connection `peer` is gone: `message` did not leave."""
 
     peer: Any
+    message: Message | None = None
 
 
 class Undelivered(Struct, frozen=True, gc=False):

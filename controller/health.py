@@ -7,13 +7,14 @@ What is told apart, from three independent signs (the direct connection, the bus
 | starting | the node says so; or it runs something and has not reported yet, so its load is not known |
 | ready | connected, heard within its lease, reporting, moving |
 | draining | the node says so, or an operator asked |
-| silent | connected, but the bus carried nothing of it for a lease (and 3 of its intervals), though other things |
-| lost | nothing over its connection for a lease, or the connection is gone |
+| silent | connected, but the bus carried nothing of it for a lease (and 3 of its intervals), but loads of others |
+| lost | nothing over its connection for a lease, or the connection is gone (a moment later where it drains) |
 | hung | connected and busy, but its step counter stood still for `hang_s` |
 | gone | it said goodbye |
 
-When the whole bus is quiet (the broker died), no rank is blamed for it; nor when it is this process that was away (its
-machine paused it): time that nobody looked is nobody's silence. Owns these verdicts; sends nothing.
+When the bus carries no rank's loads (the broker died, or ranks cannot reach it), no rank is blamed for it; nor when it
+is this process that was away (its machine paused it): time that nobody looked is nobody's silence, and connections that
+closed meanwhile have a lease to come back. Owns these verdicts; sends nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from bus.defaults import SILENT_INTERVALS
 from bus.wire.messages import Load, MemberKey, NodeState, RankState
 
+MOMENT_S = 0.5  # for a rank whose connection closed to say hello over another one; a sixth of the lease at most
 DEAD: frozenset[RankState] = frozenset({"lost", "hung", "gone"})  # what runs there is given up
 
 
@@ -42,8 +44,8 @@ class Pulse:
     step_at: float = 0.0
     busy: bool = False
     drain: bool = False  # an operator asked
-    unreachable: bool = False
-    returning: bool = False  # it was dead since it was last ready
+    cut_at: float | None = None  # since when its connection is gone
+    returning: bool = False  # it was dead since it was last ready, or is another start of a rank that is known
     state: RankState = "starting"  # the last verdict
     state_at: float = 0.0  # since when
 
@@ -70,12 +72,15 @@ class Health:
     def __init__(self, *, lease_s: float, hang_s: float, settle_s: float, now: float) -> None:
         self._lease_s = lease_s
         self._pause_s = lease_s / 3  # of our own, or of the bus
+        self._moment_s = min(MOMENT_S, lease_s / 6)
+        self._woke_at = float("-inf")  # after an absence of our own
         self.hang_s = hang_s
         self._settle_s = settle_s
         self._started_at = now
         self._settled = False
         self._bus_at = now  # the bus last carried anything
         self._bus_since = now  # without a pause
+        self.loads_at = now  # it last carried the load of a rank that is here
         self._swept_at = now
         self.pulses: dict[MemberKey, Pulse] = {}
 
@@ -88,7 +93,7 @@ class Health:
             pulse = self.pulses[key] = Pulse(key, epoch, declared, idle, now, now, now, step_at=now, state_at=now)
         pulse.declared = declared
         pulse.heard_at = now
-        pulse.unreachable = False
+        pulse.cut_at = None
         return pulse
 
     def heard(self, key: MemberKey, now: float) -> None:
@@ -124,11 +129,11 @@ class Health:
             self._bus_since = now  # it was away: what the ranks said meanwhile is lost, and not their fault
         self._bus_at = now
 
-    def unreachable(self, key: MemberKey) -> None:
+    def unreachable(self, key: MemberKey, now: float) -> None:
         """Its connection is gone."""
         pulse = self.pulses.get(key)
-        if pulse is not None:
-            pulse.unreachable = True
+        if pulse is not None and pulse.cut_at is None:
+            pulse.cut_at = now
 
     def drain(self, key: MemberKey) -> None:
         """An operator wants it to take nothing new."""
@@ -151,14 +156,17 @@ class Health:
         """The verdict on one rank; the worst sign decides."""
         if pulse.declared == "gone":
             return "gone"
-        if pulse.unreachable or now - pulse.heard_at > self._lease_s:
+        draining = pulse.declared == "draining" or pulse.drain
+        if pulse.cut_at is not None and not (draining and self.may_return(pulse, now)):
+            return "lost"
+        if now - pulse.heard_at > self._lease_s:
             return "lost"
         if pulse.busy and now - pulse.step_at > self.hang_s:
             return "hung"
-        if pulse.declared == "draining" or pulse.drain:
+        if draining:
             return "draining"
         allowed_s = max(self._lease_s, SILENT_INTERVALS * pulse.interval_s)
-        if self._bus_at - max(pulse.reported_at, self._bus_since) > allowed_s:
+        if self.loads_at - max(pulse.reported_at, self._bus_since) > allowed_s >= now - self.loads_at:
             return "silent"
         if pulse.declared == "starting" or not (pulse.known or now - pulse.said_hello_at > self._lease_s):
             return "starting"
@@ -180,10 +188,25 @@ class Health:
         """Changes of all ranks. Wanted several times a lease: a longer pause between two calls is our own absence."""
         away_s, self._swept_at = now - self._swept_at, now
         if away_s > self._pause_s:
+            self._woke_at = now
             for pulse in self.pulses.values():
                 pulse.heard_at = min(now, pulse.heard_at + away_s)
                 pulse.step_at = min(now, pulse.step_at + away_s)
         return [change for key in list(self.pulses) if (change := self.assess(key, now))]
+
+    def may_return(self, pulse: Pulse, now: float) -> bool:
+        """Whether one whose connection is gone may still say hello over another one before what it runs is given up."""
+        since = pulse.cut_at
+        return since is not None and now < max(since + self._moment_s, self._woke_at + self._lease_s)
+
+    def is_dead(self, pulse: Pulse, now: float) -> bool:
+        """Whether one whose connection is gone has not said hello within its lease."""
+        since = pulse.cut_at
+        return since is not None and now >= max(since, self._woke_at) + self._lease_s
+
+    def young(self, now: float) -> bool:
+        """Whether ranks may be missing that were here before this process was started: for a lease."""
+        return self._settle_s > 0 and now - self._started_at < self._lease_s
 
     def settled(self, now: float) -> bool:
         """Whether the picture is whole enough to decide on: `settle_s` after the start (time for nodes to reconnect),

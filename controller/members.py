@@ -7,10 +7,11 @@ for the requests' side. Pure. Knows nothing of requests.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from bus.actions import Note
-from bus.wire.messages import Attempt, Bye, Code, Hello, MemberKey, Ping, Pong, RankState, Refused, Rid, Welcome
+from bus.wire.messages import Bye, Code, Hello, MemberKey, Ping, Pong, RankState, Refused, Rid, Welcome
 from controller.config import ControllerConfig
 from controller.events import Action, ToNode
 from controller.health import DEAD, Change, Health
@@ -22,18 +23,33 @@ Kind: TypeAlias = tuple[str, str, int]  # role, model, dp_size: what all ranks o
 
 
 class Loss(NamedTuple):
-    """What ran at `rank` is lost, but for the `(rid, attempt)`s in `kept`. With `tell`, it may still run there.
-    `died`: the rank itself is gone, which one of the requests may have caused."""
+    """What ran at `rank` is lost, or of that what is in `work`. With `tell`, it may still run there. `died`: whether
+    the rank itself is gone, which one of the requests may have caused; None: that is not known yet."""
 
     rank: RankLoad
     why: str
-    kept: frozenset[tuple[Rid, Attempt]] = frozenset()
+    work: Mapping[Rid, Any] | None = None
     tell: bool = False
-    died: bool = True
+    died: bool | None = True
+
+
+class Doubt:
+    """`work` was dispatched over a connection that is gone, and is not among what the rank says it runs: it may have
+    been lost on the way, or have ended. The rank says what has ended behind the `welcome`; so what is still unclear
+    when a ping that was sent after the answer to another one, `number`, is answered, is lost."""
+
+    __slots__ = ("answered", "number", "work")
+
+    def __init__(self, work: dict[Rid, Any]) -> None:
+        self.work = work
+        self.number = 0
+        self.answered = False
 
 
 class Members:
-    """`peers` maps a connection to the rank that said hello over it: one connection speaks for one rank."""
+    """`peers` maps a connection to the rank that said hello over it: one connection speaks for one rank. `suspects` are
+    the ranks whose connections are gone and which have a moment to come back: nothing new goes there, and nothing that
+    runs there is given up."""
 
     def __init__(
         self, config: ControllerConfig, epoch: int, table: LoadTable, health: Health, counts: Counter[str]
@@ -46,7 +62,10 @@ class Members:
         self._fenced: dict[MemberKey, deque[int]] = {}  # epochs that a later start replaced
         self._kinds: dict[str, Counter[Kind]] = {}  # by instance, of its ranks that are not dead
         self._pings = 0
+        self._doubts: dict[RankLoad, Doubt] = {}
+        self._unclear: dict[RankLoad, None] = {}  # given up, and not known to be dead
         self.peers: dict[Any, RankLoad] = {}
+        self.suspects: dict[RankLoad, None] = {}
 
     def hello(self, peer: Any, hello: Hello, now: float, out: list[Action]) -> list[Loss]:
         """A node introduces or restates itself. What it no longer has is lost."""
@@ -63,26 +82,34 @@ class Members:
                 if self.state(rank) not in DEAD:
                     self._count(rank, -1)
                 losses.append(Loss(rank, f"rank {key[0]}/{key[1]} was restarted"))
+                self._let_go(rank)
                 self._fenced.setdefault(key, deque(maxlen=FENCED_EPOCHS)).append(rank.epoch)
                 known = self.peers.pop(rank.peer, None) is not None and rank.peer != peer
                 if known and not _is_later(rank.info, hello):  # it may live
                     out.append(ToNode(rank.peer, _fence(hello)))
+            restarted = rank is not None
             rank = self._table.open(hello)
             self._count(rank, 1)
+            self._health.hello(key, hello.epoch, hello.state, idle=not hello.running, now=now).returning = restarted
             out.append(Note("node.registered", fields=_name(rank) | {"epoch": rank.epoch}))
         else:
             if rank.peer != peer:
-                why = f"rank {key[0]}/{key[1]} lost its connection"
-                losses.append(Loss(rank, why, frozenset(hello.running), died=False))
                 self._table.reconnected(rank)
                 self.peers.pop(rank.peer, None)
+                self._let_go(rank)
+                running = frozenset(hello.running)
+                work = {rid: work for rid, work in rank.work.items() if (rid, work[0].attempt) not in running}
+                if work:
+                    self._doubts[rank] = Doubt(work)
             self._table.revise(rank, hello)
+            self._health.hello(key, hello.epoch, hello.state, idle=not hello.running, now=now)
         rank.peer = peer
         self.peers[peer] = rank
-        self._health.hello(key, hello.epoch, hello.state, idle=not hello.running, now=now)
         follow = self._config.methods[hello.role] == "follow_bootstrap_room"
         welcome = Welcome(self._config.name, self._epoch, follow, self._config.lease_s, hello.dp_rank)
         out.append(ToNode(peer, welcome))
+        if (doubt := self._doubts.get(rank)) is not None and not doubt.number:
+            doubt.number = self.ping(rank, now, out)
         return losses + self.assess(rank, now, out, "hello")
 
     def bye(self, rank: RankLoad, bye: Bye, now: float, out: list[Action]) -> list[Loss]:
@@ -92,14 +119,20 @@ class Members:
         self._health.bye(rank.key)
         return self.assess(rank, now, out, "bye")
 
-    def ping(self, rank: RankLoad, now: float, out: list[Action]) -> None:
-        """Whether it lives, and where it stands: anybody may have published in its name."""
+    def ping(self, rank: RankLoad, now: float, out: list[Action]) -> int:
+        """Whether it lives, and where it stands: anybody may have published in its name. Returns the ping's number."""
         self._pings += 1
         seq = 0 if rank.load is None or rank.engine_tells else rank.load.seq
         rank.asked = Asked(self._pings, seq, self._health.pulses[rank.key].step, now)
         out.append(ToNode(rank.peer, Ping(self._pings)))
+        return self._pings
 
-    def pong(self, rank: RankLoad, pong: Pong, now: float) -> None:
+    def ping_all(self, now: float, out: list[Action]) -> None:
+        for rank in self.peers.values():
+            if rank not in self.suspects:
+                self.ping(rank, now, out)
+
+    def pong(self, rank: RankLoad, pong: Pong, now: float, out: list[Action]) -> list[Loss]:
         asked = rank.asked
         if asked is not None and pong.n == asked.n:
             rank.asked = None
@@ -110,27 +143,52 @@ class Members:
             if pong.load_seq and pong.step < asked.step:
                 self._health.set_back(rank.key)
         self._health.moved(rank.key, pong.step, pong.busy, now)
-
-    def unreachable(self, peer: Any, now: float, out: list[Action]) -> list[Loss]:
-        """A send said that the connection is gone."""
-        rank = self.peers.pop(peer, None)
-        if rank is None or rank.peer != peer:
+        doubt = self._doubts.get(rank)
+        if doubt is None or pong.n < doubt.number:
             return []
-        self._health.unreachable(rank.key)
-        return self.assess(rank, now, out, "unreachable")
+        if not doubt.answered:
+            doubt.answered, doubt.number = True, self.ping(rank, now, out)
+            return []
+        del self._doubts[rank]
+        return [Loss(rank, f"rank {rank.key[0]}/{rank.key[1]} lost its connection", doubt.work, died=False)]
+
+    def unreachable(self, peer: Any, now: float, out: list[Action]) -> None:
+        """A send said that the connection is gone. What came over it before may still be read."""
+        rank = self.peers.get(peer)
+        if rank is None or rank in self.suspects:
+            return
+        self._health.unreachable(rank.key, now)
+        if self.state(rank) in DEAD:
+            del self.peers[peer]
+            return
+        self.suspects[rank] = None
+        self.assess(rank, now, out, "unreachable")
+
+    def give_up(self, now: float, out: list[Action]) -> list[Loss]:
+        """Whose connections have been gone for a moment: all that ran there is lost."""
+        gone = [rank for rank in self.suspects if not self._health.may_return(self._health.pulses[rank.key], now)]
+        losses = []
+        for rank in gone:
+            loss = self.assess(rank, now, out, "unreachable")  # one that drained is lost by now
+            losses += loss or [self._lost(rank, "lost", None)]
+        return losses
 
     def assess(self, rank: RankLoad, now: float, out: list[Action], sign: str) -> list[Loss]:
         """Act on one rank's state if it changed."""
         change = self._health.assess(rank.key, now)
-        return [loss for loss in (self._act(change, out, sign),) if loss] if change else []
+        return [loss for loss in (self._act(change, now, out, sign),) if loss] if change else []
 
     def sweep(self, now: float, out: list[Action]) -> list[Loss]:
         """Act on all ranks whose state time has changed; forget those gone for long (a `Loss` too: whoever keeps
         something of a rank lets go of it)."""
-        losses = [loss for change in self._health.sweep(now) if (loss := self._act(change, out, "time"))]
+        losses = [loss for change in self._health.sweep(now) if (loss := self._act(change, now, out, "time"))]
+        for rank in [rank for rank in self._unclear if self._health.is_dead(self._health.pulses[rank.key], now)]:
+            del self._unclear[rank]
+            losses.append(Loss(rank, "it did not come back", {}))
         for rank in list(self._table.ranks.values()):
             if self.state(rank) in DEAD and self._health.quiet_s(rank.key, now) > self._config.forget_s:
                 self.peers.pop(rank.peer, None)
+                self._let_go(rank)
                 self._table.close(rank)
                 self._health.forget(rank.key)
                 self._fenced.pop(rank.key, None)
@@ -148,13 +206,15 @@ class Members:
             if self.state(rank) not in DEAD:
                 kinds.setdefault(rank.info.instance, Counter())[_kind(rank.info)] += 1
         assert self._kinds == kinds
+        assert all(self.peers.get(rank.peer) is rank and not rank.ready for rank in self.suspects)
+        assert all(self._table.ranks.get(rank.key) is rank for rank in (*self._doubts, *self._unclear))
         for peer, rank in self.peers.items():
             assert rank.peer == peer, rank
             assert self._table.ranks[rank.key] is rank, rank
 
     # --- inside -----------------------------------------------------------------------------------------------
 
-    def _act(self, change: Change, out: list[Action], sign: str) -> Loss | None:
+    def _act(self, change: Change, now: float, out: list[Action], sign: str) -> Loss | None:
         rank = self._table.ranks[change.key]
         pulse = self._health.pulses[change.key]
         self._table.set_ready(rank, change.new == "ready", slow=pulse.returning)
@@ -163,15 +223,33 @@ class Members:
         out.append(Note("rank.state_changed", level, _name(rank) | states))
         if change.new == "ready":
             pulse.returning = False
-        if (change.new in DEAD) == (change.old in DEAD):
+        if (change.new in DEAD) != (change.old in DEAD):
+            self._count(rank, -1 if change.new in DEAD else 1)
+        elif rank not in self.suspects:
             return None
-        self._count(rank, -1 if change.new in DEAD else 1)
         if change.new not in DEAD:
             return None
-        self._counts[f"ranks_{change.new}"] += 1
         pulse.returning = True
-        may_run = change.new != "gone" and not pulse.unreachable
-        return Loss(rank, f"rank {rank.key[0]}/{rank.key[1]} is {change.new}", tell=may_run)
+        if change.new == "lost" and self._health.may_return(pulse, now):
+            return None
+        died = None if pulse.cut_at is not None else True
+        return self._lost(rank, change.new, False if change.new == "gone" else died)
+
+    def _lost(self, rank: RankLoad, state: RankState, died: bool | None) -> Loss:
+        self._counts[f"ranks_{state}"] += 1
+        if rank in self.suspects:
+            self.peers.pop(rank.peer, None)
+        self._let_go(rank)
+        if died is None:
+            self._unclear[rank] = None
+        may_run = state != "gone" and died is not None
+        return Loss(rank, f"rank {rank.key[0]}/{rank.key[1]} is {state}", tell=may_run, died=died)
+
+    def _let_go(self, rank: RankLoad) -> None:
+        """Nothing is expected of it any more that it has not said."""
+        self.suspects.pop(rank, None)
+        self._doubts.pop(rank, None)
+        self._unclear.pop(rank, None)
 
     def _refusal(self, peer: Any, key: MemberKey, hello: Hello) -> Refused | None:
         def refuse(code: Code, sentence: str) -> Refused:

@@ -150,7 +150,7 @@ class Traffic:
             if kind is ToNode:
                 if failure := self._send(self._nodes, action.peer, action.message, action.frames):
                     gone = failure == errno.EHOSTUNREACH
-                    self.handle(Unreachable(action.peer) if gone else Undelivered(action.peer, action.message))
+                    self.handle((Unreachable if gone else Undelivered)(action.peer, action.message))
             elif kind is ToClient:
                 if action.peer is LOCAL:
                     if self._on_local is not None:

@@ -13,6 +13,7 @@ import os
 import socket as unix
 import stat
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -172,6 +173,21 @@ class Sockets:
         socket = self.router(bind, maximum=maximum, hwm=hwm, domain="data", answers_one_frame=answers_one_frame)
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         return socket, f"{endpoint}{MARK}{self._keys.public.decode()}" if self._keys is not None else endpoint
+
+    def connections(self, socket: Socket) -> Callable[[], bool]:
+        """For a socket that connects: asks whether a connection was made since the last call; the first one counts."""
+        monitor: Socket = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        monitor.setsockopt(zmq.LINGER, 0)
+        self._open.append(monitor)
+
+        def made() -> bool:
+            any_made = False
+            while int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                monitor.recv_multipart(zmq.NOBLOCK)
+                any_made = True
+            return any_made
+
+        return made
 
     # --- options ----------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ ranks, `controller.requests.table` keeps what is alive. Pure: what must be sent 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from bus.tracecontext import child_of
 from bus.wire.messages import (
     RETRYABLE,
     Accepted,
+    Attempt,
     CancelLeg,
     Code,
     Dispatch,
@@ -37,6 +38,8 @@ from controller.members import Loss
 from controller.placement import Placement
 from controller.requests.attempts import Attempts, work_of
 from controller.requests.request import (
+    MAX_ATTEMPT,
+    ROLES,
     LegRun,
     LegState,
     Request,
@@ -50,6 +53,7 @@ from controller.requests.request import (
 from controller.requests.slos import SloClasses
 from controller.requests.story import story_of
 from controller.requests.table import RequestTable, lane_of
+from controller.requests.unclear import Unclear
 
 # Failures are logged with their rid: those of the cluster's parts as warnings; those of a cluster that is busy or has
 # no rank as information, and so are retries, `TOLD_MAX` of them between two calls of `measure`: clients can cause any
@@ -60,6 +64,8 @@ BROKEN: frozenset[Code] = frozenset(
 BUSY: frozenset[Code] = frozenset(
     {"no_rank", "rank_unavailable", "overloaded", "deadline", "draining", "shutting_down"}
 )
+WAITS: frozenset[Code] = frozenset({"no_rank", "rank_unavailable"})  # what waits for ranks that may be back soon
+OF_THE_PICTURE: frozenset[Code] = frozenset({"bad_request", "bad_rank", "too_long"})  # of placement: who is there
 TOLD_MAX = 10
 TOO_LATE = "its first token can no longer come in time"
 _LEG_FAILED: dict[Role, Literal["prefill_failed", "decode_failed"]] = {
@@ -70,7 +76,8 @@ _LEG_FAILED: dict[Role, Literal["prefill_failed", "decode_failed"]] = {
 
 
 class Life:
-    """Live requests by rid. `settled` False holds everything back in the queue (the picture is still empty)."""
+    """Live requests by rid. `settled` False holds everything back in the queue (the picture is still empty); while
+    `young`, no refusal is final that rests on who is there, since ranks may be missing."""
 
     def __init__(
         self,
@@ -80,8 +87,11 @@ class Life:
         placement: Placement,
         counts: Counter[str],
         now: float,
+        suspects: Collection[RankLoad] = (),
     ) -> None:
         self._config = config
+        self._suspects = suspects  # ranks that may come back at any moment
+        self._unclear = Unclear()
         self._slo_classes = SloClasses(config.slo_classes) if config.queue_order == "slo" else None
         self._counts = counts
         self._ends_s = 0.0  # recent ends a second
@@ -94,6 +104,7 @@ class Life:
         self.requests = self.table.requests
         self.queue = self.table.queue
         self.settled = False
+        self.young = True
         self.trace = False  # a log line for each request
         self.spans = False  # whether those that are traced have a span here, which the shell exports
 
@@ -136,6 +147,8 @@ class Life:
             request.avoid = self._attempts.known(submit.avoid)
         self.table.add(request)
         try:
+            if request.losses or self._unclear.at or self._unclear.attempts:
+                self._check_losses(request)
             if not self._place(request, now, out):
                 self._enqueue(request, now, out)
         except Refusal as refusal:
@@ -187,15 +200,52 @@ class Life:
 
     def lost(self, loss: Loss, now: float, out: list[Action]) -> None:
         """A rank is gone, hung or restarted: what ran there is dispatched again, or failed."""
-        for rid, (request, leg) in list(loss.rank.work.items()):
-            if (rid, request.attempt) in loss.kept:
-                continue
+        rank = loss.rank
+        if loss.died:
+            for rid, offset in self._unclear.settle(rank).items():
+                self.table.blame(rid, offset)
+        lost: Mapping[Rid, tuple[Request, LegRun]] = rank.work if loss.work is None else loss.work
+        for rid, work in list(lost.items()):
+            if rank.work.get(rid) is not work:
+                continue  # it has ended, or is given up already
+            request, leg = work
             self._counts["legs_lost"] += 1
             if loss.tell:
-                out.append(ToNode(loss.rank.peer, CancelLeg(rid, request.attempt, "fenced")))
+                out.append(ToNode(rank.peer, CancelLeg(rid, request.attempt, "fenced")))
+            else:
+                self._unclear.untold(rid, request.attempt)
             self._attempts.over(leg, request)
-            request.losses += loss.died
+            if loss.died:
+                request.losses += 1
+            elif loss.died is None:
+                self._unclear.lost(rank, rid, request.submit.offset)
             self._leg_failed(request, leg, "peer_lost", loss.why, now, out)
+
+    def unsent(self, rank: RankLoad, dispatch: Dispatch, now: float, out: list[Action]) -> None:
+        """A dispatch met a connection that is gone: it never happened, and costs no try."""
+        work = work_of(rank, dispatch.rid, dispatch.attempt)
+        if work is None:
+            return
+        request, leg = work
+        self._counts["undelivered"] += 1
+        self._attempts.undo(leg, request, now)
+        sentence = f"rank {rank.key[0]}/{rank.key[1]} lost its connection"
+        if request.state is not State.RUNNING or request.attempt >= MAX_ATTEMPT:
+            self._leg_failed(request, leg, "peer_lost", sentence, now, out)
+            return
+        request.tries -= 1
+        self._try_again(request, leg, "peer_lost", sentence, now, out)
+
+    def untold(self, cancel: CancelLeg) -> None:
+        """It met a connection that is gone."""
+        if not cancel.if_unfetched:
+            self._unclear.untold(cancel.rid, cancel.attempt)
+
+    def returned(self, rank: RankLoad, running: Iterable[tuple[Rid, Attempt]], out: list[Action]) -> None:
+        """A start of a rank that says hello has not died; what it runs and is given up ends."""
+        self._unclear.settle(rank)
+        for rid, attempt in self._unclear.orphans(running):
+            out.append(ToNode(rank.peer, CancelLeg(rid, attempt, "fenced")))
 
     def undelivered(self, rank: RankLoad, dispatch: Dispatch, now: float, out: list[Action]) -> None:
         """A dispatch could not be queued for its node: it never happened, also if its leg was given up before it could
@@ -297,8 +347,16 @@ class Life:
 
     def _place(self, request: Request, now: float, out: list[Action]) -> bool:
         """Dispatch it and tell its client where; False: it waits. Raises Refusal where waiting does not help."""
-        if not self.settled or not self._attempts.place(request, now, out):
-            return False
+        try:
+            if not self.settled or not self._attempts.place(request, now, out):
+                return False
+        except Refusal as refusal:
+            if refusal.code in WAITS and any(rank.info.role in ROLES[request.submit.leg] for rank in self._suspects):
+                return False
+            if self.young and refusal.code in OF_THE_PICTURE:
+                sentence = f"{refusal.sentence}; but this controller has just begun, and ranks may be missing"
+                raise Refusal("no_rank", sentence) from None
+            raise
         self._accept(request, out)
         if self.trace:
             out.append(Note("request.dispatched", "debug", about_of(request)))
@@ -313,6 +371,15 @@ class Life:
                 decode = leg.rank.location
         accepted = Accepted(request.rid, request.attempt, request.submit.bootstrap_room, prefill, decode)
         out.append(ToClient(request.peer, accepted))
+
+    def _check_losses(self, request: Request) -> None:
+        """Refusal of what has killed too many ranks, or may have: that is known within a lease."""
+        self._unclear.begins(request.rid, request.attempt)
+        attempts = self._config.attempts
+        if request.losses >= attempts:
+            raise Refusal("poison", f"{request.losses} ranks were lost with it")
+        if request.losses + self._unclear.count(request.rid, request.submit.offset) >= attempts:
+            raise Refusal("peer_lost", "whether its ranks died of it is not known yet")
 
     # --- inside: end ------------------------------------------------------------------------------------------
 
@@ -363,7 +430,8 @@ class Life:
             self._attempts.cancel(request, "prefill_failed", out, if_unfetched=True)
             self._finish(request, now, out)
             return
-        what = verdict(request, code, self._config.attempts)
+        unclear = self._unclear.count(request.rid, request.submit.offset)
+        what = verdict(request, code, self._config.attempts, unclear)
         if what == "again":
             self._try_again(request, leg, code, sentence, now, out)
             return

@@ -190,13 +190,16 @@ def is_spare(leg: LegRun, request: Request) -> bool:
     return request.state is State.STREAMING and not leg.answers
 
 
-def verdict(request: Request, code: Code, attempts: int) -> Literal["again", "fail", "poison"]:
+def verdict(request: Request, code: Code, attempts: int, unclear: int = 0) -> Literal["again", "fail", "poison"]:
     """What to do about a request that may be tried `attempts` times and of which a leg failed with `code`. Poison: it
-    seems to kill its ranks."""
+    seems to kill its ranks. `unclear`: ranks that may have died with it beside those that have: if they had, it should
+    go nowhere."""
     if code not in MENDABLE or request.state is State.STREAMING or request.attempt >= MAX_ATTEMPT:
         return "fail"
     if request.losses >= attempts:
         return "poison"
+    if request.losses + unclear >= attempts:
+        return "fail"
     if request.tries < attempts:
         return "again"
     return "poison" if request.losses >= request.tries > 1 else "fail"

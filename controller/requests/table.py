@@ -107,9 +107,16 @@ class RequestTable:
         if request.deadline_at is not None:
             self._due.remove(request.rid, request.deadline_at)
         if failed and request.losses:
-            self._losses[request.rid] = request.submit.offset, request.losses
-            if len(self._losses) > MAX_LOSSES:
-                self._losses.popitem(last=False)
+            self._keep_losses(request.rid, request.submit.offset, request.losses)
+
+    def blame(self, rid: Rid, offset: int) -> None:
+        """A rank has died with `rid`, which may be over: it had no token beyond `offset` there."""
+        request = self.requests.get(rid)
+        if request is not None:
+            request.losses += request.submit.offset == offset
+            return
+        before, losses = self._losses.get(rid, (offset, 0))
+        self._keep_losses(rid, offset, losses + 1 if before == offset else 1)
 
     def overdue(self, now: float) -> list[Request]:
         """Those past their deadline, each once. What was inherited and nobody asked for in time is forgotten."""
@@ -132,6 +139,11 @@ class RequestTable:
         assert self._of_client == Counter(request.client or request.peer for request in live)
         assert len(self._due) == sum(request.deadline_at is not None for request in live) + self.inherited.ranks
         assert self._rooms == {place: request.rid for request in live for place in request.places}
+
+    def _keep_losses(self, rid: Rid, offset: int, losses: int) -> None:
+        self._losses[rid] = offset, losses
+        if len(self._losses) > MAX_LOSSES:
+            self._losses.popitem(last=False)
 
     def _enter(self, request: Request) -> None:
         """Limits count by key, over however many connections, or without keys by connection."""

@@ -1,7 +1,8 @@
 """One rank's connection to one controller: hello, liveness, what comes in and goes out. Owns its DEALER.
 
-A controller may come late, vanish and return: the rank says hello until it is welcomed, and again when it has heard
-nothing for a lease. Requests of a vanished controller go on. What became of them is kept until the queue takes it.
+A controller may come late, vanish and return: the rank says hello until it is welcomed, and again over each new
+connection, which a controller cannot tell from a stranger's, and when it has heard nothing for half a lease. Requests
+of a vanished controller go on. What became of them is kept until the queue takes it.
 """
 
 from __future__ import annotations
@@ -90,11 +91,15 @@ class Connection:
         self._started: list[tuple[str, int]] = []
         self._ended: list[Ended] = []
         self.socket: Socket = sockets.dealer(endpoint, maximum=PAYLOAD_MAX, role="controllers")
+        self._connected = sockets.connections(self.socket)
 
     @property
     def silent(self) -> bool:
         """Never welcomed, or nothing heard for a lease."""
-        return self.welcome is None or self._clock() - self._heard_at > (self.welcome.lease_s or LEASE_S)
+        return self._silent(1.0)
+
+    def _silent(self, leases: float) -> bool:
+        return self.welcome is None or self._clock() - self._heard_at > leases * (self.welcome.lease_s or LEASE_S)
 
     @property
     def owes(self) -> bool:
@@ -103,7 +108,9 @@ class Connection:
 
     def tick(self) -> None:
         self._send_owed()
-        if (self.silent or self._hello_owed) and self._clock() - self._hello_at >= HELLO_S:
+        if self._connected() and self.welcome is not None:
+            self.say_hello()
+        if (self._hello_owed or self._silent(0.5)) and self._clock() - self._hello_at >= HELLO_S:
             self.say_hello()
 
     def say_hello(self) -> None:

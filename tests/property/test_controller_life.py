@@ -49,6 +49,7 @@ class Life(RuleBasedStateMachine):
         self.numbers: Counter[tuple[tuple[str, int], int]] = Counter()  # the last, by rank and its epoch
         self.serial = 0
         self.world.after = self.read
+        self.world.gone = self.cut
         for key in KEYS:
             self.join(key, epoch=1)
 
@@ -193,14 +194,19 @@ class Life(RuleBasedStateMachine):
         self.legs[key] = []
         self.join(key, self.nodes[key].epoch + 1)
 
-    @rule(key=keys, how=st.sampled_from(["unreachable", "bye"]))
+    @rule(key=keys, how=st.sampled_from(["cut", "found out", "bye"]))
     def leave(self, key: tuple[str, int], how: str) -> None:
+        """Its connection is gone, which the controller finds out by what it sends there, or it says goodbye before."""
         node = self.nodes[key]
-        event: Any = Unreachable(self.peers[key])
         self.cut.add(self.peers[key])
         if how == "bye":
-            event = FromNode(self.peers[key], Bye(*key, node.epoch))
-        self.world.feed(event)
+            self.world.feed(FromNode(self.peers[key], Bye(*key, node.epoch)))
+        elif how == "found out":
+            self.world.feed(Unreachable(self.peers[key]))
+
+    @rule(key=keys)
+    def answer_pings(self, key: tuple[str, int]) -> None:
+        self.world.pongs(self.peers[key])
 
     @rule(key=keys)
     def refuse_last(self, key: tuple[str, int]) -> None:

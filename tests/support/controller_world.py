@@ -18,13 +18,15 @@ from bus.wire.messages import (
     LoadReport,
     Message,
     NodeState,
+    Ping,
+    Pong,
     Progress,
     Role,
     Submit,
 )
 from controller.config import ControllerConfig
 from controller.core import ControllerCore
-from controller.events import Event, FromClient, FromNode, Over, Published, Tick, ToClient, ToNode
+from controller.events import Event, FromClient, FromNode, Over, Published, Tick, ToClient, ToNode, Unreachable
 
 M = TypeVar("M", bound=Message)
 EPOCH = 77
@@ -87,12 +89,17 @@ class World:
         self.over: list[Over] = []
         self.seqs: dict[tuple[str, int, int], int] = {}
         self.after: Callable[[], None] = lambda: None  # called after every event
+        self.answered: dict[str, int] = {}  # by node's connection: how many of `to_nodes` were looked at for pings
+        self.gone: set[Any] = set()  # connections of nodes that are gone: what is sent there meets that
 
     # --- events -------------------------------------------------------------------------------------------------
 
     def feed(self, event: Event) -> None:
-        for action in self.core.handle(event, self.now):
-            if isinstance(action, ToClient):
+        outbox = self.core.handle(event, self.now)
+        for action in outbox:  # what a failed send leads to joins the end of the list, as in controller.traffic
+            if isinstance(action, ToNode) and action.peer in self.gone:
+                outbox += self.core.handle(Unreachable(action.peer, action.message), self.now)
+            elif isinstance(action, ToClient):
                 self.to_clients.append(action)
             elif isinstance(action, ToNode):
                 self.to_nodes.append(action)
@@ -107,8 +114,6 @@ class World:
 
     def pass_time(self, seconds: float, *, alive: Iterable[Hello] = ()) -> None:
         """Tick by tick; the nodes of `alive` stay heard over their connections."""
-        from bus.wire.messages import Pong
-
         until = self.now + seconds
         while self.now < until:
             self.now = min(until, self.now + 0.05)
@@ -118,6 +123,26 @@ class World:
 
     def join(self, node: Hello, *, peer: str = "") -> None:
         self.feed(FromNode(peer or peer_of(node), node))
+
+    def cut(self, *nodes: Hello) -> None:
+        """Their connections are gone, and they do not come back within a moment: what they ran is given up."""
+        for node in nodes:
+            self.feed(Unreachable(peer_of(node)))
+        self.pass_time(0.55)
+
+    def back(self, node: Hello, *, peer: str) -> None:
+        """The same start says hello over another connection, and then all that it has to say."""
+        self.join(node, peer=peer)
+        self.pongs(peer)
+
+    def pongs(self, peer: str) -> None:
+        """Answer every ping to `peer` that has no answer yet, and those that follow from it."""
+        answered = self.answered.get(peer, 0)
+        while answered < len(self.to_nodes):
+            action = self.to_nodes[answered]
+            answered = self.answered[peer] = answered + 1
+            if action.peer == peer and isinstance(action.message, Ping):
+                self.feed(FromNode(peer, Pong(action.message.n, 0, False)))
 
     def submit(self, request: Submit, *, peer: str = "client", frames: tuple[bytes, ...] | None = None) -> None:
         payload = (prompt(request.prompt_tokens), PARAMS) if frames is None else frames

@@ -6,7 +6,7 @@ import pytest
 from controller_world import EPOCH, D, P, U, failure, hello, pd, peer_of, submit, unified
 
 from bus.wire.messages import Accepted, Cancel, Failed
-from controller.events import FromClient, ToClient, Undelivered, Unreachable
+from controller.events import FromClient, ToClient, Undelivered
 from controller.requests.life import TOLD_MAX
 
 
@@ -48,7 +48,7 @@ class TestRetries:
         world.submit(submit("r"))
         (dispatch,) = world.dispatches(U[0])
         world.progress(U[0], started=[dispatch])
-        world.feed(Unreachable(peer_of(U[0])))
+        world.cut(U[0])
         failed = failure(world)
         assert (failed.code, failed.retryable) == ("peer_lost", True)
         assert len(world.dispatches()) == 1
@@ -68,9 +68,13 @@ class TestRetries:
         world = unified(*nodes)
         world.submit(submit("r"))
         for node in nodes[:3]:
-            world.feed(Unreachable(peer_of(node)))
-        failed = failure(world)
-        assert (failed.code, failed.retryable) == ("poison", False)
+            assert len(world.dispatches(node)) == 1
+            world.cut(node)
+        assert failure(world).code == "peer_lost", "whether they died is not known yet"
+        world.submit(submit("r", attempt=4))
+        world.pass_time(3.0, alive=[nodes[3]])
+        world.submit(submit("r", attempt=5))
+        assert [(f.code, f.retryable) for f in world.answers(Failed)[1:]] == [("peer_lost", True), ("poison", False)]
         assert not world.dispatches(nodes[3])
         world.assert_empty()
 
@@ -79,8 +83,8 @@ class TestRetries:
         world = unified(attempts=2)
         world.submit(submit("wrong", prompt_tokens=0))
         world.submit(submit("killer"))
-        for node in U:
-            world.feed(Unreachable(peer_of(node)))
+        world.pass_time(3.5, alive=[U[1]])
+        world.pass_time(3.5)
         assert [failed.code for failed in world.answers(Failed)] == ["empty_prompt", "poison"]
         (note,) = [note for note in world.notes if note.event == "request.failed"]
         assert note.level == "warning"
@@ -119,8 +123,10 @@ class TestRetries:
             world.report(node)
             world.submit(submit("r", attempt=epoch))
             assert len(world.dispatches(node)) == 1
-            world.feed(Unreachable(peer_of(node)))
-        assert [f.code for f in world.answers(Failed)] == ["peer_lost", "peer_lost", "poison"]
+            world.cut(node)
+        world.join(hello("u", 0, epoch=4))
+        world.submit(submit("r", attempt=4))
+        assert [f.code for f in world.answers(Failed)] == ["peer_lost", "peer_lost", "peer_lost", "poison"]
         world.assert_empty()
 
     def test_of_those_that_took_down_ranks_the_oldest_is_forgotten_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,16 +136,19 @@ class TestRetries:
         for rid in ("old", "young", "young", "young"):
             world.report(hello("u", 0, dp_size=1, epoch=epoch))
             world.submit(submit(rid, attempt=epoch))
-            world.feed(Unreachable(peer_of(hello("u", 0, epoch=epoch))))
+            world.cut(hello("u", 0, epoch=epoch))
             epoch += 1
             world.join(hello("u", 0, dp_size=1, epoch=epoch))
+        for rid in ("old", "young"):
+            world.submit(submit(rid, attempt=epoch))
         assert [(f.rid, f.code) for f in world.answers(Failed)][-1] == ("young", "poison")
+        assert [d.rid for d in world.dispatches()] == ["old", "young", "young", "young", "old"]
 
     def test_a_rank_that_merely_lost_its_connection_did_not_die_of_its_requests(self) -> None:
         world = unified(U[0], attempts=2)
         world.submit(submit("r"))
         for number in range(2):
-            world.join(U[0], peer=f"again {number}")
+            world.back(U[0], peer=f"again {number}")
             world.report(U[0])
         assert failure(world).code == "peer_lost"
 
@@ -150,7 +159,7 @@ class TestRetries:
             world.join(node)
             world.report(node)
             world.submit(submit("r", attempt=epoch, offset=epoch))
-            world.feed(Unreachable(peer_of(node)))
+            world.cut(node)
         assert [f.code for f in world.answers(Failed)] == ["peer_lost"] * 4
 
     def test_an_undelivered_dispatch_leaves_no_trace_in_the_estimate(self) -> None:
@@ -163,7 +172,7 @@ class TestRetries:
     def test_with_nowhere_to_go_it_fails_with_what_happened(self) -> None:
         world = unified(U[0])
         world.submit(submit("r"))
-        world.feed(Unreachable(peer_of(U[0])))
+        world.cut(U[0])
         failed = failure(world)
         assert (failed.code, failed.retryable) == ("peer_lost", True)
         assert "no live unified rank" in failed.message

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from controller_world import D, P, U, World, hello, pd, peer_of, submit, unified
+from controller_world import D, P, U, World, hello, pd, submit, unified
 
 from bus.histogram import quantile
 from bus.wire.messages import RankStatus, Status, StatusQuery
-from controller.events import FromClient, Unreachable
+from controller.events import FromClient
 
 
 def shown(world: World, instance: str, dp_rank: int = 0) -> RankStatus:
@@ -74,7 +74,7 @@ def test_restarts_and_since_when() -> None:
     (dispatch,) = world.dispatches(U[0])
     world.progress(U[0], started=[dispatch])
     world.now = 5.0
-    world.feed(Unreachable(peer_of(U[0])))
+    world.cut(U[0])
     world.now = 7.0
     rank = shown(world, "u")
     assert (rank.state, rank.state_age_s, rank.epoch_age_s, rank.restarts) == ("lost", 2.0, 7.0, 0)

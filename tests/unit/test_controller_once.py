@@ -8,7 +8,7 @@ import pytest
 from controller_world import D, P, U, World, failure, hello, pd, peer_of, submit, unified
 
 from bus.wire.messages import Accepted, Cancel, Done, Ended, Failed, Progress
-from controller.events import ClientGone, FromClient, FromNode, Unreachable
+from controller.events import ClientGone, FromClient, FromNode
 
 
 class TestIdentity:
@@ -215,7 +215,7 @@ class TestStart:
         world.join(hello("u", 0, running=(("a", 1), ("b", 1))))
         world.join(hello("u", 1, running=(("b", 1),)))
         assert len(world.core.life.table.inherited) == 2
-        world.feed(Unreachable(peer_of(U[0])))
+        world.cut(U[0])
         assert len(world.core.life.table.inherited) == 1
         world.pass_time(61.0, alive=U[1:])
         assert len(world.core.life.table.inherited) == 0

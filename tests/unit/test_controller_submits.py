@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from controller_world import EPOCH, PARAMS, D, P, World, failure, hello, pd, peer_of, prompt, submit, unified
+from controller_world import EPOCH, PARAMS, D, P, World, failure, hello, pd, prompt, submit, unified
 
 from bus.wire.messages import Accepted, Done, Failed, Location
-from controller.events import Unreachable
 
 
 class TestPair:
@@ -50,7 +49,7 @@ class TestPair:
         world = pd()
         world.submit(submit("r", "pair"))
         world.progress(P[0], ended=world.dispatches(P[0]))
-        world.feed(Unreachable(peer_of(D[0])))
+        world.cut(D[0])
         assert [d.attempt for d in world.dispatches(D[1])] == [2]
         assert not world.answers(Failed)
 
@@ -85,7 +84,7 @@ class TestPair:
         world = pd(prefill_method="follow_bootstrap_room")
         world.submit(submit("a", "pair", bootstrap_room=5))
         assert len(world.dispatches(P[1])) == 1
-        world.feed(Unreachable(peer_of(P[1])))
+        world.cut(P[1])
         world.submit(submit("b", "pair", bootstrap_room=9))
         assert [f.code for f in world.answers(Failed)] == ["peer_lost", "no_rank"]
         world.submit(submit("c", "pair", bootstrap_room=10))
@@ -105,7 +104,7 @@ class TestPair:
         world.submit(submit("r", "pair"))
         (decode,) = world.dispatches(D[0])
         world.progress(D[0], ended=[decode])
-        world.feed(Unreachable(peer_of(P[0])))
+        world.cut(P[0])
         (done,) = world.answers(Done)
         assert [leg.leg for leg in done.legs] == ["decode"]
         world.assert_empty()
@@ -115,7 +114,7 @@ class TestPair:
         world.submit(submit("r", "pair"))
         (decode,) = world.dispatches(D[0])
         world.progress(D[0], started=[decode])
-        world.feed(Unreachable(peer_of(P[0])))
+        world.cut(P[0])
         assert not world.answers(Failed)
         (cancel,) = world.cancels(D[0])  # of use only if its KV cache was not fetched yet
         assert (cancel.rid, cancel.code, cancel.if_unfetched) == ("r", "prefill_failed", True)

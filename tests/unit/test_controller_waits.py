@@ -6,7 +6,7 @@ import pytest
 from controller_world import EPOCH, P, U, failure, hello, pd, peer_of, submit, unified
 
 from bus.wire.messages import Bye, Dispatch, DrainRank, Failed
-from controller.events import FromClient, FromNode, Unreachable
+from controller.events import FromClient, FromNode
 
 
 class TestModels:
@@ -22,7 +22,7 @@ class TestModels:
         elif how == "gone":
             world.feed(FromNode(peer_of(self.V), Bye("v", 0, 1)))
         elif how == "lost":
-            world.feed(Unreachable(peer_of(self.V)))
+            world.cut(self.V)
         elif how == "silent lease":
             world.pass_time(3.5, alive=U)
         world.submit(submit("r"))
@@ -32,7 +32,7 @@ class TestModels:
         """M55"""
         world = unified(*U, self.V)
         world.submit(submit("a", instance="u", routed_dp_rank=1))
-        world.feed(Unreachable(peer_of(self.V)))
+        world.cut(self.V)
         world.submit(submit("b", routed_dp_rank=1))  # v is not meant: it is gone
         assert [d.rid for d in world.dispatches(U[1])] == ["a", "b"]
 

@@ -22,7 +22,7 @@ def state(health: Health, now: float) -> RankState:
     return health.state(health.pulses[KEY], now)
 
 
-def run(health: Health, until: float, *, connection: bool = True, reports: bool = True, beacons: bool = True,
+def run(health: Health, until: float, *, connection: bool = True, reports: bool = True, others: bool = True,
         busy: bool = False, moving: bool = True, start: float = 0.0) -> RankState:  # fmt: skip
     """Half a second at a time, with the signs asked for."""
     now, step = start, int(start * 10) if moving else 0
@@ -35,8 +35,9 @@ def run(health: Health, until: float, *, connection: bool = True, reports: bool 
         if reports:
             health.bus_heard(now)
             health.report(KEY, load(int(now * 2), step=step, running=int(busy)), now)
-        if beacons:
+        if others:
             health.bus_heard(now)
+            health.loads_at = now
     return state(health, now)
 
 
@@ -50,7 +51,7 @@ def test_an_idle_rank_is_ready_at_once_and_a_busy_one_with_its_first_report() ->
 
 def test_a_rank_that_never_reports_is_taken_after_a_lease_when_there_is_no_bus() -> None:
     lonely = health(idle=False)
-    assert run(lonely, LEASE + 0.5, reports=False, beacons=False) == "ready"
+    assert run(lonely, LEASE + 0.5, reports=False, others=False) == "ready"
 
 
 @pytest.mark.parametrize("declared", ["starting", "draining", "gone"])
@@ -72,7 +73,7 @@ def test_silence_of_the_connection_is_lost_within_the_lease() -> None:
 
 def test_a_connection_that_is_gone_is_lost_at_once() -> None:
     rank = health()
-    rank.unreachable(KEY)
+    rank.unreachable(KEY, 1.0)
     assert state(rank, 0.0) == "lost"
     rank.hello(KEY, 1, "ready", idle=True, now=0.1)
     assert state(rank, 0.1) == "ready"
@@ -89,7 +90,7 @@ def test_cut_off_from_a_living_bus_is_silent() -> None:
 def test_a_bus_that_is_quiet_for_all_blames_nobody_not_even_on_its_return() -> None:
     rank = health()
     assert run(rank, 5.0) == "ready"
-    assert run(rank, 60.0, reports=False, beacons=False, start=5.0) == "ready"
+    assert run(rank, 60.0, reports=False, others=False, start=5.0) == "ready"
     rank.bus_heard(60.5)  # the broker is back, the rank has not reported yet
     assert state(rank, 60.5) == "ready"
     assert run(rank, 60.5 + LEASE + 1, reports=False, start=60.5) == "silent"

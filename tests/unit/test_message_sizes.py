@@ -126,6 +126,9 @@ class Wire:
         self.link = Connection(self, self, 0, "", lambda: 0.0, lambda socket, error: None)  # type: ignore[arg-type]
         self.instance, self.dp_rank, self.epoch = NAME, 4095, MAX_ROOM
 
+    def connections(self, socket: Any) -> Any:
+        return lambda: False
+
     def dealer(self, endpoint: str, *, maximum: int, role: str) -> Any:
         return self
 

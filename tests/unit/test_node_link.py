@@ -8,7 +8,18 @@ import pytest
 import zmq
 
 from bus.wire.codec import decode, encode
-from bus.wire.messages import NODE_TO_CONTROLLER, Bye, Ended, Hello, Message, NodeState, Progress, Refused, Welcome
+from bus.wire.messages import (
+    NODE_TO_CONTROLLER,
+    Bye,
+    Ended,
+    Hello,
+    Message,
+    NodeState,
+    Ping,
+    Progress,
+    Refused,
+    Welcome,
+)
 from nodes.link import connection as module
 from nodes.link.connection import HELLO_S, MAX_ENDED_PER_MESSAGE, Connection
 
@@ -18,11 +29,12 @@ ENDS = [Ended(f"r{n}", 1, "unified", "ok") for n in range(3 * MAX_ENDED_PER_MESS
 class World:
     """One link with its rank, its sockets and a queue of `space` messages."""
 
-    instance, dp_rank, epoch = "u", 0, 7
+    instance, dp_rank, epoch, wall_s = "u", 0, 7, 0.0
 
     def __init__(self) -> None:
         self.now = 0.0
         self.space = 1000
+        self.connected = False
         self.queue: list[Message] = []
         self.state: NodeState = "ready"
         self.why: list[str] = []
@@ -30,6 +42,13 @@ class World:
 
     def dealer(self, endpoint: str, *, maximum: int, role: str) -> Any:
         return self
+
+    def connections(self, socket: Any) -> Any:
+        def made() -> bool:
+            made, self.connected = self.connected, False
+            return made
+
+        return made
 
     def send(self, frame: bytes, flags: int) -> None:
         assert flags == zmq.NOBLOCK
@@ -44,6 +63,9 @@ class World:
         )  # fmt: skip
 
     def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None: ...
+
+    def steps(self) -> tuple[int, bool, int]:
+        return 0, False, 0
 
     def superseded(self, why: str) -> None:
         self.why.append(why)
@@ -97,6 +119,42 @@ def test_news_of_a_state_is_said_again_although_the_controller_is_heard(world: W
     world.link.tick()
     assert [message.state for message in world.queue if isinstance(message, Hello)] == ["draining"]
     world.now = 2 * HELLO_S
+    world.link.receive([encode(Welcome("c", 5, False, 3.0, 0))])
+    world.link.tick()
+    assert len(world.queue) == 1
+
+
+def test_it_says_hello_over_each_new_connection_and_when_nothing_has_come_for_a_while(world: World) -> None:
+    """M84: a controller that was started again does not know whom to ask."""
+
+    def hellos() -> int:
+        return sum(isinstance(message, Hello) for message in world.queue)
+
+    world.link.tick()
+    assert not hellos()
+    world.connected = True
+    world.link.tick()
+    world.link.tick()
+    assert hellos() == 1
+    for _ in range(20):
+        world.now += 1.0
+        world.link.receive([encode(Ping(1))])
+        world.link.tick()
+    assert hellos() == 1
+    world.now += 1.6  # half a lease
+    world.link.tick()
+    assert hellos() == 2
+    for _ in range(10):
+        world.now += HELLO_S / 2
+        world.link.tick()
+    assert hellos() == 7
+
+
+def test_before_it_is_welcomed_a_connection_changes_nothing(world: World) -> None:
+    """Its hello waits in the queue."""
+    world.link.welcome = None
+    world.link.tick()
+    world.connected = True
     world.link.tick()
     assert len(world.queue) == 1
 

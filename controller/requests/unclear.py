@@ -1,0 +1,52 @@
+"""What may have died, or may still run, at ranks that could not be asked. Pure bookkeeping, bounded.
+
+A connection that is gone says nothing of the process behind it: whether its rank has died, and so may have been killed
+by a request, is known when it says hello again, as the same start or another one, or has not within a lease. And what
+could not be told to end ends when its rank comes back and says that it runs.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from bus.wire.messages import Attempt, Rid
+from controller.load.rank import RankLoad
+
+MAX_UNTOLD = 16_384
+
+
+class Unclear:
+    """`at`: by rank, the requests that were lost with it while it is not known whether it died; `attempts`: by rid, the
+    newest one that was given up without a word to its rank."""
+
+    def __init__(self) -> None:
+        self.at: dict[RankLoad, dict[Rid, int]] = {}
+        self.attempts: OrderedDict[Rid, Attempt] = OrderedDict()
+
+    def lost(self, rank: RankLoad, rid: Rid, offset: int) -> None:
+        """`rid`, of `offset` tokens before this rank, was lost with it."""
+        self.at.setdefault(rank, {})[rid] = offset
+
+    def settle(self, rank: RankLoad) -> dict[Rid, int]:
+        """It is known now whether `rank` has died: the requests lost with it, and their offsets. Forgotten here."""
+        return self.at.pop(rank, {})
+
+    def count(self, rid: Rid, offset: int) -> int:
+        """How many ranks may have died with `rid`."""
+        return sum(lost.get(rid) == offset for lost in self.at.values())
+
+    def untold(self, rid: Rid, attempt: Attempt) -> None:
+        """Nobody at its rank heard that this attempt is given up."""
+        self.attempts[rid] = max(attempt, self.attempts.pop(rid, 0))
+        if len(self.attempts) > MAX_UNTOLD:
+            self.attempts.popitem(last=False)
+
+    def begins(self, rid: Rid, attempt: Attempt) -> None:
+        """This attempt is wanted, whatever became of an earlier one of the same number."""
+        if self.attempts.get(rid, 0) >= attempt:
+            del self.attempts[rid]
+
+    def orphans(self, running: Iterable[tuple[Rid, Attempt]]) -> list[tuple[Rid, Attempt]]:
+        """Which of these were given up."""
+        return [(rid, attempt) for rid, attempt in running if attempt <= self.attempts.get(rid, 0)]

@@ -1,0 +1,362 @@
+"""Connections that are lost, ranks that come back or do not, and the first moments of a controller: nothing fails for
+nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from controller_world import D, P, U, World, failure, hello, pd, peer_of, submit, unified
+from msgspec.structs import replace
+
+from bus.wire.messages import Accepted, Bye, Cancel, Done, DrainRank, Ended, Failed, Hello, Progress, Status, Who
+from controller.events import FromClient, FromNode, Tick, Undelivered, Unreachable
+
+
+def ends(node: Hello, rid: str, attempt: int = 1, **said: Any) -> Progress:
+    return Progress(node.instance, node.dp_rank, node.epoch, (), (Ended(rid, attempt, node.role, "ok", **said),))
+
+
+def large(instance: str, count: int, **options: Any) -> list[Hello]:
+    sizes = {"max_running": 256, "max_context": 100_000, "kv_capacity": 10_000_000}
+    return [hello(instance, n, dp_size=count, **sizes, **options) for n in range(count)]
+
+
+class TestManyRanksAtOnce:
+    @pytest.mark.parametrize(("dying", "living"), [(8, 8), (8, 1), (2, 2)])
+    @pytest.mark.parametrize("role", ["unified", "prefill"])
+    @pytest.mark.parametrize("method", ["total_tokens", "round_robin", "cache_aware"])
+    def test_when_a_process_of_several_ranks_dies_nothing_fails_and_each_request_is_given_away_once(
+        self, dying: int, living: int, role: str, method: str
+    ) -> None:
+        nodes = {"a": large("a", dying, role=role), "b": large("b", living, role=role)}
+        world = World(unified_method=method, prefill_method=method)
+        for node in (*nodes["a"], *nodes["b"], *large("d", 1, role="decode")):
+            world.join(node)
+        count = 4 * (dying + living)
+        for n in range(count):
+            leg = {"leg": "pair", "bootstrap_room": n} if role == "prefill" else {}
+            world.submit(submit(f"r{n}", prompt_tokens=100, **leg))
+        there = {rid for node in nodes["a"] for rid in world.rank(node).work}
+        world.gone = {peer_of(node) for node in nodes["a"]}
+        world.pass_time(2.0, alive=[*nodes["b"]])
+        assert there
+        assert not world.answers(Failed)
+        requests = world.core.life.requests
+        assert len(requests) == count
+        assert {rid: request.tries for rid, request in requests.items()} == {
+            rid: 2 if rid in there else 1 for rid in requests
+        }
+
+    def test_when_the_only_process_dies_what_ran_there_may_be_tried_again(self) -> None:
+        nodes = large("a", 8)
+        world = unified(*nodes)
+        for n in range(80):
+            world.submit(submit(f"r{n}", prompt_tokens=100))
+        world.gone = {peer_of(node) for node in nodes}
+        world.pass_time(2.0)
+        assert Counter((f.code, f.retryable) for f in world.answers(Failed)) == {("peer_lost", True): 80}
+
+    def test_where_all_connections_are_lost_at_once_and_come_back_nothing_is_dispatched_twice(self) -> None:
+        nodes = large("a", 8)
+        world = unified(*nodes)
+        for n in range(80):
+            world.submit(submit(f"r{n}", prompt_tokens=100))
+        world.gone = {peer_of(node) for node in nodes}
+        world.pass_time(0.4)
+        world.submit(submit("meanwhile"))  # waits
+        for node in nodes:
+            running = tuple((rid, 1) for rid in world.rank(node).work)
+            world.back(replace(node, running=running), peer=f"{peer_of(node)} again")
+        world.pass_time(1.0)
+        world.report(nodes[0])
+        assert not world.answers(Failed)
+        assert world.core.counts["redispatched"] == world.core.counts["legs_lost"] == 0
+        assert [a.rid for a in world.answers(Accepted)][-1] == "meanwhile"
+        assert world.core.counts["ranks_lost"] == 0
+
+    def test_a_dispatch_that_never_left_costs_no_try_and_no_loss(self) -> None:
+        nodes = large("a", 8)
+        world = unified(*nodes, attempts=2)
+        world.gone = {peer_of(node) for node in nodes[:7]}
+        for n in range(8):
+            world.submit(submit(f"r{n}"))
+        assert len(world.dispatches(nodes[7])) == 8
+        assert not world.answers(Failed)
+        assert {(r.tries, r.losses) for r in world.core.life.requests.values()} == {(1, 0)}
+        assert all(world.rank(node).requests == 0 for node in nodes[:7])
+
+    def test_one_that_could_not_be_sent_waits_where_all_ranks_may_be_back_soon(self) -> None:
+        world = unified(U[0])
+        world.gone = {peer_of(U[0])}
+        world.submit(submit("r"))
+        world.submit(submit("pinned", routed_dp_rank=0))
+        assert not world.answers(Failed)
+        world.back(U[0], peer="again")
+        world.report(U[0])
+        assert sorted(a.message.rid for a in world.to_nodes if a.peer == "again" and hasattr(a.message, "rid")) == [
+            "pinned", "r"
+        ]  # fmt: skip
+        assert {r.tries for r in world.core.life.requests.values()} == {1}
+
+    def test_and_no_longer_than_for_a_moment(self) -> None:
+        world = unified(U[0])
+        world.gone = {peer_of(U[0])}
+        world.submit(submit("r"))
+        world.pass_time(0.6)
+        assert (failure(world).code, failure(world).retryable) == ("no_rank", True)
+
+    def test_a_message_that_a_full_queue_did_not_take_costs_a_try(self) -> None:
+        """The rank is still there, and would be chosen again and again."""
+        world = unified(U[0], attempts=2)
+        world.submit(submit("r"))
+        for attempt in range(2):
+            world.feed(Undelivered(peer_of(U[0]), world.dispatches()[attempt]))
+        assert failure(world).code == "overloaded"
+
+
+class TestDeaths:
+    def test_a_rank_that_is_started_again_died_with_what_it_ran(self) -> None:
+        world = unified(U[0], attempts=2)
+        for epoch in (2, 3):
+            world.submit(submit("r", attempt=epoch))
+            world.join(hello("u", 0, epoch=epoch))
+            world.report(hello("u", 0, epoch=epoch))
+        assert failure(world).code == "poison"
+
+    def test_a_rank_that_comes_back_within_its_lease_has_not_died(self) -> None:
+        world = unified(U[0], attempts=2)
+        for n in range(4):
+            world.submit(submit("r", attempt=10 * n + 1))
+            world.feed(Unreachable(peer_of(U[0]) if not n else f"again {n - 1}"))
+            world.pass_time(0.6)
+            world.back(U[0], peer=f"again {n}")
+            world.report(U[0])
+        assert [f.code for f in world.answers(Failed)] == ["peer_lost"] * 4
+        world.pass_time(4.0)
+        world.join(U[0], peer="at last")
+        world.submit(submit("r", attempt=50))
+        assert world.core.life.requests["r"].losses == 0
+
+    def test_a_pair_that_loses_both_legs_has_lost_once(self) -> None:
+        world = pd()
+        world.submit(submit("r", "pair"))
+        at = [node for node in (*P, *D) if world.dispatches(node)]
+        world.pass_time(3.5, alive=[node for node in (*P, *D) if node not in at])
+        assert world.core.life.requests["r"].losses == 1
+
+
+class TestConnectionsThatComeBack:
+    def one(self) -> World:
+        world = unified(U[0])
+        world.report(U[0])
+        world.submit(submit("r"))
+        return world
+
+    @pytest.mark.parametrize("streaming", [False, True])
+    def test_what_ended_while_the_connection_was_away_has_ended(self, streaming: bool) -> None:
+        world = self.one()
+        if streaming:
+            world.progress(U[0], started=world.dispatches())
+        world.feed(FromNode("new", ends(U[0], "r", output_tokens=5)))  # queued there before the hello
+        assert [a.peer for a in world.to_nodes if isinstance(a.message, Who)] == ["new"]
+        world.join(U[0], peer="new")
+        world.feed(FromNode("new", ends(U[0], "r", output_tokens=5)))  # said again behind the welcome
+        world.pongs("new")
+        assert [done.attempt for done in world.answers(Done)] == [1]
+        assert len(world.dispatches()) == 1
+        assert world.core.counts["legs_lost"] == 0
+
+    def test_what_the_old_connection_swallowed_is_dispatched_again_once_two_pings_were_answered(self) -> None:
+        world = self.one()
+        world.join(U[0], peer="new")
+        assert len(world.dispatches()) == 1
+        world.pongs("new")
+        assert [d.attempt for d in world.dispatches()] == [1, 2]
+        assert world.core.life.requests["r"].losses == 0
+
+    def test_what_is_dispatched_after_the_hello_is_in_no_doubt(self) -> None:
+        world = self.one()
+        world.join(U[0], peer="new")
+        world.submit(submit("s"))
+        world.feed(FromNode("new", ends(U[0], "r")))
+        world.pongs("new")
+        assert world.core.counts["legs_lost"] == 0
+        assert "s" in world.rank(U[0]).work
+
+    def test_what_came_over_the_old_connection_before_it_closed_counts(self) -> None:
+        world = self.one()
+        world.feed(Unreachable(peer_of(U[0])))
+        world.feed(FromNode(peer_of(U[0]), ends(U[0], "r")))
+        assert len(world.answers(Done)) == 1
+
+    def test_what_was_given_up_while_a_rank_could_not_be_told_ends_when_it_is_back(self) -> None:
+        world = unified()
+        for n in range(6):
+            world.submit(submit(f"r{n}"))
+        mine = tuple((d.rid, d.attempt) for d in world.dispatches(U[0]))
+        world.gone = {peer_of(U[0])}
+        world.feed(FromClient("client", Cancel(mine[0][0]), ()))
+        world.cut(U[0])
+        assert [d.attempt for d in world.dispatches(U[1])][3:] == [2, 2]
+        world.join(replace(U[0], running=mine), peer="new")
+        assert [
+            (a.message.rid, a.message.attempt, a.message.code)
+            for a in world.to_nodes
+            if a.peer == "new" and a.message in world.cancels()
+        ] == [(rid, 1, "fenced") for rid, _ in mine]
+
+    def test_what_runs_on_is_left_alone(self) -> None:
+        world = self.one()
+        world.feed(Unreachable(peer_of(U[0])))
+        world.back(replace(U[0], running=(("r", 1),)), peer="new")
+        assert not world.cancels()
+        assert "r" in world.rank(U[0]).work
+
+    def test_an_attempt_that_was_given_up_and_comes_anew_is_wanted(self) -> None:
+        world = self.one()
+        world.gone = {peer_of(U[0])}
+        world.feed(FromClient("client", Cancel("r"), ()))
+        world.join(U[0], peer="new")
+        world.submit(submit("r"))
+        world.join(replace(U[0], running=(("r", 1),)), peer="newer")
+        assert not world.cancels()
+
+    def test_after_an_absence_of_our_own_lost_connections_have_a_lease_to_come_back(self) -> None:
+        """Over tcp their peers close them meanwhile."""
+        world = unified()
+        for n in range(4):
+            world.submit(submit(f"r{n}"))
+        running = {node.dp_rank: tuple((rid, 1) for rid in world.rank(node).work) for node in U}
+        world.now += 6.0
+        world.gone = {peer_of(node) for node in U}
+        world.feed(Tick())
+        world.pass_time(2.5)
+        assert not world.answers(Failed)
+        for node in U:
+            world.back(replace(node, running=running[node.dp_rank]), peer=f"{node.dp_rank} again")
+        world.pass_time(0.5)
+        assert world.core.counts["legs_lost"] == world.core.counts["ranks_lost"] == 0
+        assert len(world.core.life.requests) == 4
+
+    def test_but_no_longer(self) -> None:
+        world = unified()
+        world.now += 6.0
+        world.gone = {peer_of(node) for node in U}
+        world.feed(Tick())
+        world.pass_time(3.2)
+        assert world.core.counts["ranks_lost"] == 2
+
+
+class TestGoodbyes:
+    """A rank that leaves closes its connection right behind its goodbye: a ping may find out first."""
+
+    def states(self, world: World) -> list[str]:
+        world.feed(FromClient("op", DrainRank(1, "u", 0), ()))
+        return [rank.state for rank in world.answers(Status, "op")[-1].ranks if rank.dp_rank == 0]
+
+    def test_one_that_says_goodbye_is_gone_and_was_never_lost(self) -> None:
+        world = unified()
+        assert self.states(world) == ["draining"]
+        world.feed(Unreachable(peer_of(U[0])))
+        assert self.states(world) == ["draining"]
+        world.pass_time(0.3)
+        assert self.states(world) == ["draining"]
+        world.feed(FromNode(peer_of(U[0]), Bye("u", 0, 1)))
+        assert self.states(world) == ["gone"]
+        world.pass_time(4.0, alive=[U[1]])
+        assert self.states(world) == ["gone"]
+        assert (world.core.counts["ranks_lost"], world.core.counts["ranks_gone"]) == (0, 1)
+        assert "lost" not in {note.fields.get("new") for note in world.notes}
+
+    def test_one_that_drained_without_being_asked_here_likewise(self) -> None:
+        world = unified()
+        world.join(replace(U[0], state="draining"))
+        world.feed(Unreachable(peer_of(U[0])))
+        world.feed(FromNode(peer_of(U[0]), Bye("u", 0, 1)))
+        world.pass_time(1.0, alive=[U[1]])
+        assert (world.core.counts["ranks_lost"], world.core.counts["ranks_gone"]) == (0, 1)
+
+    def test_one_that_drained_and_died_is_lost_a_moment_later(self) -> None:
+        world = unified()
+        world.submit(submit("r"))
+        self.states(world)
+        world.cut(U[0])
+        assert self.states(world) == ["lost"]
+        assert [d.attempt for d in world.dispatches(U[1])] == [2]
+
+    def test_a_goodbye_is_no_death_of_what_it_left_behind(self) -> None:
+        world = unified()
+        world.submit(submit("r"))
+        world.feed(FromNode(peer_of(U[0]), Bye("u", 0, 1)))
+        assert world.core.life.requests["r"].losses == 0
+        assert [d.attempt for d in world.dispatches(U[1])] == [2]
+
+
+class TestFirstMoments:
+    """A controller that was started again knows some ranks sooner than others."""
+
+    X, Y = hello("x", dp_size=1, model="X"), hello("y", dp_size=1, model="Y")
+    SMALL = hello("s", dp_size=1)
+    LARGE = hello("l", dp_size=1, max_context=100_000, kv_capacity=100_000)
+    KNOWS = replace(hello("k", dp_size=1), params=("json_schema",))
+
+    @pytest.mark.parametrize(
+        ("there", "late", "wish"),
+        [
+            (Y, X, {"model": "X"}),
+            (Y, X, {"instance": "x"}),
+            (SMALL, LARGE, {"prompt_tokens": 5000}),
+            (SMALL, KNOWS, {"needs": ("json_schema",)}),
+            (SMALL, large("s", 2)[1], {"instance": "s", "routed_dp_rank": 1}),
+        ],
+    )
+    def test_what_rests_on_who_is_there_is_refused_for_good_only_after_a_lease(
+        self, there: Hello, late: Hello, wish: dict[str, Any]
+    ) -> None:
+        world = World(settle_s=0.5)
+        world.join(there)
+        world.pass_time(0.7, alive=[there])
+        world.submit(submit("r", **wish))
+        failed = failure(world)
+        assert (failed.code, failed.retryable) == ("no_rank", True)
+        assert failed.retry_after_s > 0
+        world.pass_time(3.0, alive=[there])
+        world.submit(submit("r", **wish))
+        assert world.answers(Failed)[-1].code in ("bad_request", "bad_rank", "too_long")
+
+    def test_what_is_wrong_whoever_is_there_is_refused_at_once(self) -> None:
+        world = World(settle_s=0.5)
+        world.join(self.X)
+        world.pass_time(0.7, alive=[self.X])
+        world.submit(submit("r", prompt_tokens=0))
+        assert failure(world).code == "empty_prompt"
+
+    def test_a_rank_that_is_started_again_gets_one_request_until_it_reports(self) -> None:
+        world = unified(hello("u", max_running=64))
+        world.report(hello("u"))
+        again = hello("u", epoch=2, max_running=64)
+        world.join(again)
+        for n in range(10):
+            world.submit(submit(f"r{n}"))
+        assert len(world.dispatches(again)) == 1
+        world.report(again)
+        assert len(world.dispatches(again)) == 10
+
+    def test_a_rank_that_is_new_gets_all_at_once(self) -> None:
+        node = hello("u", max_running=64)
+        world = unified(node)
+        for n in range(10):
+            world.submit(submit(f"r{n}"))
+        assert len(world.dispatches(node)) == 10
+
+
+class TestReadiness:
+    def test_a_cluster_of_mixed_roles_serves_as_long_as_some_of_them_can(self) -> None:
+        world = pd()
+        world.join(U[0])
+        world.cut(*D)
+        assert not world.core.unready
+        world.cut(U[0])
+        assert world.core.unready == "no decode and unified rank is ready"
