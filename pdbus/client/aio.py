@@ -92,10 +92,10 @@ class AsyncClient(BaseClient):
     async def _begin(
         self, channel: LoopChannel, ids: Sequence[int], options: Options, tokenizer: Tokenizer | None
     ) -> AsyncStream:
-        if self._leg is None and "leg" not in options:
-            self._learn_leg(await asyncio.wrap_future(self._ask_cluster(channel)))
+        if not self._knows(options):
+            self._learn_leg(self._model(options), await asyncio.wrap_future(self._ask_cluster(channel)))
         request = self._request(channel, ids, options, tokenizer)
-        stream = AsyncStream(channel, request, tokenizer)
+        stream = AsyncStream(channel, request, tokenizer, self._learnt.clear)
         channel.begin(request, stream._put)
         return stream
 
@@ -123,8 +123,10 @@ class AsyncStream(BaseStream):
     Leaving the loop early cancels the request (as does `async with`). `result` is there once the iteration ended.
     """
 
-    def __init__(self, channel: LoopChannel, request: Request, tokenizer: Tokenizer | None) -> None:
-        super().__init__(channel, request, tokenizer)
+    def __init__(
+        self, channel: LoopChannel, request: Request, tokenizer: Tokenizer | None, forget: Callable[[], object]
+    ) -> None:
+        super().__init__(channel, request, tokenizer, forget)
         self._updates: deque[Update] = deque()
         self._reader: asyncio.Future[None] | None = None  # waits for the next update
         self._told: Callable[[], None] | None = None  # instead of the reader

@@ -5,11 +5,14 @@ Starts no thread and waits for nothing: that is where the two differ.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
+
+from msgspec.structs import replace
 
 from bus.wire.hashing import tokens_of
 from bus.wire.messages import DrainRank, Legs, Status, StatusQuery
@@ -37,15 +40,16 @@ class BaseClient:
         decode_controller: str | None = None,
         retries: int = 6,
         connect_timeout_s: float = 10.0,
+        overloaded_s: float = math.inf,
+        no_rank_s: float = math.inf,
         keys: str | Path = "",
         model: str = "",
         seed: int | None = None,
     ) -> None:
         self._where = where(controller, prefill_controller, decode_controller)
-        self._patience = patience(retries, connect_timeout_s)
+        self._patience = patience(retries, connect_timeout_s, overloaded_s, no_rank_s)
         self._texts = Texts(model)
-        self._leg: Legs | None = None if self._where.prefill is None else "pair"
-        self._block_tokens = 0
+        self._learnt: dict[str, tuple[Legs, int]] = {}  # by model: how its requests run, and the blocks of hashes
         self._start(keys, seed)
 
     def _start(self, keys: str | Path, seed: int | None) -> None:
@@ -62,33 +66,46 @@ class BaseClient:
         return channel.ask(self._where.decode, lambda id: DrainRank(id, instance, dp_rank), timeout_s)
 
     def _learn_model(self, status: Status) -> str:
-        self._learn_leg(status)
         self._texts.model = model_of(status)
+        self._learn_leg(self._texts.model, status)
         return self._texts.model
 
-    def _learn_leg(self, status: Status) -> None:
-        if self._leg is None:
-            self._leg, self._block_tokens = leg_for(status), block_tokens_for(status)
+    def _knows(self, options: Options) -> bool:
+        """Whether nothing has to be learnt before it is submitted."""
+        return "leg" in options or self._where.prefill is not None or self._model(options) in self._learnt
+
+    def _learn_leg(self, model: str, status: Status) -> None:
+        if model:
+            status = replace(status, ranks=tuple(rank for rank in status.ranks if rank.model == model))
+        if leg := leg_for(status):
+            self._learnt[model] = leg, block_tokens_for(status)
+
+    def _model(self, options: Options) -> str:
+        return options.get("model") or self._texts.model
 
     def _request(
         self, channel: AnyChannel, ids: Sequence[int], options: Options, tokenizer: Tokenizer | None
     ) -> Request:
+        leg, block_tokens = self._learnt.get(self._model(options), ("pair", 0))
         return make_request(
             ids,
             options,
             self._where,
             channel.rng,
-            leg=self._leg or "pair",
-            block_tokens=self._block_tokens,
+            leg=leg,
+            block_tokens=block_tokens,
             eos_ids=tokenizer.eos_ids if tokenizer is not None else (),
             asked_us=time.time_ns() // 1000,
         )
 
 
 class BaseStream:
-    """`rid` names the request."""
+    """`rid` names the request. `forget` is called where there was no rank for it: how requests run may have changed."""
 
-    def __init__(self, channel: AnyChannel, request: Request, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, channel: AnyChannel, request: Request, tokenizer: Tokenizer | None, forget: Callable[[], object]
+    ) -> None:
+        self._forget = forget
         self.rid = request.rid
         self._prompt = request.prompt
         self._channel = channel
@@ -113,5 +130,7 @@ class BaseStream:
             text = self._decoder.push(update) if self._decoder is not None else ""
             return Piece(update, text, tuple(self._logprobs[first : self._have]) if self._logprobs else ())
         self._result = update
+        if update.code == "no_rank":
+            self._forget()
         rest = self._decoder.finish() if self._decoder is not None else ""
         return Piece((), rest) if rest else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from math import inf
 
 from bus.actions import Send
 from bus.wire.messages import (
@@ -48,10 +49,13 @@ MAX_USED = 16_384
 @dataclass(frozen=True, slots=True)
 class Patience:
     """`retries` without a new token in between, then the failure is final; `connect_timeout_s` for a controller that
-    does not answer."""
+    does not answer. Without a token yet, no try is made later than `overloaded_s` after the submit where the cluster is
+    overloaded, nor `no_rank_s` after it had no rank first."""
 
     retries: int = 6
     connect_timeout_s: float = 10.0
+    overloaded_s: float = inf
+    no_rank_s: float = inf
 
 
 Action = Send | Deliver | Ended
@@ -135,9 +139,11 @@ class ClientCore:
         request.number(place, attempt)
         if message.prefill is None and message.decode is None:
             request.move_at(place, Event.QUEUED)
+            request.queued[place] = attempt
             request.asked_at[place] = now
             return []
         request.move_at(place, Event.ACCEPTED)
+        request.ran, request.no_rank_at = True, None
         request.prefill = message.prefill or request.prefill
         if message.rid != request.rid or said_again or not request.takes(Event.ACCEPTED):
             return []
@@ -297,12 +303,27 @@ class ClientCore:
             or request.retries >= self._patience.retries
         ):
             return self._end(request, "failed", now, code, message, retry_after_s)
-        actions = self._detach(request) + self._cancel_submits(request)
         backoff_s = min(BACKOFF_MAX_S, BACKOFF_S * 2**request.retries) * self._rng.uniform(0.5, 1.0)
+        due_at = now + max(backoff_s, retry_after_s)
+        if due_at > self._latest(request, code, now):
+            return self._end(request, "failed", now, code, message, retry_after_s)
+        actions = self._detach(request) + self._cancel_submits(request)
         request.retries += 1
-        request.due_at = now + max(backoff_s, retry_after_s)
+        request.due_at = due_at
         request.move(Event.RETRY)
         return actions
+
+    def _latest(self, request: Request, code: Code, now: float) -> float:
+        """When the last try may be made after a failure with this code."""
+        if request.ids:
+            return inf
+        if code == "overloaded":
+            return request.began_at + self._patience.overloaded_s
+        if code == "no_rank":
+            if request.no_rank_at is None:
+                request.no_rank_at = now
+            return request.no_rank_at + self._patience.no_rank_s
+        return inf
 
     def _end(
         self, request: Request, finish: FinishReason, now: float, code: Code = "ok", message: str = "",
@@ -335,6 +356,7 @@ class ClientCore:
             retry_after_s=retry_after_s,
             retryable=code in RETRYABLE,
             logprobs=tuple(request.logprobs),
+            ran=request.ran or request.may_run,
         )
         return [*actions, Ended(request.rid, result)]
 

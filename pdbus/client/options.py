@@ -22,7 +22,7 @@ from bus.runtime.sockets import PAYLOAD_MAX
 from bus.tracecontext import parse
 from bus.wire.codec import encode
 from bus.wire.hashing import packed_hashes, token_bytes
-from bus.wire.messages import SELDOM_KNOWN, Legs, Message, Params, Status, Submit
+from bus.wire.messages import SELDOM_KNOWN, Legs, Message, Params, Role, Status, Submit
 from pdbus.client.core import Patience
 from pdbus.client.request import Request
 
@@ -289,11 +289,16 @@ def any_rank(status: Status) -> bool:
 
 
 def leg_for(status: Status) -> Legs | None:
-    """`unified` where all ranks are, `pair` where they split; None while too few have joined to tell."""
-    roles = {rank.role for rank in status.ranks if rank.state != "gone"}
-    if roles == {"unified"}:
-        return "unified"
-    return "pair" if roles >= {"prefill", "decode"} else None
+    """What ready ranks can run: a `pair` where there are some of both legs, else `unified`; while none are ready, what
+    those that have joined will run. None while too few have joined to tell."""
+    ready = {rank.role for rank in status.ranks if rank.state == "ready"}
+    return _leg_of(ready) or _leg_of({rank.role for rank in status.ranks if rank.state != "gone"})
+
+
+def _leg_of(roles: set[Role]) -> Legs | None:
+    if roles >= {"prefill", "decode"}:
+        return "pair"
+    return "unified" if "unified" in roles else None
 
 
 def block_tokens_for(status: Status) -> int:
@@ -314,7 +319,11 @@ def model_of(status: Status) -> str:
     return models[0]
 
 
-def patience(retries: int, connect_timeout_s: float) -> Patience:
+def patience(
+    retries: int, connect_timeout_s: float, overloaded_s: float = math.inf, no_rank_s: float = math.inf
+) -> Patience:
     if retries < 0 or not 0 < connect_timeout_s < math.inf:
         raise ConfigError("retries must be at least 0, and connect_timeout_s a number of seconds above 0")
-    return Patience(retries, connect_timeout_s)
+    if not (overloaded_s >= 0 and no_rank_s >= 0):
+        raise ConfigError("overloaded_s and no_rank_s must be numbers of seconds from 0 on")
+    return Patience(retries, connect_timeout_s, overloaded_s, no_rank_s)

@@ -46,6 +46,7 @@ class Result(Struct, frozen=True, gc=False):
     retryable: bool = False  # when it failed: whether a new try may go better
     cached_tokens: int = 0  # of the prompt, from a prefix cache; 0 where no rank says, or the end did not come
     logprobs: tuple[TokenLogprobs, ...] = ()
+    ran: bool = False  # a rank had it, or may have had it: its controller never said what became of it
 
     @property
     def tpot_s(self) -> float:

@@ -81,8 +81,8 @@ class Request:
     __slots__ = (
         "asked_again", "asked_at", "attached", "began_at", "cached_tokens", "deadline_at", "decode", "doubt", "due_at",
         "endpoint", "first", "first_token_at", "found_by", "gap_at", "heard_at", "ids", "logprobs", "max_tokens",
-        "offset", "params", "prefill", "prompt", "resend_at", "resend_s", "retries", "rid", "state", "stop_ids",
-        "submit_states", "submits", "wants_logprobs",
+        "no_rank_at", "offset", "params", "prefill", "prompt", "queued", "ran", "resend_at", "resend_s", "retries",
+        "rid", "state", "stop_ids", "submit_states", "submits", "wants_logprobs",
     )  # fmt: skip
 
     def __init__(
@@ -99,6 +99,7 @@ class Request:
         self.max_tokens: int = self.main.max_tokens  # looked at with every token
         self.state = State.NEW
         self.submit_states = dict.fromkeys(submits, SubmitState.ASKED)
+        self.queued: dict[Place, int] = {}  # the last attempt of which a controller said that it waits
         self.asked_at = dict.fromkeys(submits, 0.0)  # this attempt, or when its controller last said that it waits
         self.resend_at = 0.0  # when those without an answer are said again
         self.resend_s = 0.0
@@ -111,6 +112,8 @@ class Request:
         self.first_token_at: float | None = None
         self.retries = 0  # since the last new token
         self.due_at = 0.0  # of DOUBTFUL and BACKOFF
+        self.ran = False  # a leg of it was given to a rank
+        self.no_rank_at: float | None = None  # when there was none for it first, since then
         self.doubt: tuple[Code, str] = ("ok", "")  # of DOUBTFUL: why the stream failed
         self.endpoint = ""  # where it is attached, or empty
         self.attached = 0  # to this attempt
@@ -140,6 +143,14 @@ class Request:
         """The submit at `place` is of this attempt now."""
         if attempt != self.submits[place].attempt:
             self.submits[place] = msgspec.structs.replace(self.submits[place], attempt=attempt)
+
+    @property
+    def may_run(self) -> bool:
+        """Whether a controller has not said yet what becomes of the last attempt, so that a rank may have it."""
+        return any(
+            state is SubmitState.ASKED and self.queued.get(place) != self.submits[place].attempt
+            for place, state in self.submit_states.items()
+        )
 
     def takes(self, event: Event) -> bool:
         return event in NEXT[self.state]

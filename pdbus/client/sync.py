@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
@@ -31,6 +31,9 @@ class Client(BaseClient):
             that nothing is resumed either.
         connect_timeout_s: how long a controller may leave a submit unanswered, or have no rank yet to tell this client
             the model and whether prefill and decode are split.
+        overloaded_s, no_rank_s: without a token yet, how long after the submit an overloaded cluster is tried again,
+            and how long one that has no rank for the request, from when that was heard first. Default: `retries` alone
+            counts.
         keys: directory of CURVE keys.
         model: for text; default: what the controller's ranks serve.
         seed: of the random rids and rooms, for tests.
@@ -86,10 +89,10 @@ class Client(BaseClient):
         self._ask_drain(self._channel, instance, dp_rank, timeout_s).result()
 
     def _begin(self, ids: Sequence[int], options: Options, tokenizer: Tokenizer | None) -> Stream:
-        if self._leg is None and "leg" not in options:
-            self._learn_leg(self._ask_cluster(self._channel).result())
+        if not self._knows(options):
+            self._learn_leg(self._model(options), self._ask_cluster(self._channel).result())
         request = self._request(self._channel, ids, options, tokenizer)
-        stream = Stream(self._channel, request, tokenizer)
+        stream = Stream(self._channel, request, tokenizer, self._learnt.clear)
         self._channel.begin(request, stream._updates.put)
         return stream
 
@@ -102,8 +105,10 @@ class Stream(BaseStream):
     `rid` is the request's id.
     """
 
-    def __init__(self, channel: Channel, request: Request, tokenizer: Tokenizer | None) -> None:
-        super().__init__(channel, request, tokenizer)
+    def __init__(
+        self, channel: Channel, request: Request, tokenizer: Tokenizer | None, forget: Callable[[], object]
+    ) -> None:
+        super().__init__(channel, request, tokenizer, forget)
         self._updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
 
     @property

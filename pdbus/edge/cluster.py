@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from bus.wire.messages import Legs, RankStatus, Status
+from bus.wire.messages import Legs, RankStatus, Role, Status
 from pdbus.client.options import block_tokens_for, leg_for
 from pdbus.edge.errors import HttpError
 
@@ -77,10 +77,9 @@ class View:
 def _served(name: str, status: Status) -> ServedModel:
     leg: Legs = leg_for(status) or "pair"
     ready = {rank.role for rank in status.ranks if rank.state == "ready"}
-    missing = ""
-    if "unified" not in ready:
-        missing = next((role for role in ("prefill", "decode") if role not in ready), "")
-    decoding = [rank for rank in status.ranks if rank.role != "prefill"]
+    roles: tuple[Role, ...] = ("prefill", "decode") if leg == "pair" else ("unified",)
+    missing = next((role for role in roles if role not in ready), "")
+    decoding = [rank for rank in status.ranks if rank.role == roles[-1]]
     capacities = ((rank.load.kv_capacity if rank.load else 0) or rank.max_context for rank in decoding)  # 0: untold
     context = max((min(rank.max_context, told) for rank, told in zip(decoding, capacities, strict=True)), default=0)
     return ServedModel(name, leg, block_tokens_for(status), context, missing)

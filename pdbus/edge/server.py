@@ -32,6 +32,8 @@ from pdbus.edge.config import EdgeConfig
 
 BACKLOG = 2048
 TELL_S = 2.0
+OVERLOADED_S = 1.0  # so long an overloaded cluster is tried again for a request: its client backs off better
+NO_RANK_S = 5.0  # for a rank that is started again to come back
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 log = get_logger("edge")
@@ -52,7 +54,9 @@ async def _serve(
 ) -> None:
     listener = listen(config)
     controller = config.controller or default_controller()
-    async with AsyncClient(controller, keys=config.keys, retries=12) as client:
+    async with AsyncClient(
+        controller, keys=config.keys, retries=12, overloaded_s=OVERLOADED_S, no_rank_s=NO_RANK_S
+    ) as client:
         edge = Edge(config, client, spans=spans)
         server = Server(config, edge)
         if click.get_current_context(silent=True) is not None:

@@ -85,7 +85,7 @@ class ScriptedClient:
     async def generate_tokens(self, ids: Sequence[int], **options: Any) -> AsyncStream:
         request = make_request(ids, options, AT, random.Random(1))  # type: ignore[arg-type]
         self.asked.append((list(ids), options))  # type: ignore[arg-type]
-        stream = AsyncStream(self.channel, request, None)  # type: ignore[arg-type]
+        stream = AsyncStream(self.channel, request, None, dict)  # type: ignore[arg-type]
         self.channel.streams[options["rid"]] = stream
         for update in self.script(ids, options):  # type: ignore[arg-type]
             if isinstance(update, tuple) and "logprobs" in options:

@@ -35,6 +35,7 @@ from bus.wire.messages import (
     RankState,
     RankStatus,
     Refused,
+    Role,
     Status,
     StatusQuery,
     Submit,
@@ -81,6 +82,10 @@ class Peer:
 
     def say(self, message: Message) -> None:
         self.socket.send_multipart([self.other, encode(message)])
+
+
+def rank_of(model: str, number: int, role: Role) -> RankStatus:
+    return RankStatus("i", number, role, model, "ready", 1, "", 0, 0.0, None, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 @pytest.fixture
@@ -171,7 +176,7 @@ def test_a_stream_is_read_by_who_waits_for_several() -> None:
         streams = []
         for name in "ab":
             request = make_request([5, 6], {"rid": name}, AT, random.Random(1))
-            stream = AsyncStream(Silent(), request, None)  # type: ignore[arg-type]
+            stream = AsyncStream(Silent(), request, None, dict)  # type: ignore[arg-type]
             stream.tell(partial(told.append, name))
             streams.append(stream)
         one, other = streams
@@ -317,6 +322,38 @@ def test_text_waits_for_the_first_rank_of_a_controller_that_has_just_started(
         assert isinstance(submit, Submit)
         assert (submit.rid, submit.leg) == ("r", "unified")
         done.result(WAIT_MS / 1000)
+
+
+def test_how_requests_run_is_learnt_by_model_and_again_when_there_was_no_rank(
+    peers: tuple[Peer, Peer], base: str
+) -> None:
+    """From the ranks that are ready: one that splits may join those that don't, and leave again."""
+    controller, _ = peers
+
+    def submit(client: Client, model: str, *roles: Role) -> str:
+        """What `legs` the client submits; it asks where `roles` of that model's ready ranks are given."""
+        stream = client.generate_tokens([5], model=model) if not roles else None
+        if stream is None:
+            with ThreadPoolExecutor(1) as pool:
+                begun = pool.submit(client.generate_tokens, [5], model=model)
+                query = controller.hear()
+                assert isinstance(query, StatusQuery)
+                ranks = [rank_of(model, number, role) for number, role in enumerate(roles)]
+                controller.say(Status(query.id, "c", 1, 0.0, {}, {}, (rank_of("other", 9, "unified"), *ranks)))
+                stream = begun.result()
+        message = controller.hear()
+        while not isinstance(message, Submit):
+            message = controller.hear()
+        controller.say(Failed(message.rid, 1, "no_rank", "none", True))
+        assert stream.result.code == "no_rank"
+        return message.leg
+
+    with Client(base, seed=1, retries=0) as client:
+        assert submit(client, "m", "unified", "prefill") == "unified"
+        assert submit(client, "m", "unified", "prefill", "decode") == "pair", "learnt anew"
+        client._learnt["m"] = "unified", 0
+        assert submit(client, "m") == "unified", "not asked again"
+        assert submit(client, "other", "prefill") == "unified", "another model's ranks are no matter"
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])

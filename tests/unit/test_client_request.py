@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -41,9 +41,12 @@ ONE = Where(C, None)
 class Driver:
     """Feeds a core and keeps what it did."""
 
-    def __init__(self, at: Where = ONE, *, retries: int = 3, eos_ids: tuple[int, ...] = (), **options: Any) -> None:
+    def __init__(
+        self, patience: Patience | None = None, *, at: Where = ONE, retries: int = 3, eos_ids: tuple[int, ...] = (),
+        **options: Any,
+    ) -> None:  # fmt: skip
         self.now = 100.0
-        self.core = ClientCore(Patience(retries, 10.0), random.Random(1))
+        self.core = ClientCore(patience or Patience(retries, 10.0), random.Random(1))
         self.sent: list[Send] = []
         self.ids: list[int] = []
         self.result: Result | None = None
@@ -340,6 +343,73 @@ def test_overload_waits_as_long_as_told_and_ends_some_time() -> None:
     assert (d.result.code, d.result.retryable, d.result.retry_after_s) == ("overloaded", True, 7.0)
 
 
+@pytest.mark.parametrize(("code", "tries"), [("overloaded", 2), ("no_rank", 3)])
+def test_what_is_overloaded_is_tried_again_no_longer_than_is_said(code: Code, tries: int) -> None:
+    """`no_rank_s` counts from when there was none first, here after half a second, `overloaded_s` from the submit."""
+    d = Driver(Patience(12, 10.0, overloaded_s=1.0, no_rank_s=1.0))
+    d.receive(Accepted("r", 1, 9, None, None))
+    d.now += 0.5
+    for attempt in range(1, tries + 1):
+        assert d.result is None
+        d.receive(Failed("r", attempt, code, "busy", True, 0.4))
+        d.wait(0.45)
+    assert d.result is not None
+    assert (d.result.code, d.result.attempts, d.result.retryable, d.result.ran) == (code, tries, True, False)
+
+
+def test_a_request_that_was_shed_late_is_not_tried_again() -> None:
+    d = Driver(Patience(12, 10.0, overloaded_s=1.0))
+    d.receive(Accepted("r", 1, 9, None, None))
+    d.now += 3.0
+    d.receive(Failed("r", 1, "overloaded", "waited too long", True, 0.1))
+    assert d.result is not None
+    assert (d.result.code, d.result.retry_after_s, d.result.ran) == ("overloaded", 0.1, False)
+
+
+def test_what_has_run_is_tried_again_however_late() -> None:
+    """With output so far, or where there was a rank again in between."""
+    d = Driver(Patience(3, 10.0, overloaded_s=1.0, no_rank_s=1.0), max_tokens=2)
+    d.receive(Failed("r", 1, "no_rank", "none", True))
+    d.wait(0.9)
+    d.accept(2)
+    d.now += 2.0
+    d.receive(Failed("r", 2, "no_rank", "none", True))
+    d.wait(0.9)
+    d.accept(3)
+    d.tokens(0, 10, attempt=3)
+    for attempt in (3, 4):
+        d.now += 2.0
+        d.receive(Failed("r", attempt, "overloaded", "busy", True, 2.0))
+        assert submit_in(d.wait(2.1)).attempt == attempt + 1
+    assert d.result is None
+
+
+RAN: list[tuple[Callable[[Driver], object], bool]] = [
+    (lambda d: d.receive(Failed("r", 1, "too_long", "", False)), False),
+    (lambda d: d.receive(Failed("r", 0, "too_many", "", False)), False),
+    (lambda d: (d.receive(Accepted("r", 1, 9, None, None)), d.take(d.core.cancel("r", d.now))), False),
+    (lambda d: d.take(d.core.cancel("r", d.now)), True),  # nobody knows yet
+    (lambda d: d.wait(11.0), True),
+    (lambda d: (d.accept(), d.take(d.core.cancel("r", d.now))), True),
+    (lambda d: (d.accept(), d.receive(Failed("r", 1, "bad_room", "", False))), True),
+    (lambda d: (d.receive(Failed("r", 1, "overloaded", "", True)), d.take(d.core.cancel("r", d.now))), False),
+    (
+        lambda d: (
+            d.receive(Failed("r", 1, "overloaded", "", True)), d.wait(0.5), d.take(d.core.cancel("r", d.now)),
+        ),
+        True,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("story", "ran"), RAN)
+def test_a_result_says_whether_a_rank_may_have_worked_on_it(story: Callable[[Driver], object], ran: bool) -> None:
+    d = Driver()
+    story(d)
+    assert d.result is not None
+    assert d.result.ran is ran
+
+
 def test_a_new_token_gives_all_retries_back() -> None:
     d = Driver(retries=2)
     d.accept()
@@ -405,7 +475,7 @@ def test_output_that_is_whole_needs_no_other_attempt() -> None:
 
 
 def two_controllers() -> Driver:
-    return Driver(Where(C, P), prefill_instance="prefill-0", routed_dp_rank=1, disagg_prefill_dp_rank=3)
+    return Driver(at=Where(C, P), prefill_instance="prefill-0", routed_dp_rank=1, disagg_prefill_dp_rank=3)
 
 
 def test_two_controllers_get_one_room_and_their_own_ranks() -> None:
@@ -498,7 +568,7 @@ def test_a_cancel_between_two_attempts_bothers_nobody_who_is_done() -> None:
 
 def test_a_rid_is_taken_as_long_as_any_submit_of_its_request_lives() -> None:
     """One controller may serve both legs, where the second has the rid of the first with `.prefill`."""
-    d = Driver(Where(C, C))
+    d = Driver(at=Where(C, C))
     rng = random.Random(3)
     other = make_request([5], {"rid": "r.prefill"}, Where(C, C), rng)
     assert d.core.is_taken(other)

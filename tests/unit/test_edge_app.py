@@ -18,7 +18,7 @@ from bus.runtime.spans import Spans, provider_of
 from bus.tracecontext import ids_of, parse
 from bus.wire.messages import Code
 from pdbus.edge import app, jobs
-from pdbus.edge.cluster import LOST_S
+from pdbus.edge.cluster import LOST_S, View
 from pdbus.edge.errors import STATUS
 
 
@@ -497,13 +497,34 @@ def test_what_is_served_stays_while_a_new_controller_gathers_its_ranks() -> None
 
 
 @pytest.mark.parametrize(
+    ("ranks", "leg", "context"),
+    [
+        (("unified prefill"), "unified", 1000),
+        (("unified prefill decode"), "pair", 300),
+        (("unified decode"), "unified", 1000),
+        (("unified prefill decode-lost"), "unified", 1000),
+        (("unified-lost prefill decode"), "pair", 300),
+        (("unified-lost prefill-lost decode-lost"), "pair", 300),
+    ],
+)
+def test_requests_run_by_the_roles_that_are_ready(ranks: str, leg: str, context: int) -> None:
+    """A first rank that splits joins a unified cluster, or the last of them leaves."""
+    roles = [said.partition("-")[::2] for said in ranks.split()]
+    most = {"unified": 1000, "prefill": 50, "decode": 300}
+    seen = status(*(rank(role, role, state=state or "ready", max_context=most[role]) for role, state in roles))  # type: ignore[arg-type]
+    model = View(seen).models["sim"]
+    assert (model.leg, model.max_context) == (leg, context)
+    assert bool(model.missing) is (ranks == "unified-lost prefill-lost decode-lost")
+
+
+@pytest.mark.parametrize(
     ("seen", "why"),
     [
         (None, "no controller has answered yet"),
         (status(), "no rank has joined"),
         (status(rank("p", "prefill")), "no decode rank is ready"),
         (status(rank("p", "prefill", state="draining"), rank("d", "decode")), "no prefill rank is ready"),
-        (status(rank("u", "unified", state="lost")), "no prefill rank is ready"),
+        (status(rank("u", "unified", state="lost")), "no unified rank is ready"),
     ],
 )
 def test_it_is_ready_when_every_role_is(seen: Any, why: str) -> None:
