@@ -134,6 +134,8 @@ class ControllerCore:
             if type(message) is Submit:
                 if not self.life.settled:
                     self._settle(now)
+                if self.late is not None:
+                    self.life.by_tick = self._by_tick
                 self.life.submit(event.peer, message, event.frames, now, out)
                 return out
             self._handlers[type(message)](event.peer, message, now, out)

@@ -23,6 +23,7 @@ class LateBinding:
         self._tpot_slo_s = tpot_slo_s  # of requests that name none; 0: none
         self._paces: dict[tuple[Role, Model], Pace] = {}
         self._steps: dict[Model, StepTime] = {}  # of decode ranks
+        self.held_by_wish = False  # what was placed last waits for its own wish, and for nothing else
 
     def reconfigure(self, late_tokens: int, tpot_slo_s: float) -> None:
         self._late_tokens, self._tpot_slo_s = late_tokens, tpot_slo_s
@@ -52,13 +53,20 @@ class LateBinding:
 
     def decoding(self, view: View, rank: RankLoad | None, submit: Submit) -> RankLoad | None:
         """`rank`, which was chosen of `view` to decode, or the one with the fewest tokens, whichever can take it
-        without a step longer than its SLO; None: neither, so it waits. An idle rank can."""
-        slo_s = submit.tpot_slo_s or self._tpot_slo_s
+        without a step longer than its SLO; None: neither, so it waits. An idle rank can, and no wish counts for less
+        than a step of the request alone."""
+        ours_s, slo_s, tokens = self._tpot_slo_s, submit.tpot_slo_s or self._tpot_slo_s, submit.prompt_tokens
         if rank is None or not slo_s:
             return rank
+        if submit.tpot_slo_s and rank.info.model in self._steps:
+            slo_s = max(slo_s, self._steps[rank.info.model].of(1, tokens))
+        steps_s = []
         for each in (rank, view.least(Metric.TOKENS)):
-            if each is not None and self._step_s(each, submit.prompt_tokens) <= slo_s:
-                return each
+            if each is not None:
+                steps_s.append(self._step_s(each, tokens))
+                if steps_s[-1] <= slo_s:
+                    return each
+        self.held_by_wish = bool(submit.tpot_slo_s) and (not ours_s or min(steps_s) <= ours_s)
         return None
 
     def _step_s(self, rank: RankLoad, tokens: int) -> float:

@@ -6,6 +6,7 @@ request's: one request may overshoot it, and the node queues what does not fit y
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import TypeAlias, get_args
 
@@ -15,6 +16,7 @@ from controller.load.groups import Group, Metric, Subset, View, exchange
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.policies import Policy
+from controller.requests.lanes import Lane
 from controller.requests.request import ROLES
 
 Suits: TypeAlias = Callable[[RankLoad], bool]  # whether a rank can do what a leg wants, apart from being large enough
@@ -96,6 +98,8 @@ class Placement:
     def _pick(self, role: Role, view: View, submit: Submit) -> RankLoad | None:
         """By the method; None also while the request is better kept in the queue."""
         late, policy = self._late, self._policies[role]
+        if late is not None:
+            late.held_by_wish = False
         if late is not None and role == "decode":
             return late.decoding(view, policy.pick(view, submit, submit.prompt_tokens), submit)
         if late is None or late.open(view.least(Metric.TOKENS)):
@@ -104,6 +108,29 @@ class Placement:
             return None
         rank = policy.pick(view, submit, submit.prompt_tokens)  # of unified ranks, the least loaded may be another one
         return rank if late.open(rank) else None
+
+    def lane(self, submit: Submit, model: str, avoid: tuple[RankLoad, ...]) -> Lane:
+        """Where this waits, by the model it runs, whoever named that. What only larger ranks can hold, and what shuns a
+        rank, waits for fewer ranks than the others do, and so apart."""
+        roles = ROLES[submit.leg]
+        targets = [target_of(role, submit) for role in roles]
+        too_small = tuple(
+            [
+                bisect_left(self._table.group(role, model, instance).facts().sizes, context_of(role, submit))
+                for role, (instance, _) in zip(roles, targets, strict=True)
+            ]
+        )
+        shunned = None
+        for rank in avoid[-1:]:
+            if sum(self._table.group(rank.info.role, model).ready.values()) > rank.ready:  # there are others
+                shunned = rank.key
+        ranks = (*targets, submit.prefill_instance, submit.needs, shunned, too_small)
+        return Lane(model, roles, ranks, all(dp_rank is not None for _, dp_rank in targets))
+
+    @property
+    def held_by_wish(self) -> bool:
+        """Whether what was last to be placed waits for the time per token that it wishes, and for nothing else."""
+        return self._late is not None and self._late.held_by_wish
 
     def work(self, submit: Submit) -> int:
         """Prompt tokens that the first leg's rank will have to compute, as far as is known."""

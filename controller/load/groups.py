@@ -55,6 +55,7 @@ class Facts(NamedTuple):
     """Of all members of a group, ready or not."""
 
     largest: int  # most tokens of context that any of them can hold
+    sizes: tuple[int, ...]  # how many one or another can hold, rising
     models: frozenset[str]
     kv_kinds: frozenset[KvKind]
     params: frozenset[str]  # sampling parameters that each of them knows
@@ -144,6 +145,7 @@ class Group:
             ranks = [rank for rank in self.members if rank is not None]
             self._facts = Facts(
                 max((rank.largest for rank in ranks), default=0),
+                tuple(sorted({rank.largest for rank in ranks})),
                 frozenset(rank.info.model for rank in ranks),
                 frozenset(rank.kv_kind for rank in ranks),
                 frozenset.intersection(*(rank.params for rank in ranks)) if ranks else frozenset(),

@@ -15,8 +15,9 @@ from controller.events import Action, ToNode
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.placement import Placement
+from controller.requests.lanes import Lane
 from controller.requests.request import MAX_ATTEMPT, ROLES, LegRun, LegState, Request
-from controller.requests.table import Held, RequestTable, lane_of
+from controller.requests.table import Held, RequestTable
 
 
 class Attempts:
@@ -31,6 +32,7 @@ class Attempts:
         self._placement = placement
         self._learns = placement.learns
         self._counts = counts
+        self.by_tick = False  # what waits is dispatched with ticks alone
 
     # --- begin ------------------------------------------------------------------------------------------------
 
@@ -38,6 +40,10 @@ class Attempts:
         """The ranks that are meant, those that are not here left out."""
         ranks = self._loads.ranks
         return tuple([ranks[key] for key in keys if key in ranks])
+
+    def lane(self, request: Request) -> Lane:
+        """Where it waits, if it does."""
+        return self._placement.lane(request.submit, request.model, request.avoid)
 
     def place(self, request: Request, now: float, out: list[Action]) -> bool:
         """Dispatch `request` if its legs have ranks; False: it waits. Raises Refusal where waiting does not help."""
@@ -52,7 +58,7 @@ class Attempts:
             if held:
                 self._disown(request, out)
         queue = self._table.queue
-        if queue.requests and request.lane is None and queue.waits(lane_of(submit)):
+        if queue.requests and request.lane is None and queue.waits(self.lane(request), competing=self.by_tick):
             return False
         chosen: list[tuple[Role, RankLoad]] = []
         prefill: RankLoad | None = None

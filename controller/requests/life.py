@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any, Literal
 
+from msgspec.structs import replace
+
 from bus.actions import Note
 from bus.rights import key_of, may
 from bus.tracecontext import child_of
@@ -52,7 +54,7 @@ from controller.requests.request import (
 )
 from controller.requests.slos import SloClasses
 from controller.requests.story import story_of
-from controller.requests.table import RequestTable, lane_of
+from controller.requests.table import RequestTable
 from controller.requests.unclear import Unclear
 
 # Failures are logged with their rid: those of the cluster's parts as warnings; those of a cluster that is busy or has
@@ -67,6 +69,7 @@ BUSY: frozenset[Code] = frozenset(
 WAITS: frozenset[Code] = frozenset({"no_rank", "rank_unavailable"})  # what waits for ranks that may be back soon
 OF_THE_PICTURE: frozenset[Code] = frozenset({"bad_request", "bad_rank", "too_long"})  # of placement: who is there
 TOLD_MAX = 10
+WISH_S = 5.0
 TOO_LATE = "its first token can no longer come in time"
 _LEG_FAILED: dict[Role, Literal["prefill_failed", "decode_failed"]] = {
     "prefill": "prefill_failed",
@@ -106,12 +109,22 @@ class Life:
         self.settled = False
         self.young = True
         self.trace = False  # a log line for each request
+        self._wishing: dict[str, float] = {}  # clients that wait, or waited, for a TPOT of their own, since when
         self.spans = False  # whether those that are traced have a span here, which the shell exports
 
     def reconfigure(self, config: ControllerConfig) -> None:
         """From now on."""
         self._config = config
         self.table.reconfigure(config)
+
+    @property
+    def by_tick(self) -> bool:
+        """Whether what waits is dispatched with ticks alone: then nothing overtakes it in between either."""
+        return self._attempts.by_tick
+
+    @by_tick.setter
+    def by_tick(self, value: bool) -> None:
+        self._attempts.by_tick = value
 
     # --- from clients -----------------------------------------------------------------------------------------
 
@@ -263,7 +276,9 @@ class Life:
     # --- time and credit --------------------------------------------------------------------------------------
 
     def expire(self, now: float, out: list[Action]) -> None:
-        """Fail what is past its deadline."""
+        """Fail what is past its deadline; forget who wished when that is long ago."""
+        for client in [client for client, since in self._wishing.items() if now - since >= 2 * WISH_S]:
+            del self._wishing[client]
         for request in self.table.overdue(now):
             sentence = "its deadline passed" + (" while it waited for a rank" if request.lane is not None else "")
             self._fail(request, "deadline", sentence, now, out)
@@ -272,9 +287,23 @@ class Life:
         """Dispatch from the queue what there is credit for."""
         for request in self.queue.turns(lambda request: self._in_time(request, now)):
             try:
-                self._place(request, now, out)
+                if not self._place(request, now, out) and self._placement.held_by_wish:
+                    if self._gives_up_wish(request, now):
+                        self._place(request, now, out)
+                    else:
+                        request.aside = True
             except Refusal as refusal:
                 self._fail(request, refusal.code, refusal.sentence, now, out)
+
+    def _gives_up_wish(self, request: Request, now: float) -> bool:
+        """A wish for a time per token holds up what else its client has waiting for WISH_S; for as long after that the
+        client's wishes count for nothing."""
+        since = self._wishing.setdefault(request.client, now)
+        if now - since < WISH_S:
+            return False
+        request.submit = replace(request.submit, tpot_slo_s=0.0)
+        self._counts["tpot_slo_given_up"] += 1
+        return True
 
     def shed(self, now: float, out: list[Action]) -> None:
         """Refuse what waits and cannot have its first token in time any more."""
@@ -337,7 +366,7 @@ class Life:
                 raise Refusal("overloaded", sentence)
             self._fail(other, "overloaded", f"{sentence}, most of them this client's", now, out)
         request.past += ((now, "queued", request.attempt, None, f"behind {len(self.queue)}"),)
-        self.queue.add(lane_of(request.submit), request)
+        self.queue.add(self._attempts.lane(request), request)
         self._counts["queued"] += 1
 
     def _in_time(self, request: Request, now: float) -> bool:

@@ -1,36 +1,42 @@
 """The central queue: requests that wait for a rank with credit. Owns their order and its bounds. Pure.
 
 Clients take turns, by tokens (`bus.turns`). A client is a key; without keys all are one. A priority is a client's word,
-so it counts among its own requests: those go by priority, then in the order asked for (`controller.requests.order`).
+so it counts among its own requests: those go by priority, then in the order asked for (`controller.requests.order`),
+also where they wait in several lanes, since these may want the same ranks.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import TypeAlias
 
 from bus.turns import Turns
 from bus.wire.messages import Rid
-from controller.requests.order import ArrivalOrder
+from controller.requests.lanes import Lane
+from controller.requests.order import ArrivalOrder, Tally, Urgency
 from controller.requests.request import Request
 
 _Line: TypeAlias = dict[int, ArrivalOrder[Request]]  # what waits of one client in one lane, by priority
+_Turn: TypeAlias = tuple[int, int, int, Urgency]  # client's clock and number, priority downwards, urgency
 InTime: TypeAlias = Callable[[Request], bool]
 
 
 class CentralQueue:
     """Requests by lane: those of one lane wait for the same ranks. Without keys, and where one client waits alone, all
-    operations are O(1) in the number of requests and clients, but `turns` is O(lanes)."""
+    operations are O(1) in the number of requests and clients, but `turns` is O(lanes log lanes)."""
 
     def __init__(
-        self, *, max_requests: int, max_bytes: int, order: Callable[[], ArrivalOrder[Request]] = ArrivalOrder
+        self, *, max_requests: int, max_bytes: int, order: Callable[[Tally], ArrivalOrder[Request]] = ArrivalOrder
     ) -> None:
         self._order = order
         self.max_requests = max_requests
         self._max_bytes = max_bytes
-        self._lanes: dict[Hashable, dict[str, _Line]] = {}
+        self._lanes: dict[Lane, dict[str, _Line]] = {}
+        self._tallies: dict[tuple[str, str, int], Tally] = {}  # by client, model and priority, of all lanes
+        self._entered: dict[str, int] = {}  # clients with something here, by number
+        self._arrivals = 0
         self._of_client: dict[str, dict[Rid, Request]] = {}
         self._bytes_of: Counter[str] = Counter()
         self._turns = Turns()
@@ -58,22 +64,27 @@ class CentralQueue:
             return None
         return self._of_client[most][next(reversed(self._of_client[most]))]
 
-    def waits(self, lane: Hashable) -> bool:
-        """Whether somebody already waits there, so that nobody overtakes."""
-        return lane in self._lanes
+    def waits(self, lane: Lane, *, competing: bool = False) -> bool:
+        """Whether somebody already waits there, so that nobody overtakes; or `competing`: in a lane that wants ranks
+        which `lane` wants."""
+        return lane in self._lanes or (competing and any(map(lane.competes, self._lanes)))
 
-    def add(self, lane: Hashable, request: Request) -> None:
+    def add(self, lane: Lane, request: Request) -> None:
         """At the end of its priority, among its client's."""
         client = request.client
         assert request.lane is None, request.rid
         if client not in self._of_client:
             self._of_client[client] = {}
+            self._entered[client] = self._arrivals
             self._turns.enter(client)
         self._of_client[client][request.rid] = request
+        self._arrivals += 1
+        request.arrived, request.aside = self._arrivals, False
         line = self._lanes.setdefault(lane, {}).setdefault(client, {})
         level = line.get(request.submit.priority)
         if level is None:
-            level = line[request.submit.priority] = self._order()
+            shared = client, lane.model, request.submit.priority
+            level = line[request.submit.priority] = self._order(self._tallies.setdefault(shared, Tally()))
         level.add(request)
         request.lane = lane
         self._bytes_of[client] += request.frames_bytes
@@ -82,12 +93,15 @@ class CentralQueue:
 
     def remove(self, request: Request, *, served: bool = False) -> None:
         """It leaves; `served`: to a rank, which counts as its client's turn."""
+        assert request.lane is not None, request.rid
         client, lane = request.client, self._lanes[request.lane]
         if served:
             self._turns.serve(client, request.submit.prompt_tokens + request.submit.max_tokens)
         level = lane[client][request.submit.priority]
         level.remove(request)
         if not level:
+            if not level.tally.waiting:
+                del self._tallies[client, request.lane.model, request.submit.priority]
             del lane[client][request.submit.priority]
             if not lane[client]:
                 del lane[client]
@@ -99,42 +113,67 @@ class CentralQueue:
         self.bytes -= request.frames_bytes
         del self._of_client[client][request.rid]
         if not self._of_client[client]:
-            del self._of_client[client], self._bytes_of[client]
+            del self._of_client[client], self._bytes_of[client], self._entered[client]
             if not self._of_client:
                 self._turns.clear()
+                self._arrivals = 0
 
-    def lanes(self) -> list[Hashable]:
+    def lanes(self) -> list[Lane]:
         return list(self._lanes)
 
-    def head(self, lane: Hashable, in_time: InTime = lambda request: True) -> Request | None:
+    def head(self, lane: Lane, in_time: InTime = lambda request: True) -> Request | None:
         """Who is next in `lane`."""
-        lines = self._lanes.get(lane)
-        if lines is None:
-            return None
-        client = next(iter(lines)) if len(lines) == 1 else self._turns.next(lines)
-        line = lines[client]
-        return line[max(line)].head(in_time)
+        turn = self._turn(lane, in_time, ())
+        return None if turn is None else turn[1]
 
     def turns(self, in_time: InTime = lambda request: True) -> Iterator[Request]:
-        """The next request of each lane, and so on until it stays where it is: who is furthest behind comes first.
-        `in_time`: whether a request would keep its SLO if it were served now."""
-        waiting: list[tuple[int, int, Hashable]] = []
-        for order, lane in enumerate(list(self._lanes)):
-            request = self.head(lane, in_time)
-            while request is not None and len(self._of_client) <= 1:
-                yield request
-                request = None if request.lane is not None else self.head(lane, in_time)
-            if request is not None:
-                waiting.append((self._turns.clock(request.client), order, lane))
-        heapq.heapify(waiting)
+        """The next request of all, and so on, lane by lane until a lane's head stays where it is: the client furthest
+        behind comes first, among its own the higher priority, then the order asked for. Behind a head that is put
+        `aside` its lane goes on with other clients. `in_time`: whether a request would keep its SLO if it were served
+        now."""
+        aside: dict[Lane, set[str]] = {}
+        waiting: list[tuple[_Turn, Lane]] = []
+
+        def line_up(lane: Lane) -> None:
+            turn = self._turn(lane, in_time, aside.get(lane, ()))
+            if turn is not None:
+                heapq.heappush(waiting, (turn[0], lane))
+
+        for lane in self.lanes():
+            line_up(lane)
         while waiting:
-            _, order, lane = heapq.heappop(waiting)
-            request = self.head(lane, in_time)
-            if request is not None:
-                yield request
-                following = None if request.lane is not None else self.head(lane, in_time)
-                if following is not None:
-                    heapq.heappush(waiting, (self._turns.clock(following.client), order, lane))
+            due, lane = heapq.heappop(waiting)
+            turn = self._turn(lane, in_time, aside.get(lane, ()))
+            if turn is None:
+                continue
+            if waiting and turn[0] > due and turn[0] > waiting[0][0]:  # its client was served in another lane meanwhile
+                heapq.heappush(waiting, (turn[0], lane))
+                continue
+            request = turn[1]
+            request.aside = False
+            yield request
+            if request.aside:
+                aside.setdefault(lane, set()).add(request.client)
+            if request.aside or request.lane is None:
+                line_up(lane)
+
+    def _turn(self, lane: Lane, in_time: InTime, aside: Container[str]) -> tuple[_Turn, Request] | None:
+        """Who is next in `lane`, clients that are put `aside` aside, and when its turn is beside those of other
+        lanes."""
+        lines = self._lanes.get(lane, {})
+        if len(lines) == 1:
+            (client,) = lines
+            if client in aside:
+                return None
+        else:
+            clients = [client for client in lines if client not in aside]
+            if not clients:
+                return None
+            client = self._turns.next(clients)
+        line = lines[client]
+        priority = max(line)
+        urgency, request = line[priority].head(in_time)
+        return (self._turns.clock(client), self._entered[client], -priority, urgency), request
 
     def _share(self, client: str, more: int = 0, more_bytes: int = 0) -> float:
         """How much of the queue it takes, with so much more."""
@@ -151,5 +190,8 @@ class CentralQueue:
             for lane in self._lanes.values()
         )
         assert all(mine and self._turns.clock(client) >= 0 for client, mine in self._of_client.items())
+        assert self._entered.keys() == self._of_client.keys()
+        waiting = Counter((r.client, lane.model, r.submit.priority) for r in self for lane in [r.lane] if lane)
+        assert waiting == {shared: tally.waiting for shared, tally in self._tallies.items()}
         for client, mine in self._of_client.items():
             assert self._bytes_of[client] == sum(request.frames_bytes for request in mine.values())

@@ -11,6 +11,7 @@ from bus.rights import key_of
 from bus.tracecontext import trace_id_of
 from bus.wire.messages import MAX_DP_SIZE, MAX_ROOM, Code, Ended, Legs, Refusal, Rid, Role, Submit
 from controller.load.rank import RankLoad
+from controller.requests.lanes import Lane
 
 ROLES: dict[Legs, tuple[Role, ...]] = {
     "pair": ("prefill", "decode"),
@@ -89,9 +90,12 @@ class Request:
     """One accepted request (`request_of`), `client`'s: its key, or empty where there are none."""
 
     __slots__ = (
-        "attempt", "avoid", "came_at", "client", "deadline_at", "first_due", "frames", "frames_bytes", "lane", "legs",
-        "losses", "model", "past", "peer", "places", "rid", "state", "submit", "trace", "tries", "work",
+        "arrived", "aside", "attempt", "avoid", "came_at", "client", "deadline_at", "first_due", "frames",
+        "frames_bytes", "lane", "legs", "losses", "model", "past", "peer", "places", "rid", "state", "submit", "trace",
+        "tries", "work",
     )  # fmt: skip
+    arrived: int  # where it waits (`lane`): its number among those that came to
+    aside: bool  # likewise: it waits for what it alone wishes, so others may go before it
 
     def __init__(
         self, peer: Any, client: str, submit: Submit, frames: tuple[Any, ...], frames_bytes: int,
@@ -112,7 +116,7 @@ class Request:
         self.tries = 0  # dispatches
         self.losses = 0  # of those, ended by the loss of a rank
         self.avoid: tuple[RankLoad, ...] = ()  # ranks that failed it, or whose streams its client does not get
-        self.lane: Any = None  # the queue it waits in
+        self.lane: Lane | None = None  # where it waits
         self.work = 0  # prompt tokens to compute, as far as was known when it began to wait
         self.came_at = inf  # to this controller; inf: to an earlier start of it, under which it runs already
         self.first_due = inf  # when its first token is to be there, where that counts

@@ -7,12 +7,11 @@ places and decides nothing.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable
 from typing import Any, TypeAlias
 
 from bus.due import DueTimes
 from bus.memory import Memory
-from bus.wire.messages import Attempt, Refusal, Rid, Role, Submit
+from bus.wire.messages import Attempt, Refusal, Rid, Role
 from controller.config import ControllerConfig
 from controller.load.rank import RankLoad
 from controller.requests.order import ArrivalOrder, SloOrder
@@ -40,7 +39,7 @@ class RequestTable:
         self.queue = CentralQueue(
             max_requests=config.queue_requests,
             max_bytes=config.queue_bytes,
-            order=ArrivalOrder if config.queue_order == "arrival" else lambda: SloOrder(overtake),
+            order=ArrivalOrder if config.queue_order == "arrival" else lambda tally: SloOrder(overtake, tally),
         )
         self.inherited = Inherited(self._due)
         self.payload_bytes = 0
@@ -157,12 +156,6 @@ class RequestTable:
             self._of_client[client] = left
         else:
             del self._of_client[client]
-
-
-def lane_of(submit: Submit) -> Hashable:
-    """Requests of one lane wait for the same ranks. Those with a fixed rank wait apart: they hold up nobody."""
-    fixed = (submit.routed_dp_rank, submit.disagg_prefill_dp_rank if submit.leg == "pair" else None)
-    return submit.leg, submit.model, submit.instance, submit.prefill_instance, submit.needs, fixed
 
 
 class Inherited:

@@ -91,6 +91,11 @@ class _Waiting:
     work: int
     first_due: float
 
+    @property
+    def arrived(self) -> int:
+        """What the order goes by."""
+        return self.number
+
 
 class _Truth:
     """The ranks of one role as they are, with what is on its way to them."""
@@ -192,7 +197,7 @@ class _Run:
         decode = self.decode_choosers[owner] if self.decode_choosers else None
         next_s = chooser.next_s
         while waiting and chooser.least_tokens() < self.config.late_tokens:
-            head = waiting.head(lambda item: self.loop.now + chooser.first_token_s(item.work) <= item.first_due)
+            _, head = waiting.head(lambda item: self.loop.now + chooser.first_token_s(item.work) <= item.first_due)
             if decode is not None and not decode.takes(self._header(head.number)):
                 next_s = decode.next_s
                 break

@@ -384,3 +384,82 @@ def test_each_request_with_an_slo_for_its_first_token_is_kept_missed_or_exempt_o
         assert action
     assert slos() == (1, 5, 4)
     assert counts["submitted"] == counts["done"] + counts["failed"] + counts["superseded"]
+
+
+def test_between_ticks_nothing_overtakes_what_waits_in_another_lane() -> None:
+    world = SloWorld()
+    world.feed(Published(Sent("other", 99, 1, ())))
+    world.ask("busy", 500)
+    world.ask("waits", 10)
+    world.say(P)
+    world.submit(submit("another lane", "prefill", 10))
+    world.submit(submit("pinned", "prefill", 10, routed_dp_rank=0))
+    world.submit(submit("other ranks", "decode", 10, disagg_prefill_dp_rank=0))
+    assert [each.rid for each in world.dispatches(P)] == ["busy", "pinned"]
+    world.feed(Tick())
+    assert [each.rid for each in world.dispatches(P)] == ["busy", "pinned", "waits", "another lane"]
+
+
+class Wishing(SloWorld):
+    """A decode rank with a request in it, and one that waits for steps which no batch has."""
+
+    def __init__(self, client: str = "", **settings: Any) -> None:
+        super().__init__(ttft_slo_s=1e6, **settings)
+        self.rank = Decodes(self)
+        self.rank.say(1)
+        ask_as(self, client, "wishes", 1, tpot_slo_s=1e-6)
+        assert not self.dispatches(P)
+
+    def run(self, seconds: float) -> list[str]:
+        """What goes to the prefill rank meanwhile, its decode rank as it is."""
+        before, until = len(self.dispatches(P)), self.now + seconds
+        while self.now < until:
+            self.pass_time(min(0.5, until - self.now), alive=(P, D))
+            self.rank.say(1)
+            self.say(P)
+        return [each.rid for each in self.dispatches(P)[before:]]
+
+
+def test_a_wish_counts_for_no_less_than_a_step_alone() -> None:
+    world = Wishing()
+    world.rank.say(0)
+    assert [each.rid for each in world.dispatches(P)] == ["wishes"]
+
+
+def test_a_wish_holds_up_what_else_its_client_has_for_a_while_and_then_counts_for_nothing() -> None:
+    world = Wishing()
+    world.ask("behind", 100)
+    assert world.run(4.9) == []
+    assert world.run(0.2) == ["wishes", "behind"]
+    assert world.core.counts["tpot_slo_given_up"] == 1
+
+
+def test_wishes_hold_up_half_of_the_time_at_most() -> None:
+    world = Wishing()
+    for number in range(3):
+        world.ask(f"wishes too {number}", 1, tpot_slo_s=1e-6)
+    world.ask("behind", 100)
+    assert len(world.run(5.1)) == 5
+    world.ask("wishes meanwhile", 1, tpot_slo_s=1e-6)
+    assert world.run(0.1) == ["wishes meanwhile"]
+    world.run(5.0)
+    world.ask("wishes again", 1, tpot_slo_s=1e-6)
+    world.ask("behind again", 100)
+    assert world.run(4.9) == []
+    assert world.run(0.2) == ["wishes again", "behind again"]
+
+
+def test_a_wish_holds_up_no_other_client() -> None:
+    world = Wishing("clients/mallory")
+    for number in range(3):
+        ask_as(world, "clients/alice", f"a{number}", 20)
+        ask_as(world, "clients/mallory", f"m{number}", 20)
+    assert world.run(1.0) == ["a0", "a1", "a2"]
+
+
+def test_the_controllers_own_slo_holds_for_all() -> None:
+    world = Wishing(tpot_slo_s=0.011)
+    world.ask("behind", 100)
+    assert world.run(12.0) == []
+    world.rank.say(0)
+    assert world.dispatches(P)[0].rid == "wishes"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from controller_world import EPOCH, P, U, failure, hello, pd, peer_of, submit, unified
+from msgspec.structs import replace
 
 from bus.wire.messages import Bye, Dispatch, DrainRank, Failed
 from controller.events import FromClient, FromNode
@@ -162,3 +163,37 @@ class TestQueue:
         world.feed(FromNode("u/0@1", Bye("u", 0, 1)))
         assert {f.rid: f.code for f in world.answers(Failed)} == {"a": "no_rank", "b": "no_rank"}
         world.assert_empty()
+
+    def test_lanes_that_want_the_same_rank_go_by_arrival(self) -> None:
+        node = replace(hello("u", 0, dp_size=1, max_running=1), params=("min_p",))
+        world = unified(node, request_overcommit=1.0)
+        for number in range(6):
+            world.submit(submit(f"r{number}", needs=("min_p",) if number % 3 == 2 else ()))
+        for number in range(1, 6):
+            world.progress(node, ended=world.dispatches()[-1:])
+            world.report(node, acks=[(EPOCH, number, 10 * number)])
+        assert [d.rid for d in world.dispatches()] == [f"r{number}" for number in range(6)]
+
+    def test_who_names_the_only_model_waits_in_one_lane_with_who_does_not(self) -> None:
+        world = unified(hello("u", 0, dp_size=1, max_running=1), request_overcommit=1.0)
+        for number in range(4):
+            world.submit(submit(f"r{number}", model="m" if number % 2 else ""))
+        assert len(world.core.life.queue.lanes()) == 1
+
+    def test_what_only_some_ranks_can_hold_holds_up_nothing_that_others_can(self) -> None:
+        large = hello("large", max_running=1, max_context=9000, kv_capacity=9000)
+        world = unified(large, hello("small", max_running=4), request_overcommit=1.0, unified_method="total_tokens")
+        for rid in ("runs", "waits"):
+            world.submit(submit(rid, prompt_tokens=5000))
+        for number in range(4):
+            world.submit(submit(f"short{number}"))
+        assert [request.rid for request in world.core.life.queue] == ["waits"]
+
+    def test_who_avoids_a_rank_holds_up_nobody_else(self) -> None:
+        a, b = hello("a", max_running=8), hello("b", max_running=1)
+        world = unified(a, b, request_overcommit=1.0)
+        world.submit(submit("x", instance="b"))
+        world.submit(submit("avoids a", avoid=(("a", 0),)))
+        for number in range(6):
+            world.submit(submit(f"other{number}"))
+        assert [request.rid for request in world.core.life.queue] == ["avoids a"]

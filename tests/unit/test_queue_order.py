@@ -14,7 +14,11 @@ SMALL = st.integers(1, 9)
 
 
 class Item:
+    count = 0
+
     def __init__(self, work: int, hopeful: bool = True) -> None:
+        Item.count += 1
+        self.arrived = Item.count
         self.work = work
         self.hopeful = hopeful
 
@@ -26,7 +30,7 @@ def hopeful(item: Item) -> bool:
 def drained(order: ArrivalOrder[Item], in_time: Callable[[Item], bool] = hopeful) -> list[Item]:
     left = []
     while len(order):
-        left.append(order.head(in_time))
+        left.append(order.head(in_time)[1])
         order.remove(left[-1])
     return left
 
@@ -53,9 +57,9 @@ def test_who_becomes_late_while_it_waits_steps_aside() -> None:
     for item in (third, first, second):
         order.add(item)
     first.hopeful = False
-    assert order.head(hopeful) is second
+    assert order.head(hopeful)[1] is second
     first.hopeful = True
-    assert order.head(hopeful) is second, "once late is late for good"
+    assert order.head(hopeful)[1] is second, "once late is late for good"
     order.remove(second)
     assert drained(order) == [third, first]
 
@@ -65,7 +69,7 @@ def test_it_may_come_back_with_other_work() -> None:
     again, other = Item(1), Item(5)
     order.add(again)
     order.remove(again)
-    again.work = 9
+    again.work, again.arrived = 9, other.arrived + 1
     for item in (again, other):
         order.add(item)
     assert drained(order) == [other, again]
@@ -80,7 +84,7 @@ def test_nobody_is_overtaken_by_more_than_the_bound(arrivals: list[tuple[int, bo
 
     def serve() -> None:
         if len(order):
-            head = order.head(hopeful)
+            _, head = order.head(hopeful)
             order.remove(head)
             del overtaken[head]
             for item in overtaken:
