@@ -6,13 +6,15 @@ only where a call itself is wrong or the controller has failed. Decides nothing.
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TypeAlias
 
-from bus.errors import ConfigError, ProtocolError
+from bus.errors import ConfigError, PartFailed, ProtocolError
 from bus.wire import codec
 from bus.wire.hashing import packed_hashes
 from bus.wire.messages import (
@@ -46,11 +48,12 @@ class Dispatcher:
     `dispatch` hands one request over and returns at once; `poll` gives what became of requests since the last call:
     `Accepted` (dispatched; comes again with each new attempt), then exactly one of `Done` and `Failed`. All methods
     may be called from any thread. StartError on entry if an endpoint is taken. Should the controller's thread fail
-    (`failure`), what is live ends with `Failed`, which `poll` still gives; then every call raises PartFailed.
+    (`failure`) or be stopped, what is live ends with `Failed` (`shutting_down`), which `poll` still gives; then every
+    call raises PartFailed. In another `with` it starts as a new one.
     """
 
     def __init__(self, config: ControllerConfig, *, max_handed_over: int = MAX_HANDED_OVER) -> None:
-        self.controller = Controller(config, on_local=self._on_answer, on_failure=self._end_all)
+        self.controller = Controller(config, on_local=self._on_answer, on_failure=lambda: self._end_all("has failed"))
         self._answers: deque[Answer] = deque()
         self._arrived = threading.Condition()
         self._status: Status | None = None
@@ -67,6 +70,8 @@ class Dispatcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.controller.stop()
+        if self.controller.stopped:
+            self._end_all("was stopped")
 
     @property
     def failure(self) -> Exception | None:
@@ -102,67 +107,82 @@ class Dispatcher:
         asked_us: int = 0,
         avoid: tuple[MemberKey, ...] = (),
     ) -> bool:
-        """Hand over one request: `frames` are the prompt (int32 little-endian token ids) and its params, passed on as
-        they are; the rest is what `bus.wire.messages.Submit` carries. For `cache_aware`, `block_tokens` is the size of
-        the ranks' KV blocks: the prompt is hashed here in blocks of it, unless `block_hashes`
-        (`bus.wire.hashing.pack_hashes`) say what it begins with. To resume what lost its rank: prompt and output so
-        far, `offset` tokens of the latter, and a higher `attempt`.
+        """Hand over one request: `frames` are the prompt (int32 little-endian token ids) and its params, each bytes or
+        whatever else has a buffer (`array`, numpy's arrays), passed on as they are; the rest is what
+        `bus.wire.messages.Submit` carries. For `cache_aware`, `block_tokens` is the size of the ranks' KV blocks: the
+        prompt is hashed here in blocks of it, unless `block_hashes` (`bus.wire.hashing.pack_hashes`) say what it begins
+        with. To resume what lost its rank: prompt and output so far, `offset` tokens of the latter, and a higher
+        `attempt`.
 
         False when too many are under way, or this rid is: try again after `poll`. ConfigError without a bootstrap_room
-        where ranks are joined or picked by it. Other bad requests come back as `Failed`."""
-        self.controller.raise_if_failed()
+        where ranks are joined or picked by it, and for a rid that is no string. Other bad requests come back as
+        `Failed`."""
+        self.controller.raise_if_closed()
+        if not isinstance(rid, str):
+            raise ConfigError(f"a rid is a string, not {rid!r:.80}")
         if bootstrap_room is None:
             self._check_roomless(leg, routed_dp_rank)
-        if block_tokens > 0 and not block_hashes:
-            block_hashes = packed_hashes(frames[0], block_tokens)
-        submit = Submit(
-            rid=rid,
-            leg=leg,
-            prompt_tokens=len(frames[0]) // 4 if prompt_tokens is None else prompt_tokens,
-            max_tokens=max_tokens,
-            bootstrap_room=bootstrap_room,
-            routed_dp_rank=routed_dp_rank,
-            disagg_prefill_dp_rank=disagg_prefill_dp_rank,
-            instance=instance,
-            prefill_instance=prefill_instance,
-            model=model,
-            attempt=attempt,
-            offset=offset,
-            deadline_s=deadline_s,
-            priority=priority,
-            block_tokens=block_tokens,
-            block_hashes=block_hashes,
-            needs=needs,
-            lives_on=lives_on,
-            ttft_slo_s=ttft_slo_s,
-            tpot_slo_s=tpot_slo_s,
-            slo_class=slo_class,
-            trace=trace,
-            asked_us=asked_us,
-            avoid=avoid,
-        )
+        try:
+            sent = [_bytes_of(frame) for frame in frames] or [b""]
+            if block_tokens > 0 and not block_hashes:
+                block_hashes = packed_hashes(sent[0], block_tokens)
+            submit = Submit(
+                rid=rid,
+                leg=leg,
+                prompt_tokens=len(sent[0]) // 4 if prompt_tokens is None else prompt_tokens,
+                max_tokens=max_tokens,
+                bootstrap_room=bootstrap_room,
+                routed_dp_rank=routed_dp_rank,
+                disagg_prefill_dp_rank=disagg_prefill_dp_rank,
+                instance=instance,
+                prefill_instance=prefill_instance,
+                model=model,
+                attempt=attempt,
+                offset=offset,
+                deadline_s=deadline_s,
+                priority=priority,
+                block_tokens=block_tokens,
+                block_hashes=block_hashes,
+                needs=needs,
+                lives_on=lives_on,
+                ttft_slo_s=ttft_slo_s,
+                tpot_slo_s=tpot_slo_s,
+                slo_class=slo_class,
+                trace=trace,
+                asked_us=asked_us,
+                avoid=avoid,
+            )
+            codec.decode(codec.encode(submit), CLIENT_TO_CONTROLLER)  # the same checks as for any client
+        except (ProtocolError, TypeError, ValueError, OverflowError, struct.error) as error:
+            refused = str(error)[:1024]
+        else:
+            refused = ""
         with self._arrived:
+            self.controller.raise_if_failed()  # so that nothing is taken once all that was taken has ended
             if len(self._live) >= self._max_handed_over or rid in self._live:
                 return False
             self._live.add(rid)
-        try:
-            codec.decode(codec.encode(submit), CLIENT_TO_CONTROLLER)  # the same checks as for any client
-        except ProtocolError as error:
-            self._on_answer(Failed(rid[:128], 0, "bad_request", str(error)[:1024], retryable=False))
-        else:
-            self.controller.submit_local(submit, frames)
+            if refused:
+                self._answers.append(Failed(rid, 0, "bad_request", refused, retryable=False))
+                self._arrived.notify_all()
+                return True
+        with suppress(PartFailed):  # it has ended with all others
+            self.controller.submit_local(submit, sent)
         return True
 
     def cancel(self, rid: str) -> None:
-        """End a request; its `Failed` (or the `Done` that was faster) comes through `poll`."""
-        self.controller.submit_local(Cancel(rid))
+        """End a request; its `Failed` (or the `Done` that was faster) comes through `poll`. A rid that is not under way
+        is none to cancel."""
+        self.controller.raise_if_closed()
+        if isinstance(rid, str) and rid in self._live:
+            self.controller.submit_local(Cancel(rid))
 
     def poll(self, timeout_s: float = 0.0) -> list[Answer]:
         """What happened since the last call; waits at most `timeout_s` for something to happen."""
         self.controller.raise_if_inherited()
         with self._arrived:
             if timeout_s > 0:
-                self._arrived.wait_for(lambda: self._answers or self.failure is not None, timeout_s)
+                self._arrived.wait_for(lambda: self._answers or self._over, timeout_s)
             if not self._answers:
                 self.controller.raise_if_failed()
             answers = list(self._answers)
@@ -178,7 +198,7 @@ class Dispatcher:
         with self._arrived:
             self._status = None
             self.controller.submit_local(StatusQuery(0))
-            self._arrived.wait_for(lambda: self.failure is not None or self._complete_status() is not None, timeout_s)
+            self._arrived.wait_for(lambda: self._over or self._complete_status() is not None, timeout_s)
             status = self._complete_status()
         self.controller.raise_if_failed()
         if status is None:
@@ -197,11 +217,15 @@ class Dispatcher:
     def _complete_status(self) -> Status | None:
         return None if self._status is None or self._status.remaining else self._status
 
-    def _end_all(self) -> None:
-        """The controller has failed: what it never got to ends too."""
+    @property
+    def _over(self) -> bool:
+        return self.failure is not None or self.controller.stopped
+
+    def _end_all(self, what: str) -> None:
+        """The controller `what`: what it never got to ends too."""
         with self._arrived:
             ended = {answer.rid for answer in self._answers if not isinstance(answer, Accepted)}
-            why = "the controller of this process has failed"
+            why = f"the controller of this process {what}"
             self._answers += [Failed(rid, 0, "shutting_down", why, retryable=True) for rid in self._live - ended]
             self._arrived.notify_all()
 
@@ -213,3 +237,13 @@ class Dispatcher:
             elif isinstance(message, Accepted | Done | Failed):
                 self._answers.append(message)
             self._arrived.notify_all()
+
+
+def _bytes_of(frame: object) -> bytes:
+    """A copy of whatever has a buffer of bytes or of 32-bit integers."""
+    if isinstance(frame, bytes):
+        return frame
+    view = memoryview(frame)  # type: ignore[arg-type]
+    if view.itemsize != 1 and view.format not in ("i", "I"):
+        raise TypeError(f"a frame is bytes, or integers of 32 bits, and not of the format {view.format!r}")
+    return view.tobytes()

@@ -78,6 +78,11 @@ class Controller(Service):
 
     # --- life -------------------------------------------------------------------------------------------------------
 
+    def _renew(self) -> None:
+        self.epoch = new_epoch()
+        self.bus_seen.clear()
+        self._dozing = self._flooded = False
+
     def _open(self, exits: ExitStack) -> None:
         config = self.config
         keys = load_keys(config.keys, "controllers", name=config.name) if config.keys else None
@@ -141,8 +146,8 @@ class Controller(Service):
 
     def submit_local(self, message: Message, frames: Sequence[Any] = ()) -> None:
         """A message of this process itself, from any thread: handled soon on the loop's. PartFailed where that has
-        failed."""
-        self.raise_if_failed()
+        failed, or does not serve."""
+        self.raise_if_closed()
         self.loop.call_threadsafe(lambda: self.handle(FromClient(LOCAL, message, frames)))
 
     def handle(self, event: Event) -> None:

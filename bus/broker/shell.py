@@ -101,6 +101,9 @@ class Broker(Service):
 
     # --- life -------------------------------------------------------------------------------------------------------
 
+    def _renew(self) -> None:
+        self.epoch = new_epoch()
+
     def _open(self, exits: ExitStack) -> None:
         config = self.config
         keys = load_keys(config.keys, "brokers") if config.keys else None

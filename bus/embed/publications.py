@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from operator import index
 from typing import Any
 
 from msgspec import structs
@@ -352,6 +353,14 @@ class PublisherCore:
                 self._registering.pop(room, None)
                 register.append(Registration(room, live.attempt))
         return self._rooms(tuple(register), (), now, snapshot=True)
+
+
+def integer(value: object) -> int | None:
+    """An integer of whichever library; None for what is none."""
+    try:
+        return int(index(value))  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def _valid(room: object, attempt: object) -> bool:

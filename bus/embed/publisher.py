@@ -6,16 +6,18 @@ decided by `PublisherCore` (`bus.embed.publications`, usable alone on a loop one
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter, deque
 from contextlib import ExitStack
+from functools import partial
 from typing import Literal, TypeAlias
 
 from msgspec import ValidationError, convert, to_builtins
 
 from bus.actions import Publish
 from bus.defaults import REPORT_INTERVAL_S, ROOM_TTL_S
-from bus.embed.publications import PublisherCore
+from bus.embed.publications import PublisherCore, integer
 from bus.endpoints import BusAddress
 from bus.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from bus.runtime.epochs import new_epoch
@@ -33,8 +35,8 @@ MIN_TICK_S = 0.02
 FAREWELL_MS = 500  # for the goodbye to leave, where the broker is there
 QUEUE_MAX = 65_536
 _Command: TypeAlias = (
-    tuple[Literal["register"], int, int]
-    | tuple[Literal["drop"], int, int, Code]
+    tuple[Literal["register"], int | None, int | None]
+    | tuple[Literal["drop"], int | None, int | None, Code]
     | tuple[Literal["state"], NodeState]
     | tuple[Literal["follow"], bool]
 )
@@ -76,11 +78,12 @@ class Publisher(Service):
         self.overflows = 0
         self.invalid = 0
         self.rejected: Counter[str] = Counter()
-        self._core = PublisherCore(
-            instance=instance, dp_rank=dp_rank, epoch=self.epoch, role=role, model=model, dp_size=dp_size,
+        self._make_core = partial(
+            PublisherCore, instance=instance, dp_rank=dp_rank, role=role, model=model, dp_size=dp_size,
             endpoint=endpoint, interval_s=interval_s, room_ttl_s=room_ttl_s, state=state,
             follow_bootstrap_room=follow_bootstrap_room,
         )  # fmt: skip
+        self._core = self._make_core(epoch=self.epoch)
         _check(self._core)
         self._keys = load_keys(keys, "nodes", name=instance) if keys else None
         self._queue: deque[_Command] = deque()
@@ -88,7 +91,7 @@ class Publisher(Service):
         self._newest: Load | None = None
         self._woken = False
         self._heard = threading.Event()
-        self._heard_at = float("-inf")
+        self._heard_at = -math.inf
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -102,6 +105,14 @@ class Publisher(Service):
         self.loop.call_threadsafe(self._drain)  # what was said before the start
         self._timer = self.loop.call_later(0.0, self._tick)
 
+    def _renew(self) -> None:
+        counts, self.epoch = self._core.counts, new_epoch()
+        self._core = self._make_core(epoch=self.epoch)
+        self._core.counts = counts
+        self._queue.clear()
+        self._newest, self._woken, self._heard_at = None, False, -math.inf
+        self._heard.clear()
+
     def leave(self) -> None:
         """Publish the goodbye, after which the rank has no rooms, and stop."""
         self._drain()
@@ -110,6 +121,8 @@ class Publisher(Service):
 
     def _failed(self) -> None:
         self._heard.set()
+
+    _ended = _failed
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until the broker has been heard. For start-up, not for a scheduler's loop."""
@@ -121,12 +134,12 @@ class Publisher(Service):
     # --- for the scheduler's loop: nothing here blocks; PartFailed once the thread has failed, and nothing else -------
 
     def register(self, room: int, attempt: int = 1) -> None:
-        """`room` is (or will be) prefilled here."""
-        self._hand_over(("register", room, attempt))
+        """`room` is (or will be) prefilled here. What is no integer counts as `invalid`, as does one out of range."""
+        self._hand_over(("register", integer(room), integer(attempt)))
 
     def drop(self, room: int, attempt: int = 1, code: Code = "ok") -> None:
         """Done with `room`; a `code` other than ok tells whoever waits for it that no KV cache will come."""
-        self._hand_over(("drop", room, attempt, code))
+        self._hand_over(("drop", integer(room), integer(attempt), code))
 
     def report(self, load: Load) -> None:
         """The scheduler's load now (`seq` is stamped on the way). A gauge: only the newest is published, and it is
@@ -154,7 +167,7 @@ class Publisher(Service):
     @property
     def silent_s(self) -> float:
         """How long ago the broker was heard; infinite before it ever was."""
-        return self.loop.clock() - self._heard_at
+        return math.inf if self._heard_at == -math.inf else self.loop.clock() - self._heard_at
 
     @property
     def counts(self) -> dict[str, int]:

@@ -8,7 +8,8 @@ for ever. Askers (the decode ranks of a process) may want the same room, each in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from bus.actions import Send
@@ -34,7 +35,9 @@ ASK_AGAIN_S = 1.0  # a query that got no reaction is sent again
 WATCH_AGAIN_S = 5.0  # a watch that the broker confirmed is asked for again, should it be lost after all
 STALE_AGAIN_S = 0.05  # the broker knows an older attempt only
 TOPOLOGY_AGAIN_S = 0.25  # while what is needed is not there
-TOPOLOGY_OLD_S = 2.0  # older than this, it is used and fetched anew
+TOPOLOGY_OLD_S = 2.0  # older than this, it is fetched again before it is used
+FETCH_WAIT_S = 1.0  # a want waits so long for that at most
+SILENT_S = 3.0  # a broker that said nothing for so long: the last topology is used at once
 MAX_WATCH_S = 3600.0
 QUERY_ID = 1  # always the same, so that asking again moves a watch and never doubles it
 
@@ -49,16 +52,25 @@ class Resolved:
     code: Code
     found_by: FoundBy  # from the bus, or computed from the room
     asker: int = 0  # whose want it was
+    age_s: float = field(default=0.0, compare=False)  # of the topology, where told or computed; 2 s unless it is silent
 
 
 Action: TypeAlias = Send | Resolved
 
 
 class _Want:
-    __slots__ = ("ask_at", "asked", "asker", "attempt", "deadline", "dp_rank", "instance", "room")
+    __slots__ = ("ask_at", "asked", "asker", "attempt", "deadline", "dp_rank", "instance", "max_age_s", "room", "since")
 
     def __init__(
-        self, room: int, asker: int, attempt: int, instance: str, dp_rank: int | None, deadline: float, now: float
+        self,
+        room: int,
+        asker: int,
+        attempt: int,
+        instance: str,
+        dp_rank: int | None,
+        deadline: float,
+        max_age_s: float,
+        now: float,
     ) -> None:
         self.room = room
         self.asker = asker
@@ -66,6 +78,8 @@ class _Want:
         self.instance = instance
         self.dp_rank = dp_rank
         self.deadline = deadline
+        self.max_age_s = max_age_s
+        self.since = now
         self.ask_at = now
         self.asked = False  # the broker may watch it
 
@@ -91,13 +105,16 @@ class ResolverCore:
     def __init__(self, *, max_wants: int = 65_536) -> None:
         self.broker_epoch = 0  # 0: no beacon heard yet
         self.broker_heard_at: float | None = None
-        self.counts = dict.fromkeys(("told", "computed", "asked", "lost", "queries", "topology_queries", "stale"), 0)
+        names = ("told", "computed", "asked", "lost", "queries", "topology_queries", "stale", "old")
+        self.counts = dict.fromkeys(names, 0)
         self._max_wants = max_wants
         self._wants: dict[int, list[_Want]] = {}  # by room, at most one of an asker
         self._pending = 0
         self._new: list[_Want] = []  # to be asked at the next flush
         self._unwatch: list[int] = []
         self._known: dict[str, _Known] = {}
+        self._listed_at = float("-inf")  # when all instances were fetched
+        self._reacted_at = float("-inf")  # when the broker last said anything
         self._missing: set[str] = set()  # instances whose topology is wanted; "" is all of them
         self._fetching: dict[str, tuple[int, float]] = {}  # -> id and time of the latest query
         self._next_id = QUERY_ID + 1
@@ -124,11 +141,13 @@ class ResolverCore:
         prefill_instance: str = "",
         dp_rank: int | None = None,
         asker: int = 0,
+        max_age_s: float = math.inf,
     ) -> list[Action]:
         """Find `room`, as `attempt` or newer, within `deadline_s` (an hour at most). A room that the same asker wants
         again replaces its earlier want.
 
         `dp_rank`: the caller told which rank of `prefill_instance` it is (of the only one, if that is empty).
+        `max_age_s`: while the broker is silent, use no topology that is older; without it, use the last one.
         """
         if not isinstance(room, int) or not 0 <= room <= MAX_ROOM:
             return [self._lost(room, asker, "bad_room")]
@@ -136,7 +155,7 @@ class ResolverCore:
         if old is None and self._pending >= self._max_wants:
             return [self._lost(room, asker, "too_many")]
         deadline = now + min(MAX_WATCH_S, max(0.0, deadline_s))  # in this order, not-a-number is 0
-        want = _Want(room, asker, attempt, prefill_instance, dp_rank, deadline, now)
+        want = _Want(room, asker, attempt, prefill_instance, dp_rank, deadline, max_age_s, now)
         self._wants.setdefault(room, []).append(want)
         self._pending += 1
         if old is not None:
@@ -154,6 +173,10 @@ class ResolverCore:
         if want is not None:
             self._leave(want)
 
+    def abandon(self, code: Code) -> list[Action]:
+        """Nobody will look for what is still wanted: each want ends with `code`."""
+        return [self._settle(want, Resolved(want.room, None, 0, code, "", want.asker)) for want in self._all()]
+
     def forget(self, instance: str) -> None:
         """What was cached of `instance` proved wrong (a restarted rank): fetch it anew before it is used again."""
         self._known.pop(instance, None)
@@ -163,11 +186,13 @@ class ResolverCore:
     def on_message(self, message: Message, now: float) -> list[Action]:
         """An answer, a topology, a beacon or a publication of rooms; anything else is ignored."""
         if isinstance(message, Answer):
+            self._reacted_at = now
             return self._on_answer(message, now)
         if isinstance(message, Topology):
+            self._reacted_at = now
             return self._on_topology(message, now)
         if isinstance(message, Beacon):
-            self.broker_heard_at = now
+            self.broker_heard_at = self._reacted_at = now
             if message.epoch != self.broker_epoch:
                 self.broker_epoch = message.epoch
                 self._fetching.clear()
@@ -210,6 +235,7 @@ class ResolverCore:
             self._known.pop(name, None)
         else:
             self._known.clear()
+            self._listed_at = now
         for info in topology.instances:
             self._known[info.instance] = _Known(info, now)
         located = ((want, self._locate(want, now)) for want in self._all())
@@ -270,8 +296,12 @@ class ResolverCore:
             self._missing.add(want.instance)
             return None
         info = known.info
-        if now - known.at >= TOPOLOGY_OLD_S:
-            self._missing.add(info.instance)
+        age_s = now - (known.at if want.instance else min(known.at, self._listed_at))
+        old = age_s >= TOPOLOGY_OLD_S
+        if old:
+            self._missing.add(want.instance)
+            if age_s > want.max_age_s or not self._silent(want, now):
+                return None
         if want.dp_rank is None and not info.follow_bootstrap_room:
             return None
         dp_rank = want.room % info.dp_size if want.dp_rank is None else want.dp_rank
@@ -283,7 +313,12 @@ class ResolverCore:
             return None
         at = Location(info.instance, dp_rank, rank.epoch, rank.endpoint)
         by: FoundBy = "computed" if want.dp_rank is None else "told"
-        return Resolved(want.room, at, max(1, want.attempt), "ok", by, want.asker)
+        self.counts["old"] += old
+        return Resolved(want.room, at, max(1, want.attempt), "ok", by, want.asker, age_s)
+
+    def _silent(self, want: _Want, now: float) -> bool:
+        """Whether the broker does not answer, as far as `want` can wait to find out."""
+        return now - self._reacted_at >= SILENT_S or now - want.since >= FETCH_WAIT_S
 
     def _instance(self, want: _Want) -> _Known | None:
         if want.instance:

@@ -6,14 +6,18 @@ how a room is found is decided by `ResolverCore` (`bus.embed.resolution`, usable
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from operator import index
+from typing import Any
 
 import zmq
 
 from bus.actions import Send
+from bus.embed.publications import integer
 from bus.embed.resolution import Action, Resolved, ResolverCore
 from bus.endpoints import BusAddress
 from bus.errors import LocalProtocolError, RemoteProtocolError
@@ -23,7 +27,7 @@ from bus.runtime.logs import get_logger
 from bus.runtime.service import Service
 from bus.runtime.sockets import Sockets
 from bus.wire import codec, topics
-from bus.wire.messages import FROM_BROKER, Code, Location, Message
+from bus.wire.messages import FROM_BROKER, NAME, Code, Location, Message
 
 __all__ = ["Resolved", "Resolver", "ResolverCore"]
 
@@ -37,7 +41,8 @@ class Resolver(Service):
     """`with Resolver(bus) as resolver: resolver.want(room); ...; for room, at in resolver.poll().items(): ...`.
 
     Every room wanted shows up once, in `poll` or in `lost`. Should the thread fail (`failure`), what came before is
-    still handed out; then every call raises PartFailed. `instance` names its key where `keys` has several of nodes.
+    still handed out; then every call raises PartFailed. At a stop, what is still wanted is lost as `shutting_down`.
+    `instance` names its key where `keys` has several of nodes.
     """
 
     part = "resolver"
@@ -46,16 +51,16 @@ class Resolver(Service):
         self, bus: str | BusAddress, *, keys: str = "", instance: str = "", wants_max: int = WANTS_MAX
     ) -> None:
         self.address = BusAddress(bus) if isinstance(bus, str) else bus
-        self.invalid = 0  # rooms that are no numbers
+        self.invalid = 0  # rooms of which nothing can be said: they are no keys of a dict
         self.overflows = 0  # wants dropped because results are not collected
         self.rejected: Counter[str] = Counter()
         self._core = ResolverCore(max_wants=wants_max)
         self._keys = load_keys(keys, "nodes", name=instance) if keys else None
-        self._queue: deque[tuple[int, int, str, int | None, float]] = deque()
+        self._queue: deque[tuple[int, dict[str, Any]]] = deque()
         self._wants_max = wants_max
         self._found: dict[int, Location] = {}
         self._lost: dict[int, Code] = {}
-        self._lock = threading.Lock()  # of the two dicts above; held for moments only
+        self._lock = threading.Lock()  # of the queue and the two dicts above; held for moments only
         self._settled = threading.Event()
         self._heard = threading.Event()
         self._woken = False
@@ -72,9 +77,28 @@ class Resolver(Service):
         self.loop.call_threadsafe(self._drain)  # what was wanted before the start
         self.loop.after_turn(self._pace)
 
+    def _renew(self) -> None:
+        counts, self._core = self._core.counts, ResolverCore(max_wants=self._wants_max)
+        self._core.counts = counts
+        self._woken = self._ticking = False
+        self._heard.clear()
+        self._settled.clear()
+
+    def leave(self) -> None:
+        """Lose what is still wanted, and stop."""
+        self._drain()
+        self._do(self._core.abandon("shutting_down"))
+        self.loop.stop()
+
     def _failed(self) -> None:
         self._heard.set()
         self._settled.set()
+
+    def _ended(self) -> None:
+        with self._lock:
+            while self._queue:
+                self._lost[self._queue.popleft()[0]] = "shutting_down"
+        self._failed()
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until the broker has been heard. For start-up, not for a scheduler's loop."""
@@ -92,20 +116,40 @@ class Resolver(Service):
         attempt: int = 0,
         prefill_instance: str = "",
         dp_rank: int | None = None,
+        max_age_s: float = math.inf,
     ) -> None:
-        """Find `rooms`. With `dp_rank` the caller was told the rank, so that only its address is sought."""
-        self.raise_if_failed()
-        for room in rooms:
-            if len(self._found) + len(self._lost) >= 2 * self._wants_max:
-                self.overflows += 1  # nobody polls
-            elif len(self._queue) >= self._wants_max:
-                with self._lock:
-                    self._lost[room] = "too_many"
-            else:
-                self._queue.append((room, attempt, prefill_instance, dp_rank, deadline_s))
+        """Find `rooms`. With `dp_rank` the caller was told the rank, so that only its address is sought. While the
+        broker is silent, what it said last is used, if it is not older than `max_age_s`.
+
+        Rooms that are no integers from 0 to 2^63-1 are lost as `bad_room`; a bad argument loses all rooms of the call
+        as `bad_request`."""
+        try:
+            how = _arguments(attempt, prefill_instance, dp_rank, deadline_s, max_age_s)
+        except (TypeError, ValueError, OverflowError):
+            how = None
+        self.raise_if_inherited()
+        with self._lock:
+            self.raise_if_failed()  # so that nothing is queued when the thread has left
+            for room in rooms:
+                number = integer(room)
+                if len(self._found) + len(self._lost) >= 2 * self._wants_max:
+                    self.overflows += 1  # nobody polls
+                elif number is None or how is None:
+                    self._lose(room, "bad_room" if number is None else "bad_request")
+                elif len(self._queue) >= self._wants_max:
+                    self._lose(number, "too_many")
+                else:
+                    self._queue.append((number, how))
         if not self._woken and self._thread is not None:
             self._woken = True
             self.loop.call_threadsafe(self._drain)
+
+    def _lose(self, room: Any, code: Code) -> None:
+        try:
+            self._lost[room] = code
+            self._settled.set()
+        except TypeError:  # unhashable
+            self.invalid += 1
 
     def poll(self) -> dict[int, Location]:
         """Where the rooms found since the last call are."""
@@ -146,7 +190,7 @@ class Resolver(Service):
     def wait(self, timeout_s: float) -> bool:
         """Sleep until something was found or lost; for tests and programs that have nothing else to do."""
         self.raise_if_inherited()
-        if self.failure is None and self._settled.wait(timeout_s):
+        if self.failure is None and not self.stopped and self._settled.wait(timeout_s):
             self._settled.clear()
         if self._found or self._lost:
             return True
@@ -169,16 +213,8 @@ class Resolver(Service):
         self._woken = False
         now = self.loop.clock()
         for _ in range(len(self._queue)):
-            room, attempt, instance, dp_rank, deadline_s = self._queue.popleft()
-            if type(room) is not int:
-                self.invalid += 1  # there is nothing to report it under
-            elif not _makes_sense(attempt, instance, dp_rank, deadline_s):
-                self._do([Resolved(room, None, 0, "bad_request", "")])
-            else:
-                wanted = self._core.want(
-                    room, now, deadline_s=deadline_s, attempt=attempt, prefill_instance=instance, dp_rank=dp_rank
-                )
-                self._do(wanted)
+            room, how = self._queue.popleft()
+            self._do(self._core.want(room, now, **how))
         self._do(self._core.flush(now))
 
     def _on_frames(self, frames: list[bytes], read: Callable[[Sequence[bytes]], Message]) -> None:
@@ -220,10 +256,16 @@ def _read_answer(frames: Sequence[bytes]) -> Message:
     return codec.decode(frames[1], FROM_BROKER)
 
 
-def _makes_sense(attempt: object, instance: object, dp_rank: object, deadline_s: object) -> bool:
-    return (
-        isinstance(attempt, int)
-        and isinstance(instance, str)
-        and (dp_rank is None or isinstance(dp_rank, int))
-        and isinstance(deadline_s, int | float)
-    )
+def _arguments(
+    attempt: int, prefill_instance: str, dp_rank: int | None, deadline_s: float, max_age_s: float
+) -> dict[str, Any]:
+    """As the core takes them; TypeError, ValueError or OverflowError where they make no sense."""
+    if prefill_instance and NAME.fullmatch(prefill_instance) is None:
+        raise ValueError(f"no instance's name: {prefill_instance[:80]!r}")
+    return {
+        "attempt": index(attempt),
+        "prefill_instance": prefill_instance,
+        "dp_rank": None if dp_rank is None else index(dp_rank),
+        "deadline_s": float(deadline_s),
+        "max_age_s": float(max_age_s),
+    }

@@ -19,7 +19,8 @@ from bus.runtime.loop import Loop
 
 class Service:
     """`with Part(...) as part:` serves until the block ends (StartError on entry where an endpoint is taken). A program
-    calls `open`, `loop.run` and `close` itself.
+    calls `open`, `loop.run` and `close` itself. A part that was stopped, or that failed, starts as a new one in another
+    `with`, under an epoch of its own; between the two every call raises PartFailed.
 
     An exception on the part's thread is a bug of ours. It ends the part, which closes what it had open, and is
     `failure` from then on; whoever waits for the part wakes, and every later call to it raises PartFailed.
@@ -33,6 +34,8 @@ class Service:
     spin_us = 0  # how long the loop polls before it sleeps, while messages come as densely
     failure: Exception | None = None
     inherited = False  # opened by the process that this one was forked from
+    opened = False  # it serves, or has served
+    stopped = False  # it has served, and does not now
     _thread: threading.Thread | None = None
     _exits = ExitStack()  # what an open part has to close, the last one first
     _made_of: tuple[tuple[Any, ...], dict[str, Any]]
@@ -48,8 +51,14 @@ class Service:
         """Bind and connect everything, and leave with `exits` what closes it. Whatever it raises, that is closed."""
         raise NotImplementedError
 
+    def _renew(self) -> None:
+        """It is opened once more: forget what was of its former life. What it counted, it counts on."""
+
     def _failed(self) -> None:
         """The thread has failed (`failure` says why) and all is closed: wake who waits."""
+
+    def _ended(self) -> None:
+        """The part was stopped, and is `stopped`: end what came too late for its thread."""
 
     def leave(self) -> None:
         """Say what is to be said at the end, and stop `loop` (on its thread)."""
@@ -65,11 +74,15 @@ class Service:
             type(self).__init__(self, *args, **kwargs)
             self._made_of = args, kwargs
         _opened.add(self)
+        if self.stopped or self.failure is not None:
+            self._renew()
+            self.failure, self.stopped = None, False
         with ExitStack() as exits:
             self.loop = Loop(spin_s=self.spin_us / 1e6)
             exits.callback(self.loop.close)
             self._open(exits)
             self._exits = exits.pop_all()
+        self.opened = True
 
     def close(self) -> None:
         """What `open` opened; idempotent. Only when `loop` no longer runs."""
@@ -93,14 +106,25 @@ class Service:
             self.loop.call_threadsafe(self.leave)
             self._thread.join()
             self._thread = None
+            self.stopped = True
+            self._ended()
         self.close()
 
     def raise_if_failed(self) -> None:
-        """PartFailed if the part's thread has failed, or runs in the process that this one was forked from."""
+        """PartFailed if the part's thread has failed, was stopped, or runs in the process that this one was forked
+        from."""
         self.raise_if_inherited()
         if self.failure is not None:
             why = f"{type(self.failure).__name__}: {self.failure}"
             raise PartFailed(f"the {self.part} of this process has failed: {why}") from self.failure
+        if self.stopped:
+            raise PartFailed(f"the {self.part} of this process was stopped: start it again, or make another one")
+
+    def raise_if_closed(self) -> None:
+        """PartFailed if the part does not serve: it failed, was stopped or was not started yet."""
+        self.raise_if_failed()
+        if not self.opened:
+            raise PartFailed(f"the {self.part} of this process was not started yet: call it in a `with` block of it")
 
     def raise_if_inherited(self) -> None:
         """PartFailed in a forked child: before the locks of the part are taken, which nobody may release there."""

@@ -30,7 +30,7 @@ from bus import defaults
 from bus.errors import BusError, ConfigError, ProtocolError
 from bus.runtime.service import Service
 from bus.wire.codec import decode, encode
-from bus.wire.messages import NODE_TO_CONTROLLER, Code, Role
+from bus.wire.messages import MAX_ROOM, NODE_TO_CONTROLLER, Code, Role
 from nodes.link.actions import Cancel, Release, Start
 from nodes.link.config import LinkConfig
 from nodes.link.core import Limits
@@ -106,20 +106,27 @@ class RankLink(Service):
             raise ConfigError(f"rank link of {instance!r}: {error}") from None
         self.overflows = 0
         self.invalid = 0
-        self._runners = {rank: HandedRunner(facts, self._order) for rank in dp_ranks}
+        self._facts = facts
         self._queue_max = queue_max
         self._came = threading.Condition()  # guards all that both threads use, down to `_woken`
+        self._drained = threading.Event()
+        self._joined = threading.Event()
+        self._renew()
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    def _renew(self) -> None:
+        ranks = self.config.dp_ranks
+        self._runners = {rank: HandedRunner(self._facts, self._order) for rank in ranks}
         self._inbox: dict[Leg | int, Order] = {}  # by leg, or by the dp_rank that drains; in order
-        self._handed = {rank: KnownLegs() for rank in dp_ranks}  # the scheduler's side of the books
+        self._handed = {rank: KnownLegs() for rank in ranks}  # the scheduler's side of the books
         self._outbox: deque[tuple[int, Said]] = deque()
         self._spilled: dict[Leg, None] = {}  # legs of which something was said that found no room
         self._woken = False
         self._host: Host | None = None
-        self._drained = threading.Event()
-        self._joined = threading.Event()
         self._draining: set[int] = set()
-
-    # --- life -----------------------------------------------------------------------------------------------------
+        self._drained.clear()
+        self._joined.clear()
 
     def _open(self, exits: ExitStack) -> None:
         self._host = host = Host(self.config, self.loop, self._runners, self._look)
@@ -143,6 +150,8 @@ class RankLink(Service):
         self._drained.set()
         self._wake()
 
+    _ended = _failed
+
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until bus and controllers have been heard. For start-up, not for a scheduler's loop."""
         self.raise_if_inherited()
@@ -165,10 +174,10 @@ class RankLink(Service):
 
     def poll(self, timeout_s: float = 0.0) -> list[Order]:
         """What has come since the last call. A leg's `dp_rank` says whose it is. A Cancel may speak of a leg that the
-        scheduler has finished meanwhile."""
+        scheduler has finished meanwhile. Nothing comes of a link that was stopped: it is `drained`."""
         self.raise_if_inherited()
         with self._came:
-            if not self._inbox and timeout_s > 0 and self.failure is None:
+            if not self._inbox and timeout_s > 0 and not self._drained.is_set():
                 self._came.wait(timeout_s)
             orders = list(self._inbox.values())
             self._inbox.clear()
@@ -177,7 +186,7 @@ class RankLink(Service):
                     self._handed[order.leg.dp_rank].start(order.leg)
                 elif not isinstance(order, Draining):
                     self._handed[order.leg.dp_rank].end(order.leg)
-        if not orders:
+        if not orders and not self.stopped:
             self.raise_if_failed()
         return orders
 
@@ -225,10 +234,10 @@ class RankLink(Service):
                     index(waiting) - legs.waiting,
                     index(waiting_tokens) - legs.waiting_tokens,
                     0 if kv_tokens is None else index(kv_tokens) - legs.kv_tokens,
-                    max(0, index(step)),
+                    min(max(0, index(step)), MAX_ROOM),
                     bool(busy),
                 )
-            except (KeyError, TypeError):
+            except (KeyError, TypeError, ValueError):
                 self.invalid += 1
             else:
                 self._hand_over(rank, load)

@@ -205,8 +205,9 @@ def _nonsense(event: OfLeg, facts: RankFacts) -> str:
     match event:
         case Output():
             return _nonsense_in(event, facts)
-        case Began(cached_tokens=count):
-            return "" if count >= 0 else f"{count} cached tokens"
+        case Began(leg, cached_tokens):
+            prompt = leg.prompt_tokens
+            return "" if 0 <= cached_tokens <= prompt else f"{cached_tokens} cached tokens of a prompt of {prompt}"
         case Held(leg, first_token, handle, valid_s):
             if leg.role != "prefill" or leg.state is not LegState.RUNNING:
                 return "a leg that is no prefill leg, or that is held already"
@@ -230,6 +231,8 @@ def _nonsense_in(output: Output, facts: RankFacts) -> str:
     vocab = facts.vocab_size or MAX_TOKEN_ID + 1
     if leg.role == "prefill":
         return "a prefill leg has none: its first token comes with Held"
+    if len(leg.output) + len(tokens) > leg.max_tokens:
+        return f"{len(leg.output) + len(tokens)} tokens where {leg.max_tokens} were asked for"
     if len(logprobs) != (len(tokens) if leg.wants_logprobs else 0):
         return f"log probabilities of {len(logprobs)} tokens for {len(tokens)}, asked: {leg.params.logprobs}"
     for each in logprobs:

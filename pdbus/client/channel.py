@@ -87,10 +87,11 @@ class Channel(Service):
 
     def _call(self, function: Callable[[], None], abandon: Callable[[], None]) -> None:
         """Run `function` on the channel's thread, or `abandon` should that fail before."""
-        self.raise_if_failed()
+        self.raise_if_inherited()
         with self._lock:  # so that the thread does not leave in between
             if self._closed:
                 raise RuntimeError("this client is closed")
+            self.raise_if_failed()
             self._calls.append((function, abandon))
             self.loop.call_threadsafe(lambda: self._calls.popleft()[0]())
         if self.failure is not None:  # only now, so the thread may have looked for the last time

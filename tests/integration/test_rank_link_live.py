@@ -16,6 +16,9 @@ from bus.broker import Broker, BrokerConfig
 from bus.errors import PartFailed, RequestFailed
 from bus.runtime.keys import add_key, give_key, new_keys
 from bus.runtime.ports import free_ports
+from bus.wire.codec import encode
+from bus.wire.messages import Accepted, Done, Params
+from controller import Dispatcher
 from controller.config import ControllerConfig
 from controller.shell import Controller
 from nodes.link import Cancel, Draining, RankFacts, RankLink, Start
@@ -23,6 +26,7 @@ from pdbus.client import Client
 
 WAIT_S = 60.0
 FACTS = RankFacts(model="m", max_context=4096, block_tokens=16)
+PROMPT = [bytes(16), encode(Params())]
 
 
 class Place:
@@ -215,3 +219,42 @@ def test_keys_over_tcp(place: Place, tmp_path: Path) -> None:
         serves(client, 4)
         assert not plain.wait_ready(0.1), "who has no keys gets nowhere"
         assert [rank.instance for rank in client.status().ranks] == ["mine"]
+
+
+def test_a_link_and_a_dispatcher_in_another_with_start_as_new(place: Place) -> None:
+    """The ranks that live on take what the new dispatcher numbers from 1; the link is not drained from the start."""
+    link = place.link()
+    dispatcher = Dispatcher(place.config(with_broker=True))
+    ran: list[str] = []
+
+    def serve() -> None:
+        while not link.drained:
+            for order in link.poll(0.5):
+                if isinstance(order, Start):
+                    ran.append(order.leg.rid)
+                    link.output(order.leg, [7])
+                    link.finish(order.leg, "stop")
+
+    def run(rids: list[str]) -> None:
+        until(lambda: any(rank.state == "ready" for rank in dispatcher.status().ranks), "the rank is ready")
+        for rid in rids:
+            assert dispatcher.dispatch(rid, PROMPT, max_tokens=1, lives_on=True)
+        ended: list[Any] = []
+        while len(ended) < len(rids):
+            ended += [each for each in dispatcher.poll(WAIT_S) if not isinstance(each, Accepted)]
+        assert [(each.rid, type(each)) for each in ended] == [(rid, Done) for rid in rids]
+
+    lives = iter("abcd")
+    for _ in range(2):
+        with link:
+            assert not link.drained
+            thread = threading.Thread(target=serve)
+            thread.start()
+            for _ in range(2):
+                with dispatcher:
+                    assert link.wait_ready(WAIT_S)
+                    life = next(lives)
+                    run([f"{life}{number}" for number in range(3)])
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert ran == [f"{life}{number}" for life in "abcd" for number in range(3)]

@@ -8,7 +8,8 @@ import pytest
 from link_world import SETTINGS, Engine
 
 from bus.errors import ConfigError
-from bus.wire.messages import Params, TokenLogprobs
+from bus.wire.codec import decode, encode
+from bus.wire.messages import PUBLICATIONS, LoadReport, Params, TokenLogprobs
 from nodes.link import Cancel, RankFacts, RankLink, Release
 
 # --- load ---------------------------------------------------------------------------------------------------------
@@ -196,6 +197,8 @@ NONSENSE: dict[str, Any] = {
     "a code": lambda link, leg: link.fail(leg, "oops"),
     "ok is no failure": lambda link, leg: link.fail(leg, "ok"),
     "cached": lambda link, leg: link.began(leg, -1),
+    "more cached than it has": lambda link, leg: link.began(leg, 10**30),
+    "more than was asked for": lambda link, leg: link.output(leg, [5] * (leg.max_tokens + 1)),
     "log probabilities that nobody asked for": lambda link, leg: link.output(leg, [5], [(-0.5, [])]),
     "held by a unified rank": lambda link, leg: link.held(leg, 5, b"handle"),
     "fetched by a unified rank": lambda link, leg: link.fetched(leg),
@@ -251,6 +254,14 @@ def test_a_report_that_makes_no_sense_changes_nothing() -> None:
     engine.link.report(running=-5, waiting=-5, waiting_tokens=-5)
     engine.take()
     assert engine.load() == (0, 0, 6), "never below nothing"
+
+
+def test_a_step_that_no_message_can_say_is_the_largest_that_one_can() -> None:
+    engine = Engine()
+    engine.dispatch()
+    engine.link.report(running=1, waiting=0, waiting_tokens=0, step=10**30)
+    engine.take()
+    assert decode(encode(LoadReport("e", 0, 1, 1, engine.rank.core.load())), PUBLICATIONS)
 
 
 @pytest.mark.parametrize(

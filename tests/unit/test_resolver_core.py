@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bus.actions import Send
-from bus.embed.resolution import ASK_AGAIN_S, QUERY_ID, TOPOLOGY_AGAIN_S, TOPOLOGY_OLD_S, Action, Resolved, ResolverCore
+from bus.embed.resolution import ASK_AGAIN_S, FETCH_WAIT_S, QUERY_ID, TOPOLOGY_AGAIN_S, Action, Resolved, ResolverCore
 from bus.wire.messages import (
     Answer,
     Beacon,
@@ -142,18 +142,78 @@ def test_a_missing_rank_is_looked_up_again_until_it_is_there() -> None:
     assert out == Resolved(7, where(3), 1, "ok", "told")
 
 
-def test_an_old_topology_is_used_and_fetched_anew() -> None:
+def beat(core: ResolverCore, now: float) -> None:
+    core.on_message(Beacon(5, 1, now), now)
+
+
+def after_quiet(*infos: InstanceInfo, quiet_s: float = 60.0) -> tuple[ResolverCore, float]:
+    """A core that fetched `infos` and then heard nothing but beacons."""
+    core = knowing(*infos)
+    beat(core, quiet_s)
+    return core, quiet_s
+
+
+@pytest.mark.parametrize("told", [{"dp_rank": 0}, {"dp_rank": 0, "prefill_instance": "prefill-0"}, {}])
+def test_the_first_want_after_quiet_waits_for_one_fetch(told: dict[str, Any]) -> None:
+    core, now = after_quiet(instance(epoch=1, size=1, follow=True))
+    assert core.want(7, now, deadline_s=5.0, **told) == []
+    (out,) = resolved(teach(core, now, instance(epoch=2, size=1, follow=True)))
+    assert (out.at, out.age_s) == (where(0, epoch=2), 0.0)
+    (out,) = resolved(core.want(8, now + 1.0, deadline_s=5.0, **told))
+    assert (out.at, out.age_s) == (where(0, epoch=2), 1.0), "from then on none waits"
+
+
+def test_a_rank_that_said_goodbye_is_never_given() -> None:
+    core, now = after_quiet(instance(size=1))
+    assert core.want(7, now, deadline_s=5.0, dp_rank=0) == []
+    gone = (MemberInfo(0, 1, "gone", where(0).endpoint, 0.1),)
+    assert resolved(teach(core, now, instance(size=1, ranks=gone))) == []
+    assert resolved(core.tick(now + 4.9)) == []
+    (out,) = resolved(core.tick(now + 5.0))
+    assert out.code == "unknown_room"
+
+
+def test_a_second_instance_that_joined_in_the_quiet_is_seen() -> None:
+    core, now = after_quiet(instance("prefill-0", follow=True))
+    assert core.want(7, now, deadline_s=5.0, prefill_instance="prefill-0") == []
+    teach(core, now, instance("prefill-0", follow=True))
+    assert core.want(8, now + 0.1, deadline_s=5.0, dp_rank=1) == [], "what is there was listed long ago"
+    (out,) = resolved(teach(core, now + 0.1, instance("prefill-0"), instance("prefill-1")))
+    assert out.code == "bad_request", "which of the two was meant nobody said"
+
+
+def test_while_the_broker_is_silent_the_last_topology_is_used_and_says_its_age() -> None:
     core = knowing(instance(epoch=1))
-    now = TOPOLOGY_OLD_S + 1.0
-    (out,) = core.want(7, now, deadline_s=5.0, dp_rank=0)
-    assert isinstance(out, Resolved)
-    assert out.at is not None
-    assert out.at.epoch == 1
-    teach(core, now, instance(epoch=2))
-    (out,) = core.want(8, now + 0.1, deadline_s=5.0, dp_rank=0)
-    assert isinstance(out, Resolved)
-    assert out.at is not None
-    assert out.at.epoch == 2
+    (out,) = resolved(core.want(7, 60.0, deadline_s=5.0, dp_rank=0))
+    assert (out.at, out.age_s) == (where(0, epoch=1), 60.0)
+    assert core.counts["old"] == 1
+
+
+def test_a_limit_on_the_age_holds_while_the_broker_is_silent() -> None:
+    core = knowing(instance(epoch=1))
+    assert core.want(7, 60.0, deadline_s=5.0, dp_rank=0, max_age_s=59.0) == []
+    assert resolved(core.tick(62.0)) == []
+    (out,) = resolved(teach(core, 62.3, instance(epoch=2)))
+    assert out.at == where(0, epoch=2)
+
+
+def test_a_broker_that_beats_and_answers_no_question_is_waited_for_no_longer_than_said() -> None:
+    core, now = after_quiet(instance(epoch=1))
+    assert core.want(7, now, deadline_s=5.0, dp_rank=0) == []
+    for step in range(1, 4):
+        beat(core, now + step * FETCH_WAIT_S / 4)
+        assert resolved(core.tick(now + step * FETCH_WAIT_S / 4)) == []
+    (out,) = resolved(core.tick(now + FETCH_WAIT_S))
+    assert (out.at, out.age_s) == (where(0, epoch=1), now + FETCH_WAIT_S)
+
+
+def test_a_first_want_while_a_stopped_broker_wakes() -> None:
+    """It was silent, and its beacon comes before its answer: the want after that waits for the fetch."""
+    core = knowing(instance(epoch=1))
+    beat(core, 60.0)
+    assert core.want(7, 60.0, deadline_s=5.0, dp_rank=0) == []
+    (out,) = resolved(teach(core, 60.1, instance(epoch=2)))
+    assert out.at == where(0, epoch=2)
 
 
 def test_a_topology_that_proved_wrong_is_not_used_again() -> None:

@@ -11,7 +11,9 @@ import socket
 import tempfile
 import threading
 import warnings
+from array import array
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -21,7 +23,9 @@ from bus import Broker, BrokerConfig, ConfigError, Load, PartFailed, Publisher, 
 from bus.broker.core import BrokerCore
 from bus.endpoints import ControllerAddress
 from bus.runtime.service import Service
-from bus.wire.messages import Failed, StatusQuery
+from bus.wire import codec
+from bus.wire.hashing import token_bytes
+from bus.wire.messages import Done, Failed, Params, StatusQuery, Submit
 from controller import ControllerConfig, Dispatcher
 from controller.shell import Controller
 from pdbus.client import AsyncClient, Client
@@ -41,7 +45,7 @@ def folder() -> Iterator[str]:
 
 
 def publisher(folder: str) -> Publisher:
-    return Publisher(f"{folder}/bus", instance="p", dp_rank=0, role="prefill")
+    return Publisher(f"{folder}/bus", instance="p", dp_rank=0, role="prefill", endpoint="tcp://p:1")
 
 
 def resolver(folder: str) -> Resolver:
@@ -408,3 +412,231 @@ def test_a_client_that_broke_ends_every_request_also_those_it_never_began(folder
 def test_a_bad_argument_opens_nothing(folder: str) -> None:
     with pytest.raises(ConfigError):
         Publisher(f"{folder}/bus", instance="p", dp_rank=3, dp_size=2, role="prefill")
+
+
+# --- another `with` -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("make", "calls"), CALLS[:4], ids=lambda value: getattr(value, "__name__", ""))
+def test_between_two_starts_every_call_says_so_and_in_the_second_it_serves(
+    make: Callable[[str], Service], calls: dict[str, Callable[[Service], object]], folder: str
+) -> None:
+    part = make(folder)
+    with part:
+        first: Any = part
+        epochs = [getattr(first, "epoch", 0)]
+    for call in calls.values():
+        with pytest.raises(PartFailed, match=f"the {part.part} of this process was stopped: start it again"):
+            call(part)
+    with part:
+        part.raise_if_failed()
+        epochs.append(getattr(first, "epoch", 1))
+    assert epochs[0] != epochs[1], "peers would take what it says for repeats"
+
+
+def test_a_part_that_failed_can_start_again(folder: str) -> None:
+    with broker(folder), publisher(folder) as part:
+        break_down(part)
+        part.stop()
+        with part:
+            assert part.wait_ready(WAIT_S)
+            part.register(7)
+
+
+def test_a_publisher_and_a_resolver_in_another_with_start_as_new(folder: str) -> None:
+    with broker(folder):
+        part, finder = publisher(folder), resolver(folder)
+        for room in (1, 2):
+            with part, finder:
+                assert part.wait_ready(WAIT_S)
+                part.register(room)
+                finder.want(room, deadline_s=WAIT_S)
+                assert finder.wait(WAIT_S)
+                assert finder.poll()[room].epoch == part.epoch
+        assert (part.counts["registered"], finder.counts["asked"]) == (2, 2), "it counts on"
+
+
+def test_what_a_stopped_resolver_had_not_found_is_lost(folder: str) -> None:
+    with resolver(folder) as part:
+        part.want(1, 2, deadline_s=10 * WAIT_S)
+    assert part.lost() == {1: "shutting_down", 2: "shutting_down"}
+    with pytest.raises(PartFailed):
+        part.lost()
+
+
+# --- numbers and names of all kinds ---------------------------------------------------------------------------------
+
+
+class Number:
+    """An integer of some other library."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+@pytest.mark.parametrize(
+    ("room", "more", "code"),
+    [
+        ("a room", {}, "bad_room"),
+        (1.5, {}, "bad_room"),
+        (None, {}, "bad_room"),
+        (2**63, {}, "bad_room"),
+        (6, {"prefill_instance": "\ud800"}, "bad_request"),
+        (6, {"prefill_instance": "no name"}, "bad_request"),
+        (6, {"prefill_instance": 5}, "bad_request"),
+        (6, {"dp_rank": "0"}, "bad_request"),
+        (6, {"attempt": 1.5}, "bad_request"),
+        (6, {"deadline_s": "soon"}, "bad_request"),
+        (6, {"deadline_s": 10**400}, "bad_request"),
+        (6, {"max_age_s": None}, "bad_request"),
+    ],
+)
+def test_a_resolver_answers_for_whatever_was_wanted(room: Any, more: dict[str, Any], code: str, folder: str) -> None:
+    with resolver(folder) as part:
+        part.want(room, **more)
+        assert part.wait(WAIT_S)
+        assert part.lost() == {room: code}
+        part.want([], deadline_s=0.0)  # type: ignore[arg-type]  # there is nothing to say it under
+        assert part.counts["invalid"] == 1
+        part.want(7, deadline_s=0.0)
+        assert part.wait(WAIT_S)
+
+
+def test_integers_of_other_libraries_are_rooms(folder: str) -> None:
+    five: Any = Number(5)
+    with broker(folder), publisher(folder) as part, resolver(folder) as finder:
+        part.register(five)
+        part.register("x")  # type: ignore[arg-type]
+        finder.want(five, deadline_s=WAIT_S)
+        assert finder.wait(WAIT_S)
+        assert finder.poll().keys() == {5}
+        assert part.counts["invalid"] == 1
+
+
+def test_a_publisher_that_was_not_started_has_never_heard_the_broker(folder: str) -> None:
+    assert publisher(folder).silent_s == float("inf")
+
+
+# --- what a Dispatcher takes ends exactly once ----------------------------------------------------------------------
+
+PROMPT = [bytes(16), codec.encode(Params())]
+
+
+def ends(dispatcher: Dispatcher) -> list[Done | Failed]:
+    return [answer for answer in dispatcher.poll() if isinstance(answer, Done | Failed)]
+
+
+def test_what_is_handed_over_beside_a_stop_ends_once_or_is_refused(folder: str) -> None:
+    dispatcher = Dispatcher(config(folder, with_broker=True))
+    taken: list[str] = []
+    begun = threading.Event()
+
+    def hand_over() -> None:
+        with suppress(PartFailed):
+            while True:
+                rid = f"r{len(taken)}"
+                if dispatcher.dispatch(rid, PROMPT, max_tokens=1):
+                    taken.append(rid)
+                begun.set()
+
+    with dispatcher:
+        thread = threading.Thread(target=hand_over)
+        thread.start()
+        assert begun.wait(WAIT_S)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    assert sorted(answer.rid for answer in ends(dispatcher)) == sorted(taken)
+    for call in (dispatcher.poll, dispatcher.status, lambda: dispatcher.cancel("r0")):
+        with pytest.raises(PartFailed, match="was stopped"):
+            call()
+
+
+@pytest.mark.parametrize("wait", ["poll", "status"])
+def test_who_waits_for_a_dispatchers_answers_wakes_when_it_is_stopped(wait: str, folder: str) -> None:
+    woken: list[BaseException] = []
+    waiting = threading.Event()
+    with Dispatcher(config(folder, with_broker=True)) as dispatcher:
+        dispatcher.controller.submit_local = lambda *_: None  # type: ignore[method-assign]  # nothing is answered
+
+        def ask() -> None:
+            waiting.set()
+            try:
+                getattr(dispatcher, wait)(10 * WAIT_S)
+            except PartFailed as error:
+                woken.append(error)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert waiting.wait(WAIT_S)
+    thread.join(WAIT_S)
+    assert woken
+
+
+def test_a_dispatcher_that_was_not_started_says_so(folder: str) -> None:
+    dispatcher = Dispatcher(config(folder))
+    for call in (dispatcher.status, lambda: dispatcher.cancel("a"), lambda: dispatcher.dispatch("a", [], max_tokens=1)):
+        with pytest.raises(PartFailed, match="the controller of this process was not started yet"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [[5, 6, 7, 8], PROMPT[1]],
+        [PROMPT[0], Params()],
+        ["text", PROMPT[1]],
+        [None, None],
+        [array("d", [0.5]), PROMPT[1]],
+        [array("q", [5]), PROMPT[1]],
+        [],
+        PROMPT[:1],
+        [*PROMPT, b"x"],
+    ],
+    ids=str,
+)
+def test_a_wrong_frame_fails_its_own_request_alone(frames: Any, folder: str) -> None:
+    with Dispatcher(config(folder, with_broker=True)) as dispatcher:
+        assert dispatcher.dispatch("bad", frames, max_tokens=1)
+        (answer,) = ends(dispatcher) or [each for each in dispatcher.poll(WAIT_S) if isinstance(each, Done | Failed)]
+        assert (answer.rid, getattr(answer, "code", "")) in {("bad", "bad_request"), ("bad", "empty_prompt")}
+        assert dispatcher.failure is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rid": "x" * 129},
+        {"rid": "\ud800"},
+        {"max_tokens": "x"},
+        {"avoid": (("e", 0),)},
+        {"trace": "00-1"},
+        {"deadline_s": object()},
+        {"block_tokens": 2**64},
+        {"block_tokens": 16, "frames": [b"\5\0\0", PROMPT[1]]},
+        {"block_hashes": "text", "block_tokens": 16},
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_to_a_dispatcher_fails_its_own_request_alone(wrong: dict[str, Any], folder: str) -> None:
+    given: dict[str, Any] = {"rid": "bad", "frames": PROMPT, "max_tokens": 1, **wrong}
+    with Dispatcher(config(folder, with_broker=True, settle_s=0.0), max_handed_over=1) as dispatcher:
+        assert dispatcher.dispatch(**given)
+        (answer,) = ends(dispatcher) or [each for each in dispatcher.poll(WAIT_S) if isinstance(each, Done | Failed)]
+        assert answer.rid == given["rid"], "under the whole of it, or it keeps its place"
+        assert dispatcher.dispatch("next", PROMPT, max_tokens=1)
+        for nobody in (["x"], None, 5, "unknown"):
+            dispatcher.cancel(nobody)  # type: ignore[arg-type]
+        assert dispatcher.failure is None
+
+
+def test_a_prompt_may_be_anything_that_has_a_buffer_of_32_bit_integers(folder: str) -> None:
+    ids = memoryview(array("i", [5, 0, 6, 0, 7, 0, 8, 0]))[::2]  # with gaps
+    seen: list[tuple[Submit, list[bytes]]] = []
+    with Dispatcher(config(folder, with_broker=True)) as dispatcher:
+        dispatcher.controller.submit_local = lambda *given: seen.append(given)  # type: ignore[method-assign,arg-type]
+        assert dispatcher.dispatch("a", [ids, PROMPT[1]], max_tokens=1)  # type: ignore[list-item]
+    ((submit, frames),) = seen
+    assert (submit.prompt_tokens, frames[0]) == (4, token_bytes([5, 6, 7, 8]))
