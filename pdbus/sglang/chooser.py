@@ -45,6 +45,7 @@ class Chooser:
         self._nonce = nonce
         self._block_tokens = block_tokens
         self._health = Health(lease_s=lease_s, hang_s=NEVER_S, settle_s=0.0, now=now)
+        self.left: set[int] = set()  # ranks that said goodbye: something of ours failed there, and SGLang goes on
         self.ranks: list[RankLoad] = []
         for dp_rank in range(dp_size):
             hello = Hello(
@@ -59,21 +60,26 @@ class Chooser:
 
     # --- what is heard --------------------------------------------------------------------------------------------
 
-    def heard(self, message: Message, now: float) -> None:
-        """A publication of one of these ranks, or a beacon of the broker."""
+    def heard(self, message: Message, now: float) -> int | None:
+        """A publication of one of these ranks, or a beacon of the broker. The rank that says goodbye by it: from then
+        on nothing is picked here."""
         if isinstance(message, Beacon):
             self._health.bus_heard(now)
-            return
+            return None
         if not isinstance(message, LoadReport | Member | Rooms) or message.instance != self._instance:
-            return
+            return None
         if message.epoch != self._nonce or message.dp_rank >= len(self.ranks):
-            return
+            return None
         self._health.bus_heard(now)
         rank = self.ranks[message.dp_rank]
         if isinstance(message, Member):
             self.table.declare(rank.key, rank.epoch, message.interval_s)
         if message.load is not None:
             self._report(rank, message.load, now)
+        if isinstance(message, Member) and message.state == "gone" and message.dp_rank not in self.left:
+            self.left.add(message.dp_rank)
+            return message.dp_rank
+        return None
 
     def changed(self, dp_rank: int, changes: Changes) -> None:
         """A rank's KV events, by our names."""
@@ -106,7 +112,9 @@ class Chooser:
 
     def pick(self, request: Any, able: Collection[int], now: float) -> int | None:
         """The rank for SGLang's tokenized `request`, charged; one of `able` (those that SGLang counts as active). None
-        where no rank of these lives, as far as is known: SGLang's own way is as good as any then."""
+        where no rank of these lives, as far as is known, or one has left the bus: SGLang's own way is as good then."""
+        if self.left:
+            return None
         submit = self._submit(request)
         view: View = self._group
         if len(able) < len(self.ranks):

@@ -49,6 +49,7 @@ class Dispatching:
         self._chooser = chooser
         self._controller = controller
         self._original = controller.dispatching
+        self._refreshes = controller.refresh_load_budget_on_dispatch
         self._send = send
         self._clock = clock
         self._failing = False
@@ -62,6 +63,8 @@ class Dispatching:
             return
         able = [rank for rank in controller._active_workers if controller.status[rank]]
         rank = self._ours(lambda now: self._chooser.pick(request, able, now))
+        # It reads every rank's shared memory, and only its own choice goes by what it finds there.
+        controller.refresh_load_budget_on_dispatch = self._refreshes and rank is None
         if rank is None:
             self._original(request)
         else:
@@ -69,7 +72,9 @@ class Dispatching:
 
     def heard(self, message: Message, now: float) -> None:
         with self.lock:
-            self._chooser.heard(message, now)
+            left = self._chooser.heard(message, now)
+        if left is not None:
+            log.warning("pdbus.dispatch.by_sglang", why=f"rank {left} has left the bus")
 
     def changed(self, key: MemberKey, changes: Changes) -> None:
         with self.lock:
@@ -122,11 +127,11 @@ class ControllerSide:
         from sglang.srt.managers.io_struct import sock_send
 
         settings = self.settings
-        if here.elastic:
-            raise ConfigError("ranks come and go with elastic EP; its own round_robin goes on")
+        if here.why_not:
+            return  # which the server's main process says
         if here.nodes > 1 and not settings.told:
             raise ConfigError("its ranks are on several machines: set the same PDBUS_SGLANG_NONCE on all of them")
-        method = resolve(settings.method or engine.own_method(), here.role)
+        method = resolve(settings.method or settings.named or here.method, here.role)
         policy = make_policy(
             method,
             PolicySettings(role=here.role),
@@ -149,7 +154,7 @@ class ControllerSide:
             instance=settings.instance, more=_following(events, dispatching) if events is not None else None,
         ).start()  # fmt: skip
         controller.dispatching = dispatching
-        controller.refresh_load_budget_on_dispatch = False  # it reads every rank's shared memory for what is not used
+        controller.refresh_load_budget_on_dispatch = False
         log.info("pdbus.dispatch.by_pdbus", method=method, ranks=here.dp_size, bus=bus, page_tokens=page)
 
     @staticmethod
@@ -168,6 +173,7 @@ class ControllerSide:
                 except zmq.ZMQError:
                     break
                 controller._request_dispatcher(request)
+                controller.soft_watchdog.feed()
 
 
 def _topics(instance: str, dp_size: int) -> tuple[bytes, ...]:

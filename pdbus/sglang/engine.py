@@ -49,6 +49,25 @@ class Server:
     bootstrap_port: int
     head: str  # `host:port` where the machines of a server meet; empty on one
     elastic: bool
+    on_ray: bool = False
+    switches_roles: bool = False
+    method: str = ""  # its --load-balance-method, as SGLang resolved it
+
+    @property
+    def why_not(self) -> str:
+        """Why the plugin leaves all of this server to SGLang; empty where it doesn't."""
+        if self.elastic:
+            return "elastic EP: ranks come and go"
+        if self.on_ray:
+            return "--use-ray: SGLang loads no plugin where its ranks run"
+        if self.switches_roles:
+            return "--enable-pd-role-switch: where a rank's rooms are asked for goes by the role it started with"
+        if self.role == "prefill" and self.dp_size > 1 and self.method == "follow_bootstrap_room":
+            return (
+                "its settings were resolved before plugins were loaded, and say follow_bootstrap_room for rooms: name "
+                "another --load-balance-method"
+            )
+        return ""
 
     @property
     def bootstrap_host(self) -> str:
@@ -76,7 +95,7 @@ class Server:
 
 def server() -> Server:
     """Of a process that has its configuration already."""
-    from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+    from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get_serving
 
     parallel, disagg = get_parallel(), get_disagg()
     return Server(
@@ -87,7 +106,15 @@ def server() -> Server:
         bootstrap_port=int(disagg.disaggregation_bootstrap_port),
         head=parallel.dist_init_addr or "",
         elastic=parallel.max_ep_size is not None,
+        on_ray=bool(get_device().use_ray),
+        switches_roles=bool(disagg.enable_pd_role_switch),
+        method=str(parallel.load_balance_method),
     )
+
+
+def left_to_sglang(view: Any) -> bool:
+    """Whether settings that are being resolved are of a server that is left to SGLang (`Server.why_not`)."""
+    return view.max_ep_size is not None or bool(view.use_ray) or bool(view.enable_pd_role_switch)
 
 
 def dp_rank() -> int:
@@ -130,13 +157,6 @@ def _tcp(endpoint: str) -> tuple[str, int]:
     if not endpoint.startswith("tcp://") or not port.isdecimal():
         return "", 0
     return ("127.0.0.1" if host in ("*", "0.0.0.0", "") else "[::1]" if host in ("::", "[::]") else host), int(port)
-
-
-def own_method() -> str:
-    """SGLang's --load-balance-method, as it resolved it."""
-    from sglang.srt.runtime_context import get_parallel
-
-    return str(get_parallel().load_balance_method)
 
 
 def is_health_check(request: Any) -> bool:

@@ -21,7 +21,8 @@ from pdbus.sglang.seams import HOOKS, TESTED, mismatches
 from pdbus.sglang.server import ServerSide
 from pdbus.sglang.settings import DRAWN, Settings, read
 
-CHECKED = "PDBUS_SGLANG_CHECKED"  # the version whose sources the main process has compared; its children take its word
+# The version whose sources a process has compared; empty where nothing was hooked. Its children take its word.
+CHECKED = "PDBUS_SGLANG_CHECKED"
 MAIN = "managers.disagg_service"  # the only one to be hooked in a process that has not imported it yet
 
 log = Logger("sglang.pdbus")  # plugins are loaded before SGLang sets its logging up; below its name warnings show
@@ -37,7 +38,11 @@ class Sides(NamedTuple):
 
 def hook(environ: MutableMapping[str, str]) -> Sides | None:
     """Hook this process by what `environ` says, and leave in it what its children need. None where nothing was
-    hooked."""
+    hooked, for which the first of these processes says why. That is the main one, or a child of `multiprocessing` in
+    which somebody's program starts a server."""
+    heir = multiprocessing.parent_process() is not None and CHECKED in environ
+    if heir and not environ[CHECKED]:
+        return None
     try:
         settings = read(environ)
         if not settings.on:
@@ -46,19 +51,18 @@ def hook(environ: MutableMapping[str, str]) -> Sides | None:
             raise ConfigError("SGLANG_RUST_SERVER goes other ways than those it knows")
         if settings.method:
             resolve(settings.method, "unified")
-        if multiprocessing.parent_process() is None:
+        if not heir:
             _prepare(environ)
-        if not environ.get(CHECKED):
-            return None
-        return _register(read(environ))
+        return _register(read(environ), environ)
     except BusError as error:
+        environ[CHECKED] = ""
         log.warning("pdbus.plugin.off", why=str(error))
         return None
 
 
 def _prepare(environ: MutableMapping[str, str]) -> None:
-    """In the main process: look at SGLang's sources, and draw the number that all processes of this start share."""
-    environ.pop(CHECKED, None)
+    """Look at SGLang's sources, and draw the number that all processes of this start share. (Each server whose settings
+    are resolved after this draws one of its own; a program may have resolved them before.)"""
     version = metadata.version("sglang")
     wrong = list(mismatches(engine.sources()))
     if wrong:
@@ -68,11 +72,11 @@ def _prepare(environ: MutableMapping[str, str]) -> None:
     environ[DRAWN] = str(new_epoch())
 
 
-def _register(settings: Settings) -> Sides:
+def _register(settings: Settings, environ: MutableMapping[str, str]) -> Sides:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    sides = Sides(ServerSide(settings), SchedulerSide(settings), ControllerSide(settings))
+    sides = Sides(ServerSide(settings, environ), SchedulerSide(settings), ControllerSide(settings))
     for seam in HOOKS:
         if seam.module == MAIN or engine.imported(seam.module):
             (function,) = (getattr(side, seam.does) for side in sides if hasattr(side, seam.does))

@@ -78,7 +78,7 @@ class Rank:
         self._tokens = 0
         self._step = 0
         self._last: Load | None = None
-        self._rooms: dict[int, str] = {}  # registered and not dropped -> the bootstrap address they came by
+        self.rooms: dict[int, str] = {}  # registered and not dropped -> the bootstrap address they came by
         self._by_http: set[int] = set()  # of them, those that the HTTP server knows too
 
     @property
@@ -94,8 +94,8 @@ class Rank:
     def report(self, snapshot: Any) -> None:
         """SGLang's loop has come to where it publishes its load: `snapshot`, or None where it published none. An idle
         rank comes here all the time: what has not changed is not said again (the publisher repeats it in its time)."""
-        if self._rooms and not self.heard:
-            for room, address in self._rooms.items():
+        if self.rooms and not self.heard:
+            for room, address in self.rooms.items():
                 self._register_by_http(room, address)
         if snapshot is None:
             return
@@ -109,7 +109,7 @@ class Rank:
     def register(self, room: int, address: str) -> None:
         """`room` is prefilled here; its request came by the bootstrap server at `address`."""
         if fits(room):
-            self._rooms[room] = address
+            self.rooms[room] = address
             self._bus.register(room)
         if self._always or not fits(room) or not self.heard:
             self._register_by_http(room, address)
@@ -117,7 +117,7 @@ class Rank:
     def drop(self, room: int, *, failed: bool) -> None:
         """SGLang has let go of `room`; if it failed, whoever waits for it is told."""
         self._by_http.discard(room)
-        if self._rooms.pop(room, None) is not None:
+        if self.rooms.pop(room, None) is not None:
             self._bus.drop(room, code="prefill_failed" if failed else "ok")
 
     def _register_by_http(self, room: int, address: str) -> None:

@@ -18,7 +18,8 @@ Query = Callable[[list[int]], dict[str, int]]  # SGLang's: rooms to ranks by HTT
 REMEMBERED = 65_536  # rooms whose prefill rank is known, the last ones
 PAUSE_S = 1.0  # a bus that carried nothing for so long was away, and what the ranks said meanwhile is lost
 FORGET_S = 3600.0
-OTHERS_S = 1.0  # between queries for rooms that a server without the plugin may hold
+OTHERS_S = 1.0  # between queries for rooms that are not on the bus, perhaps
+UNHEARD_S = 15.0  # a room that the bus does not know for so long is asked for elsewhere too
 REASONS: dict[str, str] = {
     "unknown_room": "no prefill rank has registered it within {room_s:g} s",
     "prefill_failed": "its prefill failed",
@@ -42,6 +43,7 @@ class Lives:
     def __init__(self, lost_s: float) -> None:
         self._lost_s = lost_s
         self._heard: dict[MemberKey, float] = {}
+        self._left: set[MemberKey] = set()  # they said goodbye, which is no death: something of ours failed there
         self._bus_at = float("-inf")
         self._bus_since = float("-inf")
 
@@ -52,8 +54,17 @@ class Lives:
         if now - self._bus_at > PAUSE_S:
             self._bus_since = now
         self._bus_at = now
-        if not isinstance(message, Beacon):
-            self._heard[(message.instance, message.dp_rank)] = now
+        if isinstance(message, Beacon):
+            return
+        key = (message.instance, message.dp_rank)
+        self._heard[key] = now
+        if isinstance(message, Member):
+            (self._left.add if message.state == "gone" else self._left.discard)(key)
+
+    @property
+    def left(self) -> bool:
+        """Whether ranks are there that have left the bus."""
+        return bool(self._left)
 
     def expect(self, key: MemberKey, now: float) -> None:
         """A room was found there: one that died before anything of it was heard is missed too. From any thread."""
@@ -65,7 +76,9 @@ class Lives:
         for key, at in heard:
             if self._bus_at - at > FORGET_S:
                 self._heard.pop(key, None)
-        return frozenset(key for key, at in heard if self._bus_at - max(at, self._bus_since) > self._lost_s)
+                self._left.discard(key)
+        silent = (key for key, at in heard if self._bus_at - max(at, self._bus_since) > self._lost_s)
+        return frozenset(silent) - self._left
 
 
 class PrefillBus:
@@ -85,7 +98,7 @@ class PrefillBus:
         self._room_s = room_s
         self._shared = shared
         self._clock = clock
-        self._wanted: set[int] = set()
+        self._wanted: dict[int, float] = {}  # and since when
         self._found: dict[int, Location] = {}
         self._lost: dict[int, Code] = {}
         self._began = self._others_at = clock()
@@ -107,13 +120,13 @@ class PrefillBus:
         mine = [room for room in rooms if fits(room)]
         fresh = [room for room in mine if room not in self._wanted]
         if fresh:
-            self._wanted.update(fresh)
+            self._wanted.update(dict.fromkeys(fresh, self._clock()))
             self._finder.want(*fresh, deadline_s=self._room_s)
         self._collect(mine)
         ranks = {str(room): self._found[room].dp_rank for room in mine if room in self._found}
         rest = [room for room in mine if room not in self._found]
         if self.asked:
-            rest = rest if self._others_due(rest) else []
+            rest = self._of_others(rest)
         if odd or rest:
             ranks.update(query([*rest, *odd]))
         for room in [room for room in mine if str(room) in ranks]:
@@ -146,20 +159,24 @@ class PrefillBus:
     def _collect(self, rooms: Iterable[int]) -> None:
         found, lost = self._finder.poll(), self._finder.lost()
         waiting = set(rooms)
-        for room in self._wanted - waiting:  # their requests are gone
+        for room in self._wanted.keys() - waiting:  # their requests are gone
             self._settle(room)
         self._found.update({room: at for room, at in found.items() if room in waiting})
         self._lost.update({room: code for room, code in lost.items() if room in waiting})
 
     def _settle(self, room: int) -> None:
-        self._wanted.discard(room)
+        self._wanted.pop(room, None)
         self._found.pop(room, None)
         self._lost.pop(room, None)
 
-    def _others_due(self, rest: list[int]) -> bool:
-        """Whether a server without the plugin may be asked for what this bus does not know, now and then."""
+    def _of_others(self, rest: list[int]) -> list[int]:
+        """What SGLang's server is asked for now and then, though this bus is there: what is not known on one that is
+        shared, or that a rank has left; else what has not been known for long."""
         now = self._clock()
-        if not self._shared or not rest or now - self._others_at < OTHERS_S:
-            return False
-        self._others_at = now
-        return True
+        if now - self._others_at < OTHERS_S:
+            return []
+        if not self._shared and not self._lives.left:
+            rest = [room for room in rest if now - self._wanted.get(room, now) > UNHEARD_S]
+        if rest:
+            self._others_at = now
+        return rest

@@ -7,6 +7,7 @@ so once.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,8 @@ from bus.errors import BusError
 from bus.runtime.logs import get_logger
 from bus.wire import topics
 from pdbus.sglang import addresses, engine
-from pdbus.sglang.rank import HttpRooms, Rank, charge_of
-from pdbus.sglang.rooms import Lives, PrefillBus
+from pdbus.sglang.rank import HEARD_S, HttpRooms, Rank, charge_of
+from pdbus.sglang.rooms import FORGET_S, Lives, PrefillBus
 from pdbus.sglang.settings import Settings
 from pdbus.sglang.watch import Watch
 
@@ -28,6 +29,7 @@ class Decoding:
     """A prefill server's bus, seen by a decode rank: its rooms, and which of its ranks live."""
 
     def __init__(self, bus: str, settings: Settings) -> None:
+        self.named_at = time.monotonic()  # by a request, the last one
         self._settings = settings
         self._resolver = Resolver(bus, keys=settings.keys, instance=settings.instance)
         lives = Lives(settings.lost_s)
@@ -63,12 +65,15 @@ class SchedulerSide:
         self.rank: Rank | None = None
         self._publisher: Publisher | None = None
         self._http: HttpRooms | None = None
+        self._goodbye = threading.Thread(target=self._say_goodbye, name="pdbus-goodbye", daemon=True)
         self._tried = False
         self._thread = threading.get_ident()  # SGLang's loop runs where plugins are loaded
         self._decoding: dict[str, Decoding | None] = {}  # by bootstrap address; None: it can't be
 
     def stop(self) -> None:
         """For tests; a scheduler's process ends with everything in it."""
+        if self._goodbye.ident is not None:
+            self._goodbye.join()
         for decoding in self._decoding.values():
             if decoding is not None:
                 decoding.stop()
@@ -80,9 +85,13 @@ class SchedulerSide:
 
     def count(self, scheduler: Any, request: Any, **_also: Any) -> None:
         """Before Scheduler.handle_generate_request, and the one for embeddings."""
-        if self._is_up(scheduler) and not engine.is_health_check(request):
-            tokens = charge_of(request)
-            self._do(lambda rank: rank.ingested(tokens))
+
+        def ingested(rank: Rank) -> None:
+            if not engine.is_health_check(request):
+                rank.ingested(charge_of(request))
+
+        if self._is_up(scheduler):
+            self._do(ingested)
 
     def report(self, snapshot: Any, scheduler: Any, force: bool = False) -> None:
         """After Scheduler.publish_load_snapshot."""
@@ -95,7 +104,9 @@ class SchedulerSide:
         if manager.attn_tp_rank or manager.attn_cp_rank or manager.pp_rank:
             return
         room, address = sender.bootstrap_room, sender.bootstrap_server_url
-        if not self._start() or not self._do(lambda rank: rank.register(room, address)):
+        if self._start() and self._do(lambda rank: rank.register(room, address)):
+            return
+        if not self._by_http(room, address):
             original(sender)
 
     def drop_room(self, _result: None, sender: Any) -> None:
@@ -117,13 +128,18 @@ class SchedulerSide:
         settings = self.settings
         try:
             here, dp_rank = engine.server(), engine.dp_rank()
-            if here.dp_size == 1:
+            if here.dp_size == 1 or here.why_not:
                 return False
             bus = here.bus(settings)
-            self._publisher = Publisher(
-                bus, instance=settings.name, dp_rank=dp_rank, dp_size=here.dp_size, role=here.role,
-                epoch=settings.nonce, keys=settings.keys,
-            ).start()  # fmt: skip
+
+            def publisher() -> Publisher:
+                return Publisher(
+                    bus, instance=settings.name, dp_rank=dp_rank, dp_size=here.dp_size, role=here.role,
+                    epoch=settings.nonce, keys=settings.keys,
+                )  # fmt: skip
+
+            self._make_publisher = publisher
+            self._publisher = publisher().start()
         except Exception as error:
             _failed("pdbus.rank.not_on_the_bus", error)
             return False
@@ -134,14 +150,41 @@ class SchedulerSide:
 
     def _do(self, what: Callable[[Rank], None]) -> bool:
         """Have the rank do it. What fails takes it off the bus, and never SGLang's loop with it."""
-        assert self.rank is not None
+        rank = self.rank
+        assert rank is not None
         try:
-            what(self.rank)
+            what(rank)
         except Exception as error:
             self.rank = None
             _failed("pdbus.rank.left_the_bus", error)
+            for room, address in rank.rooms.items():
+                self._by_http(room, address)
+            self._goodbye.start()
             return False
         return True
+
+    def _by_http(self, room: int, address: str) -> bool:
+        """Register a room with SGLang's server, under the rank's own number: its own way under plain DP says 0 for each
+        rank. False where that can't be."""
+        try:
+            if self._http is not None:
+                self._http(address, room)
+        except Exception as error:
+            self._http = None
+            _failed("pdbus.rooms.by_sglang", error)
+        return self._http is not None
+
+    def _say_goodbye(self) -> None:
+        """On a thread, as it may take a moment. A publisher that went on would repeat the last load for ever, and the
+        rank get less and less; where its own thread has failed another one says it."""
+        try:
+            assert self._publisher is not None
+            self._publisher.stop()
+            if self._publisher.failure is not None:
+                with self._make_publisher() as again:
+                    again.wait_ready(HEARD_S)
+        except Exception as error:
+            _failed("pdbus.rank.said_no_goodbye", error)
 
     # --- rooms of others ----------------------------------------------------------------------------------------------
 
@@ -211,15 +254,28 @@ class SchedulerSide:
             log.warning("pdbus.room.lost", room=room, why=reason)
 
     def _of(self, address: str) -> Decoding | None:
+        now = time.monotonic()
         if address not in self._decoding:
+            self._decoding[address] = None
             try:
-                bus = self.settings.bus or addresses.beside(address)
-                self._decoding[address] = Decoding(bus, self.settings).start()
-                log.info("pdbus.rooms.by_bus", server=address, bus=bus)
+                if not engine.server().why_not:
+                    self._forget(now)
+                    bus = self.settings.bus or addresses.beside(address)
+                    self._decoding[address] = Decoding(bus, self.settings).start()
+                    log.info("pdbus.rooms.by_bus", server=address, bus=bus)
             except Exception as error:
-                self._decoding[address] = None
                 _failed("pdbus.rooms.by_http", error)
-        return self._decoding[address]
+        decoding = self._decoding[address]
+        if decoding is not None:
+            decoding.named_at = now
+        return decoding
+
+    def _forget(self, now: float) -> None:
+        """Let go of prefill servers that no request has named for an hour: new ones come under new addresses."""
+        for address, decoding in list(self._decoding.items()):
+            if decoding is not None and now - decoding.named_at > FORGET_S:
+                del self._decoding[address]
+                decoding.stop()
 
 
 def _receivers(requests: list[Any]) -> list[Any]:

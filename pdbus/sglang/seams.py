@@ -71,6 +71,7 @@ CALLS = (
     Seam(_CONN, "CommonKVManager.record_failure", "self, bootstrap_room, failure_reason"),
     Seam(_CONN, "CommonKVManager.update_status", "self, bootstrap_room, status"),
     Seam(_CONN, "CommonKVReceiver.abort", "self"),
+    Seam("runtime_context", "get_device", ""),
     Seam("runtime_context", "get_parallel", ""),
     Seam("runtime_context", "get_disagg", ""),
     Seam("runtime_context", "get_serving", ""),

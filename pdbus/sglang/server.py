@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from dataclasses import replace
 from typing import Any
 
 from bus import Broker, BrokerConfig
 from bus.endpoints import is_exposed
 from bus.errors import BusError
+from bus.runtime.epochs import new_epoch
 from bus.runtime.logs import get_logger
 from pdbus.sglang import engine
-from pdbus.sglang.settings import Settings
+from pdbus.sglang.settings import DRAWN, NAMED, Settings
 
 log = get_logger("sglang")
 
 
 class ServerSide:
-    """The main process; the broker lives as long as it does."""
+    """The main process of one server, or of several; brokers live as long as it does. What their children need to know
+    goes to `environ`."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, environ: MutableMapping[str, str]) -> None:
         self.settings = settings
-        self.broker: Broker | None = None
+        self.brokers: dict[str, Broker] = {}
+        self._environ = environ
 
     def stop(self) -> None:
         """For tests; the process ends with everything in it."""
-        if self.broker is not None:
-            self.broker.stop()
+        for broker in self.brokers.values():
+            broker.stop()
 
     def start_broker(self, original: Callable[[], Any]) -> Any:
         """Around start_disagg_service, which starts the bootstrap server where there is one."""
@@ -33,14 +37,17 @@ class ServerSide:
         settings = self.settings
         try:
             here = engine.server()
+            if here.why_not:
+                log.warning("pdbus.plugin.off", why=here.why_not)
+                return started
             address = here.own_broker(settings)
-            if address and self.broker is None:
+            if address and address not in self.brokers:
                 if is_exposed(address) and not settings.keys:
                     log.warning(
                         "pdbus.broker.exposed", address=address, risk="no keys: name a directory in PDBUS_SGLANG_KEYS"
                     )
-                self.broker = Broker(BrokerConfig(address, keys=settings.keys)).start()
-            method = settings.method or engine.own_method()
+                self.brokers[address] = Broker(BrokerConfig(address, keys=settings.keys)).start()
+            method = settings.method or settings.named or here.method
             log.info(
                 "pdbus.plugin.on", role=here.role, ranks=here.dp_size, method=method, broker=address or settings.bus
             )
@@ -50,14 +57,20 @@ class ServerSide:
             log.exception("pdbus.broker.not_started")
         return started
 
-    @staticmethod
-    def choose_method(server_args: Any, previous: Callable[[Any], None]) -> None:
-        """SGLang's step that resolves `--load-balance-method`. What it calls follow_bootstrap_room would have prefill
-        register nothing and decode compute ranks; the rank is ours to choose, so rooms are registered."""
+    def choose_method(self, server_args: Any, previous: Callable[[Any], None]) -> None:
+        """SGLang's step that resolves `--load-balance-method`, once for each server. What it calls
+        follow_bootstrap_room would have prefill register nothing and decode compute ranks; the rank is ours to choose,
+        so rooms are registered."""
         from sglang.srt.arg_groups.model_override_base import resolving_view
         from sglang.srt.arg_groups.overrides import declare_resolution
 
+        view = resolving_view(server_args)
+        named = "" if view.load_balance_method == "auto" else str(view.load_balance_method)
+        nonce = self.settings.nonce if self.settings.told else new_epoch()
+        self._environ.update({DRAWN: str(nonce), NAMED: named})
+        self.settings = replace(self.settings, nonce=nonce, named=named)
         previous(server_args)
         view = resolving_view(server_args)
-        if view.disaggregation_mode == "prefill" and view.load_balance_method == "follow_bootstrap_room":
+        follows = view.disaggregation_mode == "prefill" and view.load_balance_method == "follow_bootstrap_room"
+        if follows and not engine.left_to_sglang(view):
             declare_resolution(server_args, "pdbus", load_balance_method="round_robin")

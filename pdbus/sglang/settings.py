@@ -16,7 +16,8 @@ KEYS = "PDBUS_SGLANG_KEYS"
 INSTANCE = "PDBUS_SGLANG_INSTANCE"
 HTTP = "PDBUS_SGLANG_HTTP"
 NONCE = "PDBUS_SGLANG_NONCE"
-DRAWN = "PDBUS_SGLANG_DRAWN"  # not the operator's: what main drew for its children
+DRAWN = "PDBUS_SGLANG_DRAWN"  # not the operator's: what a server's first process drew for its children
+NAMED = "PDBUS_SGLANG_NAMED"  # likewise: the --load-balance-method that the operator named
 ROOM_S = "PDBUS_SGLANG_ROOM_S"
 LOST_S = "PDBUS_SGLANG_LOST_S"
 
@@ -31,6 +32,7 @@ class Settings:
 
     on: bool = False
     method: str = ""  # of load balancing; empty: SGLang's own --load-balance-method, by our loads
+    named: str = ""  # what that said before SGLang resolved it; empty: auto
     bus: str = ""  # of a broker that somebody else runs; empty: each server has its own
     keys: str = ""
     instance: str = ""  # the server's name on the bus; empty: from the nonce
@@ -62,6 +64,7 @@ def read(environ: Mapping[str, str]) -> Settings:
     return Settings(
         on=True,
         method=method,
+        named=environ.get(NAMED, ""),
         bus=bus,
         keys=environ.get(KEYS, ""),
         instance=instance,

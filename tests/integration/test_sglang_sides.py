@@ -23,6 +23,7 @@ from pdbus.sglang import engine
 from pdbus.sglang.controller import ControllerSide
 from pdbus.sglang.engine import Server
 from pdbus.sglang.hooking import Sides
+from pdbus.sglang.rooms import FORGET_S
 from pdbus.sglang.scheduler import SchedulerSide
 from pdbus.sglang.server import ServerSide
 from pdbus.sglang.settings import Settings, read
@@ -67,7 +68,6 @@ class Fleet:
         monkeypatch.setattr(engine, "dp_rank", lambda: 1)
         monkeypatch.setattr(engine, "page_size", lambda _controller: 16)
         monkeypatch.setattr(engine, "kv_events", lambda *_: None)
-        monkeypatch.setattr(engine, "own_method", lambda: "round_robin")
         monkeypatch.setattr(engine, "is_health_check", lambda request: request.rid.startswith("HEALTH"))
         modules = {
             "sglang.srt.managers.io_struct": {"sock_send": lambda socket, each: self.sent.append((socket, each.rid))},
@@ -80,7 +80,7 @@ class Fleet:
             module = ModuleType(name)
             vars(module).update(members)
             monkeypatch.setitem(sys.modules, name, module)
-        self.sides = Sides(ServerSide(self.settings), SchedulerSide(self.settings), ControllerSide(self.settings))
+        self.sides = Sides(ServerSide(self.settings, {}), SchedulerSide(self.settings), ControllerSide(self.settings))
         self.decode = SchedulerSide(settings_of(**environ | {"PDBUS_SGLANG_INSTANCE": "d0"}))
         self.address = f"127.0.0.1:{here.bootstrap_port}"
         self.queried: list[int] = []
@@ -214,22 +214,111 @@ def test_of_a_ranks_processes_one_registers(fleet: Callable[..., Fleet]) -> None
     assert made.sides.scheduler.rank is None
 
 
-@pytest.mark.parametrize("bad", ["report", "register"])
-def test_what_fails_in_ours_is_sglangs_again(
+@pytest.mark.parametrize("bad", ["report", "register", "count", "publisher"])
+def test_a_rank_of_which_ours_fails_leaves_the_bus_and_all_goes_sglangs_way(
     fleet: Callable[..., Fleet], bad: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Its rooms by HTTP under its own number, and the DP controller's choice with SGLang's own loads: a rank whose last
+    load is repeated for ever, or that is only silent, would get nothing."""
     made = fleet()
+    made.sides.server.start_broker(lambda: None)
+    controller = taken_over(made)
+    side = made.sides.scheduler
+    by_http: list[tuple[str, int]] = []
     assert made.register(1) == []
+    assert made.find(1) == 1
+    side._http = Posted(by_http)  # type: ignore[assignment]
 
     def fail(*_args: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(made.sides.scheduler.rank, bad, fail)
     scheduler = SimpleNamespace(load_snapshot_writer=object())
-    made.sides.scheduler.report(None, scheduler)
+    if bad == "publisher":
+        publisher = side._publisher
+        assert publisher is not None
+        publisher.loop.call_threadsafe(fail)
+        until(lambda: publisher.failure, "its thread has failed")
+    elif bad == "count":
+        monkeypatch.setattr(engine, "is_health_check", fail)
+        made.sides.scheduler.count(scheduler, request("r"))
+    else:
+        monkeypatch.setattr(side.rank, bad, fail)
+        made.sides.scheduler.report(None, scheduler)
+    assert made.register(2) == []
+    assert made.register(3) == []
+    assert {room for _, room in by_http} == {1, 2, 3}
+    assert caplog.text.count("pdbus.rank.left_the_bus") == 1
+
+    until(lambda: made.sides.controller.chooser.left == {1}, "it said goodbye")  # type: ignore[union-attr]
+    controller.dispatching(request("a"))
+    assert controller.by_sglang == ["a"]
+    assert controller.refresh_load_budget_on_dispatch is True
+    until(lambda: "rank 1 has left the bus" in caplog.text, "it is said")
+    asked = until(lambda: made.decode.find_rooms(made.query, made.address, [3]) == {} and made.queried, "HTTP is asked")
+    assert asked == [3]
+
+
+class Posted:
+    """Rooms registered with SGLang's HTTP server."""
+
+    def __init__(self, posted: list[tuple[str, int]]) -> None:
+        self._posted = posted
+
+    def __call__(self, address: str, room: int) -> None:
+        self._posted.append((address, room))
+
+    def stop(self) -> None:
+        pass
+
+
+def test_where_not_even_http_can_be_rooms_are_registered_as_sglang_does(
+    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fleet()
+    made.register(1)
+
+    def fail(*_args: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(made.sides.scheduler.rank, "register", fail)
+    made.sides.scheduler._http = SimpleNamespace(stop=lambda: None)  # type: ignore[assignment]
     assert len(made.register(2)) == 1
     assert len(made.register(3)) == 1
-    assert caplog.text.count("pdbus.rank.left_the_bus") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"elastic": True}, "elastic EP"),
+        ({"on_ray": True}, "--use-ray"),
+        ({"switches_roles": True}, "--enable-pd-role-switch"),
+        ({"method": "follow_bootstrap_room"}, "name another --load-balance-method"),
+    ],
+)
+def test_where_not_all_can_be_done_nothing_is_and_one_line_says_why(
+    fleet: Callable[..., Fleet], port: int, changes: Any, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = fleet(with_port(PREFILL, port, **changes))
+    assert made.sides.server.start_broker(lambda: "bootstrap") == "bootstrap"
+    assert made.sides.server.brokers == {}
+    controller = taken_over(made)
+    assert controller.dispatching == controller.stock
+    assert controller.refresh_load_budget_on_dispatch is True
+    assert len(made.register(1)) == 1
+    made.decode.find_rooms(made.query, made.address, [1])
+    assert made.queried == [1]
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert "pdbus.plugin.off" in line
+    assert says in line
+
+
+def test_a_prefill_server_that_no_request_names_is_let_go_of(fleet: Callable[..., Fleet]) -> None:
+    made = fleet()
+    for port in (1, 2, 3):
+        made.decode.find_rooms(made.query, f"127.0.0.1:{port}", [1])
+    made.decode._decoding["127.0.0.1:2"].named_at -= FORGET_S + 1  # type: ignore[union-attr]
+    made.decode.find_rooms(made.query, "127.0.0.1:4", [1])
+    assert list(made.decode._decoding) == ["127.0.0.1:1", "127.0.0.1:3", "127.0.0.1:4"]
 
 
 # --- dispatch ---------------------------------------------------------------------------------------------------------
@@ -269,7 +358,6 @@ def test_the_dp_controller_picks_by_what_its_ranks_publish(fleet: Callable[..., 
 @pytest.mark.parametrize(
     ("changes", "environ", "says"),
     [
-        ({"elastic": True}, {}, "elastic EP"),
         ({"nodes": 2, "head": "10.0.0.1:5000"}, {}, "PDBUS_SGLANG_NONCE"),
         ({"nodes": 2, "role": "decode"}, {"PDBUS_SGLANG_NONCE": "9"}, "PDBUS_SGLANG_BUS"),
         ({}, {"PDBUS_SGLANG_METHOD": "nonsense"}, "unknown load_balance_method"),
@@ -316,8 +404,8 @@ def test_servers_that_nobody_asks_for_rooms_have_a_broker_of_their_own(
     monkeypatch.setenv("PDBUS_DIR", str(short_dir))
     made = fleet(with_port(PREFILL, port, role="decode"))
     made.sides.server.start_broker(lambda: None)
-    assert made.sides.server.broker is not None
-    assert made.sides.server.broker.address.base == f"ipc://{short_dir}/sglang-0000000000000005"
+    (broker,) = made.sides.server.brokers.values()
+    assert broker.address.base == f"ipc://{short_dir}/sglang-0000000000000005"
     taken_over(made)
     assert made.sides.controller.watch is not None
-    assert made.sides.controller.watch.address == made.sides.server.broker.address
+    assert made.sides.controller.watch.address == broker.address

@@ -195,3 +195,13 @@ def test_ids_that_are_no_token_ids_are_cached_nowhere() -> None:
     """SGLang writes hashes of images in their place."""
     world = World("cache_aware")
     assert {world.pick([2**40] * 32), world.pick([2**40] * 32)} == {0, 1}
+
+
+def test_where_a_rank_has_said_goodbye_sglang_chooses() -> None:
+    """Something of ours failed there, and the rank goes on: none may get less for that."""
+    world = World("round_robin")
+    world.alive(0, 1, seconds=1)
+    gone = Member(INSTANCE, 1, NONCE, 5, None, "prefill", "", 2, "gone", "", False, 0, 0.25)
+    assert world.chooser.heard(gone, world.now) == 1
+    assert world.chooser.heard(gone, world.now) is None, "once"
+    assert world.pick() is None

@@ -8,7 +8,7 @@ import pytest
 
 from bus.wire.messages import MAX_ROOM, Beacon, Code, Location, Member
 from pdbus.sglang.rank import HEARD_S
-from pdbus.sglang.rooms import OTHERS_S, Lives, PrefillBus
+from pdbus.sglang.rooms import OTHERS_S, UNHEARD_S, Lives, PrefillBus
 
 GONE = HEARD_S + 1
 LOST_S = 15.0
@@ -213,3 +213,35 @@ def test_a_rank_of_which_nothing_was_ever_heard_is_lost_when_a_room_was_found_th
     assert world.lives.lost() == frozenset()
     run(world.lives, world.now + LOST_S, world.now + LOST_S + 1, Beacon(1, 1, 0.25))
     assert world.lives.lost() == {("p", 0)}
+
+
+def test_a_rank_that_leaves_the_bus_is_no_dead_one_and_its_rooms_are_asked_for(world: World) -> None:
+    """Something of ours failed there; it prefills on, and registers as SGLang does."""
+    gone = Member("p", 1, 1, 1, None, "prefill", "", 2, "gone", "", False, 0, 0.25)
+    run(world.lives, 0, 5, Beacon(1, 1, 0.25), member(0), member(1))
+    world.lives.heard(gone, 5.0)
+    world.lives.expect(("p", 1), 5.0)
+    run(world.lives, 5, 10 + 2 * LOST_S, Beacon(1, 1, 0.25), member(0))
+    assert world.lives.lost() == frozenset()
+    world.find(1)
+    world.now += OTHERS_S
+    world.http = {"1": 1}
+    assert world.find(1) == {"1": 1}
+    assert world.asked == [[1]]
+    world.lives.heard(member(1), 10 + 2 * LOST_S)
+    world.find(2)
+    world.now += OTHERS_S
+    assert world.find(2) == {}
+    assert world.asked == [[1]], "it is back"
+
+
+def test_a_room_that_the_bus_does_not_know_for_long_is_asked_for_elsewhere_too(world: World) -> None:
+    """A rank may have left before anything was heard of it here."""
+    world.find(1)
+    world.now += UNHEARD_S - 1
+    assert world.find(1, 2) == {}
+    assert not world.asked
+    world.now += 1.5
+    world.http = {"1": 0}
+    assert world.find(1, 2) == {"1": 0}
+    assert world.asked == [[1]]

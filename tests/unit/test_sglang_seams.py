@@ -8,12 +8,16 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from sglang_skeleton import RECORDED, write
 
 from pdbus.sglang import seams
+from pdbus.sglang.server import ServerSide
+from pdbus.sglang.settings import read
 
 ROOT = Path(__file__).parents[2]
 ALL = {seam.target: seam for seam in (*seams.HOOKS, *seams.CALLS)}
@@ -94,7 +98,16 @@ def test_a_module_that_is_gone_or_broken_is_seen(srt: Path) -> None:
 # --- the door ---------------------------------------------------------------------------------------------------------
 
 
-def door(srt: Path, *imported: str, **environ: str) -> tuple[list[str], str]:
+LOAD = """
+from pdbus.sglang.plugin import load
+before = set(sys.modules)
+load()
+print("imported", len(set(sys.modules) - before), flush=True)
+"""
+CHILD = "from pdbus.sglang.plugin import load; load()"
+
+
+def door(srt: Path, *imported: str, do: str = LOAD, **environ: str) -> tuple[list[str], str]:
     """Load the plugin as SGLang does, in a process that has imported these modules of it: what was hooked, and what
     else was said."""
     (srt.parent / "__init__.py").touch()
@@ -105,20 +118,31 @@ def door(srt: Path, *imported: str, **environ: str) -> tuple[list[str], str]:
     info = srt.parent.parent / "sglang-0.5.23.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\n")
-    code = "".join(f"import sglang.srt.{module}\n" for module in imported) + textwrap.dedent(
-        """
-        import sys
-        from pdbus.sglang.plugin import load
-        before = set(sys.modules)
-        load()
-        if "--cost" in sys.argv:
-            print("imported", len(set(sys.modules) - before), flush=True)
-        """
+    imports = "".join(f"import sglang.srt.{module}\n" for module in imported)
+    script = srt.parent.parent / "main.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import os, multiprocessing, sys
+
+            def run(what):
+                exec(what, globals())
+
+            def child(how, what):
+                print("-- child", flush=True)
+                process = multiprocessing.get_context(how).Process(target=run, args=(what,))
+                process.start()
+                process.join()
+
+            if __name__ == "__main__":
+                run({imports + do!r})
+            """
+        )
     )
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PDBUS_", "SGLANG_"))}
     path = os.pathsep.join([str(srt.parent.parent), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-c", code, "--cost"], env=clean | {"PYTHONPATH": path} | environ, text=True, timeout=60,
+        [sys.executable, script], env=clean | {"PYTHONPATH": path} | environ, text=True, timeout=60,
         capture_output=True, check=True,
     )  # fmt: skip
     return [line.removeprefix("hooked ") for line in done.stdout.splitlines() if line.startswith("hooked")], (
@@ -170,3 +194,104 @@ def test_another_sglang_hooks_nothing_and_says_which_seam(srt: Path) -> None:
     (line,) = [line for line in said.splitlines() if "pdbus.plugin.off" in line]
     assert "SGLang 0.5.23 is not as it knows it (tested: 0.5.23)" in line
     assert "Scheduler.publish_load_snapshot takes (self, force, why), not (self, force)" in line
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_a_server_may_be_a_child_of_multiprocessing(srt: Path, how: str) -> None:
+    """As somebody's launcher starts it, which loads no plugins itself; its own children take its word."""
+    say = "print('drawn', os.environ['PDBUS_SGLANG_DRAWN'], flush=True)"
+    nested = f"{CHILD}; {say}; child({how!r}, {f'{CHILD}; {say}'!r})"
+    hooked, said = door(srt, do=f"child({how!r}, {nested!r})", PDBUS_SGLANG="on")
+    assert len(hooked) == 4
+    assert hooked[:2] == hooked[2:]
+    drawn = re.findall(r"drawn (\d+)", said)
+    assert len(drawn) == 2
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_where_a_servers_main_process_refuses_its_children_say_it_no_more(srt: Path, how: str) -> None:
+    path = srt / "managers" / "scheduler.py"
+    path.write_text(path.read_text().replace("self, force", "self, force, why"))
+    nested = f"{CHILD}; child({how!r}, {CHILD!r})"
+    hooked, said = door(srt, do=f"child({how!r}, {nested!r})", PDBUS_SGLANG="on")
+    assert hooked == []
+    assert said.count("pdbus.plugin.off") == 1
+    assert said.count("-- child") == 2
+
+
+# --- the settings of a server, as SGLang resolves them ----------------------------------------------------------------
+
+
+class Record(SimpleNamespace):
+    """Of a server's settings, what is read while they are resolved."""
+
+    def __init__(self, role: str, method: str, **more: object) -> None:
+        fields = {"max_ep_size": None, "use_ray": False, "enable_pd_role_switch": False} | more
+        super().__init__(disaggregation_mode=role, load_balance_method=method, **fields)
+
+
+@pytest.fixture
+def resolve(monkeypatch: pytest.MonkeyPatch) -> Callable[[ServerSide, Record], str]:
+    """SGLang's own step under ours: which method it comes to."""
+    for name, members in {
+        "model_override_base": {"resolving_view": lambda record: record},
+        "overrides": {"declare_resolution": lambda record, _source, **fields: vars(record).update(fields)},
+    }.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        for parent in ("sglang", "sglang.srt", "sglang.srt.arg_groups"):
+            monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+        monkeypatch.setitem(sys.modules, f"sglang.srt.arg_groups.{name}", module)
+
+    def stock(record: Record) -> None:
+        if record.load_balance_method == "auto":
+            follows = record.disaggregation_mode == "prefill"
+            record.load_balance_method = "follow_bootstrap_room" if follows else "round_robin"
+
+    def resolved(side: ServerSide, record: Record) -> str:
+        side.choose_method(record, stock)
+        return str(record.load_balance_method)
+
+    return resolved
+
+
+@pytest.mark.parametrize(
+    ("role", "named", "method", "ours"),
+    [
+        ("prefill", "auto", "round_robin", ""),
+        ("prefill", "follow_bootstrap_room", "round_robin", "follow_bootstrap_room"),
+        ("prefill", "total_tokens", "total_tokens", "total_tokens"),
+        ("decode", "auto", "round_robin", ""),
+    ],
+)
+def test_what_the_operator_names_is_what_ours_does_and_rooms_are_registered(
+    resolve: Callable[[ServerSide, Record], str], role: str, named: str, method: str, ours: str
+) -> None:
+    environ = {"PDBUS_SGLANG": "on"}
+    side = ServerSide(read(environ), environ)
+    assert resolve(side, Record(role, named)) == method
+    assert read(environ).named == side.settings.named == ours
+
+
+def test_each_server_of_a_process_draws_a_number_of_its_own(resolve: Callable[[ServerSide, Record], str]) -> None:
+    environ = {"PDBUS_SGLANG": "on", "PDBUS_SGLANG_DRAWN": "5"}
+    side = ServerSide(read(environ), environ)
+    drawn = []
+    for _ in range(2):
+        resolve(side, Record("decode", "auto"))
+        drawn.append(side.settings.nonce)
+        assert read(environ).nonce == drawn[-1]
+    assert len({5, *drawn}) == 3
+    environ = {"PDBUS_SGLANG": "on", "PDBUS_SGLANG_NONCE": "9"}
+    side = ServerSide(read(environ), environ)
+    resolve(side, Record("decode", "auto"))
+    assert read(environ).nonce == side.settings.nonce == 9
+
+
+@pytest.mark.parametrize("why", [{"use_ray": True}, {"enable_pd_role_switch": True}, {"max_ep_size": 8}])
+def test_the_method_of_a_server_that_is_left_to_sglang_is_left_too(
+    resolve: Callable[[ServerSide, Record], str], why: dict[str, object]
+) -> None:
+    environ = {"PDBUS_SGLANG": "on"}
+    assert resolve(ServerSide(read(environ), environ), Record("prefill", "auto", **why)) == "follow_bootstrap_room"
