@@ -20,6 +20,7 @@ from bus.errors import ConfigError
 MARK = "#"  # before whose a port is: the name of a key in a controller's address, the key itself in a rank's endpoint
 KEY_CHARS = 40  # of Z85
 _OWNER = re.compile(MARK + r"[A-Za-z0-9._-]{1,64}")
+_DATA_DIR = re.compile(r"/[!-~]{0,79}")  # with a socket's name behind it, it is an endpoint on the wire
 _IPC_PATH_MAX = 107  # sizeof(sockaddr_un.sun_path) - 1 on Linux
 _LONGEST_SUFFIX = len(".bootstrap")
 WILDCARDS = ("", "*", "0.0.0.0", "::")
@@ -59,6 +60,13 @@ def split_port(host: str) -> tuple[str, str]:
     """`host:port` apart; the port is empty where there is none. An IPv6 address stands in brackets."""
     name, colon, port = host.rpartition(":")
     return (name, port) if colon and port and "]" not in port else (host, "")
+
+
+def why_no_data_dir(path: str) -> str:
+    """What is wrong with a directory for data sockets, whose paths are told to peers; empty where nothing is."""
+    if _DATA_DIR.fullmatch(path):
+        return ""
+    return "name a directory by an absolute path of at most 80 bytes, without spaces and letters beyond ASCII"
 
 
 def check_base(base: str) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from bus import defaults
-from bus.endpoints import BusAddress, ControllerAddress, split_port
+from bus.endpoints import BusAddress, ControllerAddress, split_port, why_no_data_dir
 from bus.errors import ConfigError
-from bus.wire.messages import MAX_DP_SIZE, NAME, Role
+from bus.wire.messages import ENDPOINT, MAX_DP_SIZE, NAME, Role
 from nodes.link.core import Limits
 
 ROLES: tuple[Role, ...] = ("prefill", "decode", "unified")
-_DATA_PATH_MAX = 80
 
 
 @dataclass(frozen=True)
@@ -66,14 +65,16 @@ class LinkConfig:
         scheme, _, rest = self.data.partition("://")
         at = f"{self._called('data')} {self.data!r}"
         if scheme == "ipc":
-            if not rest.startswith("/") or len(rest.encode()) > _DATA_PATH_MAX:
-                raise ConfigError(f"{at}: name a directory by an absolute path of at most {_DATA_PATH_MAX} bytes")
+            if why := why_no_data_dir(rest):
+                raise ConfigError(f"{at}: {why}")
             return
         host, port = split_port(rest)
         if scheme != "tcp" or not host or ":" in host.rpartition("]")[2]:
             raise ConfigError(f"{at}: use ipc:///directory, tcp://host (any free port) or tcp://host:port")
         if port and not (port.isdecimal() and 0 < int(port) < 65536):
             raise ConfigError(f"{at}: {port!r} is no port")
+        if ENDPOINT.fullmatch(host) is None:
+            raise ConfigError(f"{at}: a host's name has no spaces and no letters beyond ASCII")
         if host in ("*", "0.0.0.0", "[::]"):
             raise ConfigError(f"{at}: name an address that the other machines can reach")
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bus.endpoints import MARK
+from bus.endpoints import MARK, why_no_data_dir
+from bus.errors import ConfigError
 from bus.runtime.ports import free_ports
 from pdbus.launcher.spec import Addresses, ClusterSpec
 
 
 def choose(spec: ClusterSpec, directory: Path) -> Addresses:
-    """Addresses as `spec` fixes them, the others fresh. A tcp port may be taken by the time it is bound: try again."""
+    """Addresses as `spec` fixes them, the others fresh. A tcp port may be taken by the time it is bound: try again.
+    ConfigError where no sockets can lie in `directory`."""
     if spec.transport == "ipc":
+        if why := why_no_data_dir(str(directory)):
+            raise ConfigError(f"$TMPDIR, {str(directory.parent)!r}, is no place for sockets: {why}")
         controllers = {name: f"ipc://{directory}/c{index}" for index, name in enumerate(spec.controller_names())}
         bus, data = f"ipc://{directory}/bus", f"ipc://{directory}"
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from bus.errors import ConfigError
 from bus.runtime.ports import free_ports
 from pdbus.launcher.addresses import choose
+from pdbus.launcher.cluster import Cluster
 from pdbus.launcher.spec import ClusterSpec, PartSpec
 
 HERE = Path("/tmp/pdx")
@@ -67,6 +69,21 @@ def test_fixed_addresses_are_kept() -> None:
     assert option(made["unified-0/0"], "--bus") == ["tcp://127.0.0.1:7000"]
     assert option(made["unified-0/0"], "--controller") == ["tcp://127.0.0.1:7100"]
     assert option(made["unified-0/0"], "--data") == ["tcp://127.0.0.1"]
+
+
+@pytest.mark.parametrize("folder", ["a b", "ü", "long" * 20])
+def test_a_temporary_folder_in_which_sockets_cannot_lie_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """Before anything starts; over tcp it does no harm."""
+    (tmp_path / folder).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / folder))
+    with pytest.raises(
+        ConfigError, match=rf"^\$TMPDIR, '.*{folder}', is no place for sockets: name a directory .*80 bytes"
+    ):
+        Cluster(ClusterSpec(unified=1, engine="sim", model="sim")).start()
+    assert not list((tmp_path / folder).iterdir())
+    assert choose(ClusterSpec(unified=1, transport="tcp"), tmp_path / folder).data == "tcp://127.0.0.1"
 
 
 def test_tcp_ports_do_not_overlap() -> None:
