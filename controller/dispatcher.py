@@ -6,6 +6,7 @@ only where a call itself is wrong or the controller has failed. Decides nothing.
 
 from __future__ import annotations
 
+import random
 import struct
 import threading
 from collections import deque
@@ -58,6 +59,7 @@ class Dispatcher:
         self._arrived = threading.Condition()
         self._status: Status | None = None
         self._max_handed_over = max_handed_over
+        self._rng = random.Random()
         self._live: set[str] = set()  # handed over, end not polled yet
 
     def __enter__(self) -> Dispatcher:
@@ -122,6 +124,8 @@ class Dispatcher:
             raise ConfigError(f"a rid is a string, not {rid!r:.80}")
         if bootstrap_room is None:
             self._check_roomless(leg, routed_dp_rank)
+            if leg == "unified" and attempt == 1:  # each use of a rid is another request, whatever its length
+                bootstrap_room = self._rng.getrandbits(63)
         try:
             sent = [_bytes_of(frame) for frame in frames] or [b""]
             if block_tokens > 0 and not block_hashes:

@@ -483,6 +483,7 @@ class CancelLeg(Message, frozen=True, tag="cancel_leg"):
     code: Code = "cancelled"
     if_unfetched: bool = False  # decode: only while its KV cache is still to be fetched (the prefill rank is lost)
     client: KeyName = ""  # who asks for it, where the controller does not know whose request it is
+    room: Room | None = None  # of its submit: a leg of another room is another request's. None: not known
 
 
 class Drain(Message, frozen=True, tag="drain"):
@@ -744,6 +745,7 @@ class Attach(Message, frozen=True, tag="attach"):
     attempt: Attempt
     have: Count = 0
     several: bool = False  # `Tokens.others` are read too
+    room: Room | None = None  # of the submit whose tokens are wanted, under a rid that may be another's too
 
 
 class TokenLogprobs(Message, frozen=True):

@@ -186,7 +186,8 @@ class Attempts:
         """Tell the ranks of the legs that still run."""
         for leg in request.legs:
             if leg.state is LegState.RUNNING:
-                cancel = CancelLeg(request.rid, request.attempt, code, if_unfetched=if_unfetched)
+                room = request.submit.bootstrap_room
+                cancel = CancelLeg(request.rid, request.attempt, code, if_unfetched=if_unfetched, room=room)
                 out.append(ToNode(leg.rank.peer, cancel))
 
     def withdraw(self, request: Request, code: Code, out: list[Action]) -> None:

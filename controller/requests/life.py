@@ -224,7 +224,8 @@ class Life:
             request, leg = work
             self._counts["legs_lost"] += 1
             if loss.tell:
-                out.append(ToNode(rank.peer, CancelLeg(rid, request.attempt, "fenced")))
+                room = request.submit.bootstrap_room
+                out.append(ToNode(rank.peer, CancelLeg(rid, request.attempt, "fenced", room=room)))
             else:
                 self._unclear.untold(rid, request.attempt)
             self._attempts.over(leg, request)

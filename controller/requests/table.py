@@ -16,11 +16,12 @@ from controller.config import ControllerConfig
 from controller.load.rank import RankLoad
 from controller.requests.order import ArrivalOrder, SloOrder
 from controller.requests.queue import CentralQueue
-from controller.requests.request import Request, State
+from controller.requests.request import MAX_ATTEMPT, Request, State
 from controller.requests.story import Story
 
 INHERITED_S = 60.0
 MAX_LOSSES = 4096
+MAX_OVER = 16_384
 Held: TypeAlias = dict[Role, tuple[RankLoad, Attempt]]  # who runs the legs of one request
 
 
@@ -33,6 +34,8 @@ class RequestTable:
         self._rooms: dict[tuple[int, Role], Rid] = {}
         self._of_client: dict[Any, int] = {}
         self._losses: OrderedDict[Rid, tuple[int, int]] = OrderedDict()  # of failed requests: (offset, ranks lost)
+        # requests that failed of late, whose ranks may still say something of them: room, prompt tokens, last attempt
+        self._over: dict[Rid, tuple[int | None, int, int]] = {}
         self._due: DueTimes[Rid | RankLoad] = DueTimes(now)
         self.requests: dict[Rid, Request] = {}
         overtake = config.overtake_tokens
@@ -68,8 +71,15 @@ class RequestTable:
                 raise Refusal("overloaded", f"{config.max_requests} requests are alive here")
 
     def add(self, request: Request) -> None:
+        """Another request than the one that failed under its rid begins with an attempt of its own, so that what ranks
+        say late of that is not taken for its own."""
         rid = request.rid
         self.requests[rid] = request
+        if rid in self._over:
+            submit = request.submit
+            room, prompt_tokens, attempt = self._over.pop(rid)
+            if (room, prompt_tokens) != (submit.bootstrap_room, submit.prompt_tokens - submit.offset):
+                request.attempt = max(request.attempt, min(attempt + 1, MAX_ATTEMPT))
         for place in request.places:
             self._rooms[place] = rid
         self._enter(request)
@@ -105,6 +115,12 @@ class RequestTable:
             self.release_payload(request)
         if request.deadline_at is not None:
             self._due.remove(request.rid, request.deadline_at)
+        if failed and request.tries:
+            submit = request.submit
+            prompt_tokens = submit.prompt_tokens - submit.offset
+            self._over[request.rid] = submit.bootstrap_room, prompt_tokens, request.attempt
+            if len(self._over) > MAX_OVER:
+                del self._over[next(iter(self._over))]
         if failed and request.losses:
             self._keep_losses(request.rid, request.submit.offset, request.losses)
 

@@ -35,7 +35,7 @@ from bus.wire.messages import (
     Role,
 )
 from nodes.link.actions import Action, Cancel, Leave, Over, PublishFrames, Register, Release, Start, Unregister
-from nodes.link.leg import Leg, Legs, LegState, leg_of
+from nodes.link.leg import Identity, Leg, Legs, LegState, identity_of, leg_of
 from nodes.link.leg import Limits as Limits
 from nodes.link.puller import KvPuller, unfetched
 from nodes.link.reports import Reports
@@ -102,14 +102,18 @@ class RankCore:
             self.counts[f"dispatch_{counted}"] += 1
             actions.append(Note(f"dispatch.{counted}", "warning", _about(dispatch) | {"number": dispatch.number}))
         current = self.legs.get(dispatch.rid)
-        if counted == "repeated" or self.reports.answered(owner, dispatch, current):
+        identity = identity_of(dispatch)
+        mine = current if current is not None and current.identity.agrees(identity) else None
+        if counted == "repeated" or self.reports.answered(owner, dispatch, mine, now):
             return actions
         try:
-            self.reports.check_newest(dispatch, current)
+            self.reports.check_newest(dispatch, mine, now)
             if current is not None and current.client != dispatch.client:
                 raise Refusal("duplicate_rid", "the rid belongs to a live request of another client")
+            self.streams.check(dispatch.rid, identity)
             if current is not None:
-                actions += self._end(current, "fenced", "a newer attempt came", now)
+                why = "a newer attempt came" if mine is not None else "another request came under its rid"
+                actions += self._end(current, "fenced", why, now)
             leg = self._take(dispatch, frames, now)
         except Refusal as refusal:
             end = Ended(dispatch.rid, dispatch.attempt, self.role, refusal.code, refusal.sentence)
@@ -125,15 +129,18 @@ class RankCore:
         leg = self.legs.get(cancel.rid)
         if leg is not None and leg.client and cancel.client not in ("", leg.client):
             return []
+        identity = Identity(cancel.client or None, cancel.room, None)
+        if leg is not None and not leg.identity.agrees(identity._replace(client=None)):
+            leg = None
         if cancel.if_unfetched and (leg is None or leg.role != "decode" or not unfetched(leg)):
             return []
         if leg is not None:
             return self._end(leg, cancel.code, "", now) if leg.attempt <= cancel.attempt else []
-        known = self.reports.last_end(cancel.rid)
+        known = self.reports.last_end(cancel.rid, identity, now)
         if known is not None and known.attempt >= cancel.attempt:
             self.reports.ended(owner, known)
         else:
-            self.reports.remember(owner, Ended(cancel.rid, cancel.attempt, self.role, cancel.code))
+            self.reports.remember(owner, Ended(cancel.rid, cancel.attempt, self.role, cancel.code), identity, now)
         return []
 
     def unread(self, leg: Leg, now: float) -> list[Action]:
@@ -347,7 +354,7 @@ class RankCore:
             actions += self.puller.close(leg, was)
         if leg.role != "prefill":
             self.streams.finish(leg)
-        self.reports.remember(leg.owner, end)
+        self.reports.remember(leg.owner, end, leg.identity, now)
         story = story_of(leg)
         self.memory.add(story)
         if self.spans and leg.trace is not None:

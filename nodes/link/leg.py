@@ -7,7 +7,7 @@ import enum
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from bus.defaults import TRACE_BYTES
 from bus.errors import RemoteProtocolError
@@ -61,6 +61,24 @@ NEXT: dict[tuple[Role, LegState, Step], LegState] = {
 }
 
 
+class Identity(NamedTuple):
+    """Which request it is of all that its rid may name, one after the other or at two controllers at a time. What is
+    None is not known, and agrees with anything."""
+
+    client: str | None
+    room: int | None
+    prompt_tokens: int | None  # without the output so far, which grows
+
+    def agrees(self, other: Identity) -> bool:
+        """Whether they may be one request."""
+        return all(mine is None or its is None or mine == its for mine, its in zip(self, other, strict=True))
+
+
+def identity_of(dispatch: Dispatch) -> Identity:
+    """What is asked for."""
+    return Identity(dispatch.client, dispatch.bootstrap_room, dispatch.prompt_tokens - dispatch.offset)
+
+
 class IllegalStep(AssertionError):
     """A bug of ours, or of a runner; the message tells what the leg was doing."""
 
@@ -86,6 +104,7 @@ class Leg:
     handle: KvHandle | None = None  # decode: the KV cache to fetch
 
     client: str = ""  # the key whose request it is; empty: there are none
+    said_room: int | None = None  # that of its submit, also of a unified leg; None: it has none
     trace: TraceContext | None = None  # of a request that is traced
     marks: list[tuple[float, str, str]] = field(default_factory=list)  # what happened to it, when, and a detail
     lives_on: bool = False  # whether anybody reads its output or not
@@ -109,6 +128,7 @@ class Leg:
     reader: bytes | None = None  # the client that is sent the output, by its connection
     unread_since: float = 0.0  # while it has no reader
     lost: bool = False  # the reader's connection is gone: it may attach again over another
+    detached: bool = False  # its reader has said that it wants no more of it
     shares: bool = False  # the reader takes its tokens in a message together with those of other requests
     sent: int = 0  # the next token to send, counted from the request's first output token
     sent_at: float = 0.0  # when something was sent last
@@ -143,6 +163,11 @@ class Leg:
         """Remember it for who asks what became of the leg: the first things, for one that goes to and fro."""
         if len(self.marks) < MAX_LEG_MARKS:
             self.marks.append((now, what, detail))
+
+    @property
+    def identity(self) -> Identity:
+        """Whose leg it is."""
+        return Identity(self.client, self.said_room, self.prompt_tokens - self.offset)
 
     @property
     def about(self) -> dict[str, object]:
@@ -236,6 +261,7 @@ def leg_of(
         state=LegState.LOCATING if role == "decode" else LegState.RUNNING,
         ingested_at=now,
         client=dispatch.client,
+        said_room=dispatch.bootstrap_room,
         lives_on=dispatch.lives_on,
         trace=dispatch.trace,
     )

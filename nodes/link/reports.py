@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from bus.wire.messages import Ack, Dispatch, Ended, Refusal
-from nodes.link.leg import Leg
+from nodes.link.leg import Identity, Leg, identity_of
 
 MAX_ACKS = 64
 MAX_REMEMBERED = 16_384
+REMEMBER_S = 120.0  # longer than a dispatch is on its way, or a controller away
 MAX_RESTATED = 1024
 
 
@@ -28,6 +29,13 @@ class Report:
     ended: list[Ended] = field(default_factory=list)
 
 
+class _Remembered(NamedTuple):
+    end: Ended
+    owner: int
+    identity: Identity  # of the request that ended so
+    at: float
+
+
 class Reports:
     """`owner` names the connection a dispatch came over."""
 
@@ -35,7 +43,7 @@ class Reports:
         self._acks: OrderedDict[int, tuple[int, Ack]] = OrderedDict()  # controller epoch -> (last number, ack)
         self._epochs: dict[int, int] = {}  # of the controller that welcomed this rank last, by owner
         self._reports: dict[int, Report] = {}
-        self._remembered: OrderedDict[str, tuple[Ended, int]] = OrderedDict()  # rid -> (its last end, owner)
+        self._remembered: OrderedDict[str, _Remembered] = OrderedDict()  # the last end of each rid, in order of time
 
     @property
     def acks(self) -> tuple[Ack, ...]:
@@ -64,43 +72,48 @@ class Reports:
         """Report it, and remember nothing: it may be dispatched again."""
         self._report(owner).ended.append(end)
 
-    def remember(self, owner: int, end: Ended) -> None:
+    def remember(self, owner: int, end: Ended, identity: Identity, now: float) -> None:
         """Report it, and give the same answer when the attempt, or an older one, comes again."""
         self.ended(owner, end)
-        self._remembered[end.rid] = (end, owner)
-        self._remembered.move_to_end(end.rid)
-        if len(self._remembered) > MAX_REMEMBERED:
-            self._remembered.popitem(last=False)
+        remembered = self._remembered
+        remembered[end.rid] = _Remembered(end, owner, identity, now)
+        remembered.move_to_end(end.rid)
+        while len(remembered) > MAX_REMEMBERED or now - next(iter(remembered.values())).at > REMEMBER_S:
+            remembered.popitem(last=False)
 
-    def answered(self, owner: int, dispatch: Dispatch, current: Leg | None) -> bool:
-        """Whether the attempt is here (`current`), or was: `owner` hears again what is known of it."""
-        if current is not None and current.attempt == dispatch.attempt and current.client == dispatch.client:
+    def answered(self, owner: int, dispatch: Dispatch, current: Leg | None, now: float) -> bool:
+        """Whether the attempt is here (`current`, if it is of the same request), or was: `owner` hears again what is
+        known of it."""
+        if current is not None and current.attempt == dispatch.attempt:
             current.owner = owner  # a controller that came back takes its request over
             if current.started:
                 self.started(current)
             return True
-        known = self.last_end(dispatch.rid)
+        known = self.last_end(dispatch.rid, identity_of(dispatch), now)
         if known is not None and known.attempt == dispatch.attempt:
             self.ended(owner, known)
             return True
         return False
 
-    def check_newest(self, dispatch: Dispatch, current: Leg | None) -> None:
-        """Refusal when a newer attempt is here, or was."""
-        known = self.last_end(dispatch.rid)
+    def check_newest(self, dispatch: Dispatch, current: Leg | None, now: float) -> None:
+        """Refusal when a newer attempt of the same request is here, or was."""
+        known = self.last_end(dispatch.rid, identity_of(dispatch), now)
         if max(current.attempt if current else 0, known.attempt if known else 0) > dispatch.attempt:
             raise Refusal("fenced", "a newer attempt was here")
 
-    def last_end(self, rid: str) -> Ended | None:
+    def last_end(self, rid: str, identity: Identity, now: float) -> Ended | None:
+        """Of this request under the rid."""
         known = self._remembered.get(rid)
-        return known[0] if known is not None else None
+        if known is None or now - known.at > REMEMBER_S or not known.identity.agrees(identity):
+            return None
+        return known.end
 
     def restate(self, owner: int, live: Iterable[Leg]) -> None:
         """`owner`'s controller may have missed reports: say again what began and what ended of late."""
         report = self._report(owner)
         report.started += [(leg.rid, leg.attempt) for leg in live if leg.owner == owner and leg.started]
         recent = list(self._remembered.values())[-MAX_RESTATED:]
-        report.ended += [end for end, of in recent if of == owner and end not in report.ended]
+        report.ended += [each.end for each in recent if each.owner == owner and each.end not in report.ended]
 
     def take(self) -> dict[int, Report]:
         """What is to be told since the last call, by owner."""

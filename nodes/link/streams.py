@@ -10,11 +10,11 @@ from __future__ import annotations
 import enum
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 
 from bus.actions import Send
-from bus.rights import owns
+from bus.rights import key_of, owns
 from bus.wire.messages import (
     MAX_LOGPROBS_PER_MESSAGE,
     MAX_OTHERS_PER_MESSAGE,
@@ -22,10 +22,11 @@ from bus.wire.messages import (
     Attach,
     Detach,
     MoreTokens,
+    Refusal,
     TokenLogprobs,
     Tokens,
 )
-from nodes.link.leg import Leg
+from nodes.link.leg import Identity, Leg
 
 KEEPALIVE_S = 1.0
 UNREAD_S = 10.0  # longer than a client that lives looks for its rank
@@ -43,6 +44,17 @@ class SendFailure(enum.Enum):
     GONE = "gone"  # the reader's connection is gone: wait for another Attach
 
 
+class _Early:
+    """An attach that waits for its leg."""
+
+    __slots__ = ("peer", "request", "since")
+
+    def __init__(self, peer: bytes, request: Attach, since: float) -> None:
+        self.peer = peer
+        self.request = request
+        self.since = since
+
+
 class Streams:
     """The output of all legs of one process, by request. Every method that may send returns nothing: `flush` hands out
     the messages, and what could not be sent comes back through `unsent`."""
@@ -51,7 +63,8 @@ class Streams:
         self._legs: dict[str, Leg] = {}
         self._dirty: OrderedDict[str, None] = OrderedDict()
         self._finished: OrderedDict[str, None] = OrderedDict()  # in order of their end
-        self._pending: OrderedDict[str, tuple[bytes, Attach, float]] = OrderedDict()  # attached before the leg came
+        self._early: OrderedDict[str, list[_Early]] = OrderedDict()  # by rid; one of each key and room
+        self._early_count = 0
         self._answers: list[Send] = []
         self.resent_total = 0
         self.pending_dropped_total = 0
@@ -71,20 +84,30 @@ class Streams:
 
     # --- the leg's side -----------------------------------------------------------------------------------------
 
+    def check(self, rid: str, identity: Identity) -> None:
+        """Refusal when `rid` is that of another request, which is being read, or is another client's and lives."""
+        leg = self._legs.get(rid)
+        if leg is None or leg.identity.agrees(identity):
+            return
+        reads = leg.reader is not None and not leg.finish_sent
+        if reads or (not leg.finish and leg.client != identity.client):
+            raise Refusal("duplicate_rid", "the rid belongs to another live request")
+
     def open(self, leg: Leg, now: float) -> None:
-        """It will produce output from its `offset` on. Takes the place of a lower attempt."""
+        """It will produce output from its `offset` on. Takes the place of a lower attempt, and of another request."""
         old = self._legs.get(leg.rid)
         if old is not None:
-            if old.attempt >= leg.attempt:
+            if old.attempt >= leg.attempt and old.identity.agrees(leg.identity):
                 return
             if old.reader is not None and not old.finish_sent:
                 self._answer(old.reader, _fenced(old.rid, old.attempt, old.sent))
             self._forget(old.rid)
         self._legs[leg.rid] = leg
         leg.sent, leg.sent_at, leg.unread_since = leg.offset, now, now
-        if (waiting := self._pending.get(leg.rid)) is not None and waiting[1].attempt <= leg.attempt:
-            peer, request, _ = self._pending.pop(leg.rid)
-            self._attach(leg, peer, request, now)
+        for early in self._early.get(leg.rid, ()):
+            if _meant(early.request, leg):
+                self._attach(leg, early.peer, early.request, now)
+        self._keep_early(leg.rid, lambda early: not _meant(early.request, leg))
 
     def push(self, leg: Leg, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
         """The next tokens of a leg that lives, with one of `logprobs` each where it wants them."""
@@ -100,6 +123,9 @@ class Streams:
         rid = leg.rid
         if self._legs.get(rid) is not leg:
             return
+        if leg.detached:
+            self._forget(rid)
+            return
         kept = self._legs[rid] = copy(leg)
         kept.prompt, kept.handle = array("i"), None
         self._dirty[rid] = None
@@ -110,29 +136,36 @@ class Streams:
     # --- the reader's side --------------------------------------------------------------------------------------
 
     def attach(self, peer: bytes, request: Attach, now: float) -> None:
-        """`peer` reads from index `request.have` on; the last one to attach is the reader."""
+        """`peer` reads from index `request.have` on; the last one to attach is the reader. One that is for another
+        room is for another leg, which has yet to come."""
         leg = self._legs.get(request.rid)
-        if leg is not None and request.attempt <= leg.attempt:
+        if leg is not None and _meant(request, leg):
             self._attach(leg, peer, request, now)
             return
-        if request.rid not in self._pending and len(self._pending) >= MAX_PENDING_ATTACHES:
-            self._pending.popitem(last=False)
+        whose = key_of(peer), request.room
+        for early in self._early.get(request.rid, ()):
+            if (key_of(early.peer), early.request.room) == whose:
+                if early.request.attempt != request.attempt:
+                    early.since = now
+                early.peer, early.request = peer, request
+                return
+        if self._early_count >= MAX_PENDING_ATTACHES:
+            oldest, waiting = next(iter(self._early.items()))
+            self._keep_early(oldest, lambda early: early is not waiting[0])
             self.pending_dropped_total += 1
-        first = self._pending.get(request.rid)
-        since = first[2] if first is not None and first[1].attempt == request.attempt else now
-        self._pending[request.rid] = (peer, request, since)
+        self._early.setdefault(request.rid, []).append(_Early(peer, request, now))
+        self._early_count += 1
 
     def detach(self, peer: bytes, request: Detach) -> None:
-        waiting = self._pending.get(request.rid)
-        if waiting is not None and waiting[0] == peer:
-            del self._pending[request.rid]
+        """It has all that it wants: what is still to come is kept for nobody."""
+        self._keep_early(request.rid, lambda early: early.peer != peer)
         leg = self._legs.get(request.rid)
         if leg is None or leg.reader != peer:
             return
         if leg.finish:
             self._forget(request.rid)
         else:
-            leg.reader, leg.unread_since = None, leg.sent_at
+            leg.reader, leg.unread_since, leg.detached = None, leg.sent_at, True
 
     def flush(self, now: float) -> list[Send]:
         """The messages to send now. Each counts as sent unless `unsent` brings it back. What a step made for many
@@ -185,14 +218,14 @@ class Streams:
             if now - self._legs[rid].ended_at < KEEP_FINISHED_S:
                 break
             self._forget(rid)
-        for rid, (peer, request, since) in list(self._pending.items()):
-            if now - since >= ATTACH_WAIT_S:
-                del self._pending[rid]
-                self._answer(
-                    peer,
-                    Tokens(rid, request.attempt, request.have, (), "failed", "peer_lost",
-                           "this rank knows nothing of the request: it restarted, or the request went elsewhere"),
-                )  # fmt: skip
+        why = "this rank knows nothing of the request: it restarted, or the request went elsewhere"
+        for rid, waiting in list(self._early.items()):
+            late = [early for early in waiting if now - early.since >= ATTACH_WAIT_S]
+            for early in late:
+                attempt, have = early.request.attempt, early.request.have
+                self._answer(early.peer, Tokens(rid, attempt, have, (), "failed", "peer_lost", why))
+            if late:
+                self._keep_early(rid, lambda early: now - early.since < ATTACH_WAIT_S)
 
     def unread(self, now: float) -> list[Leg]:
         """Those that run, had no reader for UNREAD_S, and are not to live on without one."""
@@ -220,7 +253,7 @@ class Streams:
             return
         if leg.reader != peer:
             leg.mark("attached", now)
-        leg.reader, leg.lost, leg.shares = peer, False, request.several
+        leg.reader, leg.lost, leg.detached, leg.shares = peer, False, False, request.several
         leg.sent = max(leg.offset, min(request.have, leg.produced))
         leg.finish_sent = False
         leg.blocked_until = 0.0
@@ -243,6 +276,16 @@ class Streams:
         cached = leg.cached_at_prefill if leg.role == "decode" else leg.cached_tokens
         return Tokens(leg.rid, leg.attempt, start, ids, leg.finish, leg.code, leg.message, found_by, cached, logprobs)
 
+    def _keep_early(self, rid: str, keep: Callable[[_Early], bool]) -> None:
+        waiting = self._early.get(rid)
+        if waiting is not None:
+            kept = [early for early in waiting if keep(early)]
+            self._early_count -= len(waiting) - len(kept)
+            if kept:
+                self._early[rid] = kept
+            else:
+                del self._early[rid]
+
     def _answer(self, peer: bytes, message: Tokens) -> None:
         self._answers.append(Send(peer, message))
 
@@ -254,12 +297,20 @@ class Streams:
     def validate(self) -> None:
         """AssertionError when the table contradicts itself (for tests)."""
         assert self._dirty.keys() <= self._legs.keys()
+        assert self._early_count == sum(map(len, self._early.values()))
+        assert all(self._early.values())
         assert self._finished.keys() == {rid for rid, leg in self._legs.items() if leg.finish}
         for rid, leg in self._legs.items():
             assert leg.rid == rid
             assert leg.offset <= leg.sent <= leg.produced
             if leg.owes:
                 assert rid in self._dirty, f"{rid} owes tokens and nobody will send them"
+
+
+def _meant(request: Attach, leg: Leg) -> bool:
+    """Whether `leg` is the one, or a later attempt of it."""
+    rooms = request.room, leg.said_room
+    return request.attempt <= leg.attempt and (None in rooms or rooms[0] == rooms[1])
 
 
 def _plain(message: Tokens, leg: Leg) -> bool:

@@ -260,7 +260,8 @@ class ClientCore:
     @staticmethod
     def _ask_stream(request: Request) -> Send:
         """For all from the first token that is missing."""
-        return Send(request.endpoint, Attach(request.rid, request.attached, len(request.ids), several=True))
+        room = request.main.bootstrap_room
+        return Send(request.endpoint, Attach(request.rid, request.attached, len(request.ids), True, room))
 
     def _detach(self, request: Request) -> list[Action]:
         if not request.endpoint:

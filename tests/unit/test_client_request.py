@@ -92,7 +92,7 @@ def submit_in(messages: list[Message]) -> Submit:
 def test_an_undisturbed_request() -> None:
     d = Driver()
     assert submit_in([send.message for send in d.sent]).bootstrap_room == 9
-    assert d.accept() == [Attach("r", 1, 0, True)]
+    assert d.accept() == [Attach("r", 1, 0, True, 9)]
     d.tokens(0, 10, 11)
     d.now += 1.0
     assert d.tokens(2, 12, 13, finish="length") == [Detach("r", 1)]
@@ -126,7 +126,7 @@ def test_tokens_that_come_with_those_of_another_request_count_as_if_they_came_al
     told = d.core.received(RANK_0.endpoint, both, d.now)
     assert told == [Deliver("s", (20,)), Deliver("r", (10, 11))]
     late = Tokens("gone", 1, 0, (9,), others=(MoreTokens("r", 2, 2, (99,)), MoreTokens("r", 1, 3, (13,))))
-    assert d.receive(late, RANK_0.endpoint) == [Attach("r", 1, 2, True)], "another attempt's is dropped, a gap seen"
+    assert d.receive(late, RANK_0.endpoint) == [Attach("r", 1, 2, True, 9)], "another attempt's is dropped, a gap seen"
     told = d.core.received(RANK_0.endpoint, Tokens("s", 1, 1, (21,), others=(MoreTokens("r", 1, 2, (12, 13)),)), d.now)
     ended = {action.rid: action.result.ids for action in told if isinstance(action, Ended)}
     assert ended == {"s": (20, 21), "r": (10, 11, 12, 13)}
@@ -137,10 +137,10 @@ def test_a_gap_is_asked_for_once_and_filled() -> None:
     d = Driver()
     d.accept()
     d.tokens(0, 10)
-    assert d.tokens(2, 12) == [Attach("r", 1, 1, True)]
+    assert d.tokens(2, 12) == [Attach("r", 1, 1, True, 9)]
     assert d.tokens(3, 13, finish="length") == []
     d.now += 0.3
-    assert d.tokens(2, 12) == [Attach("r", 1, 1, True)]
+    assert d.tokens(2, 12) == [Attach("r", 1, 1, True, 9)]
     d.tokens(1, 11, 12, 13, finish="length")
     assert d.ids == [10, 11, 12, 13]
 
@@ -170,13 +170,13 @@ def test_silence_is_asked_about_once_then_resumed_elsewhere() -> None:
     d = Driver()
     d.accept()
     d.tokens(0, 10)
-    assert d.wait(SILENCE_S + 0.1) == [Attach("r", 1, 1, True)]
+    assert d.wait(SILENCE_S + 0.1) == [Attach("r", 1, 1, True, 9)]
     out = d.wait(SILENCE_S + 0.5)
     submit = submit_in(out)
     assert (submit.rid, submit.attempt, submit.offset, submit.max_tokens, submit.prompt_tokens) == ("r", 2, 1, 3, 3)
     assert submit.bootstrap_room == 9
     assert list(tokens_of(d.sent[-1].frames[0])) == [5, 6, 10]
-    assert d.accept(2, RANK_1) == [Attach("r", 2, 1, True)]
+    assert d.accept(2, RANK_1) == [Attach("r", 2, 1, True, 9)]
     d.tokens(1, 99, finish="stop")  # the old rank wakes up
     assert d.result is None
     d.tokens(1, 11, finish="stop", attempt=2, peer=RANK_1.endpoint)
@@ -217,7 +217,7 @@ def test_a_failed_stream_leaves_the_controller_the_first_word() -> None:
     d.accept()
     assert d.tokens(0, finish="failed", code="prefill_failed") == []
     assert d.wait(VERDICT_S / 2) == []
-    assert d.accept(2, RANK_1) == [Detach("r", 1), Attach("r", 2, 0, True)]
+    assert d.accept(2, RANK_1) == [Detach("r", 1), Attach("r", 2, 0, True, 9)]
     # and if the controller says nothing, the client acts
     d.tokens(0, finish="failed", code="fenced", attempt=2, peer=RANK_1.endpoint)
     assert submit_in(d.wait(VERDICT_S + 0.5)).attempt == 3
@@ -232,7 +232,7 @@ def test_a_run_that_does_not_continue_the_output_is_not_read() -> None:
     d.tokens(2, 99, attempt=2, peer=RANK_1.endpoint)
     submit = submit_in(d.wait(0.5))
     assert (submit.attempt, submit.offset, submit.max_tokens) == (3, 2, 2)
-    assert d.accept(3, RANK_1) == [Attach("r", 3, 2, True)]
+    assert d.accept(3, RANK_1) == [Attach("r", 3, 2, True, 9)]
     d.tokens(2, 12, 13, finish="length", attempt=3, peer=RANK_1.endpoint)
     assert d.result is not None
     assert (d.result.ids, d.result.finish, d.result.attempts) == ((10, 11, 12, 13), "length", 3)
@@ -254,7 +254,7 @@ def test_a_run_that_is_told_of_again_is_read_on() -> None:
     d.accept()
     d.tokens(0, 10)
     d.receive(Accepted("r", 1, 9, None, None))
-    assert d.accept() == [Attach("r", 1, 1, True)]
+    assert d.accept() == [Attach("r", 1, 1, True, 9)]
     d.tokens(1, 11, 12, 13, finish="length")
     assert d.ids == [10, 11, 12, 13]
 
@@ -278,7 +278,7 @@ def test_a_rid_used_again_begins_with_another_attempt_so_that_nothing_of_the_fir
     d.receive(Failed("r", 1, "cancelled", "", False))
     d.receive(Done("r", 1, ()))
     assert d.result is None
-    assert d.receive(Accepted("r", 2, 8, PREFILL, RANK_0))[-1] == Attach("r", 2, 0, True)
+    assert d.receive(Accepted("r", 2, 8, PREFILL, RANK_0))[-1] == Attach("r", 2, 0, True, 8)
     d.tokens(0, 99)
     d.tokens(0, 10, finish="stop", attempt=2)
     assert d.result is not None
@@ -295,7 +295,7 @@ def test_done_is_not_the_end_of_the_output() -> None:
     d.tokens(0, 10)
     d.receive(Done("r", 1, ()))
     assert d.result is None
-    assert d.wait(SILENCE_S + 0.1) == [Attach("r", 1, 1, True)]
+    assert d.wait(SILENCE_S + 0.1) == [Attach("r", 1, 1, True, 9)]
     d.tokens(1, 11, finish="stop")
     assert d.result is not None
     assert (d.result.ids, d.result.finish) == ((10, 11), "stop")
@@ -317,7 +317,7 @@ def test_a_waiting_request_is_not_mistaken_for_a_dead_controller() -> None:
         if repeats:
             d.receive(Accepted("r", 1, 9, None, None))
     assert d.result is None
-    assert d.accept() == [Attach("r", 1, 0, True)]
+    assert d.accept() == [Attach("r", 1, 0, True, 9)]
 
 
 def test_a_controller_that_never_answers() -> None:
@@ -554,7 +554,7 @@ def test_what_a_controller_says_between_two_attempts_is_not_taken_up() -> None:
     assert d.accept(2, RANK_1) == []
     assert d.receive(Failed("r", 2, "cancelled", "as asked", False)) == []
     assert submit_in(d.wait(0.5)).attempt == 3
-    assert d.accept(3, RANK_1) == [Attach("r", 3, 0, True)]
+    assert d.accept(3, RANK_1) == [Attach("r", 3, 0, True, 9)]
 
 
 def test_a_cancel_between_two_attempts_bothers_nobody_who_is_done() -> None:

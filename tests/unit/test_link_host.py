@@ -20,6 +20,7 @@ from nodes.config import NodeConfig
 from nodes.link.config import LinkConfig
 from nodes.link.handover import HandedRunner
 from nodes.link.host import GOODBYE_S, Host
+from nodes.link.leg import Identity
 from nodes.link.streams import ATTACH_GRACE_S
 from nodes.node import Node
 
@@ -83,7 +84,7 @@ def test_what_is_only_answered_again_is_told_in_the_same_turn(rig: Rig) -> None:
     speak."""
     rank = rig.host.ranks[0]
     (connection,) = rank.connections
-    rank.core.reports.remember(0, Ended("r", 1, "unified", "ok"))
+    rank.core.reports.remember(0, Ended("r", 1, "unified", "ok"), Identity(None, None, None), rig.host.now)
     dispatch = Dispatch("r", 1, "unified", 0, 5, 1, 1, 1, 9)
     told: list[Ended] = []
     connection.progress = lambda started, ended: told.extend(ended)  # type: ignore[method-assign]
