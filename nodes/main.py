@@ -23,7 +23,7 @@ from nodes.link.core import Limits
 from nodes.node import RELOADS, Node, on_signals
 from nodes.own.blocks import BlockPool
 from nodes.own.engines.base import Engine
-from nodes.own.engines.factory import ENGINES, EngineConfig, build_engine
+from nodes.own.engines.factory import ENGINES, EngineConfig, build_engine, default_engine
 from nodes.own.engines.faults import Faults
 from nodes.own.engines.sim import SIM_VOCAB_SIZE
 from nodes.own.engines.timing import TIMINGS, SimTiming, timing_named
@@ -38,7 +38,7 @@ _WORK = {
 }
 VLLM = "vllm"
 _OWN = frozenset({"kv_tokens", "block_tokens", "max_context", "max_running", "chunk_tokens"})
-DEFAULTS = {"torch": (16, 256), "sim": (256, 2048)}  # --max-running, --chunk-tokens
+DEFAULTS = {"torch": (16, 256), "numpy": (16, 256), "sim": (256, 2048)}  # --max-running, --chunk-tokens
 
 log = logs.get_logger("node")
 
@@ -61,7 +61,8 @@ def command(role: Role) -> click.Command:
     @option("--instance", default=f"{role}-0", help="The group of ranks that this one belongs to.")
     @option("--dp-size", type=int, default=1, help="Ranks of the instance.")
     @option("--dp-rank", multiple=True, default=("0",), help="The ranks of this process: 3, or 0-7; repeatable.")
-    @option("--engine", type=click.Choice((*ENGINES, VLLM)), default="torch",
+    @option("--engine", type=click.Choice((*ENGINES, VLLM)), default=default_engine,
+            show_default="torch, or numpy where torch is not installed",
             help="What computes; sim only takes the time.")  # fmt: skip
     @option("--model", default="smollm2",
             help="smollm2 or tiny; with --engine sim any name; with --engine vllm what vLLM takes.")  # fmt: skip

@@ -85,7 +85,7 @@ def run(console: Console, *, model: str, engine: str = "torch", max_tokens: int,
     finally:
         cluster.stop()
     if verify:
-        _verify(model, answers, max_tokens)
+        _verify(model, answers, max_tokens, "numpy" if engine == "numpy" else "torch")
     console.print(_requests_table(answers, verify))
     console.print(_ranks_table(ended))
     good = all(not answer.error and answer.equal is not False for answer in answers)
@@ -186,14 +186,16 @@ def _view(answers: list[Answer]) -> Group:
     )
 
 
-def _verify(model: str, answers: list[Answer], max_tokens: int) -> None:
+def _verify(model: str, answers: list[Answer], max_tokens: int, engine: str = "torch") -> None:
     from nodes.own.engines.reference import generate_alone
 
     with Teller(at_once=True).telling() as teller:
         for number, answer in enumerate(answers, 1):
             teller.say(f"computing every answer again in one process, to compare ({number} of {len(answers)}) ...")
             if not answer.error:
-                answer.equal = generate_alone(model, answer.prompt_ids, max_tokens, Params()) == answer.ids
+                answer.equal = (
+                    generate_alone(model, answer.prompt_ids, max_tokens, Params(), engine=engine) == answer.ids
+                )
 
 
 def _requests_table(answers: list[Answer], verify: bool) -> Table:

@@ -18,7 +18,7 @@ from bus.errors import ConfigError
 from bus.runtime import cli
 from nodes.config import NodeConfig
 from nodes.main import DEFAULTS, VLLM
-from nodes.own.engines.factory import ENGINES, EngineConfig
+from nodes.own.engines.factory import ENGINES, EngineConfig, default_engine
 from nodes.own.engines.timing import TimingFile, timing_named
 from pdbus.calibrate.check import METHOD, Agreement, check
 from pdbus.calibrate.engines import probe_of
@@ -35,7 +35,9 @@ _UNITS = {"base_s": "a step", "per_prefill_token_s": "a prompt token", "per_deco
 
 
 @click.command()
-@option("--engine", type=click.Choice((*ENGINES, VLLM)), default="torch", help="What is measured, in this process.")
+@option("--engine", type=click.Choice((*ENGINES, VLLM)), default=default_engine,
+        show_default="torch, or numpy where torch is not installed",
+        help="What is measured, in this process.")  # fmt: skip
 @option("--model", default="smollm2", help="As for the nodes.")
 @option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("timing.json"), help="The file to write."

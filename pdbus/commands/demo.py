@@ -10,13 +10,15 @@ from rich.console import Console
 
 from bus.errors import ConfigError
 from bus.runtime import logs
+from nodes.own.engines.factory import default_engine
 from pdbus.demo import run
 
 
 @click.command()
 @click.option("--model", type=click.Choice(["smollm2", "tiny"]), default="smollm2", show_default=True)
 @click.option(
-    "--engine", type=click.Choice(["torch", "vllm"]), default="torch", show_default=True,
+    "--engine", type=click.Choice(["torch", "numpy", "vllm"]), default=default_engine,
+    show_default="torch, or numpy where torch is not installed",
     help="What computes; with vllm one prefill and one decode engine, on a CPU or a GPU.",
 )  # fmt: skip
 @click.option("--max-tokens", type=click.IntRange(1, 512), default=48, show_default=True, help="For each prompt.")

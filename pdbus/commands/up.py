@@ -19,6 +19,7 @@ from bus.runtime.output import outlive_readers
 from bus.wire.messages import Role
 from controller.config import ControllerConfig
 from controller.policies import resolve
+from nodes.own.engines.factory import ENGINES, default_engine
 from pdbus.commands.common import Teller, curl_line, leave_on_signals
 from pdbus.launcher import Cluster, ClusterSpec, RestartPolicy, Supervisor
 from pdbus.ray.plan import RAY, STRATEGIES, Layout, parse_resources
@@ -61,7 +62,10 @@ def _resources_option(role: str) -> Callable[[Any], Any]:
     "--model", default="smollm2", show_default=True, help="smollm2, tiny or sim; with --engine vllm what vLLM takes."
 )
 @click.option(
-    "--engine", type=click.Choice(["torch", "sim", "vllm"]), default=None, help="[default: sim for sim, else torch]"
+    "--engine",
+    type=click.Choice([*ENGINES, "vllm"]),
+    default=None,
+    help="[default: sim for sim, else torch, or numpy where torch is not installed]",
 )
 @click.option(
     "--gpus",
@@ -176,7 +180,7 @@ def up(
         prefill_method=resolve(prefill_method, "prefill"),
         decode_method=resolve(decode_method, "decode"),
         unified_method=resolve(unified_method, "unified"),
-        engine=engine or ("sim" if model == "sim" else "torch"),
+        engine=engine or ("sim" if model == "sim" else default_engine()),
         model=model,
         gpus=tuple(each.replace("+", ",") for each in gpus.split(",")) if gpus else (),
         transport=transport,

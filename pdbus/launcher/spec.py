@@ -46,7 +46,7 @@ class ClusterSpec:
     prefill_method: str = "auto"  # how the controllers choose among prefill ranks
     decode_method: str = "auto"  # among decode ranks
     unified_method: str = "auto"  # among unified ranks
-    engine: str = "torch"  # of the nodes: torch or sim
+    engine: str = "torch"  # of the nodes: torch, numpy or sim
     model: str = "smollm2"  # that they serve
     transport: Literal["ipc", "tcp"] = "ipc"  # between the parts
     host: str = "127.0.0.1"  # where tcp ports are bound

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from bus.errors import ConfigError
-from nodes.own.engines import factory, weights
+from nodes.own.engines import factory, needs, numpy_weights
 from pdbus import demo
 
 
+@pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed: it is what this is about")
 @pytest.mark.parametrize(
     ("patch", "model", "says"),
     [
@@ -37,7 +39,9 @@ def test_what_is_missing_is_known_before_torch_is_imported(patch: str, model: st
 
 
 def test_the_models_are_those_that_can_be_loaded() -> None:
-    assert set(factory.TORCH_MODELS) == set(weights.LOADERS)
+    assert set(factory.MODELS) == set(numpy_weights.LOADERS)
+    weights = pytest.importorskip("nodes.own.engines.weights", reason="torch is not installed", exc_type=ImportError)
+    assert set(factory.MODELS) == set(weights.LOADERS)
 
 
 def test_the_demo_prepares_the_model_before_any_rank_starts(
@@ -58,8 +62,21 @@ def test_the_demo_prepares_the_model_before_any_rank_starts(
 def test_the_demo_counts_from_one_when_it_computes_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("nodes.own.engines.reference.generate_alone", lambda *_: [7])
+    monkeypatch.setattr("nodes.own.engines.reference.generate_alone", lambda *_, **__: [7])
     answers = [demo.Answer("a", ids=[7]), demo.Answer("b", ids=[8])]
     demo._verify("tiny", answers, 1)
     assert [answer.equal for answer in answers] == [True, False]
     assert "to compare (1 of 2)" in capsys.readouterr().err.splitlines()[0]
+
+
+def test_without_torch_numpy_is_the_engine_and_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = find_spec
+    missing = {"torch"}
+    for module in (factory, needs):
+        monkeypatch.setattr(module, "find_spec", lambda name: None if name in missing else there(name))
+    assert factory.default_engine() == "numpy"
+    missing.add("safetensors")
+    with pytest.raises(ConfigError) as caught:
+        factory.prepare("numpy", "smollm2")
+    said = f"the numpy engine needs the Python package 'safetensors'; run: {needs.NUMPY_EXTRA}"
+    assert str(caught.value) == said

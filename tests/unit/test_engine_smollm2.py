@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
+from safetensors import safe_open
 
 from bus.wire.messages import Params
 from nodes.own.engines import smollm2
 from nodes.own.engines.base import Row
+from nodes.own.engines.factory import default_engine, load_llama
+from nodes.own.engines.numpy_weights import mapped
 from nodes.own.engines.reference import generate_alone
-from nodes.own.engines.weights import load_model
 from pdbus.text.tokenizer import StreamDecoder, Tokenizer, tokenizer_for
 
 pytestmark = pytest.mark.model
 
 GREEDY = Params()
+needs_torch = pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed: it is what this is about")
 JAPANESE = " \u65e5\u672c\u8a9e\U0001f468\u200d\U0001f469"
 
 
@@ -23,12 +29,14 @@ def tokenizer() -> Tokenizer:
 
 
 def text_of(tokenizer: Tokenizer, prompt: list[int], n: int) -> str:
-    return tokenizer.decode(generate_alone("smollm2", prompt, n))
+    return tokenizer.decode(generate_alone("smollm2", prompt, n, engine=default_engine()))
 
 
 def test_completes_sensibly(tokenizer: Tokenizer):
     assert text_of(tokenizer, tokenizer.encode("The capital of France is"), 4).startswith(" Paris")
-    answer = generate_alone("smollm2", tokenizer.chat("What is the capital of Italy? One word."), 40)
+    answer = generate_alone(
+        "smollm2", tokenizer.chat("What is the capital of Italy? One word."), 40, engine=default_engine()
+    )
     assert "Rome" in tokenizer.decode(answer)
     assert answer[-1] in tokenizer.eos_ids, "a chat answer ends its turn"
 
@@ -76,8 +84,9 @@ def test_chat_follows_the_template(tokenizer: Tokenizer):
     assert tokenizer.decode(tokenizer.chat("Hi")).startswith("system\nYou are a helpful AI assistant named SmolLM")
 
 
+@needs_torch
 def test_split_run_equals_single_process_run(tokenizer: Tokenizer):
-    model = load_model("smollm2")
+    model, _ = load_llama("torch", "smollm2")
     prompts = [tokenizer.chat("Name three colours."), tokenizer.encode("Once upon a time, in 1742,")]
     source, target = model.new_pool(12, 16), model.new_pool(12, 16)
     tables = [[3, 1, 7, 5], [2, 8, 0, 4]]
@@ -92,6 +101,27 @@ def test_split_run_equals_single_process_run(tokenizer: Tokenizer):
         for output, token in zip(outputs, model.forward(target, rows).argmax(-1), strict=True):
             output.append(int(token))
     assert outputs == [generate_alone("smollm2", prompt, 12, Params(ignore_eos=True)) for prompt in prompts]
+
+
+@needs_torch
+def test_numpy_answers_as_torch_does(tokenizer: Tokenizer):
+    for prompt in (tokenizer.chat("Why is the sky blue? In one sentence."), tokenizer.encode("In 1742, once upon")):
+        asked = (smollm2.NAME, prompt, 48)
+        assert generate_alone(*asked, engine="numpy") == generate_alone(*asked)
+
+
+def test_numpy_s_weights_are_the_file_s(tmp_path: Path):
+    path = smollm2.converted() / smollm2.WEIGHTS_FILE
+    told, arrays = mapped(path)
+    with safe_open(str(path), framework="numpy") as file:
+        assert told == file.metadata()
+        assert set(arrays) == set(file.keys())
+        assert (arrays["3.down"] == file.get_tensor("3.down")).all()
+    assert not arrays["embed"].flags.owndata, "read as it is used, and shared by all processes"
+    torn = tmp_path / "torn"
+    torn.write_bytes(path.read_bytes()[:50_000])
+    with pytest.raises(ValueError):
+        mapped(torn)
 
 
 def test_later_starts_read_the_cache_alone(monkeypatch: pytest.MonkeyPatch):

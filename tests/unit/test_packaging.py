@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bus.runtime.spans import OTEL_EXTRA
-from nodes.own.engines.needs import TORCH_EXTRA
+from nodes.own.engines.needs import NUMPY_EXTRA, TORCH_EXTRA
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("bus", "nodes", "controller", "pdbus")
@@ -43,6 +43,7 @@ def test_what_a_user_is_told_to_install_is_what_the_extra_has() -> None:
     """By the packages' names: no index need have pdbus itself."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert " ".join(["pip install", *(re.split("[<>=~!]", need)[0] for need in extras["torch"])]) == TORCH_EXTRA
+    assert " ".join(["pip install", *(re.split("[<>=~!]", need)[0] for need in extras["numpy"])]) == NUMPY_EXTRA
     assert " ".join(["pip install", *(re.split("[<>=~!]", need)[0] for need in extras["otel"])]) == OTEL_EXTRA
     told = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if "pdbus[" in path.read_text()]
     assert not told, "names an index that has no pdbus"

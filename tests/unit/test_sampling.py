@@ -7,26 +7,26 @@ import subprocess
 import sys
 from collections import Counter
 
+import numpy
 import pytest
-import torch
 
 from bus.wire.messages import Params
 from nodes.own.engines.sampling import draw, logprobs, sample
 
 PROBABILITIES = [0.4, 0.05, 0.3, 0.15, 0.1]
-LOGITS = torch.tensor([PROBABILITIES]).log() + 7.0
+LOGITS = numpy.log(numpy.array([PROBABILITIES], numpy.float32)) + numpy.float32(7.0)
 DRAWS = 4000
 
 
 def frequencies(params: Params) -> dict[int, float]:
-    logits = LOGITS.expand(DRAWS, -1)
+    logits = LOGITS.repeat(DRAWS, axis=0)
     counts = Counter(sample(logits, [(params, index) for index in range(DRAWS)]))
     return {token: count / DRAWS for token, count in counts.items()}
 
 
 def test_greedy_takes_the_largest_whatever_the_seed():
     assert sample(LOGITS, [(Params(seed=9), 3)]) == [0]
-    assert sample(torch.empty(0, 5), []) == []
+    assert sample(numpy.empty((0, 5), numpy.float32), []) == []
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_temperature_flattens():
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
-    logits = torch.randn(6, 100, generator=torch.Generator().manual_seed(1))
+    logits = numpy.random.default_rng(1).standard_normal((6, 100)).astype(numpy.float32)
     params = [Params(temperature=1.0, seed=seed) for seed in range(6)]
     together = sample(logits, [(p, 4) for p in params])
     assert together == [sample(logits[i : i + 1], [(p, 4)])[0] for i, p in enumerate(params)]

@@ -1,1 +1,1 @@
-"""Engines: what computes. `base` is the interface; `torch` runs a real model, `sim` a timing model."""
+"""Engines: what computes. `base` is the interface; `torch` and `numpy` run a real model, `sim` a timing model."""

@@ -1,8 +1,11 @@
-"""From settings to an engine. Owns defaults and checks; imports torch only when the torch engine is asked for."""
+"""From settings to an engine. Owns defaults and checks; imports torch or numpy only when their engine is asked for."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from bus.errors import ConfigError
 from bus.runtime.loop import Loop
@@ -14,10 +17,13 @@ from nodes.own.engines.needs import check_installed, needed_by
 from nodes.own.engines.sim import SIM_KV_TOKENS, SIM_MAX_CONTEXT, SIM_VOCAB_SIZE, SimEngine
 from nodes.own.engines.timing import SimTiming
 
-ENGINES = ("torch", "sim")
-TORCH_MODELS = (smollm2.NAME, "tiny")
+if TYPE_CHECKING:
+    from nodes.own.engines.llama_engine import LlamaEngine
+
+ENGINES = ("torch", "numpy", "sim")
+MODELS = (smollm2.NAME, "tiny")
 MAX_BLOCK_TOKENS = 4096
-TORCH_KV_TOKENS = 8192  # for smollm2 377 MB, taken as it is written
+LLAMA_KV_TOKENS = 8192  # for smollm2 377 MB, taken as it is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +31,7 @@ class EngineConfig:
     """Settings of one rank's engine; a size of 0 stands for the model's default. The last five are sim's alone,
     but for `faults`, which tests may set for either."""
 
-    engine: str = "torch"  # torch or sim
+    engine: str = "torch"  # torch, numpy or sim
     model: str = "smollm2"  # its name
     kv_tokens: int = 0  # KV memory, in tokens
     block_tokens: int = 16  # of a KV block
@@ -55,14 +61,41 @@ class EngineConfig:
 def prepare(engine: str, model: str, progress: Progress = no_progress) -> None:
     """What ranks need that is made once on a machine; at once where it is there. Errors as of `build_engine`, but known
     before torch is imported."""
-    if engine != "torch":
+    if engine == "sim":
         return
-    check_installed("the torch engine", "torch", "numpy", "safetensors")
-    if model not in TORCH_MODELS:
-        names = ", ".join(TORCH_MODELS)
-        raise ConfigError(f"the torch engine has no model {model!r}; choose one of {names} (or --engine sim)")
+    check_installed(f"the {engine} engine", *(("torch",) if engine == "torch" else ()), "numpy", "safetensors")
+    if model not in MODELS:
+        names = ", ".join(MODELS)
+        raise ConfigError(f"the {engine} engine has no model {model!r}; choose one of {names} (or --engine sim)")
+    if model == "tiny":
+        check_installed("the model tiny", "torch")  # whose generator makes its weights
     if model == smollm2.NAME:
         smollm2.converted(progress)
+
+
+def load_llama(engine: str, model: str, progress: Progress = no_progress) -> tuple[Any, type[LlamaEngine]]:
+    """The model for the calling thread, and the class of engines that run it; `engine` is torch or numpy. Errors as of
+    `build_engine`."""
+    prepare(engine, model, progress)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # several ranks share a machine's cores
+    with needed_by(f"the {engine} engine"):
+        if engine == "numpy":
+            from nodes.own.engines import numpy_weights
+            from nodes.own.engines.llama_engine import LlamaEngine
+
+            return numpy_weights.load_model(model, progress), LlamaEngine
+        import torch
+
+        from nodes.own.engines import weights
+        from nodes.own.engines.torch_engine import TorchEngine
+
+        torch.set_num_threads(1)
+        return weights.load_model(model, progress), TorchEngine
+
+
+def default_engine() -> str:
+    """torch, or numpy where torch is not installed."""
+    return "torch" if find_spec("torch") else "numpy"
 
 
 def build_engine(config: EngineConfig, loop: Loop, progress: Progress = no_progress) -> Engine:
@@ -82,19 +115,11 @@ def build_engine(config: EngineConfig, loop: Loop, progress: Progress = no_progr
             kv_bytes_per_token=config.kv_bytes_per_token,
             faults=config.faults,
         )
-    prepare(config.engine, config.model, progress)
-    with needed_by("the torch engine"):
-        import torch
-
-        from nodes.own.engines.torch_engine import TorchEngine
-        from nodes.own.engines.weights import load_model
-
-    torch.set_num_threads(1)
-    model = load_model(config.model, progress)
-    return TorchEngine(
+    model, engine = load_llama(config.engine, config.model, progress)
+    return engine(
         loop,
         model,
-        blocks=config.blocks(TORCH_KV_TOKENS),
+        blocks=config.blocks(LLAMA_KV_TOKENS),
         block_tokens=config.block_tokens,
         max_context=config.max_context,
         faults=config.faults,

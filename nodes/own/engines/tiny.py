@@ -6,6 +6,7 @@ Its standard deviation is 0.08, since with a smaller one it echoes its last toke
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from nodes.own.engines.llama import Llama
 from nodes.own.engines.llama_config import LlamaConfig
@@ -27,11 +28,15 @@ STANDARD_DEVIATION = 0.08
 SEED = 1
 
 
-def load_tiny(config: LlamaConfig = TINY, seed: int = SEED) -> Llama:
-    """The same weights in every process: one CPU generator, drawn in the order of `LlamaConfig.shapes`."""
+def tiny_weights(config: LlamaConfig = TINY, seed: int = SEED) -> dict[str, Tensor]:
+    """The same in every process: one CPU generator, drawn in the order of `LlamaConfig.shapes`."""
     generator = torch.Generator().manual_seed(seed)
-    weights = {
+    return {
         name: torch.randn(shape, generator=generator) * STANDARD_DEVIATION if len(shape) > 1 else torch.ones(shape)
         for name, shape in config.shapes().items()
     }
-    return Llama(config, weights)
+
+
+def load_tiny(config: LlamaConfig = TINY, seed: int = SEED) -> Llama:
+    """The same weights in every process."""
+    return Llama(config, tiny_weights(config, seed))

@@ -1,133 +1,16 @@
-"""An Engine that runs a Llama in torch on one worker thread. Owns that thread and the KV pool.
-
-The forward step never runs on the loop's thread: a plan goes over through a queue, its result comes back through
-`Loop.call_threadsafe`. Whatever a step raises becomes its result's `error`; it never ends the process.
-"""
+"""The Llama engine on torch, the reference of the others."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
-from queue import SimpleQueue
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 
-from bus.errors import ConfigError
-from bus.wire.messages import TokenLogprobs
-from nodes.own.engines.base import EngineSpec, StepPlan, StepResult
-from nodes.own.engines.faults import NO_FAULTS, Faults
-from nodes.own.engines.llama import Llama
-from nodes.own.engines.sampling import logprobs, sample
-
-CLOSE_S = 10.0
-Done = Callable[[StepResult], None]
+from nodes.own.engines.llama_engine import LlamaEngine
 
 
-class Threadsafe(Protocol):
-    """What the engine needs of a `bus.runtime.loop.Loop`."""
+class TorchEngine(LlamaEngine):
+    kind: ClassVar[str] = "torch"
 
-    def call_threadsafe(self, function: Callable[[], None], /) -> None: ...
-
-
-class TorchEngine:
-    def __init__(
-        self,
-        loop: Threadsafe,
-        model: Llama,
-        *,
-        blocks: int,
-        block_tokens: int,
-        max_context: int = 0,
-        faults: Faults = NO_FAULTS,
-    ) -> None:
-        """`max_context` 0: the model's own; ConfigError when it is more than that."""
-        c = model.config
-        if max_context > c.max_context:
-            raise ConfigError(f"--max-context {max_context} is more than the {c.max_context} of model {c.name}")
-        self.spec = EngineSpec(
-            model=c.name,
-            layout=f"torch/{c.name}/f32/{c.layers}x2x{block_tokens}x{c.kv_heads}x{c.head_dim}",
-            max_context=max_context or c.max_context,
-            block_tokens=block_tokens,
-            blocks=blocks,
-            block_bytes=block_tokens * c.kv_bytes_per_token,
-            vocab_size=c.vocab_size,
-            eos_ids=c.eos_ids,
-            params=("logprobs",),
-        )
-        self._loop = loop
-        self._model = model
-        self._faults = faults
-        self._pool = model.new_pool(blocks, block_tokens)
-        self._bytes = self._pool.numpy().data.cast("B")  # the pool itself, no copy
-        self._plans: SimpleQueue[tuple[StepPlan, Done] | None] = SimpleQueue()
-        self._closed = threading.Event()
-        self._worker = threading.Thread(target=self._work, name="engine", daemon=True)
-        self._worker.start()
-
-    def submit(self, plan: StepPlan, done: Done) -> None:
-        self._plans.put((plan, done))
-
-    def export_block(self, block: int) -> memoryview:
-        return self._bytes[self._span(block)].toreadonly()
-
-    def import_block(self, block: int, data: memoryview | bytes) -> None:
-        span = self._span(block)
-        if memoryview(data).nbytes != self.spec.block_bytes:
-            raise ValueError(f"a block of {self.spec.layout} has {self.spec.block_bytes} bytes, not {len(data)}")
-        self._bytes[span] = memoryview(data).cast("B")
-
-    def close(self) -> None:
-        """Stop after the step that runs, if any; its result is dropped."""
-        if not self._closed.is_set():
-            self._closed.set()
-            self._plans.put(None)
-        self._worker.join(CLOSE_S)
-
-    def _span(self, block: int) -> slice:
-        if not 0 <= block < self.spec.blocks:
-            raise IndexError(f"block {block} of {self.spec.blocks}")
-        return slice(block * self.spec.block_bytes, (block + 1) * self.spec.block_bytes)
-
-    def _work(self) -> None:
+    def _begin(self) -> None:
         torch.set_num_threads(1)  # holds for the calling thread: several ranks share a machine's cores
-        while (work := self._plans.get()) is not None:
-            plan, done = work
-            self._answer(self._run(plan), done)
-
-    def _answer(self, result: StepResult, done: Done) -> None:
-        def on_loop() -> None:
-            if not self._closed.is_set():
-                done(result)
-
-        if not self._closed.is_set():
-            self._loop.call_threadsafe(on_loop)
-
-    def _run(self, plan: StepPlan) -> StepResult:
-        began = time.perf_counter()
-        tokens: tuple[tuple[int, int], ...] = ()
-        said: tuple[tuple[int, TokenLogprobs], ...] = ()
-        error = ""
-        try:
-            self._inject(plan)
-            asked = [(row.seq, row.params, row.output_index) for row in plan.rows if row.params is not None]
-            logits = self._model.forward(self._pool, plan.rows)
-            sampled = sample(logits, [(params, output_index) for _, params, output_index in asked])
-            tokens = tuple((seq, token) for (seq, _, _), token in zip(asked, sampled, strict=True))
-            said = tuple(
-                (seq, logprobs(row, token, params.logprobs))
-                for row, (seq, params, _), token in zip(logits, asked, sampled, strict=True)
-                if params.logprobs >= 0
-            )
-        except Exception as failure:
-            error = " ".join(f"{type(failure).__name__}: {failure}".split())[:500]
-        return StepResult(plan.number, tokens, time.perf_counter() - began, error, said)
-
-    def _inject(self, plan: StepPlan) -> None:
-        fault = self._faults.fed(plan.rows) if self._faults else ""
-        if fault == "hang":
-            self._closed.wait()
-        if fault:
-            raise RuntimeError("injected fault: a row fed the fail token")

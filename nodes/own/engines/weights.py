@@ -33,7 +33,7 @@ _lock = threading.Lock()
 
 
 def load_model(name: str, progress: Progress = no_progress) -> Llama:
-    """The model `name` (one of `factory.TORCH_MODELS`), ready to run. ConfigError when its package is missing."""
+    """The model `name` (one of `factory.MODELS`), ready to run. ConfigError when its package is missing."""
     with _lock:
         if name not in _loaded:
             _loaded[name] = LOADERS[name](progress)
