@@ -21,6 +21,7 @@ from bus.runtime.epochs import new_epoch, wall_s
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.metrics import Metric, labelled
+from bus.runtime.peer_keys import LOOK_S
 from bus.runtime.service import Service
 from bus.runtime.sockets import PAYLOAD_MAX, Sockets
 from bus.runtime.spans import Spans
@@ -109,6 +110,8 @@ class Controller(Service):
         self.loop.add(self._clients, traffic.from_client, copied=2, keyed=keys is not None)
         self.loop.add(self._nodes, traffic.from_node, keyed=keys is not None)
         self.loop.add(self._sub, traffic.published, budget=512)
+        if self._sockets.keyed:
+            self.loop.call_every(LOOK_S, self._sockets.look)
         self.loop.after_turn(traffic.carry_out)
         self.loop.after_turn(self._pace)
         self._timer = self.loop.call_later(TICK_S, self._tick)

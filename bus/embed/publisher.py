@@ -24,6 +24,7 @@ from bus.runtime.epochs import new_epoch
 from bus.runtime.frames import send
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
+from bus.runtime.peer_keys import LOOK_S
 from bus.runtime.service import Service
 from bus.runtime.sockets import Sockets
 from bus.wire import codec, topics
@@ -102,6 +103,8 @@ class Publisher(Service):
         exits.callback(self._sockets.close_socket, self._pub, linger_ms=FAREWELL_MS)
         mine = topics.for_rank(topics.TO, core.instance, core.dp_rank)
         self.loop.add(self._sockets.sub(self.address.subscribe, (topics.BEACON, mine)), self._on_frames)
+        if self._sockets.keyed:
+            self.loop.call_every(LOOK_S, self._sockets.look)
         self.loop.call_threadsafe(self._drain)  # what was said before the start
         self._timer = self.loop.call_later(0.0, self._tick)
 

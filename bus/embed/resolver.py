@@ -24,6 +24,7 @@ from bus.errors import LocalProtocolError, RemoteProtocolError
 from bus.runtime.frames import send
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
+from bus.runtime.peer_keys import LOOK_S
 from bus.runtime.service import Service
 from bus.runtime.sockets import Sockets
 from bus.wire import codec, topics
@@ -74,6 +75,8 @@ class Resolver(Service):
         self.loop.add(self._dealer, lambda frames: self._on_frames(frames, _read_answer))
         sub = self._sockets.sub(self.address.subscribe, (topics.BEACON,))
         self.loop.add(sub, lambda frames: self._on_frames(frames, topics.read))
+        if self._sockets.keyed:
+            self.loop.call_every(LOOK_S, self._sockets.look)
         self.loop.call_threadsafe(self._drain)  # what was wanted before the start
         self.loop.after_turn(self._pace)
 

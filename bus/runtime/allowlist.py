@@ -1,7 +1,8 @@
 """Whose public keys may connect, and as whom: `allow/<role>/<name>.key` of a key directory, as they are now.
 
 A handshake of a listed key costs one `stat`, that of a stranger one for each file; files are read when they changed.
-Edits, new files and deletions count from the next handshake on. Owns that cache; judges keys and nothing else.
+Edits, new files and deletions count from the next handshake on. A folder that can't be listed changes nothing: it
+holds what it held, but for files that are seen to be gone. Owns that cache; judges keys and nothing else.
 """
 
 from __future__ import annotations
@@ -37,53 +38,73 @@ class Allowlist:
     """Reads the disk when asked; for one thread. A file that holds no key is skipped and logged once."""
 
     def __init__(self, directory: Path, clock_ns: Callable[[], int] = time.time_ns) -> None:
-        self._folders = {role: _Folder(directory / "allow" / role, clock_ns) for role in ROLES}
+        self._folders = {role: Folder(directory / "allow" / role, clock_ns) for role in ROLES}
 
     def admits(self, key: bytes, domain: str) -> str:
         """The name, `<role>/<name>`, under which `key` (Z85) may connect to `domain`; empty: it may not."""
         roles = DOMAINS.get(domain, ())
-        for ask in (_Folder.still_holds, _Folder.holds):
+        for ask in (Folder.still_holds, Folder.holds):
             for role in roles:
-                if file := ask(self._folders[role], key):
-                    return f"{role}/{file.removesuffix('.key')}"
+                if name := ask(self._folders[role], key):
+                    return f"{role}/{name}"
         return ""
 
 
-class _Folder:
-    def __init__(self, path: Path, clock_ns: Callable[[], int]) -> None:
+class Folder:
+    """The keys of one role. `keys` are those by name as they were read last."""
+
+    def __init__(self, path: Path, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        self.keys: dict[str, bytes] = {}
         self._path = path
         self._clock_ns = clock_ns
         self._files: dict[str, _File] = {}
-        self._names: dict[bytes, str] = {}  # of the files, by their keys
-        self._readable = True
+        self._names: dict[bytes, str] = {}  # of the keys
+        self._read = True  # by the last look; once there has been one that could
 
     def still_holds(self, key: bytes) -> str:
-        """The file that held `key`, if it is there and unchanged; none may only mean that nobody has looked."""
+        """Under which name `key` is listed, if its file is there and unchanged; none may only mean that nobody has
+        looked."""
         name = self._names.get(key, "")
         try:
-            return name if name and self._files[name].stamp == _stamp((self._path / name).stat()) else ""
+            file = f"{name}.key"
+            return name if name and self._files[file].stamp == _stamp((self._path / file).stat()) else ""
         except OSError:
             return ""
 
     def holds(self, key: bytes) -> str:
-        """The file that holds `key`, if any: looks at all, and reads those that changed. None where that fails."""
+        """Under which name `key` is listed, if it is: looks at all files, and reads those that changed."""
+        self.read()
+        return self._names.get(key, "")
+
+    def read(self) -> bool:
+        """Look at all files; False where the folder can't be listed."""
         files: dict[str, _File] = {}
+        error: OSError | None = None
         try:
             with os.scandir(self._path) as entries:
                 for entry in entries:
                     if entry.name.endswith(".key") and (file := self._look(entry)):
                         files[entry.name] = file
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            if self._readable:
-                log.error("allowlist.unreadable", path=str(self._path), error=error.strerror)
-            self._readable = False
-            return ""
-        self._readable = True
+        except OSError as failed:
+            error = failed
+            files = self._files
+            if self._path.exists():
+                files = {name: file for name, file in files.items() if not _is_gone(self._path / name)}
+        self._note(error)
         self._files = files
-        self._names = {file.key: name for name, file in files.items() if file.key is not None}
-        return self._names.get(key, "")
+        self.keys = {name.removesuffix(".key"): file.key for name, file in files.items() if file.key is not None}
+        self._names = {key: name for name, key in self.keys.items()}
+        return error is None
+
+    def _note(self, error: OSError | None) -> None:
+        """Log that the list can't be read any more, and that it can be again; not that there never was one."""
+        if error is None:
+            if not self._read:
+                log.warning("allowlist.readable", path=str(self._path))
+            self._read = True
+        elif self._read and (self._files or not isinstance(error, FileNotFoundError)):
+            log.error("allowlist.unreadable", path=str(self._path), error=error.strerror, kept=len(self._files))
+            self._read = False
 
     def _look(self, entry: os.DirEntry[str]) -> _File | None:
         known = self._files.get(entry.name)
@@ -102,6 +123,8 @@ class _Folder:
         except FileNotFoundError:
             return None
         except (ConfigError, OSError) as error:
+            if known is not None and isinstance(error.__cause__ or error, OSError):
+                return known._replace(stamp=None)  # what it holds now can't be read: that changes nothing
             if known is None or known.key is not None:
                 log.warning("allowlist.file_skipped", path=entry.path, error=str(error))
             return _File(None, None)
@@ -112,6 +135,16 @@ def _stamp(status: os.stat_result) -> Stamp:
     return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, status.st_dev
 
 
+def _is_gone(path: Path) -> bool:
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def read_key(path: Path) -> bytes:
     """The key in a file, 40 characters of Z85. ConfigError when there is none."""
     try:
@@ -119,7 +152,9 @@ def read_key(path: Path) -> bytes:
         zmq.utils.z85.decode(key)
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing (see pdbus keys --help)") from None
-    except (OSError, ValueError, KeyError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+    except (ValueError, KeyError) as error:
         raise ConfigError(f"{path} does not hold a key ({type(error).__name__})") from None
     if len(key) != 40:
         raise ConfigError(f"{path} does not hold a key (40 characters of Z85)")

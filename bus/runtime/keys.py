@@ -2,7 +2,8 @@
 
 A key directory has the public keys of all who may connect, in `allow/<role>/<name>.key`, and in
 `secrets/<role>/<name>.secret` those secrets that its owner needs: all of them where the keys are made, one in what is
-taken to another machine. All are Z85 text. A part proves with its own key who it is, whether it binds or connects.
+taken to another machine. `revoked/<role>/<name>.key` are those that nobody makes again unasked. All are Z85 text. A
+part proves with its own key who it is, whether it binds or connects.
 Owns making and reading these files; who gets in is judged in `bus.runtime.security`.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from bus.errors import ConfigError
 from bus.rights import ROLES, KeyRole
 from bus.runtime.allowlist import read_key
 from bus.wire.messages import NAME
+
+EDGE = "edge"  # the key of an HTTP edge, a client's, where no other is chosen
 
 
 @dataclass(frozen=True)
@@ -44,20 +48,23 @@ class Keys:
         raise ConfigError(f"{folder} lists {', '.join(names)}: write which at the end of the address, as #{names[0]}")
 
 
-def load_keys(directory: Path | str, *roles: KeyRole, name: str = "") -> Keys:
-    """The key of this part in `directory`: that of `name`, or the only one of the first of these roles that has any.
-    ConfigError when there is none, or one that is malformed or readable by others."""
+def load_keys(directory: Path | str, *roles: KeyRole, name: str = "", default: str = "") -> Keys:
+    """The key of this part in `directory`: that of `name`, else of `default` if it is there, else the only one of the
+    first of these roles that has any. ConfigError when there is none, or it is malformed or readable by others."""
     path = Path(directory)
     role = roles[-1].removesuffix("s")
     chosen, names = roles[0], [name]
     if not name:
         here = {each: sorted(secret.stem for secret in (path / "secrets" / each).glob("*.secret")) for each in roles}
         chosen = next((each for each in roles if here[each]), chosen)
-        names = here[chosen]
+        names = [default] if default in here[chosen] else here[chosen]
+    if not names and default and (path / "allow" / chosen).is_dir():  # where keys are made
+        raise ConfigError(f"{path} has no secret of a {role}; make it one: pdbus keys add {path} {role} {default}")
     if not names:
         raise ConfigError(f"{path} has no secret of a {role}; give it one: pdbus keys give KEYS {role} NAME {path}")
     if len(names) > 1:
-        raise ConfigError(f"{path} has secrets of {', '.join(names)}: take one away with: pdbus keys give")
+        how = "choose one with --key-name" if default else "take one away with: pdbus keys give"
+        raise ConfigError(f"{path} has secrets of {', '.join(names)}: {how}")
     name = names[0]
     secret = path / "secrets" / chosen / f"{name}.secret"
     if not secret.exists():
@@ -67,22 +74,27 @@ def load_keys(directory: Path | str, *roles: KeyRole, name: str = "") -> Keys:
 
 
 def new_keys(directory: Path, nodes: Sequence[str] = ()) -> None:
-    """Make the keys of a cluster in `directory`: of its broker, one controller, an operator, and these nodes."""
+    """Make the keys of a cluster in `directory`: of its broker, one controller, an operator, an HTTP edge, and these
+    nodes. Makes none where one of the names is no name."""
     if (directory / "secrets").exists():
         raise ConfigError(f"{directory} already holds keys; choose an empty directory")
+    for name in nodes:
+        _check_name(name)
+    if twice := next((name for name in nodes if nodes.count(name) > 1), ""):
+        raise ConfigError(f"{twice} is named twice: a node's key is its instance's")
     for role in ROLES:
         _make_dirs(directory, f"allow/{role}")
     add_key(directory, "brokers", "broker")
     add_key(directory, "controllers", "controller-0")
     add_key(directory, "admins", "operator")
+    add_key(directory, "clients", EDGE)
     for name in nodes:
         add_key(directory, "nodes", name)
 
 
 def add_key(directory: Path, role: KeyRole, name: str) -> None:
     """Make a key and list it; its secret stays here until it is given away."""
-    if NAME.fullmatch(name) is None or name.startswith("."):
-        raise ConfigError(f"{name!r}: the name of a key has 1 to 64 letters, digits, '.', '_' and '-'")
+    _check_name(name)
     listed = directory / "allow" / role / f"{name}.key"
     if listed.exists():
         raise ConfigError(f"{listed} exists: a {role.removesuffix('s')} of that name is already allowed")
@@ -90,22 +102,28 @@ def add_key(directory: Path, role: KeyRole, name: str) -> None:
         raise ConfigError(f"{directory} holds no list of keys; make one with: pdbus keys new {directory}")
     public, secret = zmq.curve_keypair()
     _make_dirs(directory, f"secrets/{role}")
-    _write(directory / "secrets" / role / f"{name}.secret", secret, 0o600)
+    mine = directory / "secrets" / role / f"{name}.secret"
+    _remove(mine)  # of a key that never came to be listed
+    _write(mine, secret, 0o600)
     _write(listed, public, 0o644)
+    _remove(directory / "revoked" / role / listed.name)
 
 
 def give_key(directory: Path, role: KeyRole, name: str, out: Path) -> None:
-    """Move the secret of a key to `out`, with the public keys it needs beside it; where it is there, renew those."""
-    _listed(directory, role, name)
+    """Move the secret of a key to `out`, with the public keys it needs beside it; where it is there, renew those. The
+    secret of a key that was replaced since gives way to the new one."""
+    listed = read_key(_listed(directory, role, name))
     here, there = (each / "secrets" / role / f"{name}.secret" for each in (directory, out))
-    if not there.exists():
-        if (out / "secrets").exists():
+    if not there.exists() or zmq.curve_public(_read_secret(there)) != listed:
+        if not there.exists() and (out / "secrets").exists():
             raise ConfigError(f"{out} holds the secret of another; choose an empty directory")
         if not here.exists():
             raise ConfigError(f"{here} was given away; to make another key of that name, revoke this one first")
+        secret = _read_secret(here)
         _make_dirs(out, f"secrets/{role}")
-        _write(there, _read_secret(here), 0o600)
-        here.unlink()
+        _remove(there)
+        _write(there, secret, 0o600)
+        _remove(here)
     for each in _lists_of(role):
         _make_dirs(out, f"allow/{each}")
         theirs = {path.name: read_key(path) for path in (directory / "allow" / each).glob("*.key")}
@@ -113,7 +131,7 @@ def give_key(directory: Path, role: KeyRole, name: str, out: Path) -> None:
             if path.read_bytes().strip() == theirs.get(path.name):
                 del theirs[path.name]
             else:
-                path.unlink()
+                _remove(path)
         for file, key in theirs.items():
             _write(out / "allow" / each / file, key, 0o644)
 
@@ -128,26 +146,40 @@ def files_of(keys: Keys) -> dict[str, bytes]:
     return files
 
 
-def ensure_keys(directory: Path, controllers: Sequence[str], nodes: Sequence[str]) -> None:
-    """Add what keys of these parts are not listed yet."""
-    wanted: dict[KeyRole, Sequence[str]] = {"controllers": controllers, "nodes": nodes}
+def ensure_keys(directory: Path, controllers: Sequence[str], nodes: Sequence[str], *, edge: bool = False) -> None:
+    """Add what keys of these parts were never made. One that was revoked is made again by `add_key` alone."""
+    wanted: dict[KeyRole, Sequence[str]] = {
+        "controllers": controllers, "nodes": nodes, "clients": (EDGE,) if edge else (),
+    }  # fmt: skip
     for role, names in wanted.items():
         for name in names:
-            if not (directory / "allow" / role / f"{name}.key").exists():
+            if not any((directory / known / role / f"{name}.key").exists() for known in ("allow", "revoked")):
                 add_key(directory, role, name)
 
 
 def revoke_key(directory: Path, role: KeyRole, name: str) -> None:
     """Take a key off the list; parts that read this directory cut its connections within a second."""
-    _listed(directory, role, name).unlink()
-    (directory / "secrets" / role / f"{name}.secret").unlink(missing_ok=True)
+    listed = _listed(directory, role, name)
+    public = listed.read_bytes().strip()
+    _remove(listed)
+    _remove(directory / "secrets" / role / f"{name}.secret")
+    _make_dirs(directory, f"revoked/{role}")
+    _remove(directory / "revoked" / role / listed.name)
+    _write(directory / "revoked" / role / listed.name, public, 0o644)
 
 
 def listed_keys(directory: Path) -> Iterator[tuple[KeyRole, str, bytes]]:
-    """Role, name and public key of all that are listed."""
+    """Role, name and public key of all that are listed. ConfigError where there is no list."""
+    if not (directory / "allow").is_dir():
+        raise ConfigError(f"{directory} holds no list of keys; make one with: pdbus keys new {directory}")
     for role in ROLES:
         for path in sorted((directory / "allow" / role).glob("*.key")):
             yield role, path.stem, read_key(path)
+
+
+def _check_name(name: str) -> None:
+    if NAME.fullmatch(name) is None or name.startswith("."):
+        raise ConfigError(f"{name!r}: the name of a key has 1 to 64 letters, digits, '.', '_' and '-'")
 
 
 def _lists_of(role: str) -> tuple[KeyRole, ...]:
@@ -204,4 +236,12 @@ def _write(path: Path, key: bytes, mode: int) -> None:
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
     finally:
-        fresh.unlink(missing_ok=True)
+        with suppress(OSError):
+            fresh.unlink()
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot remove {path}: {error.strerror}") from None

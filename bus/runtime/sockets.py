@@ -26,6 +26,7 @@ from bus.rights import Domain, KeyRole
 from bus.runtime.doors import Doors
 from bus.runtime.keys import Keys
 from bus.runtime.logs import get_logger
+from bus.runtime.peer_keys import PeerKeys
 from bus.runtime.security import Gatekeeper
 
 # To take a topic back libzmq recurses once a byte, and overran its stack. A CURVE handshake needs 300 bytes.
@@ -62,6 +63,7 @@ class Sockets:
         self._open: list[Socket] = []
         self._bound: list[tuple[Path, int]] = []  # ipc sockets of ours: path and inode
         self._keys = keys
+        self._peer_keys = PeerKeys(keys.directory) if keys is not None else None
         self.keyed = keys is not None
         self.gatekeeper: Gatekeeper | None = None  # both once something is bound
         self.doors: Doors | None = None
@@ -96,14 +98,25 @@ class Sockets:
         """How many peers were turned away at the handshake, by domain."""
         return dict(self.gatekeeper.refused) if self.gatekeeper is not None else {}
 
+    def look(self) -> None:
+        """Let go of ports whose key is no longer listed, and meet those that have another: each LOOK_S of
+        `bus.runtime.peer_keys`, by the thread that owns the connecting sockets."""
+        if self._peer_keys is not None:
+            self._peer_keys.look()
+
     def close_socket(self, socket: Socket, *, linger_ms: int = 0) -> None:
-        self._open.remove(socket)
+        self._forget(socket)
         socket.close(linger=linger_ms)
 
     def release(self, socket: Socket) -> Socket:
         """Hand `socket` to another thread, which closes it when it meets ContextTerminated; `close` waits for that."""
-        self._open.remove(socket)
+        self._forget(socket)
         return socket
+
+    def _forget(self, socket: Socket) -> None:
+        self._open.remove(socket)
+        if self._peer_keys is not None:
+            self._peer_keys.closed(socket)
 
     # --- kinds ------------------------------------------------------------------------------------------------
 
@@ -209,8 +222,9 @@ class Sockets:
             raise StartError(f"{endpoint} does not say which key its port has")
         _watch_peers(socket, at, binds=False)
         try:
-            if self._keys is not None and not at.startswith("inproc:"):
+            if self._keys is not None and self._peer_keys is not None and not at.startswith("inproc:"):
                 of_port = owner.encode() if role == "nodes" else self._keys.of_port(role, owner)
+                self._peer_keys.connected(socket, at, role, "" if role == "nodes" else owner, of_port)
                 socket.setsockopt(zmq.CURVE_SERVERKEY, of_port)
                 socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
                 socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)

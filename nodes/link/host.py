@@ -21,6 +21,7 @@ from bus.runtime.frames import send as send_frames
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
+from bus.runtime.peer_keys import LOOK_S
 from bus.runtime.sockets import Sockets
 from bus.runtime.spans import Spans
 from bus.wire import topics
@@ -116,6 +117,8 @@ class Host:
         loop.add(self._bootstrap, self._answer_received)
         loop.call_every(TICK_S, self._tick)
         loop.call_every(SLOW_TICK_S, self._slow_tick)
+        if sockets.keyed:
+            loop.call_every(LOOK_S, sockets.look)
         loop.after_turn(self._after_turn)
 
     def close(self, *, linger_ms: int = LINGER_MS) -> None:

@@ -18,6 +18,7 @@ from bus.errors import ConfigError, PartFailed, RemoteProtocolError, StartError
 from bus.rights import KeyRole
 from bus.runtime import frames
 from bus.runtime.logs import get_logger
+from bus.runtime.peer_keys import LOOK_S
 from bus.runtime.sockets import PAYLOAD_MAX, Socket, Sockets
 from bus.wire import codec
 from bus.wire.messages import CONTROLLER_TO_CLIENT, FROM_NODE_DATA, Detach, Failed, Message, Refused, Status, Table
@@ -77,6 +78,7 @@ class Traffic:
         self._peers: dict[str, _Peer] = {}
         self._sinks: dict[str, Sink] = {}
         self._questions = Questions()
+        self._look_at = clock() + LOOK_S
         for endpoint in self._controllers:
             self._connect(endpoint)
 
@@ -109,6 +111,9 @@ class Traffic:
         if len(self._core):
             self._do(self._core.tick(now))
         self._do(self._questions.tick(now))
+        if now >= self._look_at:
+            self._look_at = now + LOOK_S
+            self._sockets.look()
         if self._outbox:
             self._hurry()
         idle = [e for e, p in self._peers.items() if now - p.used_at > IDLE_S and e not in self._controllers]

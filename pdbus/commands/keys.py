@@ -31,7 +31,7 @@ def keys() -> None:
 @directory_argument
 @click.argument("nodes", nargs=-1)
 def new(directory: Path, nodes: tuple[str, ...]) -> None:
-    """Make a cluster's keys in DIRECTORY: of its broker, of controller-0, of an operator, and of NODES (instances)."""
+    """Make a cluster's keys in DIRECTORY: of its broker, controller-0, operator, HTTP edge, and NODES (instances)."""
     new_keys(directory, nodes)
     click.echo(f"made {directory}: parts that run here, and pdbus status and drain, take --keys {directory}")
     click.echo(f"for one more part or client: pdbus keys add {directory} ROLE NAME")

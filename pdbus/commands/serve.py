@@ -26,6 +26,9 @@ NEEDED = ("uvicorn", "httptools", "uvloop")
 @cli.setting(EdgeConfig(), "--http", metavar="[HOST:]PORT", help="Where it listens.")
 @controller_option
 @keys_option
+@click.option(
+    "--key-name", default="", metavar="NAME", help="Of its key in --keys, a client's  [default: edge, or the only one]"
+)
 @click.option("--api-keys", default="", metavar="FILE", help="Bearer keys, their names and quotas (docs/edge.md).")
 @click.option("--tls-cert", default="", metavar="FILE", help="PEM; with --tls-key: HTTPS.")
 @click.option("--tls-key", default="", metavar="FILE")
@@ -48,6 +51,7 @@ def serve(
     http: str,
     controller: str,
     keys: str,
+    key_name: str,
     api_keys: str,
     tls_cert: str,
     tls_key: str,
@@ -72,6 +76,7 @@ def serve(
         http=http,
         controller=controller,
         keys=keys,
+        key_name=key_name,
         api_keys=api_keys,
         tls_cert=tls_cert,
         tls_key=tls_key,

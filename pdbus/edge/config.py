@@ -18,6 +18,7 @@ class EdgeConfig:
     http: str = "127.0.0.1:8000"  # where it listens; port 0: a free one
     controller: str = ""  # its base address; empty: the default
     keys: str = ""  # directory of CURVE keys, for tcp to the cluster
+    key_name: str = ""  # of its own key there, a client's; empty: edge, else the only one
     api_keys: str = ""  # file of bearer keys; empty: who reaches the port may use it
     tls_cert: str = ""  # with tls_key: PEM files; empty: plain HTTP
     tls_key: str = ""

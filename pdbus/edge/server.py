@@ -14,6 +14,7 @@ import socket
 import ssl
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -23,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from bus.endpoints import default_controller, why_silent
 from bus.errors import ConfigError, PartFailed, StartError
+from bus.runtime.keys import EDGE, load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.reload import Reload
 from bus.runtime.spans import Spans
@@ -37,6 +39,20 @@ NO_RANK_S = 5.0  # for a rank that is started again to come back
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 log = get_logger("edge")
+
+
+class EdgeClient(AsyncClient):
+    """With a client's key, and never with an admin's that lies beside it."""
+
+    def __init__(self, controller: str, config: EdgeConfig) -> None:
+        self._config = config
+        super().__init__(controller, retries=12, overloaded_s=OVERLOADED_S, no_rank_s=NO_RANK_S)
+
+    def _start(self, keys: str | Path, seed: int | None) -> None:
+        super()._start(keys, seed)
+        config = self._config
+        if config.keys:
+            self._keys = load_keys(config.keys, "clients", name=config.key_name, default=EDGE)
 
 
 def serve(
@@ -54,9 +70,7 @@ async def _serve(
 ) -> None:
     listener = listen(config)
     controller = config.controller or default_controller()
-    async with AsyncClient(
-        controller, keys=config.keys, retries=12, overloaded_s=OVERLOADED_S, no_rank_s=NO_RANK_S
-    ) as client:
+    async with EdgeClient(controller, config) as client:
         edge = Edge(config, client, spans=spans)
         server = Server(config, edge)
         if click.get_current_context(silent=True) is not None:

@@ -188,7 +188,12 @@ class Cluster:
         later starts of its own, and fence those."""
         self._addresses = choose(self.spec, self.directory)
         if self.spec.keys:
-            ensure_keys(Path(self.spec.keys), self.spec.controller_names(), tuple(self.spec.instances()))
+            ensure_keys(
+                Path(self.spec.keys),
+                self.spec.controller_names(),
+                tuple(self.spec.instances()),
+                edge=bool(self.spec.http),
+            )
         if self.spec.embedded:
             self._embed()
         parts = self.spec.parts(self._addresses)

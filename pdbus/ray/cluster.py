@@ -21,7 +21,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from bus.errors import ConfigError, StartError
-from bus.runtime.keys import ensure_keys, files_of, listed_keys, load_keys
+from bus.runtime.keys import EDGE, ensure_keys, files_of, listed_keys, load_keys
 from pdbus.launcher.ends import HURRY_S
 from pdbus.launcher.restarts import FINAL, GiveUp, RestartPolicy, Restarts
 from pdbus.launcher.spec import ClusterSpec, PartSpec
@@ -89,7 +89,12 @@ class RayCluster:
     def start(self) -> None:
         """All parts, READY, nodes last. On failure `stop` takes down what had started."""
         if self.spec.keys:
-            ensure_keys(Path(self.spec.keys), self.spec.controller_names(), tuple(self.spec.instances()))
+            ensure_keys(
+                Path(self.spec.keys),
+                self.spec.controller_names(),
+                tuple(self.spec.instances()),
+                edge=bool(self.spec.http),
+            )
         for part in self._parts:
             if part.kind != "node":
                 machine = self._pinned[part.kind]
@@ -183,7 +188,7 @@ class RayCluster:
         if not self.spec.keys:
             return files
         if part.kind == "edge":
-            keys = load_keys(self.spec.keys, "admins", "clients")
+            keys = load_keys(self.spec.keys, "clients", default=EDGE)
         elif part.kind == "node":
             keys = load_keys(self.spec.keys, "nodes", name=part.name.partition("/")[0])
         else:

@@ -12,6 +12,7 @@ from bus.errors import RemoteProtocolError
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
+from bus.runtime.peer_keys import LOOK_S
 from bus.runtime.service import Service
 from bus.runtime.sockets import Sockets
 from bus.wire import topics
@@ -52,6 +53,8 @@ class Watch(Service):
     def _open(self, exits: ExitStack) -> None:
         sockets = exits.enter_context(Sockets(keys=self._keys))
         self.loop.add(sockets.sub(self.address.subscribe, self._topics), self._received, budget=512)
+        if sockets.keyed:
+            self.loop.call_every(LOOK_S, sockets.look)
         self.loop.call_every(TICK_S, lambda: self._on_tick(self.loop.clock()))
         if self._more is not None:
             self._more(self.loop, exits)

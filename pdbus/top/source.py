@@ -53,6 +53,7 @@ class BrokerDesk:
 
     def ask(self, wait_ms: int = BROKER_WAIT_MS) -> BrokerStatus | None:
         """None when it does not answer in time, or not to our key."""
+        self._sockets.look()
         self._asked += 1
         try:
             self._dealer.send_multipart([b"", codec.encode(BrokerStatusQuery(self._asked))], zmq.NOBLOCK)

@@ -31,7 +31,7 @@ CONTROLLER_ARGS = ("--lease-s", str(LEASE_S), "--hang-s", "6.0", "--stale-s", "0
 class Rig:
     """`with rig(cluster) as r:`. Every request must end well unless the test says otherwise (`check`)."""
 
-    def __init__(self, cluster: Cluster, *, retries: int = 10, address: str = "") -> None:
+    def __init__(self, cluster: Cluster, *, retries: int = 10, address: str = "", keys: str = "") -> None:
         self.cluster = cluster
         self.ledger = Ledger(f"t{time.monotonic_ns()}-")
         self.results: dict[str, Result] = {}
@@ -39,7 +39,7 @@ class Rig:
         self.tokens: dict[str, list[int]] = {}
         self._where = where(address or cluster.controller, None, None)
         self._updates: queue.SimpleQueue[tuple[str, Update]] = queue.SimpleQueue()
-        self.channel = Channel(self._where.endpoints, patience(retries, WAIT_S), keys=cluster.spec.keys)
+        self.channel = Channel(self._where.endpoints, patience(retries, WAIT_S), keys=keys or cluster.spec.keys)
         self._numbers = iter(range(1, 1_000_000))
 
     def begin(self, prompt: list[int] | int = 300, max_tokens: int = 40, **options: Any) -> str:

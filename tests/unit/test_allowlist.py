@@ -163,3 +163,39 @@ def test_while_a_folder_cannot_be_listed_those_get_in_whose_files_are_known_and_
             assert not listed.admits(removed, "clients")
     assert [entry["event"] for entry in logs] == ["allowlist.unreadable"] * 2  # a line for each folder
     assert listed.admits(key, "clients")
+
+
+@pytest.mark.parametrize("away", ["allow", "allow/clients"])
+def test_a_folder_that_is_away_changes_nothing_and_is_logged_once(folder: Path, tmp_path: Path, away: str) -> None:
+    key = new_key()
+    (folder / "a.key").write_bytes(key)
+    listed = Allowlist(tmp_path, later_ns)
+    assert listed.admits(key, "clients")
+    with structlog.testing.capture_logs() as logs:
+        (tmp_path / away).rename(tmp_path / "aside")
+        for _ in range(3):
+            assert listed.admits(key, "clients") == "clients/a"
+            assert not listed.admits(new_key(), "clients")
+        (tmp_path / "aside").rename(tmp_path / away)
+        (folder / "a.key").unlink()
+        assert not listed.admits(key, "clients")
+    assert [entry["event"] for entry in logs] == ["allowlist.unreadable", "allowlist.readable"]
+
+
+def test_a_file_that_cannot_be_read_holds_what_it_held(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = new_key()
+    (folder / "a.key").write_bytes(key)
+    listed = Allowlist(tmp_path, later_ns)
+    assert listed.admits(key, "clients")
+    (folder / "a.key").touch()
+
+    def refuse(path: Path, encoding: str) -> str:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", refuse)
+        assert listed.admits(key, "clients") == "clients/a"
+    (folder / "a.key").write_bytes(new_key())
+    assert not listed.admits(key, "clients")

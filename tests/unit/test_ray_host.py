@@ -134,7 +134,7 @@ def test_a_broker_runs_with_the_files_it_was_given(tmp_path: Path) -> None:
         place = Path(args[args.index("--keys") + 1])
         assert args[args.index("--config") + 1] == str(place.parent / "config.toml")
         assert sorted(each.name for each in place.glob("allow/*/*")) == [
-            "alice.key", "broker.key", "controller-0.key", "operator.key",
+            "alice.key", "broker.key", "controller-0.key", "edge.key", "operator.key",
         ]  # fmt: skip
         assert not list(place.rglob("*.secret")), "it has read its own"
         assert place.parent.stat().st_mode & 0o077 == 0

@@ -20,8 +20,20 @@ from bus.rights import Domain, KeyRole, key_of
 from bus.runtime import frames
 from bus.runtime import keys as security
 from bus.runtime import security as gate
-from bus.runtime.keys import Keys, add_key, files_of, give_key, listed_keys, load_keys, new_keys, revoke_key
+from bus.runtime.keys import (
+    Keys,
+    add_key,
+    ensure_keys,
+    files_of,
+    give_key,
+    listed_keys,
+    load_keys,
+    new_keys,
+    revoke_key,
+)
 from bus.runtime.sockets import Sockets
+from pdbus.edge.config import EdgeConfig
+from pdbus.edge.server import EdgeClient
 
 
 def _exchange(server: Sockets, client: Sockets, *, domain: Domain = "clients", wait_ms: int = 60_000) -> str:
@@ -68,7 +80,7 @@ def cluster(tmp_path: Path) -> Path:
 def test_secrets_are_private_and_never_overwritten(cluster: Path) -> None:
     assert stat.S_IMODE(cluster.stat().st_mode) == 0o700
     secrets = list((cluster / "secrets").rglob("*"))
-    assert sum(path.is_file() for path in secrets) == 4
+    assert sum(path.is_file() for path in secrets) == 5
     for path in [cluster / "secrets", *secrets]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
     with pytest.raises(ConfigError, match="already holds keys"):
@@ -146,7 +158,7 @@ def test_no_two_parts_have_one_key_and_who_is_given_one_gets_no_other(cluster: P
     add_key(cluster, "nodes", "decode-0")
     give_key(cluster, "nodes", "decode-0", tmp_path / "decode-0")
     keys = [key for _, _, key in listed_keys(cluster)]
-    assert len(set(keys)) == len(keys) == 5
+    assert len(set(keys)) == len(keys) == 6
     assert [path.name for path in (tmp_path / "decode-0").rglob("*.secret")] == ["decode-0.secret"]
     assert not list(cluster.rglob("decode-0.secret")), "given away"
     assert of(tmp_path / "decode-0", "nodes", "decode-0").name == "nodes/decode-0"
@@ -333,3 +345,95 @@ def test_a_revoked_key_loses_its_connections_and_others_keep_theirs(
             assert time.monotonic() < end, "bob does not come back"
             dealers["bob"].send(b"still there")
         assert key_of(frames.receive(router, keyed=True)[0]) == "clients/bob"
+
+
+def test_an_edge_takes_a_clients_key_and_never_an_admins(cluster: Path, tmp_path: Path) -> None:
+    """`edge` of several; the only one elsewhere; and a directory without any hears how it comes to one."""
+
+    def of_an_edge(directory: Path, name: str = "") -> str:
+        return load_keys(directory, "clients", name=name, default="edge").name
+
+    add_key(cluster, "clients", "alice")
+    assert of_an_edge(cluster) == "clients/edge"
+    assert of_an_edge(cluster, "alice") == "clients/alice"
+    add_key(cluster, "clients", "bob")
+    give_key(cluster, "clients", "edge", tmp_path / "edge")
+    with pytest.raises(ConfigError, match="has secrets of alice, bob: choose one with --key-name"):
+        of_an_edge(cluster)
+    give_key(cluster, "clients", "bob", tmp_path / "bob")
+    assert of_an_edge(tmp_path / "bob") == "clients/bob"
+    revoke_key(cluster, "clients", "alice")
+    with pytest.raises(ConfigError, match=r"no secret of a client; make it one: pdbus keys add .*keys client edge$"):
+        of_an_edge(cluster)
+    config = EdgeConfig(keys=str(cluster), key_name="carol")
+    with pytest.raises(ConfigError, match=r"carol.secret is missing; make it with: pdbus keys add .* client carol$"):
+        EdgeClient("tcp://127.0.0.1:1", config)
+
+
+def test_what_was_revoked_is_made_again_only_when_it_is_asked_for(cluster: Path) -> None:
+    def names() -> set[str]:
+        return {f"{role}/{name}" for role, name, _ in listed_keys(cluster)}
+
+    wanted = {"clients/edge", "nodes/prefill-0", "nodes/decode-0"}
+    ensure_keys(cluster, (), ("prefill-0", "decode-0"), edge=True)
+    assert wanted < names()
+    for key in wanted:
+        role, name = key.split("/")
+        revoke_key(cluster, role, name)  # type: ignore[arg-type]
+    ensure_keys(cluster, (), ("prefill-0", "decode-0"), edge=True)
+    assert not wanted & names()
+    add_key(cluster, "clients", "edge")
+    (cluster / "allow" / "clients" / "edge.key").unlink()  # as by hand
+    ensure_keys(cluster, (), (), edge=True)
+    assert "clients/edge" in names()
+
+
+def test_a_key_that_was_replaced_is_given_once_more(cluster: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    give_key(cluster, "controllers", "controller-0", out)
+    revoke_key(cluster, "controllers", "controller-0")
+    add_key(cluster, "controllers", "controller-0")
+    give_key(cluster, "controllers", "controller-0", out)
+    listed = {name: key for role, name, key in listed_keys(cluster) if role == "controllers"}
+    assert of(out, "controllers").public == listed["controller-0"]
+    assert not (cluster / "secrets" / "controllers" / "controller-0.secret").exists()
+    give_key(cluster, "controllers", "controller-0", out)  # nothing is left to replace
+    assert of(out, "controllers").public == listed["controller-0"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [(("prefill-0", "decode 0"), "'decode 0': the name of a key"), (("a", "a"), "a is named twice")],
+)
+def test_keys_are_made_for_all_names_or_none(tmp_path: Path, nodes: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        new_keys(tmp_path / "keys", nodes)
+    new_keys(tmp_path / "keys", ("prefill-0",))
+
+
+def test_a_secret_without_a_listed_key_does_not_stand_in_the_way_of_another(cluster: Path) -> None:
+    (cluster / "allow" / "clients" / "edge.key").unlink()
+    add_key(cluster, "clients", "edge")
+    assert load_keys(cluster, "clients").public in {key for _, _, key in listed_keys(cluster)}
+
+
+def test_a_directory_without_a_list_is_said_to_be_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nosuch holds no list of keys; make one with: pdbus keys new"):
+        list(listed_keys(tmp_path / "nosuch"))
+
+
+def test_what_cannot_be_removed_or_written_is_one_line(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system that is read-only."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for name in ("unlink", "link"):
+        monkeypatch.setattr(os, name, refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(ConfigError, match=r"cannot remove .*prefill-0.key: Read-only file system"):
+        revoke_key(cluster, "nodes", "prefill-0")
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ConfigError, match="Read-only file system"):
+        add_key(cluster, "nodes", "x")
+    assert len(list(listed_keys(cluster))) == 5
