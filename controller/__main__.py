@@ -55,6 +55,9 @@ GUIDANCE = (
 @click.option("--decode-method", default="auto", metavar="METHOD", help="load_balance_method of decode ranks.")
 @click.option("--unified-method", default="auto", metavar="METHOD", help="load_balance_method of unified ranks.")
 @click.option("--instance", "instances", multiple=True, metavar="NAME", help="Serve only these instances (repeatable).")
+@click.option(
+    "--expect", multiple=True, metavar="ROLE[:MODEL]", help="Say so while no rank of it is ready (repeatable)."
+)
 @cli.setting(ControllerConfig, "--lease-s", type=cli.Seconds(), help="A rank silent for so long is lost.")
 @cli.setting(
     ControllerConfig, "--hang-s", type=cli.Seconds(), help="A busy rank whose steps stand still for so long is hung."

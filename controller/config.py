@@ -14,6 +14,7 @@ from bus.wire.messages import Role
 from controller.feeds.settings import EngineSettings
 from controller.policies import resolve
 from controller.requests.slos import SloClass
+from controller.wanted import expected
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -40,6 +41,7 @@ class ControllerConfig:
     decode_method: str = "auto"  # likewise
     unified_method: str = "auto"  # likewise
     instances: tuple[str, ...] = ()  # only these; empty: all
+    expect: tuple[str, ...] = ()  # ROLE or ROLE:MODEL: wanted whether or not a rank of it has come
     lease_s: float = defaults.LEASE_S
     hang_s: float = 10.0
     stale_s: float = defaults.STALE_S
@@ -71,6 +73,8 @@ class ControllerConfig:
         for name in (self.name, *self.instances):
             if not _NAME.fullmatch(name):
                 raise ConfigError(f"{name!r} is no name: use 1 to 64 of A-Z a-z 0-9 . _ -")
+        if len([expected(each) for each in self.expect]) > 64:
+            raise ConfigError("expect at most 64 roles")
         BusAddress(self.bus)
         ControllerAddress(self.controller)
         for label in ("lease_s", "hang_s", "stale_s", "sent_interval_s", "request_overcommit", "kv_overcommit",

@@ -25,6 +25,7 @@ from bus.wire.messages import (
     Dispatch,
     Drain,
     DrainRank,
+    DrainRole,
     Hello,
     Load,
     LoadReport,
@@ -42,6 +43,7 @@ from bus.wire.messages import (
     StatusQuery,
     Submit,
     TraceQuery,
+    WantedRole,
     Who,
 )
 from bus.wire.status import split, without_loads
@@ -64,6 +66,7 @@ from controller.events import (
 from controller.health import DEAD, Health
 from controller.inquiries import Inquiries
 from controller.late import LateBinding
+from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.members import Loss, Members
 from controller.observe import Regret, Scrapes, rank_status
@@ -119,6 +122,7 @@ class ControllerCore:
             Cancel: lambda peer, message, now, out: self.life.cancel(peer, message.rid, now, out),
             StatusQuery: self._on_status_query,
             DrainRank: self._on_drain_rank,
+            DrainRole: self._on_drain_role,
             TraceQuery: self.inquiries.asked,
         }
 
@@ -184,8 +188,8 @@ class ControllerCore:
 
     @property
     def unready(self) -> str:
-        """Why requests would not be served now; empty: each role that ranks are here for has a ready one, or enough of
-        them have: unified, or prefill and decode."""
+        """Why requests would not be served now; empty: each role that ranks are here for or that is wanted has a ready
+        one, or enough of them have: unified, or prefill and decode. What is declared must have one."""
         if not self.life.settled:
             return "waiting for the ranks' first reports"
         ready: dict[str, bool] = {}
@@ -194,10 +198,17 @@ class ControllerCore:
                 ready[rank.info.role] = ready.get(rank.info.role, False) or rank.ready
         if not ready:
             return "no rank has joined"
-        if ready.get("unified") or (ready.get("prefill") and ready.get("decode")):
-            return ""
-        missing = " and ".join(sorted(role for role, one in ready.items() if not one))
-        return f"no {missing} rank is ready" if missing else ""
+        models = {rank.info.model for rank in self.table.ranks.values()}
+        whole = {model for model in models if self._is_served(model)}
+        missing = set() if whole else {str(role) for role, one in ready.items() if not one}
+        for each in self.wanted:
+            if not each.ready and each.role not in missing and (each.declared or each.model not in whole):
+                missing.add(f"{each.role} ({each.model})" if ready.get(each.role) else each.role)
+        return f"no {' and '.join(sorted(missing))} rank is ready" if missing else ""
+
+    def _is_served(self, model: str) -> bool:
+        roles = {rank.info.role for rank in self.table.ranks.values() if rank.ready and rank.info.model == model}
+        return "unified" in roles or roles >= {"prefill", "decode"}
 
     def shutdown(self, now: float) -> list[Action]:
         """This controller leaves: every live request ends, for its client to send it elsewhere."""
@@ -215,7 +226,13 @@ class ControllerCore:
         return Status(
             id, self.config.name, self.epoch, max(0.0, now - self._started_at), methods,
             self.tally() | self.turned_away(), ranks, uses_hashes=self.uses_hashes, scraped=self.scrapes.known(now),
+            wanted=self.wanted,
         )  # fmt: skip
+
+    @property
+    def wanted(self) -> tuple[WantedRole, ...]:
+        """What ought to be served, and by how many ranks it could be now."""
+        return tuple(self.members.wanted.now(self.table.ranks.values()))
 
     @property
     def prefixes(self) -> dict[Role, PrefixIndex]:
@@ -273,11 +290,16 @@ class ControllerCore:
             status = without_loads(status)
         out.extend(ToClient(peer, part) for part in split(status))
 
+    def _may_drain(self, peer: Any, id: int, out: list[Action]) -> bool:
+        if may(peer, "admins"):
+            return True
+        self.counts["rejected_not_yours"] += 1
+        out.append(ToClient(peer, Refused("bad_identity", "to drain a rank takes an admin's key", id)))
+        return False
+
     def _on_drain_rank(self, peer: Any, order: DrainRank, now: float, out: list[Action]) -> None:
         name = f"{order.instance}/{order.dp_rank}"
-        if not may(peer, "admins"):
-            self.counts["rejected_not_yours"] += 1
-            out.append(ToClient(peer, Refused("bad_identity", "to drain a rank takes an admin's key", order.id)))
+        if not self._may_drain(peer, order.id, out):
             return
         rank = self.table.ranks.get((order.instance, order.dp_rank))
         if rank is None:
@@ -285,10 +307,24 @@ class ControllerCore:
             out.append(ToClient(peer, refused))
             return
         out.append(Note("drain.ordered", fields={"rank": name, "key": key_of(peer)}))
+        self._drain(rank, now, out)
+        out.extend(ToClient(peer, part) for part in split(self.status(order.id, now)))
+
+    def _on_drain_role(self, peer: Any, order: DrainRole, now: float, out: list[Action]) -> None:
+        if not self._may_drain(peer, order.id, out):
+            return
+        out.append(Note("drain.ordered", fields={"role": order.role, "model": order.model, "key": key_of(peer)}))
+        for rank in list(self.table.ranks.values()):
+            meant = rank.info.role == order.role and order.model in ("", rank.info.model)
+            if meant and self.members.state(rank) not in DEAD:
+                self._drain(rank, now, out)
+        self.members.wanted.drained(order.role, order.model)
+        out.extend(ToClient(peer, part) for part in split(self.status(order.id, now)))
+
+    def _drain(self, rank: RankLoad, now: float, out: list[Action]) -> None:
         self.health.drain(rank.key)
         self._lose(self.members.assess(rank, now, out, "drain"), now, out)
-        out.append(ToNode(rank.peer, Drain(order.dp_rank)))
-        out.extend(ToClient(peer, part) for part in split(self.status(order.id, now)))
+        out.append(ToNode(rank.peer, Drain(rank.key[1])))
 
     # --- from nodes -------------------------------------------------------------------------------------------
 

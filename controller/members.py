@@ -17,6 +17,7 @@ from controller.events import Action, ToNode
 from controller.health import DEAD, Change, Health
 from controller.load.rank import Asked, RankLoad
 from controller.load.table import LoadTable, info_key
+from controller.wanted import Wanted
 
 FENCED_EPOCHS = 8
 Kind: TypeAlias = tuple[str, str, int]  # role, model, dp_size: what all ranks of an instance share
@@ -66,6 +67,7 @@ class Members:
         self._unclear: dict[RankLoad, None] = {}  # given up, and not known to be dead
         self.peers: dict[Any, RankLoad] = {}
         self.suspects: dict[RankLoad, None] = {}
+        self.wanted = Wanted(config.expect)
 
     def hello(self, peer: Any, hello: Hello, now: float, out: list[Action]) -> list[Loss]:
         """A node introduces or restates itself. What it no longer has is lost."""
@@ -91,6 +93,7 @@ class Members:
             rank = self._table.open(hello)
             self._count(rank, 1)
             self._health.hello(key, hello.epoch, hello.state, idle=not hello.running, now=now).returning = restarted
+            self.wanted.changed(rank, "starting")
             out.append(Note("node.registered", fields=_name(rank) | {"epoch": rank.epoch}))
         else:
             if rank.peer != peer:
@@ -218,6 +221,7 @@ class Members:
         rank = self._table.ranks[change.key]
         pulse = self._health.pulses[change.key]
         self._table.set_ready(rank, change.new == "ready", slow=pulse.returning)
+        self.wanted.changed(rank, change.new)
         level = "warning" if change.new in ("lost", "hung", "silent") else "info"
         states = {"old": change.old, "new": change.new, "sign": sign}
         out.append(Note("rank.state_changed", level, _name(rank) | states))

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from bus.histogram import trimmed
 from bus.runtime.metrics import Metric, Sample, gauge, labelled
-from bus.wire.messages import MAX_ROOM, Code, MemberKey, RankStatus, Role, Scraped
+from bus.wire.messages import MAX_ROOM, Code, MemberKey, RankStatus, Role, Scraped, WantedRole
 from controller.health import Pulse
 from controller.load.rank import RankLoad
 
@@ -69,6 +69,7 @@ def collect(
     pulses: Mapping[MemberKey, Pulse],
     methods: Mapping[Role, str],
     regret: Regret,
+    wanted: Iterable[WantedRole],
     now: float,
 ) -> Sequence[Metric]:
     """The metrics of a core's `tally` (used up), `ranks` and what else it knows; a request id is never a label."""
@@ -84,6 +85,12 @@ def collect(
         labelled("counter", "pdbus_controller_failed_total", "requests failed, by code", "code", failed),
         labelled("counter", "pdbus_controller_rejected_total", "messages dropped, by reason", "reason", rejected),
         _dispatches(ranks, methods),
+        Metric(
+            "pdbus_controller_wanted_ready",
+            "ready ranks of each role (and model, empty: any) that ought to be served",
+            "gauge",
+            [Sample(each.ready, {"role": each.role, "model": each.model}) for each in wanted],
+        ),
         _gauge("estimate_requests", "load in force: requests", ranks, [rank.requests for rank in ranks]),
         _gauge("estimate_tokens", "load in force: tokens", ranks, [rank.tokens for rank in ranks]),
         _gauge("reported_requests", "requests in the last report", ranks, [rank.base_requests for rank in ranks]),

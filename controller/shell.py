@@ -118,7 +118,13 @@ class Controller(Service):
         if config.metrics_port:
             exits.callback(
                 probes.serve(
-                    self.loop, config.metrics_host, config.metrics_port, self._gather, self._unready, self._targets
+                    self.loop,
+                    config.metrics_host,
+                    config.metrics_port,
+                    self._gather,
+                    self._unready,
+                    self._targets,
+                    {"controller": config.name},
                 )
             )
         log.info("controller.started", name=config.name, address=config.controller, epoch=self.epoch, **config.methods)
@@ -205,7 +211,9 @@ class Controller(Service):
             "domain",
             self._sockets.refused,
         )
-        return *collect(core.tally(), ranks, core.health.pulses, self.config.methods, core.regret, now), refused
+        return *collect(
+            core.tally(), ranks, core.health.pulses, self.config.methods, core.regret, core.wanted, now
+        ), refused
 
     def _targets(self) -> list[dict[str, Any]]:
         return targets(self.core.status(0, self.loop.clock()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from prometheus_client import CollectorRegistry
@@ -65,16 +66,18 @@ def histogram(name: str, help: str, value: Distribution) -> Metric:
     return Metric(name, help, "histogram", (Sample(value),))
 
 
-def registry(snapshot: Snapshot) -> CollectorRegistry:
-    """For Prometheus: each scrape reads `snapshot()`, which should return the last tuple that the loop has left."""
+def registry(snapshot: Snapshot, labels: Mapping[str, str] | None = None) -> CollectorRegistry:
+    """For Prometheus: each scrape reads `snapshot()`, which should return the last tuple that the loop has left.
+    `labels`: of the whole part, on each sample of it."""
     made = CollectorRegistry()
-    made.register(_Reader(snapshot))
+    made.register(_Reader(snapshot, labels or {}))
     return made
 
 
 class _Reader(Collector):
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, labels: Mapping[str, str]) -> None:
         self._snapshot = snapshot
+        self._labels = labels
         self._build = {"version": build.version(), "cores": build.CORES, "python": platform.python_version()}
 
     def describe(self) -> Iterable[Family]:
@@ -82,18 +85,18 @@ class _Reader(Collector):
 
     def collect(self) -> Iterator[Family]:
         for metric in self._snapshot():
-            yield _family(metric)
+            yield _family(metric, self._labels)
         yield _family(Metric("pdbus_build_info", "which build runs, always 1", "gauge", (Sample(1.0, self._build),)))
         yield _family(counter("pdbus_log_events_lost_total", "events that the log could not take", logs.lost()))
 
 
-def _family(metric: Metric) -> Family:
-    names = tuple(metric.samples[0].labels) if metric.samples else ()
+def _family(metric: Metric, labels: Mapping[str, str] = MappingProxyType({})) -> Family:
+    names = (*labels, *(metric.samples[0].labels if metric.samples else ()))
     if metric.kind == "histogram":
         histograms = HistogramMetricFamily(metric.name, metric.help, labels=names)
         for sample in metric.samples:
             assert isinstance(sample.value, Distribution), metric.name
-            values = tuple(sample.labels[name] for name in names)
+            values = tuple({**labels, **sample.labels}[name] for name in names)
             histograms.add_metric(values, _cumulative(sample.value), sample.value.total)
         return histograms
     plain = (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(
@@ -101,7 +104,7 @@ def _family(metric: Metric) -> Family:
     )
     for sample in metric.samples:
         assert not isinstance(sample.value, Distribution), metric.name
-        plain.add_metric(tuple(sample.labels[name] for name in names), sample.value)
+        plain.add_metric(tuple({**labels, **sample.labels}[name] for name in names), sample.value)
     return plain
 
 

@@ -11,7 +11,7 @@ import json
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from typing import Any
@@ -33,14 +33,14 @@ log = get_logger("probes")
 
 def serve(
     loop: Loop, host: str, port: int, gather: Callable[[], Iterable[Metric]], unready: Callable[[], str] = lambda: "",
-    targets: Callable[[], list[dict[str, Any]]] | None = None,
+    targets: Callable[[], list[dict[str, Any]]] | None = None, labels: Mapping[str, str] | None = None,
 ) -> Callable[[], None]:  # fmt: skip
     """Serve until what is returned is called. StartError if the port is taken.
 
     `gather`, `unready` (why the part can't do its work now; empty: it can) and `targets` (as `http_sd` has them) are
-    called on the loop's thread.
+    called on the loop's thread. `labels`: of the whole part, on each sample of it.
     """
-    board = Board(loop, gather, unready, targets)
+    board = Board(loop, gather, unready, targets, labels)
     board.keep()
     try:
         server = _Server(host, port, board)
@@ -66,7 +66,7 @@ class Board:
 
     def __init__(
         self, loop: Loop, gather: Callable[[], Iterable[Metric]], unready: Callable[[], str],
-        targets: Callable[[], list[dict[str, Any]]] | None = None,
+        targets: Callable[[], list[dict[str, Any]]] | None = None, labels: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self._loop = loop
         self._gather = gather
@@ -75,7 +75,7 @@ class Board:
         self.targets: bytes | None = None  # as JSON
         self._metrics: tuple[Metric, ...] = ()
         self._trouble = ""
-        self.registry = registry(lambda: self._metrics)
+        self.registry = registry(lambda: self._metrics, labels)
 
     def keep(self) -> None:
         """On the loop's thread."""

@@ -22,6 +22,7 @@ MAX_DP_SIZE = 4096
 MAX_MARKS = 64  # of one part and one request, and
 MAX_TOLD = 16  # parts: all together fit in a frame
 MAX_PHRASE = 192
+MAX_WANTED = 256
 
 Role: TypeAlias = Literal["prefill", "decode", "unified"]
 Legs: TypeAlias = Literal["pair", "prefill", "decode", "unified"]  # what a request asks for
@@ -684,6 +685,15 @@ class Scraped(Message, frozen=True):
     metrics: HostPort
 
 
+class WantedRole(Message, frozen=True):
+    """A role of a model (empty: of any) that ought to be served, and how many ranks are ready for it."""
+
+    role: Role
+    model: Model
+    ready: Count
+    declared: bool = False
+
+
 class Status(_OfController, frozen=True, tag="status_is"):
     id: Count
     controller: Name
@@ -695,6 +705,7 @@ class Status(_OfController, frozen=True, tag="status_is"):
     remaining: Count = 0  # ranks that further messages of this id bring
     uses_hashes: Annotated[tuple[Role, ...], Meta(max_length=3)] = ()  # whose methods look at `Submit.block_hashes`
     scraped: Annotated[tuple[Scraped, ...], Meta(max_length=64)] = ()  # parts without ranks that have metrics
+    wanted: Annotated[tuple[WantedRole, ...], Meta(max_length=MAX_WANTED)] = ()
 
 
 class TraceQuery(Message, frozen=True, tag="trace"):
@@ -733,6 +744,14 @@ class DrainRank(_Named, frozen=True, tag="drain_rank"):
     id: Count
     instance: Name
     dp_rank: DpRank
+
+
+class DrainRole(Message, frozen=True, tag="drain_role"):
+    """An operator asks the controller to drain a role's ranks, of one model or of all (empty), and to miss none."""
+
+    id: Count
+    role: Role
+    model: Model = ""
 
 
 # --- data plane: client -> node (token streams), node -> node (KV cache), all on the node's ROUTER --------------
@@ -865,7 +884,7 @@ TO_BROKER = _table(Query, Unwatch, TopologyQuery, BrokerStatusQuery)
 FROM_BROKER = _table(Answer, Topology, BrokerStatus, Refused)
 NODE_TO_CONTROLLER = _table(Hello, Pong, Progress, Bye, Recalled)
 CONTROLLER_TO_NODE = _table(Welcome, Who, Ping, Dispatch, CancelLeg, Drain, Recall, Refused)
-CLIENT_TO_CONTROLLER = _table(Submit, Cancel, StatusQuery, DrainRank, TraceQuery)
+CLIENT_TO_CONTROLLER = _table(Submit, Cancel, StatusQuery, DrainRank, TraceQuery, DrainRole)
 CONTROLLER_TO_CLIENT = _table(Accepted, Failed, Done, Status, TraceIs, Refused)
 TO_NODE_DATA = _table(Attach, Detach, KvPull, KvDone)
 FROM_NODE_DATA = _table(Tokens, KvMeta, KvBlock, KvFail, Refused)

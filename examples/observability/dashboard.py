@@ -48,15 +48,18 @@ PANELS: dict[str, list[tuple[str, str, str, list[tuple[str, str]]]]] = {
     ],
     "Ranks": [
         ("States", "short", "How many ranks of each role are in each state.", [
-            ("sum by (role, state) (pdbus_controller_rank_state)", "{{role}} {{state}}")]),
+            ("sum by (role, state) (max by (role, state, instance, dp_rank) (pdbus_controller_rank_state))",
+             "{{role}} {{state}}")]),
+        ("Wanted roles", "short", "Ready ranks of each role that ought to be served: 0 is an outage.", [
+            ("max by (role, model) (pdbus_controller_wanted_ready)", "{{role}} {{model}}")]),
         ("Restarts", "short", "Starts that took the place of an earlier one, in ten minutes.", [
-            ("sum by (instance, dp_rank) (increase(pdbus_controller_restarts_total[10m]))", RANK)]),
+            ("max by (instance, dp_rank) (increase(pdbus_controller_restarts_total[10m]))", RANK)]),
         ("Run slots in use", "percentunit", "Of each rank, by its own report.", [
             ("pdbus_node_running / pdbus_node_max_running", RANK)]),
         ("KV memory in use", "percentunit", "Decode ranks wait for it when it is full.", [
             ("pdbus_node_kv_tokens / pdbus_node_kv_capacity_tokens", RANK)]),
-        ("Estimated load", "short", "Tokens that a dispatch would wait behind, as the controller believes.", [
-            ("pdbus_controller_estimate_tokens", RANK)]),
+        ("Estimated load", "short", "Tokens that a dispatch would wait behind, as controllers believe.", [
+            ("max by (instance, dp_rank) (pdbus_controller_estimate_tokens)", RANK)]),
         ("Prompt tokens queued", "short", "Not yet computed, or fetched.", [("pdbus_node_waiting_tokens", RANK)]),
         ("Time to first token, p99 by rank", "s", "A prefill rank's is its own part.",
          p99_by_rank("pdbus_controller_ttft_seconds")),
@@ -67,7 +70,7 @@ PANELS: dict[str, list[tuple[str, str, str, list[tuple[str, str]]]]] = {
     ],
     "The bus": [
         ("Age of load reports", "s", "A rank that stops reporting is judged by work in flight alone.", [
-            ("pdbus_controller_report_age_seconds", RANK)]),
+            ("max by (instance, dp_rank) (pdbus_controller_report_age_seconds)", RANK)]),
         ("Acknowledgement lag, p99", "s", "From sending until the load report that has it.",
          p99_by_rank("pdbus_controller_acknowledgement_seconds")),
         ("Rooms", "short", "A second; expired: a decode leg never came.", [

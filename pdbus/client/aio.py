@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
 from bus.runtime.keys import load_keys
-from bus.wire.messages import Status
+from bus.wire.messages import Role, Status
 from pdbus.client.base import BaseClient, BaseStream
 from pdbus.client.looped import LoopChannel, raise_if_forked
 from pdbus.client.options import Options, check_options, check_text
@@ -88,6 +88,10 @@ class AsyncClient(BaseClient):
     async def drain(self, instance: str, dp_rank: int, *, timeout_s: float | None = None) -> None:
         """As `Client.drain`."""
         await asyncio.wrap_future(self._ask_drain(await self._channel(), instance, dp_rank, timeout_s))
+
+    async def drain_role(self, role: Role, model: str = "", *, timeout_s: float | None = None) -> None:
+        """As `Client.drain_role`."""
+        await asyncio.wrap_future(self._ask_drain_role(await self._channel(), role, model, timeout_s))
 
     async def _begin(
         self, channel: LoopChannel, ids: Sequence[int], options: Options, tokenizer: Tokenizer | None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from msgspec.structs import replace
 
 from bus.wire.hashing import tokens_of
-from bus.wire.messages import DrainRank, Legs, Status, StatusQuery
+from bus.wire.messages import DrainRank, DrainRole, Legs, Role, Status, StatusQuery
 from pdbus.client.channel import Channel
 from pdbus.client.looped import LoopChannel
 from pdbus.client.options import Options, any_rank, block_tokens_for, leg_for, make_request, model_of, patience, where
@@ -64,6 +64,9 @@ class BaseClient:
 
     def _ask_drain(self, channel: AnyChannel, instance: str, dp_rank: int, timeout_s: float | None) -> Future[Status]:
         return channel.ask(self._where.decode, lambda id: DrainRank(id, instance, dp_rank), timeout_s)
+
+    def _ask_drain_role(self, channel: AnyChannel, role: Role, model: str, timeout_s: float | None) -> Future[Status]:
+        return channel.ask(self._where.decode, lambda id: DrainRole(id, role, model), timeout_s)
 
     def _learn_model(self, status: Status) -> str:
         self._texts.model = model_of(status)

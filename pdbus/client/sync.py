@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
-from bus.wire.messages import Status
+from bus.wire.messages import Role, Status
 from pdbus.client.base import BaseClient, BaseStream
 from pdbus.client.channel import Channel
 from pdbus.client.options import Options, check_options, check_text
@@ -87,6 +87,11 @@ class Client(BaseClient):
         """Let a rank finish what it has and leave. RequestFailed when the controller knows no such rank, ConfigError
         when there can be none of that name, PeerLost as with `status`."""
         self._ask_drain(self._channel, instance, dp_rank, timeout_s).result()
+
+    def drain_role(self, role: Role, model: str = "", *, timeout_s: float | None = None) -> None:
+        """Let all ranks of a role, of one model or of all, finish what they have and leave; the controller does not
+        miss the role then, unless it was told to expect it. PeerLost as with `status`."""
+        self._ask_drain_role(self._channel, role, model, timeout_s).result()
 
     def _begin(self, ids: Sequence[int], options: Options, tokenizer: Tokenizer | None) -> Stream:
         if not self._knows(options):

@@ -1,4 +1,4 @@
-"""`pdbus drain`: let one rank finish what it has and leave."""
+"""`pdbus drain`: let a rank, or all of a role, finish what it has and leave."""
 
 from __future__ import annotations
 
@@ -13,36 +13,61 @@ from pdbus.client import Client
 from pdbus.commands.common import Teller, controller_option, keys_option, wait_for_controller, wait_option
 
 ASK_S = 0.25
+ROLES = ("prefill", "decode", "unified")
 
 
 @settings.command("drain")
-@click.argument("rank", metavar="INSTANCE/RANK")
+@click.argument("rank", metavar="[INSTANCE/RANK]", default="")
+@click.option("--role", default="", metavar="ROLE", help="Instead: all ranks of this role.")
+@click.option("--model", default="", metavar="MODEL", help="With --role: of one model alone.")
 @click.option("--drain-s", type=cli.Seconds(), default=120.0, show_default=True, help="How long to wait for its end.")
 @controller_option
 @keys_option
 @wait_option
-def drain(rank: str, drain_s: float, controller: str, keys: str, wait_s: float) -> None:
-    """Drain a rank, as in: pdbus drain decode-0/1. It takes nothing new, finishes what it has, and leaves."""
+def drain(rank: str, role: str, model: str, drain_s: float, controller: str, keys: str, wait_s: float) -> None:
+    """Drain a rank, as in: pdbus drain decode-0/1. It takes nothing new, finishes what it has, and leaves.
+
+    With --role all ranks of a role; nobody misses it then, unless its controller was told to --expect it.
+    """
     instance, slash, number = rank.rpartition("/")
-    if not slash or not number.isdecimal():
+    if role and role not in ROLES:
+        raise ConfigError(f"--role {role}: choose {', '.join(ROLES)}")
+    if bool(rank) == bool(role) or (model and not role):
+        raise ConfigError("name a rank like decode-0/1, or a role with --role (and a --model)")
+    if rank and (not slash or not number.isdecimal()):
         raise ConfigError(f"{rank!r}: name a rank like decode-0/1")
     with Client(controller, keys=keys) as client, Teller().telling() as teller:
-        before = _find(wait_for_controller(client, controller, wait_s, keys), instance, int(number))
-        client.drain(instance, int(number))
+        seen = wait_for_controller(client, controller, wait_s, keys)
+        ours: list[RankStatus | None] = [_find(seen, instance, int(number))] if rank else []
+        if role:
+            there = [each for each in seen.ranks if each.role == role and model in ("", each.model)]
+            ours += [each for each in there if each.state not in ("gone", "lost", "hung")]
+            client.drain_role(role, model)  # type: ignore[arg-type]
+        else:
+            client.drain(instance, int(number))
         until = time.monotonic() + drain_s
-        while True:
-            seen = _find(client.status(), instance, int(number))
-            if seen is None or seen.state == "gone" or (before is not None and seen.epoch != before.epoch):
-                break
-            if seen.state == "lost":
-                raise StartError(f"{rank} is lost: {silence_of(seen)}; nothing to drain")
-            if time.monotonic() >= until:
-                raise StartError(
-                    f"{rank} still has {seen.outstanding} requests after {drain_s:g} s; it goes on draining"
-                )
-            teller.say(f"{rank} is {seen.state}: {seen.outstanding} requests left")
-            time.sleep(ASK_S)
-    click.echo(f"{rank} has finished and left")
+        for before in ours:
+            name = f"{before.instance}/{before.dp_rank}" if before is not None else rank
+            _until_left(client, name, before, until, drain_s, teller)
+            click.echo(f"{name} has finished and left")
+    if role and not ours:
+        click.echo(f"no {role} rank{f' of {model}' if model else ''} is there to drain")
+
+
+def _until_left(
+    client: Client, name: str, before: RankStatus | None, until: float, drain_s: float, teller: Teller
+) -> None:
+    instance, _, number = name.rpartition("/")
+    while True:
+        seen = _find(client.status(), instance, int(number))
+        if seen is None or seen.state == "gone" or (before is not None and seen.epoch != before.epoch):
+            return
+        if seen.state == "lost":
+            raise StartError(f"{name} is lost: {silence_of(seen)}; nothing to drain")
+        if time.monotonic() >= until:
+            raise StartError(f"{name} still has {seen.outstanding} requests after {drain_s:g} s; it goes on draining")
+        teller.say(f"{name} is {seen.state}: {seen.outstanding} requests left")
+        time.sleep(ASK_S)
 
 
 def _find(status: Status, instance: str, dp_rank: int) -> RankStatus | None:

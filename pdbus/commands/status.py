@@ -176,7 +176,7 @@ def _row(rank: RankStatus) -> dict[str, str]:
         "state": rank.state,
         "age": f"{rank.report_age_s:.1f}s" if rank.report_age_s >= 0 else "never",
         "run+wait": f"{load.running}+{load.waiting}" if load else "-",
-        "KV": f"{load.kv_tokens / max(1, load.kv_capacity):.0%}" if load else "-",
+        "KV": f"{load.kv_tokens / load.kv_capacity:.0%}" if load and load.kv_capacity else "-",
         "in flight": f"{rank.in_flight_requests}/{rank.in_flight_tokens}",
         "estimate": f"{rank.estimate_requests}/{rank.estimate_tokens}",
         "sent": str(rank.dispatched_total),

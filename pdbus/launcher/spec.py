@@ -156,6 +156,8 @@ class ClusterSpec:
             args += [f"--{role}-method", method]
         if self.controllers == "per_instance":
             args += ["--instance", name.removeprefix("controller-")]
+        mine = [role for each, (role, _) in self.instances().items() if name in ("controller-0", f"controller-{each}")]
+        args += [word for role in dict.fromkeys(mine) for word in ("--expect", role)]
         return PartSpec(name, "controller", "controller", (*args, *common, *self.controller_args))
 
     def _node(

@@ -26,7 +26,8 @@ REFUSED_BY_BROKER = ("rejected_", "peers_refused", "members_", "topic_mismatches
 
 def trouble_of(status: Status) -> list[str]:
     """What is wrong, a line each: ranks that should serve and don't, and roles that nobody serves. A rank that was
-    drained or said goodbye should not, and one that starts is given its time while another serves its role."""
+    drained or said goodbye should not, and one that starts is given its time while another serves its role. A role is
+    missed for as long as its controller wants it, whether or not any rank of it is still known."""
     lines = [
         f"{name_of(rank)} is {rank.state}" + (f" for {age(rank.state_age_s)}" if rank.state_age_s >= 0 else "")
         for rank in status.ranks
@@ -34,7 +35,14 @@ def trouble_of(status: Status) -> list[str]:
     ]
     here = [rank for rank in status.ranks if rank.state != "gone"]
     served = {rank.role for rank in here if rank.state == "ready"}
-    lines += [f"no {role} rank is ready" for role in sorted({rank.role for rank in here} - served)]
+    wanted = {each.role for each in status.wanted if not each.ready}
+    unserved = ({rank.role for rank in here} | wanted) - served
+    lines += [f"no {role} rank is ready" for role in sorted(unserved)]
+    lines += [
+        f"no {each.role} rank of {each.model} is ready"
+        for each in status.wanted
+        if not each.ready and each.role not in unserved
+    ]
     return lines if here else [*lines, "no rank has joined this controller"]
 
 

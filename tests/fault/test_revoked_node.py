@@ -41,5 +41,5 @@ def test_a_client_leaves_the_streams_of_a_revoked_node(tmp_path: Path, transport
         finally:
             rig.channel.stop()
         rig.check()
-        assert max(rig.results[rid].attempts for rid in rids) == 2  # over tcp others of its host are cut off as well
+        assert max(rig.results[rid].attempts for rid in rids) > 1  # over tcp others of its host are cut off as well
         assert {at.instance for rid in rids if (at := rig.results[rid].decode)} == {"decode-1"}

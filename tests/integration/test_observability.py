@@ -108,6 +108,15 @@ def test_every_metric_that_they_name_is_there(cluster: Cluster, ports: list[int]
     assert not missing()
 
 
+def test_each_series_of_a_controller_says_whose_it_is(cluster: Cluster) -> None:
+    """Else those of several controllers over the same ranks are one series, which jumps between them."""
+    port = cluster.children["controller-0"].spec.metrics_port
+    families = list(text_string_to_metric_families(fetched(f"http://127.0.0.1:{port}/metrics")))
+    ours = [sample for family in families for sample in family.samples if sample.name.startswith("pdbus_controller_")]
+    assert ours
+    assert {sample.labels.get("controller") for sample in ours} == {"controller-0"}
+
+
 def test_the_configuration_finds_every_part_at_the_controller(cluster: Cluster, ports: list[int]) -> None:
     config = yaml.safe_load((HERE / "prometheus.yml").read_text(encoding="utf-8"))
     (finds,) = config["scrape_configs"][0]["http_sd_configs"]

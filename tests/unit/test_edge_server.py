@@ -190,7 +190,7 @@ def test_an_edge_whose_client_broke_leaves(monkeypatch: pytest.MonkeyPatch) -> N
             return PAIR
 
     urls: list[str] = []
-    monkeypatch.setattr(server, "AsyncClient", Broken)
+    monkeypatch.setattr(server, "EdgeClient", Broken)
     monkeypatch.setattr(server, "LOOK_S", 0.01)
     with pytest.raises(PartFailed, match="a bug"):
         server.serve(EdgeConfig(http="127.0.0.1:0"), urls.append)

@@ -48,6 +48,24 @@ def test_every_kind_is_scraped_as_it_was_left() -> None:
     assert scrape(left) == {("pdbus_test_things_total", ()): 4}
 
 
+def test_labels_of_a_whole_part_come_with_those_of_each_sample() -> None:
+    sizes = Histogram((1.0,))
+    left = [
+        labelled("counter", "pdbus_test_rejected_total", "rejected", "reason", {"size": 2}),
+        gauge("pdbus_test_level", "level", 0.5),
+        histogram("pdbus_test_size_rooms", "sizes", sizes.frozen()),
+        labelled("gauge", "pdbus_test_empty", "nothing yet", "rank", {}),
+    ]
+    said = generate_latest(registry(lambda: left, {"controller": "c-1"})).decode()
+    for line in (
+        'pdbus_test_rejected_total{controller="c-1",reason="size"} 2.0',
+        'pdbus_test_level{controller="c-1"} 0.5',
+        'pdbus_test_size_rooms_bucket{controller="c-1",le="1.0"} 0.0',
+        'pdbus_test_size_rooms_count{controller="c-1"} 0.0',
+    ):
+        assert line in said.splitlines()
+
+
 def test_every_part_says_which_build_it_is() -> None:
     said = generate_latest(registry(lambda: ())).decode()
     labels = f'cores="{build.CORES}",python="{platform.python_version()}",version="{version("pdbus")}"'
