@@ -69,8 +69,8 @@ def collect(
     pulses: Mapping[MemberKey, Pulse],
     methods: Mapping[Role, str],
     regret: Regret,
-    wanted: Iterable[WantedRole],
     now: float,
+    wanted: Iterable[WantedRole] = (),
 ) -> Sequence[Metric]:
     """The metrics of a core's `tally` (used up), `ranks` and what else it knows; a request id is never a label."""
     failed = dict.fromkeys(get_args(Code)[1:], 0)  # a series that is born with a count has no increase of it

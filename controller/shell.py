@@ -212,7 +212,7 @@ class Controller(Service):
             self._sockets.refused,
         )
         return *collect(
-            core.tally(), ranks, core.health.pulses, self.config.methods, core.regret, core.wanted, now
+            core.tally(), ranks, core.health.pulses, self.config.methods, core.regret, now, core.wanted
         ), refused
 
     def _targets(self) -> list[dict[str, Any]]:

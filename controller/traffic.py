@@ -27,6 +27,7 @@ from bus.wire.messages import (
     Accepted,
     Beacon,
     Code,
+    Done,
     Message,
     Refused,
     Submit,
@@ -156,7 +157,8 @@ class Traffic:
                     if self._on_local is not None:
                         self._on_local(action.message)
                 elif failure := self._send(self._clients, action.peer, action.message):
-                    self._core.counts["clients_unreachable"] += 1  # it may come back and ask again
+                    if type(action.message) is not Done:  # it has its last token, and need not stay for this
+                        self._core.counts["clients_unreachable"] += 1  # it may come back and ask again
                     if failure == errno.EHOSTUNREACH and type(action.message) is Accepted:
                         self.handle(ClientGone(action.peer, action.message.rid))
             elif kind is Publish:

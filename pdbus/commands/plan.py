@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +15,13 @@ from rich.table import Table
 
 from bus.errors import ConfigError
 from bus.runtime import cli
+from controller.config import ControllerConfig
 from pdbus.commands.lab import GENERATED_S, option, run_virtual, setting, timing_option, timing_settings, traces_of
 from pdbus.lab.config import LabConfig
 from pdbus.lab.plan import Found, Plan
 from pdbus.lab.plan import plan as find
 from pdbus.lab.plots import prepare, write_plan
-from pdbus.lab.tables import COLUMNS, Column, written
+from pdbus.lab.tables import COLUMNS, Column, number_or_none, written
 
 _FROM_OPTIONS = ("cache_blocks", "decode_kv_tokens", "chunk_tokens", "report_delay_s", "report_loss", "late_tokens",
                  "overtake_tokens", "seed")  # fmt: skip
@@ -75,7 +75,7 @@ def plan(trace: Path | None, **options: Any) -> None:
     console = Console(stderr=True, quiet=options["as_json"])
     found = find(traces, options["ranks"], config, lambda runs: run_virtual(runs, options["jobs"], console))
     names = ("ranks", "slo_ttft", "slo_tpot", "rate", "timing", "timing_scale", "seeds")
-    asked = {name: options[name] for name in names}
+    asked = {name: options[name] for name in (*names, *_FROM_OPTIONS, "duration_s")}
     data = {"trace": str(trace) if trace else traces[0].name, "options": asked} | json_of(found)
     if options["as_json"]:
         click.echo(json.dumps(data))
@@ -117,8 +117,8 @@ def json_of(found: Plan) -> dict[str, Any]:
         figures: dict[str, Any] = {}
         for field in _SHOWN:
             mean = each.mean(field)
-            figures[field] = round(mean.mean, 6)
-            figures[f"{field}_half_width"] = None if math.isnan(mean.half_width) else round(mean.half_width, 6)
+            figures[field] = number_or_none(mean.mean)
+            figures[f"{field}_half_width"] = number_or_none(mean.half_width)
         return each.choice.settings() | figures
 
     return {"best": row(found.tried[0]), "tried": [*map(row, found.tried)], "splits": [*map(row, found.splits)]}
@@ -129,6 +129,9 @@ def command_of(found: Found, config: LabConfig) -> str:
     choice = found.choice
     order = f" --queue-order slo --ttft-slo-s {config.slo_ttft_s:g}" if choice.queue_order == "slo" else ""
     order += f" --tpot-slo-s {config.slo_tpot_s:g}" if choice.tpot_admission else ""
+    for name in ("late_tokens", "overtake_tokens") if choice.queue_order == "slo" else ():
+        if (said := getattr(config, name)) != getattr(ControllerConfig, name):
+            order += f" --{name.replace('_', '-')} {said}"
     return (
         f"python -m controller --prefill-method {choice.prefill_method} --decode-method {choice.decode_method}{order}"
     )

@@ -167,7 +167,7 @@ def _live(
                     name = row_of(method, config)
                     live = result_of(run_live(requests, method, config, engine, status.update), config)
                     status.update(f"{name} once more in virtual time")
-                    twin = comparable(config)
+                    twin = comparable(config, engine)
                     virtual = result_of(simulate(requests, method, twin), twin, f"{name} (virtual)")
                     results += [live, virtual]
                     console.print(_beside(live, virtual), highlight=False, soft_wrap=True)

@@ -6,10 +6,14 @@ equal tokens, which is all that the nodes' caches see of it.
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from itertools import count
 from random import Random
 
 from bus.errors import BusError, ConfigError, RequestFailed
@@ -19,7 +23,7 @@ from nodes.own.engines.sim import SIM_VOCAB_SIZE, SPECIALS
 from pdbus.client.sync import Client, Stream
 from pdbus.lab.capacity import stretch
 from pdbus.lab.config import LabConfig
-from pdbus.lab.simulate import Course, Outcome
+from pdbus.lab.simulate import Course, Outcome, rooms_of
 from pdbus.lab.traces import Trace, TraceRequest
 from pdbus.launcher import Cluster, ClusterSpec
 
@@ -44,12 +48,11 @@ class LiveEngine:
     args: tuple[str, ...] = ()  # vllm's own
 
 
-def comparable(config: LabConfig) -> LabConfig:
-    """`config` for a virtual run that a live one of sim nodes on this machine is to be held against: its reports are
-    neither late nor lost, its KV blocks are small, and prefill makes the first token."""
-    return replace(
-        config, report_delay_s=0.0, report_loss=0.0, kv_fetch_token_s=1e-7, controllers=1, first_at_decode=False
-    )
+def comparable(config: LabConfig, engine: LiveEngine = LiveEngine()) -> LabConfig:
+    """`config` for a virtual run that a live one on this machine is to be held against: its reports are neither late
+    nor lost. Sim nodes have small KV blocks, and prefill makes the first token; of others the timing file says that."""
+    alike = replace(config, report_delay_s=0.0, report_loss=0.0, controllers=1)
+    return replace(alike, kv_fetch_token_s=1e-7, first_at_decode=False) if engine.name == "sim" else alike
 
 
 def run_live(
@@ -81,23 +84,24 @@ def replay_on(
     client: Client, trace: Trace, method: str, config: LabConfig, on_progress: Callable[[str], None]
 ) -> Outcome:
     """`trace` at its own times, on a cluster that serves nothing else. BusError when a request fails."""
-    rng = Random(config.seed)
+    rooms = rooms_of(trace, config)
     prompts = [make_prompt(request, trace.block_tokens, number) for number, request in enumerate(trace.requests)]
     outcome = Outcome(method, [Course(request) for request in trace.requests], config.sample_s)
     streams: list[Stream] = []
     began = time.monotonic()
-    sample_at = 0.0
-    for request, prompt in zip(trace.requests, prompts, strict=True):
-        while (wait_s := began + request.arrival_s - time.monotonic()) > 0:
-            now = time.monotonic() - began
-            if now >= sample_at:
-                sample_at += config.sample_s
-                outcome.load.append(_queued(client.status(), config.ranks))
-                on_progress(f"{method}: {now:.0f} of {trace.duration_s:.0f} s, {len(streams)} requests sent")
-            time.sleep(min(wait_s, max(0.0, began + sample_at - time.monotonic())))
-        room = rng.getrandbits(62)
-        count = max(1, request.output_tokens)
-        streams.append(client.generate_tokens(prompt, max_tokens=count, ignore_eos=True, bootstrap_room=room))
+
+    def sample() -> None:
+        outcome.load.append(_queued(client.status(), config.ranks))
+        passed_s = time.monotonic() - began
+        on_progress(f"{method}: {passed_s:.0f} of {trace.duration_s:.0f} s, {len(streams)} requests sent")
+
+    with sampling(sample, config.sample_s):
+        for request, prompt, room in zip(trace.requests, prompts, rooms, strict=True):
+            time.sleep(max(0.0, began + request.arrival_s - time.monotonic()))
+            output = max(1, request.output_tokens)
+            streams.append(client.generate_tokens(prompt, max_tokens=output, ignore_eos=True, bootstrap_room=room))
+        for stream in streams:
+            _ = stream.result
     for course, stream in zip(outcome.courses, streams, strict=True):
         result = stream.result
         if result.finish != "length" or result.prefill is None or result.decode is None:
@@ -108,6 +112,27 @@ def replay_on(
     outcome.ended_s = time.monotonic() - began
     _totals(outcome, client.status(), config)
     return outcome
+
+
+@contextmanager
+def sampling(sample: Callable[[], None], every_s: float) -> Iterator[None]:
+    """Call `sample` now and each `every_s`, on a thread, until the end of the `with`. Its error is raised there."""
+    ended = threading.Event()
+
+    def run() -> None:
+        began = time.monotonic()
+        for number in count(1):
+            sample()
+            if ended.wait(max(0.0, began + number * every_s - time.monotonic())):
+                return
+
+    with ThreadPoolExecutor(1, "samples") as pool:
+        samples = pool.submit(run)
+        try:
+            yield
+        finally:
+            ended.set()
+    samples.result()
 
 
 def make_prompt(request: TraceRequest, block_tokens: int, number: int) -> array[int]:

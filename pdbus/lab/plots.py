@@ -36,6 +36,7 @@ LOOKS: dict[str, tuple[str, Any]] = {
     "oracle_cache": ("#000000", (0, (1, 2))),
 }
 OTHERS = ("#EE3377", "#0077BB", "#CCBB44", "#AA3377")  # for methods of other people, by name
+TEXT = 0.35  # of an axis: what a figure with its interval takes at most
 MARKS = ("TTFT mean", "ttft_mean_s"), ("TTFT p99", "ttft_p99_s"), ("SLO kept", "slo_attainment")
 
 
@@ -85,6 +86,17 @@ def _best_first(results: Sequence[Result]) -> dict[str, list[Result]]:
     return dict(sorted(methods.items(), key=lambda item: estimate_of(item[1], "ttft_mean_s").mean))
 
 
+def _beside(mean: float, half: float, most: float) -> tuple[float, tuple[int, int], str, str]:
+    """Where the text of a dot and its interval goes on an axis up to `most`: its place, how far from there, and how it
+    is aligned. On the side with more room; above the dot where neither has any."""
+    before, after = mean - half, most - mean - half
+    if max(before, after) < TEXT * most:
+        return min(max(mean, TEXT / 2 * most), (1 - TEXT / 2) * most), (0, 5), "center", "bottom"
+    if before > after:
+        return mean - half, (-7, 0), "right", "center"
+    return mean + half, (7, 0), "left", "center"
+
+
 def _draw_methods(pyplot: Any, methods: dict[str, list[Result]], title: str) -> Any:
     """A dot and its interval for each method and figure, the best method on top."""
     several = max(map(len, methods.values())) > 1
@@ -103,10 +115,10 @@ def _draw_methods(pyplot: Any, methods: dict[str, list[Result]], title: str) -> 
         for number, (method, (mean, half, text)) in enumerate(zip(methods, bars, strict=True)):
             color = look_of(method)["color"]
             axes.errorbar(mean, number, xerr=half, fmt="o", markersize=5, color=color, capsize=3)
-            left = mean - half > most - mean - half  # where there is more room
+            at, apart, across, up = _beside(mean, half, most)
             axes.annotate(
-                text, (mean - half if left else mean + half, number), xytext=(-7 if left else 7, 0),
-                textcoords="offset points", ha="right" if left else "left", va="center", fontsize=8, color="#444444",
+                text, (at, number), xytext=apart, textcoords="offset points", ha=across, va=up, fontsize=8,
+                color="#444444",
             )  # fmt: skip
         axes.set_xlim(0, most)
         if field == "slo_attainment":

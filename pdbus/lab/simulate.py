@@ -76,11 +76,20 @@ def simulate(
         raise ConfigError(f"--queue-order slo is for methods that a controller can run, which {method} is not")
     longest = max(request.prompt_tokens for request in trace.requests)
     if longest > config.cache_blocks * trace.block_tokens:
-        blocks = f"--cache-blocks {config.cache_blocks} of {trace.block_tokens} tokens"
-        raise ConfigError(f"{blocks} cannot hold a prompt of {longest} tokens")
-    if config.decode_ranks and max(r.prompt_tokens + r.output_tokens for r in trace.requests) > config.decode_kv_tokens:
+        memory = f"--cache-blocks {config.cache_blocks} of {trace.block_tokens} tokens"
+        raise ConfigError(f"{memory} cannot hold a prompt of {longest} tokens")
+    most = max(request.prompt_tokens + request.output_tokens for request in trace.requests)
+    if (
+        config.decode_ranks and most > config.decode_kv_tokens // trace.block_tokens * trace.block_tokens
+    ):  # whole blocks
         raise ConfigError(f"--decode-kv-tokens {config.decode_kv_tokens} cannot hold the trace's longest request")
     return _Run(stretch(trace, config), method, config, on_share).run()
+
+
+def rooms_of(trace: Trace, config: LabConfig) -> list[int]:
+    """The bootstrap rooms of a trace's requests, the same in virtual time and live, as they may choose the rank."""
+    rng = random.Random(f"rooms {config.seed}")
+    return [rng.getrandbits(62) for _ in trace.requests]
 
 
 @dataclass(slots=True, eq=False)
@@ -138,7 +147,7 @@ class _Run:
         self.courses = [Course(request) for request in trace.requests]
         self.left = len(self.courses)
         self.owner = [self.rng.randrange(config.controllers) for _ in self.courses]
-        self.rooms = [self.rng.getrandbits(62) for _ in self.courses]
+        self.rooms = rooms_of(trace, config)
         size = trace.block_tokens
         self.prefill = _Truth(
             [self._rank("prefill", n, config.cache_blocks, config.prefill_running) for n in range(config.ranks)]

@@ -107,13 +107,15 @@ def json_of(
         "seeds": list(dict.fromkeys(result.seed for result in results)),
         "options": options,
         "settings": asdict(config),
-        "methods": {m: {name: _number(found.mean) for name, found in row.items()} for m, row in estimates.items()},
+        "methods": {
+            m: {name: number_or_none(found.mean) for name, found in row.items()} for m, row in estimates.items()
+        },
         "half_width_95": {
-            m: {name: _number(found.half_width) for name, found in row.items()} for m, row in estimates.items()
+            m: {name: number_or_none(found.half_width) for name, found in row.items()} for m, row in estimates.items()
         },
         "runs": [
             {"method": result.method, "seed": result.seed}
-            | {name: _number(value) for name, value in asdict(result.summary).items()}
+            | {name: number_or_none(value) for name, value in asdict(result.summary).items()}
             for result in results
         ],
     }
@@ -162,6 +164,6 @@ def _fitting(cells: dict[Column, list[str]], room: int) -> Iterator[list[Column]
     yield group
 
 
-def _number(value: float) -> float | None:
+def number_or_none(value: float) -> float | None:
     """JSON has no NaN."""
     return None if math.isnan(value) else round(value, 6)

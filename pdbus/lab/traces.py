@@ -24,7 +24,7 @@ from bus.errors import ConfigError
 BLOCK_TOKENS = 512
 MAX_TOKENS = 10_000_000
 AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]  # among others, in any order
-_ZONE = re.compile(r"(Z|[+-]\d\d:?\d\d)$")  # the same in all rows
+_DECIMALS = re.compile(r"(\.\d{6})\d+")  # datetime takes six
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +134,10 @@ def _azure(path: Path, lines: Iterable[str]) -> Iterator[TraceRequest]:
         try:
             if len(row) != len(header):
                 raise ValueError(f"{len(row)} columns, not {len(header)}")
-            at = datetime.fromisoformat(_ZONE.sub("", row[at_place].strip())[:26])  # datetime takes six decimals
+            at = datetime.fromisoformat(_DECIMALS.sub(r"\1", row[at_place].strip()))
             start = start or at
+            if (at.tzinfo is None) != (start.tzinfo is None):
+                raise ValueError("some times have a zone and others have none")
             prompt_tokens = _count(int(row[prompt_place]), "ContextTokens", 1)
             output_tokens = _count(int(row[output_place]), "GeneratedTokens")
             yield TraceRequest((at - start).total_seconds(), prompt_tokens, output_tokens)

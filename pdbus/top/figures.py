@@ -199,6 +199,8 @@ class History:
         key = rank.instance, rank.dp_rank
         first = self._samples[0].by_key.get(key)
         ended = rank.ended_total - first.ended_total if first is not None else rank.ended_total
+        if ended < 0:  # it was forgotten meanwhile, and counts anew
+            ended = rank.ended_total
         figures = RankFigures(
             rank,
             requests_s=ended / window_s if window_s else None,

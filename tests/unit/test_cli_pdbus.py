@@ -155,6 +155,7 @@ def test_keys_are_made_given_away_listed_and_revoked(tmp_path: Path) -> None:
     names = [line.split()[:2] for line in keys("list", home).splitlines()]
     assert names == [
         ["broker", "broker"], ["controller", "controller-0"], ["node", "prefill-0"], ["client", "alice"],
+        ["client", "edge"],
         ["admin", "operator"],
     ]  # fmt: skip
     keys("revoke", home, "client", "alice")

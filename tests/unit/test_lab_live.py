@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
+
+import pytest
+
 from bus.wire.hashing import block_hashes
 from pdbus.lab.config import LabConfig
-from pdbus.lab.live import LiveEngine, make_prompt, spec_of
+from pdbus.lab.live import LiveEngine, comparable, make_prompt, sampling, spec_of
+from pdbus.lab.simulate import Course, rooms_of, simulate
 from pdbus.lab.traces import Trace, TraceRequest
 from pdbus.launcher.spec import Addresses
 
@@ -43,3 +49,39 @@ def test_what_shares_blocks_shares_them_when_it_is_made_shorter() -> None:
     assert first[:2] == second[:2]
     assert len(first) == 2
     assert len(second) == 3
+
+
+def test_the_virtual_run_beside_a_live_one_has_the_timing_of_its_engine() -> None:
+    measured = replace(CONFIG, kv_fetch_token_s=3e-5, first_at_decode=True, report_delay_s=0.1, report_loss=0.5)
+    sim, vllm = comparable(measured, LiveEngine()), comparable(measured, LiveEngine("vllm", "smollm2"))
+    assert (sim.kv_fetch_token_s, sim.first_at_decode) == (1e-7, False)
+    assert (vllm.kv_fetch_token_s, vllm.first_at_decode) == (3e-5, True)
+    assert {(twin.report_delay_s, twin.report_loss) for twin in (sim, vllm)} == {(0.0, 0.0)}
+
+
+def test_load_is_sampled_until_the_last_request_has_ended() -> None:
+    sampled, again = threading.Event(), threading.Event()
+
+    def sample() -> None:
+        (again if sampled.is_set() else sampled).set()
+
+    with sampling(sample, 0.001):
+        assert sampled.wait(60)
+        assert again.wait(60), "also while nothing is sent any more"
+
+
+def test_a_sample_that_fails_fails_the_run() -> None:
+    def sample() -> None:
+        raise ValueError("no controller answers")
+
+    with pytest.raises(ValueError, match="no controller"), sampling(sample, 60):
+        pass
+
+
+def test_rooms_are_drawn_alike_in_virtual_time_and_live() -> None:
+    """Under `follow_bootstrap_room` the room is the choice of the rank."""
+    trace = Trace("t", tuple(TraceRequest(0.1 * number, 100, 2) for number in range(40)))
+    config = LabConfig(ranks=4, decode_ranks=4, controllers=3)
+    rooms = rooms_of(trace, replace(config, controllers=1))
+    courses: list[Course] = simulate(trace, "follow_bootstrap_room", config).courses
+    assert [course.prefill_rank for course in courses] == [room % 4 for room in rooms]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import pytest
 
 from bus.errors import ConfigError
+from pdbus.commands.plan import command_of, json_of
 from pdbus.lab.compare import Result, Run
 from pdbus.lab.config import LabConfig
 from pdbus.lab.metrics import Summary
-from pdbus.lab.plan import plan
+from pdbus.lab.plan import Choice, Found, Plan, plan
 from pdbus.lab.traces import Trace, TraceRequest
 
 TRACE = Trace("t", tuple(TraceRequest(0.1 * n, 1000, 100) for n in range(100)))  # a load of 1.0 on one rank
@@ -99,3 +103,23 @@ def test_the_best_split_may_be_the_last() -> None:
     found = plan([TRACE], 8, LabConfig(), ranks.run)
     assert [run.config.ranks for run in ranks.steps[2]] == [6]
     assert found.tried[0].choice.prefill == 7
+
+
+def found(**figures: float) -> Found:
+    summary = Summary(**dict.fromkeys((field.name for field in fields(Summary)), 1.0) | figures)
+    choice = Choice(1, 1, "cache_aware", "total_tokens", "slo")
+    return Found(choice, (Result("cache_aware", 1, summary, [], 1.0, []),))
+
+
+def test_its_command_is_what_was_found() -> None:
+    usual = command_of(found(), LabConfig())
+    assert shlex.split(usual)[-4:] == ["--queue-order", "slo", "--ttft-slo-s", f"{LabConfig().slo_ttft_s:g}"]
+    searched = command_of(found(), LabConfig(late_tokens=8192, overtake_tokens=1_000_000))
+    assert searched == f"{usual} --late-tokens 8192 --overtake-tokens 1000000"
+
+
+def test_its_json_is_json_where_a_figure_is_none() -> None:
+    """As the time per token of outputs of one token."""
+    one = found(tpot_mean_s=math.nan, tpot_p99_s=math.nan)
+    said = json.loads(json.dumps(json_of(Plan([one], [one])), allow_nan=False))
+    assert said["best"]["tpot_mean_s"] is said["best"]["tpot_mean_s_half_width"] is None

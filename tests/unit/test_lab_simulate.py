@@ -177,3 +177,11 @@ def test_what_cannot_be_held_is_said() -> None:
         simulate(trace(), "round_robin", LabConfig(decode_kv_tokens=100))
     with pytest.raises(ConfigError, match="unknown method 'best' for replay: choose from round_robin, "):
         simulate(trace(), "best", LabConfig())
+
+
+def test_memory_is_counted_in_whole_blocks() -> None:
+    """A request that fits in the tokens, and not in the blocks, is refused in words."""
+    requests = (TraceRequest(0.0, 990, 9), TraceRequest(1.0, 10, 1))
+    with pytest.raises(ConfigError, match="--decode-kv-tokens 1000 cannot hold"):
+        simulate(Trace("t", requests), "round_robin", LabConfig(decode_kv_tokens=1000))
+    simulate(Trace("t", requests), "round_robin", LabConfig(decode_kv_tokens=1024))

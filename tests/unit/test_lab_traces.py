@@ -55,6 +55,17 @@ def test_azure_with_a_time_zone_and_columns_of_somebodys_own(tmp_path: Path) -> 
     assert trace.requests == (TraceRequest(0.0, 374, 44), TraceRequest(1.25, 396, 109), TraceRequest(2.0, 7, 1))
 
 
+def test_time_zones_are_read(tmp_path: Path) -> None:
+    """Three requests, one second apart, of machines with other clocks."""
+    times = ("2024-05-10 12:00:00.0000001+00:00", "2024-05-10 14:00:01+02:00", "2024-05-10 12:00:02Z")
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens", *(f"{time},7,1" for time in times)]
+    trace = read_trace(write(tmp_path / "z.csv", "\n".join(lines)))
+    assert [request.arrival_s for request in trace.requests] == [0.0, 1.0, 2.0]
+    mixed = "\n".join([*lines, "2024-05-10 12:00:03,7,1"])
+    with pytest.raises(ConfigError, match=r"z\.csv:5: some times have a zone and others have none"):
+        read_trace(write(tmp_path / "z.csv", mixed))
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

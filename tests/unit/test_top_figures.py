@@ -139,3 +139,8 @@ def test_words_are_short() -> None:
         "21ms",
         "0.0s",
     )
+
+
+def test_a_rank_that_was_forgotten_meanwhile_counts_anew() -> None:
+    made = history(sample(0.0, rank(ended_total=5000)), sample(10.0, rank(ended_total=20)))
+    assert of(made, "decode-0").requests_s == 2.0

@@ -61,7 +61,7 @@ class Cluster(World):
         """As Prometheus has it."""
         core = self.core
         metrics = collect(core.tally(), core.table.ranks.values(), core.health.pulses, core.config.methods, core.regret,
-                          core.wanted, self.now)  # fmt: skip
+                          self.now, core.wanted)  # fmt: skip
         (metric,) = [each for each in metrics if each.name == "pdbus_controller_wanted_ready"]
         return {(each.labels["role"], each.labels["model"]): each.value for each in metric.samples}  # type: ignore[misc]
 
