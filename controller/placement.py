@@ -177,7 +177,7 @@ class Placement:
         return Subset([rank for rank in able if rank not in avoid] or able)
 
     def may_run(self, role: Role, submit: Submit, rank: RankLoad) -> bool:
-        """Whether a leg that runs at `rank` already is where `place` might have put it, credit aside."""
+        """Whether a leg that runs at `rank` already is where `place` might have put it, credit and state aside."""
         instance, dp_rank = target_of(role, submit)
         info, policy = rank.info, self._policies[role]
         return (
@@ -185,7 +185,6 @@ class Placement:
             and dp_rank in (None, info.dp_rank)
             and submit.model in ("", info.model)
             and holds(rank, role, submit)
-            and rank.ready
             and rank.params.issuperset(submit.needs)
             and (dp_rank is not None or not policy.fixed or policy.pick(Subset([rank]), submit, 0) is rank)
         )

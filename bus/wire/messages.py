@@ -421,6 +421,8 @@ class Hello(_NamedAt, frozen=True, kw_only=True, tag="hello"):
         tuple[Word, ...], Meta(max_length=64)
     ] = ()  # sampling parameters it knows of those that not every rank does
     metrics: HostPort = ""  # where those of its process are
+    # whose the legs of `running` are: the first so many this key's, the next so many that one's; of more: not said
+    clients: Annotated[tuple[tuple[KeyName, Count], ...], Meta(max_length=256)] = ()
 
 
 class Welcome(_OfController, frozen=True, tag="welcome"):

@@ -7,7 +7,7 @@ Owns the legs and what is charged for them; what becomes of a request, and what 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf
 
 from bus.wire.messages import Attempt, CancelLeg, Code, Dispatch, Ended, Location, MemberKey, Rid, Role
@@ -17,7 +17,7 @@ from controller.load.table import LoadTable
 from controller.placement import Placement
 from controller.requests.lanes import Lane
 from controller.requests.request import MAX_ATTEMPT, ROLES, LegRun, LegState, Request
-from controller.requests.table import Held, RequestTable
+from controller.requests.table import HeldLeg, RequestTable
 
 
 class Attempts:
@@ -50,7 +50,7 @@ class Attempts:
         submit = request.submit
         roles = ROLES[submit.leg]
         if not request.tries:
-            held = self._table.inherited.of(submit.rid)
+            held = self._table.inherited.of(submit.rid, request.client)
             if held and self._adopt(request, held, now, out):
                 return True
             for role in roles:
@@ -136,19 +136,21 @@ class Attempts:
         rank = next(iter(group.instances())).get(submit.disagg_prefill_dp_rank)
         return rank.location if rank is not None and rank.ready else None
 
-    def _adopt(self, request: Request, held: Held, now: float, out: list[Action]) -> bool:
-        """After my restart: a request that nodes still run goes on there, rather than being run twice, unless it is
-        not what they run: a newer attempt, or one that its legs' ranks could not have been given."""
+    def _adopt(self, request: Request, held: list[HeldLeg], now: float, out: list[Action]) -> bool:
+        """After my restart: a request that nodes still run goes on there in its newest attempt, rather than being run
+        twice, unless it is not what they run: a newer attempt, or one that its legs' ranks could not have been given.
+        Their load counts for nothing here: they need not have reported it."""
         submit = request.submit
-        attempt = max(attempt for _, attempt in held.values())
+        attempt = max([leg.attempt for leg in held])
         roles = ROLES[submit.leg]
-        legs = [(role, held[role][0]) for role in roles if role in held and held[role][1] == attempt]
+        newest = {leg.rank.info.role: leg.rank for leg in held if leg.attempt == attempt}
+        legs = [(role, newest[role]) for role in roles if role in newest]
         if not legs or legs[-1][0] != roles[-1] or attempt < request.attempt:
             return False
         model = legs[-1][1].info.model
         if not all(rank.info.model == model and self._placement.may_run(role, submit, rank) for role, rank in legs):
             return False
-        self._table.inherited.take(submit.rid)
+        self._end_inherited(request, out, [rank for _, rank in legs])
         self._counts["adopted"] += 1
         request.attempt, request.model, request.came_at = attempt, model, inf
         self._dispatch(request, legs, now, out)
@@ -156,9 +158,17 @@ class Attempts:
 
     def _disown(self, request: Request, out: list[Action]) -> None:
         """What nodes still run of it is given up: it is run anew, under a higher attempt."""
-        for rank, old in self._table.inherited.take(request.rid).values():
-            out.append(ToNode(rank.peer, CancelLeg(request.rid, old, "fenced")))
-            request.attempt = max(request.attempt, min(old + 1, MAX_ATTEMPT))
+        newest = self._end_inherited(request, out)
+        request.attempt = max(request.attempt, min(newest + 1, MAX_ATTEMPT))
+
+    def _end_inherited(self, request: Request, out: list[Action], but_at: Sequence[RankLoad] = ()) -> Attempt:
+        """What runs of it, but at these ranks, is told to end, unless it is another key's. The newest attempt."""
+        newest = 0
+        for leg in self._table.inherited.take(request.rid, request.client):
+            newest = max(newest, leg.attempt)
+            if leg.rank not in but_at:
+                out.append(ToNode(leg.rank.peer, CancelLeg(request.rid, leg.attempt, "fenced", client=request.client)))
+        return newest
 
     # --- end --------------------------------------------------------------------------------------------------
 

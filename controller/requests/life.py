@@ -172,8 +172,8 @@ class Life:
         the end, whoever asked for it, and so does `peer`, which may be the owner over a new connection. Unknown ones
         are over already: no answer."""
         client = "" if may(peer, "admins") else key_of(peer)
-        for rank, attempt in self.table.inherited.take(rid).values():
-            out.append(ToNode(rank.peer, CancelLeg(rid, attempt, client=client)))
+        for leg in self.table.inherited.take(rid, client or None):
+            out.append(ToNode(leg.rank.peer, CancelLeg(rid, leg.attempt, client=client)))
         request = self.requests.get(rid)
         if request is not None:
             if client not in ("", request.client):

@@ -146,6 +146,9 @@ def request_of(peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> 
     sound by themselves."""
     if submit.prompt_tokens < 1:
         raise Refusal("empty_prompt", f"a prompt has at least 1 token, not {submit.prompt_tokens}")
+    if submit.offset >= submit.prompt_tokens:
+        said = f"{submit.offset} output tokens leave nothing of {submit.prompt_tokens} for the prompt that they follow"
+        raise Refusal("bad_request", said)
     if submit.max_tokens < 1:
         raise Refusal("bad_request", "max_tokens must be at least 1")
     if len(frames) != 2:

@@ -7,7 +7,7 @@ places and decides nothing.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 from bus.due import DueTimes
 from bus.memory import Memory
@@ -22,7 +22,14 @@ from controller.requests.story import Story
 INHERITED_S = 60.0
 MAX_LOSSES = 4096
 MAX_OVER = 16_384
-Held: TypeAlias = dict[Role, tuple[RankLoad, Attempt]]  # who runs the legs of one request
+
+
+class HeldLeg(NamedTuple):
+    """A leg that `rank` runs for `client`, a key; None: the rank does not say whose."""
+
+    rank: RankLoad
+    attempt: Attempt
+    client: str | None
 
 
 class RequestTable:
@@ -175,15 +182,15 @@ class RequestTable:
 
 
 class Inherited:
-    """What nodes still run of requests that a former controller dispatched, so that a resubmit is not run twice: by rid
-    and role, the rank that runs it and the attempt.
+    """What nodes still run of requests that a former controller dispatched, so that a resubmit is not run twice: by
+    rid, its legs, of all attempts and keys.
 
     Filled by the first hello of each start of a rank, emptied by resubmits, cancels, time, and the loss of ranks.
     """
 
     def __init__(self, due: DueTimes[Rid | RankLoad]) -> None:
         self._due = due
-        self._held: dict[Rid, Held] = {}
+        self._held: dict[Rid, list[HeldLeg]] = {}
         self._of_rank: dict[RankLoad, tuple[float, tuple[tuple[Rid, Attempt], ...]]] = {}  # until when, and what
 
     def __len__(self) -> int:
@@ -202,16 +209,30 @@ class Inherited:
         until = now + INHERITED_S
         self._of_rank[rank] = until, running
         self._due.add(rank, until)
-        for rid, attempt in running:
-            self._held.setdefault(rid, {})[rank.info.role] = (rank, attempt)
+        whose: list[str | None] = []
+        for client, count in rank.info.clients:
+            whose += [client] * min(count, len(running) - len(whose))
+        whose += [None] * (len(running) - len(whose))
+        for at, (rid, attempt) in enumerate(running):
+            self._held.setdefault(rid, []).append(HeldLeg(rank, attempt, whose[at]))
 
-    def of(self, rid: Rid) -> Held:
-        """Who runs `rid`."""
-        return self._held.get(rid, {})
+    def of(self, rid: Rid, client: str) -> list[HeldLeg]:
+        """What runs under `rid` and may be this client's. Refusal where all of it is others'."""
+        held = self._held.get(rid)
+        if held is None:
+            return []
+        mine = [leg for leg in held if leg.client in (None, client)]
+        if not mine:
+            raise Refusal("duplicate_rid", "the rid belongs to another live request")
+        return mine
 
-    def take(self, rid: Rid) -> Held:
-        """Who runs `rid`; forgotten with the answer."""
-        return self._held.pop(rid, {})
+    def take(self, rid: Rid, client: str | None) -> list[HeldLeg]:
+        """What runs under `rid` and may be this client's (None: whoever's); forgotten with the answer."""
+        held = self._held.pop(rid, [])
+        others = [leg for leg in held if client is not None and leg.client not in (None, client)]
+        if others:
+            self._held[rid] = others
+        return [leg for leg in held if leg not in others]
 
     def forget(self, rank: RankLoad) -> None:
         """What it ran is lost, or nobody asked for it."""
@@ -219,8 +240,6 @@ class Inherited:
         if running:
             self._due.remove(rank, until)
         for rid, _ in running:
-            roles = self._held.get(rid)
-            if roles is not None and roles.get(rank.info.role, (None,))[0] is rank:
-                del roles[rank.info.role]
-                if not roles:
-                    del self._held[rid]
+            left = [leg for leg in self._held.pop(rid, []) if leg.rank is not rank]
+            if left:
+                self._held[rid] = left

@@ -60,6 +60,7 @@ from nodes.link.streams import ATTACH_GRACE_S, Streams
 
 UNCLAIMED = 16  # legs of a key that may wait for their reader for ATTACH_GRACE_S each; more of them less long
 UNCLAIMED_MIN_S = 0.25
+MAX_CLIENTS = 256  # that a hello names
 
 
 class RankCore:
@@ -265,9 +266,13 @@ class RankCore:
 
     # --- what the controller and the bus are told ---------------------------------------------------------------
 
-    @property
-    def live(self) -> tuple[tuple[str, int], ...]:
-        return tuple((leg.rid, leg.attempt) for leg in self.legs)
+    def running(self) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
+        """`(rid, attempt)` of its legs, key by key, and how many are each key's (of those that have most)."""
+        count = Counter(leg.client for leg in self.legs)
+        clients = count.most_common()
+        place = {client: at for at, (client, _) in enumerate(clients)}
+        legs = sorted(self.legs, key=lambda leg: place[leg.client])
+        return tuple([(leg.rid, leg.attempt) for leg in legs]), tuple(clients[:MAX_CLIENTS])
 
     def figures(self) -> RunnerLoad:
         """The runner's load and what waits here."""

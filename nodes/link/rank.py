@@ -62,16 +62,17 @@ from nodes.link.streams import Streams
 
 def hello_of(
     config: LinkConfig, facts: RankFacts, dp_rank: int, epoch: int, state: NodeState, endpoint: str, *,
-    running: tuple[tuple[str, int], ...] = (), started_us: int = 0,
+    running: tuple[tuple[str, int], ...] = (), started_us: int = 0, clients: tuple[tuple[str, int], ...] = (),
 ) -> Hello:  # fmt: skip
-    """How one start of a rank introduces itself; `running`: `(rid, attempt)` of its legs."""
+    """How one start of a rank introduces itself; `running`: `(rid, attempt)` of its legs, `clients`: how
+    many of them are whose."""
     return Hello(
         instance=config.instance, dp_rank=dp_rank, epoch=epoch, role=config.role, model=facts.model,
         dp_size=config.dp_size, state=state, endpoint=endpoint, max_context=facts.max_context,
         kv_capacity=facts.kv_capacity, max_running=facts.max_running, block_tokens=facts.block_tokens,
         running=running, started_us=started_us, wants_prompt=facts.wants_prompt,
         kv_transfer=facts.kv_transfer, kv_layout=facts.kv_layout, params=facts.params,
-        metrics=config.metrics,
+        metrics=config.metrics, clients=clients,
     )  # fmt: skip
 
 
@@ -150,9 +151,10 @@ class LinkedRank:
 
     def hello(self) -> Hello:
         host = self._host
+        running, clients = self.core.running()
         return hello_of(
             host.config, self.runner.facts, self.dp_rank, self.epoch, self.state, host.endpoint,
-            running=self.core.live, started_us=self.started_us,
+            running=running, started_us=self.started_us, clients=clients,
         )  # fmt: skip
 
     def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None:

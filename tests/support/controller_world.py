@@ -47,11 +47,12 @@ def hello(
     model: str = "m",
     running: tuple[tuple[str, int], ...] = (),
     started_us: int = 0,
+    clients: tuple[tuple[str, int], ...] = (),
 ) -> Hello:
     return Hello(
         instance=instance, dp_rank=dp_rank, epoch=epoch, role=role, model=model, dp_size=dp_size, state=state,
         endpoint=f"ipc:///{instance}.{dp_rank}", max_context=max_context, kv_capacity=kv_capacity,
-        max_running=max_running, block_tokens=16, running=running, started_us=started_us,
+        max_running=max_running, block_tokens=16, running=running, started_us=started_us, clients=clients,
     )  # fmt: skip
 
 

@@ -7,8 +7,15 @@ from typing import Any
 import pytest
 from controller_world import D, P, U, World, failure, hello, pd, peer_of, submit, unified
 
+from bus.rights import Known
 from bus.wire.messages import Accepted, Cancel, Done, Ended, Failed, Progress
 from controller.events import ClientGone, FromClient, FromNode
+
+
+def known(key: str) -> Known:
+    peer = Known(key.encode())
+    peer.key = key
+    return peer
 
 
 class TestIdentity:
@@ -134,6 +141,59 @@ class TestStart:
         assert len(world.answers(Done)) == 1
         world.assert_empty()
 
+    @pytest.mark.parametrize("newer_first", [True, False])
+    def test_of_two_attempts_the_newer_is_taken_over_and_the_older_ended(self, newer_first: bool) -> None:
+        """M72: in whichever order their ranks say hello."""
+        old, new = hello("u", 0, running=(("r", 1),)), hello("u", 1, running=(("r", 2),))
+        world = World()
+        for node in (new, old) if newer_first else (old, new):
+            world.join(node)
+            world.report(node, running=1)
+        world.submit(submit("r"))
+        assert [(d.attempt, d.dp_rank) for d in world.dispatches()] == [(2, 1)]
+        assert [(c.attempt, c.code) for c in world.cancels(old)] == [(1, "fenced")]
+        assert not world.cancels(new)
+        assert len(world.core.life.table.inherited) == 0
+
+    def test_it_is_taken_over_also_before_its_rank_has_reported(self) -> None:
+        """It is no candidate for others until then; what it runs, it runs."""
+        world = World(settle_s=0.5)
+        idle = hello("w")
+        world.join(idle)
+        world.report(idle)
+        world.pass_time(0.7, alive=[idle])
+        node = hello("u", 0, running=(("r", 1),))
+        world.join(node)
+        assert not world.rank(node).ready
+        world.submit(submit("r"))
+        assert [d.attempt for d in world.dispatches(node)] == [1]
+        assert not world.cancels()
+        assert world.core.counts["adopted"] == 1
+
+    def test_another_key_that_knows_a_rid_neither_ends_nor_takes_nor_hides_what_runs_under_it(self) -> None:
+        alice, bob, admin = (known(key) for key in ("clients/alice", "clients/bob", "admins/a"))
+        node = hello("u", 0, running=(("s", 1), ("r", 1)), clients=(("clients/bob", 1), ("clients/alice", 1)))
+        world = unified(node, U[1])
+        world.report(node, running=2)
+        world.feed(FromClient(bob, Cancel("r"), ()))
+        world.submit(submit("r"), peer=bob)
+        assert [failed.code for failed in world.answers(Failed, bob)] == ["duplicate_rid"]
+        assert not world.cancels()
+        assert not world.dispatches()
+        world.submit(submit("r"), peer=alice)
+        assert [(d.attempt, d.client) for d in world.dispatches(node)] == [(1, "clients/alice")]
+        world.feed(FromClient(admin, Cancel("s"), ()))
+        assert [cancel.rid for cancel in world.cancels(node)] == ["s"]
+
+    def test_where_a_rank_does_not_say_whose_a_leg_is_it_decides(self) -> None:
+        alice = known("clients/alice")
+        node = hello("u", 0, running=(("r", 3), ("s", 1)))
+        world = unified(node, U[1])
+        world.report(node, running=2)
+        world.submit(submit("r", instance="u", routed_dp_rank=1), peer=alice)
+        world.feed(FromClient(alice, Cancel("s"), ()))
+        assert [(c.rid, c.client) for c in world.cancels(node)] == [("r", "clients/alice"), ("s", "clients/alice")]
+
     def test_half_of_a_pair_is_started_anew_under_a_higher_attempt(self) -> None:
         world = World(prefill_method="total_tokens")
         world.join(hello("p", 0, role="prefill", running=(("r", 2),)))
@@ -150,8 +210,8 @@ class TestStart:
         (dispatch,) = world.dispatches(U[1])
         for peer in ("", "again"):  # the same connection, as when its state changes, and a new one
             world.join(hello("u", 1, running=(("r", 1),)), peer=peer)
-        assert world.core.life.table.inherited.of("former")
-        assert not world.core.life.table.inherited.of("r")
+        assert world.core.life.table.inherited.of("former", "")
+        assert not world.core.life.table.inherited.of("r", "")
         world.progress(U[1], ended=[dispatch], peer="again")
         world.submit(submit("r", routed_dp_rank=0))
         assert [d.attempt for d in world.dispatches(U[0])] == [1]

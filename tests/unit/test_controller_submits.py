@@ -204,6 +204,8 @@ class TestLoneLegs:
         ({"prompt_tokens": 0}, "empty_prompt", "at least 1"),
         ({"prompt_tokens": -4}, "empty_prompt", "-4"),
         ({"max_tokens": 0}, "bad_request", "max_tokens"),
+        ({"offset": 10}, "bad_request", "10 output tokens"),
+        ({"offset": 11}, "bad_request", "11 output tokens"),
         ({"prompt_tokens": 1001}, "too_long", "1002"),
         ({"prompt_tokens": 996}, "too_long", "1001"),
         ({"routed_dp_rank": 2}, "bad_rank", "0..1"),

@@ -42,6 +42,7 @@ from controller.events import FromClient, Tick
 from controller.load.table import LoadTable
 from nodes.link import leg as rank_legs
 from nodes.link.connection import MAX_ENDED_PER_MESSAGE, MAX_STARTED_PER_MESSAGE, Connection
+from nodes.link.core import MAX_CLIENTS
 
 NAME, MODEL, RID, ENDPOINT = "n" * 64, "\U0001f600" * 128, "\U0001f600" * 128, "e" * 150
 LOAD = Load(**dict.fromkeys(Load.__struct_fields__, MAX_ROOM) | {"acks": ()})
@@ -163,11 +164,12 @@ def test_a_rank_takes_no_more_than_its_hello_can_list(rid: str, monkeypatch: pyt
         rank.dispatch(rid.format(count), [5])
         count += 1
     assert rank.code(rid.format(count - 1)) == "overloaded"
-    live = rank.core.live
+    live = rank.core.running()[0]
     assert len(live) == count - 1
     rest = Hello(
         instance=NAME, dp_rank=4095, epoch=MAX_ROOM, role="prefill", model=MODEL, dp_size=4096, state="draining",
         endpoint=ENDPOINT, max_context=MAX_ROOM, kv_capacity=MAX_ROOM, max_running=MAX_ROOM, block_tokens=MAX_ROOM,
+        clients=((f"clients/{'c' * 64}", MAX_ROOM),) * MAX_CLIENTS,
     )  # fmt: skip
     listed = len(codec.encode(replace(rest, running=live))) - len(codec.encode(rest))
     assert 900 < listed <= 2_000 + 4

@@ -208,6 +208,15 @@ def test_a_cancel_ends_the_leg_of_its_own_room_alone(rank: Rank) -> None:
     assert [end.code for end in rank.ended["s", 1]] == ["cancelled", "cancelled", "ok"]
 
 
+def test_a_hello_says_whose_legs_it_lists(rank: Rank) -> None:
+    """What runs is nobody else's after a controller's restart either."""
+    for number, client in enumerate(["", BOB.key, ALICE.key, BOB.key]):
+        rank.dispatch(f"r{number}", PROMPT, bootstrap_room=None, client=client, max_tokens=40)
+    running, clients = rank.core.running()
+    assert clients == ((BOB.key, 2), ("", 1), (ALICE.key, 1))
+    assert running == (("r1", 1), ("r3", 1), ("r0", 1), ("r2", 1))
+
+
 class Readers:
     """What each peer was sent of the streams of one rank."""
 
