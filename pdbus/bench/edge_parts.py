@@ -91,7 +91,7 @@ def text_of(tokens: int) -> str:
 
 def tokenizing(parent: Parent) -> None:
     """Answers with the microseconds of processor time that it takes to make ids of a text."""
-    from pdbus.text.models import FolderText
+    from pdbus.text.folder import FolderText
 
     model = FolderText(smollm2.converted())
 

@@ -51,7 +51,7 @@ from pdbus.client.options import make_request, where
 from pdbus.client.request import Request
 from pdbus.edge.answers import Answer, ChatWriter, Head
 from pdbus.edge.generation import Choice
-from pdbus.text.models import BuiltInText
+from pdbus.text.models import BytesText
 from pdbus.text.stops import StopFinder
 
 TIMES = 100
@@ -258,9 +258,9 @@ def client_token() -> Script:
 
 def edge_token() -> Script:
     """A streamed token at the edge: its text, looked through for a stop string, and its event of a chat."""
-    text = BuiltInText("sim")
+    text = BytesText()
     answer = Answer(0, 128)
-    choice = Choice(answer, cast(Any, None), text.decoder(), StopFinder(["\n\n"]), frozenset({2}))
+    choice = Choice(answer, cast(Any, None), text.decoder(), StopFinder(["\n\n"]), frozenset(), frozenset({2}))
     writer = ChatWriter(Head("r" * 32, "sim", 128, created=1), 1)
     piece = Piece((100,))
 

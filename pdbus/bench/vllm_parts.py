@@ -18,7 +18,7 @@ from nodes.vllm import versions
 from nodes.vllm.main import keep_stdout
 from nodes.vllm.reaper import Reaper
 from pdbus.bench.child import STDIN, Parent
-from pdbus.text.tokenizer import tokenizer_for
+from pdbus.text.models import text_for
 
 WORDS = "Tell me of the sea, and of the ships that sail on it at night."
 Ask = Callable[[str, int], AsyncIterator[object]]  # of a prompt and a number of tokens: an item whenever some come
@@ -68,7 +68,7 @@ def direct(parent: Parent, model: str, arguments: list[str]) -> None:
     keep_stdout()
     os.environ.update(versions.environment(choices))
     args = versions.engine_args(model, "smollm2", arguments, choices)
-    tokenizer = tokenizer_for("smollm2")
+    tokenizer = text_for("smollm2")
     numbers = itertools.count()
 
     async def ask(text: str, output: int) -> AsyncIterator[object]:

@@ -21,7 +21,7 @@ from pdbus.client.request import Request
 from pdbus.client.traffic import Update
 
 if TYPE_CHECKING:
-    from pdbus.text.tokenizer import Tokenizer
+    from pdbus.text.models import ModelText
 
 CLOSE_S = 5.0  # for another loop to leave
 
@@ -72,9 +72,8 @@ class AsyncClient(BaseClient):
         model = options.get("model") or self._texts.model
         if not model:
             model = self._learn_model(await asyncio.wrap_future(self._ask_cluster(channel)))
-        tokenizer = await asyncio.to_thread(self._texts.tokenizer, model)
-        ids = tokenizer.chat(text, system) if chat else tokenizer.encode(text)
-        return await self._begin(channel, ids, options, tokenizer)
+        its, ids = await asyncio.to_thread(self._texts.prompt, model, text, chat, system)
+        return await self._begin(channel, ids, options, its)
 
     async def generate_tokens(self, ids: Sequence[int], **options: Unpack[Options]) -> AsyncStream:
         """As `Client.generate_tokens`. Returns once submitted."""
@@ -94,12 +93,12 @@ class AsyncClient(BaseClient):
         await asyncio.wrap_future(self._ask_drain_role(await self._channel(), role, model, timeout_s))
 
     async def _begin(
-        self, channel: LoopChannel, ids: Sequence[int], options: Options, tokenizer: Tokenizer | None
+        self, channel: LoopChannel, ids: Sequence[int], options: Options, text: ModelText | None
     ) -> AsyncStream:
         if not self._knows(options):
             self._learn_leg(self._model(options), await asyncio.wrap_future(self._ask_cluster(channel)))
-        request = self._request(channel, ids, options, tokenizer)
-        stream = AsyncStream(channel, request, tokenizer, self._learnt.clear)
+        request = self._request(channel, ids, options, text)
+        stream = AsyncStream(channel, request, text, self._learnt.clear)
         channel.begin(request, stream._put)
         return stream
 
@@ -128,9 +127,9 @@ class AsyncStream(BaseStream):
     """
 
     def __init__(
-        self, channel: LoopChannel, request: Request, tokenizer: Tokenizer | None, forget: Callable[[], object]
+        self, channel: LoopChannel, request: Request, text: ModelText | None, forget: Callable[[], object]
     ) -> None:
-        super().__init__(channel, request, tokenizer, forget)
+        super().__init__(channel, request, text, forget)
         self._updates: deque[Update] = deque()
         self._reader: asyncio.Future[None] | None = None  # waits for the next update
         self._told: Callable[[], None] | None = None  # instead of the reader

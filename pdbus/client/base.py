@@ -22,9 +22,11 @@ from pdbus.client.options import Options, any_rank, block_tokens_for, leg_for, m
 from pdbus.client.output import Piece, Result, Texts
 from pdbus.client.request import Request
 from pdbus.client.traffic import Update
+from pdbus.text.decoder import BEFORE
+from pdbus.text.find import places_of
 
 if TYPE_CHECKING:
-    from pdbus.text.tokenizer import Tokenizer
+    from pdbus.text.models import ModelText
 
 AnyChannel: TypeAlias = Channel | LoopChannel
 
@@ -44,11 +46,12 @@ class BaseClient:
         no_rank_s: float = math.inf,
         keys: str | Path = "",
         model: str = "",
+        tokenizer: str | Path = "",
         seed: int | None = None,
     ) -> None:
         self._where = where(controller, prefill_controller, decode_controller)
         self._patience = patience(retries, connect_timeout_s, overloaded_s, no_rank_s)
-        self._texts = Texts(model)
+        self._texts = Texts(model, places_of([str(tokenizer)]) if tokenizer else None)
         self._learnt: dict[str, tuple[Legs, int]] = {}  # by model: how its requests run, and the blocks of hashes
         self._start(keys, seed)
 
@@ -86,9 +89,7 @@ class BaseClient:
     def _model(self, options: Options) -> str:
         return options.get("model") or self._texts.model
 
-    def _request(
-        self, channel: AnyChannel, ids: Sequence[int], options: Options, tokenizer: Tokenizer | None
-    ) -> Request:
+    def _request(self, channel: AnyChannel, ids: Sequence[int], options: Options, text: ModelText | None) -> Request:
         leg, block_tokens = self._learnt.get(self._model(options), ("pair", 0))
         return make_request(
             ids,
@@ -97,7 +98,7 @@ class BaseClient:
             channel.rng,
             leg=leg,
             block_tokens=block_tokens,
-            eos_ids=tokenizer.eos_ids if tokenizer is not None else (),
+            eos_ids=text.eos_ids if text is not None else (),
             asked_us=time.time_ns() // 1000,
         )
 
@@ -106,13 +107,14 @@ class BaseStream:
     """`rid` names the request. `forget` is called where there was no rank for it: how requests run may have changed."""
 
     def __init__(
-        self, channel: AnyChannel, request: Request, tokenizer: Tokenizer | None, forget: Callable[[], object]
+        self, channel: AnyChannel, request: Request, text: ModelText | None, forget: Callable[[], object]
     ) -> None:
         self._forget = forget
         self.rid = request.rid
         self._prompt = request.prompt
         self._channel = channel
-        self._decoder = Texts.decoder(tokenizer) if tokenizer is not None else None
+        self._decoder = text.decoder(tokens_of(request.prompt[-4 * BEFORE :])) if text is not None else None
+        self._stop_ids = request.stop_ids
         self._result: Result | None = None
         self._logprobs = request.logprobs  # the channel's thread appends to it, and then delivers the tokens
         self._have = 0  # tokens that became pieces
@@ -130,7 +132,9 @@ class BaseStream:
         """What `update` is to the reader. The last one is the result, and may have text that was held back."""
         if isinstance(update, tuple):
             first, self._have = self._have, self._have + len(update)
-            text = self._decoder.push(update) if self._decoder is not None else ""
+            text = ""
+            if self._decoder is not None:  # what ends an output is no part of its text, special token or not
+                text = self._decoder.push(update[:-1] if update[-1] in self._stop_ids else update)
             return Piece(update, text, tuple(self._logprobs[first : self._have]) if self._logprobs else ())
         self._result = update
         if update.code == "no_rank":

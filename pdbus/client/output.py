@@ -14,7 +14,8 @@ from bus.errors import RequestFailed
 from bus.wire.messages import Code, FinishReason, FoundBy, Location, TokenLogprobs
 
 if TYPE_CHECKING:
-    from pdbus.text.tokenizer import StreamDecoder, Tokenizer
+    from pdbus.text.find import Places
+    from pdbus.text.models import ModelText
 
 
 class Piece(Struct, frozen=True, gc=False):
@@ -81,24 +82,28 @@ def failure(rid: str, code: Code, message: str) -> Result:
 class Texts:
     """A client's tokenizers by model, each loaded once. Any thread."""
 
-    def __init__(self, model: str = "") -> None:
+    def __init__(self, model: str = "", places: Places | None = None) -> None:
         self.model = model  # of text for which the caller names none; empty while it is unknown
+        self._places = places
         self._lock = threading.Lock()
-        self._tokenizers: dict[str, Tokenizer] = {}
+        self._loaded: dict[str, ModelText] = {}
 
-    def tokenizer(self, model: str) -> Tokenizer:
-        """ConfigError when the model's packages are missing."""
-        from pdbus.text.tokenizer import tokenizer_for
+    def of(self, model: str) -> ModelText:
+        """ConfigError when there is no tokenizer, or its packages are missing."""
+        from pdbus.text.models import text_for
 
         with self._lock:
-            found = self._tokenizers.get(model)
+            found = self._loaded.get(model)
             if found is None:
-                found = self._tokenizers[model] = tokenizer_for(model)
+                found = self._loaded[model] = text_for(model, self._places)
             return found
 
-    @staticmethod
-    def decoder(tokenizer: Tokenizer) -> StreamDecoder:
-        """For the text of one request's output; bytes of a character that is not whole yet are held back."""
-        from pdbus.text.tokenizer import StreamDecoder
-
-        return StreamDecoder(tokenizer)
+    def prompt(self, model: str, text: str, chat: bool, system: str | None) -> tuple[ModelText, list[int]]:
+        """The model's text, and the ids of the prompt that asks for an answer to `text`, or continues it."""
+        its = self.of(model)
+        if not chat:
+            return its, its.encode(text)
+        messages = [{"role": "user", "content": text}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        return its, its.chat(messages)

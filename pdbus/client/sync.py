@@ -17,7 +17,7 @@ from pdbus.client.request import Request
 from pdbus.client.traffic import Update
 
 if TYPE_CHECKING:
-    from pdbus.text.tokenizer import Tokenizer
+    from pdbus.text.models import ModelText
 
 
 class Client(BaseClient):
@@ -36,6 +36,8 @@ class Client(BaseClient):
             counts.
         keys: directory of CURVE keys.
         model: for text; default: what the controller's ranks serve.
+        tokenizer: for text: a folder with the model's `tokenizer.json`, or the word `bytes` (default: the model's own
+            files on this machine).
         seed: of the random rids and rooms, for tests.
 
     Raises ConfigError for a wrong address. `generate` and `generate_tokens` raise TypeError for an option that does not
@@ -62,16 +64,16 @@ class Client(BaseClient):
         self, text: str, *, chat: bool = True, system: str | None = None, **options: Unpack[Options]
     ) -> Stream:
         """Submit `text`: as a user's turn in the model's chat template (after the system message `system`), or as it is
-        with `chat` false. The stream's pieces carry text. ConfigError also when the model is unknown, because no rank
-        joins the controller within `connect_timeout_s` or because ranks serve several."""
+        with `chat` false, where special tokens in it are read as such. The stream's pieces carry text. ConfigError also
+        when the model is unknown, because no rank joins the controller within `connect_timeout_s` or because ranks
+        serve several, and when it has no tokenizer or no chat template here."""
         check_text(text)
         check_options(options)
         model = (
             options.get("model") or self._texts.model or self._learn_model(self._ask_cluster(self._channel).result())
         )
-        tokenizer = self._texts.tokenizer(model)
-        ids = tokenizer.chat(text, system) if chat else tokenizer.encode(text)
-        return self._begin(ids, options, tokenizer)
+        its, ids = self._texts.prompt(model, text, chat, system)
+        return self._begin(ids, options, its)
 
     def generate_tokens(self, ids: Sequence[int], **options: Unpack[Options]) -> Stream:
         """Submit token ids (each from 0 to 2147483647); the stream's pieces carry ids alone."""
@@ -93,11 +95,11 @@ class Client(BaseClient):
         miss the role then, unless it was told to expect it. PeerLost as with `status`."""
         self._ask_drain_role(self._channel, role, model, timeout_s).result()
 
-    def _begin(self, ids: Sequence[int], options: Options, tokenizer: Tokenizer | None) -> Stream:
+    def _begin(self, ids: Sequence[int], options: Options, text: ModelText | None) -> Stream:
         if not self._knows(options):
             self._learn_leg(self._model(options), self._ask_cluster(self._channel).result())
-        request = self._request(self._channel, ids, options, tokenizer)
-        stream = Stream(self._channel, request, tokenizer, self._learnt.clear)
+        request = self._request(self._channel, ids, options, text)
+        stream = Stream(self._channel, request, text, self._learnt.clear)
         self._channel.begin(request, stream._updates.put)
         return stream
 
@@ -111,9 +113,9 @@ class Stream(BaseStream):
     """
 
     def __init__(
-        self, channel: Channel, request: Request, tokenizer: Tokenizer | None, forget: Callable[[], object]
+        self, channel: Channel, request: Request, text: ModelText | None, forget: Callable[[], object]
     ) -> None:
-        super().__init__(channel, request, tokenizer, forget)
+        super().__init__(channel, request, text, forget)
         self._updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
 
     @property

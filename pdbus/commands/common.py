@@ -42,6 +42,14 @@ wait_option = click.option(
     help="How long to wait for a controller, and for its first rank where one is needed.",
 )
 keys_option = click.option("--keys", default="", metavar="DIR", help="Directory of CURVE keys.")
+tokenizers_option = click.option(
+    "--tokenizer",
+    "tokenizers",
+    multiple=True,
+    metavar="[MODEL=]DIR",
+    help="A folder with tokenizer.json and chat template, or the word bytes; of one model or of all  [default: the "
+    "model's own files]",
+)
 
 
 class Teller:

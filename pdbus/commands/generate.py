@@ -61,6 +61,7 @@ def _sampling_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--disagg-prefill-dp-rank", type=int, default=None, help="The rank that prefills.")
 @click.option("--bootstrap-room", type=int, default=None, help="[default: drawn]")
 @click.option("--retries", type=click.IntRange(0), default=6, show_default=True, help="Without a new token in between.")
+@click.option("--tokenizer", default="", metavar="DIR", help="Of the model; or: bytes  [default: the model's own]")
 @click.option("--prefill-controller", default=None, metavar="BASE", help="With --decode-controller: one for each leg.")
 @click.option("--decode-controller", default=None, metavar="BASE")
 @controller_option
@@ -81,6 +82,7 @@ def generate(text: str, controller: str, wait_s: float, **options: Any) -> None:
             retries=options["retries"],
             connect_timeout_s=wait_s,
             keys=options["keys"],
+            tokenizer=options["tokenizer"],
         ) as client:
             status = wait_for_controller(client, split or controller, wait_s, keys=options["keys"])
             for stream in _begin(

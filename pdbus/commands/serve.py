@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-from pathlib import Path
+from typing import Literal
 
 import click
 
 from bus.errors import ConfigError
 from bus.runtime import cli, logs, settings, spans
-from pdbus.commands.common import Teller, controller_option, keys_option
+from pdbus.commands.common import Teller, controller_option, keys_option, tokenizers_option
 from pdbus.edge.config import EdgeConfig
+from pdbus.text.find import places_of
 
 NEEDED = ("uvicorn", "httptools", "uvloop")
 
@@ -32,12 +33,26 @@ NEEDED = ("uvicorn", "httptools", "uvloop")
 @click.option("--api-keys", default="", metavar="FILE", help="Bearer keys, their names and quotas (docs/edge.md).")
 @click.option("--tls-cert", default="", metavar="FILE", help="PEM; with --tls-key: HTTPS.")
 @click.option("--tls-key", default="", metavar="FILE")
+@tokenizers_option
 @click.option(
-    "--tokenizer",
-    "tokenizers",
+    "--sampling-defaults",
+    type=click.Choice(["model", "openai"]),
+    default="model",
+    show_default=True,
+    help="Where a request says nothing: those of the model's generation_config.json, or OpenAI's.",
+)
+@click.option(
+    "--chat-max-tokens",
+    type=click.IntRange(0),
+    default=0,
+    help="Of an answer to a chat that says none  [default: what fits, or the model's own]",
+)
+@click.option(
+    "--cors-origin",
+    "cors_origins",
     multiple=True,
-    metavar="[MODEL=]DIR",
-    help="A folder with tokenizer.json and chat template, of one model or of all  [default: the model's own]",
+    metavar="ORIGIN",
+    help="Let pages of this origin call it from a browser; again for each, or *.",
 )
 @cli.setting(EdgeConfig(), "--wait-s", type=cli.Seconds(0.1), help="For the controller, at the start.")
 @cli.setting(EdgeConfig(), "--drain-s", type=cli.Seconds(), help="For requests to finish, at the end.")
@@ -56,6 +71,9 @@ def serve(
     tls_cert: str,
     tls_key: str,
     tokenizers: tuple[str, ...],
+    sampling_defaults: Literal["model", "openai"],
+    chat_max_tokens: int,
+    cors_origins: tuple[str, ...],
     wait_s: float,
     drain_s: float,
     max_requests: int,
@@ -80,7 +98,10 @@ def serve(
         api_keys=api_keys,
         tls_cert=tls_cert,
         tls_key=tls_key,
-        tokenizers=_folders(tokenizers),
+        tokenizers=places_of(tokenizers),
+        sampling_defaults=sampling_defaults,
+        chat_max_tokens=chat_max_tokens,
+        cors_origins=cors_origins,
         wait_s=wait_s,
         drain_s=drain_s,
         max_requests=max_requests,
@@ -91,13 +112,3 @@ def serve(
         cli.leave_with_parent(lambda: os.kill(os.getpid(), signal.SIGTERM))
     with spans.exporting(otlp_endpoint, "edge") as exporter:
         run(config, lambda url: cli.ready(endpoint=url), Teller(at_once=True).say, exporter)
-
-
-def _folders(said: tuple[str, ...]) -> dict[str, Path]:
-    folders: dict[str, Path] = {}
-    for each in said:
-        model, _, folder = each.rpartition("=")
-        if not (Path(folder) / "tokenizer.json").is_file():
-            raise ConfigError(f"--tokenizer {each}: {folder} has no tokenizer.json")
-        folders[model] = Path(folder)
-    return folders

@@ -20,9 +20,10 @@ from bus.wire.messages import Role
 from controller.config import ControllerConfig
 from controller.policies import resolve
 from nodes.own.engines.factory import ENGINES, default_engine
-from pdbus.commands.common import Teller, curl_line, leave_on_signals
+from pdbus.commands.common import Teller, curl_line, leave_on_signals, tokenizers_option
 from pdbus.launcher import Cluster, ClusterSpec, RestartPolicy, Supervisor
 from pdbus.ray.plan import RAY, STRATEGIES, Layout, parse_resources
+from pdbus.text.find import places_of
 
 if TYPE_CHECKING:
     from pdbus.ray.cluster import RayCluster
@@ -109,6 +110,7 @@ def _resources_option(role: str) -> Callable[[Any], Any]:
     help="Append each part's log to a file here, and keep it  [default: gone when the cluster is]",
 )
 @click.option("--http", default="", metavar="[HOST:]PORT", help="Serve OpenAI's HTTP API there  [default: don't]")
+@tokenizers_option
 @click.option(
     "--metrics-port",
     type=click.IntRange(0, 65535),
@@ -156,6 +158,7 @@ def up(
     log_level: str,
     log_dir: str,
     http: str,
+    tokenizers: tuple[str, ...],
     metrics_port: int,
     ray: bool,
     ray_address: str,
@@ -172,6 +175,8 @@ def up(
     """
     split_default = 0 if unified else 2
     node_args, engine_args = _arguments(engine, node_args)
+    if not ray:
+        places_of(tokenizers)  # known before anything is started; with Ray the edge's machine has them
     spec = ClusterSpec(
         prefill=split_default if prefill is None else prefill,
         decode=split_default if decode is None else decode,
@@ -192,6 +197,7 @@ def up(
         log_dir=log_dir,
         log_level=log_level,
         http=http,
+        tokenizers=tokenizers,
         metrics_port=metrics_port,
         node_args=node_args,
         engine_args=engine_args,

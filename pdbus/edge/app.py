@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from importlib import resources
+from importlib import metadata, resources
 from typing import Any
 
 import msgspec
@@ -31,6 +31,7 @@ from pdbus.edge.keys import SLO_CLASS_MAX, Key, Keys
 from pdbus.edge.logprobs import Likelihoods
 from pdbus.edge.metrics import Counts
 from pdbus.edge.tracing import Answered, follow, span_of
+from pdbus.text.decoder import BEFORE
 from pdbus.text.stops import StopFinder
 
 BEGIN_ANEW = 2  # times: a whole answer that was interrupted
@@ -77,6 +78,8 @@ class Edge:
             "/v1/models": Route("GET", self._models),
             "/load": Route("GET", self._load),
             "/health": Route("GET", self._health, open=True, of_cluster=False),
+            "/ping": Route("GET", self._health, open=True, of_cluster=False),
+            "/version": Route("GET", self._version, open=True, of_cluster=False),
             "/ready": Route("GET", self._ready, open=True),
             "/metrics": Route("GET", self._metrics, open=True, of_cluster=False),
             "/openapi.json": Route("GET", self._openapi, open=True, of_cluster=False),
@@ -91,6 +94,9 @@ class Edge:
             raise RuntimeError(f"an edge serves http, not {scope['type']}")
         exchange = Exchange(scope, receive, send, self._config, self._clock)
         try:
+            if exchange.preflight:
+                await exchange.allow()
+                return
             await self._serve(exchange)
         except HttpError as error:
             await self._fail(exchange, error)
@@ -184,18 +190,18 @@ class Edge:
     # --- answers ----------------------------------------------------------------------------------------------------
 
     async def _chat(self, exchange: Exchange) -> None:
-        await self._answer(exchange, await jobs.chat(await exchange.body(), self.view, self._texts))
+        await self._answer(exchange, await jobs.chat(await exchange.body(), self.view, self._texts, self._config))
 
     async def _completions(self, exchange: Exchange) -> None:
-        await self._answer(exchange, await jobs.completions(await exchange.body(), self.view, self._texts))
-
-    async def _generate(self, exchange: Exchange) -> None:
-        job = await jobs.generate(await exchange.body(), self.view, self._texts)
-        if job.rid:
-            exchange.say_rid(job.rid)
+        job = await jobs.completions(await exchange.body(), self.view, self._texts, self._config)
         await self._answer(exchange, job)
 
+    async def _generate(self, exchange: Exchange) -> None:
+        await self._answer(exchange, await jobs.generate(await exchange.body(), self.view, self._texts))
+
     async def _answer(self, exchange: Exchange, job: jobs.Job) -> None:
+        if job.rid:
+            exchange.say_rid(job.rid)
         count = job.n * len(job.prompts)
         traced, span = follow(
             exchange.headers, exchange.rid, exchange.path, job.model.name, exchange.began_at, self._spans
@@ -251,12 +257,18 @@ class Edge:
     async def _choice(self, job: jobs.Job, index: int, ids: list[int], options: Options) -> Choice:
         """Asked for now."""
         stream = await self._client.generate_tokens(ids, **options)
-        decoder = job.text.decoder() if job.text is not None else None
+        decoder = None
+        if job.text is not None:
+            skip = job.said.skip_special_tokens is not False
+            decoder = job.text.decoder(ids[-BEFORE:], skip_special_tokens=skip)
         stops = StopFinder(job.stops, include=job.include_stop)
         answer = answers.Answer(index, len(ids), index % job.n == 0)
-        if job.text is not None and "logprobs" in options:
-            answer.likelihoods = Likelihoods(job.text.token)
-        return Choice(answer, stream, decoder, stops, frozenset(job.said.stop_token_ids or ()))
+        if "logprobs" in options:
+            text = job.text
+            answer.likelihoods = Likelihoods(text.token, text.token_bytes) if text is not None else Likelihoods()
+        stop_ids = frozenset(job.said.stop_token_ids or ())
+        unseen = frozenset() if job.include_stop else stop_ids.union(job.end_ids)
+        return Choice(answer, stream, decoder, stops, stop_ids, unseen, options.get("min_tokens", 0))
 
     def _urgency(self, exchange: Exchange) -> Options:
         """The deadline, the SLOs of the first and of further tokens, their class, and the priority, by header; the
@@ -296,9 +308,10 @@ class Edge:
         model = self.view.model(said.model)
         text = await self._texts.of(model.name)
         if said.messages is not None:
-            ids = await jobs.conversation(text, said.messages, said.add_generation_prompt)
+            special = said.add_special_tokens is True
+            ids = await jobs.conversation(text, said.messages, said.add_generation_prompt, special)
         else:
-            ids = await jobs.token_ids(text, said.prompt or "")
+            ids = await jobs.token_ids(text, said.prompt or "", said.add_special_tokens is not False)
         await exchange.answer(200, encode({"count": len(ids), "max_model_len": model.max_context, "tokens": ids}))
 
     async def _detokenize(self, exchange: Exchange) -> None:
@@ -328,6 +341,9 @@ class Edge:
 
     async def _health(self, exchange: Exchange) -> None:
         await exchange.answer(200, b"ok\n", b"text/plain; charset=utf-8")
+
+    async def _version(self, exchange: Exchange) -> None:
+        await exchange.answer(200, encode({"version": metadata.version("pdbus")}))
 
     async def _ready(self, exchange: Exchange) -> None:
         trouble = self.view.unready(self._clock())
@@ -360,7 +376,7 @@ async def _stream(exchange: Exchange, generation: Generation, writer: answers.Wr
                 if answer.index not in begun:
                     begun.add(answer.index)
                     events.append(writer.begin(answer))
-                if text:
+                if text or not last:
                     events.append(writer.more(answer, text))
                 if last:
                     events.append(writer.end(answer))
@@ -376,4 +392,5 @@ async def _stream(exchange: Exchange, generation: Generation, writer: answers.Wr
 
 def _card(model: ServedModel) -> dict[str, Any]:
     """As OpenAI lists a model, with vLLM's `max_model_len`."""
-    return {"id": model.name, "object": "model", "created": 0, "owned_by": "pdbus", "max_model_len": model.max_context}
+    card = {"id": model.name, "object": "model", "created": 0, "owned_by": "pdbus", "root": model.name, "parent": None}
+    return {**card, "max_model_len": model.max_context}

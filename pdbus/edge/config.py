@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from bus.defaults import WAIT_S
 from bus.errors import ConfigError
+from pdbus.text.find import Places
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,10 @@ class EdgeConfig:
     api_keys: str = ""  # file of bearer keys; empty: who reaches the port may use it
     tls_cert: str = ""  # with tls_key: PEM files; empty: plain HTTP
     tls_key: str = ""
-    tokenizers: Mapping[str, Path] = field(default_factory=dict)  # folders by model; under "": of all others
+    tokenizers: Places = field(default_factory=dict)
+    sampling_defaults: Literal["model", "openai"] = "model"  # whose count where a request says nothing
+    chat_max_tokens: int = 0  # of an answer to a chat that says nothing; 0: what fits, or the model's own
+    cors_origins: tuple[str, ...] = ()  # whose pages may call it from a browser; "*": all
     wait_s: float = WAIT_S  # for the controller to appear at the start
     drain_s: float = 60.0  # how long requests may take to finish when it is told to leave
     max_requests: int = 1024  # answers under way at once; beyond that 429

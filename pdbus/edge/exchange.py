@@ -25,6 +25,8 @@ WATCH_AFTER_S = 0.02
 _RID = re.compile(rb"[!-~]{1,%d}" % RID_MAX)
 _rng = random.Random()
 _CLOSE = (b"connection", b"close")
+_EXPOSED = (b"access-control-expose-headers", b"x-request-id, retry-after, retry-after-ms")
+_ALLOWED = ((b"access-control-allow-methods", b"GET, POST"), (b"access-control-max-age", b"600"))
 _EVENTS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -59,6 +61,8 @@ class Exchange:
         said = self.headers.get(b"x-request-id", b"")
         self.said_rid = said.decode() if _RID.fullmatch(said) else ""
         self.rid = self.said_rid or f"{_rng.getrandbits(128):032x}"
+        origin, allowed = self.headers.get(b"origin", b""), config.cors_origins
+        self._origin = origin if allowed and ("*" in allowed or origin.decode("latin-1") in allowed) else b""
 
     # --- the request ------------------------------------------------------------------------------------------------
 
@@ -150,6 +154,17 @@ class Exchange:
 
     # --- the response -----------------------------------------------------------------------------------------------
 
+    @property
+    def preflight(self) -> bool:
+        """Whether a browser asks if a page that is let in may send something."""
+        return self.method == "OPTIONS" and bool(self._origin) and b"access-control-request-method" in self.headers
+
+    async def allow(self) -> None:
+        """Answer such a question: yes."""
+        asked = self.headers.get(b"access-control-request-headers", b"")
+        await self._start(204, (*_ALLOWED, *(((b"access-control-allow-headers", asked),) if asked else ())))
+        await self._say(b"", more=False)
+
     async def answer(
         self, status: int, body: bytes, kind: bytes = b"application/json", headers: Iterable[Header] = ()
     ) -> None:
@@ -174,6 +189,8 @@ class Exchange:
     async def _start(self, status: int, headers: Iterable[Header]) -> None:
         self.status = status
         named = [(b"x-request-id", self.rid.encode()), *headers]
+        if self._origin:
+            named += ((b"access-control-allow-origin", self._origin), (b"vary", b"Origin"), _EXPOSED)
         await self._send({"type": "http.response.start", "status": status, "headers": named})
 
     async def _say(self, body: bytes, *, more: bool) -> None:

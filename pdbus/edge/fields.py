@@ -7,7 +7,7 @@ ignored.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
@@ -16,6 +16,7 @@ from msgspec import UNSET, Struct
 
 from pdbus.client import Options
 from pdbus.edge.errors import HttpError, invalid
+from pdbus.edge.exchange import RID_MAX
 from pdbus.edge.refused import REFUSED, REFUSED_BY_GENERATE
 
 MAX_CHOICES = 128  # of one HTTP request: prompts times n
@@ -28,6 +29,7 @@ _T = TypeVar("_T")
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False  # vLLM's: with include_usage, in every event
+    include_obfuscation: bool | None = None  # of OpenAI's padding, of which there is none here
 
 
 class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -36,7 +38,7 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None  # 0 or -1: off
-    seed: int | None = None
+    seed: int | None = None  # -1: none
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -47,6 +49,7 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     logit_bias: dict[int, float] | None = None
+    skip_special_tokens: bool | None = None
 
 
 class Schema(Struct, forbid_unknown_fields=True):
@@ -72,7 +75,12 @@ class Generation(Sampling, kw_only=True):
     stream_options: StreamOptions | None = None
     include_stop_str_in_output: bool | None = None
     response_format: ResponseFormat | None = None
-    user: str | None = None  # says who asks, and so asks for nothing
+    add_special_tokens: bool | None = None  # to the prompt those that the tokenizer puts around a text
+    user: str | None = None  # these three say who asks, and so ask for nothing
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    request_id: str | None = None  # vLLM's name of the request's id,
+    rid: str | None = None  # and SGLang's
     bootstrap_room: int | None = None
     routed_dp_rank: int | None = None
     disagg_prefill_dp_rank: int | None = None
@@ -81,6 +89,7 @@ class Generation(Sampling, kw_only=True):
 class Part(Struct, forbid_unknown_fields=True):
     type: str
     text: str
+    cache_control: dict[str, Any] | None = None  # a hint; prefixes are cached anyway
 
 
 class Turn(Struct, forbid_unknown_fields=True):
@@ -88,12 +97,15 @@ class Turn(Struct, forbid_unknown_fields=True):
 
     role: str
     content: str | list[Part] | None = None
-    name: None = None
+    name: str | None = None  # of who speaks, for templates that look at it
     refusal: None = None
     audio: None = None
     annotations: list[None] | None = None
     function_call: None = None
     tool_calls: list[None] | None = None
+    reasoning: None = None
+    reasoning_content: None = None
+    cache_control: dict[str, Any] | None = None
 
 
 class Chat(Generation, kw_only=True):
@@ -111,6 +123,8 @@ class Completion(Generation, kw_only=True):
 
 class SglSampling(Sampling, kw_only=True):
     max_new_tokens: int | None = None
+    min_new_tokens: int | None = None  # SGLang's name of min_tokens,
+    sampling_seed: int | None = None  # and of seed
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -137,6 +151,7 @@ class Tokenize(Struct, kw_only=True, forbid_unknown_fields=True):
     prompt: str | None = None
     messages: list[Turn] | None = None
     add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None  # default: of a text, not of a conversation
 
 
 class Detokenize(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -218,11 +233,19 @@ def _passed(kind: type[Sampling]) -> tuple[tuple[str, ...], Callable[[Any], tupl
 _OF_OPENAI, _OF_GENERATE = _passed(Generation), _passed(SglSampling)
 
 
-def options_of(said: Sampling) -> Options:
-    """The client's options that `said` asks for. OpenAI's default of `temperature` is 1."""
+def options_of(said: Sampling, defaults: Mapping[str, float] | None = None) -> Options:
+    """The client's options that `said` asks for, with `defaults` for what it does not say. OpenAI's default of
+    `temperature` is 1."""
     names, values_of = _OF_GENERATE if isinstance(said, SglSampling) else _OF_OPENAI
     asked = zip(names, values_of(said), strict=True)
     options: dict[str, Any] = {name: value for name, value in asked if value is not None}
+    if isinstance(said, SglSampling):
+        _same(options, "min_tokens", "min_new_tokens", said.min_new_tokens)
+        _same(options, "seed", "sampling_seed", said.sampling_seed)
+    if options.get("seed") == -1:
+        del options["seed"]
+    if defaults:
+        options = {**defaults, **options}
     options.setdefault("temperature", 1.0)
     if options.get("top_k") == -1:
         options["top_k"] = 0
@@ -233,6 +256,12 @@ def options_of(said: Sampling) -> Options:
     if said.stop_token_ids:
         options["stop_token_ids"] = said.stop_token_ids
     return options  # type: ignore[return-value]
+
+
+def _same(options: dict[str, Any], name: str, theirs: str, value: int | None) -> None:
+    """An option that has two names in a request; HttpError when they say two things."""
+    if value is not None and options.setdefault(name, value) != value:
+        raise invalid(theirs, f"{theirs} and {name} are the same, and say two things")
 
 
 def _schema_of(form: ResponseFormat | None) -> str:
@@ -276,8 +305,24 @@ def choices_of(said: Sampling, prompts: int) -> int:
     return n
 
 
-def text_of(turn: Turn, at: int) -> str:
-    """The text of one message; parts are joined as they stand."""
+def rid_of(said: Generation | Generate) -> str:
+    """The request's id, where the body says one; empty else."""
+    named = {name: rid for name in ("rid", "request_id") if (rid := getattr(said, name, None))}
+    for name, rid in named.items():
+        if len(rid) > RID_MAX or not rid.isascii() or not rid.isprintable():
+            raise invalid(name, f"{name}: 1 to {RID_MAX} printable characters")
+    if len(set(named.values())) > 1:
+        raise invalid("rid", "rid and request_id are the same, and say two things")
+    return next(iter(named.values()), "")
+
+
+def message_of(turn: Turn, at: int) -> dict[str, str]:
+    """One message as chat templates take it; parts of a text are joined as they stand."""
+    message = {"role": turn.role, "content": _content(turn, at)}
+    return message | {"name": turn.name} if turn.name else message
+
+
+def _content(turn: Turn, at: int) -> str:
     if turn.role not in ("system", "developer", "user", "assistant"):
         raise invalid(f"messages[{at}].role", f"messages[{at}].role: {turn.role[:40]!r} is not supported")
     if turn.content is None:

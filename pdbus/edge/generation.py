@@ -11,7 +11,7 @@ from pdbus.client import AsyncStream, Piece, Result
 from pdbus.edge.answers import Answer
 from pdbus.edge.errors import HttpError
 from pdbus.edge.metrics import Counts
-from pdbus.text.models import Decoder
+from pdbus.text.decoder import Decoder
 from pdbus.text.stops import StopFinder
 
 Item: TypeAlias = "tuple[Choice, str, bool]"
@@ -38,7 +38,9 @@ class Choice:
     stream: AsyncStream
     decoder: Decoder | None
     stops: StopFinder
-    stop_ids: frozenset[int]  # of the request: they end the answer, and are no part of its text
+    stop_ids: frozenset[int]  # of the request: they end the answer
+    unseen: frozenset[int] = frozenset()  # tokens that end it and are no part of its text
+    min_tokens: int = 0  # stop strings count behind so many
     last_at: float | None = None  # when its last token came
 
     def take(self, piece: Piece) -> str:
@@ -49,7 +51,12 @@ class Choice:
             self.answer.likelihoods.add(ids, piece.logprobs)
         if self.decoder is None:
             return ""
-        text = self.stops.push(self.decoder.push(ids[:-1] if ids[-1] in self.stop_ids else ids))
+        seen = ids[:-1] if ids[-1] in self.unseen else ids
+        text = ""
+        if self.min_tokens and (early := self.min_tokens - len(self.answer.ids) + len(ids)) > 0:
+            text = self.stops.push_early(self.decoder.push(seen[:early]))
+            seen = seen[early:]
+        text += self.stops.push(self.decoder.push(seen))
         if self.stops.found is not None:
             self.answer.finish, self.answer.matched = "stop", self.stops.found
         self.answer.text += text
@@ -131,7 +138,7 @@ class Generation:
                 text = choice.take(piece)
                 if choice.stops.found is not None:
                     stream.cancel()
-                if text:
+                if text or choice.decoder is None:
                     yield choice, text, False
             if stream.result is not None:
                 yield choice, self._end(choice, stream.result), True
@@ -147,7 +154,8 @@ class Generation:
             if result.finish == "cancelled":
                 raise Gone
         text = "" if answer.finish else choice.end(result.finish)
-        self._counts.cached_tokens += answer.cached_tokens
+        if answer.first:  # as its prompt tokens were counted
+            self._counts.cached_tokens += answer.cached_tokens
         self._counts.e2e.observe(self._clock() - self._began_at)
         return text
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bus.errors import ConfigError
@@ -14,11 +13,12 @@ from pdbus.client import Options, choices
 from pdbus.edge import fields
 from pdbus.edge.answers import ChatWriter, CompletionWriter, GenerateWriter, Head, Writer
 from pdbus.edge.cluster import ServedModel, View
+from pdbus.edge.config import EdgeConfig
 from pdbus.edge.errors import HttpError, invalid
-from pdbus.edge.exchange import RID_MAX
+from pdbus.text.find import Places
 from pdbus.text.models import ModelText, text_for
 
-CHAT_TOKENS, COMPLETION_TOKENS, GENERATE_TOKENS = 1024, 16, 128  # of an answer whose length nobody says
+COMPLETION_TOKENS, GENERATE_TOKENS = 16, 128  # of an answer whose length nobody says
 AT_ONCE_CHARACTERS = 4096  # texts up to here are tokenized on the loop: less work than to hand them over
 
 log = get_logger("edge")
@@ -34,7 +34,7 @@ class Job:
     said: fields.Sampling
     options: Options
     max_tokens: int | None
-    usual_tokens: int
+    usual_tokens: int  # where `max_tokens` is None; 0: what fits
     stream: bool
     writer: Callable[[Head, int], Writer]  # of so many answers
     n: int = 1
@@ -47,6 +47,8 @@ class Job:
     def __post_init__(self) -> None:
         self.n = fields.choices_of(self.said, len(self.prompts))
         self.stops = fields.stops_of(self.said)
+        if self.stops and self.text is None:
+            raise invalid("stop", "stop: without a tokenizer nothing is found in texts; name stop_token_ids")
 
     def requests(self, rid: str, urgency: Options) -> list[tuple[list[int], Options]]:
         """The prompt and the options of each answer."""
@@ -62,7 +64,7 @@ class Job:
         requests: list[tuple[list[int], Options]] = []
         for at, ids in enumerate(self.prompts):
             room_left = max(1, self.model.max_context - len(ids))
-            most = self.max_tokens if self.max_tokens is not None else min(self.usual_tokens, room_left)
+            most = self.max_tokens if self.max_tokens is not None else min(self.usual_tokens or room_left, room_left)
             for options in choices(self.n, **shared):
                 options["rid"] = f"{rid}-{len(requests)}" if count > 1 else rid
                 options["max_tokens"] = most
@@ -71,19 +73,22 @@ class Job:
                 requests.append((ids, options))
         return requests
 
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer of themselves."""
+        return () if self.text is None or self.said.ignore_eos else self.text.eos_ids
+
     def _stop_token_ids(self) -> list[int]:
         """With the model's own end tokens, so that the client library knows the end when it sees it."""
         asked = list(self.said.stop_token_ids or ())
-        if self.text is None or self.said.ignore_eos:
-            return asked
-        return asked + [id for id in self.text.eos_ids if id not in asked][: fields.MAX_STOP_TOKEN_IDS - len(asked)]
+        return asked + [id for id in self.end_ids if id not in asked][: fields.MAX_STOP_TOKEN_IDS - len(asked)]
 
 
 class Texts:
     """Tokenizers and templates by model, each loaded once and on a thread. For one event loop."""
 
-    def __init__(self, folders: Mapping[str, Path]) -> None:
-        self._folders = dict(folders)
+    def __init__(self, places: Places) -> None:
+        self._places = places
         self._loading: dict[str, asyncio.Task[ModelText]] = {}
 
     def begin(self, model: str) -> asyncio.Task[ModelText]:
@@ -106,46 +111,52 @@ class Texts:
 
     async def _load(self, model: str) -> ModelText:
         try:
-            return await asyncio.to_thread(text_for, model, self._folders)
+            return await asyncio.to_thread(text_for, model, self._places)
         except ConfigError as error:
             log.error("tokenizer.missing", model=model, error=str(error))
-            why = f"this edge has no tokenizer for {model!r}: send token ids to /generate"
+            why = f"this edge has no tokenizer for {model!r}: send token ids, or start it with --tokenizer DIR"
             raise HttpError(501, why, code="no_tokenizer") from None
 
 
-async def chat(body: bytes, view: View, texts: Texts) -> Job:
+async def chat(body: bytes, view: View, texts: Texts, config: EdgeConfig) -> Job:
     said = fields.read(fields.Chat, body)
     model = view.model(said.model)
     text = await texts.of(model.name)
-    ids = await conversation(text, said.messages, said.add_generation_prompt is not False)
+    answer = said.add_generation_prompt is not False
+    ids = await conversation(text, said.messages, answer, said.add_special_tokens is True)
     most = said.max_completion_tokens if said.max_completion_tokens is not None else said.max_tokens
-    return _openai(said, model, text, [ids], most, CHAT_TOKENS, ChatWriter)
+    usual = config.chat_max_tokens or text.max_new_tokens
+    return _openai(said, model, text, [ids], most, usual, ChatWriter, config)
 
 
-async def completions(body: bytes, view: View, texts: Texts) -> Job:
+async def completions(body: bytes, view: View, texts: Texts, config: EdgeConfig) -> Job:
     said = fields.read(fields.Completion, body)
     model = view.model(said.model)
-    text = await texts.of(model.name)
-    ids = [await token_ids(text, prompt) for prompt in fields.prompts_of(said.prompt, "prompt")]
-    return _openai(said, model, text, ids, said.max_tokens, COMPLETION_TOKENS, CompletionWriter)
+    prompts = fields.prompts_of(said.prompt, "prompt")
+    text = await _text_of(texts, model, prompts)
+    ids = [await token_ids(text, prompt, said.add_special_tokens is not False) for prompt in prompts]
+    return _openai(said, model, text, ids, said.max_tokens, COMPLETION_TOKENS, CompletionWriter, config)
 
 
 def _openai(
     said: fields.Generation,
     model: ServedModel,
-    text: ModelText,
+    text: ModelText | None,
     prompts: list[list[int]],
     max_tokens: int | None,
     usual_tokens: int,
     writer: Callable[[Head, int], Writer],
+    config: EdgeConfig,
 ) -> Job:
     told = said.stream_options
     if told is not None and not said.stream:
         raise invalid("stream_options", "stream_options goes with stream")
+    defaults = text.sampling if text is not None and config.sampling_defaults == "model" else None
     return Job(
-        model, text, prompts, said, fields.options_of(said), max_tokens, usual_tokens, bool(said.stream), writer,
+        model, text, prompts, said, fields.options_of(said, defaults), max_tokens, usual_tokens, bool(said.stream),
+        writer,
         usage=(told.include_usage, told.continuous_usage_stats) if told is not None else (False, False),
-        include_stop=bool(said.include_stop_str_in_output),
+        include_stop=bool(said.include_stop_str_in_output), rid=fields.rid_of(said),
     )  # fmt: skip
 
 
@@ -154,15 +165,9 @@ async def generate(body: bytes, view: View, texts: Texts) -> Job:
     if (said.text is None) == (said.input_ids is None):
         raise invalid("text", "give either text or input_ids")
     model = view.model(said.model)
-    text: ModelText | None
-    try:
-        text = await texts.of(model.name)
-    except HttpError:
-        if said.text is not None:
-            raise
-        text = None  # ids go in and out all the same
     given, param = (said.text, "text") if said.text is not None else (said.input_ids, "input_ids")
     prompts = fields.prompts_of(given, param)
+    text = await _text_of(texts, model, prompts)
     sampling = said.sampling_params or fields.SglSampling()
     options = fields.options_of(sampling)
     if said.routed_dp_rank is not None:
@@ -172,31 +177,47 @@ async def generate(body: bytes, view: View, texts: Texts) -> Job:
     rooms = [said.bootstrap_room] if isinstance(said.bootstrap_room, int) else said.bootstrap_room
     if rooms is not None and (len(rooms) != len(prompts) or sampling.n not in (None, 1)):
         raise invalid("bootstrap_room", "bootstrap_room: one for each prompt, and one answer of each")
-    rid = said.rid or ""
-    if len(rid) > RID_MAX or not rid.isascii() or not rid.isprintable():
-        raise invalid("rid", f"rid: 1 to {RID_MAX} printable characters")
     batch = given is not prompts[0] or (sampling.n or 1) > 1
     return Job(
         model, text, [await token_ids(text, prompt) for prompt in prompts], sampling, options,
         sampling.max_new_tokens, GENERATE_TOKENS, said.stream, lambda head, _: GenerateWriter(head, batch=batch),
-        rooms=rooms, rid=rid,
+        rooms=rooms, rid=fields.rid_of(said),
     )  # fmt: skip
 
 
-async def conversation(text: ModelText, messages: list[fields.Turn], answer: bool) -> list[int]:
+async def _text_of(texts: Texts, model: ServedModel, prompts: list[str | list[int]]) -> ModelText | None:
+    """None where there is none and all prompts are ids: they go in and out all the same."""
+    try:
+        return await texts.of(model.name)
+    except HttpError:
+        if any(isinstance(prompt, str) for prompt in prompts):
+            raise
+        return None
+
+
+async def conversation(
+    text: ModelText, messages: list[fields.Turn], answer: bool, add_special_tokens: bool = False
+) -> list[int]:
     """The ids of `messages` in the model's template."""
     if not messages:
         raise invalid("messages", "messages is empty")
-    turns = [(turn.role, fields.text_of(turn, at)) for at, turn in enumerate(messages)]
-    ids: list[int] = await off_loop(sum(len(each) for _, each in turns), lambda: text.chat(turns, answer=answer))
+    told = [fields.message_of(turn, at) for at, turn in enumerate(messages)]
+
+    def fill() -> list[int]:
+        try:
+            return text.chat(told, answer=answer, add_special_tokens=add_special_tokens)
+        except ConfigError as error:
+            raise invalid("messages", f"messages: {error}") from None
+
+    ids: list[int] = await off_loop(sum(len(each["content"]) for each in told), fill)
     return ids
 
 
-async def token_ids(text: ModelText | None, prompt: str | list[int]) -> list[int]:
+async def token_ids(text: ModelText | None, prompt: str | list[int], add_special_tokens: bool = True) -> list[int]:
     if not isinstance(prompt, str):
         return prompt
     assert text is not None
-    ids: list[int] = await off_loop(len(prompt), lambda: text.encode(prompt))
+    ids: list[int] = await off_loop(len(prompt), lambda: text.encode(prompt, add_special_tokens=add_special_tokens))
     return ids
 
 

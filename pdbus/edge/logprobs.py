@@ -9,11 +9,15 @@ from bus.wire.messages import TokenLogprobs
 
 
 class Likelihoods:
-    """Of one answer. `name` is the text of a token by itself. `chat` and `completion` tell what has come since the last
+    """Of one answer. `name` is the text of a token by itself, `bytes_of` its UTF-8; without them tokens are named by
+    their ids, as vLLM does. `chat` and `completion` tell what has come since the last
     call, in the form of these endpoints."""
 
-    def __init__(self, name: Callable[[int], str]) -> None:
+    def __init__(
+        self, name: Callable[[int], str] = "token_id:{}".format, bytes_of: Callable[[int], bytes] | None = None
+    ) -> None:
         self._name = name
+        self._bytes_of = bytes_of
         self._untold: list[tuple[int, TokenLogprobs]] = []
         self._offset = 0  # in characters, of the next token
 
@@ -49,4 +53,6 @@ class Likelihoods:
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._name(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        part = "\ufffd" in text and self._bytes_of is not None  # of a character
+        data = self._bytes_of(token) if part else text.encode()  # type: ignore[misc]
+        return {"token": text, "logprob": logprob, "bytes": list(data)}

@@ -26,10 +26,12 @@ _GETS: dict[str, tuple[str, str]] = {
     "/v1/models": ("The models that ranks serve.", "application/json"),
     "/load": ("Every rank's load, as its controller knows it.", "application/json"),
     "/health": ("200 while the process lives.", "text/plain"),
+    "/ping": ("The same.", "text/plain"),
+    "/version": ("Of this edge.", "application/json"),
     "/ready": ("200 while there is a ready rank for each role, else 503 and why not.", "text/plain"),
     "/metrics": ("For Prometheus.", "text/plain"),
 }
-_OPEN = ("/health", "/ready", "/metrics")  # to those without a key too
+_OPEN = ("/health", "/ping", "/version", "/ready", "/metrics")  # to those without a key too
 _STATUSES = {
     "400": "a field is wrong or not supported; `param` names it",
     "401": "no valid key",

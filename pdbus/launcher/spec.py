@@ -58,6 +58,7 @@ class ClusterSpec:
     log_dir: str = ""  # where parts append to their logs, which then outlive the cluster
     log_level: str = "info"  # debug, info, warning or error
     http: str = ""  # where an HTTP edge listens ([host:]port); empty: there is none
+    tokenizers: tuple[str, ...] = ()  # for the edge's text, as [MODEL=]DIR; empty: the models' own files
     metrics_port: int = 0  # of the first part started; the next ones follow (0: nowhere)
     start_timeout_s: float = 120.0  # for all parts to be ready
     stop_grace_s: float = 5.0  # for a part to leave before it is killed
@@ -129,6 +130,7 @@ class ClusterSpec:
             parts = self._with_metrics(parts)
         if self.http:  # its own port has the metrics too
             args = ("serve", "--http", self.http, "--controller", next(iter(at.controllers.values())), *common)
+            args += tuple(word for each in self.tokenizers for word in ("--tokenizer", each))
             parts.append(PartSpec("edge", "edge", "pdbus", args))
         return parts
 

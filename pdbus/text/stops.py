@@ -16,6 +16,7 @@ class StopFinder:
         self._stops = tuple(stops)
         self._include = include  # hand the stop string out too
         self._held = ""
+        self._early = 0  # characters at the beginning of `_held` in which no stop string may end
         self.found: str | None = None
 
     def push(self, text: str) -> str:
@@ -26,18 +27,34 @@ class StopFinder:
             return ""
         text = self._held + text
         hits = [(at, -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if hits and self._early:
+            hits = self._late(text)
         if hits:
             at, _, self.found = min(hits)
             self._held = ""
             return text[: at + len(self.found) if self._include else at]
         keep = max(self._begun(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
+        if self._early:
+            self._early = max(0, self._early - len(text) + keep)
+        return text[: len(text) - keep]
+
+    def push_early(self, text: str) -> str:
+        """As `push`, of text in which no stop string may end."""
+        text = self._held + text
+        keep = max((self._begun(text, stop) for stop in self._stops), default=0)
+        self._held, self._early = text[len(text) - keep :], keep
         return text[: len(text) - keep]
 
     def finish(self) -> str:
         """What was held back, when no more comes."""
         held, self._held = self._held, ""
         return held
+
+    def _late(self, text: str) -> list[tuple[int, int, str]]:
+        """The stop strings that end behind the early characters."""
+        found = ((text.find(stop, max(0, self._early - len(stop) + 1)), stop) for stop in self._stops)
+        return [(at, -len(stop), stop) for at, stop in found if at >= 0]
 
     @staticmethod
     def _begun(text: str, stop: str) -> int:

@@ -167,8 +167,8 @@ def test_a_model_package_that_is_missing(empty: Path) -> None:
         "metadata.distribution = distribution\n"
         "import click\n"
         "from bus.runtime import cli\n"
-        "from pdbus.text.tokenizer import tokenizer_for\n"
-        "cli.run(click.Command('x', callback=lambda: tokenizer_for('smollm2')), 'x')\n"
+        "from pdbus.text.models import text_for\n"
+        "cli.run(click.Command('x', callback=lambda: text_for('smollm2')), 'x')\n"
     )
     done = python("-c", load_without_it, XDG_CACHE_HOME=str(empty))
     assert done.returncode == 2, done.stderr

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bus.runtime.ports import free_ports
 from nodes.own.engines.sim import sim_generate
-from pdbus.text.tokenizer import tokenizer_for
+from pdbus.text.models import text_for
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 SIM = ["--engine", "sim", "--model", "sim", "--sim-timing", "zero"]
@@ -58,5 +58,5 @@ def test_several_machines_serve_a_client(tmp_path: Path) -> None:
             done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
             assert done.returncode == 0, done.stderr
             answer = done.stdout if arguments[0] == "generate" else answer
-    prompt = tokenizer_for("sim").chat("What is a load balancer?")
-    assert answer == tokenizer_for("sim").decode(sim_generate(prompt, 128)) + "\n"
+    prompt = text_for("sim").encode("What is a load balancer?")
+    assert answer == text_for("sim").decode(sim_generate(prompt, 128)) + "\n"

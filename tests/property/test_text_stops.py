@@ -36,3 +36,30 @@ def test_it_is_as_if_the_text_came_at_once(pieces: list[str], stops: list[str], 
     else:
         assert shown == whole[: whole.find(finder.found) + len(finder.found) * include]
         assert finder.push("more") == ""
+
+
+@given(
+    st.lists(st.text("ab.", max_size=4), max_size=12),
+    st.lists(st.text("ab.", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 12),
+)
+def test_a_stop_string_that_ends_early_does_not_count(pieces: list[str], stops: list[str], early: int) -> None:
+    finder, shown = StopFinder(stops), ""
+    for piece in pieces[:early]:
+        shown += finder.push_early(piece)
+    for piece in pieces[early:]:
+        shown += finder.push(piece)
+    shown += finder.finish()
+    text, begins = "".join(pieces), len("".join(pieces[:early]))
+    ends = [
+        (at + len(stop), at)
+        for stop in stops
+        for at in range(len(text))
+        if text.startswith(stop, at) and at + len(stop) > begins
+    ]
+    if not ends:
+        assert (finder.found, shown) == (None, text)
+    else:
+        assert finder.found in stops
+        assert text[len(shown) :].startswith(finder.found)
+        assert len(shown) + len(finder.found) > begins

@@ -20,7 +20,7 @@ from pdbus.client import Client, Result
 from pdbus.launcher import Cluster, ClusterSpec
 from pdbus.launcher.restarts import RestartPolicy
 from pdbus.launcher.supervisor import Supervisor
-from pdbus.text.tokenizer import SmolTokenizer
+from pdbus.text.models import text_for
 
 PREFILL, DECODE = "prefill-0/0", "decode-0/0"
 BLOCK = 32
@@ -45,13 +45,13 @@ def until(true: Callable[[], Any], what: str, seconds: float = WAIT_S) -> Any:
 
 
 def cases() -> list[dict[str, Any]]:
-    tokens = SmolTokenizer()
+    tokens = text_for("smollm2")
     texts = [
         "What is the capital of France?",
         "Count from one to ten in words, one a line.",
         "Tell me of the sea. " * 12,
     ]
-    greedy = [tokens.chat(text) for text in texts]
+    greedy = [tokens.chat([{"role": "user", "content": text}]) for text in texts]
     long = tokens.encode("A ship sails over the wide sea at night, and nobody knows where it goes. " * 30)
     greedy += [long[:BLOCK], long[: 2 * BLOCK], long[: BLOCK - 1], long[: BLOCK + 1], long[:400]]
     stop = list(tokens.eos_ids)

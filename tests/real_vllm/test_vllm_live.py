@@ -38,7 +38,7 @@ from pdbus.bench import peers_sides
 from pdbus.bench.harness import Scope, Workspace
 from pdbus.client import Client
 from pdbus.launcher import Cluster
-from pdbus.text.tokenizer import SmolTokenizer
+from pdbus.text.models import text_for
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -83,7 +83,7 @@ def test_tokens_equal_those_of_one_engine_alone_and_decode_computes_no_prompt(
 
 def test_prefixes_are_announced(cluster: Cluster, client: Client) -> None:
     """What cache_aware goes by: vLLM's KV events, each block of them with a name of ours at the controller."""
-    prompt = SmolTokenizer().encode("Once upon a time, in a land far away, there lived an old king who " * 8)
+    prompt = text_for("smollm2").encode("Once upon a time, in a land far away, there lived an old king who " * 8)
     named = len(block_hashes(prompt, BLOCK))
     assert named > 2
     counts = client.status().counts

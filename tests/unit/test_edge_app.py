@@ -99,7 +99,7 @@ def test_cached_tokens_of_a_prompt_count_once() -> None:
     assert (usage["prompt_tokens"], usage["prompt_tokens_details"]) == (5, {"cached_tokens": 2})
     meta = run(world.post("/generate", {"input_ids": [1, 2, 3]})).json["meta_info"]
     assert meta["cached_tokens"] == 3
-    assert world.edge.counts.cached_tokens == 3 + 2 + 2 + 3
+    assert world.edge.counts.cached_tokens == 2 + 3, "as prompt tokens are: once a prompt"
 
 
 def test_every_answer_of_a_seed_has_a_seed_of_its_own() -> None:
@@ -108,8 +108,8 @@ def test_every_answer_of_a_seed_has_a_seed_of_its_own() -> None:
     assert [options["seed"] for _, options in world.client.asked] == [7, 8, 9]
 
 
-def said_of(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": pytest.approx(logprob), "bytes": list(token.encode())}
+def said_of(token: str, logprob: float, data: bytes = b"") -> dict[str, Any]:
+    return {"token": token, "logprob": pytest.approx(logprob), "bytes": list(data or token.encode())}
 
 
 def test_log_probabilities_of_a_chat_whole_and_streamed_are_the_same() -> None:
@@ -122,7 +122,7 @@ def test_log_probabilities_of_a_chat_whole_and_streamed_are_the_same() -> None:
     tokens = [3 + byte for byte in "hé.".encode()]
     assert [
         {key: value for key, value in each.items() if key != "top_logprobs"} for each in choice["logprobs"]["content"]
-    ] == [said_of(name, -0.5 - token / 1000) for name, token in zip(names, tokens, strict=True)]
+    ] == [said_of(name, -0.5 - id / 1000, bytes([id - 3])) for name, id in zip(names, tokens, strict=True)]
     assert choice["logprobs"]["content"][0]["top_logprobs"] == [said_of("i", -0.25)]
     events = run(world.post("/v1/chat/completions", ask | {"stream": True})).events
     said = [event["choices"][0]["logprobs"] for event in events]
@@ -244,7 +244,7 @@ def test_prompts_are_not_hashed_where_nobody_looks() -> None:
         ("/v1/chat/completions", chat(temperature=-1), {}, 400, "temperature"),
         ("/v1/chat/completions", chat(max_tokens=0), {}, 400, "max_tokens"),
         ("/v1/chat/completions", chat(stop_token_ids=[1] * 65), {}, 400, "stop_token_ids"),
-        ("/v1/chat/completions", chat(seed=-1), {}, 400, "seed"),
+        ("/v1/chat/completions", chat(seed=-2), {}, 400, "seed"),
         ("/v1/chat/completions", chat(tools=[{}]), {}, 400, "tools"),
         ("/v1/chat/completions", chat(top_logprobs=2), {}, 400, "top_logprobs"),
         ("/v1/chat/completions", chat(logprobs=True, top_logprobs=21), {}, 400, "top_logprobs"),
@@ -534,10 +534,10 @@ def test_it_is_ready_when_every_role_is(seen: Any, why: str) -> None:
 
 
 def test_several_models_must_be_named() -> None:
-    world = World(seen=status(rank("u", "unified", "a"), rank("v", "unified", "b")))
-    assert run(world.post("/v1/chat/completions", chat(model="b"))).status == 200
+    world = World(seen=status(rank("u", "unified", "sim"), rank("v", "unified", "tiny")))
+    assert run(world.post("/v1/chat/completions", chat(model="tiny"))).status == 200
     refused = run(world.post("/v1/chat/completions", {"messages": chat()["messages"]}))
-    assert (refused.status, refused.error["message"]) == (400, "several models are served: name one of a, b")
+    assert (refused.status, refused.error["message"]) == (400, "several models are served: name one of sim, tiny")
 
 
 def test_a_model_without_a_tokenizer_takes_ids_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -694,3 +694,36 @@ def test_an_answer_that_fails_has_a_span_with_its_status() -> None:
     (span,) = memory.get_finished_spans()
     assert not span.status.is_ok
     assert dict(span.attributes or {})["http.response.status_code"] >= 500  # type: ignore[operator]
+
+
+def test_model_cards_and_the_version_are_as_load_generators_look_for_them() -> None:
+    world = World()
+    (card,) = run(world.get("/v1/models")).json["data"]
+    assert (card["id"], card["root"], card["parent"]) == ("sim", "sim", None)
+    assert run(world.get("/version")).json["version"]
+    assert run(world.get("/ping")).status == 200
+
+
+def test_a_browsers_pages_may_use_it_where_a_setting_says_so(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text('[a]\nkey = "sk-12345"\n')
+    keys.chmod(0o600)
+    asks = {"origin": "https://a", "access-control-request-method": "POST"}
+    asks["access-control-request-headers"] = "authorization,content-type"
+
+    def preflight(*allowed: str) -> Any:
+        world = World(api_keys=str(keys), cors_origins=allowed)
+        return run(world.ask("OPTIONS", "/v1/chat/completions", [b""], headers=asks))
+
+    assert preflight().status == preflight("https://b").status == 405
+    for allowed in ("https://a", "*"):
+        answer = preflight("https://b", allowed)
+        assert (answer.status, answer.headers["access-control-allow-origin"]) == (204, "https://a")
+        assert answer.headers["access-control-allow-headers"] == "authorization,content-type"
+    world = World(api_keys=str(keys), cors_origins=("https://a",))
+    for key, expected in (("sk-12345", 200), ("none", 401)):
+        headers = {"origin": "https://a", "authorization": f"Bearer {key}"}
+        answer = run(world.post("/v1/chat/completions", chat(), headers=headers))
+        assert (answer.status, answer.headers["access-control-allow-origin"]) == (expected, "https://a"), "errors too"
+    answer = run(world.get("/health", headers={"origin": "https://b"}))
+    assert "access-control-allow-origin" not in answer.headers

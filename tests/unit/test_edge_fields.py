@@ -106,19 +106,22 @@ def test_an_answer_of_openais_package_can_be_sent_back() -> None:
         "tool_calls": None,
     }
     said = read(fields.Chat, messages=[answer])
-    assert fields.text_of(said.messages[0], 0) == "x"
+    assert fields.message_of(said.messages[0], 0)["content"] == "x"
 
 
 def test_texts_in_parts_are_joined_and_other_parts_refused() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert fields.text_of(read(fields.Chat, messages=[{"role": "user", "content": parts}]).messages[0], 0) == "ab"
+    assert fields.message_of(read(fields.Chat, messages=[{"role": "user", "content": parts}]).messages[0], 0) == {
+        "role": "user",
+        "content": "ab",
+    }
     for message, param in (
         ({"role": "user", "content": [{"type": "sound", "text": ""}]}, "messages[3].content[0].type"),
         ({"role": "tool", "content": "x"}, "messages[3].role"),
         ({"role": "assistant"}, "messages[3].content"),
     ):
         with pytest.raises(HttpError) as refused:
-            fields.text_of(read(fields.Chat, messages=[message]).messages[0], 3)
+            fields.message_of(read(fields.Chat, messages=[message]).messages[0], 3)
         assert refused.value.param == param
 
 
@@ -159,3 +162,41 @@ def test_stop_strings() -> None:
         with pytest.raises(HttpError) as refused:
             fields.stops_of(read(fields.Chat, messages=MESSAGES, stop=stop))
         assert refused.value.param == "stop"
+
+
+def test_what_programs_send_is_taken() -> None:
+    history = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}],
+            "name": "bob",
+        },
+        {"role": "assistant", "content": "b", "reasoning_content": None, "reasoning": None},
+    ]
+    options = {"include_usage": True, "include_obfuscation": False}
+    said = read(
+        fields.Chat, messages=history, stream=True, stream_options=options, safety_identifier="me", prompt_cache_key="k"
+    )
+    first, second = (fields.message_of(turn, at) for at, turn in enumerate(said.messages))
+    assert first == {"role": "user", "content": "a", "name": "bob"}
+    assert second == {"role": "assistant", "content": "b"}
+
+
+def test_a_seed_of_minus_one_is_none() -> None:
+    assert "seed" not in fields.options_of(read(fields.Chat, messages=MESSAGES, seed=-1))
+    assert fields.options_of(read(fields.Chat, messages=MESSAGES, seed=0))["seed"] == 0
+
+
+def test_sglangs_names_of_seed_and_least_length() -> None:
+    def options(**sampling: Any) -> Any:
+        return fields.options_of(read(fields.Generate, text="a", sampling_params=sampling).sampling_params)
+
+    assert options(sampling_seed=7, min_new_tokens=3).items() >= {"seed": 7, "min_tokens": 3}.items()
+    assert options(sampling_seed=7, seed=7)["seed"] == 7
+    for name, sampling in (
+        ("sampling_seed", {"sampling_seed": 7, "seed": 8}),
+        ("min_new_tokens", {"min_new_tokens": 1, "min_tokens": 2}),
+    ):
+        with pytest.raises(HttpError) as refused:
+            options(**sampling)
+        assert refused.value.param == name

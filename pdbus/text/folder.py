@@ -1,0 +1,185 @@
+"""The text of a model whose files are here, laid out as Hugging Face publishes them. Needs the package `tokenizers`.
+
+What a user wrote in a chat is never read as a special token, whatever the template does with it: it cannot close its
+own turn. A text by itself (`encode`) is read as engines read it, special tokens included.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+
+from bus.errors import ConfigError
+from bus.wire.messages import Params
+from nodes.own.engines.needs import needed_by
+from pdbus.text.decoder import Decoder, FolderDecoder
+from pdbus.text.find import TOKENIZER_FILE
+from pdbus.text.templates import ChatTemplate
+
+OPEN, CLOSE = "\ufdd0", "\ufdd1"  # noncharacters: around what a user wrote that looks like a special token
+_MARKED = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
+_MARKS = str.maketrans("", "", OPEN + CLOSE)
+_NO_MARKS = str.maketrans({OPEN: "\ufffd", CLOSE: "\ufffd"})
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_SPECIALS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep", "cls", "mask"))
+_SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+LONG = 4096  # characters; longer texts are encoded without the interpreter's lock, which takes a little longer
+
+
+class FolderText:
+    """As `ModelText`, from the files in `folder`: `tokenizer.json` and, where they are there, `tokenizer_config.json`,
+    `generation_config.json`, `config.json` and `chat_template.jinja`. ConfigError when they make no sense."""
+
+    def __init__(self, folder: Path, *, max_new_tokens: int = 0) -> None:
+        with needed_by("text for a model with a vocabulary of its own"):
+            import tokenizers
+        try:
+            said = (folder / TOKENIZER_FILE).read_text(encoding="utf-8")
+            self._whole = tokenizers.Tokenizer.from_str(said)
+            self._plain = tokenizers.Tokenizer.from_str(said)
+        except Exception as error:  # `tokenizers` raises Exception itself
+            raise ConfigError(f"{folder} holds no tokenizer: {error}") from None
+        self._plain.encode_special_tokens = True  # that is: as the text they are
+        config = _json(folder / "tokenizer_config.json")
+        generation = _json(folder / "generation_config.json")
+        names = {name: content for name in _SPECIALS if (content := _content(config.get(name)))}
+        self.eos_ids = self._end_tokens(folder, generation, names.get("eos_token"))
+        self.sampling: Mapping[str, float] = _sampling(generation)
+        most = generation.get("max_new_tokens")
+        self.max_new_tokens: int = max_new_tokens or (most if isinstance(most, int) and most > 0 else 0)
+        added = self._whole.get_added_tokens_decoder()
+        special = [token.content for token in added.values() if token.special]
+        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+        self._added = {id: token.content for id, token in added.items()}
+        source = _template(folder, config)
+        self._template = ChatTemplate(source, names) if source else None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return _ids(self._whole, text, add_special_tokens)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, str]], *, answer: bool = True, add_special_tokens: bool = False
+    ) -> list[int]:
+        if self._template is None:
+            raise ConfigError(
+                "the model has no chat template: send a text as it is (/v1/completions, `chat=False`, `--raw`)"
+            )
+        marked = [{name: self._marked(said) for name, said in message.items()} for message in messages]
+        ids: list[int] = []
+        for number, part in enumerate(_MARKED.split(self._template.fill(marked, answer=answer))):
+            if number % 2:
+                ids += _ids(self._plain, part, False)
+            elif part := part.translate(_MARKS):  # a template that cuts texts may have left one of a pair
+                ids += _ids(self._whole, part, False)
+        if add_special_tokens:
+            before, behind = self._around()
+            return before + ids + behind
+        return ids
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        decoder = self.decoder(skip_special_tokens=skip_special_tokens)
+        return decoder.push(list(ids)) + decoder.finish()
+
+    def decoder(self, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Decoder:
+        return FolderDecoder(self._whole, prompt, skip_special_tokens=skip_special_tokens)
+
+    def token(self, id: int) -> str:
+        text: str = self._whole.decode([id], skip_special_tokens=False)
+        return text
+
+    def token_bytes(self, id: int) -> bytes:
+        piece = self._added.get(id)
+        if piece is not None:
+            return piece.encode()
+        piece = self._whole.id_to_token(id) or ""
+        if single := _BYTE.fullmatch(piece):
+            return bytes([int(single[1], 16)])
+        letters = _byte_of()
+        if self._is_byte_level() and all(letter in letters for letter in piece):
+            return bytes(letters[letter] for letter in piece)
+        return piece.replace("\u2581", " ").encode()
+
+    def _is_byte_level(self) -> bool:
+        decoder = self._whole.decoder
+        return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
+    def _marked(self, text: str) -> str:
+        return self._special.sub(lambda found: f"{OPEN}{found[0]}{CLOSE}", text.translate(_NO_MARKS))
+
+    def _around(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts before and behind a text."""
+        bare, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        at = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
+        return whole[:at], whole[at + len(bare) :]
+
+    def _end_tokens(self, folder: Path, generation: dict[str, Any], named: str | None) -> tuple[int, ...]:
+        """The configuration's, and the tokenizer's own: fine-tunes name theirs in either."""
+        said = generation.get("eos_token_id")
+        if said is None:
+            said = _json(folder / "config.json").get("eos_token_id")
+        ids = said if isinstance(said, list) else [said]
+        own = self._whole.token_to_id(named) if named else None
+        return tuple(dict.fromkeys(id for id in (*ids, own) if isinstance(id, int)))
+
+
+def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+    if not text.isascii():
+        text = text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair is no text
+    if len(text) <= LONG:
+        encoded = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    else:
+        (encoded,) = tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+    ids: list[int] = encoded.ids
+    return ids
+
+
+def _template(folder: Path, config: dict[str, Any]) -> str:
+    """The source of the model's chat template; empty where there is none."""
+    path = folder / "chat_template.jinja"
+    said = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    if isinstance(said, list):  # several, by name
+        said = next((each.get("template") for each in said if each.get("name") == "default"), None)
+    return said if isinstance(said, str) else ""
+
+
+def _sampling(generation: dict[str, Any]) -> dict[str, float]:
+    """As `ModelText.sampling`. What the protocol refuses is left out."""
+    hints = get_type_hints(Params, include_extras=True)
+    found: dict[str, float] = {}
+    for name in _SAMPLING:
+        if generation.get(name) is not None:
+            try:
+                found[name] = msgspec.convert(generation[name], hints[name])
+            except msgspec.ValidationError:
+                continue
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    return said if isinstance(said, dict) else {}
+
+
+def _content(token: Any) -> str:
+    """A special token is written as its text, or as an object that has it."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else ""
+
+
+@cache
+def _byte_of() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one printable character (GPT-2): the way back."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -1,0 +1,85 @@
+"""A model's chat template, filled in as Hugging Face's `apply_chat_template` does, in Jinja's sandbox."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cache
+from importlib import metadata
+from typing import Any
+
+from bus.errors import ConfigError
+from nodes.own.engines.needs import needed_by
+
+JINJA_MIN = (3, 1, 6)  # the sandbox of older ones lets a template out (CVE-2024-56201, -56326, CVE-2025-27516)
+
+
+class ChatTemplate:
+    """`source` is Jinja; `tokens` are special tokens by name, such as `bos_token`. One with an error refuses chats, not
+    the model's other texts: `fill` raises ConfigError."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        self._tokens = dict(tokens)
+        self._template: Any = None
+        self._error = ""
+        try:
+            self._template = _environment().from_string(source)
+        except ConfigError as error:
+            self._error = str(error)
+        except Exception as error:  # TemplateSyntaxError, or whatever a filter makes of a constant
+            self._error = f"the model's chat template makes no sense: {error}"
+
+    def fill(self, messages: Sequence[Mapping[str, str]], *, answer: bool) -> str:
+        """The text of a conversation; with `answer`, up to where the assistant speaks."""
+        if self._template is None:
+            raise ConfigError(self._error)
+        from jinja2 import TemplateError
+
+        try:
+            text: str = self._template.render(
+                messages=[dict(message) for message in messages], tools=None, documents=None,
+                add_generation_prompt=answer, **self._tokens,
+            )  # fmt: skip
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            raise ConfigError(f"the model's chat template refuses them: {error}") from None
+        return text
+
+
+@cache
+def _environment() -> Any:
+    """Jinja's, with what templates expect beside its own."""
+    with needed_by("a chat template"):
+        from jinja2 import TemplateError, nodes
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    version = metadata.version("jinja2")
+    if tuple(int(part) for part in version.split(".")[:3] if part.isdigit()) < JINJA_MIN:
+        least = ".".join(map(str, JINJA_MIN))
+        raise ConfigError(f"chat templates need jinja2 {least}, this is {version}: pip install 'jinja2>={least}'")
+
+    class Generation(Extension):
+        """`{% generation %}` marks what an assistant said, for those who train: what stands in it is rendered."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(
+        value: Any, ensure_ascii: bool = False, indent: int | None = None,
+        separators: tuple[str, str] | None = None, sort_keys: bool = False,
+    ) -> str:  # fmt: skip
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+    return environment
