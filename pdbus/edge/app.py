@@ -168,6 +168,9 @@ class Edge:
             if key is None:
                 why = "send a valid key, as in: Authorization: Bearer KEY"
                 raise HttpError(401, why, code="invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
+        counted = key is not None and route.method == "POST"
+        if key is not None and counted:
+            key.enter(self._clock())
         self._live[exchange] = key
         try:
             if route.of_cluster and self.view.unready(self._clock()):
@@ -175,6 +178,8 @@ class Edge:
             await route.serve(exchange)
         finally:
             del self._live[exchange]
+            if key is not None and counted:
+                key.leave()
 
     async def _fail(self, exchange: Exchange, error: HttpError) -> None:
         self.counts.errors[error.code or str(error.status)] += 1
@@ -211,15 +216,19 @@ class Edge:
         if self.counts.in_flight + count > self._config.max_requests:
             raise HttpError(429, f"{self.counts.in_flight} answers are under way here", code="overloaded")
         if (key := self._live[exchange]) is not None:
-            key.enter(self._clock())
+            key.enter(self._clock(), count, begun=1)
         prompt_tokens = sum(map(len, job.prompts))
         self.counts.in_flight += count
         self.counts.prompt_tokens += prompt_tokens
         generation = Generation(self.counts, exchange.began_at, self._clock)
         exchange.watch(generation.cancel)
+        charged: dict[int, bool] = {}  # prompts that were submitted: whether a rank had one in an answer given up
         try:
             for index, (ids, options) in enumerate(requests):
                 generation.add(await self._choice(job, index, ids, options))
+                charged[index // job.n] = False
+                if key is not None and not index % job.n:
+                    key.charge(len(ids))
             if exchange.gone:
                 raise Gone
             writer = job.writer(answers.Head(exchange.rid, job.model.name, prompt_tokens, *job.usage), count)
@@ -236,6 +245,7 @@ class Edge:
                             raise
                         left -= 1
                         index = error.choice.answer.index
+                        charged[index // job.n] = True
                         ids, options = requests[index]
                         options["rid"] = f"{exchange.draw_rid()}-{index}"
                         deadline_s = options["deadline_s"] + exchange.began_at - self._clock()
@@ -252,7 +262,13 @@ class Edge:
                 span.finish = tuple(answer.finish for answer in generation.answers if answer.finish)
                 exchange.span = span
             if key is not None:
-                key.leave(prompt_tokens + used if used else 0)  # what the cluster refused costs nothing
+                key.leave(count - 1)
+                key.charge(used)
+                for choice in generation.choices:
+                    charged[choice.answer.index // job.n] |= choice.ran
+                for prompt, ran in charged.items():
+                    if not ran:  # the cluster refused it, or the client left while it waited
+                        key.charge(-len(job.prompts[prompt]))
 
     async def _choice(self, job: jobs.Job, index: int, ids: list[int], options: Options) -> Choice:
         """Asked for now."""

@@ -43,6 +43,13 @@ class Choice:
     min_tokens: int = 0  # stop strings count behind so many
     last_at: float | None = None  # when its last token came
 
+    @property
+    def ran(self) -> bool:
+        """Whether a rank had the request, or may have had it; of one that was cancelled or is over."""
+        while self.stream.result is None and self.stream.take() is not None:
+            pass
+        return bool(self.answer.ids) or self.stream.result is None or self.stream.result.ran
+
     def take(self, piece: Piece) -> str:
         """The text that `piece` adds. Sets the answer's `finish` at a stop string."""
         ids = piece.ids

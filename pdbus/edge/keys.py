@@ -39,11 +39,11 @@ class Allowance:
     left: float
     at: float = 0.0
 
-    def wait_s(self, now: float) -> float:
-        """How long until something is left; 0: it is."""
+    def wait_s(self, now: float, least: int = 1) -> float:
+        """How long until so much is left; 0: it is."""
         self.left = min(self.per_minute, self.left + (now - self.at) * self.per_minute / _MINUTE_S)
         self.at = now
-        return 0.0 if self.left >= 1 else (1 - self.left) * _MINUTE_S / self.per_minute
+        return 0.0 if self.left >= least else (least - self.left) * _MINUTE_S / self.per_minute
 
 
 @dataclass(slots=True, eq=False)
@@ -63,23 +63,32 @@ class Key:
         self._requests = Allowance(self.requests_per_minute, self.requests_per_minute)
         self._tokens = Allowance(self.tokens_per_minute, self.tokens_per_minute)
 
-    def enter(self, now: float) -> None:
-        """Begin a request; HttpError 429 when a quota is used up. `leave` follows."""
-        if 0 < self.requests_in_flight <= self.in_flight:
+    def enter(self, now: float, count: int = 1, begun: int = 0) -> None:
+        """Begin `count` requests, of which `begun` have begun. `leave` follows. HttpError 429 when a quota is used up,
+        400 when these are more than it could ever admit."""
+        for limit, when in ((self.requests_in_flight, "under way"), (self.requests_per_minute, "a minute")):
+            if 0 < limit < count:
+                why = f"each answer is a request: {count} of them, and the key {self.name!r} may have {limit} {when}"
+                raise HttpError(400, why, code="quota_exceeded", param="n")
+        more = count - begun
+        if 0 < self.requests_in_flight < self.in_flight + more:
             raise HttpError(
                 429, f"the key {self.name!r} has {self.in_flight} requests under way", code="quota_exceeded"
             )
-        for allowance, what in ((self._requests, "requests"), (self._tokens, "tokens")):
-            if allowance.per_minute and (wait_s := allowance.wait_s(now)):
+        for allowance, least, what in ((self._requests, more, "requests"), (self._tokens, 1, "tokens")):
+            if allowance.per_minute and (wait_s := allowance.wait_s(now, least)):
                 why = f"the key {self.name!r} may use {allowance.per_minute} {what} a minute"
                 raise HttpError(429, why, code="quota_exceeded", retry_after_s=wait_s)
-        self._requests.left -= 1
-        self.in_flight += 1
+        self._requests.left -= more
+        self.in_flight += more
 
-    def leave(self, tokens: int) -> None:
-        """End a request that has taken in and put out so many tokens."""
+    def charge(self, tokens: int) -> None:
+        """For so many taken in or put out; below 0 they are given back."""
         self._tokens.left -= tokens
-        self.in_flight -= 1
+
+    def leave(self, count: int = 1) -> None:
+        """End so many requests."""
+        self.in_flight -= count
 
     def terms(self) -> tuple[int | str, ...]:
         """What the file says of it."""

@@ -63,7 +63,8 @@ class _Channel:
 
     def cancel(self, rid: str) -> None:
         self.cancelled.append(rid)
-        self.streams[rid]._put(ended(rid, "cancelled"))
+        if not any(isinstance(update, Result) for update in self.streams[rid]._updates):
+            self.streams[rid]._put(ended(rid, "cancelled"))
 
 
 class ScriptedClient:

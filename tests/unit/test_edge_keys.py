@@ -70,7 +70,8 @@ def test_a_key_has_a_class_of_slo_and_a_request_may_name_another(tmp_path: Path)
 def test_tokens_are_charged_when_they_are_known() -> None:
     key = Key("a", tokens_per_minute=60)
     key.enter(0.0)
-    key.leave(180)
+    key.charge(180)
+    key.leave()
     with pytest.raises(HttpError) as refused:
         key.enter(0.0)
     assert refused.value.retry_after_s == pytest.approx(121), "what was overdrawn is made good first"
@@ -82,8 +83,102 @@ def test_requests_in_flight_are_counted_until_they_end() -> None:
     key.enter(0.0)
     with pytest.raises(HttpError):
         key.enter(0.0)
-    key.leave(5)
+    key.leave()
     key.enter(0.0)
+
+
+def test_each_answer_counts_as_a_request(tmp_path: Path) -> None:
+    """Under way and a minute; what neither limit could ever admit is no matter of waiting."""
+    path = write(tmp_path / "keys", '[a]\nkey = "sk-12345"\nrequests_in_flight = 4\nrequests_per_minute = 8\n')
+    world = World(api_keys=path)
+    said = {"authorization": "Bearer sk-12345"}
+
+    def ask(n: int, prompts: int = 1) -> tuple[int, str | None]:
+        answer = asyncio.run(world.post("/v1/completions", {"prompt": ["x"] * prompts, "n": n}, headers=said))
+        return answer.status, answer.headers.get("retry-after-ms")
+
+    assert [ask(5), ask(3, 2)] == [(400, None), (400, None)]
+    world.now += 60.0
+    assert [ask(4), ask(1, 3), ask(2)] == [(200, None), (200, None), (429, "7500")]
+    key = Key("a", requests_in_flight=4)
+    key.enter(0.0, 3)
+    with pytest.raises(HttpError) as refused:
+        key.enter(0.0, 2)
+    assert refused.value.status == 429
+    assert key.in_flight == 3
+    key.leave(3)
+    key.enter(0.0, 4)
+
+
+def test_texts_and_ids_count_as_requests(tmp_path: Path) -> None:
+    path = write(tmp_path / "keys", '[a]\nkey = "sk-12345"\nrequests_per_minute = 2\n')
+    world = World(api_keys=path)
+    said = {"authorization": "Bearer sk-12345"}
+    asked = ("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})
+    assert [asyncio.run(world.post(*each, headers=said)).status for each in asked] == [200, 200]
+    for each in asked:
+        assert asyncio.run(world.post(*each, headers=said)).status == 429
+
+
+PROMPT = 9  # tokens
+WHO_PAYS: list[tuple[list[object], int | None, int]] = [  # what each try brings, when the client leaves, what it costs
+    ([{"finish": "failed", "code": "overloaded"}], None, 0),
+    ([{"finish": "failed", "code": "too_long"}], None, 0),
+    ([{"finish": "failed", "code": "no_rank", "ran": True}], None, PROMPT),
+    ([{"finish": "failed", "code": "peer_lost", "ran": True}], None, PROMPT),
+    ([(5,), (6,), {"finish": "failed", "code": "overloaded"}], None, PROMPT + 2),
+    ([(5,), (6,), {"finish": "stop"}], None, PROMPT + 2),
+    ([{"finish": "cancelled", "ran": True}], 0, PROMPT),
+    ([{"finish": "cancelled"}], 0, 0),  # while it waited
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("script", "leave_after", "tokens"), WHO_PAYS)
+def test_a_prompt_that_a_rank_had_is_charged_whoever_leaves(
+    tmp_path: Path, script: list[object], leave_after: int | None, tokens: int, stream: bool
+) -> None:
+    path = write(tmp_path / "keys", '[a]\nkey = "sk-12345"\ntokens_per_minute = 1000\n')
+    world = World(
+        lambda ids, o: [ended(o["rid"], **each) if isinstance(each, dict) else each for each in script],  # type: ignore[misc]
+        api_keys=path,
+    )
+    said = {"authorization": "Bearer sk-12345"}
+    body = {"prompt": "x" * PROMPT, "stream": stream}
+    asyncio.run(world.post("/v1/completions", body, headers=said, leave_after=leave_after))
+    (key,) = world.edge._keys._keys.values()  # type: ignore[union-attr]
+    assert 1000 - key._tokens.left == tokens
+    assert key.in_flight == 0
+
+
+def test_a_prompt_is_charged_once_and_given_back_by_itself(tmp_path: Path) -> None:
+    """Whatever its answers; of two prompts the first is refused, and of the answers to the other one runs."""
+    path = write(tmp_path / "keys", '[a]\nkey = "sk-12345"\ntokens_per_minute = 1000\n')
+    world = World(
+        lambda ids, o: [ended(o["rid"], "failed", code="overloaded", ran=o["rid"].endswith("-3"))], api_keys=path
+    )
+    said = {"authorization": "Bearer sk-12345"}
+    asyncio.run(world.post("/v1/completions", {"prompt": ["x" * 5, "y" * 7], "n": 2}, headers=said))
+    (key,) = world.edge._keys._keys.values()  # type: ignore[union-attr]
+    assert 1000 - key._tokens.left == 7
+
+
+def test_a_prompt_counts_while_it_is_worked_on(tmp_path: Path) -> None:
+    """Not only at the end: who sends many at once has none of them for nothing."""
+    path = write(tmp_path / "keys", '[a]\nkey = "sk-12345"\ntokens_per_minute = 10\n')
+    world = World(lambda ids, o: [], api_keys=path)
+    said = {"authorization": "Bearer sk-12345"}
+
+    async def ask() -> int:
+        first = asyncio.create_task(world.post("/v1/completions", {"prompt": "x" * 20}, headers=said))
+        while not world.client.asked:
+            await asyncio.sleep(0)
+        status = (await world.post("/v1/completions", {"prompt": "y"}, headers=said)).status
+        first.cancel()
+        await asyncio.wait([first])
+        return status
+
+    assert asyncio.run(ask()) == 429
 
 
 def test_what_the_cluster_refuses_costs_no_tokens(tmp_path: Path) -> None:
