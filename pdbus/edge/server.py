@@ -1,6 +1,6 @@
 """The process around an edge: its port, its life, its signals. HTTP itself is uvicorn's and httptools'.
 
-What they leave to others stands here: how long and how large the head of a request may be.
+What they leave to others is in `connection`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import socket
 import ssl
@@ -20,7 +19,6 @@ from typing import Any
 import click
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from bus.endpoints import default_controller, why_silent
 from bus.errors import ConfigError, PartFailed, StartError
@@ -31,12 +29,12 @@ from bus.runtime.spans import Spans
 from pdbus.client import AsyncClient
 from pdbus.edge.app import LOOK_S, Edge
 from pdbus.edge.config import EdgeConfig
+from pdbus.edge.connection import Connection, connections_of
 
 BACKLOG = 2048
 TELL_S = 2.0
 OVERLOADED_S = 1.0  # so long an overloaded cluster is tried again for a request: its client backs off better
 NO_RANK_S = 5.0  # for a rank that is started again to come back
-_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 log = get_logger("edge")
 
@@ -111,6 +109,7 @@ async def _look(edge: Edge, server: Server) -> None:
     loop = asyncio.get_running_loop()
     while True:
         began = loop.time()
+        server.cut_off(began)
         try:
             await edge.look()
         except PartFailed:
@@ -143,7 +142,7 @@ class Server(uvicorn.Server):
     def __init__(self, config: EdgeConfig, edge: Edge) -> None:
         options: dict[str, Any] = {
             "app": edge,
-            "http": _limited(config),
+            "http": connections_of(config),
             "ws": "none",
             "loop": "none",
             "lifespan": "off",
@@ -190,67 +189,14 @@ class Server(uvicorn.Server):
         self.config.timeout_graceful_shutdown = int(self._config.drain_s)
         self._edge.reconfigure(self._config)
 
+    def cut_off(self, now: float) -> None:
+        """Abort the connections of clients that have stopped reading, whether anybody still writes to them or not: what
+        is closed otherwise waits for them to take the rest."""
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, Connection) and connection.stalled(now):
+                log.warning("client.stopped_reading", left=connection.unsent)
+                connection.transport.abort()
+
     def leave(self) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
-
-
-def _without_upgrade(data: bytes) -> bytes:
-    """`data`, which begins or continues a request's head, with the header Upgrade under another name. A server may
-    ignore it, but the parser takes what follows such a head for another protocol's, and the body is lost; Java's
-    HttpClient offers h2c with bodies."""
-    end = data.find(b"\r\n\r\n")
-    if _UPGRADE.search(data, 0, len(data) if end < 0 else end) is None:
-        return data
-    head, between, rest = data.partition(b"\r\n\r\n")
-    return _UPGRADE.sub(b"\r\nx-upgrade:", head) + between + rest
-
-
-def _limited(config: EdgeConfig) -> type[HttpToolsProtocol]:
-    class Limited(HttpToolsProtocol):
-        """Closes a connection whose request head is too long, or takes too long."""
-
-        _head_bytes = 0
-        _head_timer: asyncio.TimerHandle | None = None
-        _in_body = False
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._await_head()
-
-        def data_received(self, data: bytes) -> None:
-            self._head_bytes += len(data) if self._head_timer is not None else 0
-            super().data_received(data if self._in_body else _without_upgrade(data))
-            if self._head_timer is not None and self._head_bytes > config.max_head_bytes:
-                self._give_up()
-
-        def on_message_begin(self) -> None:
-            if self._head_timer is None:
-                self._await_head()
-            super().on_message_begin()
-
-        def on_headers_complete(self) -> None:
-            if self._head_timer is not None:
-                self._head_timer.cancel()
-            self._head_timer, self._head_bytes, self._in_body = None, 0, True
-            super().on_headers_complete()
-
-        def on_message_complete(self) -> None:
-            self._in_body = False
-            super().on_message_complete()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            if self._head_timer is not None:
-                self._head_timer.cancel()
-            self._head_timer = None
-            super().connection_lost(exc)
-
-        def _await_head(self) -> None:
-            self._head_bytes = 0
-            self._head_timer = self.loop.call_later(config.receive_s, self._give_up)
-
-        def _give_up(self) -> None:
-            if not self.transport.is_closing():
-                self.transport.close()
-
-    return Limited

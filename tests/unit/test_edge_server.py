@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import re
 from collections.abc import Awaitable, Callable
@@ -124,6 +125,139 @@ def test_a_head_that_does_not_come_is_not_waited_for() -> None:
     served(silent, half, half_of_a_second, half_a_body, receive_s=0.1)
 
 
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+EARLY = b"POST /nowhere HTTP/1.1\r\nHost: x\r\n"  # answered by its head
+TRAILERS = b"x: y\r\n" * 20_000
+ENDLESS: list[tuple[bytes, bytes]] = [  # what begins, and what follows without end
+    (b"", b"\r\n" * 20_000),
+    (EARLY + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", TRAILERS),
+    (EARLY + b"Transfer-Encoding: chunked\r\n\r\n0\r\nx: ", b"y" * 100_000),
+    (EARLY + b"Transfer-Encoding: chunked\r\n\r\n1;", b"y" * 100_000),
+    (CHUNKED + b"1\r\n{\r\n0\r\n", TRAILERS),
+    (EARLY + b"Content-Length: 1000000000\r\n\r\n", b"y" * 100_000),
+    (EARLY + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\ny\r\n" * 20_000),
+]
+
+
+@pytest.mark.parametrize(("begin", "more"), ENDLESS)
+def test_all_of_a_message_is_counted(begin: bytes, more: bytes) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            writer.write(begin)
+            while not writer.transport.is_closing() and sent < 30 << 20:
+                writer.write(more)
+                sent += len(more)
+                await writer.drain()
+                await asyncio.sleep(0)
+        assert sent < 30 << 20, "it took all of it"
+
+    async def after(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(ASK)
+        assert b'"text":"ok"' in await answer(reader)
+
+    served(talk, after, max_body_bytes=1 << 20)
+
+
+def test_trailers_are_no_headers() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(2):
+            writer.write(CHUNKED + b'f\r\n{"prompt": "x"}\r\n0\r\nx-request-id: \xff\r\n\r\n')
+            assert b'"text":"ok"' in await answer(reader)
+
+    served(talk)
+
+
+@pytest.mark.parametrize("size", [70_000, 200_000])
+def test_a_head_that_comes_at_once_is_as_long_as_one_that_does_not(size: int) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(POST + b"X-More: " + b"x" * size + b"\r\nContent-Length: 15\r\n\r\n" + ASK[-15:])
+        with contextlib.suppress(ConnectionError):
+            assert b"200" not in await reader.read()
+
+    async def just_so(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(POST + b"X-More: " + b"x" * 65_000 + b"\r\nContent-Length: 15\r\n\r\n" + ASK[-15:])
+        assert b'"text":"ok"' in await answer(reader)
+
+    served(talk, just_so)
+
+
+def test_what_follows_an_answer_is_timed_however_slowly_it_comes() -> None:
+    """The rest of a body whose answer came early, and bytes that belong to no message."""
+
+    def slowly(begin: bytes, more: bytes) -> Talk:
+        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(begin)
+            reading = asyncio.create_task(reader.read())
+            with contextlib.suppress(ConnectionError):
+                while not reading.done():
+                    writer.write(more)
+                    await writer.drain()
+                    await asyncio.wait([reading], timeout=0.02)
+                await reading
+
+        return talk
+
+    rest = slowly(EARLY + b"Content-Length: 1000000\r\n\r\n", b"x")
+    chunks = slowly(EARLY + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n")
+    served(rest, chunks, slowly(b"", b"\r\n"), slowly(ASK, b"\r\n"), receive_s=0.2)
+
+
+def test_a_body_that_comes_behind_its_answer_leaves_the_connection_as_it_was() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(2):
+            writer.write(EARLY + b"Content-Length: 5\r\n\r\n")
+            assert (await answer(reader)).startswith(b"HTTP/1.1 404")
+            writer.write(b"hello")
+        writer.write(ASK)
+        assert b'"text":"ok"' in await answer(reader)
+        writer.write(EARLY + b"Content-Length: 5\r\n\r\n")
+        await answer(reader)
+        writer.write(b"hello")
+        assert await reader.read() == b"", "and is closed once it is idle"
+
+    served(talk, keep_alive_s=1.0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_stops_reading_is_cut_off(stream: bool) -> None:
+    """Whatever it had asked for is over long since, or is still being written."""
+
+    async def run() -> None:
+        config = EdgeConfig(http="127.0.0.1:0", send_s=60.0, drain_s=600.0)
+        client = ScriptedClient(lambda ids, o: [(100,)] * 1_000_000 if stream else [(100,)], PAIR)
+        edge = Edge(config, client)  # type: ignore[arg-type]
+        await edge.look()
+        serving = Server(config, edge)
+        listener = listen(config)
+        running = asyncio.create_task(serving.serve(sockets=[listener]))
+        _, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1], limit=1024)
+        body = msgspec.json.encode({"prompt": "x", "stream": True} if stream else {"prompt": "x" * 4_000_000})
+        path = b"/v1/completions" if stream else b"/tokenize"
+        writer.write(POST.replace(b"/v1/completions", path) + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        async with asyncio.timeout(60):
+            (connection,) = await until(lambda: serving.server_state.connections)
+            now, seen = 1e9, -1
+            while connection.unsent != seen or not seen:  # as much as the sockets hold has gone out
+                seen = connection.unsent
+                serving.cut_off(now)
+                await asyncio.sleep(0.05)
+            serving.leave()
+            serving.cut_off(now + 59.0)
+            assert serving.server_state.connections
+            serving.cut_off(now + 61.0)
+            await running  # nothing waits for that client
+        writer.close()
+
+    asyncio.run(run())
+
+
+async def until(look: Callable[[], Any]) -> Any:
+    while not (found := look()):
+        await asyncio.sleep(0.01)
+    return found
+
+
 def test_an_idle_connection_is_closed_after_a_while() -> None:
     async def idle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(ASK)
@@ -170,6 +304,25 @@ def test_an_offer_to_upgrade_is_ignored_and_the_body_read() -> None:
     edge = served(talk)
     asked = [bytes(id - 3 for id in ids) for ids, _ in edge._client.asked]  # type: ignore[attr-defined]
     assert asked == [b"x", b"\r\nUpgrade: a\r\n\r\nupgrade: b"]
+
+
+OFFER = b"Connection: Upgrade\r\nUpgrade: h2c\r\n"
+
+
+@pytest.mark.parametrize("at", [len(POST) - 30, len(POST) + 26, len(POST) + 30, len(POST) + 40, len(POST) + 70])
+def test_an_offer_to_upgrade_is_ignored_wherever_it_is_cut(at: int) -> None:
+    """In two segments, and as the second of two requests in one."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        offer = POST + OFFER + b"Content-Length: 15\r\n\r\n" + b'{"prompt": "x"}'
+        writer.write(offer[:at])
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.write(offer[at:] + ASK + offer + offer)
+        for _ in range(4):
+            assert b'"text":"ok"' in await answer(reader)
+
+    served(talk)
 
 
 def test_an_edge_whose_client_broke_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
