@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import structlog
-
 LEVELS = ("debug", "info", "warning", "error")
 _ROOT = "pdbus"
 
@@ -59,7 +57,8 @@ class Logger:
 
     def _write(self, method: str, level: int, event: str, fields: dict[str, object]) -> None:
         try:
-            if structlog.is_configured():
+            structlog = sys.modules.get("structlog")  # nobody has configured what nobody has imported
+            if structlog is not None and structlog.is_configured():
                 getattr(structlog.get_logger(self._name), method)(event, **self._bound | fields)
             elif self._stdlib.isEnabledFor(level):
                 every = self._bound | fields
@@ -83,6 +82,7 @@ def lost() -> int:
 def configure(level: str = "info", **bound: object) -> None:
     """Once, in a main: events go to stderr, readable on a terminal, JSON lines otherwise. `bound` keys (part, instance,
     dp_rank) appear on every line."""
+    structlog = _structlog()
     terminal = sys.stderr.isatty()
     renderer: Any = structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()
     structlog.configure(
@@ -102,7 +102,22 @@ def configure(level: str = "info", **bound: object) -> None:
 
 def set_level(level: str) -> None:
     """From now on, in a process that called `configure`."""
+    structlog = _structlog()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())))
+
+
+def _structlog() -> Any:
+    """Imported late, and without rich, of which it would take a quarter of a process's start for tracebacks that
+    `configure` does not have it make."""
+    if "structlog" not in sys.modules and "rich" not in sys.modules:
+        sys.modules["rich"] = None  # type: ignore[assignment]
+        try:
+            import structlog
+        finally:
+            del sys.modules["rich"]
+    import structlog
+
+    return structlog
 
 
 def adopt(library: str, say: Callable[[str], None], every_s: float) -> None:

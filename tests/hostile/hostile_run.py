@@ -3,8 +3,8 @@ client beside it. The last line is a JSON object; the exit code is 0 when no par
 right, one that began as the attack was over took BACK_MAX_S at most, and the honest client's p99 was at most RATIO_MAX
 times what it is while the same attack runs at a port that only swallows.
 
-Other load on the machine adds to all of these, so an attack that exceeds a limit is repeated with its control, up to
-TRIES times, and the least of each counts: the best of the ratios would be that of the unluckiest control.
+Other load on the machine adds to all of these, so an attack that exceeds a limit is repeated with its control until
+there are TRIES, and the medians count: of the ratios, and of the times after an attack.
 
 With keys outsiders have none: what they reach is the handshake. Without, insiders are one with the cluster, and libzmq
 lets a message of many frames stand in everybody's way (OPEN): there only what dies, memory and rightness count, and the
@@ -22,9 +22,10 @@ import socket as unix
 import sys
 import tempfile
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from hostile_range import Outcome, Range, firing_range
@@ -51,16 +52,17 @@ def main() -> None:
                 if not (_chosen(where, RUNS) and _chosen(attack, ATTACKS)):
                     continue
                 judged = keyed or attack not in INSIDERS.keys() | OPEN
-                calm_s = hit_s = back_s = math.inf
-                for _ in range(TRIES):
+
+                def again(
+                    transport: str = transport, keyed: bool = keyed, attack: str = attack, where: str = where
+                ) -> tuple[float, float]:
                     with firing_range(transport, *(keys if keyed else ())) as range_:
-                        calm, hit, back = _try(range_, attack, where, verdict)
-                    calm_s, hit_s, back_s = min(calm_s, calm), min(hit_s, hit), min(back_s, back)
-                    if back_s <= BACK_MAX_S and (hit_s <= RATIO_MAX * calm_s or not judged):
-                        break
+                        return _try(range_, attack, where, verdict)
+
+                ratio, back_s = judge(again, RATIO_MAX if judged else math.inf)
                 verdict["attacks"] += 1
                 name = "honest_p99_ratio_max" if judged else "open_p99_ratio_max"
-                verdict[name] = max(verdict[name], round(hit_s / calm_s, 2))
+                verdict[name] = max(verdict[name], round(ratio, 2))
                 verdict["back_s_max"] = max(verdict["back_s_max"], round(back_s, 3))
     print(json.dumps(verdict), flush=True)
     faults = sum(verdict[name] for name in ("parts_died", "lost", "duplicated", "wrong"))
@@ -68,9 +70,18 @@ def main() -> None:
     sys.exit(bool(faults or slow))
 
 
-def _try(range_: Range, attack: str, where: str, verdict: dict[str, Any]) -> tuple[float, float, float]:
-    """One attack after its control: the honest p99 beside the control, beside it, and how long an honest request took
-    after it. The rest goes into `verdict`."""
+def judge(again: Callable[[], tuple[float, float]], ratio_max: float) -> tuple[float, float]:
+    """(ratio, seconds after the attack) of the first try where neither exceeds its limit, else the medians of TRIES."""
+    tries = [again()]
+    if tries[0][0] > ratio_max or tries[0][1] > BACK_MAX_S:
+        tries += [again() for _ in range(TRIES - 1)]
+    ratios, backs = zip(*tries, strict=True)
+    return median(ratios), median(backs)
+
+
+def _try(range_: Range, attack: str, where: str, verdict: dict[str, Any]) -> tuple[float, float]:
+    """One attack after its control: the honest p99 beside it, by that beside the control, and how long an honest
+    request took after it. The rest goes into `verdict`."""
     with swallowing() as port:
         ports = {name: port for name in range_.ports() if not name.startswith(("keys", "epoch"))}
         calm = range_.under(attack, ports)
@@ -89,7 +100,7 @@ def _try(range_: Range, attack: str, where: str, verdict: dict[str, Any]) -> tup
         f"(grown by {max(outcome.grown_bytes.values()) >> 20})",
         file=sys.stderr,
     )
-    return p99(calm), p99(outcome), outcome.back_s
+    return p99(outcome) / p99(calm), outcome.back_s
 
 
 def _chosen(name: str, of: Collection[str]) -> bool:

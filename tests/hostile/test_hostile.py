@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from hostile_range import Range, firing_range
+from hostile_run import BACK_MAX_S, RATIO_MAX, judge
 
 from pdbus.soak.attackers import make_keys
 from pdbus.soak.attacks import ATTACKS
@@ -38,3 +39,21 @@ def test_an_attack_kills_no_part_and_costs_the_honest_client_little(live: Range,
     assert not outcome.died
     assert max(outcome.grown_bytes.values()) <= GROWN_MAX[attack], outcome.grown_bytes
     live.rig.check()
+
+
+@pytest.mark.parametrize(
+    ("tries", "said"),
+    [
+        ([(2.9, 0.1)], (2.9, 0.1)),
+        ([(3.1, 0.1), (2.0, 0.3), (2.5, 0.2)], (2.5, 0.2)),
+        ([(1.0, 9.0), (1.0, 0.4), (5.0, 0.2)], (1.0, 0.4)),
+        ([(3.1, 0.1), (9.0, 0.1), (2.0, 0.1)], (3.1, 0.1)),
+    ],
+)
+def test_what_exceeds_a_limit_once_is_judged_by_the_medians_of_three_tries(
+    tries: list[tuple[float, float]], said: tuple[float, float]
+) -> None:
+    assert (RATIO_MAX, BACK_MAX_S) == (3.0, 1.0)
+    left = iter(tries)
+    assert judge(lambda: next(left), RATIO_MAX) == said
+    assert not list(left)

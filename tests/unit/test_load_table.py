@@ -389,7 +389,6 @@ def test_what_was_lost_with_a_connection_is_in_flight_for_no_other_controller() 
         {"seq": "7"},
         {"step": object()},
     ],
-    ids=str,
 )
 def test_a_report_that_is_none_changes_nothing(nonsense: dict[str, Any]) -> None:
     table, (rank,) = table_with(1)

@@ -618,7 +618,6 @@ def test_a_wrong_frame_fails_its_own_request_alone(frames: Any, folder: str) -> 
         {"block_tokens": 16, "frames": [b"\5\0\0", PROMPT[1]]},
         {"block_hashes": "text", "block_tokens": 16},
     ],
-    ids=str,
 )
 def test_a_wrong_argument_to_a_dispatcher_fails_its_own_request_alone(wrong: dict[str, Any], folder: str) -> None:
     given: dict[str, Any] = {"rid": "bad", "frames": PROMPT, "max_tokens": 1, **wrong}
