@@ -604,6 +604,8 @@ class Params(Message, frozen=True, tag="params"):
     regex: Grammar = ""
     ebnf: Grammar = ""
     logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1  # of the output, and of so many likeliest tokens; -1: none
+    # Every rank may look at it, and none need know it, so it is not among `needs`.
+    seed_drawn: bool = False  # nobody chose the seed: an engine to which one costs may draw as it likes
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -612,7 +614,7 @@ class Params(Message, frozen=True, tag="params"):
 
 
 SELDOM_KNOWN: tuple[tuple[str, object], ...] = tuple(
-    zip(Params.__struct_fields__[6:], Params.__struct_defaults__[6:], strict=True)
+    zip(Params.__struct_fields__[6:-1], Params.__struct_defaults__[6:-1], strict=True)
 )  # with their defaults
 
 

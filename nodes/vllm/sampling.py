@@ -39,7 +39,7 @@ def arguments(leg: Leg, handle: dict[str, Any] | None = None) -> dict[str, Any]:
         "ignore_eos": True,
         "detokenize": False,
     }
-    if params.temperature > 0:
+    if params.temperature > 0 and not params.seed_drawn:  # one makes vLLM sample its whole batch the slow way
         found["seed"] = (params.seed + leg.offset) % 2**63  # a resumed output must not draw the same numbers again
     if params.needs:
         found |= _further(params, leg.offset)

@@ -216,7 +216,11 @@ def facts_of(client: Any) -> Facts:
             f"the model's name has more than {MAX_NAME} characters; give it one: --served-model-name NAME"
         )
     ranks = config.parallel_config.data_parallel_size
-    eos = model.try_get_generation_config().get("eos_token_id") or getattr(model.hf_config, "eos_token_id", None) or ()
+    eos = model.try_get_generation_config().get("eos_token_id")
+    if eos is None:
+        eos = getattr(model.hf_config, "eos_token_id", None)
+    own = getattr(getattr(client, "tokenizer", None), "eos_token_id", None)  # vLLM's first
+    ends = dict.fromkeys((*(eos if isinstance(eos, list | tuple) else [eos]), own))
     parts = (model.dtype, cache.cache_dtype, cache.block_size)
     return Facts(
         model=served,
@@ -226,7 +230,7 @@ def facts_of(client: Any) -> Facts:
         step_tokens=config.scheduler_config.max_num_batched_tokens,
         block_tokens=cache.block_size,
         vocab_size=model.get_vocab_size(),
-        eos_ids=(eos,) if isinstance(eos, int) else tuple(eos),
+        eos_ids=tuple(id for id in ends if id is not None),
         kv_layout=f"{fingerprint(model.model, model.hf_config.to_dict())}/{'/'.join(map(str, parts))}"[:128],
         connector="" if transfer is None else transfer.kv_connector,
         tokenizes=not model.skip_tokenizer_init,

@@ -195,7 +195,8 @@ def make_request(
             placed[name] = value
     if placed.get("bootstrap_room") is None and (at.prefill is not None or leg in ("pair", "unified")):
         placed["bootstrap_room"] = rng.getrandbits(63)
-    said.setdefault("seed", rng.getrandbits(32))
+    if "seed" not in said:
+        said["seed"], said["seed_drawn"] = rng.getrandbits(32), True
     if "stop_token_ids" in said:
         said["stop_token_ids"] = tuple(said["stop_token_ids"])
     if "logit_bias" in said:

@@ -51,7 +51,8 @@ def test_defaults() -> None:
     )  # fmt: skip
     assert request([5], leg="prefill").main.bootstrap_room is None  # who sends a lone leg knows the room
     assert request([5], ignore_eos=True, stop_token_ids=(7,)).stop_ids == frozenset({7})
-    assert params() == Params(seed=2**32 - 1)
+    assert params() == Params(seed=2**32 - 1, seed_drawn=True)
+    assert params().needs == ()
     assert params(seed=7, stop_token_ids=[9]) == Params(seed=7, stop_token_ids=(9,))
 
 

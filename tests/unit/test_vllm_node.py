@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -167,3 +168,33 @@ def test_models_that_differ_in_weights_or_configuration_differ(tmp_path: Path) -
         file.write(b"\2")
     assert fingerprint(str(folders[1]), {"layers": 2}) != first
     assert fingerprint("org/model", {"layers": 2}) != fingerprint("org/other", {"layers": 2})
+
+
+@pytest.mark.parametrize(
+    ("generation", "configured", "own", "found"),
+    [
+        ({"eos_token_id": 0}, 5, None, (0,)),
+        ({"eos_token_id": [0, 2]}, 0, 2, (0, 2)),
+        ({}, 0, None, (0,)),
+        ({}, [3, 4], 7, (3, 4, 7)),
+        ({"eos_token_id": 2}, 2, 9, (2, 9)),
+        ({}, None, None, ()),
+    ],
+)
+def test_end_tokens_are_the_models_and_the_tokenizers(
+    generation: dict[str, Any], configured: Any, own: int | None, found: tuple[int, ...]
+) -> None:
+    """Some have the id 0; fine-tunes name theirs in the tokenizer alone."""
+    said = {"eos_token_id": configured}
+    model = SimpleNamespace(
+        served_model_name="m", max_model_len=4096, dtype="bf16", model="/nowhere", skip_tokenizer_init=False,
+        hf_config=SimpleNamespace(**said, to_dict=lambda: said), try_get_generation_config=lambda: generation,
+        get_vocab_size=lambda: 49152,
+    )  # fmt: skip
+    config = SimpleNamespace(
+        model_config=model, cache_config=SimpleNamespace(cache_dtype="auto", block_size=16, num_gpu_blocks=100),
+        kv_transfer_config=None, parallel_config=SimpleNamespace(data_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=512, policy="fcfs"),
+    )  # fmt: skip
+    client = SimpleNamespace(vllm_config=config, tokenizer=SimpleNamespace(eos_token_id=own))
+    assert versions.facts_of(client).eos_ids == found

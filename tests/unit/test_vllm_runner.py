@@ -270,6 +270,9 @@ def test_what_the_engine_is_asked_for(tmp_path: Path) -> None:
         greedy = node.start(params=Params(seed=44))
         await node.until(Finished, 2)
         assert "seed" not in node.client.asked[1][0], f"{greedy.rid}: a generator of its own costs, and changes nothing"
+        node.start(params=Params(temperature=1.0, seed=44, seed_drawn=True))
+        await node.until(Finished, 3)
+        assert "seed" not in node.client.asked[2][0], "nor does one that nobody chose"
 
     asyncio.run(scenario())
 
