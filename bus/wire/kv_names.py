@@ -40,7 +40,7 @@ class Translator:
 
     def __init__(self, counts: Counter[str], max_blocks: int = MAX_BLOCKS) -> None:
         self._counts = counts
-        self._ours: OrderedDict[Hash, int] = OrderedDict()  # oldest first
+        self._ours: OrderedDict[Hash, int] = OrderedDict()  # named longest ago first
         self._max_blocks = max_blocks
 
     def clear(self) -> None:
@@ -86,6 +86,8 @@ class Translator:
             self._ours[theirs] = parent
             self._ours.move_to_end(theirs)
             names.append(parent)
+        if event.parent is not None:
+            self._ours.move_to_end(event.parent)  # others follow it: without it they could not be named
         while len(self._ours) > self._max_blocks:
             self._ours.popitem(last=False)
         return follows, names

@@ -5,14 +5,16 @@ a request's hashes that it holds. A cache may lose a block and keep later ones: 
 Entries come from the rank's KV events (kept until an event removes them) and from dispatches (`expected`: the rank will
 hold the prompt once it has computed it). An expectation lasts until it is confirmed or its time is over: `confirm_s`
 where the rank publishes events, `expect_s` where nothing else is known of it. Memory is bounded by `max_blocks` a rank:
-past it the oldest entries go. Hashes are unsigned 64-bit integers. A rank is the number of its seat (`RankLoad.seat`),
-a set of ranks an integer with the bits of their seats.
+past it go the entries that were named longest ago, by events or by requests, and of a prompt its end before its
+beginning, without which the rest is of no use. Where a rank publishes events, what is only expected takes half of that
+at most: no request pushes out what the rank says. Hashes are unsigned 64-bit integers. A rank is the number of its seat
+(`RankLoad.seat`), a set of ranks an integer with the bits of their seats.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice
 
@@ -21,13 +23,24 @@ from controller.policies.holders import Holders, as_array
 CONFIRMED = float("inf")
 
 
+class _Expectation:
+    __slots__ = ("expires", "hashes", "rank")
+
+    def __init__(self, expires: float, rank: _Rank, hashes: tuple[int, ...]) -> None:
+        self.expires = expires
+        self.rank = rank
+        self.hashes = hashes  # empty once it is given up
+
+
 class _Rank:
-    __slots__ = ("bit", "blocks", "speaks")
+    __slots__ = ("bit", "blocks", "expected", "expecting", "speaks")
 
     def __init__(self, seat: int) -> None:
         self.bit = 1 << seat
         self.blocks: OrderedDict[int, float] = OrderedDict()  # hash -> when it expires, oldest first
         self.speaks = False  # it has published events
+        self.expected: deque[_Expectation] = deque()  # oldest first, as long as none is given up in between
+        self.expecting = 0  # hashes in them
 
 
 class PrefixIndex:
@@ -40,8 +53,9 @@ class PrefixIndex:
         self._now = 0.0
         self._holders = Holders()
         self._ranks: dict[int, _Rank] = {}  # by seat
-        self._expiries: list[tuple[float, int, _Rank, tuple[int, ...]]] = []  # a heap, an entry for each `expected`
+        self._expiries: list[tuple[float, int, _Expectation]] = []  # a heap, an entry for each `expected`
         self._expiring = 0  # hashes in it
+        self._void = 0  # entries in it that are given up
         self._order = 0
 
     def __len__(self) -> int:
@@ -82,17 +96,36 @@ class PrefixIndex:
     def expected(self, seat: int, hashes: Iterable[int]) -> None:
         """A request with these blocks was dispatched to the rank: it will hold them soon, if it does not already."""
         rank, named = self._rank(seat), as_array(hashes)
+        bound = self._max_blocks
+        if rank.speaks:
+            bound = bound // 2 or 1
+        if len(named) > bound:
+            named = named[:bound]
         expires = self._now + (self._confirm_s if rank.speaks else self._expect_s)
         held = rank.blocks.get
         fresh = tuple(each for each in named if (until := held(each)) != expires and until != CONFIRMED)
         if not fresh:
             self._holders.add(rank.bit, named)  # joins what events named one by one
+            self._touch(rank, named)
             return
         self._put(rank, fresh, expires)
-        self._know(rank, named)
+        self._touch(rank, named)
         self._order += 1
         self._expiring += len(fresh)
-        heapq.heappush(self._expiries, (expires, self._order, rank, fresh))
+        expectation = _Expectation(expires, rank, fresh)
+        rank.expected.append(expectation)
+        rank.expecting += len(fresh)
+        heapq.heappush(self._expiries, (expires, self._order, expectation))
+        if rank.speaks and rank.expecting > bound:
+            while rank.expecting > bound:
+                self._give_up(rank.expected[0])
+                self._void += 1
+            if self._void > len(self._expiries) // 2 + 64:
+                self._expiries = [entry for entry in self._expiries if entry[2].hashes]
+                heapq.heapify(self._expiries)
+                self._void = 0
+            named = as_array([each for each in named if each in rank.blocks])
+        self._know(rank, named)
         while self._expiring > 4 * self._max_blocks * len(self._ranks):
             self._expire()
 
@@ -122,18 +155,29 @@ class PrefixIndex:
             assert rank.bit == 1 << seat
             assert seat in seats, seat
             assert len(rank.blocks) <= self._max_blocks
+            assert rank.expecting == sum(len(each.hashes) for each in rank.expected)
             for block_hash, expires in rank.blocks.items():
                 assert expires > self._now, "an expired entry"
                 holders[block_hash] = holders.get(block_hash, 0) | rank.bit
         assert holders == self._holders.validate()
-        assert self._expiring == sum(len(entry[3]) for entry in self._expiries)
+        assert self._void == sum(not each.hashes for _, _, each in self._expiries)
+        assert self._expiring == sum(len(each.hashes) for _, _, each in self._expiries)
 
     # --- inside -----------------------------------------------------------------------------------------------
 
     def _expire(self) -> None:
         """Give up the expectation that ends first."""
-        expires, _, rank, hashes = heapq.heappop(self._expiries)
+        expectation = heapq.heappop(self._expiries)[2]
+        self._void -= not expectation.hashes
+        self._give_up(expectation)
+
+    def _give_up(self, expectation: _Expectation) -> None:
+        rank, hashes, expires = expectation.rank, expectation.hashes, expectation.expires
+        expectation.hashes = ()
         self._expiring -= len(hashes)
+        rank.expecting -= len(hashes)
+        while rank.expected and not rank.expected[0].hashes:
+            rank.expected.popleft()
         self._drop(rank, [each for each in dict.fromkeys(hashes) if rank.blocks.get(each) == expires])
 
     def _rank(self, seat: int) -> _Rank:
@@ -143,11 +187,17 @@ class PrefixIndex:
         return rank
 
     @staticmethod
-    def _put(rank: _Rank, hashes: Iterable[int], expires: float) -> None:
+    def _put(rank: _Rank, hashes: Sequence[int], expires: float) -> None:
         blocks = rank.blocks
-        for block_hash in hashes:
+        for block_hash in reversed(hashes):
             blocks[block_hash] = expires
             blocks.move_to_end(block_hash)
+
+    def _touch(self, rank: _Rank, hashes: Sequence[int]) -> None:
+        """A request names them, and the rank holds them: they are of use. Of no account while there is room."""
+        if 2 * len(rank.blocks) >= self._max_blocks:
+            for block_hash in reversed(hashes):
+                rank.blocks.move_to_end(block_hash)
 
     def _know(self, rank: _Rank, hashes: Iterable[int]) -> None:
         """All of them are among the rank's blocks now."""

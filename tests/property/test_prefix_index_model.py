@@ -27,6 +27,7 @@ class PrefixIndexModel(RuleBasedStateMachine):
         self.index = PrefixIndex(max_blocks=self.max_blocks, confirm_s=CONFIRM_S, expect_s=EXPECT_S)
         self.index._holders = Holders(self.longest_run)
         self.held: dict[int, dict[int, float]] = {}
+        self.guesses: dict[int, list[tuple[float, list[int]]]] = {}
         self.speaks: set[int] = set()
         self.now = 0.0
 
@@ -41,14 +42,34 @@ class PrefixIndexModel(RuleBasedStateMachine):
         self.index.expected(seat, hashes)
         until = self.now + (CONFIRM_S if seat in self.speaks else EXPECT_S)
         mine = self.held.setdefault(seat, {})
-        self.hold(seat, [h for h in hashes if mine.get(h) not in (until, CONFIRMED)], until)
+        bound = max(1, self.max_blocks // 2) if seat in self.speaks else self.max_blocks
+        hashes = hashes[:bound]
+        fresh = [h for h in hashes if mine.get(h) not in (until, CONFIRMED)]
+        self.put(seat, fresh, until)
+        if 2 * len(mine) >= self.max_blocks:
+            for each in reversed(hashes):
+                mine[each] = mine.pop(each)
+        guesses = self.guesses.setdefault(seat, [])
+        guesses.append((until, fresh))
+        while fresh and seat in self.speaks and sum(len(some) for _, some in guesses) > bound:
+            expires, some = guesses.pop(0)
+            for each in [h for h in some if mine.get(h) == expires]:
+                mine.pop(each, None)
+        self.cut(seat)
 
     def hold(self, seat: int, hashes: list[int], until: float) -> None:
-        """The last to be named are kept, in the order of a dict."""
+        self.put(seat, hashes, until)
+        self.cut(seat)
+
+    def put(self, seat: int, hashes: list[int], until: float) -> None:
+        """The last to be named are kept, in the order of a dict; of a prompt its beginning."""
         mine = self.held.setdefault(seat, {})
-        for each in hashes:
+        for each in reversed(hashes):
             mine.pop(each, None)
             mine[each] = until
+
+    def cut(self, seat: int) -> None:
+        mine = self.held[seat]
         for each in list(mine)[: -self.max_blocks]:
             del mine[each]
 
@@ -62,6 +83,7 @@ class PrefixIndexModel(RuleBasedStateMachine):
     def forget(self, seat: int) -> None:
         self.index.forget(seat)
         self.held.pop(seat, None)
+        self.guesses.pop(seat, None)
         self.speaks.discard(seat)
 
     @rule(seconds=st.floats(0, 6))
@@ -71,6 +93,7 @@ class PrefixIndexModel(RuleBasedStateMachine):
         for mine in self.held.values():
             for block_hash in [h for h, until in mine.items() if until <= self.now]:
                 del mine[block_hash]
+        self.guesses = {seat: [g for g in some if g[0] > self.now] for seat, some in self.guesses.items()}
 
     @rule(hashes=HASHES)
     def runs(self, hashes: list[int]) -> None:

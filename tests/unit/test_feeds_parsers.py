@@ -166,6 +166,18 @@ def test_translation_is_bounded() -> None:
     assert len(removed.hashes) == 10
 
 
+def test_a_block_that_others_follow_keeps_its_name() -> None:
+    counts = Counter[str]()
+    translator = Translator(counts, max_blocks=100)
+    translator.changes([BlockStored(tuple(range(1, 65)), None, tuple(range(64)), 1)])  # what all prompts begin with
+    for first in range(1000, 3000, 50):
+        own = tuple(range(first, first + 50))
+        (stored,) = translator.changes([BlockStored(own, 64, tuple(range(50)), 1)])
+        assert isinstance(stored, Stored)
+        assert len(stored.hashes) == 50
+    assert not counts
+
+
 def test_what_our_nodes_publish_is_in_that_format_and_names_what_requests_name() -> None:
     tokens = list(range(3, 51))
     hashes = block_hashes(tokens, 16)

@@ -91,7 +91,7 @@ def test_memory_is_bounded_and_the_oldest_go_first() -> None:
 def test_what_is_stored_again_is_young_again() -> None:
     index = PrefixIndex(max_blocks=3)
     index.stored(A, [1, 2, 3])
-    index.stored(A, [1])
+    index.stored(A, [3])
     index.stored(A, [4])
     assert [hits(index, [block]) for block in (1, 2, 3, 4)] == [{A: 1}, {}, {A: 1}, {A: 1}]
 
@@ -180,4 +180,43 @@ def test_a_hash_that_is_none_is_refused_and_changes_nothing() -> None:
         with pytest.raises(OverflowError):
             index.stored(A, [1, bad])
     assert len(index) == 0
+    index.validate()
+
+
+def test_what_requests_hit_stays_and_of_a_prompt_its_end_goes_first() -> None:
+    index = PrefixIndex(max_blocks=40)
+    system = list(range(1, 9))
+    index.stored(A, system)
+    for number in range(100):
+        own = list(range(1000 + 4 * number, 1004 + 4 * number))
+        assert index.depth(A, system + own) == len(system), number
+        index.expected(A, system + own)
+        index.stored(A, own)
+        index.validate()
+    index.stored(A, range(5000, 5032))
+    assert 0 < index.depth(A, system) < len(system)
+
+
+def test_no_request_pushes_out_what_a_rank_says() -> None:
+    index = PrefixIndex(max_blocks=40)
+    index.stored(A, [1, 2, 3])
+    for first in range(100, 1000, 100):
+        index.expected(A, range(first, first + 90))
+        index.validate()
+        assert index.depth(A, [1, 2, 3]) == 3
+        assert index.depth(A, list(range(first, first + 90))) == 20
+    index.expected(B, range(90))  # of which nothing else is known
+    assert index.depth(B, list(range(90))) == 40
+
+
+def test_what_is_given_up_early_leaves_nothing() -> None:
+    index = PrefixIndex(max_blocks=40)
+    index.stored(A, [1])
+    sizes = []
+    for first in range(100, 100_000, 100):
+        index.expected(A, range(first, first + 20))
+        sizes.append(retained(index))
+    index.validate()
+    assert max(sizes[500:]) <= max(sizes[:500])
+    index.advance(1e9)
     index.validate()
