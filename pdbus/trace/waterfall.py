@@ -120,7 +120,7 @@ def waterfall(rid: str, answer: TraceIs, width: int) -> RenderableType:
         took = "" if hop.took_s is None else seconds(hop.took_s)
         rows.append((Text(seconds(hop.at_s)), Text(took), Text(printable(hop.part), style=_style(hop)), text))
     used = [max((row[at].cell_len for row in rows), default=0) for at in range(3)]
-    room = width - sum(used) - GAP * len(used) - GAP
+    room = width - sum(used) - GAP * len(used) - 2 * GAP  # the last one after the bars, where rich before 15 pads too
     words = min(max((row[3].cell_len for row in rows), default=0), max(WORDS_MIN, room - max(BAR_MIN, room // 3)))
     bar = max(1, room - words)
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
