@@ -77,6 +77,7 @@ def _register(settings: Settings, environ: MutableMapping[str, str]) -> Sides:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     sides = Sides(ServerSide(settings, environ), SchedulerSide(settings), ControllerSide(settings))
+    sides.server.others = (sides.scheduler, sides.controller)
     for seam in HOOKS:
         if seam.module == MAIN or engine.imported(seam.module):
             (function,) = (getattr(side, seam.does) for side in sides if hasattr(side, seam.does))

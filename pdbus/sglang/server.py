@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from bus import Broker, BrokerConfig
 from bus.endpoints import is_exposed
@@ -17,12 +17,17 @@ from pdbus.sglang.settings import DRAWN, NAMED, Settings
 log = get_logger("sglang")
 
 
+class _Side(Protocol):
+    settings: Settings
+
+
 class ServerSide:
     """The main process of one server, or of several; brokers live as long as it does. What their children need to know
     goes to `environ`."""
 
     def __init__(self, settings: Settings, environ: MutableMapping[str, str]) -> None:
         self.settings = settings
+        self.others: tuple[_Side, ...] = ()  # of this process, which go by the same settings
         self.brokers: dict[str, Broker] = {}
         self._environ = environ
 
@@ -68,7 +73,8 @@ class ServerSide:
         named = "" if view.load_balance_method == "auto" else str(view.load_balance_method)
         nonce = self.settings.nonce if self.settings.told else new_epoch()
         self._environ.update({DRAWN: str(nonce), NAMED: named})
-        self.settings = replace(self.settings, nonce=nonce, named=named)
+        for side in (self, *self.others):
+            side.settings = replace(self.settings, nonce=nonce, named=named)
         previous(server_args)
         view = resolving_view(server_args)
         follows = view.disaggregation_mode == "prefill" and view.load_balance_method == "follow_bootstrap_room"

@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from docs_commands import ROOT, blocks
+
+EXAMPLES = ROOT / "examples"
 
 
 def run_pytest(directory: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -18,8 +20,10 @@ def run_pytest(directory: Path, *arguments: str, **env: str) -> subprocess.Compl
     )  # fmt: skip
 
 
-def test_the_example_passes(tmp_path: Path) -> None:
+def test_the_example_and_the_readmes_test_pass(tmp_path: Path) -> None:
     shutil.copy(EXAMPLES / "test_with_pdbus.py", tmp_path)
+    (theirs,) = [block.text for block in blocks(ROOT / "README.md") if block.text.startswith("def test_mine(")]
+    (tmp_path / "test_mine.py").write_text(theirs, encoding="utf-8")
     done = run_pytest(tmp_path)
     assert done.returncode == 0, done.stdout
     assert "passed" in done.stdout

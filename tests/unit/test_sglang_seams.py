@@ -277,11 +277,12 @@ def test_what_the_operator_names_is_what_ours_does_and_rooms_are_registered(
 def test_each_server_of_a_process_draws_a_number_of_its_own(resolve: Callable[[ServerSide, Record], str]) -> None:
     environ = {"PDBUS_SGLANG": "on", "PDBUS_SGLANG_DRAWN": "5"}
     side = ServerSide(read(environ), environ)
+    side.others = (other := SimpleNamespace(settings=None),)
     drawn = []
     for _ in range(2):
         resolve(side, Record("decode", "auto"))
         drawn.append(side.settings.nonce)
-        assert read(environ).nonce == drawn[-1]
+        assert read(environ).nonce == other.settings.nonce == drawn[-1]
     assert len({5, *drawn}) == 3
     environ = {"PDBUS_SGLANG": "on", "PDBUS_SGLANG_NONCE": "9"}
     side = ServerSide(read(environ), environ)
