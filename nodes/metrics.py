@@ -58,7 +58,9 @@ def _of_ranks(ranks: Mapping[int, LinkedRank], figures: NodeFigures) -> Iterator
         (gauges, "kv_tokens", "KV tokens held by live requests.", "kv_tokens"),
         (counters, "steps_total", "Forward steps completed.", "step"),
         (counters, "prompt_tokens_total", "Prompt tokens ingested.", "prompt_tokens_total"),
-        (counters, "cached_tokens_total", "Of those, served from the prefix cache.", "cached_tokens_total"),
+        (counters, "admitted_tokens_total", "Of those, of prompts that have begun.", "admitted_tokens_total"),
+        (counters, "cached_tokens_total", "Of those that have begun, from the prefix cache.", "cached_tokens_total"),
+        (counters, "computed_tokens_total", "Prompt tokens computed.", "computed_tokens_total"),
         (counters, "output_tokens_total", "Output tokens made.", "output_tokens_total"),
     ):
         values = {dp_rank: float(getattr(load, attribute)) for dp_rank, load in loads.items()}

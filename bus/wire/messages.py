@@ -199,6 +199,8 @@ class Load(Message, frozen=True, kw_only=True):
     cached_tokens_total: Count = 0  # of those, served from the prefix cache
     busy_us_total: Count = 0  # microseconds spent in forward steps
     output_tokens_total: Count = 0  # output tokens of decode and unified legs since the epoch began
+    admitted_tokens_total: Count = 0  # prompt tokens of requests that have begun, some from the prefix cache
+    computed_tokens_total: Count = 0  # prompt tokens computed since the epoch began
 
 
 # --- publications (PUB -> XSUB/XPUB -> SUB); `seq` rises by one per message of that tag and epoch -------------

@@ -36,14 +36,14 @@ PANELS: dict[str, list[tuple[str, str, str, list[tuple[str, str]]]]] = {
          quantiles("pdbus_controller_ttft_seconds", matching=SERVED)),
         ("Time per output token", "s", "After the first.", quantiles("pdbus_controller_tpot_seconds")),
         ("Tokens", "short", "A second.", [
-            rate('pdbus_node_prompt_tokens_total{role!="decode"}', "", "in"),
+            rate('pdbus_node_admitted_tokens_total{role!="decode"}', "", "in, as they begin"),
             rate('pdbus_node_cached_tokens_total{role!="decode"}', "", "of those, from prefix caches"),
             rate("pdbus_node_output_tokens_total", "", "out")]),
         ("Live and waiting", "short", "Requests at controllers; those that wait have no rank with credit yet.", [
             ("sum(pdbus_controller_requests)", "live"), ("sum(pdbus_controller_queue_requests)", "waiting")]),
         ("Prefix-cache hits", "percentunit", "Share of prompt tokens that a prefill rank had.", [
             ('sum by (instance, dp_rank) (rate(pdbus_node_cached_tokens_total{role!="decode"}[$__rate_interval])) / '
-             'sum by (instance, dp_rank) (rate(pdbus_node_prompt_tokens_total{role!="decode"}[$__rate_interval]))',
+             'sum by (instance, dp_rank) (rate(pdbus_node_admitted_tokens_total{role!="decode"}[$__rate_interval]))',
              RANK)]),
     ],
     "Ranks": [

@@ -300,6 +300,8 @@ class RankCore:
             cached_tokens_total=runner.cached_tokens_total,
             busy_us_total=runner.busy_us_total,
             output_tokens_total=runner.output_tokens_total,
+            admitted_tokens_total=runner.admitted_tokens_total,
+            computed_tokens_total=runner.computed_tokens_total,
         )
 
     def recall(self, rid: str, wall_s: float) -> tuple[Mark, ...]:

@@ -112,6 +112,7 @@ class HandedRunner:
         self._said = LoadSaid()
         self._prompt_tokens = 0
         self._cached_tokens = 0
+        self._admitted_tokens = 0
         self._output_tokens = 0
         self._outputs = 0  # stands for steps where the scheduler does not tell them
 
@@ -143,6 +144,8 @@ class HandedRunner:
             prompt_tokens_total=self._prompt_tokens,
             cached_tokens_total=self._cached_tokens,
             output_tokens_total=self._output_tokens,
+            admitted_tokens_total=self._admitted_tokens,
+            computed_tokens_total=max(0, self._admitted_tokens - self._cached_tokens),
         )
 
     def turn(self, now: float) -> None:
@@ -178,6 +181,7 @@ class HandedRunner:
             assert not isinstance(said, Nonsense)
             if isinstance(said, Began):
                 self._cached_tokens += said.cached_tokens
+                self._admitted_tokens += said.leg.prompt_tokens
             self._legs.note(said)
             self._settle()
             self._tell(said)

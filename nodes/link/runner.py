@@ -34,6 +34,8 @@ class RunnerLoad(Struct, frozen=True):
     cached_tokens_total: int = 0  # of those, served from the prefix cache
     busy_us_total: int = 0  # microseconds spent in steps
     output_tokens_total: int = 0  # told of decode and unified legs so far
+    admitted_tokens_total: int = 0  # prompt tokens of legs that have begun, of which `cached_tokens_total` were cached
+    computed_tokens_total: int = 0  # prompt tokens computed
 
 
 # --- events: what a runner says -----------------------------------------------------------------------------------

@@ -104,7 +104,8 @@ class OwnRunner:
         s = self.scheduler
         return RunnerLoad(
             s.running, s.waiting, s.waiting_tokens, s.kv_tokens, s.step, s.busy, s.prompt_tokens_total,
-            s.cached_tokens_total, s.busy_us_total, self._output_tokens,
+            s.cached_tokens_total, s.busy_us_total, self._output_tokens, s.admitted_tokens_total,
+            s.computed_tokens_total,
         )  # fmt: skip
 
     def turn(self, now: float) -> None:

@@ -33,6 +33,8 @@ class Scheduler:
         self.busy_us_total = 0
         self.prompt_tokens_total = 0
         self.cached_tokens_total = 0
+        self.admitted_tokens_total = 0
+        self.computed_tokens_total = 0
         self._sequences: dict[int, Sequence] = {}
         self._line = Line()  # in phase WAITING
         self._shares = Shares()
@@ -186,6 +188,7 @@ class Scheduler:
             else:
                 self._hold(sequence, fed)
                 if sequence.phase is Phase.PROMPT:
+                    self.computed_tokens_total += fed
                     self._expect(sequence, len(sequence.prompt) - sequence.computed)
                     if sequence.computed == len(sequence.prompt):
                         sequence.phase = Phase.DECODING
@@ -237,6 +240,7 @@ class Scheduler:
             sequence.committed = shared
             sequence.cached_tokens = shared * self.pool.block_tokens
             self.cached_tokens_total += sequence.cached_tokens
+            self.admitted_tokens_total += len(sequence.prompt)
             self._hold(sequence, sequence.cached_tokens)
             self._expect(sequence, len(sequence.prompt) - sequence.cached_tokens)
             sequence.phase = Phase.FETCHING if sequence.imported else Phase.PROMPT

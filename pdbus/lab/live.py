@@ -161,7 +161,7 @@ def _queued(status: Status, ranks: int) -> array[int]:
 def _totals(outcome: Outcome, status: Status, config: LabConfig) -> None:
     """What only the nodes know, from their last reports."""
     loads = {role: [r.load for r in status.ranks if r.role == role and r.load] for role in ("prefill", "decode")}
-    prompt = sum(load.prompt_tokens_total for load in loads["prefill"])
+    prompt = sum(load.admitted_tokens_total for load in loads["prefill"])
     outcome.cache_hit_rate = sum(load.cached_tokens_total for load in loads["prefill"]) / prompt if prompt else 0.0
     for role, ranks in (("prefill", config.ranks), ("decode", config.decode_ranks)):
         busy = sum(load.busy_us_total for load in loads[role]) / 1e6 / (ranks * outcome.ended_s)

@@ -118,6 +118,8 @@ class VirtualRank:
             prompt_tokens_total=s.prompt_tokens_total,
             cached_tokens_total=s.cached_tokens_total,
             busy_us_total=s.busy_us_total,
+            admitted_tokens_total=s.admitted_tokens_total,
+            computed_tokens_total=s.computed_tokens_total,
         )
         return load, self._run
 

@@ -78,8 +78,9 @@ class RankFigures:
 
     rank: RankStatus
     requests_s: float | None = None  # ended
-    prompt_s: float | None = None  # prompt tokens taken in, but for those whose KV cache it fetches
+    prompt_s: float | None = None  # prompt tokens that began, but for those whose KV cache it fetches
     cached_s: float | None = None  # of those, in its prefix cache
+    computed_s: float | None = None  # prompt tokens computed
     output_s: float | None = None  # output tokens
     busy: float | None = None  # share of the time that its engine computed
     ttft: tuple[int, ...] = ()
@@ -107,7 +108,7 @@ class RankFigures:
         """What it is there for: a prefill rank computes prompts, the others put out."""
         if self.rank.role != "prefill":
             return self.output_s
-        return None if self.prompt_s is None or self.cached_s is None else self.prompt_s - self.cached_s
+        return self.computed_s
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,10 @@ class Figures:
 
     @property
     def hits(self) -> float | None:
-        """Share of the prompt tokens that prefix caches had."""
-        return self.cached_s / self.prompt_s if self.prompt_s else None
+        """Share of the prompt tokens that prefix caches had, of ranks that tell."""
+        told = [each for each in self.ranks if each.cached_s is not None]
+        prompt_s = sum(each.prompt_s or 0.0 for each in told)
+        return sum(each.cached_s or 0.0 for each in told) / prompt_s if prompt_s else None
 
     @property
     def output_s(self) -> float:
@@ -229,10 +232,16 @@ def _with_load(figures: RankFigures, then: float, before: Load, now: float) -> R
         return max(0, more) / elapsed_s
 
     prefills = figures.rank.role != "decode"
+    # A rank that tells nothing of what it has admitted says what it took in: of a waiting prompt both would be wrong.
+    counts = bool(load.admitted_tokens_total)
+    prompt_s, cached_s = rate("admitted_tokens_total" if counts else "prompt_tokens_total"), rate("cached_tokens_total")
+    tells = counts or load.cached_tokens_total > 0 or not load.prompt_tokens_total
+    computed_s = rate("computed_tokens_total") if counts else max(0.0, prompt_s - cached_s)
     return replace(
         figures,
-        prompt_s=rate("prompt_tokens_total") if prefills else None,
-        cached_s=rate("cached_tokens_total") if prefills else None,
+        prompt_s=prompt_s if prefills else None,
+        cached_s=cached_s if prefills and tells else None,
+        computed_s=computed_s if prefills else None,
         output_s=rate("output_tokens_total"),
         busy=min(1.0, rate("busy_us_total") / 1e6) if load.busy_us_total else None,
     )

@@ -146,3 +146,19 @@ def test_hashes_name_prefixes_not_blocks() -> None:
 def test_hashes_are_stable_across_releases() -> None:
     """Clients, controllers and nodes of different versions must agree on them."""
     assert block_hashes(list(range(8)), 4) == [0x52263D4E44FF75FF, 0x2B9D7A4FE5662052]
+
+
+def test_prompts_count_as_admitted_when_they_begin_and_as_computed_step_by_step() -> None:
+    """So that what waits is neither a miss of the cache nor work that was done."""
+    s = scheduler(max_running=1)
+    s.add(Sequence(1, [5] * 12, 1))
+    s.add(Sequence(2, [5] * 12, 1))
+    seen = []
+    for _ in range(3):
+        run(s)
+        seen.append((s.admitted_tokens_total, s.computed_tokens_total, s.cached_tokens_total))
+    assert seen == [(12, 8, 0), (12, 12, 0), (24, 16, 8)]
+    assert s.prompt_tokens_total == 24
+    s.add(Sequence(3, [6] * 12, 1))
+    s.cancel(3)  # while it waits
+    assert (s.prompt_tokens_total, s.admitted_tokens_total) == (36, 24)

@@ -144,3 +144,30 @@ def test_words_are_short() -> None:
 def test_a_rank_that_was_forgotten_meanwhile_counts_anew() -> None:
     made = history(sample(0.0, rank(ended_total=5000)), sample(10.0, rank(ended_total=20)))
     assert of(made, "decode-0").requests_s == 2.0
+
+
+def loads(*each: dict[str, int]) -> RankFigures:
+    """A prefill rank's figures over such loads, ten seconds apart."""
+    made = history(*(sample(10.0 * at, rank("prefill-0", load=load)) for at, load in enumerate(each)))
+    return of(made, "prefill-0")
+
+
+def test_what_waits_is_neither_computed_nor_a_miss() -> None:
+    """A burst of 8,000 tokens came, of which 3,000 have begun, 2,000 of those cached; then nothing more comes."""
+    before = {"prompt_tokens_total": 1000, "admitted_tokens_total": 1000, "computed_tokens_total": 1000}
+    burst = {"prompt_tokens_total": 9000, "admitted_tokens_total": 4000, "cached_tokens_total": 2000,
+             "computed_tokens_total": 1500}  # fmt: skip
+    later = burst | {"admitted_tokens_total": 9000, "cached_tokens_total": 6000, "computed_tokens_total": 3000}
+    first, second = loads(before, burst), loads(burst, later)
+    assert (first.tokens_s, first.hits) == (50.0, 2000 / 3000)
+    assert (second.tokens_s, second.hits) == (150.0, 4000 / 5000)
+
+
+def test_hits_are_unknown_where_no_rank_tells_of_them() -> None:
+    """As of an engine that counts what it computes alone; and a release that counts prompts as they come."""
+    computed = loads({"prompt_tokens_total": 0}, {"prompt_tokens_total": 500})
+    assert (computed.tokens_s, computed.hits) == (50.0, None)
+    former = loads({"prompt_tokens_total": 0}, {"prompt_tokens_total": 500, "cached_tokens_total": 100})
+    assert (former.tokens_s, former.hits) == (40.0, 0.2)
+    drained = loads({"prompt_tokens_total": 500}, {"prompt_tokens_total": 500, "cached_tokens_total": 400})
+    assert drained.tokens_s == 0.0, "never less than nothing"
