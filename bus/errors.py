@@ -15,8 +15,12 @@ class ConfigError(BusError):
 
 
 class StartError(BusError):
-    """A part could not start (a taken port, a bus that is not there), or was started again elsewhere and leaves. A
-    process exits 3 on it."""
+    """A part could not start (a taken port, a bus that is not there); trying again may help. A process exits 3."""
+
+
+class Replaced(StartError):
+    """A rank was started again elsewhere, and this start of it leaves. A process exits 4 on it; it is not to be started
+    again."""
 
 
 class PartFailed(BusError):

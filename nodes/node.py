@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from bus.endpoints import why_silent
-from bus.errors import BusError, StartError
+from bus.errors import BusError, Replaced, StartError
 from bus.runtime import metrics, probes, reload
 from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
@@ -74,8 +74,8 @@ class Node:
     # --- life ---------------------------------------------------------------------------------------------------
 
     def run(self, on_ready: Callable[[Node], None]) -> None:
-        """Until drained or stopped. StartError when bus or controllers are not there within `wait_s`, or when one of
-        our ranks was started again elsewhere; EngineDied when a runner is dead."""
+        """Until drained or stopped. StartError when the bus or all controllers are not there within `wait_s`; Replaced
+        when one of our ranks was started again elsewhere; EngineDied when a runner is dead."""
         self._on_ready = on_ready
         self.loop.run()
         failure = self.failure or self.host.failure
@@ -134,6 +134,10 @@ class Node:
 
     def _check_ready(self, now: float) -> None:
         missing = self.host.missing()
+        late = now - self._began >= self.config.wait_s
+        if missing and late and not self.host.fenced() and self.host.can_serve():
+            log.warning("node.serves_without", missing=missing, waited_s=round(now - self._began, 1))
+            missing = []  # they are joined when they come
         if not missing:
             on_ready, self._on_ready = self._on_ready, None
             assert on_ready is not None
@@ -144,11 +148,11 @@ class Node:
             self._said = now
             left_s = max(0.0, round(self.config.wait_s - (now - self._began), 1))
             log.info("node.waiting", waits_for=missing, waited_s=round(now - self._began, 1), gives_up_in_s=left_s)
-        if now - self._began >= self.config.wait_s:
+        if late:
             why = why_silent(missing[0].partition(" at ")[2], self.config.keys)
             silent = f"{' and '.join(missing)} did not answer (waited {self.config.wait_s:g} s): {why}"
             fenced = self.host.fenced()
-            self.failure = StartError(f"{fenced}; this one leaves" if fenced else silent)
+            self.failure = Replaced(f"{fenced}; this one leaves") if fenced else StartError(silent)
             self.leave()
 
     def _snapshot(self) -> Iterator[metrics.Metric]:

@@ -1,4 +1,4 @@
-"""What every main shares: one-line errors, exit codes (0 clean, 2 bad setting, 3 no start, or a start that another one
+"""What every main shares: one-line errors, exit codes (0 clean, 2 bad setting, 3 no start, 4 a start that another one
 has replaced, 130 interrupted), READY, types of options, and text that is safe for a terminal."""
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from typing import Any, NoReturn
 import click
 
 from bus.defaults import METRICS_HOST, SPIN_US_MAX
-from bus.errors import BusError, ConfigError, StartError
+from bus.errors import BusError, ConfigError, Replaced, StartError
 from bus.runtime.file_limit import raise_file_limit
 from bus.runtime.interrupt import EXIT_INTERRUPTED, leave_at_once
 from bus.runtime.logs import LEVELS
 
 EXIT_CONFIG = 2
 EXIT_START = 3
+EXIT_REPLACED = 4
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _MAX_S = 1e9
 _NoArguments: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())  # since click 8.2
@@ -57,6 +58,8 @@ def _run(command: click.Command, program: str) -> NoReturn:
         _fail(program, f"{error.format_message()} (see {program} --help)", EXIT_CONFIG)
     except ConfigError as error:
         _fail(program, str(error), EXIT_CONFIG)
+    except Replaced as error:
+        _fail(program, str(error), EXIT_REPLACED)
     except StartError as error:
         _fail(program, str(error), EXIT_START)
     except BusError as error:

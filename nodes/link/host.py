@@ -14,7 +14,7 @@ import zmq
 from bus.actions import Publish, Send
 from bus.embed.resolution import Resolved, ResolverCore
 from bus.endpoints import BusAddress, ControllerAddress
-from bus.errors import BusError, RemoteProtocolError, StartError
+from bus.errors import BusError, RemoteProtocolError, Replaced
 from bus.rights import key_of, may
 from bus.runtime.epochs import new_epoch, wall_s
 from bus.runtime.frames import send as send_frames
@@ -142,9 +142,14 @@ class Host:
                 missing.append(f"the controller at {base}")
         return missing
 
+    def can_serve(self) -> bool:
+        """Whether the bus is there, and for each rank a controller."""
+        there = self.resolver.broker_heard_at is not None and all(r.on_the_bus for r in self.ranks.values())
+        return there and all(any(each.welcome for each in rank.connections) for rank in self.ranks.values())
+
     def unready(self) -> str:
         """Why no leg can come here now; empty: one can."""
-        if missing := self.missing():
+        if not self.serving and (missing := self.missing()):
             return f"waiting for {' and '.join(missing)}"
         ranks = self.ranks.values()
         if all(rank.state != "ready" for rank in ranks):
@@ -233,7 +238,7 @@ class Host:
         if not self.serving or self.failure is not None:
             return
         log.warning("node.superseded", why=why)
-        self.failure = StartError(f"{why}; this one leaves")
+        self.failure = Replaced(f"{why}; this one leaves")
         self.drain("superseded")
         for rank in self.ranks.values():
             rank.abandon()

@@ -225,7 +225,7 @@ def up(
         }
         cluster = _over_ray(spec, policy, ray_address, ray_strategy, resources, teller)
     else:
-        cluster = Cluster(spec, progress=teller.say)
+        cluster = Cluster(spec, progress=teller.say, restarts=policy, say=_say)
     try:
         with teller.telling():
             cluster.start()

@@ -22,7 +22,9 @@ from pdbus.client import Client
 from pdbus.launcher.addresses import choose
 from pdbus.launcher.child import Child, is_socket, start
 from pdbus.launcher.ends import take_down, wait_ready
+from pdbus.launcher.restarts import RestartPolicy
 from pdbus.launcher.spec import Addresses, ClusterSpec, PartSpec
+from pdbus.launcher.supervisor import Supervisor
 
 _PORT_TRIES = 5
 
@@ -30,11 +32,22 @@ _PORT_TRIES = 5
 class Cluster:
     """`with Cluster(ClusterSpec(prefill=2, decode=2)) as cluster:`; StartError on entry when a part does not start.
 
-    `progress` is called a few times a second, while parts start, with a line that says what is waited for.
+    `progress` is called a few times a second, while parts start, with a line that says what is waited for. With
+    `restarts`, broker, controllers and edge that end while nodes start (which may take minutes) are started again, and
+    `say` gets a line for it; a `Supervisor` keeps all parts after that.
     """
 
-    def __init__(self, spec: ClusterSpec, progress: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        progress: Callable[[str], None] | None = None,
+        *,
+        restarts: RestartPolicy | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
         self.spec = spec
+        self._restarts = restarts
+        self._say = say or (lambda line: None)
         self.children: dict[str, Child] = {}
         self.started: list[Child] = []  # every one there ever was
         self.leftovers: tuple[str, ...] = ()  # socket files that a clean exit left behind (a bug of ours)
@@ -198,7 +211,12 @@ class Cluster:
             self._embed()
         parts = self.spec.parts(self._addresses)
         self._wait_ready([self._spawn(part) for part in parts if part.kind != "node"])
-        self._wait_ready([self._spawn(part) for part in parts if part.kind == "node"])
+        keep: Callable[[], None] = lambda: None  # noqa: E731
+        if self._restarts is not None and self.children:
+            supervisor = Supervisor(_Some(self, tuple(self.children)), self._restarts, self._say)
+            keep = lambda: supervisor.turn(0.0)  # noqa: E731
+        nodes = [self._spawn(part) for part in parts if part.kind == "node"]
+        wait_ready(nodes, self.spec.start_timeout_s, self._progress, keep)
 
     def _embed(self) -> None:
         from bus.broker import Broker, BrokerConfig
@@ -250,3 +268,21 @@ class Cluster:
         self.children.clear()
         if interrupted:
             raise KeyboardInterrupt
+
+
+class _Some:
+    """Those parts of a cluster alone that are named."""
+
+    def __init__(self, cluster: Cluster, names: tuple[str, ...]) -> None:
+        self._cluster = cluster
+        self._names = names
+
+    @property
+    def children(self) -> dict[str, Child]:
+        return {name: self._cluster.children[name] for name in self._names}
+
+    def poll(self) -> list[str]:
+        return [name for name in self._cluster.poll() if name in self._names]
+
+    def begin(self, part: str) -> Child:
+        return self._cluster.begin(part)

@@ -18,8 +18,14 @@ HURRY_S = 2.0  # for a part that was told to leave at once
 Progress = Callable[[str], None]
 
 
-def wait_ready(children: Iterable[Child], timeout_s: float, progress: Progress = lambda line: None) -> None:
-    """Until each child is READY; StartError when one exits first or the time is up."""
+def wait_ready(
+    children: Iterable[Child],
+    timeout_s: float,
+    progress: Progress = lambda line: None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> None:
+    """Until each child is READY; StartError when one exits first or the time is up. `meanwhile` is called a few times a
+    second."""
     began = time.monotonic()
     until = began + timeout_s
     waiting = {child.fileno: child for child in children}
@@ -38,6 +44,7 @@ def wait_ready(children: Iterable[Child], timeout_s: float, progress: Progress =
                 elif not more:
                     child.wait(10.0)
                     raise child.failure()
+            meanwhile()
             now = time.monotonic()
             names = [child.name for child in waiting.values()]
             if waiting and now >= until:

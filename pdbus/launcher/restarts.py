@@ -10,11 +10,13 @@ from enum import Enum
 from typing import TypeAlias
 
 from bus.errors import ConfigError
-from bus.runtime.cli import EXIT_CONFIG, EXIT_START
+from bus.runtime.cli import EXIT_CONFIG, EXIT_REPLACED
 
 # Exit codes of a part that would only end the same way again: it was asked to leave or has drained (0), its settings
-# are bad (2), it could not start or a later start of its rank has taken its place (3).
-FINAL = frozenset({0, EXIT_CONFIG, EXIT_START})
+# are bad (2), or a later start of its rank has taken its place (4). One that could not start (3) may the next time:
+# what it needs was not free or not there yet.
+FINAL = frozenset({0, EXIT_CONFIG, EXIT_REPLACED})
+ROLES = frozenset({"prefill", "decode", "unified"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ _NEXT: dict[PartState, frozenset[PartState]] = {
 @dataclass(slots=True)
 class _Part:
     name: str
-    kind: str
+    duty: str
     since: float  # when `state` began
     state: PartState = PartState.SERVING
     due: float = 0.0  # while waiting: when to start; while starting: when it is overdue
@@ -122,10 +124,10 @@ class _Part:
 class Restarts:
     """Every part of one cluster, from the moment that all of them serve."""
 
-    def __init__(self, kinds: Mapping[str, str], policy: RestartPolicy, now: float) -> None:
-        """`kinds`: each part's name, and its kind (`broker`, `controller`, `node`, `edge`), of which one must stay."""
+    def __init__(self, duties: Mapping[str, str], policy: RestartPolicy, now: float) -> None:
+        """`duties`: each part's name, and what it is there for (`broker`, `controller`, `edge`, or a node's role)."""
         self.policy = policy
-        self._parts = {name: _Part(name, kind, now) for name, kind in kinds.items()}
+        self._parts = {name: _Part(name, duty, now) for name, duty in duties.items()}
 
     def state(self, part: str) -> PartState:
         return self._parts[part].state
@@ -137,9 +139,8 @@ class Restarts:
         it.cause = cause
         if code in FINAL:
             it.move(PartState.LEFT, now)
-            if all(each.state is PartState.LEFT for each in self._parts.values() if each.kind == it.kind):
-                return GiveUp(part, cause, f"no {it.kind} is left")
-            return Left(part, cause)
+            missed = self._missed(it.duty, failed=bool(code))
+            return GiveUp(part, cause, f"no {missed} is left") if missed else Left(part, cause)
         policy = self.policy
         serving_s = now - it.since if it.state is PartState.SERVING else 0.0
         while it.failed_at and it.served_s + serving_s - it.failed_at[0] > policy.window_s:
@@ -158,6 +159,17 @@ class Restarts:
         delay_s = min(policy.max_delay_s, policy.first_delay_s * 2.0**count)
         it.due = now + delay_s
         return Again(part, cause, delay_s, count + 1)
+
+    def _missed(self, duty: str, *, failed: bool) -> str:
+        """What the cluster cannot go on without, now that a part with this duty has left for good. Who drains the last
+        rank of a role means it; where the rank `failed`, those of the other role would serve nothing."""
+        left = {each.duty for each in self._parts.values() if each.state is not PartState.LEFT}
+        if duty not in ROLES:
+            return "" if duty in left else duty
+        if not left & ROLES:
+            return "node"
+        serves = "unified" in left or {"prefill", "decode"} <= left
+        return "" if serves or not failed else f"{duty} node"
 
     def ready(self, part: str, now: float) -> None:
         """A part that was started again serves."""

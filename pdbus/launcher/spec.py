@@ -22,6 +22,11 @@ class PartSpec:
     metrics_port: int = 0  # already among `args`; 0: it serves no metrics
     env: dict[str, str] = field(default_factory=dict)  # more environment, of this part alone
 
+    @property
+    def duty(self) -> str:
+        """What a cluster has it for: its kind, of a node the role."""
+        return self.module.rpartition(".")[2] if self.module.startswith("nodes.") else self.kind
+
 
 @dataclass(frozen=True, slots=True)
 class Addresses:

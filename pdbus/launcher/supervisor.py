@@ -38,8 +38,8 @@ class Supervisor:
         self._cluster = cluster
         self._say = say
         self._limit = policy.limit
-        kinds = {name: child.spec.kind for name, child in cluster.children.items()}
-        self._core = Restarts(kinds, policy, time.monotonic())
+        duties = {name: child.spec.duty for name, child in cluster.children.items()}
+        self._core = Restarts(duties, policy, time.monotonic())
 
     def run(self) -> NoReturn:
         """Until it gives up, which is a StartError (or until Ctrl-C)."""

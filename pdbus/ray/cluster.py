@@ -62,7 +62,7 @@ class RayCluster:
         self._asked: dict[Any, str] = {}  # questions for events that are under way, of which part each
         self._parts = self.spec.parts(replace(self._at, data="tcp://0.0.0.0"))
         # Hosts count restarts. Here it is decided whether the others go on when a part stays away.
-        self._left = Restarts({part.name: part.kind for part in self._parts}, RestartPolicy(limit=0), time.monotonic())
+        self._left = Restarts({part.name: part.duty for part in self._parts}, RestartPolicy(limit=0), time.monotonic())
         self._interrupts = self._heeded = 0
         self._renew_at = 0.0
         self._complaint = ""

@@ -438,7 +438,7 @@ def test_a_second_signal_leaves_at_once(cluster: Cluster) -> None:
 AGAIN = "unified/1 was started again elsewhere (epoch 9)"
 
 
-def test_a_process_with_a_rank_that_was_started_again_ends_what_it_runs_and_exits_3(cluster: Cluster) -> None:
+def test_a_process_with_a_rank_that_was_started_again_ends_what_it_runs_and_exits_4(cluster: Cluster) -> None:
     process = cluster.node("unified", "--dp-size", "2", "--dp-rank", "0-1", "--sim-base-s", "0.05")
     second = ("unified", 1)
     cluster.ready(U, second)
@@ -453,7 +453,7 @@ def test_a_process_with_a_rank_that_was_started_again_ends_what_it_runs_and_exit
     assert last.code == "shutting_down", "its reader is told, and resumes elsewhere"
     controller.until(lambda: len(controller.byes) == 2, "goodbyes of both ranks")
     assert {end.rid: end.code for _, end in controller.ended} == {"a": "shutting_down", "b": "shutting_down"}
-    assert process.wait(DEADLINE_S) == 3
+    assert process.wait(DEADLINE_S) == 4
     assert process.stderr is not None
     lines = process.stderr.read().strip().splitlines()
     assert lines[-1].endswith(f"error: {AGAIN}; this one leaves")
@@ -466,7 +466,7 @@ def test_a_fenced_process_whose_engine_hangs_leaves_all_the_same(cluster: Cluste
     cluster.ready(second)
     cluster.controller.dispatch(second, "r", PROMPT)
     cluster.controller.tell(second, Refused("fenced", AGAIN))
-    assert process.wait(DEADLINE_S) == 3
+    assert process.wait(DEADLINE_S) == 4
 
 
 def test_a_start_that_is_fenced_before_it_served_asks_until_it_is_welcome_or_gives_up(cluster: Cluster) -> None:
@@ -477,7 +477,7 @@ def test_a_start_that_is_fenced_before_it_served_asks_until_it_is_welcome_or_giv
     controller.until(lambda: second in controller.hellos)
     assert process.stderr is not None
     stderr = process.stderr.read()
-    assert process.wait(DEADLINE_S) == 3
+    assert process.wait(DEADLINE_S) == 4
     assert stderr.strip().endswith(f"error: {AGAIN}; this one leaves")
     cluster.processes.remove(process)
     process.communicate(timeout=DEADLINE_S)
@@ -534,6 +534,25 @@ def test_a_node_says_what_it_waits_for_and_gives_up(cluster: Cluster, what: str)
     lines = stderr.strip().splitlines()
     assert f"the {what} at {nowhere} did not answer (waited 2.6 s)" in lines[-1]
     assert any("node.waiting" in line and nowhere in line for line in lines)
+
+
+def test_a_node_serves_without_one_of_two_controllers_once_it_has_waited_for_it(cluster: Cluster) -> None:
+    """Or no rank could be started again while one of them is away. It joins that one when it comes."""
+    nowhere = f"ipc://{cluster.directory}/late"
+    process = cluster.node("unified", "--controller", nowhere, "--wait-s", "1.2")
+    cluster.ready(U)
+    cluster.controller.dispatch(U, "r", PROMPT, max_tokens=8)
+    ids, _ = cluster.reader(U).read("r")
+    assert ids == sim_generate(PROMPT, 8, VOCAB)
+    late = Controller(cluster.context, nowhere)
+    try:
+        late.until(lambda: U in late.hellos, "hello to the late one")
+    finally:
+        late.close()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(DEADLINE_S) == 0
+    assert process.stderr is not None
+    assert any("node.serves_without" in line and nowhere in line for line in process.stderr)
 
 
 def named(name: str, **labels: str) -> str:

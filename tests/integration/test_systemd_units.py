@@ -20,7 +20,7 @@ from deploy_page import blocks, run
 from edge_process import wait
 from part_process import WAIT_S, PartProcess
 
-from bus.runtime.cli import EXIT_CONFIG, EXIT_START
+from bus.runtime.cli import EXIT_CONFIG, EXIT_REPLACED
 from nodes.config import NodeConfig
 from nodes.link.host import STREAM_GRACE_S
 from nodes.own.engines.sim import sim_generate
@@ -128,7 +128,7 @@ def test_what_is_not_started_again_is_what_the_exit_codes_say(machine: Machine) 
         unit = machine.unit(name)
         assert unit["ExecReload"] == ["/bin/kill -HUP $MAINPID"]
         assert unit["Restart"] == ["on-failure"]
-        assert unit["RestartPreventExitStatus"] == [f"{EXIT_CONFIG} {EXIT_START}"]
+        assert unit["RestartPreventExitStatus"] == [f"{EXIT_CONFIG} {EXIT_REPLACED}"]
         assert int(unit["TimeoutStopSec"][0]) > NodeConfig.drain_s + STREAM_GRACE_S
         assert unit["KillMode"] == ["mixed"]
 

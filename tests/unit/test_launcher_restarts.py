@@ -9,7 +9,7 @@ import pytest
 from bus.errors import ConfigError
 from pdbus.launcher.restarts import Again, GiveUp, Left, Overdue, PartState, RestartPolicy, Restarts, Start
 
-KINDS = {"broker": "broker", "controller-0": "controller", "prefill-0/0": "node", "decode-0/0": "node"}
+KINDS = {"broker": "broker", "controller-0": "controller", "prefill-0/0": "prefill", "decode-0/0": "decode"}
 POLICY = RestartPolicy(limit=4, window_s=60.0, first_delay_s=1.0, max_delay_s=5.0, start_timeout_s=30.0)
 KILLED = -signal.SIGKILL
 
@@ -91,17 +91,37 @@ def test_a_part_that_hangs_at_its_start_is_overdue_until_it_has_ended() -> None:
     assert again == Again("decode-0/0", "not ready after 30 s", 2.0, 2)
 
 
-@pytest.mark.parametrize("code", [0, 2, 3])
-def test_who_was_asked_to_leave_or_could_not_start_stays_away(code: int) -> None:
-    core = made()
-    assert core.exited("decode-0/0", code, "its words", 1.0) == Left("decode-0/0", "its words")
+MORE = KINDS | {"decode-0/1": "decode", "unified-0/0": "unified"}
+
+
+@pytest.mark.parametrize("code", [0, 2, 4])
+def test_who_was_asked_to_leave_or_was_replaced_stays_away(code: int) -> None:
+    core = Restarts(MORE, POLICY, 0.0)
+    for part in ("decode-0/0", "decode-0/1", "prefill-0/0"):  # unified ranks can serve alone
+        assert core.exited(part, code, "its words", 1.0) == Left(part, "its words")
     assert (core.due(1000.0), core.wait_s(1000.0)) == ([], float("inf"))
-    assert core.exited("prefill-0/0", code, "its words", 2.0) == GiveUp("prefill-0/0", "its words", "no node is left")
+    assert core.exited("unified-0/0", code, "its words", 2.0) == GiveUp("unified-0/0", "its words", "no node is left")
+
+
+def test_without_a_node_of_each_role_a_cluster_is_over_but_for_one_that_drained() -> None:
+    assert made().exited("decode-0/0", 0, "left", 1.0) == Left("decode-0/0", "left")
+    for code in (2, 4):
+        assert made().exited("decode-0/0", code, "x", 1.0) == GiveUp("decode-0/0", "x", "no decode node is left")
+    core = Restarts({"prefill-0/0": "prefill", "unified-0/0": "unified"}, POLICY, 0.0)
+    assert core.exited("unified-0/0", 4, "x", 1.0) == GiveUp("unified-0/0", "x", "no unified node is left")
+
+
+def test_a_rank_whose_restart_fails_once_is_started_again() -> None:
+    """Its memory was not free yet, or a hub did not answer."""
+    core = made()
+    fail(core, 0.0)
+    assert core.due(1.0) == [Start("decode-0/0", "ended by SIGKILL")]
+    assert core.exited("decode-0/0", 3, "no memory", 60.0) == Again("decode-0/0", "no memory", 2.0, 2)
 
 
 @pytest.mark.parametrize("part", ["broker", "controller-0"])
 def test_without_its_only_broker_or_controller_a_cluster_is_over(part: str) -> None:
-    assert made().exited(part, 3, "taken", 1.0) == GiveUp(part, "taken", f"no {KINDS[part]} is left")
+    assert made().exited(part, 2, "wrong", 1.0) == GiveUp(part, "wrong", f"no {KINDS[part]} is left")
 
 
 def test_a_part_that_waits_for_its_restart_is_not_gone() -> None:
@@ -110,7 +130,7 @@ def test_a_part_that_waits_for_its_restart_is_not_gone() -> None:
     assert core.exited("decode-0/0", 0, "left", 0.1) == Left("decode-0/0", "left")
 
 
-@pytest.mark.parametrize("code", [1, 130, -signal.SIGSEGV, None])
+@pytest.mark.parametrize("code", [1, 3, 130, -signal.SIGSEGV, None])
 def test_every_other_end_is_a_failure(code: int | None) -> None:
     assert made().exited("broker", code, "x", 1.0) == Again("broker", "x", 1.0, 1)
 

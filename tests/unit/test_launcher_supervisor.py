@@ -84,6 +84,27 @@ def test_it_gives_up_with_the_last_words_of_the_last_start(start: Start) -> None
     ]
 
 
+def test_what_dies_while_nodes_start_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node may load for minutes, and needs the others at its end."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "part.py").write_text(COUNTED + READY + "sys.exit(1) if not start else sys.stdin.read()\n")
+    wait = "import os, time\nwhile not os.path.exists('starts') or os.path.getsize('starts') < 2: time.sleep(0.01)\n"
+    (tmp_path / "waits.py").write_text(wait + STAY.replace("sys.", "import sys; sys."))
+    parts = [PartSpec("broker", "broker", "part", ()), PartSpec("node", "node", "waits", ())]
+    monkeypatch.setattr(ClusterSpec, "parts", lambda spec, at: parts)
+    spec, said = ClusterSpec(unified=1, env={"PYTHONPATH": str(tmp_path)}, start_timeout_s=60.0), list[str]()
+    with Cluster(spec, restarts=FAST, say=said.append) as cluster:
+        assert (
+            said
+            == [
+                "broker: exit code 1; last words: none; starts again in 0 s (1 of at most 2)",
+                f"broker is back (pid {cluster.children['broker'].pid})",
+            ][: len(said)]
+        )
+        assert said
+        assert cluster.children["node"].ready
+
+
 def test_one_that_hangs_at_its_start_is_killed_and_counts(start: Start) -> None:
     cluster, said = start("if start: sys.stdin.read()\n" + READY + "sys.exit(1)"), list[str]()
     policy = RestartPolicy(limit=1, first_delay_s=0.0, start_timeout_s=0.2)

@@ -83,8 +83,8 @@ def test_a_part_that_dies_is_started_again_here(start: Start) -> None:
         ("import sys\nprint('python -m x: error: --this is wrong', file=sys.stderr)\nsys.exit(2)",
          Ended(2, "--this is wrong")),
         (READY, Ended(0, "it has left")),
-        (READY + "print('somebody has it', file=sys.stderr)\nsys.exit(3)",
-         Ended(3, "exit code 3; last words: somebody has it")),
+        (READY + "print('somebody has it', file=sys.stderr)\nsys.exit(4)",
+         Ended(4, "exit code 4; last words: somebody has it")),
     ],
 )  # fmt: skip
 def test_its_end_is_told_with_its_code_and_why(start: Start, code: str, end: Ended) -> None:
