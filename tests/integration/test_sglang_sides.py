@@ -374,6 +374,34 @@ def test_where_the_choice_can_not_be_ours_it_stays_sglangs_in_one_line(
     assert "Traceback" not in caplog.text
 
 
+def test_a_loop_that_has_much_to_do_feeds_its_watchdog(fleet: Callable[..., Fleet]) -> None:
+    """With each request: its socket may not be empty for longer than the watchdog waits."""
+    made = fleet()
+    done: list[Any] = []
+
+    class Leave(Exception):
+        pass
+
+    def take(each: bytes) -> None:
+        if each == b"leave":
+            raise Leave
+        done.append(each)
+
+    with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
+        ours.bind("inproc://loop")
+        theirs.connect("inproc://loop")
+        for each in (b"a", b"b", b"leave"):
+            theirs.send(each)
+        controller = SimpleNamespace(
+            recv_from_tokenizer=ours, _request_dispatcher=take,
+            soft_watchdog=SimpleNamespace(feed=lambda: done.append("fed")),
+        )  # fmt: skip
+        vars(sys.modules["sglang.srt.managers.io_struct"])["sock_recv"] = lambda socket, flags: socket.recv(flags)
+        with pytest.raises(Leave):
+            made.sides.controller.event_loop(lambda _controller: None, controller)
+    assert done == ["fed", b"a", "fed", b"b", "fed"]
+
+
 def test_several_machines_that_share_a_nonce_dispatch_by_it(fleet: Callable[..., Fleet], port: int) -> None:
     made = fleet(with_port(PREFILL, port, nodes=2, head="127.0.0.1:5000"), PDBUS_SGLANG_NONCE="9")
     assert taken_over(made).dispatching is not None
