@@ -73,6 +73,10 @@ def test_each_command_has_help(name: str) -> None:
         (["generate", "x", "--prefill-controller", "ipc:///tmp/pdx/p"], "go together"),
         (["status", "--bus", "tcp://host"], "needs a host and a port"),
         (["drain", "decode-0"], "name a rank like decode-0/1"),
+        (["drain"], "name a rank like decode-0/1, or a role with --role"),
+        (["drain", "decode-0/1", "--role", "decode"], "name a rank like decode-0/1, or a role with --role"),
+        (["drain", "decode-0/1", "--model", "m"], "name a rank like decode-0/1, or a role with --role"),
+        (["drain", "--role", "router"], "--role router: choose prefill, decode, unified"),
     ],
 )
 def test_bad_settings_are_one_clear_line(arguments: list[str], words: str) -> None:

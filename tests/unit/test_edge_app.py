@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from bus.errors import ConfigError
 from bus.runtime.spans import Spans, provider_of
 from bus.tracecontext import ids_of, parse
-from bus.wire.messages import Code
+from bus.wire.messages import Code, WantedRole
 from pdbus.edge import app, jobs
 from pdbus.edge.cluster import LOST_S, View
 from pdbus.edge.errors import STATUS
@@ -538,6 +538,15 @@ def test_several_models_must_be_named() -> None:
     assert run(world.post("/v1/chat/completions", chat(model="tiny"))).status == 200
     refused = run(world.post("/v1/chat/completions", {"messages": chat()["messages"]}))
     assert (refused.status, refused.error["message"]) == (400, "several models are served: name one of sim, tiny")
+
+
+def test_a_model_that_lost_its_last_rank_takes_no_other_with_it() -> None:
+    """Its controller is not ready then, and an edge goes on serving what it can."""
+    lost = replace(rank("v", "unified", "tiny"), state="lost")
+    seen = status(rank("u", "unified", "sim"), lost)
+    world = World(seen=replace(seen, wanted=(WantedRole("unified", "sim", 1), WantedRole("unified", "tiny", 0))))
+    assert run(world.post("/v1/chat/completions", chat())).status == 200
+    assert run(world.get("/ready")).status == 200
 
 
 def test_a_model_without_a_tokenizer_takes_ids_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ def test_one_controller() -> None:
     assert list(made) == ["broker", "controller-0", "prefill-0/0-1", "prefill-0/2", "decode-0/0-1"]
     assert option(made["controller-0"], "--decode-method") == ["total_tokens"]
     assert option(made["controller-0"], "--instance") == []
+    assert option(made["controller-0"], "--expect") == ["prefill", "decode"], "missed also by its next start"
     last = made["prefill-0/2"]
     assert last.module == "nodes.prefill"
     assert (option(last, "--dp-size"), option(last, "--dp-rank")) == (["3"], ["2"])
@@ -42,6 +43,7 @@ def test_one_controller() -> None:
 def test_a_controller_for_each_instance_serves_it_alone() -> None:
     made = parts(ClusterSpec(prefill=1, decode=1, decode_instances=2, controllers="per_instance"))
     assert option(made["controller-decode-1"], "--instance") == ["decode-1"]
+    assert option(made["controller-decode-1"], "--expect") == ["decode"]
     assert option(made["decode-1/0"], "--controller") == option(made["controller-decode-1"], "--controller")
     assert len({tuple(option(part, "--controller")) for part in made.values() if part.kind == "controller"}) == 3
 

@@ -13,6 +13,7 @@ from bus.wire.messages import (
     Cancel,
     Detach,
     DrainRank,
+    DrainRole,
     Failed,
     Refused,
     Status,
@@ -101,6 +102,9 @@ def test_draining_and_loads_are_for_admins(world: World) -> None:
         (rank,) = status.ranks
         assert (rank.instance, rank.role, rank.state, rank.max_context) == ("u", "unified", "ready", 1000)
         assert (rank.load is not None, bool(rank.endpoint), bool(status.counts)) == (shown,) * 3
+    world.feed(FromClient(ALICE, DrainRole(2, "unified")))
+    assert [refused.code for refused in world.answers(Refused)] == ["bad_identity"]
+    assert world.rank(NODE).ready
     world.feed(FromClient(ADMIN, DrainRank(1, "u", 0)))
     assert not world.rank(NODE).ready
     (note,) = [note for note in world.notes if note.event == "drain.ordered"]
