@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from hashlib import sha256
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,8 @@ CONTROL_TOKEN = 3  # GGUF token type
 
 def source() -> Path:
     """The GGUF file of the installed package, or ConfigError that says how to install it."""
+    from importlib import metadata  # which takes longer to load than most of what a node needs
+
     try:
         files = metadata.files(PACKAGE) or []
     except metadata.PackageNotFoundError:
