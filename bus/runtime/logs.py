@@ -8,14 +8,16 @@ cannot be written (disk full, pipe closed) is counted and forgotten: no part end
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 LEVELS = ("debug", "info", "warning", "error")
 _ROOT = "pdbus"
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 logging.getLogger(_ROOT).addHandler(logging.NullHandler())
 _lost = 0
@@ -91,6 +93,7 @@ def configure(level: str = "info", **bound: object) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
+            *([_harmless] if terminal else []),
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
@@ -98,6 +101,18 @@ def configure(level: str = "info", **bound: object) -> None:
     )
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(**bound)
+
+
+def _harmless(logger: object, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """For a terminal: what a peer has said must not control it. JSON escapes by itself."""
+    for key, value in event.items():
+        if key != "exception":
+            event[key] = _CONTROLS.sub(_written_out, value) if isinstance(value, str) else value
+    return event
+
+
+def _written_out(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
 
 
 def set_level(level: str) -> None:

@@ -21,7 +21,8 @@ from bus.runtime.logs import get_logger
 from bus.runtime.ration import Ration
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-LOGGED_MAX = 1000  # refusals a domain, and admissions; all are counted
+LOGGED_MAX = 100  # lines a minute of refusals of a domain, of those of strangers, and of admissions; all are counted
+MINUTE_S = 60.0
 LOOK_MS = 1000  # how long a key that is taken off the list keeps its connections
 SOURCES_MAX = 64  # remembered of a key; of one with more, whoever is connected there is cut off
 # Connections of one key. A ROUTER numbers each, and aborts when it comes to a number that a peer has claimed: one that
@@ -30,6 +31,24 @@ HANDSHAKES, HANDSHAKES_PER_S = 8192, 50
 _STOP = b"stop"
 
 log = get_logger("bus")
+
+
+class Lines:
+    """So many of a kind may be logged in a minute, and the first of the next says how many were left out. Pure."""
+
+    def __init__(self) -> None:
+        self._logged: dict[str, tuple[float, int, int]] = {}  # by kind: since when, how many, and how many not
+
+    def one(self, kind: str, now: float) -> int:
+        """How many were left out since the last that was logged; -1 where this one is left out too."""
+        since, logged, left_out = self._logged.get(kind, (now, 0, 0))
+        if now - since >= MINUTE_S:
+            since, logged = now, 0
+        if logged >= LOGGED_MAX:
+            self._logged[kind] = since, logged, left_out + 1
+            return -1
+        self._logged[kind] = since, logged + 1, 0
+        return left_out
 
 
 class Gatekeeper:
@@ -45,7 +64,8 @@ class Gatekeeper:
         self.on_revoked: Callable[[str, set[str] | None], None] = lambda domain, sources: None
         self._admitted: dict[tuple[bytes, str], tuple[str, set[str] | None]] = {}  # by key and domain: as whom, whence
         self._handshakes = Ration(HANDSHAKES, HANDSHAKES_PER_S, 0)
-        self._logged = 0
+        self._lines = Lines()
+        self._known: set[bytes] = set()  # keys that were let in once: their refusals are logged apart from strangers'
         self._allowlist = Allowlist(keys.directory)
         self._context = context
         self._socket = context.socket(zmq.ROUTER)
@@ -94,11 +114,11 @@ class Gatekeeper:
             key = zmq.utils.z85.encode(request[6])
             if name := self._allowlist.admits(key, at):
                 if not self._handshakes.allows(key, 1, time.monotonic()):
-                    self._refuse(at, source, "connects too often", key=name)
+                    self._refuse(at, source, "connects too often", known=True, key=name)
                     return [version, number, b"300", b"later", b"", b""]
                 self._admit(key, name, at, source)
                 return [version, number, b"200", b"OK", name.encode(), b""]
-            self._refuse(at, source, "not on the allowlist", key=key.decode())
+            self._refuse(at, source, "not on the allowlist", known=key in self._known, key=key.decode())
         else:
             self._refuse(at, source, "not on the allowlist")
         return [version or b"1.0", number, b"400", b"not on the allowlist", b"", b""]
@@ -112,15 +132,19 @@ class Gatekeeper:
                 self.on_revoked(domain, sources)
 
     def _admit(self, key: bytes, name: str, domain: str, source: str) -> None:
+        self._known.add(key)
         known, sources = self._admitted.get((key, domain), (name, set()))
         if sources is not None and source not in sources:
-            if self._logged < LOGGED_MAX:
-                self._logged += 1
-                log.info("peer.admitted", key=name, domain=domain, address=source)
+            self._log("info", "peer.admitted", "admitted", key=name, domain=domain, address=source)
             sources = None if len(sources) >= SOURCES_MAX else sources | {source}
         self._admitted[key, domain] = known, sources
 
-    def _refuse(self, domain: str, address: str, why: str, **fields: Any) -> None:
+    def _refuse(self, domain: str, address: str, why: str, *, known: bool = False, **fields: Any) -> None:
         self.refused[domain] += 1
-        if self.refused[domain] <= LOGGED_MAX:
-            log.warning("peer.refused", domain=domain, address=address, why=why, **fields)
+        kind = f"{domain} {'known' if known else 'strangers'}"
+        self._log("warning", "peer.refused", kind, domain=domain, address=address, why=why, **fields)
+
+    def _log(self, level: str, event: str, kind: str, **fields: Any) -> None:
+        left_out = self._lines.one(kind, time.monotonic())
+        if left_out >= 0:
+            getattr(log, level)(event, **fields, **({"left_out": left_out} if left_out else {}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import msgspec
 
@@ -22,6 +23,7 @@ STATUS: dict[str, int] = {  # of a request that failed; what is not here is 500
 }  # fmt: skip
 OPENAI_CODES = {"too_long": "context_length_exceeded"}  # where clients look for another name than ours
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_ADDRESS = re.compile(r"\b(?:ipc|tcp|inproc)://[^\s,;)]+")  # of the inside of a cluster
 RETRY_AFTER_S = 1.0  # of a 429 or 503 that came without a hint
 
 
@@ -57,7 +59,8 @@ class HttpError(Exception):
     def body(self) -> bytes:
         kind = TYPES.get(self.status, "rate_limit_error" if self.status == 429 else "")
         kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        said = _ADDRESS.sub("(address)", self.message) if self.status >= 500 else self.message  # the log has it
+        error = {"message": said, "type": kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
 

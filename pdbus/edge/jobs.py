@@ -14,11 +14,12 @@ from pdbus.edge import fields
 from pdbus.edge.answers import ChatWriter, CompletionWriter, GenerateWriter, Head, Writer
 from pdbus.edge.cluster import ServedModel, View
 from pdbus.edge.config import EdgeConfig
-from pdbus.edge.errors import HttpError, invalid
+from pdbus.edge.errors import OPENAI_CODES, HttpError, invalid
 from pdbus.text.find import Places
 from pdbus.text.models import ModelText, text_for
 
 COMPLETION_TOKENS, GENERATE_TOKENS = 16, 128  # of an answer whose length nobody says
+MESSAGE_CHARACTERS = 64  # what a message or a part of one costs beside its text, as so many characters of that
 AT_ONCE_CHARACTERS = 4096  # texts up to here are tokenized on the loop: less work than to hand them over
 
 log = get_logger("edge")
@@ -45,6 +46,8 @@ class Job:
     rid: str = ""  # where the body says one
 
     def __post_init__(self) -> None:
+        for ids in self.prompts:
+            check_length(self.model, len(ids))
         self.n = fields.choices_of(self.said, len(self.prompts))
         self.stops = fields.stops_of(self.said)
         if self.stops and self.text is None:
@@ -123,7 +126,7 @@ async def chat(body: bytes, view: View, texts: Texts, config: EdgeConfig) -> Job
     model = view.model(said.model)
     text = await texts.of(model.name)
     answer = said.add_generation_prompt is not False
-    ids = await conversation(text, said.messages, answer, said.add_special_tokens is True)
+    ids = await conversation(text, said.messages, answer, said.add_special_tokens is True, model)
     most = said.max_completion_tokens if said.max_completion_tokens is not None else said.max_tokens
     usual = config.chat_max_tokens or text.max_new_tokens
     return _openai(said, model, text, [ids], most, usual, ChatWriter, config)
@@ -134,7 +137,7 @@ async def completions(body: bytes, view: View, texts: Texts, config: EdgeConfig)
     model = view.model(said.model)
     prompts = fields.prompts_of(said.prompt, "prompt")
     text = await _text_of(texts, model, prompts)
-    ids = [await token_ids(text, prompt, said.add_special_tokens is not False) for prompt in prompts]
+    ids = [await token_ids(text, prompt, said.add_special_tokens is not False, model) for prompt in prompts]
     return _openai(said, model, text, ids, said.max_tokens, COMPLETION_TOKENS, CompletionWriter, config)
 
 
@@ -196,12 +199,15 @@ async def _text_of(texts: Texts, model: ServedModel, prompts: list[str | list[in
 
 
 async def conversation(
-    text: ModelText, messages: list[fields.Turn], answer: bool, add_special_tokens: bool = False
-) -> list[int]:
-    """The ids of `messages` in the model's template."""
+    text: ModelText, messages: list[fields.Turn], answer: bool, add_special_tokens: bool = False,
+    model: ServedModel | None = None,
+) -> list[int]:  # fmt: skip
+    """The ids of `messages` in the model's template. With `model`, HttpError where they are too long for it anyhow."""
     if not messages:
         raise invalid("messages", "messages is empty")
     told = [fields.message_of(turn, at) for at, turn in enumerate(messages)]
+    size = sum(len(each["content"]) for each in told)
+    _check_text(text, size, model)
 
     def fill() -> list[int]:
         try:
@@ -209,16 +215,32 @@ async def conversation(
         except ConfigError as error:
             raise invalid("messages", f"messages: {error}") from None
 
-    ids: list[int] = await off_loop(sum(len(each["content"]) for each in told), fill)
+    ids: list[int] = await off_loop(size + MESSAGE_CHARACTERS * len(told), fill)
     return ids
 
 
-async def token_ids(text: ModelText | None, prompt: str | list[int], add_special_tokens: bool = True) -> list[int]:
+async def token_ids(
+    text: ModelText | None, prompt: str | list[int], add_special_tokens: bool = True, model: ServedModel | None = None
+) -> list[int]:
+    """With `model`, HttpError where a text can't but be too long for it."""
     if not isinstance(prompt, str):
         return prompt
     assert text is not None
+    _check_text(text, len(prompt), model)
     ids: list[int] = await off_loop(len(prompt), lambda: text.encode(prompt, add_special_tokens=add_special_tokens))
     return ids
+
+
+def check_length(model: ServedModel, tokens: int) -> None:
+    """HttpError for a prompt that no rank takes: it is not hashed and sent to be told so."""
+    if 0 < model.max_context < tokens:
+        why = f"the prompt has {tokens} tokens or more, and {model.name!r} takes {model.max_context} with the answer"
+        raise invalid(None, why, OPENAI_CODES["too_long"])
+
+
+def _check_text(text: ModelText, characters: int, model: ServedModel | None) -> None:
+    if model is not None and text.longest_token:
+        check_length(model, characters // text.longest_token)
 
 
 async def off_loop(size: int, work: Callable[[], Any]) -> Any:

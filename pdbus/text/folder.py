@@ -58,6 +58,7 @@ class FolderText:
         added = self._whole.get_added_tokens_decoder()
         special = [token.content for token in added.values() if token.special]
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+        self.longest_token = _longest_token(json.loads(said)["model"], added.values())
         self._added = {id: token.content for id, token in added.items()}
         source = _template(folder, config)
         self._template = ChatTemplate(source, names) if source else None
@@ -128,6 +129,13 @@ class FolderText:
         ids = said if isinstance(said, list) else [said]
         own = self._whole.token_to_id(named) if named else None
         return tuple(dict.fromkeys(id for id in (*ids, own) if isinstance(id, int)))
+
+
+def _longest_token(model: Mapping[str, Any], added: Iterable[Any]) -> int:
+    """In characters; 0 where one token may stand for a text of any length, as an unknown word does."""
+    if model.get("type") != "BPE" or (model.get("unk_token") and not model.get("byte_fallback")):
+        return 0
+    return max([len(token) for token in model["vocab"]] + [len(token.content) for token in added], default=0)
 
 
 def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:

@@ -26,6 +26,7 @@ class ModelText(Protocol):
     eos_ids: tuple[int, ...]  # the tokens that end an answer
     sampling: Mapping[str, float]  # options of the client that the model wants where a request says nothing
     max_new_tokens: int  # of an answer to a chat that says nothing; 0: what fits
+    longest_token: int  # in characters, so that a text has so many tokens at least; 0: nobody knows
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`, special tokens in it read as such; with those that the model wants around a text."""
@@ -53,6 +54,7 @@ class BytesText:
 
     eos_ids: tuple[int, ...] = (BYTE_EOS,)
     max_new_tokens = OWN_NEW_TOKENS
+    longest_token = 1
 
     def __init__(self) -> None:
         self.sampling: Mapping[str, float] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from edge_world import LOAD, PAIR, World, chat, ended, letters, rank, status
 from msgspec.structs import replace
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from structlog.testing import capture_logs
 
 from bus.errors import ConfigError
 from bus.runtime.spans import Spans, provider_of
@@ -20,6 +22,7 @@ from bus.wire.messages import Code, WantedRole
 from pdbus.edge import app, jobs
 from pdbus.edge.cluster import LOST_S, View
 from pdbus.edge.errors import STATUS
+from pdbus.text.models import BytesText
 
 
 def run(coroutine: Any) -> Any:
@@ -494,6 +497,50 @@ def test_what_is_served_stays_while_a_new_controller_gathers_its_ranks() -> None
             assert run(world.get("/ready")).status == answered
     world = World(letters("hi"), seen=replace(world.client.seen, uptime_s=0.2))  # who knows no better
     assert run(world.get("/ready")).status == 503
+
+
+def test_what_fits_no_rank_is_refused_here() -> None:
+    """By its characters where a text can't but have too many tokens, else by its tokens; counts are told all the same."""
+    world = World()
+    long = "x" * 5000
+    for path, body in (
+        ("/v1/completions", {"prompt": long}),
+        ("/v1/completions", {"prompt": ["x", long]}),
+        ("/v1/completions", {"prompt": [[5] * 4097]}),
+        ("/generate", {"input_ids": [5] * 5000}),
+        ("/v1/chat/completions", chat(long)),
+    ):
+        answer = run(world.post(path, body))
+        assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+    assert world.client.asked == []
+    assert run(world.post("/tokenize", {"prompt": long})).json["count"] == 5000
+
+
+def test_work_that_takes_long_is_done_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long texts, and messages without any."""
+    threads: set[str] = set()
+    world = World()
+    run(world.edge.look())
+
+    def note(self: Any, messages: Any, **_: Any) -> list[int]:
+        threads.add(threading.current_thread().name)
+        return [5]
+
+    monkeypatch.setattr(BytesText, "chat", note)
+    for messages in ([{"role": "user", "content": "x" * 1900}], [{"role": "user", "content": ""}] * 1000):
+        threads.clear()
+        assert run(world.post("/v1/chat/completions", {"model": "sim", "messages": messages})).status == 200
+        assert (threading.main_thread().name in threads) is (len(messages) == 1)
+
+
+def test_no_answer_tells_an_address_of_the_inside() -> None:
+    why = "no controller answers at ipc:///run/pdbus/controller.clients (waited 10 s), tcp://10.0.0.1:5560#c, or so"
+    world = World(lambda ids, o: [ended(o["rid"], "failed", code="peer_lost", message=why)])
+    with capture_logs() as logs:
+        answer = run(world.post("/v1/completions", {"prompt": "x"}))
+    assert answer.status == 503
+    assert answer.error["message"] == "no controller answers at (address) (waited 10 s), (address), or so"
+    assert [line["message"] for line in logs if line["event"] == "request.failed"] == [why]
 
 
 @pytest.mark.parametrize(

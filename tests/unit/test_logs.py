@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -108,6 +109,22 @@ def test_what_cannot_be_written_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(BrokenPipeError):
             closed.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), writing)  # so that closing it has somewhere to write
+
+
+def test_nothing_that_a_peer_says_controls_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    said = Terminal()
+    monkeypatch.setattr(sys, "stderr", said)
+    logs.configure("info", part="test")
+    for rid in ("\x1b[1A\x1b[2Kkey.revoked:mallory", "\u202e\x9b2K\x07\x85\u2028", "a\nb\rc"):
+        logs.get_logger("test").warning("request.failed", rid=rid)
+    assert said.getvalue().count("\n") == 3
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", said.getvalue()).replace("\n", "")  # the renderer's own colours
+    assert shown.isprintable()
+    assert "key.revoked:mallory" in shown
 
 
 def test_nobody_else_makes_a_logger() -> None:

@@ -437,3 +437,14 @@ def test_what_cannot_be_removed_or_written_is_one_line(cluster: Path, monkeypatc
     with pytest.raises(ConfigError, match="Read-only file system"):
         add_key(cluster, "nodes", "x")
     assert len(list(listed_keys(cluster))) == 5
+
+
+def test_the_log_of_refusals_does_not_run_dry() -> None:
+    lines = gate.Lines()
+    said = [lines.one("clients strangers", 0.0) for _ in range(1000)]
+    assert said.count(0) == gate.LOGGED_MAX
+    assert set(said) == {0, -1}
+    assert lines.one("clients known", 1.0) == 0, "strangers leave no refusal of a key out"
+    assert lines.one("clients strangers", 59.0) == -1
+    assert lines.one("clients strangers", 60.0) == 1000 - gate.LOGGED_MAX + 1, "what was left out is told"
+    assert lines.one("clients strangers", 60.0) == 0
