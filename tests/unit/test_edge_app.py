@@ -500,7 +500,7 @@ def test_what_is_served_stays_while_a_new_controller_gathers_its_ranks() -> None
 
 
 def test_what_fits_no_rank_is_refused_here() -> None:
-    """By its characters where a text can't but have too many tokens, else by its tokens; counts are told all the same."""
+    """By characters where a text must have too many tokens, else by tokens; counts are told all the same."""
     world = World()
     long = "x" * 5000
     for path, body in (
