@@ -115,6 +115,7 @@ class LinkedRank:
         self.drained_at: float | None = None
         self.on_the_bus: NodeState | None = None  # our state as subscribers hear it; None: not heard yet
         self.connections: list[Connection] = []
+        self._controllers: dict[int, int] = {}  # epochs of the controllers that have welcomed it, by connection
         self.log = get_logger("node").bind(rank=f"{config.instance}/{dp_rank}")
         self.core = RankCore(config.role, dp_rank, runner.facts, host.streams, runner.load, config.limits)
         self.core.spans = host.spans is not None
@@ -163,6 +164,11 @@ class LinkedRank:
         self.core.reports.welcomed(connection.key, welcome.epoch)
         if again:
             self.core.restate(connection.key)
+        if self._controllers.get(connection.key) != welcome.epoch:
+            self._controllers[connection.key] = welcome.epoch
+            restate = getattr(self.runner, "restate_cache", None)
+            if restate is not None:
+                restate()
         follow = all(each.welcome is not None and each.welcome.follow_bootstrap_room for each in self.connections)
         self._host.publish(self.publisher.set_follow(follow, self._host.now))
         self._host.changed()

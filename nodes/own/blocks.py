@@ -59,6 +59,13 @@ class BlockPool:
         """Blocks that a prompt could reuse, held or not."""
         return len(self._block_of)
 
+    def names(self) -> list[int]:
+        """The hashes of all cached blocks, oldest first, so that a prefix's beginning comes before its end."""
+        return list(self._block_of)
+
+    def is_cached(self, block_hash: int) -> bool:
+        return block_hash in self._block_of
+
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 

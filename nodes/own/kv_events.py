@@ -35,6 +35,16 @@ class KvEventLog:
             self._seq += 1
         return found
 
+    def restated(self, names: Sequence[int], ts: float) -> Frames:
+        """What to publish of at most MAX_BLOCKS blocks that are cached, and were told of before: names alone."""
+        event = {
+            "type": "BlockStored", "block_hashes": list(names), "parent_block_hash": None, "token_ids": [],
+            "block_size": self._block_tokens, "lora_id": None, "medium": "GPU",
+        }  # fmt: skip
+        frames = (self._topic, self._seq.to_bytes(8, "big"), codec.pack([ts, [event], self._dp_rank]))
+        self._seq += 1
+        return frames
+
     def _merged(self, events: Sequence[KvEvent]) -> list[dict[str, Any]]:
         """Runs of blocks that follow one another, and of removed blocks, as one event each."""
         maps: list[dict[str, Any]] = []

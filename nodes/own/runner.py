@@ -6,6 +6,7 @@ Owns what connects these; who runs and who waits is the scheduler's, what to fet
 from __future__ import annotations
 
 import time
+from collections import deque
 
 from bus.runtime.logs import get_logger
 from bus.wire.messages import TokenLogprobs
@@ -25,10 +26,12 @@ from nodes.link.runner import (
     Tell,
 )
 from nodes.own.engines.base import Engine, EngineSpec, StepResult
-from nodes.own.kv_events import KvEventLog
+from nodes.own.kv_events import MAX_BLOCKS, KvEventLog
 from nodes.own.receiver import FetchFailed, KvReceiver, Span, window_for
 from nodes.own.scheduler import Scheduler
 from nodes.own.sequence import Sequence
+
+MAX_RESTATED = 65_536  # blocks: as many as a controller keeps of a rank
 
 log = get_logger("node")
 
@@ -57,6 +60,7 @@ class OwnRunner:
         self._kv_events = kv_events
         self._receiver = KvReceiver(window=window_for(engine.spec.block_bytes))
         self._output_tokens = 0
+        self._restating: deque[int] = deque()  # names of blocks that were cached when `restate_cache` was called
         self._fetching: dict[int, Sequence] = {}  # by the leg's `seq`, which names its sequence too
 
     def attach(self, tell: Tell) -> None:
@@ -125,7 +129,20 @@ class OwnRunner:
         if self._kv_events is not None and (events := self.scheduler.pool.take_events()):
             self._tell(CacheChanged(self._kv_events.messages(events, time.time())))
 
+    def restate_cache(self) -> None:
+        """A controller that knows nothing of the cache is there: say again what is cached, a message a tick."""
+        if self._kv_events is not None:
+            self._restating = deque(self.scheduler.pool.names()[:MAX_RESTATED])
+
+    def _restate(self, events: KvEventLog) -> None:
+        some = [self._restating.popleft() for _ in range(min(MAX_BLOCKS, len(self._restating)))]
+        names = [name for name in some if self.scheduler.pool.is_cached(name)]
+        if names:
+            self._tell(CacheChanged([events.restated(names, time.time())]))
+
     def tick(self, now: float) -> None:
+        if self._restating and self._kv_events is not None:
+            self._restate(self._kv_events)
         for sequence in list(self._fetching.values()):
             assert sequence.leg is not None
             try:
