@@ -136,6 +136,16 @@ needs_prometheus = pytest.mark.skipif(
 )
 
 
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool on this machine (Debian's prometheus has it)")
+def test_alerts_ring_for_series_that_are_made_up(tmp_path: Path) -> None:
+    """Two controllers, of which one was started later: neither doubles what both see, nor hides it."""
+    for path in (HERE / "alerts.yml", Path(__file__).with_name("alerts_promtool.yml")):
+        shutil.copy(path, tmp_path)
+    command = ["promtool", "test", "rules", "alerts_promtool.yml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.fixture(scope="module")
 def ask(cluster: Cluster, ports: list[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Runs a query on a Prometheus that scrapes the cluster as examples/observability/prometheus.yml says, but for
