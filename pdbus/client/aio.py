@@ -99,7 +99,7 @@ class AsyncClient(BaseClient):
             self._learn_leg(self._model(options), await asyncio.wrap_future(self._ask_cluster(channel)))
         request = self._request(channel, ids, options, text)
         stream = AsyncStream(channel, request, text, self._learnt.clear)
-        channel.begin(request, stream._put)
+        channel.begin(request, stream._sink)
         return stream
 
     async def _channel(self) -> LoopChannel:
@@ -119,20 +119,39 @@ class AsyncClient(BaseClient):
         return channel
 
 
+class _Inbox:
+    """What has come of a request and was not read. The channel holds it, not the stream, so that it shows when nobody
+    else holds the stream any more."""
+
+    __slots__ = ("reader", "told", "updates")
+
+    def __init__(self) -> None:
+        self.updates: deque[Update] = deque()
+        self.reader: asyncio.Future[None] | None = None  # waits for the next update
+        self.told: Callable[[], None] | None = None  # instead of the reader
+
+    def put(self, update: Update) -> None:
+        self.updates.append(update)
+        if self.told is not None:
+            self.told()
+        elif self.reader is not None and not self.reader.done():
+            self.reader.set_result(None)
+
+
 class AsyncStream(BaseStream):
     """The output of one request: `async for` gives `Piece`s; one task may iterate, any may cancel. RequestFailed at the
     end when the request failed.
 
-    Leaving the loop early cancels the request (as does `async with`). `result` is there once the iteration ended.
+    Leaving the loop early cancels the request (as does `async with`), and so does dropping the stream before its end.
+    `result` is there once the iteration ended.
     """
 
     def __init__(
         self, channel: LoopChannel, request: Request, text: ModelText | None, forget: Callable[[], object]
     ) -> None:
-        super().__init__(channel, request, text, forget)
-        self._updates: deque[Update] = deque()
-        self._reader: asyncio.Future[None] | None = None  # waits for the next update
-        self._told: Callable[[], None] | None = None  # instead of the reader
+        self._inbox = _Inbox()
+        self._updates = self._inbox.updates
+        super().__init__(channel, request, text, forget, self._inbox.put)
 
     @property
     def result(self) -> Result | None:
@@ -140,9 +159,14 @@ class AsyncStream(BaseStream):
         return self._result
 
     async def wait(self) -> Result:
-        """The end of the request, what was not read being dropped. Does not raise if it failed."""
-        while await self.next() is not None:
-            pass
+        """The end of the request, what was not read being dropped. Does not raise if it failed. To cancel what waits
+        cancels the request."""
+        try:
+            while await self.next() is not None:
+                pass
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
         assert self._result is not None
         return self._result
 
@@ -153,8 +177,8 @@ class AsyncStream(BaseStream):
                 return piece
             if self._result is None:
                 self._channel.raise_if_inherited()
-                self._reader = asyncio.get_running_loop().create_future()
-                await self._reader
+                self._inbox.reader = reader = asyncio.get_running_loop().create_future()
+                await reader
         return None
 
     def take(self) -> Piece | None:
@@ -167,7 +191,7 @@ class AsyncStream(BaseStream):
     def tell(self, function: Callable[[], None] | None) -> None:
         """Call `function` whenever something has come, on the loop's thread: for one who waits for several streams and
         reads them with `take`. None: nobody any more."""
-        self._told = function
+        self._inbox.told = function
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -195,10 +219,3 @@ class AsyncStream(BaseStream):
     async def tokens(self) -> list[int]:
         """All the token ids (of what was not read yet). RequestFailed when the request fails."""
         return [token async for piece in self for token in piece.ids]
-
-    def _put(self, update: Update) -> None:
-        self._updates.append(update)
-        if self._told is not None:
-            self._told()
-        elif self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)

@@ -21,7 +21,7 @@ from pdbus.client.looped import LoopChannel
 from pdbus.client.options import Options, any_rank, block_tokens_for, leg_for, make_request, model_of, patience, where
 from pdbus.client.output import Piece, Result, Texts
 from pdbus.client.request import Request
-from pdbus.client.traffic import Update
+from pdbus.client.traffic import Sink, Update
 from pdbus.text.decoder import BEFORE
 from pdbus.text.find import places_of
 
@@ -104,10 +104,16 @@ class BaseClient:
 
 
 class BaseStream:
-    """`rid` names the request. `forget` is called where there was no rank for it: how requests run may have changed."""
+    """`rid` names the request. `forget` is called where there was no rank for it: how requests run may have changed.
+    `sink` is what the channel hands updates to; it must not hold the stream."""
 
     def __init__(
-        self, channel: AnyChannel, request: Request, text: ModelText | None, forget: Callable[[], object]
+        self,
+        channel: AnyChannel,
+        request: Request,
+        text: ModelText | None,
+        forget: Callable[[], object],
+        sink: Sink,
     ) -> None:
         self._forget = forget
         self.rid = request.rid
@@ -115,9 +121,16 @@ class BaseStream:
         self._channel = channel
         self._decoder = text.decoder(tokens_of(request.prompt[-4 * BEFORE :])) if text is not None else None
         self._stop_ids = request.stop_ids
-        self._result: Result | None = None
+        self._lives_on = request.main.lives_on
         self._logprobs = request.logprobs  # the channel's thread appends to it, and then delivers the tokens
         self._have = 0  # tokens that became pieces
+        self._sink = sink
+        self._result: Result | None = None
+
+    def __del__(self) -> None:
+        """Nobody can read the output any more. May run at any moment and on any thread, so it takes no lock."""
+        if getattr(self, "_result", self) is None and not self._lives_on:
+            self._channel.drop(self.rid, self._sink)
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:

@@ -60,6 +60,10 @@ class Channel(Service):
         with suppress(PartFailed, RuntimeError):
             self._call(lambda: self._traffic.cancel(rid), lambda: None)
 
+    def drop(self, rid: str, sink: Sink) -> None:
+        """End the request of `sink` soon, which nobody reads any more. Takes no lock."""
+        self._traffic.dropped.append((rid, sink))
+
     def ask(
         self,
         controller: str,

@@ -72,6 +72,10 @@ class LoopChannel:
             with suppress(RuntimeError):  # the loop is closed, and so will this be
                 self.loop.call_soon_threadsafe(self.cancel, rid)
 
+    def drop(self, rid: str, sink: Sink) -> None:
+        """As `Channel.drop`; from any thread."""
+        self._traffic.dropped.append((rid, sink))
+
     def ask(
         self,
         controller: str,

@@ -100,7 +100,7 @@ class Client(BaseClient):
             self._learn_leg(self._model(options), self._ask_cluster(self._channel).result())
         request = self._request(self._channel, ids, options, text)
         stream = Stream(self._channel, request, text, self._learnt.clear)
-        self._channel.begin(request, stream._updates.put)
+        self._channel.begin(request, stream._sink)
         return stream
 
 
@@ -108,15 +108,15 @@ class Stream(BaseStream):
     """The output of one request: iterate to get `Piece`s; one thread may iterate, any may cancel. RequestFailed at the
     end when the request failed.
 
-    Leaving the loop early cancels the request. `result` is there once the iteration ended (also by RequestFailed).
-    `rid` is the request's id.
+    Leaving the loop early cancels the request, and so does dropping the stream before its end. `result` is there once
+    the iteration ended (also by RequestFailed). `rid` is the request's id.
     """
 
     def __init__(
         self, channel: Channel, request: Request, text: ModelText | None, forget: Callable[[], object]
     ) -> None:
-        super().__init__(channel, request, text, forget)
         self._updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
+        super().__init__(channel, request, text, forget, self._updates.put)
 
     @property
     def result(self) -> Result:

@@ -6,6 +6,7 @@ Whose thread that is, and what waits for the sockets, is for who runs it (`chann
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -77,6 +78,8 @@ class Traffic:
         self._urgent = False  # there is more in it than what can wait
         self._peers: dict[str, _Peer] = {}
         self._sinks: dict[str, Sink] = {}
+        self.dropped: deque[tuple[str, Sink]] = deque()  # requests that nobody reads any more; any thread appends
+        self._unread: list[tuple[str, Sink]] = []  # those that were among them at the last tick
         self._questions = Questions()
         self._look_at = clock() + LOOK_S
         for endpoint in self._controllers:
@@ -108,6 +111,8 @@ class Traffic:
 
     def tick(self) -> None:
         now = self._clock()
+        if self.dropped or self._unread:
+            self._end_unread()
         if len(self._core):
             self._do(self._core.tick(now))
         self._do(self._questions.tick(now))
@@ -160,6 +165,15 @@ class Traffic:
         self._questions.drop(bug())
 
     # --- inside -------------------------------------------------------------------------------------------------
+
+    def _end_unread(self) -> None:
+        """A tick later, as a request may be dropped before the word that begins it has been heard."""
+        due, self._unread = self._unread, []
+        while self.dropped:
+            self._unread.append(self.dropped.popleft())
+        for rid, sink in due:
+            if self._sinks.get(rid) == sink:  # not another request of that rid
+                self.cancel(rid)
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:

@@ -64,7 +64,9 @@ class _Channel:
     def cancel(self, rid: str) -> None:
         self.cancelled.append(rid)
         if not any(isinstance(update, Result) for update in self.streams[rid]._updates):
-            self.streams[rid]._put(ended(rid, "cancelled"))
+            self.streams[rid]._sink(ended(rid, "cancelled"))
+
+    def drop(self, rid: str, sink: Any) -> None: ...
 
 
 class ScriptedClient:
@@ -91,7 +93,7 @@ class ScriptedClient:
         for update in self.script(ids, options):  # type: ignore[arg-type]
             if isinstance(update, tuple) and "logprobs" in options:
                 request.logprobs += [likely_of(token, options["logprobs"]) for token in update]
-            stream._put(update)
+            stream._sink(update)
         return stream
 
 

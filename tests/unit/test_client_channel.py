@@ -107,7 +107,7 @@ def begin(peers: tuple[Peer, Peer], base: str) -> Submit:
     submit = controller.hear()
     assert isinstance(submit, Submit)
     controller.say(Accepted(submit.rid, 1, submit.bootstrap_room, None, Location("d", 0, 1, f"{base}.node")))
-    assert node.hear() == Attach(submit.rid, 1, 0, True)
+    assert node.hear() == Attach(submit.rid, 1, 0, True, submit.bootstrap_room)
     return submit
 
 
@@ -172,6 +172,9 @@ def test_a_stream_is_read_by_who_waits_for_several() -> None:
         class Silent:
             cancel = cancelled.append
 
+            @staticmethod
+            def drop(rid: str, sink: Any) -> None: ...
+
         told: list[str] = []
         streams = []
         for name in "ab":
@@ -181,9 +184,9 @@ def test_a_stream_is_read_by_who_waits_for_several() -> None:
             streams.append(stream)
         one, other = streams
         assert one.take() is None
-        one._put((1, 2))
-        one._put((3,))
-        other._put(failure("b", "poison", "x"))
+        one._sink((1, 2))
+        one._sink((3,))
+        other._sink(failure("b", "poison", "x"))
         assert told == ["a", "a", "b"]
         assert [one.take(), one.take(), one.take()] == [Piece((1, 2)), Piece((3,)), None]
         assert one.result is None
@@ -222,10 +225,70 @@ def test_leaving_the_loop_cancels(peers: tuple[Peer, Peer], base: str) -> None:
 
 def test_one_rid_one_live_request(peers: tuple[Peer, Peer], base: str) -> None:
     with Client(base) as client:
-        client.generate_tokens([5], rid="mine", leg="pair")
+        first = client.generate_tokens([5], rid="mine", leg="pair")
         with pytest.raises(RequestFailed) as caught:
             client.generate_tokens([6], rid="mine", leg="pair").tokens()
         assert caught.value.code == "duplicate_rid"
+        del first
+
+
+def test_a_stream_that_is_dropped_unread_cancels_its_request(peers: tuple[Peer, Peer], base: str) -> None:
+    controller, _ = peers
+    with Client(base) as client:
+        stream = client.generate_tokens([5], rid="mine", leg="pair")
+        begin(peers, base)
+        with pytest.raises(RequestFailed):
+            client.generate_tokens([6], rid="mine", leg="pair").tokens()  # which is dropped, and is another
+        kept = client.generate_tokens([5], rid="kept", leg="pair")
+        begin(peers, base)
+        del stream
+        assert controller.hear() == Cancel("mine")
+        assert kept.rid == "kept"
+
+
+def test_what_lives_on_goes_on_when_its_stream_is_dropped() -> None:
+    dropped: list[str] = []
+
+    class Silent:
+        @staticmethod
+        def drop(rid: str, sink: Any) -> None:
+            dropped.append(rid)
+
+    for name, lives_on in (("on", True), ("off", False)):
+        request = make_request([5], {"rid": name, "lives_on": lives_on}, AT, random.Random(1))
+        AsyncStream(Silent(), request, None, dict)  # type: ignore[arg-type]
+    assert dropped == ["off"]
+
+
+def test_a_stream_of_a_loop_that_is_dropped_unread_cancels_its_request(peers: tuple[Peer, Peer], base: str) -> None:
+    controller, _ = peers
+
+    async def run() -> None:
+        async with AsyncClient(base) as client:
+            stream = await client.generate_tokens([5], rid="mine", leg="pair")
+            await asyncio.to_thread(begin, peers, base)
+            del stream
+            assert await asyncio.to_thread(controller.hear) == Cancel("mine")
+
+    asyncio.run(run())
+
+
+def test_who_gives_up_waiting_for_a_stream_cancels_its_request(peers: tuple[Peer, Peer], base: str) -> None:
+    controller, _ = peers
+
+    async def run() -> None:
+        async with AsyncClient(base) as client:
+            stream = await client.generate_tokens([5], leg="pair")
+            submit = await asyncio.to_thread(begin, peers, base)
+            waiting = asyncio.create_task(stream.wait())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert await asyncio.to_thread(controller.hear) == Cancel(submit.rid)
+            assert (await stream.wait()).finish == "cancelled"
+
+    asyncio.run(run())
 
 
 def test_questions_are_repeated_until_answered_or_too_late(peers: tuple[Peer, Peer], base: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,7 +100,7 @@ def test_an_end_token_that_is_no_special_one_is_no_text(tmp_path: Path) -> None:
         answer = run(world_of(tmp_path, script_of(ids)).post(CHAT, chat(**more))).json
         assert answer["choices"][0]["message"]["content"] == shown
     request = make_request([1], {}, AT, random.Random(1), eos_ids=text.eos_ids)
-    stream = Stream(None, request, text, lambda: None)  # type: ignore[arg-type]
+    stream = Stream(SimpleNamespace(drop=print), request, text, dict)  # type: ignore[arg-type]
     piece = stream._piece(tuple(ids))
     assert piece is not None
     assert (piece.ids, piece.text) == (tuple(ids), "a"), "nor in the client library"
