@@ -15,6 +15,7 @@ import click
 import msgspec
 import pytest
 from click.testing import CliRunner
+from status_world import rank
 
 from bus import build
 from bus.errors import BusError, ConfigError
@@ -22,7 +23,7 @@ from bus.runtime.keys import load_keys
 from bus.wire.messages import BrokerStatus, Load, RankStatus, Status
 from pdbus.cli import COMMANDS, pdbus
 from pdbus.commands.drain import silence_of
-from pdbus.commands.status import as_dict
+from pdbus.commands.status import _row, as_dict
 from pdbus.commands.up import up
 
 
@@ -204,3 +205,9 @@ def test_status_as_json_names_every_field() -> None:
     assert as_dict(seen, None)["broker"] is None
     assert silence_of(rank) == "it has said nothing for 0 s"
     assert silence_of(msgspec.structs.replace(rank, report_age_s=-1.0)) == "it never reported"
+
+
+def test_memory_whose_size_nobody_said_has_no_share_in_use() -> None:
+    for capacity, shown in ((0, "-"), (1000, "25%")):
+        load = {"kv_tokens": 250, "kv_capacity": capacity}
+        assert _row(rank("toy", role="unified", load=load))["KV"] == shown
