@@ -169,6 +169,7 @@ class TestConnectionsThatComeBack:
         assert world.core.counts["legs_lost"] == 0
 
     def test_what_the_old_connection_swallowed_is_dispatched_again_once_two_pings_were_answered(self) -> None:
+        """M88"""
         world = self.one()
         world.join(U[0], peer="new")
         assert len(world.dispatches()) == 1
