@@ -214,14 +214,22 @@ def _read_secret(path: Path) -> bytes:
 
 
 def _make_dirs(base: Path, inside: str) -> None:
-    """`base` and what is inside it, each for its owner alone."""
+    """`base` and what is inside it, each for its owner alone. ConfigError where another user may put a key, too."""
     path = base
-    for name in ("", *inside.split("/")):
-        path /= name
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"cannot make {path}: {error.strerror}") from None
+    try:
+        for parent in reversed(base.absolute().parents):
+            if not parent.exists():
+                parent.mkdir(mode=0o755, exist_ok=True)
+        for name in ("", *inside.split("/")):
+            path /= name
+            path.mkdir(mode=0o700, exist_ok=True)
+            info = path.stat()
+            if info.st_uid not in (0, os.getuid()):
+                raise ConfigError(f"{path} belongs to another user: keep keys in a directory of your own")
+            if stat.S_IMODE(info.st_mode) & 0o022:
+                raise ConfigError(f"others may write to {path}; run: chmod go-w {path}")
+    except OSError as error:
+        raise ConfigError(f"cannot make {path}: {error.strerror}") from None
 
 
 def _write(path: Path, key: bytes, mode: int) -> None:

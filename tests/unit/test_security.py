@@ -448,3 +448,23 @@ def test_the_log_of_refusals_does_not_run_dry() -> None:
     assert lines.one("clients strangers", 59.0) == -1
     assert lines.one("clients strangers", 60.0) == 1000 - gate.LOGGED_MAX + 1, "what was left out is told"
     assert lines.one("clients strangers", 60.0) == 0
+
+
+def test_keys_are_made_where_nobody_else_may_put_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    with pytest.raises(ConfigError, match="chmod go-w"):
+        security.new_keys(open_to_all)
+    before = os.umask(0)
+    try:
+        security.new_keys(tmp_path / "a" / "b" / "keys")
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE((tmp_path / path).stat().st_mode) for path in ("a", "a/b", "a/b/keys")] == [0o755] * 2 + [
+        0o700
+    ]
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    if (tmp_path / "a").stat().st_uid:
+        with pytest.raises(ConfigError, match="belongs to another user"):
+            security.new_keys(tmp_path / "a")
