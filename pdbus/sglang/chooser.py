@@ -64,13 +64,13 @@ class Chooser:
         """A publication of one of these ranks, or a beacon of the broker. The rank that says goodbye by it: from then
         on nothing is picked here."""
         if isinstance(message, Beacon):
-            self._health.bus_heard(now)
+            self._bus_heard(now)
             return None
         if not isinstance(message, LoadReport | Member | Rooms) or message.instance != self._instance:
             return None
         if message.epoch != self._nonce or message.dp_rank >= len(self.ranks):
             return None
-        self._health.bus_heard(now)
+        self._bus_heard(now)
         rank = self.ranks[message.dp_rank]
         if isinstance(message, Member):
             self.table.declare(rank.key, rank.epoch, message.interval_s)
@@ -80,6 +80,12 @@ class Chooser:
             self.left.add(message.dp_rank)
             return message.dp_rank
         return None
+
+    def _bus_heard(self, now: float) -> None:
+        """A beacon says as much as another rank's load: the broker is beside them, so what it carries nothing of is
+        silent, be it all of them."""
+        self._health.bus_heard(now)
+        self._health.loads_at = now
 
     def changed(self, dp_rank: int, changes: Changes) -> None:
         """A rank's KV events, by our names."""
