@@ -85,6 +85,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "store": (None, False),
     "stream_interval": (None, 1),
     "stream_reasoning": (None, True),
+    "structural_tag": (None,),
     "structured_outputs": (None,),
     "suffix": (None, ""),
     "task": (None,),
