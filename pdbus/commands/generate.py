@@ -110,6 +110,10 @@ def _show(stream: Stream, *, as_json: bool, tokens: bool) -> None:
         if shown and not as_json:
             print(flush=True)  # the error has a line of its own
         raise
+    except KeyboardInterrupt:
+        if as_json:
+            print(json.dumps(_as_dict(stream, shown)), flush=True)  # as far as it has come: it was cancelled
+        raise
     if as_json:
         print(json.dumps(_as_dict(stream, shown)))
     else:
