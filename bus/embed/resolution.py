@@ -9,6 +9,7 @@ for ever. Askers (the decode ranks of a process) may want the same room, each in
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -51,7 +52,7 @@ class Resolved:
     attempt: int
     code: Code
     found_by: FoundBy  # from the bus, or computed from the room
-    asker: int = 0  # whose want it was
+    asker: Hashable = 0  # whose want it was
     age_s: float = field(default=0.0, compare=False)  # of the topology, where told or computed; 2 s unless it is silent
 
 
@@ -64,7 +65,7 @@ class _Want:
     def __init__(
         self,
         room: int,
-        asker: int,
+        asker: Hashable,
         attempt: int,
         instance: str,
         dp_rank: int | None,
@@ -140,7 +141,7 @@ class ResolverCore:
         attempt: int = 0,
         prefill_instance: str = "",
         dp_rank: int | None = None,
-        asker: int = 0,
+        asker: Hashable = 0,
         max_age_s: float = math.inf,
     ) -> list[Action]:
         """Find `room`, as `attempt` or newer, within `deadline_s` (an hour at most). A room that the same asker wants
@@ -167,7 +168,7 @@ class ResolverCore:
             self._new.append(want)
         return []
 
-    def cancel(self, room: int, asker: int = 0) -> None:
+    def cancel(self, room: int, asker: Hashable = 0) -> None:
         """`asker` no longer wants `room`; nothing more is said of it."""
         want = self._of(room, asker)
         if want is not None:
@@ -329,7 +330,7 @@ class ResolverCore:
     def _prefill_names(self) -> list[str]:
         return [name for name, known in self._known.items() if known.info.role == "prefill"]
 
-    def _of(self, room: int, asker: int) -> _Want | None:
+    def _of(self, room: int, asker: Hashable) -> _Want | None:
         return next((want for want in self._wants.get(room, ()) if want.asker == asker), None)
 
     def _all(self) -> list[_Want]:
@@ -364,7 +365,7 @@ class ResolverCore:
         if want.asked and not any(other.asked for other in others):
             self._unwatch.append(want.room)
 
-    def _lost(self, room: int, asker: int, code: Code) -> Resolved:
+    def _lost(self, room: int, asker: Hashable, code: Code) -> Resolved:
         self.counts["lost"] += 1
         return Resolved(room, None, 0, code, "", asker)
 

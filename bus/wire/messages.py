@@ -829,6 +829,7 @@ class KvPull(Message, frozen=True, tag="kv_pull"):
     first: Count
     count: Annotated[int, Meta(ge=0, le=1024)]
     asked: Count = 0  # 1, 2, 3 ... of this leg's pulls that ask for no block; 0: not counted
+    client: KeyName = ""  # of its leg's dispatch; empty: no keys, a Dispatcher's, or not said
 
 
 class KvMeta(Message, frozen=True, tag="kv_meta"):
@@ -846,6 +847,7 @@ class KvMeta(Message, frozen=True, tag="kv_meta"):
     asked: Count = 0  # of the receiver's last pull that had come when this was sent: it is no older than that pull
     cached_tokens: Count = 0  # how much of the prompt came from the prefix cache
     first_logprobs: TokenLogprobs | None = None  # of `first_token`, if they were asked for and decode streams it
+    client: KeyName = ""  # as in `kv_pull`
 
 
 class KvBlock(Message, frozen=True, tag="kv_block"):
@@ -856,12 +858,14 @@ class KvBlock(Message, frozen=True, tag="kv_block"):
     index: Count
     tokens: Count
     crc32: Annotated[int, Meta(ge=0, lt=2**32)]
+    client: KeyName = ""  # as in `kv_pull`
 
 
 class KvDone(Message, frozen=True, tag="kv_done"):
     room: Room
     attempt: Attempt
     code: Code = "ok"
+    client: KeyName = ""  # as in `kv_pull`
 
 
 class KvFail(Message, frozen=True, tag="kv_fail"):
@@ -869,6 +873,7 @@ class KvFail(Message, frozen=True, tag="kv_fail"):
     attempt: Attempt
     code: Code
     message: Sentence = ""
+    client: KeyName = ""  # as in `kv_pull`
 
 
 # --- who may say what to whom: one table per socket, so a port takes nothing that is not meant for it ----------

@@ -99,7 +99,7 @@ class Request:
 
     def __init__(
         self, peer: Any, client: str, submit: Submit, frames: tuple[Any, ...], frames_bytes: int,
-        places: tuple[tuple[int, Role], ...], deadline_at: float | None,
+        places: tuple[tuple[str, int, Role], ...], deadline_at: float | None,
     ) -> None:  # fmt: skip
         self.peer = peer
         self.client = client
@@ -107,7 +107,7 @@ class Request:
         self.submit = submit
         self.frames = frames  # its payload, kept until the legs that need it have started
         self.frames_bytes = frames_bytes
-        self.places = places  # what it claims of its room: the legs of one room are one pair
+        self.places = places  # what it claims of its client's room: the legs of one room are one pair
         self.attempt = submit.attempt
         self.model = submit.model  # of all its attempts; where the submit names none, settled when it is first placed
         self.deadline_at = deadline_at
@@ -159,19 +159,20 @@ def request_of(peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> 
     if len(submit.block_hashes) * (submit.block_tokens or 1) > 8 * submit.prompt_tokens:
         raise Refusal("bad_request", "there are more block_hashes than full blocks in the prompt")
     room = submit.bootstrap_room
-    places: tuple[tuple[int, Role], ...] = ()
+    places: tuple[tuple[str, int, Role], ...] = ()
+    client = key_of(peer)
     if room is not None and not 0 <= room <= MAX_ROOM:
         raise Refusal("bad_room", f"bootstrap_room {room} is outside 0..2^63-1")
     if submit.leg != "unified":
         if room is None:
             raise Refusal("bad_room", f"a {submit.leg} request needs a bootstrap_room")
-        places = tuple([(room, role) for role in ROLES[submit.leg]])
+        places = tuple([(client, room, role) for role in ROLES[submit.leg]])
     told = submit.disagg_prefill_dp_rank
     if told is not None and not 0 <= told < MAX_DP_SIZE:
         raise Refusal("bad_rank", f"disagg_prefill_dp_rank {told} is outside 0..{MAX_DP_SIZE - 1}")
     request = Request(
         peer,
-        key_of(peer),
+        client,
         submit,
         tuple(frames),
         size + len(frames[1]),

@@ -38,7 +38,7 @@ class RequestTable:
 
     def __init__(self, config: ControllerConfig, now: float) -> None:
         self._config = config
-        self._rooms: dict[tuple[int, Role], Rid] = {}
+        self._rooms: dict[tuple[str, int, Role], Rid] = {}
         self._of_client: dict[Any, int] = {}
         self._losses: OrderedDict[Rid, tuple[int, int]] = OrderedDict()  # of failed requests: (offset, ranks lost)
         # requests that failed of late, whose ranks may still say something of them: room, prompt tokens, last attempt
@@ -66,7 +66,7 @@ class RequestTable:
         for place in request.places:
             holder = self._rooms.get(place)
             if holder is not None and holder != request.rid:
-                raise Refusal("duplicate_room", f"bootstrap_room {place[0]} belongs to a live request")
+                raise Refusal("duplicate_room", f"bootstrap_room {place[1]} belongs to a live request")
         config = self._config
         kept = self.payload_bytes - (0 if live is None else live.frames_bytes)
         if kept + request.frames_bytes > config.payload_bytes:

@@ -35,10 +35,12 @@ class Locate(Struct, frozen=True, gc=False):
     prefill_instance: str
     dp_rank: int | None
     deadline: float
+    client: str  # for whose leg
 
 
 class Unlocate(Struct, frozen=True, gc=False):
     room: int
+    client: str
 
 
 class PublishFrames(Struct, frozen=True, gc=False):

@@ -77,10 +77,10 @@ class RankCore:
         self.streams = streams
         limits = limits or Limits()
         self.legs = Legs(limits)
-        self.sender = KvSender(facts, hold_s=limits.hold_s)
+        self.counts: Counter[str] = Counter()  # ended legs by code, damaged blocks, gaps
+        self.sender = KvSender(facts, self.counts, hold_s=limits.hold_s)
         self.reports = Reports()
         self.draining = False
-        self.counts: Counter[str] = Counter()  # ended legs by code, damaged blocks, gaps
         self.memory: Memory[LegStory] = Memory(LegStory, limits.trace_bytes)
         self.spans = False  # whether legs that are traced have a span, which the shell exports
         self.puller = KvPuller(facts, self.counts, self._end)
@@ -169,9 +169,10 @@ class RankCore:
     # --- KV caches: decode pulls, prefill sends -----------------------------------------------------------------
 
     def located(
-        self, room: int, location: Location | None, attempt: int, code: Code, found_by: FoundBy, now: float
-    ) -> list[Action]:
-        return self.puller.located(room, location, attempt, code, found_by, now)
+        self, room: int, location: Location | None, attempt: int, code: Code, found_by: FoundBy, now: float,
+        client: str = "",
+    ) -> list[Action]:  # fmt: skip
+        return self.puller.located(room, location, attempt, code, found_by, now, client)
 
     def kv_message(self, message: KvMeta | KvBlock | KvFail, data: bytes | memoryview, now: float) -> list[Action]:
         return self.puller.received(message, data, now)
@@ -317,7 +318,7 @@ class RankCore:
         if self.draining:
             raise Refusal("draining", "this rank is draining")
         leg = leg_of(dispatch, frames, role=self.role, dp_rank=self.dp_rank, facts=self.facts, now=now)
-        if leg.room in self.sender or leg.room in self.puller:
+        if self.sender.holds(leg) or self.puller.holds(leg):
             raise Refusal("duplicate_room", "the room belongs to another request here")
         self.legs.check_space(leg, self.puller.waiting + self._runner_load().waiting)
         return leg
@@ -331,6 +332,7 @@ class RankCore:
             return [Start(leg)]
         if leg.role == "prefill":
             self.sender.open(leg, now)
+            leg.registered = leg.attempt
             return [Register(leg.room, leg.attempt), Start(leg)]
         return self.puller.open(leg, dispatch, now)
 
@@ -356,7 +358,11 @@ class RankCore:
             actions.append(Cancel(leg))
         if leg.role == "prefill":
             actions += self.sender.close(leg)
-            actions.append(Unregister(leg.room, leg.attempt, code))
+            others = self.sender.others(leg)
+            for other in others:
+                other.registered = max(other.registered, leg.registered)
+            if not others:
+                actions.append(Unregister(leg.room, leg.registered, code))
         elif leg.role == "decode":
             actions += self.puller.close(leg, was)
         if leg.role != "prefill":

@@ -38,7 +38,8 @@ class _Peer:
     def __init__(self, socket: Socket, now: float) -> None:
         self.socket = socket
         self.used_at = now
-        self.pulls: dict[int, dict[Deliver, None]] = {}  # room -> the ranks of this process that pull it
+        # room -> the ranks of this process that pull it, and for which client
+        self.pulls: dict[int, dict[tuple[Deliver, str], None]] = {}
 
 
 class KvPeers:
@@ -61,13 +62,14 @@ class KvPeers:
         peer = self._peer(endpoint)
         if peer is None:
             if isinstance(message, KvPull):
-                fail = KvFail(message.room, message.attempt, "kv_failed", f"cannot connect to {endpoint[:128]!r}")
+                why = f"cannot connect to {endpoint[:128]!r}"
+                fail = KvFail(message.room, message.attempt, "kv_failed", why, message.client)
                 self._loop.call_later(0.0, lambda: deliver(fail, b""))
             return
         if isinstance(message, KvPull):
-            peer.pulls.setdefault(message.room, {})[deliver] = None
+            peer.pulls.setdefault(message.room, {})[deliver, message.client] = None
         elif pullers := peer.pulls.pop(message.room, {}):
-            pullers.pop(deliver, None)
+            pullers.pop((deliver, message.client), None)
             if pullers:
                 peer.pulls[message.room] = pullers
         try:
@@ -79,7 +81,7 @@ class KvPeers:
         """Send one block to a peer that pulled it; it asks again if it does not arrive."""
         leg = block.leg
         crc32 = block_crc32(leg.room, leg.attempt, block.index, data)
-        header = encode(KvBlock(leg.room, leg.attempt, block.index, block.tokens, crc32))
+        header = encode(KvBlock(leg.room, leg.attempt, block.index, block.tokens, crc32, leg.client))
         try:
             self._router.send_multipart([block.peer, header, data], zmq.NOBLOCK, copy=False)
             self.sent_bytes += len(data)
@@ -133,7 +135,9 @@ class KvPeers:
             self.rejected[error.reason] += 1
             return
         self.received_bytes += len(data)
-        for deliver in tuple(peer.pulls.get(message.room, ())):
+        pullers = peer.pulls.get(message.room, ())
+        meant = [deliver for deliver, client in pullers if "" in (client, message.client) or client == message.client]
+        for deliver in dict.fromkeys(meant):
             deliver(message, data)
 
     def _close_peer(self, endpoint: str) -> None:

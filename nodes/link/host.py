@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import zmq
 
@@ -41,7 +42,7 @@ from bus.wire.messages import (
     Resync,
     Tokens,
 )
-from nodes.link.actions import Locate
+from nodes.link.actions import Locate, Unlocate
 from nodes.link.config import LinkConfig
 from nodes.link.data import KvPeers, send_answer
 from nodes.link.rank import LinkedRank
@@ -210,12 +211,12 @@ class Host:
                 deadline_s=max(0.001, want.deadline - now),
                 prefill_instance=want.prefill_instance,
                 dp_rank=want.dp_rank,
-                asker=dp_rank,
+                asker=(dp_rank, want.client),  # a room of another client is another room
             )
         )
 
-    def unlocate(self, dp_rank: int, room: int) -> None:
-        self.resolver.cancel(room, dp_rank)
+    def unlocate(self, dp_rank: int, want: Unlocate) -> None:
+        self.resolver.cancel(want.room, (dp_rank, want.client))
 
     def reject(self, socket: str, error: RemoteProtocolError, peer: bytes = b"") -> None:
         """Count a bad message; log the first of each peer."""
@@ -270,7 +271,7 @@ class Host:
                 holder.pulled(peer, message)
             else:
                 why = "the prefill rank has restarted"
-                self.answer(Send(peer, KvFail(message.room, message.attempt, "prefill_failed", why)))
+                self.answer(Send(peer, KvFail(message.room, message.attempt, "prefill_failed", why, message.client)))
         elif isinstance(message, KvDone):
             for rank in self.ranks.values():
                 rank.pulled(peer, message)
@@ -316,8 +317,8 @@ class Host:
                 except zmq.Again:
                     self.rejected["bootstrap:unsent"] += 1  # the resolver asks again
                 continue
-            rank = self.ranks[action.asker]
-            rank.located(action.room, action.at, action.attempt, action.code, action.found_by)
+            dp_rank, client = cast(tuple[int, str], action.asker)
+            self.ranks[dp_rank].located(action.room, action.at, action.attempt, action.code, action.found_by, client)
 
     # --- turns and timers ---------------------------------------------------------------------------------------
 

@@ -146,6 +146,7 @@ class Leg:
 
     # prefill: the KV cache that it holds (sender); the last four as the runner said them
     pullers: dict[bytes, int] = field(default_factory=dict)  # who asked for it, with the number of their last pull
+    registered: int = 0  # the attempt under which the bus knows its room, which other clients may name too
     given: bool = False  # a decode rank was told of it; an engine's own connector serves one alone
     first_token: int = 0  # sampled with the prompt
     first_logprobs: TokenLogprobs | None = None  # of it

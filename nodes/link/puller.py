@@ -16,6 +16,7 @@ from bus.wire.messages import Code, Dispatch, FoundBy, KvBlock, KvDone, KvFail, 
 from nodes.link.actions import Action, Locate, Start, TakeBlock, Unlocate
 from nodes.link.facts import FOR_EVER, OVER_THE_BUS, KvHandle, RankFacts
 from nodes.link.leg import Leg, LegState
+from nodes.link.rooms import ByRoom
 from nodes.link.sender import blocks_of
 
 LOCATE_S = 30.0  # for the broker to learn where a room is prefilled
@@ -35,27 +36,28 @@ class KvPuller:
         self._facts = facts
         self._counts = counts
         self._end = end
-        self._legs: dict[int, Leg] = {}  # by room
+        self._legs: ByRoom[Leg] = ByRoom()
 
-    def __contains__(self, room: int) -> bool:
-        return room in self._legs
+    def holds(self, leg: Leg) -> bool:
+        """Whether its room has a leg here that is its client's, or anybody's."""
+        return self._legs.find(leg.room, leg.client) is not None
 
     def open(self, leg: Leg, dispatch: Dispatch, now: float) -> list[Action]:
         """It was taken in: ask the prefill rank that it was told, or look for the one that registered the room."""
-        self._legs[leg.room] = leg
+        self._legs.put(leg.room, leg.client, leg)
         self.waiting += 1
         self.waiting_tokens += leg.prompt_tokens
         if dispatch.prefill is not None:
             leg.found_by, leg.paired = "told", True
             return self._found(leg, dispatch.prefill, leg.attempt, now)
         until = now + LOCATE_S if leg.deadline is None else min(now + LOCATE_S, leg.deadline)
-        return [Locate(leg.room, dispatch.prefill_instance, dispatch.disagg_prefill_dp_rank, until)]
+        return [Locate(leg.room, dispatch.prefill_instance, dispatch.disagg_prefill_dp_rank, until, leg.client)]
 
     def located(
-        self, room: int, location: Location | None, attempt: int, code: Code, found_by: FoundBy, now: float
+        self, room: int, location: Location | None, attempt: int, code: Code, found_by: FoundBy, now: float, client: str
     ) -> list[Action]:
-        """The answer to `Locate`; `location` None: there is none, because of `code`."""
-        leg = self._legs.get(room)
+        """The answer to `client`'s `Locate`; `location` None: there is none, because of `code`."""
+        leg = self._legs.find(room, client)
         if leg is None or leg.state is not LegState.LOCATING:
             return []
         leg.found_by = found_by
@@ -66,9 +68,11 @@ class KvPuller:
 
     def received(self, message: KvMeta | KvBlock | KvFail, data: bytes | memoryview, now: float) -> list[Action]:
         """From a prefill rank that was asked; `data` is the frame after the header."""
-        leg = self._legs.get(message.room)
+        leg = self._legs.find(message.room, message.client)
         if leg is None or not leg.kv_wanted:
             return []
+        if leg.client and not message.client:
+            self._counts["kv_client_unsaid"] += 1
         if leg.kv_attempt != message.attempt:
             return self._other_attempt(leg, message, now)
         leg.heard_at = now
@@ -93,13 +97,14 @@ class KvPuller:
         """Its runner wants these blocks."""
         assert leg.location is not None
         leg.asked_at = now
-        return [Send(leg.location.endpoint, KvPull(leg.room, leg.kv_attempt, leg.location.epoch, first, count))]
+        pull = KvPull(leg.room, leg.kv_attempt, leg.location.epoch, first, count, client=leg.client)
+        return [Send(leg.location.endpoint, pull)]
 
     def done(self, leg: Leg, code: Code = "ok") -> list[Action]:
         """The prefill rank need not keep the KV cache any longer."""
         assert leg.location is not None
         leg.kv_wanted = False
-        return [Send(leg.location.endpoint, KvDone(leg.room, leg.kv_attempt, code))]
+        return [Send(leg.location.endpoint, KvDone(leg.room, leg.kv_attempt, code, leg.client))]
 
     def tick(self, leg: Leg, now: float) -> list[Action]:
         """Signs of life, and what comes of their absence."""
@@ -111,11 +116,11 @@ class KvPuller:
 
     def close(self, leg: Leg, was: LegState) -> list[Action]:
         """It has ended, out of state `was`."""
-        del self._legs[leg.room]
+        self._legs.pop(leg.room, leg.client)
         if was is not LegState.RUNNING:
             self._waits_no_more(leg)
         if was is LegState.LOCATING:
-            return [Unlocate(leg.room)]
+            return [Unlocate(leg.room, leg.client)]
         return self.done(leg, leg.code) if leg.kv_wanted else []
 
     # --- inside -------------------------------------------------------------------------------------------------
@@ -133,7 +138,7 @@ class KvPuller:
         assert leg.location is not None
         leg.asked_at = now
         leg.asks.append(now)
-        pull = KvPull(leg.room, leg.kv_attempt, leg.location.epoch, 0, 0, asked=len(leg.asks))
+        pull = KvPull(leg.room, leg.kv_attempt, leg.location.epoch, 0, 0, len(leg.asks), leg.client)
         return [Send(leg.location.endpoint, pull)]
 
     def _other_attempt(self, leg: Leg, message: KvMeta | KvBlock | KvFail, now: float) -> list[Action]:

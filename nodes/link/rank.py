@@ -93,7 +93,7 @@ class Services(Protocol):
     def publish_frames(self, frames: Sequence[bytes]) -> None: ...
     def answer(self, send: Send) -> None: ...
     def locate(self, dp_rank: int, want: Locate) -> None: ...
-    def unlocate(self, dp_rank: int, room: int) -> None: ...
+    def unlocate(self, dp_rank: int, want: Unlocate) -> None: ...
     def reject(self, socket: str, error: RemoteProtocolError, peer: bytes = b"") -> None: ...
     def runner_died(self, dp_rank: int, reason: str) -> None: ...
     def superseded(self, why: str) -> None: ...
@@ -226,8 +226,10 @@ class LinkedRank:
 
     # --- from the bus and from peers ----------------------------------------------------------------------------
 
-    def located(self, room: int, location: Location | None, attempt: int, code: Code, found_by: FoundBy) -> None:
-        self.joint.carry_out(self.core.located(room, location, attempt, code, found_by, self._host.now))
+    def located(
+        self, room: int, location: Location | None, attempt: int, code: Code, found_by: FoundBy, client: str
+    ) -> None:
+        self.joint.carry_out(self.core.located(room, location, attempt, code, found_by, self._host.now, client))
 
     def pulled(self, peer: bytes, message: KvPull | KvDone) -> None:
         self.joint.carry_out(self.core.pulled(peer, message, self._host.now))
@@ -312,7 +314,7 @@ class LinkedRank:
             case Locate():
                 host.locate(self.dp_rank, action)
             case Unlocate():
-                host.unlocate(self.dp_rank, action.room)
+                host.unlocate(self.dp_rank, action)
             case Over():
                 if host.spans is not None:
                     host.spans.add(action.story, self._span_of)

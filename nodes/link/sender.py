@@ -7,13 +7,14 @@ failed is remembered for a while, so that a late pull learns why.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter
 from dataclasses import dataclass, field
 
 from bus.actions import Send
 from bus.wire.messages import Code, KvDone, KvFail, KvMeta, KvPull
 from nodes.link.actions import SendBlock
 from nodes.link.leg import Leg, LegState
+from nodes.link.rooms import ByRoom
 from nodes.link.runner import FOR_EVER, OVER_THE_BUS, RankFacts
 
 HOLD_S = 60.0  # for a decode rank that never asked
@@ -26,35 +27,43 @@ MAX_PULLERS = 4
 
 @dataclass(slots=True, eq=False)
 class _Parked:
+    room: int
+    client: str
     attempt: int
     since: float
     pullers: dict[bytes, int] = field(default_factory=dict)  # with the number of their last pull
 
 
 class KvSender:
-    """Of one rank. A room has at most one cache: that of its highest attempt."""
+    """Of one rank; `counts` is the rank's. A room of a client has at most one cache: that of its highest attempt."""
 
-    def __init__(self, facts: RankFacts, *, hold_s: float = HOLD_S) -> None:
+    def __init__(self, facts: RankFacts, counts: Counter[str], *, hold_s: float = HOLD_S) -> None:
         self.hold_s = hold_s
         self._facts = facts
-        self._legs: dict[int, Leg] = {}  # by room
-        self._parked: OrderedDict[int, _Parked] = OrderedDict()
-        self._ended: OrderedDict[int, tuple[int, Code]] = OrderedDict()
+        self._counts = counts
+        self._legs: ByRoom[Leg] = ByRoom()
+        self._parked: ByRoom[_Parked] = ByRoom()
+        self._ended: ByRoom[tuple[int, Code]] = ByRoom()
 
     def __len__(self) -> int:
         return len(self._legs)
 
-    def __contains__(self, room: int) -> bool:
-        return room in self._legs
+    def holds(self, leg: Leg) -> bool:
+        """Whether its room has a leg here that is its client's, or anybody's."""
+        return self._legs.find(leg.room, leg.client) is not None
+
+    def others(self, leg: Leg) -> list[Leg]:
+        """Other clients' legs of the same room."""
+        return [other for other in self._legs.all(leg.room) if other is not leg]
 
     def open(self, leg: Leg, now: float) -> None:
         """The room's prompt will be computed here. The caller has closed a lower attempt's."""
-        assert leg.room not in self._legs
-        self._legs[leg.room] = leg
+        assert not self.holds(leg)
+        self._legs.put(leg.room, leg.client, leg)
         leg.heard_at = now
-        parked = self._parked.get(leg.room)
+        parked = self._parked.find(leg.room, leg.client)
         if parked is not None and parked.attempt <= leg.attempt:
-            del self._parked[leg.room]
+            self._parked.pop(leg.room, parked.client)
             if parked.attempt == leg.attempt:
                 leg.pullers.update(parked.pullers)
 
@@ -68,29 +77,32 @@ class KvSender:
 
     def close(self, leg: Leg) -> list[Send]:
         """It has ended; pullers that still wait are told, unless all went well."""
-        del self._legs[leg.room]
-        self._ended.pop(leg.room, None)
+        self._legs.pop(leg.room, leg.client)
+        self._ended.pop(leg.room, leg.client)
         if leg.code == "ok":  # not remembered: the room may be used again
             return []
-        self._ended[leg.room] = (leg.attempt, leg.code)
+        self._ended.put(leg.room, leg.client, (leg.attempt, leg.code))
         if len(self._ended) > MAX_REMEMBERED:
-            self._ended.popitem(last=False)
-        return [Send(peer, KvFail(leg.room, leg.attempt, leg.code, leg.message)) for peer in leg.pullers]
+            self._ended.pop_oldest()
+        fail = KvFail(leg.room, leg.attempt, leg.code, leg.message, leg.client)
+        return [Send(peer, fail) for peer in leg.pullers]
 
     def pull(self, peer: bytes, pull: KvPull, now: float) -> list[Send | SendBlock]:
         """Answer a pull addressed to this rank's epoch."""
-        leg = self._legs.get(pull.room)
+        leg = self._legs.find(pull.room, pull.client)
+        if leg is not None and leg.client and not pull.client:
+            self._counts["kv_client_unsaid"] += 1
         if leg is None or leg.attempt < pull.attempt:
-            ended = self._ended.get(pull.room)
+            ended = self._ended.find(pull.room, pull.client)
             if ended is not None and ended[0] >= pull.attempt:
-                return [Send(peer, KvFail(pull.room, pull.attempt, ended[1], "the prefill leg has ended"))]
+                return [_fail(peer, pull, ended[1], "the prefill leg has ended")]
             return self._park(peer, pull, leg, now)
         if leg.attempt > pull.attempt:  # `kv_meta` tells which one: who located the room itself adopts it
-            return [Send(peer, self._not_ready(pull.room, leg.attempt))]
+            return [Send(peer, self._not_ready(pull, leg.attempt))]
         ready = leg.state is LegState.HOLDING
         if peer not in leg.pullers:
             if ready and now >= leg.valid_until:
-                return [Send(peer, KvFail(pull.room, pull.attempt, "kv_failed", "the KV cache is kept no longer"))]
+                return [_fail(peer, pull, "kv_failed", "the KV cache is kept no longer")]
             if leg.handle_data and leg.given:
                 return [self._given_away(peer, leg)]
             if len(leg.pullers) >= MAX_PULLERS:
@@ -98,7 +110,7 @@ class KvSender:
         leg.heard_at = now
         leg.pullers[peer] = pull.asked or leg.pullers.get(peer, 0)
         if not ready:
-            return [Send(peer, self._not_ready(pull.room, pull.attempt))]
+            return [Send(peer, self._not_ready(pull, pull.attempt))]
         answers: list[Send | SendBlock] = [self._meta(peer, leg, now)] if pull.first == 0 else []
         size = self._facts.block_tokens
         for index in range(pull.first, min(pull.first + pull.count, blocks_of(leg, self._facts))):
@@ -107,13 +119,13 @@ class KvSender:
 
     def done(self, peer: bytes, done: KvDone) -> Leg | None:
         """The leg with whose cache `peer`, who pulled it, is done; the caller then ends it."""
-        leg = self._legs.get(done.room)
+        leg = self._legs.find(done.room, done.client)
         if leg is not None and leg.attempt == done.attempt and peer in leg.pullers:
             if done.code == "ok":
                 return leg if leg.state is LegState.HOLDING else None
             del leg.pullers[peer]  # it knows
             return leg
-        parked = self._parked.get(done.room)
+        parked = self._parked.find(done.room, done.client)
         if parked is not None and parked.attempt == done.attempt:
             parked.pullers.pop(peer, None)
         return None
@@ -122,7 +134,7 @@ class KvSender:
         """(legs whose decode rank has gone or never came, answers to pulls of rooms that never came)."""
         lost = [
             leg
-            for leg in self._legs.values()
+            for leg in self._legs
             if leg.state is LegState.HOLDING
             and (
                 now - leg.heard_at >= PULLER_SILENT_S  # while a puller lives, it says so, and may renew the handle
@@ -132,24 +144,25 @@ class KvSender:
         ]
         answers: list[Send] = []
         while self._parked:
-            room, parked = next(iter(self._parked.items()))
+            parked = next(iter(self._parked))
             if now - parked.since < PARK_S:
                 break
-            del self._parked[room]
-            fail = KvFail(room, parked.attempt, "unknown_room", "this rank was never asked to prefill the room")
+            self._parked.pop_oldest()
+            why = "this rank was never asked to prefill the room"
+            fail = KvFail(parked.room, parked.attempt, "unknown_room", why, parked.client)
             answers += [Send(peer, fail) for peer in parked.pullers]
         return lost, answers
 
     def _park(self, peer: bytes, pull: KvPull, leg: Leg | None, now: float) -> list[Send | SendBlock]:
-        parked = self._parked.get(pull.room)
-        if parked is None or parked.attempt != pull.attempt:
-            self._parked.pop(pull.room, None)
+        parked = self._parked.find(pull.room, pull.client)
+        if parked is None or parked.client != pull.client or parked.attempt != pull.attempt:
             if len(self._parked) >= MAX_PARKED:
-                self._parked.popitem(last=False)
-            parked = self._parked[pull.room] = _Parked(pull.attempt, now)
+                self._parked.pop_oldest()
+            parked = _Parked(pull.room, pull.client, pull.attempt, now)
+            self._parked.put(pull.room, pull.client, parked)
         if len(parked.pullers) < MAX_PULLERS:
             parked.pullers[peer] = pull.asked
-        return [Send(peer, self._not_ready(pull.room, leg.attempt if leg else pull.attempt))]
+        return [Send(peer, self._not_ready(pull, leg.attempt if leg else pull.attempt))]
 
     def _meta(self, peer: bytes, leg: Leg, now: float) -> Send:
         facts = self._facts
@@ -160,15 +173,21 @@ class KvSender:
             asked=leg.pullers.get(peer, 0),
             cached_tokens=leg.cached_tokens,
             first_logprobs=leg.first_logprobs,
+            client=leg.client,
         )  # fmt: skip
         return Send(peer, meta, (leg.handle_data,) if leg.handle_data else ())
 
     def _given_away(self, peer: bytes, leg: Leg) -> Send:
         why = "the KV cache was given to another decode rank, and is gone when that has fetched it"
-        return Send(peer, KvFail(leg.room, leg.attempt, "kv_failed", why))
+        return Send(peer, KvFail(leg.room, leg.attempt, "kv_failed", why, leg.client))
 
-    def _not_ready(self, room: int, attempt: int) -> KvMeta:
-        return KvMeta(room, attempt, 0, 0, 0, self._facts.block_tokens, self._facts.kv_layout, ready=False)
+    def _not_ready(self, pull: KvPull, attempt: int) -> KvMeta:
+        facts = self._facts
+        return KvMeta(pull.room, attempt, 0, 0, 0, facts.block_tokens, facts.kv_layout, ready=False, client=pull.client)
+
+
+def _fail(peer: bytes, pull: KvPull, code: Code, why: str) -> Send:
+    return Send(peer, KvFail(pull.room, pull.attempt, code, why, pull.client))
 
 
 def blocks_of(leg: Leg, facts: RankFacts) -> int:

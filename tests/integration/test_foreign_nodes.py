@@ -324,7 +324,7 @@ def test_a_prefill_node_serves_its_kv_cache(prefill: Stage) -> None:
     puller.send(encode("kv_pull", 7, 1, hello[2], 1, 5))
     header, block = receive(puller)
     place = struct.pack("<QII", 7, 1, 1)
-    assert decode(header) == ["kv_block", 7, 1, 1, 4, crc32(place + want[64:])]
+    assert decode(header)[:6] == ["kv_block", 7, 1, 1, 4, crc32(place + want[64:])]
     assert block == want[64:]
     for _ in range(2):
         puller.send(encode("kv_done", 7, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from virtual_time import VirtualTime
@@ -16,6 +17,7 @@ from bus.wire.messages import (
     Code,
     Dispatch,
     Ended,
+    FoundBy,
     KvBlock,
     KvDone,
     KvPull,
@@ -105,7 +107,7 @@ class Rank:
         self.left: list[str] = []  # why the process should leave
         self.notes: list[Note] = []
         self.over: list[Over] = []
-        self.wanted: dict[int, float] = {}
+        self.wanted: dict[tuple[int, str], float] = {}
         self.dead = False
         self.sent: Counter[str] = Counter()
         world.ranks[name] = self
@@ -153,7 +155,9 @@ class Rank:
                 data = bytes(self.runner.export(leg, action.index))
                 crc = block_crc32(leg.room, leg.attempt, action.index, data)
                 self._deliver(
-                    action.peer.decode(), KvBlock(leg.room, leg.attempt, action.index, action.tokens, crc), data
+                    action.peer.decode(),
+                    KvBlock(leg.room, leg.attempt, action.index, action.tokens, crc, leg.client),
+                    data,
                 )
             case Register(room=room, attempt=attempt):
                 world.rooms[room] = (self.location, attempt)
@@ -162,12 +166,12 @@ class Rank:
             case Unregister():
                 self.dropped.append(action)
                 world.rooms.pop(action.room, None)
-            case Locate(room=room):
-                self.wanted[room] = action.deadline
+            case Locate(room=room, client=client):
+                self.wanted[room, client] = action.deadline
                 self._answer(room)
-                world.call_later(action.deadline - world.now, lambda: self._give_up(room))
-            case Unlocate(room=room):
-                self.wanted.pop(room, None)
+                world.call_later(action.deadline - world.now, lambda: self._give_up(room, client))
+            case Unlocate(room=room, client=client):
+                self.wanted.pop((room, client), None)
             case Leave(reason=reason):
                 self.left.append(reason)
             case Note():
@@ -178,18 +182,22 @@ class Rank:
     # as the resolver and the broker would
     def _answer(self, room: int) -> None:
         found = self.world.rooms.get(room)
-        if found is not None and self.wanted.pop(room, None) is not None:
-            location, attempt = found
-            self.world.call_later(0.001, lambda: self._located(room, location, attempt, "ok"))
+        if found is None:
+            return
+        location, attempt = found
+        for wanted, client in [each for each in self.wanted if each[0] == room]:
+            del self.wanted[wanted, client]
+            self.world.call_later(0.001, partial(self._located, room, location, attempt, "ok", client))
 
-    def _give_up(self, room: int) -> None:
-        if self.wanted.get(room, float("inf")) <= self.world.now:
-            del self.wanted[room]
-            self._located(room, None, 0, "unknown_room")
+    def _give_up(self, room: int, client: str) -> None:
+        if self.wanted.get((room, client), float("inf")) <= self.world.now:
+            del self.wanted[room, client]
+            self._located(room, None, 0, "unknown_room", client)
 
-    def _located(self, room: int, location: Location | None, attempt: int, code: Code) -> None:
+    def _located(self, room: int, location: Location | None, attempt: int, code: Code, client: str) -> None:
         if not self.dead:
-            self.do(self.core.located(room, location, attempt, code, "asked" if location else "", self.world.now))
+            found_by: FoundBy = "asked" if location else ""
+            self.do(self.core.located(room, location, attempt, code, found_by, self.world.now, client))
 
     def _deliver(self, to: str, message: Any, data: bytes) -> None:
         changed = self.world.tamper(message, data)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 import zlib
 from array import array
+from collections import Counter
 
 import pytest
 
@@ -123,7 +124,7 @@ def close(sender: KvSender, leg: Leg, code: Code, message: str = "") -> list[Sen
 
 
 def test_a_pull_before_the_dispatch_is_answered_once_the_prompt_is_computed() -> None:
-    sender = KvSender(FACTS)
+    sender = KvSender(FACTS, Counter())
     (early,) = sender.pull(D, pull(), 0.0)
     assert early.message == KvMeta(5, 1, 0, 0, 0, 4, "lay", ready=False)  # type: ignore[union-attr]
     prefill = leg()
@@ -135,7 +136,7 @@ def test_a_pull_before_the_dispatch_is_answered_once_the_prompt_is_computed() ->
 
 
 def test_a_pull_nobody_dispatches_fails_and_one_of_a_failed_room_at_once() -> None:
-    sender = KvSender(FACTS)
+    sender = KvSender(FACTS, Counter())
     sender.pull(D, pull(), 0.0)
     assert sender.tick(PARK_S - 0.1) == ([], [])
     sender.pull(D, pull(), PARK_S - 0.1)
@@ -151,7 +152,7 @@ def test_a_pull_nobody_dispatches_fails_and_one_of_a_failed_room_at_once() -> No
 
 
 def test_pullers_hear_of_a_failure_but_a_stranger_cannot_cause_one() -> None:
-    sender = KvSender(FACTS)
+    sender = KvSender(FACTS, Counter())
     prefill = leg()
     sender.open(prefill, 0.0)
     sender.pull(D, pull(), 0.0)
@@ -163,7 +164,7 @@ def test_pullers_hear_of_a_failure_but_a_stranger_cannot_cause_one() -> None:
 
 
 def test_who_gives_up_is_not_told_that_it_failed() -> None:
-    sender = KvSender(FACTS)
+    sender = KvSender(FACTS, Counter())
     prefill = leg()
     sender.open(prefill, 0.0)
     sender.pull(D, pull(), 0.0)
@@ -172,7 +173,7 @@ def test_who_gives_up_is_not_told_that_it_failed() -> None:
 
 
 def test_the_kv_cache_is_kept_for_pullers_that_live() -> None:
-    sender = KvSender(FACTS)
+    sender = KvSender(FACTS, Counter())
     prefill = leg()
     sender.open(prefill, 0.0)
     assert sender.tick(10 * HOLD_S)[0] == []  # still computing
@@ -185,7 +186,7 @@ def test_the_kv_cache_is_kept_for_pullers_that_live() -> None:
 
 
 def test_another_attempt_is_told_which_one_is_here() -> None:
-    sender = KvSender(FACTS)
+    sender = KvSender(FACTS, Counter())
     sender.open(leg(3), 0.0)
     for attempt in (1, 4):
         (answer,) = sender.pull(D, pull(attempt=attempt), 0.0)
@@ -193,7 +194,7 @@ def test_another_attempt_is_told_which_one_is_here() -> None:
 
 
 def test_pullers_of_one_room_are_bounded() -> None:
-    sender = KvSender(FACTS)
+    sender = KvSender(FACTS, Counter())
     prefill = leg()
     sender.open(prefill, 0.0)
     for number in range(50):
@@ -202,7 +203,7 @@ def test_pullers_of_one_room_are_bounded() -> None:
 
 
 def test_a_handle_goes_with_the_meta_and_its_time_runs_out() -> None:
-    sender = KvSender(FACTS)
+    sender = KvSender(FACTS, Counter())
     prefill = leg()
     sender.open(prefill, 0.0)
     sender.pull(D, pull(), 0.0)
@@ -216,7 +217,7 @@ def test_a_handle_goes_with_the_meta_and_its_time_runs_out() -> None:
 
 
 def test_a_handle_that_nobody_asked_for_ends_when_it_lapses() -> None:
-    sender = KvSender(FACTS)
+    sender = KvSender(FACTS, Counter())
     prefill = leg()
     sender.open(prefill, 0.0)
     held(sender, prefill, 33, b"opaque", 30.0, 0.0)
@@ -227,7 +228,7 @@ def test_a_handle_that_nobody_asked_for_ends_when_it_lapses() -> None:
 @pytest.mark.parametrize("second", ["before the prompt is computed", "after"])
 def test_an_engines_own_handle_is_given_to_one_puller_alone(second: str) -> None:
     """M81: it may have fetched the KV cache, which frees it, and died before it could say so."""
-    sender, prefill = KvSender(FACTS), leg()
+    sender, prefill = KvSender(FACTS, Counter()), leg()
     sender.open(prefill, 0.0)
     sender.pull(D, pull(), 0.0)
     if second != "after":
@@ -244,7 +245,7 @@ def test_an_engines_own_handle_is_given_to_one_puller_alone(second: str) -> None
 
 
 def test_blocks_over_the_bus_are_for_whoever_asks() -> None:
-    sender, prefill = KvSender(FACTS), leg()
+    sender, prefill = KvSender(FACTS, Counter()), leg()
     sender.open(prefill, 0.0)
     sender.pull(D, pull(), 0.0)
     sender.pull(b"other", pull(), 0.0)

@@ -92,6 +92,26 @@ def test_each_rank_that_pulls_a_room_hears_of_it_until_it_is_done(world: World) 
     assert world.heard[2:] == [("two", meta(7))], "the one that is left still pulls"
 
 
+def test_what_is_said_of_a_room_is_heard_by_who_pulls_it_for_that_client(world: World) -> None:
+    """M87: who says no client is heard by all."""
+    peer = world.peer()
+    alice, bob = "clients/alice", "clients/bob"
+    for rank, client in (("one", alice), ("one", bob), ("two", bob)):
+        world.kv.request(peer.endpoint, KvPull(7, 1, 5, 0, 0, client=client), world.ranks[rank])
+    world.until(lambda: len(peer.heard) == 3)
+    for client in (alice, bob, ""):
+        peer.say(KvFail(7, 1, "cancelled", client=client))
+    world.until(lambda: len(world.heard) == 5)
+    assert [(rank, fail.client) for rank, fail in world.heard] == [
+        ("one", alice), ("one", bob), ("two", bob), ("one", ""), ("two", ""),
+    ]  # fmt: skip
+    world.kv.request(peer.endpoint, KvDone(7, 1, client=bob), world.ranks["one"])
+    world.until(lambda: len(peer.heard) == 4)
+    peer.say(KvFail(7, 1, "cancelled", client=alice))
+    world.until(lambda: len(world.heard) == 6)
+    assert world.heard[5][0] == "one", "for the other client it still pulls"
+
+
 def test_two_attempts_at_a_room_are_pulled_from_two_peers(world: World) -> None:
     old, new = world.peer(), world.peer()
     world.pull("one", old, 7, attempt=1)
