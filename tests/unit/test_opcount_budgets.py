@@ -35,7 +35,7 @@ BUDGETS = {  # a single pick, report, message, request or step: (instructions, c
     "decode": (69, 5),
     "dispatch": (2266, 30),
     "decode step of 32 rows": (16_330, 452),
-    "dispatch by cache_aware, 16 blocks": (3005, 67),
+    "dispatch by cache_aware, 16 blocks": (3015, 67),
     "client request": (1900, 105),
     "client token": (163, 5),
     "edge token": (298, 13),
