@@ -103,7 +103,8 @@ test-compiled: setup ## The cores' tests against the wheel's compiled cores (a m
 test-vllm: ## Real vLLM on this machine's CPU: a split of a real model (minutes; the first time it installs 4 GB)
 	@echo "==> pytest tests/real_vllm"
 	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \
-		PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm tests/real_vllm/test_vllm_live.py
+		PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm \
+			tests/real_vllm/test_vllm_caches.py tests/real_vllm/test_vllm_live.py
 
 test-vllm-2p2d: ## The same with two engines of each kind (10 GB of memory, many minutes)
 	@echo "==> pytest tests/real_vllm/test_vllm_2p2d.py"

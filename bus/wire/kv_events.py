@@ -3,7 +3,8 @@
 Frames `[topic, seq, payload]`, `seq` 8 bytes big-endian; the payload is MessagePack `[ts, [event ...], dp_rank]` (the
 last may be missing). An event is a map with a `type`, or in older builds an array that begins with it. Block hashes are
 opaque: signed or unsigned 64-bit integers, or bytes. What is not known is skipped where the format allows it
-(further elements and keys, unknown event types) and refused otherwise: RemoteProtocolError.
+(further elements and keys, unknown event types) and refused otherwise: RemoteProtocolError. Nodes of ours append to the
+payload a map of what they left out: counts by the names of LEFT_OUT.
 """
 
 from __future__ import annotations
@@ -18,10 +19,18 @@ from bus.wire import codec
 Hash: TypeAlias = int | bytes
 END_OF_REPLAY = -1
 MAX_HASH_BYTES = 64
+LEFT_OUT = ("kv_blocks_unnamed", "kv_blocks_elsewhere", "kv_gaps", "kv_unreadable")
 _STORED = (
-    "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "cache_salt",
+    "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
+    "group_idx", "kv_cache_spec_kind",
 )  # fmt: skip
-_REMOVED = ("block_hashes", "medium")
+_REMOVED = ("block_hashes", "medium", "group_idx")
+_DEVICE = (None, "GPU")  # the medium from which a prompt is served at once; vLLM calls it so on a CPU, too
+# Layers that need no more than the end of a prompt: their blocks go while the prefix can still be served.
+_PARTIAL = (
+    "sliding_window", "sliding_window_mla", "chunked_local_attention", "mamba", "encoder_only_attention",
+    "cross_attention",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +38,8 @@ class BlockStored:
     """`hashes` name consecutive blocks of `block_tokens` tokens each, the first of which follows `parent`.
 
     `plain` is False where more than the tokens made the hashes (an adapter, a salt): no request of ours can name them.
+    `group` is the engine's number for the layers whose blocks these are; `serves` is False where they are in another
+    medium than the device's memory, or are of layers that do not look at the whole prompt.
     """
 
     hashes: tuple[Hash, ...]
@@ -36,11 +47,17 @@ class BlockStored:
     tokens: tuple[int, ...]
     block_tokens: int
     plain: bool = True
+    group: int | None = None
+    serves: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
+    """`serves` is False where the device's memory still has what it had."""
+
     hashes: tuple[Hash, ...]
+    group: int | None = None
+    serves: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +72,7 @@ KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 class Batch:
     events: tuple[KvEvent, ...]
     dp_rank: int | None
+    left_out: tuple[tuple[str, int], ...] = ()
 
 
 def split_frames(frames: Sequence[bytes]) -> tuple[int, bytes]:
@@ -78,11 +96,12 @@ def parse_batch(payload: bytes) -> Batch:
     dp_rank = batch[2] if len(batch) > 2 else None
     if dp_rank is not None and (type(dp_rank) is not int or not 0 <= dp_rank < 65_536):
         raise RemoteProtocolError("schema", f"dp_rank {dp_rank!r}"[:100])
-    events = (_event(event) for event in batch[1])
-    return Batch(tuple(event for event in events if event is not None), dp_rank)
+    said = batch[3] if len(batch) > 3 and type(batch[3]) is dict else {}
+    left_out = tuple((name, said[name]) for name in LEFT_OUT if type(said.get(name)) is int and said[name] > 0)
+    return Batch(tuple(one for event in batch[1] for one in _events(event)), dp_rank, left_out)
 
 
-def _event(event: Any) -> KvEvent | None:
+def _events(event: Any) -> tuple[KvEvent, ...]:
     if type(event) is dict:
         kind, fields = event.get("type"), event
     elif type(event) is list and event:
@@ -92,21 +111,43 @@ def _event(event: Any) -> KvEvent | None:
     else:
         raise RemoteProtocolError("schema", "an event is neither a map nor an array")
     if kind == "AllBlocksCleared":
-        return AllBlocksCleared()
+        return (AllBlocksCleared(),)
+    serves, group = fields.get("medium") in _DEVICE, fields.get("group_idx")
+    group = group if type(group) is int else None
     if kind == "BlockRemoved":
-        return BlockRemoved(_hashes(fields.get("block_hashes")))
+        return (BlockRemoved(_hashes(fields.get("block_hashes")), group, serves),)
     if kind != "BlockStored":
         if type(kind) is not str:
             raise RemoteProtocolError("schema", "an event without a type")
-        return None
+        return ()
     size, tokens = fields.get("block_size"), fields.get("token_ids")
     hashes = _hashes(fields.get("block_hashes"))
     if type(size) is not int or not 1 <= size <= 65_536 or type(tokens) is not list:
         raise RemoteProtocolError("schema", "BlockStored without block_size and token_ids")
     parent = fields.get("parent_block_hash")
-    plain = all(fields.get(name) is None for name in ("lora_id", "lora_name", "cache_salt", "extra_keys"))
-    plain = plain and len(tokens) == size * len(hashes) and all(type(t) is int and 0 <= t < 2**31 for t in tokens)
-    return BlockStored(hashes, None if parent is None else _hash(parent), tuple(tokens) if plain else (), size, plain)
+    parent = None if parent is None else _hash(parent)
+    serves = serves and fields.get("kv_cache_spec_kind") not in _PARTIAL
+    plain = len(hashes)  # so many of them, the first ones
+    if any(fields.get(name) is not None for name in ("lora_id", "lora_name", "cache_salt")) or (
+        len(tokens) != size * plain or not all(type(t) is int and 0 <= t < 2**31 for t in tokens)
+    ):
+        plain = 0
+    elif keys := fields.get("extra_keys"):
+        plain = _without_keys(keys, plain)
+    if plain == len(hashes):
+        return (BlockStored(hashes, parent, tuple(tokens), size, True, group, serves),)
+    rest = BlockStored(hashes[plain:], hashes[plain - 1] if plain else parent, (), size, False, group, serves)
+    if not plain:
+        return (rest,)
+    return BlockStored(hashes[:plain], parent, tuple(tokens[: plain * size]), size, True, group, serves), rest
+
+
+def _without_keys(keys: Any, count: int) -> int:
+    """How many of `count` blocks come before the first that an extra key made; vLLM gives an entry a block, mostly
+    None."""
+    if type(keys) is not list or len(keys) != count:
+        return 0
+    return next((number for number, each in enumerate(keys) if each), count)
 
 
 def _hashes(values: Any) -> tuple[Hash, ...]:

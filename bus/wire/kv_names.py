@@ -4,6 +4,10 @@ the mapping of one rank; bounded; knows nothing of sockets.
 Their hashes are opaque, but a stored block comes with its tokens and its parent, so the name that `bus.wire.hashing`
 gives the same prefix can be computed. Blocks whose parent is unknown (it came before we listened, or was given up), and
 those made of more than tokens, can't be named and are left out.
+
+An engine with layers of several kinds has a block of each group of layers by one hash. A prefix is taken for cached as
+far as the first group that attends to all of it has blocks on the device: blocks of other groups and other media, which
+come and go on their own, are left out too.
 """
 
 from __future__ import annotations
@@ -36,15 +40,19 @@ Changes: TypeAlias = tuple[Stored | Removed | Cleared, ...]
 
 
 class Translator:
-    """`changes` in the order of the events. `counts` gets `kv_blocks_unnamed`: blocks that could not be named."""
+    """`changes` in the order of the events. `counts` gets `kv_blocks_unnamed`: blocks that could not be named, and
+    `kv_blocks_elsewhere`: those of another group or medium than the one that hits go by."""
 
     def __init__(self, counts: Counter[str], max_blocks: int = MAX_BLOCKS) -> None:
         self._counts = counts
         self._ours: OrderedDict[Hash, int] = OrderedDict()  # named longest ago first
+        self._further: dict[Hash, int] = {}  # copies of a block beside the first
+        self._group: int | None = None
         self._max_blocks = max_blocks
 
     def clear(self) -> None:
         self._ours.clear()
+        self._further.clear()
 
     def name(self, theirs: Hash | None) -> int | None:
         """What we call a block, or the beginning (None); None for one that can't be named."""
@@ -60,7 +68,7 @@ class Translator:
                 if kind is not Stored or names[-1] != parent:
                     kind, names = Stored, []
             elif isinstance(event, BlockRemoved):
-                some = [ours for theirs in event.hashes if (ours := self._ours.pop(theirs, None)) is not None]
+                some = self._removed(event)
                 if kind is not Removed:
                     kind, names = Removed, []
             else:
@@ -74,6 +82,11 @@ class Translator:
 
     def _stored(self, event: BlockStored) -> tuple[int, list[int]]:
         """Our name of the parent, and those of the blocks."""
+        if event.serves and self._group is None:
+            self._group = event.group
+        if not event.serves or event.group != self._group:
+            self._counts["kv_blocks_elsewhere"] += len(event.hashes)
+            return ROOT, []
         parent = self.name(event.parent)
         if parent is None or not event.plain:
             self._counts["kv_blocks_unnamed"] += len(event.hashes)
@@ -83,11 +96,26 @@ class Translator:
         names: list[int] = []
         for number, theirs in enumerate(event.hashes):
             parent = hash_block(parent, packed[number * size : (number + 1) * size])
+            if theirs in self._ours and event.group is not None:  # vLLM, which says of each copy when it goes
+                self._further[theirs] = self._further.get(theirs, 0) + 1
             self._ours[theirs] = parent
             self._ours.move_to_end(theirs)
             names.append(parent)
         if event.parent is not None:
             self._ours.move_to_end(event.parent)  # others follow it: without it they could not be named
         while len(self._ours) > self._max_blocks:
-            self._ours.popitem(last=False)
+            self._further.pop(self._ours.popitem(last=False)[0], None)
         return follows, names
+
+    def _removed(self, event: BlockRemoved) -> list[int]:
+        """Our names of the blocks of which no copy is left."""
+        names: list[int] = []
+        if not event.serves or event.group != self._group:
+            return names
+        for theirs in event.hashes:
+            if self._further and (copies := self._further.pop(theirs, 0)):
+                if copies > 1:
+                    self._further[theirs] = copies - 1
+            elif (ours := self._ours.pop(theirs, None)) is not None:
+                names.append(ours)
+        return names

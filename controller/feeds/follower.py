@@ -30,8 +30,8 @@ class Learned(Struct, frozen=True, gc=False):
 
 class Follower:
     """`ours`: the publisher is a node of ours, whose hashes need no translation. A message that cannot be read voids
-    what is known, for nobody can tell what it said. `counts` gets `kv_gaps`, `kv_restarts`, `kv_blocks_unnamed`, and
-    `rejected_<reason>` for such a message."""
+    what is known, for nobody can tell what it said. `counts` gets `kv_gaps`, `kv_restarts`, what the translation left
+    out, here or at a node of ours (`kv_events.LEFT_OUT`), and `rejected_<reason>` for such a message."""
 
     def __init__(self, dp_rank: int, counts: Counter[str], *, replay: bool, ours: bool = False) -> None:
         self.sequence = Sequencer(counts, replay=replay)
@@ -67,6 +67,9 @@ class Follower:
                     if batch.dp_rank not in (None, self._dp_rank):
                         raise RemoteProtocolError("rank", f"events of rank {batch.dp_rank}")
                     changes += self._changes(batch.events)
+                    if self._ours:
+                        for name, count in batch.left_out:
+                            self._counts[name] += count
                 except RemoteProtocolError as error:
                     self._counts[f"rejected_{error.reason}"] += 1
                     changes.append(self._void())

@@ -1,7 +1,8 @@
 """KV-cache events of vLLM's engines, told on as those of our own ranks: with our names of blocks and our numbers.
 
 An engine publishes them on a port of this machine. Owns what is known of one rank's blocks, and the reading of its
-stream; the socket is on the link's loop. A message that was missed, or can't be read, voids what was told before.
+stream; the socket is on the link's loop. A message that was missed, or can't be read, voids what was told before. What
+is left out is counted, and the counts are published with the next message.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class EventRelay:
 
     def __init__(self, instance: str, dp_rank: int, tell: Callable[[Sequence[Frames]], None]) -> None:
         self.counts: Counter[str] = Counter()
+        self._said: Counter[str] = Counter()
         self._topic = topics.for_rank(topics.KV, instance, dp_rank)
         self._dp_rank = dp_rank
         self._tell = tell
@@ -43,11 +45,15 @@ class EventRelay:
             self._expected = number + 1
             for event in parse_batch(payload).events:
                 maps += self._maps(event)
-        except RemoteProtocolError as error:
-            maps.append(self._forget(f"rejected_{error.reason}"))
-        for part in _parts(maps):
+        except RemoteProtocolError:
+            maps.append(self._forget("kv_unreadable"))
+        left_out = dict(self.counts - self._said)
+        self._said = self.counts.copy()
+        for part in _parts(maps) if maps or not left_out else ([],):
             number, self._told = self._told, self._told + 1
-            self._tell([(self._topic, number.to_bytes(8, "big"), codec.pack([time.time(), part, self._dp_rank]))])
+            payload = codec.pack([time.time(), part, self._dp_rank, *([left_out] if left_out else [])])
+            left_out = {}
+            self._tell([(self._topic, number.to_bytes(8, "big"), payload)])
 
     def _forget(self, why: str) -> dict[str, Any]:
         self.counts[why] += 1

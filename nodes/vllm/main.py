@@ -12,12 +12,12 @@ from types import FrameType
 from typing import Any
 
 from bus.endpoints import runtime_dir, split_port
-from bus.errors import ConfigError
+from bus.errors import ConfigError, StartError
 from bus.runtime import cli
 from bus.runtime.epochs import new_epoch
 from bus.runtime.loop import Loop
 from bus.runtime.ports import free_ports, hold
-from bus.runtime.sockets import Sockets
+from bus.runtime.sockets import Socket, Sockets
 from bus.runtime.spans import Spans
 from nodes.config import NodeConfig
 from nodes.link.runner import OVER_THE_BUS, RankFacts
@@ -33,6 +33,7 @@ from nodes.vllm.runner import VllmRunner
 from nodes.vllm.sampling import GRAMMARS, KNOWN
 from nodes.vllm.smollm2 import hugging_face
 
+LOOPBACK = "127.0.0.1"
 HEARTBEATS = 6  # decode renews what it waits for so many times a lease
 
 
@@ -76,7 +77,34 @@ def opened(
 def _opened(
     config: NodeConfig, model: str, arguments: Sequence[str], loop: Loop
 ) -> Iterator[tuple[list[VllmRunner], versions.Facts]]:
-    choices = _choices(config)
+    with Sockets() as sockets:
+        wanted = len(config.dp_ranks) if config.role != "decode" else 0
+        events_port, streams = event_sockets(sockets, wanted)
+        with _engine(config, model, arguments, loop, _choices(config, events_port), streams) as found:
+            yield found
+
+
+def event_sockets(sockets: Sockets, count: int) -> tuple[int, list[Socket]]:
+    """The first of `count` ports in a row, and the sockets bound there: vLLM's publishers of KV events connect to them,
+    a rank to each, and bind nothing but a wildcard. Bound before the engine loads, no other engine gets the ports."""
+    while count:
+        first = free_ports(LOOPBACK, count)
+        found: list[Socket] = []
+        try:
+            for port in range(first, first + count):
+                found.append(sockets.bus_in((b"",), f"tcp://{LOOPBACK}:{port}"))
+            return first, found
+        except StartError:  # another node was faster
+            for socket in found:
+                sockets.close_socket(socket)
+    return 0, []
+
+
+@contextmanager
+def _engine(
+    config: NodeConfig, model: str, arguments: Sequence[str], loop: Loop, choices: versions.Choices,
+    streams: Sequence[Socket],
+) -> Iterator[tuple[list[VllmRunner], versions.Facts]]:  # fmt: skip
     _set_missing(versions.environment(choices))
     path = str(hugging_face()) if model == smollm2.NAME else model
     versions.check_requests()
@@ -97,7 +125,6 @@ def _opened(
     with (
         Reaper() as reaper,
         EngineThread(build, lambda client: client.shutdown(), lambda: keep_to(cores, reaper.processes())) as engine,
-        Sockets() as sockets,
     ):
         keep_to(cores, reaper.processes())
         facts, lease_s = versions.facts_of(engine.client), versions.lease_s(engine.client)
@@ -115,9 +142,8 @@ def _opened(
                 prioritised=facts.prioritised,
             )
             runners.append(runner)
-            if choices.events_port:
-                relay = EventRelay(config.instance, dp_rank, runner.cache_changed)
-                loop.add(sockets.sub(f"tcp://127.0.0.1:{choices.events_port + index}", (b"",)), relay.received)
+            if streams:
+                loop.add(streams[index], EventRelay(config.instance, dp_rank, runner.cache_changed).received)
         yield runners, facts
 
 
@@ -138,7 +164,7 @@ def rank_facts(facts: versions.Facts, lease_s: float) -> RankFacts:
     )
 
 
-def _choices(config: NodeConfig) -> versions.Choices:
+def _choices(config: NodeConfig, events_port: int) -> versions.Choices:
     ranks = len(config.dp_ranks)
     scheme, _, rest = config.data.partition("://")
     host = split_port(rest)[0] if scheme == "tcp" else "127.0.0.1"
@@ -148,7 +174,7 @@ def _choices(config: NodeConfig) -> versions.Choices:
         engine_id=f"{config.instance}-{config.dp_ranks[0]}-{new_epoch():x}",
         host=host,
         side_port=side_ports(host, ranks) if config.role in versions.ROLES else 0,
-        events_port=free_ports("127.0.0.1", ranks) if config.role != "decode" else 0,
+        events_port=events_port,
         lease_s=max(1, int(config.limits.hold_s)),
     )
 

@@ -39,7 +39,7 @@ def test_the_newer_layout_with_keys_we_do_not_know() -> None:
         {"type": "AllBlocksCleared"},
     ]  # fmt: skip
     assert parse_batch(pack([1.5, events, 3])) == Batch(
-        (BlockStored((-5, 9), None, (1, 2, 3, 4), 2), BlockRemoved((b"\x01" * 32,)), AllBlocksCleared()), 3
+        (BlockStored((-5, 9), None, (1, 2, 3, 4), 2, group=3), BlockRemoved((b"\x01" * 32,)), AllBlocksCleared()), 3
     )
 
 
@@ -64,6 +64,75 @@ def test_blocks_made_of_more_than_tokens_are_not_plain(extra: dict[str, object])
     translator = Translator(counts)
     assert translator.changes([found]) == ()
     assert counts == {"kv_blocks_unnamed": 1}
+
+
+def stored(**changes: object) -> dict[str, object]:
+    return {"type": "BlockStored", "block_hashes": [1, 2, 3], "parent_block_hash": None,
+            "token_ids": [1, 2, 3, 4, 5, 6], "block_size": 2} | changes  # fmt: skip
+
+
+def names(*events: object) -> tuple[tuple[object, ...], dict[str, int]]:
+    counts: Counter[str] = Counter()
+    return Translator(counts).changes(parse_batch(pack([0.0, list(events), 0])).events), counts
+
+
+OURS = tuple(block_hashes([1, 2, 3, 4, 5, 6], 2))
+
+
+@pytest.mark.parametrize("none", [[None, None, None], [[], None, []], [], None])
+def test_extra_keys_of_which_none_is_there_are_none(none: object) -> None:
+    """vLLM gives an entry a block, for a plain prompt None each."""
+    event = stored() if none == "left out" else stored(extra_keys=none)
+    assert names(event) == ((Stored(OURS),), {})
+    array = [
+        "BlockStored",
+        [1, 2, 3],
+        None,
+        [1, 2, 3, 4, 5, 6],
+        2,
+        None,
+        "GPU",
+        None,
+        none if none != "left out" else None,
+    ]
+    assert names(array) == ((Stored(OURS),), {}), "as older builds say it"
+
+
+def test_names_end_at_the_first_block_with_an_extra_key() -> None:
+    """Also for those that come later and follow it."""
+    event = stored(extra_keys=[None, [["image", 0]], None])
+    later = stored(block_hashes=[4], parent_block_hash=3, token_ids=[7, 8])
+    assert names(event, later) == ((Stored(OURS[:1]),), {"kv_blocks_unnamed": 3})
+    assert names(stored(extra_keys=[["salt"], None, None])) == ((), {"kv_blocks_unnamed": 3})
+    assert names(stored(extra_keys=[None, None])) == ((), {"kv_blocks_unnamed": 3}), (
+        "an entry a block, or none is believed"
+    )
+
+
+def test_a_removal_takes_its_own_group_and_medium_alone() -> None:
+    """Layers with a window give blocks up first, and a copy in the host's memory is none on the device."""
+    full = {"group_idx": 0, "kv_cache_spec_kind": "full_attention", "medium": "GPU"}
+    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "medium": "GPU"}
+    gone = {"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU", "group_idx": 1}
+    host = {"group_idx": 0, "kv_cache_spec_kind": "full_attention", "medium": "CPU"}
+    others = [stored(**window), stored(**host), gone, gone | {"medium": "CPU", "group_idx": 0}]
+    assert names(stored(**full), *others) == ((Stored(OURS),), {"kv_blocks_elsewhere": 6})
+    assert names(*others, stored(**full), gone | {"group_idx": 0})[0] == (Stored(OURS), Removed(OURS[:1]))
+    assert names(*others)[0] == ()
+
+
+def test_a_block_of_which_there_are_copies_stays_until_the_last_goes() -> None:
+    twice, gone = stored(group_idx=0), {"type": "BlockRemoved", "block_hashes": [2], "group_idx": 0}
+    assert names(twice, twice, gone)[0] == (Stored(OURS), Stored(OURS))
+    assert names(twice, twice, gone, gone)[0][-1] == Removed(OURS[1:2])
+    plain, gone = stored(), {"type": "BlockRemoved", "block_hashes": [2]}
+    assert names(plain, plain, gone)[0][-1] == Removed(OURS[1:2]), "others say again what they have"
+
+
+def test_what_a_node_left_out_is_read_by_the_names_we_know() -> None:
+    said = {"kv_blocks_unnamed": 5, "kv_gaps": 0, "of_our_own": 3, "kv_blocks_elsewhere": "x"}
+    assert parse_batch(pack([1.0, [], 3, said])).left_out == (("kv_blocks_unnamed", 5),)
+    assert parse_batch(pack([1.0, [], 3, 7])).left_out == ()
 
 
 @pytest.mark.parametrize(

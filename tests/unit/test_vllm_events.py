@@ -6,11 +6,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import zmq
+
+from bus.runtime.sockets import Sockets
 from bus.wire import codec
 from bus.wire.hashing import block_hashes
 from bus.wire.kv_names import Changes, Cleared, Removed, Stored
 from controller.feeds.follower import Follower
 from nodes.vllm.events import MAX_BLOCKS, EventRelay, Frames
+from nodes.vllm.main import event_sockets
 
 SIZE = 4
 TOKENS = list(range(10, 30))
@@ -48,7 +52,7 @@ def stored(first: int, count: int, **changes: Any) -> dict[str, Any]:
         "type": "BlockStored", "block_hashes": THEIRS[first : first + count],
         "parent_block_hash": THEIRS[first - 1] if first else None,
         "token_ids": TOKENS[first * SIZE : (first + count) * SIZE], "block_size": SIZE, "lora_id": None,
-        "medium": "CPU",
+        "medium": "GPU",
     } | changes  # fmt: skip
 
 
@@ -72,15 +76,41 @@ def test_after_a_hole_nothing_is_known() -> None:
     assert relay.relay.counts["kv_gaps"] == 1
     assert relay.say(stored(0, 1)) == (Stored((OURS[0],)),)
     relay.relay.received([b"", b"short"])
-    assert relay.relay.counts["rejected_frames"] == 1
+    assert relay.relay.counts["kv_unreadable"] == 1
     assert relay.changes == (Stored((OURS[0],)), Cleared())
-    assert not relay.counts["kv_gaps"], "our own numbers go on"
+    assert not relay.counts["kv_restarts"], "our own numbers go on"
+    assert relay.counts == {"kv_gaps": 1, "kv_unreadable": 1, "kv_blocks_unnamed": 1}, "the controller says how often"
 
 
-def test_what_more_than_tokens_made_is_not_told() -> None:
+def test_what_more_than_tokens_made_is_counted_at_the_controller() -> None:
     relay = Relay()
     assert relay.say(stored(0, 1, lora_id=3)) == ()
-    assert relay.messages == []
+    assert [codec.unpack(frames[2])[1] for frames in relay.messages] == [[]]
+    assert relay.counts == {"kv_blocks_unnamed": 1}
+    assert relay.say(stored(0, 2, extra_keys=[None, [["image", 3]]])) == (Stored((OURS[0],)),)
+    assert relay.counts == {"kv_blocks_unnamed": 2}
+    assert relay.say(stored(2, 1, medium="CPU")) == ()
+    assert relay.counts == {"kv_blocks_unnamed": 2, "kv_blocks_elsewhere": 1}
+    relay.say(stored(0, 1))
+    assert len(codec.unpack(relay.messages[-1][2])) == 3, "what was said once is not said again"
+
+
+def test_vllms_publisher_connects_where_the_node_listens() -> None:
+    """It binds a wildcard alone, so one of the two has to be bound here."""
+    with Sockets() as sockets, zmq.Context() as context:
+        port, streams = event_sockets(sockets, 2)
+        assert event_sockets(sockets, 0) == (0, [])
+        for index, stream in enumerate(streams):
+            with context.socket(zmq.XPUB) as publisher:
+                publisher.connect(f"tcp://127.0.0.1:{port + index}")
+                ready = zmq.Poller()
+                ready.register(publisher, zmq.POLLIN)
+                ready.register(stream, zmq.POLLIN)  # which sends its subscription as it is looked at
+                assert ready.poll(10_000)
+                assert publisher.recv(zmq.NOBLOCK) == b"\1"
+                publisher.send_multipart([b"", b"\0" * 8, b"events"])
+                assert stream.poll(10_000)
+                assert stream.recv_multipart() == [b"", b"\0" * 8, b"events"]
 
 
 def test_a_long_prompt_is_told_in_messages_of_some_size() -> None:
