@@ -17,10 +17,12 @@ SCHEMATHESIS := schemathesis==4.32.5
 EXTRAS ?= torch,serve,test,check,bench,otel
 GRAFANA_SDK := grafana-foundation-sdk==1769699998!10.1.0
 MINUTES ?= 10
+SECONDS ?= 20
+SEED ?= 1
 COUNT ?= 96
 OUT ?= out
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-http mutate soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api fuzz-http mutate soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -180,6 +182,10 @@ hostile: setup ## Attack every port of live clusters, an honest client beside it
 
 fuzz: setup ## A million random messages to every core, for ten minutes at most
 	@PYTHONPATH=tests/support $(BIN)/python -m fuzz_cores --messages 1000000 --seconds 600
+
+fuzz-api: setup ## Call all that others embed with whatever a program may hand over, for SECONDS=20 from SEED=1
+	@echo "==> fuzz-api"
+	@PYTHONPATH=tests/support $(BIN)/python -m fuzz_api --seconds $(SECONDS) --seed $(SEED)
 
 fuzz-http: setup ## Requests of every kind to the HTTP edge, for a minute (the first time it installs schemathesis)
 	@test -x $(VENV)/fuzz/bin/schemathesis || { $(PYTHON) -m venv $(VENV)/fuzz && \

@@ -35,7 +35,7 @@ from bus.wire.messages import (
 from bus.wire.status import join
 from controller.config import ControllerConfig
 from controller.requests.request import ROLES
-from controller.shell import Controller
+from controller.shell import Controller, bytes_of
 from controller.traffic import LOCAL
 
 MAX_HANDED_OVER = 4096
@@ -127,7 +127,7 @@ class Dispatcher:
             if leg == "unified" and attempt == 1:  # each use of a rid is another request, whatever its length
                 bootstrap_room = self._rng.getrandbits(63)
         try:
-            sent = [_bytes_of(frame) for frame in frames] or [b""]
+            sent = [bytes_of(frame) for frame in frames] or [b""]
             if block_tokens > 0 and not block_hashes:
                 block_hashes = packed_hashes(sent[0], block_tokens)
             submit = Submit(
@@ -171,7 +171,7 @@ class Dispatcher:
                 self._arrived.notify_all()
                 return True
         with suppress(PartFailed):  # it has ended with all others
-            self.controller.submit_local(submit, sent)
+            self.controller.submit_checked(submit, sent)
         return True
 
     def cancel(self, rid: str) -> None:
@@ -179,7 +179,7 @@ class Dispatcher:
         is none to cancel."""
         self.controller.raise_if_closed()
         if isinstance(rid, str) and rid in self._live:
-            self.controller.submit_local(Cancel(rid))
+            self.controller.submit_checked(Cancel(rid))
 
     def poll(self, timeout_s: float = 0.0) -> list[Answer]:
         """What happened since the last call; waits at most `timeout_s` for something to happen."""
@@ -201,7 +201,7 @@ class Dispatcher:
         self.controller.raise_if_inherited()
         with self._arrived:
             self._status = None
-            self.controller.submit_local(StatusQuery(0))
+            self.controller.submit_checked(StatusQuery(0))
             self._arrived.wait_for(lambda: self._over or self._complete_status() is not None, timeout_s)
             status = self._complete_status()
         self.controller.raise_if_failed()
@@ -241,13 +241,3 @@ class Dispatcher:
             elif isinstance(message, Accepted | Done | Failed):
                 self._answers.append(message)
             self._arrived.notify_all()
-
-
-def _bytes_of(frame: object) -> bytes:
-    """A copy of whatever has a buffer of bytes or of 32-bit integers."""
-    if isinstance(frame, bytes):
-        return frame
-    view = memoryview(frame)  # type: ignore[arg-type]
-    if view.itemsize != 1 and view.format not in ("i", "I"):
-        raise TypeError(f"a frame is bytes, or integers of 32 bits, and not of the format {view.format!r}")
-    return view.tobytes()

@@ -25,9 +25,9 @@ from bus.runtime.peer_keys import LOOK_S
 from bus.runtime.service import Service
 from bus.runtime.sockets import PAYLOAD_MAX, Sockets
 from bus.runtime.spans import Spans
-from bus.wire import topics
+from bus.wire import codec, topics
 from bus.wire.kv_names import Changes
-from bus.wire.messages import Load, MemberKey, Message
+from bus.wire.messages import CLIENT_TO_CONTROLLER, Load, MemberKey, Message
 from bus.wire.status import targets
 from controller.config import ControllerConfig
 from controller.core import ControllerCore
@@ -154,8 +154,15 @@ class Controller(Service):
     # --- in -----------------------------------------------------------------------------------------------------------
 
     def submit_local(self, message: Message, frames: Sequence[Any] = ()) -> None:
-        """A message of this process itself, from any thread: handled soon on the loop's. PartFailed where that has
-        failed, or does not serve."""
+        """A message of this process itself, from any thread: handled soon on the loop's. Its frames are bytes, or have
+        a buffer of bytes or 32-bit integers. ProtocolError, TypeError or ValueError where it is none that a client may
+        send; PartFailed where the loop has failed, or does not serve."""
+        self.raise_if_closed()
+        codec.decode(codec.encode(message), CLIENT_TO_CONTROLLER)
+        self.submit_checked(message, [bytes_of(frame) for frame in frames])
+
+    def submit_checked(self, message: Message, frames: Sequence[Any] = ()) -> None:
+        """`submit_local` of what was looked at before."""
         self.raise_if_closed()
         self.loop.call_threadsafe(lambda: self.handle(FromClient(LOCAL, message, frames)))
 
@@ -220,3 +227,13 @@ class Controller(Service):
 
     def _unready(self) -> str:
         return self.core.unready if self.bus_seen.is_set() else f"no broker heard at {self.config.bus}"
+
+
+def bytes_of(frame: object) -> bytes:
+    """A copy of whatever has a buffer of bytes or of 32-bit integers; TypeError of anything else."""
+    if isinstance(frame, bytes):
+        return frame
+    view = memoryview(frame)  # type: ignore[arg-type]
+    if view.itemsize != 1 and view.format not in ("i", "I"):
+        raise TypeError(f"a frame is bytes, or integers of 32 bits, and not of the format {view.format!r}")
+    return view.tobytes()

@@ -257,6 +257,9 @@ class RankLink(Service):
 
     def _say(self, leg: Leg, make: Callable[[], OfLeg]) -> None:
         self.raise_if_failed()
+        if type(leg) is not Leg:
+            self.invalid += 1
+            return
         said = said_of(leg, make)
         with self._came:
             self._handed[leg.dp_rank].note(said)

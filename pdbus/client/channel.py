@@ -77,7 +77,7 @@ class Channel(Service):
         With `until` it is sent again until the status meets that, and the last one is the answer when time is up. The
         future fails with PeerLost after `timeout_s` (default: `connect_timeout_s`) without any answer, or with
         RequestFailed when the controller refuses."""
-        check_question(make)
+        check_question(make, timeout_s)
         answer: Future[Status] = Future()
         self._call(lambda: self._traffic.ask(controller, make, timeout_s, until, answer), lambda: settle(answer, bug()))
         return answer

@@ -84,7 +84,7 @@ class LoopChannel:
         until: Callable[[Status], bool] | None = None,
     ) -> Future[Status]:
         """As `Channel.ask`."""
-        check_question(make)
+        check_question(make, timeout_s)
         self._raise_if_failed()
         answer: Future[Status] = Future()
         self._run(self._traffic.ask, controller, make, timeout_s, until, answer)

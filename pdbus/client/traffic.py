@@ -5,6 +5,7 @@ Whose thread that is, and what waits for the sockets, is for who runs it (`chann
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -136,7 +137,7 @@ class Traffic:
         """Cancel what is live; nothing is said or heard any more."""
         for rid in list(self._sinks):
             self.cancel(rid)
-        self._questions.drop()
+        self._questions.drop(RuntimeError("this client is closed"))
         self._hurry()
         self.flush()
         for peer in self._peers.values():  # what was just said (cancel, detach) still goes out
@@ -231,12 +232,16 @@ class Traffic:
             self._do(self._core.received(endpoint, message, self._clock()))
 
 
-def check_question(make: Callable[[int], Message]) -> None:
-    """ConfigError when `make` takes exception to its arguments, or what it makes can't be encoded."""
+def check_question(make: Callable[[int], Message], timeout_s: float | None) -> None:
+    """ConfigError when `make` takes exception to its arguments, what it makes can't be encoded, or the time to wait is
+    no number of seconds."""
     try:
         codec.encode(make(0))
-    except (ValueError, OverflowError) as error:
+        wait_s = 0.0 if timeout_s is None else float(timeout_s)
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(str(error)) from None
+    if not math.isfinite(wait_s):
+        raise ConfigError(f"timeout_s {wait_s}: a number of seconds")
 
 
 def broken(rid: str) -> Result:

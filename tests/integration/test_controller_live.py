@@ -316,12 +316,14 @@ class TestDispatcher:
             assert dispatcher.dispatch("r", payload, max_tokens=3, routed_dp_rank=0)  # nothing was left under way
             assert [getattr(a, "code", "") for a in _polled(dispatcher, 1)] == ["no_rank"]
 
-    def test_whatever_a_submit_carries_can_be_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_whatever_a_submit_carries_can_be_said(
+        self, config: ControllerConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         wish = Submit("r", "decode", 7, 3, 5, 1, 2, "d", "p", "m", 4, 2, 1.5, -3, 4, b"12345678")
-        dispatcher = Dispatcher(ControllerConfig())
         handed: list[object] = []
-        monkeypatch.setattr(dispatcher.controller, "submit_local", lambda *message: handed.append(message))
-        assert dispatcher.dispatch(frames=[bytes(28), b"p"], **asdict(wish))
+        with Dispatcher(config) as dispatcher:
+            monkeypatch.setattr(dispatcher.controller, "submit_checked", lambda *message: handed.append(message))
+            assert dispatcher.dispatch(frames=[bytes(28), b"p"], **asdict(wish))
         assert handed == [(wish, [bytes(28), b"p"])]
 
 

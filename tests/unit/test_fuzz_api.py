@@ -1,0 +1,41 @@
+"""`make fuzz-api` leaves out nothing that the packages export, and notices what breaks."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+
+import fuzz_api
+import pytest
+
+from bus import Resolver
+
+
+def test_everything_that_is_exported_and_lives_is_driven() -> None:
+    assert fuzz_api.exported().keys() == fuzz_api.PARTS.keys() | fuzz_api.ELSEWHERE.keys()
+
+
+@pytest.mark.parametrize("way", fuzz_api.WAYS)
+def test_an_error_that_is_not_documented_is_noticed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Resolver, *rooms: object) -> None:
+        raise KeyError(rooms)
+
+    monkeypatch.setattr(Resolver, "want", broken)
+    with tempfile.TemporaryDirectory(prefix="pd") as folder, pytest.raises((KeyError, AssertionError)):
+        fuzz_api.live("Resolver", fuzz_api.Place(folder), way, *[[("want", (5,), {})]] * 2)
+
+
+def test_a_part_that_fails_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Resolver) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Resolver, "_drain", broken)
+    plan: fuzz_api.Plan = [("want", (5,), {}), ("wait", (), {"timeout_s": 0.5})]
+    with tempfile.TemporaryDirectory(prefix="pd") as folder, pytest.raises((AssertionError, ZeroDivisionError)):
+        fuzz_api.live("Resolver", fuzz_api.Place(folder), "serving", plan, [])
+
+
+def test_lives_of_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="pd") as folder:
+        ran = fuzz_api.drive(fuzz_api.Place(folder), 1, time.monotonic())
+    assert ran.keys() == fuzz_api.PARTS.keys()
