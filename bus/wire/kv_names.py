@@ -58,6 +58,10 @@ class Translator:
         """What we call a block, or the beginning (None); None for one that can't be named."""
         return ROOT if theirs is None else self._ours.get(theirs)
 
+    def known(self) -> list[Hash]:
+        """Their hashes of all blocks that have a name, those that were of use longest ago first."""
+        return list(self._ours)
+
     def changes(self, events: Sequence[KvEvent]) -> Changes:
         """What the events mean for the prefix index. Blocks that engines name one by one go there together."""
         found: list[tuple[type[Stored | Removed] | None, list[int]]] = []

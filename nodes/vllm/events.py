@@ -8,23 +8,24 @@ is left out is counted, and the counts are published with the next message.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from bus.errors import RemoteProtocolError
 from bus.wire import codec, topics
 from bus.wire.hashing import ROOT
-from bus.wire.kv_events import BlockStored, KvEvent, parse_batch, split_frames
+from bus.wire.kv_events import BlockStored, Hash, KvEvent, parse_batch, split_frames
 from bus.wire.kv_names import Cleared, Removed, Stored, Translator
 
 MAX_BLOCKS = 512  # in a message
+MAX_RESTATED = 65_536  # blocks: as many as a controller keeps of a rank
 
 Frames = tuple[bytes, bytes, bytes]
 
 
 class EventRelay:
-    """`received` for each message of the engine's stream; `tell` gets what to publish."""
+    """`received` for each message of the engine's stream, `tick` 20 times a second; `tell` gets what to publish."""
 
     def __init__(self, instance: str, dp_rank: int, tell: Callable[[Sequence[Frames]], None]) -> None:
         self.counts: Counter[str] = Counter()
@@ -35,6 +36,8 @@ class EventRelay:
         self._names = Translator(self.counts)
         self._expected = 0
         self._told = 0
+        self._block_tokens = 1
+        self._restating: deque[Hash] = deque()  # the engine's hashes of blocks that had names when `restate` was called
 
     def received(self, frames: Sequence[bytes]) -> None:
         maps: list[dict[str, Any]] = []
@@ -50,10 +53,23 @@ class EventRelay:
         left_out = dict(self.counts - self._said)
         self._said = self.counts.copy()
         for part in _parts(maps) if maps or not left_out else ([],):
-            number, self._told = self._told, self._told + 1
-            payload = codec.pack([time.time(), part, self._dp_rank, *([left_out] if left_out else [])])
+            self._publish(part, *([left_out] if left_out else []))
             left_out = {}
-            self._tell([(self._topic, number.to_bytes(8, "big"), payload)])
+
+    def restate(self) -> None:
+        """A controller that knows nothing of the cache is there: say again what is cached, a message a tick."""
+        self._restating = deque(self._names.known()[-MAX_RESTATED:])
+
+    def tick(self) -> None:
+        some = [self._restating.popleft() for _ in range(min(MAX_BLOCKS, len(self._restating)))]
+        names = [name for theirs in some if (name := self._names.name(theirs)) is not None]
+        if names:
+            self._publish([_event(names, None, (), self._block_tokens)])
+
+    def _publish(self, maps: Sequence[dict[str, Any]], *more: dict[str, int]) -> None:
+        number, self._told = self._told, self._told + 1
+        payload = codec.pack([time.time(), maps, self._dp_rank, *more])
+        self._tell([(self._topic, number.to_bytes(8, "big"), payload)])
 
     def _forget(self, why: str) -> dict[str, Any]:
         self.counts[why] += 1
@@ -68,6 +84,7 @@ class EventRelay:
                 case Stored(hashes):
                     assert isinstance(event, BlockStored)
                     maps += _stored(event, hashes, parent)
+                    self._block_tokens = event.block_tokens
                 case Removed(hashes):
                     maps.append({"type": "BlockRemoved", "block_hashes": list(hashes), "medium": "GPU"})
                 case Cleared():
@@ -80,13 +97,16 @@ def _stored(event: BlockStored, names: Sequence[int], parent: int | None) -> lis
     for at in range(0, len(names), MAX_BLOCKS):
         part = names[at : at + MAX_BLOCKS]
         size = event.block_tokens
-        maps.append({
-            "type": "BlockStored", "block_hashes": list(part), "parent_block_hash": None if parent == ROOT else parent,
-            "token_ids": list(event.tokens[at * size : (at + len(part)) * size]), "block_size": size,
-            "lora_id": None, "medium": "GPU",
-        })  # fmt: skip
+        maps.append(_event(part, parent, event.tokens[at * size : (at + len(part)) * size], size))
         parent = part[-1]
     return maps
+
+
+def _event(names: Sequence[int], parent: int | None, tokens: Sequence[int], size: int) -> dict[str, Any]:
+    return {
+        "type": "BlockStored", "block_hashes": list(names), "parent_block_hash": None if parent == ROOT else parent,
+        "token_ids": list(tokens), "block_size": size, "lora_id": None, "medium": "GPU",
+    }  # fmt: skip
 
 
 def _parts(maps: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

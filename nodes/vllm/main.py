@@ -143,7 +143,8 @@ def _engine(
             )
             runners.append(runner)
             if streams:
-                loop.add(streams[index], EventRelay(config.instance, dp_rank, runner.cache_changed).received)
+                runner.relay = EventRelay(config.instance, dp_rank, runner.cache_changed)
+                loop.add(streams[index], runner.relay.received)
         yield runners, facts
 
 

@@ -38,6 +38,7 @@ from nodes.link.runner import (
     RankFacts,
     RunnerLoad,
 )
+from nodes.vllm.events import EventRelay
 from nodes.vllm.sampling import arguments
 
 STAMP_S = 1.0  # between the end of a request in the engine and the time that its last output is stamped with, at most
@@ -79,6 +80,7 @@ class VllmRunner(HandedRunner):
         self._options = dict(options or {})
         self._prioritised = prioritised
         self._clock = clock
+        self.relay: EventRelay | None = None  # of its engine's KV-cache events, where they are wanted
         self._outbox: deque[Said] = deque()  # appended to by the engine's thread, taken by the link's
         self._woken = False  # the link is on its way to the outbox
         self._dead = False
@@ -99,6 +101,8 @@ class VllmRunner(HandedRunner):
 
     def tick(self, now: float) -> None:
         """An engine that dies while it is idle tells nobody; otherwise its legs say why it did, a moment later."""
+        if self.relay is not None:
+            self.relay.tick()
         if self._client.errored:
             self._gone_at = now if self._gone_at is None else self._gone_at
             if not self._tasks or now - self._gone_at > LEGS_SAY_WHY_S:
@@ -108,6 +112,11 @@ class VllmRunner(HandedRunner):
     def cache_changed(self, messages: Sequence[tuple[bytes, bytes, bytes]]) -> None:
         """KV-cache events of its engine, as they are to be published."""
         self._tell(CacheChanged(messages))
+
+    def restate_cache(self) -> None:
+        """A controller that knows nothing of the cache is there."""
+        if self.relay is not None:
+            self.relay.restate()
 
     def _take(self) -> None:
         self._woken = False  # before it looks, so that none which comes now is forgotten

@@ -122,6 +122,11 @@ def test_every_method_on_every_leg(pdbus_cluster: Factory, method: str) -> None:
             assert status.counts["prefix_blocks"] >= len(SHARED) // BLOCK_TOKENS
             stays_where_it_is_cached(client, lambda result: (result.prefill, result.decode), leg="pair")
             stays_where_it_is_cached(client, lambda result: result.decode, leg="unified")
+            cluster.restart("controller-0")
+            until = time.monotonic() + 30.0
+            while client.status().counts.get("prefix_blocks", 0) < len(SHARED) // BLOCK_TOKENS:
+                assert time.monotonic() < until, "the ranks say nothing of what they have cached"
+                time.sleep(0.05)
             return
     if method == "follow_bootstrap_room":
         for result in results:

@@ -121,3 +121,31 @@ def test_a_long_prompt_is_told_in_messages_of_some_size() -> None:
     assert relay.say(event) == (Stored(tuple(names[:MAX_BLOCKS])), Stored(tuple(names[MAX_BLOCKS:])))
     assert len(relay.messages) == 2
     assert codec.unpack(relay.messages[1][2])[1][0]["parent_block_hash"] == names[MAX_BLOCKS - 1]
+
+
+def test_to_a_new_controller_what_is_cached_is_told_again_a_message_a_tick() -> None:
+    relay = Relay()
+    count = 2 * MAX_BLOCKS
+    names = block_hashes(list(range(SIZE * count)), SIZE)
+    theirs = [number.to_bytes(8, "big") for number in range(count)]
+    relay.say(stored(0, 0, token_ids=list(range(SIZE * count)), block_hashes=theirs))
+    relay.say({"type": "BlockRemoved", "block_hashes": theirs[:1]})
+    relay.relay.restate()
+    gone = relay.say({"type": "BlockRemoved", "block_hashes": theirs[1:2]})
+    assert gone == (Removed((names[1],)),)
+    late = Follower(1, relay.counts, replay=False, ours=True)
+    told = len(relay.messages)
+    for _ in range(3):
+        relay.relay.tick()
+    changes = [change for frames in relay.messages[told:] for change in late.live(frames).changes]
+    assert changes == [Stored(tuple(names[2 : MAX_BLOCKS + 1])), Stored(tuple(names[MAX_BLOCKS + 1 :]))]
+    assert not relay.counts
+
+
+def test_what_is_told_again_ends_at_a_hole() -> None:
+    relay = Relay()
+    relay.say(stored(0, 2))
+    relay.relay.restate()
+    assert relay.say(stored(2, 1), number=7) == (Cleared(),)
+    relay.relay.tick()
+    assert relay.changes == (Cleared(),)
