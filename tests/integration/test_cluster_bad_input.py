@@ -29,8 +29,19 @@ SMALL = ("--kv-tokens", "1024", "--max-context", "2048", "--sim-timing", "zero",
 def cluster() -> Iterator[Cluster]:
     spec = ClusterSpec(prefill=2, decode=2, ranks_per_process=2, engine="sim", model="sim", node_args=SMALL)
     with Cluster(spec) as running:
+        settle(running)
         yield running
     assert not running.leftovers
+
+
+def settle(cluster: Cluster) -> None:
+    """For a lease after its start a controller refuses nothing for good that rests on who is there."""
+    with Client(cluster.controller, retries=0) as client:
+        code = "no_rank"
+        while code == "no_rank":
+            with pytest.raises(RequestFailed) as caught:
+                client.generate_tokens([5], max_tokens=4, routed_dp_rank=99).tokens()
+            code = caught.value.code
 
 
 @pytest.fixture

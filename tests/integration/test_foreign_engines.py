@@ -98,7 +98,7 @@ def ready(client: Client, count: int) -> None:
 def test_a_toy_scheduler_serves_survives_a_controllers_restart_and_drains(processes: Processes) -> None:
     toy = processes.start("toy", "embed_rank", processes.bus, processes.controller)
     text = "a longer text, said again " * 60
-    with Client(processes.controller) as client:
+    with Client(processes.controller, tokenizer="bytes") as client:
         ready(client, 1)
         assert client.generate("hello", chat=False, max_tokens=99).text() == "HELLO"
         answers = [client.generate(f"request {n}", chat=False, max_tokens=9 + n) for n in range(12)]
@@ -144,7 +144,7 @@ def test_an_engine_with_a_connector_of_its_own_shares_its_caches_by_handle(proce
     start("prefill")
     start("decode")
     text = "a longer text, said again " * 60
-    with Client(processes.controller, retries=20) as client:
+    with Client(processes.controller, retries=20, tokenizer="bytes") as client:
         ready(client, 2)
         answers = [client.generate(f"request {n}", chat=False, max_tokens=9 + n) for n in range(12)]
         assert [answer.text() for answer in answers] == [f"REQUEST {n}"[: 9 + n] for n in range(12)]
@@ -185,7 +185,7 @@ def test_a_cluster_of_engines_with_their_own_connector(processes: Processes, mod
         processes.engine("prefill", name)
     for name in ("d0", "d1"):
         processes.engine("decode", name)
-    with Client(processes.controller, retries=20) as client:
+    with Client(processes.controller, retries=20, tokenizer="bytes") as client:
         ready(client, 4)
         run(client, range(40))
         used = {rank.instance: rank.ended_total for rank in client.status().ranks}
@@ -215,7 +215,7 @@ def test_log_probabilities_have_no_gap_where_an_output_goes_on_elsewhere(process
     processes.module = "fake_vllm"
     for role, name in (("prefill", "p"), ("decode", "d0"), ("decode", "d1")):
         processes.engine(role, name)
-    with Client(processes.controller, retries=20) as client:
+    with Client(processes.controller, retries=20, tokenizer="bytes") as client:
         ready(client, 3)
         streams = [client.generate_tokens(prompt_of(number), max_tokens=150, logprobs=1) for number in range(6)]
         pieces = [iter(stream) for stream in streams]
@@ -238,7 +238,7 @@ def test_a_prefill_engine_that_is_killed_meanwhile_costs_no_request(
     processes.module = "fake_vllm"
     for role in ("prefill", "decode"):
         processes.engine(role, role, "30", "2" if role == slow else "0")
-    with Client(processes.controller, retries=20) as client:
+    with Client(processes.controller, retries=20, tokenizer="bytes") as client:
         ready(client, 2)
         streams = [client.generate_tokens(prompt_of(number), max_tokens=12) for number in range(3)]
         until((processes.folder / stage).exists, stage)
@@ -257,7 +257,7 @@ def test_an_engine_that_dies_for_good_leaves_and_comes_back(processes: Processes
     if role == "prefill":
         processes.engine("decode", "d0")
     count = 2 if role == "prefill" else 1
-    with Client(processes.controller, retries=0) as client:
+    with Client(processes.controller, retries=0, tokenizer="bytes") as client:
         ready(client, count)
         run(client, range(8))
         with pytest.raises(RequestFailed) as failure:

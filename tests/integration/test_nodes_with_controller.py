@@ -167,7 +167,7 @@ def test_ranks_that_drain_lose_nothing_and_leave_with_0(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_second_start_of_a_rank_takes_its_place_and_the_first_leaves_with_3(stack: Stack, role: str) -> None:
+def test_a_second_start_of_a_rank_takes_its_place_and_the_first_leaves_with_4(stack: Stack, role: str) -> None:
     prompts = {f"r{n}": [5 + n % 50] * (20 + n) for n in range(20)}
     for rid, prompt in prompts.items():
         stack.submit(rid, prompt, 60)
@@ -178,7 +178,7 @@ def test_a_second_start_of_a_rank_takes_its_place_and_the_first_leaves_with_3(st
     assert again.stdout is not None
     line = again.stdout.readline()
     epoch = line.split("epochs=")[1].split()[0]
-    assert first.wait(DEADLINE_S) == 3
+    assert first.wait(DEADLINE_S) == 4
     assert first.stderr is not None
     said = first.stderr.read().strip().splitlines()[-1]
     assert said.endswith(f"error: {role}/1 was started again elsewhere (epoch {epoch}); this one leaves")

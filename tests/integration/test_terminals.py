@@ -52,7 +52,8 @@ def on_terminal(columns: int, *arguments: str) -> str:
 
 
 def test_output_of_a_model_cannot_control_the_terminal(cluster: Cluster) -> None:
-    arguments = ("generate", "hi", "--raw", "--max-tokens", "300", "--controller", cluster.controller)
+    arguments = ("generate", "hi", "--raw", "--max-tokens", "300", "--tokenizer", "bytes")
+    arguments += ("--controller", cluster.controller)
     shown = on_terminal(80, *arguments)
     assert not CONTROLS.search(shown)
     assert re.search(r"\\x[01]", shown)

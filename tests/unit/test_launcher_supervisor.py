@@ -186,11 +186,7 @@ def test_ctrl_c_cuts_the_wait_short(start: Start, monkeypatch: pytest.MonkeyPatc
     waits: list[float] = []
     wait = Child.wait
 
-    wait = Child.wait
-
     def interrupted(self: Child, timeout_s: float) -> bool:
-        if len(waits) == 2:
-            return wait(self, timeout_s)  # for its end, once it is killed
         waits.append(timeout_s)
         if len(waits) > 2:  # it was killed
             return wait(self, timeout_s)
