@@ -11,7 +11,10 @@ _PORTS = range(20_000, 32_000)  # below the usual ephemeral range, so that no ou
 
 
 def free_ports(host: str, count: int) -> int:
-    """The first of `count` ports in a row that nobody listens on."""
+    """The first of `count` ports in a row that nobody listens on. StartError where there are none, or where the address
+    is not this machine's."""
+    host = socket_host(host)
+    _check(host)
     rng = random.SystemRandom()
     for _ in range(200):
         base = rng.choice(_PORTS[:-count])
@@ -22,7 +25,9 @@ def free_ports(host: str, count: int) -> int:
 
 def hold(host: str, port: int) -> bool:
     """Whether the number is this process's, as long as it lives, among all that ask here before they listen: UDP's port
-    stands for it, which nobody wants. False also where somebody listens already."""
+    stands for it, which nobody wants. False also where somebody listens already. StartError as for `free_ports`."""
+    host = socket_host(host)
+    _check(host)
     if not _is_free(host, port):
         return False
     with socket.socket(_family(host), socket.SOCK_DGRAM) as claim:
@@ -32,6 +37,20 @@ def hold(host: str, port: int) -> bool:
             return False
         claim.detach()
         return True
+
+
+def socket_host(host: str) -> str:
+    """As sockets take it: an IPv6 address without the brackets that it has in an endpoint."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def _check(host: str) -> None:
+    """A taken port is not the same as an address that is none, or another machine's."""
+    with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise StartError(f"{host} is no address of this machine ({error.strerror}); name one that is") from None
 
 
 def _family(host: str) -> socket.AddressFamily:

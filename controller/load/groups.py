@@ -41,8 +41,15 @@ KvKind: TypeAlias = tuple[str, str]  # (transfer, layout) as ranks say in their 
 
 
 def exchange(one: KvKind, other: KvKind) -> bool:
-    """Whether ranks of these kinds can hand KV caches to each other. Who states no layout finds out by trying."""
-    return one[0] == other[0] and (one[1] == other[1] or not one[1] or not other[1])
+    """Whether ranks of these kinds can hand KV caches to each other. Who states no layout finds out by trying, as does
+    who states nothing behind a `#`."""
+    if one[0] != other[0]:
+        return False
+    if one[1] == other[1] or not one[1] or not other[1]:
+        return True
+    first, _, further = one[1].partition("#")
+    its_first, _, its_further = other[1].partition("#")
+    return first == its_first and not (further and its_further)
 
 
 def group_names(rank: RankLoad) -> set[tuple[Role, str, str]]:

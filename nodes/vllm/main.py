@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,8 +15,9 @@ from bus.endpoints import runtime_dir, split_port
 from bus.errors import ConfigError, StartError
 from bus.runtime import cli
 from bus.runtime.epochs import new_epoch
+from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
-from bus.runtime.ports import free_ports, hold
+from bus.runtime.ports import free_ports, hold, socket_host
 from bus.runtime.sockets import Socket, Sockets
 from bus.runtime.spans import Spans
 from nodes.config import NodeConfig
@@ -25,16 +26,19 @@ from nodes.node import Node, on_signals
 from nodes.own.engines import smollm2
 from nodes.vllm import versions
 from nodes.vllm.cores import claim_cores, keep_to
+from nodes.vllm.devices import alone_on
 from nodes.vllm.engine import EngineThread
 from nodes.vllm.events import EventRelay
 from nodes.vllm.metrics import figures_of_vllm
 from nodes.vllm.reaper import Reaper
 from nodes.vllm.runner import VllmRunner
-from nodes.vllm.sampling import GRAMMARS, KNOWN
+from nodes.vllm.sampling import GRAMMARS, KNOWN, NOT_SPECULATING
 from nodes.vllm.smollm2 import hugging_face
 
 LOOPBACK = "127.0.0.1"
 HEARTBEATS = 6  # decode renews what it waits for so many times a lease
+
+log = get_logger("node")
 
 
 def serve(
@@ -122,10 +126,10 @@ def _engine(
     def build() -> Any:
         return versions.start(args, stepped)
 
-    with (
-        Reaper() as reaper,
-        EngineThread(build, lambda client: client.shutdown(), lambda: keep_to(cores, reaper.processes())) as engine,
-    ):
+    thread = EngineThread(build, lambda client: client.shutdown(), lambda: keep_to(cores, reaper.processes()))
+    with Reaper() as reaper, ExitStack() as stack:
+        with alone_on(Path(runtime_dir()), versions.devices(args), config.wait_s, _say_wait):
+            engine = stack.enter_context(thread)
         keep_to(cores, reaper.processes())
         facts, lease_s = versions.facts_of(engine.client), versions.lease_s(engine.client)
         for index, dp_rank in enumerate(config.dp_ranks):
@@ -149,6 +153,7 @@ def _engine(
 
 
 def rank_facts(facts: versions.Facts, lease_s: float) -> RankFacts:
+    known = tuple(name for name in KNOWN if not (facts.speculates and name in NOT_SPECULATING))
     return RankFacts(
         model=facts.model,
         max_context=facts.max_context,
@@ -160,7 +165,7 @@ def rank_facts(facts: versions.Facts, lease_s: float) -> RankFacts:
         kv_layout=facts.kv_layout,
         kv_transfer=facts.connector or OVER_THE_BUS,
         wants_prompt=True,
-        params=(*KNOWN, *(GRAMMARS if facts.tokenizes else ())),
+        params=(*known, *(GRAMMARS if facts.tokenizes else ())),
         handle_margin_s=lease_s / HEARTBEATS + 2.0,
     )
 
@@ -168,7 +173,7 @@ def rank_facts(facts: versions.Facts, lease_s: float) -> RankFacts:
 def _choices(config: NodeConfig, events_port: int) -> versions.Choices:
     ranks = len(config.dp_ranks)
     scheme, _, rest = config.data.partition("://")
-    host = split_port(rest)[0] if scheme == "tcp" else "127.0.0.1"
+    host = socket_host(split_port(rest)[0]) if scheme == "tcp" else LOOPBACK
     return versions.Choices(
         role=config.role,
         ranks=ranks,
@@ -202,6 +207,10 @@ def _set_missing(variables: Mapping[str, str]) -> None:
     """What the user has set stays."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
+
+
+def _say_wait(device: str) -> None:
+    log.info("engine.waits", gpu=device, until="another engine on it has loaded")
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -8,6 +8,7 @@ from bus.wire.messages import Params, Refusal
 from nodes.link.leg import Leg
 
 KNOWN = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias", "logprobs")
+NOT_SPECULATING = ("min_p", "logit_bias")  # vLLM refuses them where it speculates
 GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # and what vLLM calls them
 _OF_THE_OUTPUT = {"presence_penalty", "frequency_penalty", *GRAMMARS}
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, NoReturn
@@ -25,7 +26,7 @@ CPU_BLOCK_TOKENS = 32  # NIXL refuses vLLM's 16 there
 SIDE_HOST, SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 CPU_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 CPU_UCX_TLS = "tcp,self,sm,posix,sysv,cma"
-MAX_NAME = 128
+MAX_NAME = MAX_LAYOUT = 128
 CONNECTOR = "NixlConnector"
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
@@ -60,6 +61,7 @@ class Facts:
     connector: str
     tokenizes: bool
     prioritised: bool
+    speculates: bool
 
 
 def check_installed(split: bool) -> None:
@@ -120,6 +122,21 @@ def on_cpu() -> bool:
 
 
 @as_known()
+def devices(args: Any) -> list[str]:
+    """The GPUs whose memory an engine with these arguments measures as it starts, by names that are the same in all
+    processes."""
+    from vllm.platforms import current_platform
+
+    if on_cpu() or args.kv_cache_memory_bytes is not None:
+        return []
+    count = args.tensor_parallel_size * args.pipeline_parallel_size * args.data_parallel_size
+    try:
+        return [str(current_platform.get_device_uuid(number)) for number in range(count)]
+    except NotImplementedError:
+        return [str(number) for number in range(count)]
+
+
+@as_known()
 def engine_args(path: str, name: str, arguments: Sequence[str], choices: Choices) -> Any:
     """vLLM's `AsyncEngineArgs` of its own command line and what the node chooses; `name` is what the model is called
     where vLLM's arguments say nothing else. ConfigError in one line for what it does not take."""
@@ -166,6 +183,13 @@ def engine_args(path: str, name: str, arguments: Sequence[str], choices: Choices
         raise ConfigError(f"vLLM does not take {name!r} and its arguments: {error}") from None
 
 
+def usage_context() -> Any:
+    """That of `vllm serve`: tokens a step and requests at once, where the user names none, go by it and the device."""
+    from vllm.usage.usage_lib import UsageContext
+
+    return UsageContext.OPENAI_API_SERVER
+
+
 def environment(choices: Choices) -> dict[str, str]:
     """Variables that must be there before vLLM is imported."""
     return {
@@ -187,6 +211,7 @@ async def start(args: Any, stepped: Callable[[int, float], None]) -> Any:
     """An `AsyncLLM`, loaded. `stepped(rank, kv_usage)` is called on its thread after each step. StartError when it does
     not come up."""
     with as_known():
+        usage_context()
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -201,7 +226,7 @@ async def start(args: Any, stepped: Callable[[int, float], None]) -> Any:
         def log_engine_initialized(self) -> None: ...
 
     try:
-        return AsyncLLM.from_engine_args(args, stat_loggers=[Steps])
+        return AsyncLLM.from_engine_args(args, stat_loggers=[Steps], usage_context=usage_context())
     except Exception as error:
         raise StartError(f"vLLM did not start: {type(error).__name__}: {error}") from None
 
@@ -221,21 +246,56 @@ def facts_of(client: Any) -> Facts:
         eos = getattr(model.hf_config, "eos_token_id", None)
     own = getattr(getattr(client, "tokenizer", None), "eos_token_id", None)  # vLLM's first
     ends = dict.fromkeys((*(eos if isinstance(eos, list | tuple) else [eos]), own))
-    parts = (model.dtype, cache.cache_dtype, cache.block_size)
+    block_tokens = getattr(cache, "effective_attention_block_size", None) or cache.block_size
+    capacity = getattr(cache, "kv_cache_size_tokens", None)  # an engine's; the number of blocks is of all together
+    if capacity is None:
+        capacity = (cache.num_gpu_blocks or 0) * cache.block_size // ranks
     return Facts(
         model=served,
         max_context=model.max_model_len,
-        kv_capacity=(cache.num_gpu_blocks or 0) * cache.block_size // ranks,
+        kv_capacity=capacity,
         max_running=config.scheduler_config.max_num_seqs,
         step_tokens=config.scheduler_config.max_num_batched_tokens,
-        block_tokens=cache.block_size,
+        block_tokens=block_tokens,
         vocab_size=model.get_vocab_size(),
         eos_ids=tuple(id for id in ends if id is not None),
-        kv_layout=f"{fingerprint(model.model, model.hf_config.to_dict())}/{'/'.join(map(str, parts))}"[:128],
+        kv_layout=_layout(config),
         connector="" if transfer is None else transfer.kv_connector,
         tokenizes=not model.skip_tokenizer_init,
         prioritised=config.scheduler_config.policy == "priority",
+        speculates=getattr(config, "speculative_config", None) is not None,
     )
+
+
+def _layout(config: Any) -> str:
+    """What must be equal where KV caches are exchanged. It begins as in version 0.1.0, and a controller compares no
+    more where one of two ranks says no more. Behind the `#`, hashed so that no length cuts it off, are the model's
+    revision and what vLLM's connector insists on."""
+    model, cache = config.model_config, config.cache_config
+    parts = (model.dtype, cache.cache_dtype, cache.block_size)
+    first = f"{fingerprint(model.model, model.hf_config.to_dict())}/{'/'.join(map(str, parts))}"
+    commit = getattr(model.hf_config, "_commit_hash", None) or getattr(model, "revision", None)
+    further = blake2b(repr((commit, *_exchange_factors(config))).encode(), digest_size=8).hexdigest()
+    return f"{first[: MAX_LAYOUT - len(further) - 1]}#{further}"
+
+
+def _exchange_factors(config: Any) -> tuple[str, ...]:
+    transfer = config.kv_transfer_config
+    if transfer is None:
+        return ()
+    found = (installed(), transfer.kv_connector)
+    if not transfer.kv_connector.startswith("Nixl"):
+        return found
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backend
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash
+    except ImportError:  # older ones have it elsewhere; their handshake refuses what differs
+        return found
+    try:
+        backend = get_current_attn_backend(config).get_name()  # of the device, as nothing is loaded in this process
+    except Exception:  # a model for which that can't be told from outside: the handshake says so, then
+        backend = ""
+    return *found, compute_nixl_compatibility_hash(config, backend)
 
 
 def lease_s(client: Any) -> float:

@@ -15,8 +15,11 @@ import pytest
 
 from bus.errors import ConfigError, StartError
 from bus.runtime.ports import free_ports
+from controller.load.groups import exchange
+from nodes.config import NodeConfig
 from nodes.vllm import main, versions
 from nodes.vllm.cores import claim_cores, keep_to
+from nodes.vllm.devices import alone_on
 from nodes.vllm.fingerprint import fingerprint
 
 HERE = [sys.executable, "-P", "-m", "nodes.decode", "--bus", "ipc:///tmp/pdx/b", "--controller", "ipc:///tmp/pdx/c"]
@@ -185,16 +188,143 @@ def test_end_tokens_are_the_models_and_the_tokenizers(
     generation: dict[str, Any], configured: Any, own: int | None, found: tuple[int, ...]
 ) -> None:
     """Some have the id 0; fine-tunes name theirs in the tokenizer alone."""
+    client = client_of(configured=configured, generation=generation, own=own)
+    assert versions.facts_of(client).eos_ids == found
+
+
+def client_of(
+    *, configured: Any = 2, generation: dict[str, Any] | None = None, own: int | None = None, commit: str | None = None,
+    connector: str = "", ranks: int = 1, **cache: Any,
+) -> Any:  # fmt: skip
+    """An `AsyncLLM`, as far as facts are read off it."""
     said = {"eos_token_id": configured}
     model = SimpleNamespace(
         served_model_name="m", max_model_len=4096, dtype="bf16", model="/nowhere", skip_tokenizer_init=False,
-        hf_config=SimpleNamespace(**said, to_dict=lambda: said), try_get_generation_config=lambda: generation,
-        get_vocab_size=lambda: 49152,
+        hf_config=SimpleNamespace(**said, to_dict=lambda: said, _commit_hash=commit),
+        try_get_generation_config=lambda: generation or {}, get_vocab_size=lambda: 49152,
     )  # fmt: skip
     config = SimpleNamespace(
-        model_config=model, cache_config=SimpleNamespace(cache_dtype="auto", block_size=16, num_gpu_blocks=100),
-        kv_transfer_config=None, parallel_config=SimpleNamespace(data_parallel_size=1),
+        model_config=model,
+        cache_config=SimpleNamespace(**({"cache_dtype": "auto", "block_size": 16, "num_gpu_blocks": 100} | cache)),
+        kv_transfer_config=SimpleNamespace(kv_connector=connector) if connector else None,
+        parallel_config=SimpleNamespace(data_parallel_size=ranks),
         scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=512, policy="fcfs"),
+    )
+    return SimpleNamespace(vllm_config=config, tokenizer=SimpleNamespace(eos_token_id=own))
+
+
+def test_capacity_and_block_size_are_vllms_own_where_it_says_them() -> None:
+    """Blocks times their size is too much where layers with windows have groups of their own, too little where ranks
+    share a context."""
+    old = versions.facts_of(client_of(ranks=2))
+    assert (old.kv_capacity, old.block_tokens) == (800, 16)
+    unsaid = versions.facts_of(client_of(kv_cache_size_tokens=None, effective_attention_block_size=None))
+    assert (unsaid.kv_capacity, unsaid.block_tokens) == (1600, 16)
+    new = versions.facts_of(client_of(ranks=2, kv_cache_size_tokens=1234, effective_attention_block_size=128))
+    assert (new.kv_capacity, new.block_tokens) == (1234, 128), "of one rank, each"
+
+
+def test_a_speculating_rank_does_not_say_that_it_knows_what_vllm_then_refuses() -> None:
+    client = client_of()
+    known = set(main.rank_facts(versions.facts_of(client), 60.0).params)
+    client.vllm_config.speculative_config = object()
+    assert known - set(main.rank_facts(versions.facts_of(client), 60.0).params) == {"min_p", "logit_bias"}
+
+
+def test_revisions_versions_and_connectors_are_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no length of what comes first cuts them off."""
+    monkeypatch.setattr(versions, "installed", lambda: "0.32.0")
+
+    def layout(**how: Any) -> str:
+        return versions.facts_of(client_of(connector="X", **how)).kv_layout
+
+    first = layout(commit="a" * 40)
+    assert layout(commit="a" * 40) == first
+    assert exchange(("X", first), ("X", first))
+    assert not exchange(("X", first), ("X", layout(commit="b" * 40)))
+    long = layout(commit="a" * 40, cache_dtype="f" * 200)
+    assert len(long) == 128
+    assert not exchange(("X", long), ("X", layout(commit="b" * 40, cache_dtype="f" * 200)))
+    monkeypatch.setattr(versions, "installed", lambda: "0.33.0")
+    assert not exchange(("X", first), ("X", layout(commit="a" * 40)))
+
+
+def test_layouts_of_version_0_1_0_pair_as_before() -> None:
+    """With each other, and with a later one's that begins as theirs."""
+    new = versions.facts_of(client_of(connector="X")).kv_layout
+    old = new.partition("#")[0]
+    assert old == f"{fingerprint('/nowhere', {'eos_token_id': 2})}/bf16/auto/16"
+    assert exchange(("X", old), ("X", old))
+    assert exchange(("X", old), ("X", new))
+    assert exchange(("X", new), ("X", old))
+    assert not exchange(("X", old + "0"), ("X", new))
+    assert not exchange(("Y", old), ("X", new))
+
+
+def ipv6_loopback() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not ipv6_loopback(), reason="this machine has no IPv6")
+def test_an_ipv6_address_of_data_is_one_for_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(versions.SIDE_PORT, raising=False)
+    config = NodeConfig(
+        role="decode", instance="d", bus="ipc:///tmp/pdx/b", controllers=("ipc:///tmp/pdx/c",), data="tcp://[::1]:5580",
+        dp_size=1, dp_ranks=(0,),
     )  # fmt: skip
-    client = SimpleNamespace(vllm_config=config, tokenizer=SimpleNamespace(eos_token_id=own))
-    assert versions.facts_of(client).eos_ids == found
+    choices = main._choices(config, 0)
+    assert choices.host == "::1", "as vLLM wants it, which puts the brackets on"
+    monkeypatch.setenv(versions.SIDE_PORT, str(free_ports("[::1]", 1)))
+    assert main.side_ports("::1", 1)
+
+
+def test_a_host_that_is_not_this_machines_is_not_a_taken_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    for port in (None, "5600"):
+        monkeypatch.delenv(versions.SIDE_PORT, raising=False)
+        if port:
+            monkeypatch.setenv(versions.SIDE_PORT, port)
+        with pytest.raises(StartError, match=r"192\.0\.2\.7 is no address of this machine"):
+            main.side_ports("192.0.2.7", 1)
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from nodes.vllm.devices import alone_on
+with alone_on(Path(sys.argv[1]), ["GPU-1"], 60, lambda device: print("waits", flush=True)):
+    print("holds", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_engines_of_one_gpu_load_one_after_the_other(tmp_path: Path) -> None:
+    """And what a killed one held is free."""
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as first:
+        assert first.stdout.readline() == "holds\n"
+        with subprocess.Popen(command, **pipes) as second:
+            assert second.stdout.readline() == "waits\n"
+            first.kill()
+            assert second.stdout.readline() == "holds\n"
+            second.kill()
+
+
+def test_engines_of_other_gpus_load_at_once_and_a_wait_has_an_end(tmp_path: Path) -> None:
+    said: list[str] = []
+    with alone_on(tmp_path, ["GPU-1", "GPU-0"], 60, said.append), alone_on(tmp_path, ["GPU-2"], 60, said.append):
+        assert said == []
+        with (
+            pytest.raises(StartError, match=r"on GPU GPU-1 after 0 s; raise --wait-s, or .* --kv-cache-memory-bytes"),
+            alone_on(tmp_path, ["GPU-1"], 0.0, said.append),
+        ):
+            raise AssertionError
+    assert said == ["GPU-1"]
+    with alone_on(tmp_path, [], 0.0, said.append):
+        pass
+    assert said == ["GPU-1"]
