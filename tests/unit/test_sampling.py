@@ -49,6 +49,12 @@ def test_frequencies_follow_the_distribution(params: Params, wanted: dict[int, f
         assert abs(seen[token] - probability) < 4 * math.sqrt(0.25 / DRAWS)
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-308, 1e-6])
+def test_a_temperature_near_nothing_is_greedy(temperature: float) -> None:
+    assert frequencies(Params(temperature=temperature, seed=1)) == {0: 1.0}
+    assert sample(LOGITS[:, ::-1], [(Params(temperature=temperature), 0)]) == [4]
+
+
 def test_temperature_flattens():
     flat = frequencies(Params(temperature=2.0, seed=1))
     weights = [math.sqrt(probability) for probability in PROBABILITIES]

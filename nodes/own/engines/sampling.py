@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from bus.wire.messages import Params, TokenLogprobs
 from nodes.link.logprobs import token_logprobs
 
+GREEDY_BELOW = 1e-5  # as in vLLM: logits divided by less are infinite for several tokens
+
 
 def draw(seed: int, output_index: int) -> float:
     """A number in [0, 1) that is uniform over output indices and equal on every machine."""
@@ -30,7 +32,7 @@ def sample(logits: NDArray[numpy.float32], wanted: Sequence[tuple[Params, int]])
         return []
     tokens: list[int] = numpy.argmax(logits, axis=-1).tolist()
     for row, (params, output_index) in enumerate(wanted):
-        if params.temperature > 0:
+        if params.temperature > GREEDY_BELOW:
             tokens[row] = _sampled(logits[row], params, draw(params.seed, output_index))
     return tokens
 
