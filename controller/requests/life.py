@@ -218,10 +218,9 @@ class Life:
             for rid, offset in self._unclear.settle(rank).items():
                 self.table.blame(rid, offset)
         lost: Mapping[Rid, tuple[Request, LegRun]] = rank.work if loss.work is None else loss.work
-        for rid, work in list(lost.items()):
-            if rank.work.get(rid) is not work:
+        for rid, (request, leg) in list(lost.items()):
+            if work_of(rank, rid, request.attempt) is None or rank.work[rid][1] is not leg:
                 continue  # it has ended, or is given up already
-            request, leg = work
             self._counts["legs_lost"] += 1
             if loss.tell:
                 room = request.submit.bootstrap_room

@@ -302,21 +302,26 @@ def test_an_asynchronous_client_in_a_forked_child(folder: str) -> None:
     asyncio.run(run())
 
 
-def test_what_is_submitted_beside_a_close_ends_or_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_submitted_beside_a_close_ends_or_is_refused(folder: str) -> None:
     """The client is closed at the worst moment: after it was found open, before the thread was told."""
     part = channel(folder)
-    tell = part.loop.call_threadsafe
+    loop = part.loop
     ends: queue.SimpleQueue[object] = queue.SimpleQueue()
 
-    def later(function: Callable[[], None]) -> None:
-        if not closing:
-            closing.append(threading.Thread(target=part.stop))
-            closing[0].start()
-            closing[0].join(0.2)  # a stop that does not wait for this call is over by then
-        tell(function)
+    class Late:
+        def call_threadsafe(self, function: Callable[[], None]) -> None:
+            if not closing:
+                closing.append(threading.Thread(target=part.stop))
+                closing[0].start()
+                closing[0].join(0.2)  # a stop that does not wait for this call is over by then
+            loop.call_threadsafe(function)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(loop, name)
 
     closing: list[threading.Thread] = []
-    monkeypatch.setattr(part.loop, "call_threadsafe", later)
+    late: Any = Late()
+    part.loop = late
     part.begin(a_request(part), ends.put)
     end = ends.get(timeout=WAIT_S)
     assert isinstance(end, Result)
