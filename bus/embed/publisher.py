@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Literal, TypeAlias
 
-from msgspec import ValidationError, convert, to_builtins
+from msgspec import convert, to_builtins
 
 from bus.actions import Publish
 from bus.defaults import REPORT_INTERVAL_S, ROOM_TTL_S
@@ -208,13 +208,13 @@ class Publisher(Service):
         if load is not None:
             try:
                 self._core.report(convert(to_builtins(load), Load), now)
-            except (ValidationError, TypeError) as error:
+            except (ValueError, TypeError) as error:  # msgspec's own, and of text that is no Unicode
                 self._refuse(f"load: {error}")
         for _ in range(len(self._queue)):
             command = self._queue.popleft()
             try:
                 self._publish(self._carry_out(command, now))
-            except (ValidationError, TypeError) as error:
+            except (ValueError, TypeError) as error:  # msgspec's own, and of text that is no Unicode
                 self._refuse(f"{command}: {error}")
         self._publish(self._core.flush(now))
         self._pace()

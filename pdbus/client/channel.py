@@ -24,6 +24,8 @@ from pdbus.client.questions import settle
 from pdbus.client.request import Request
 from pdbus.client.traffic import TICK_S, Sink, Traffic, broken, bug, check_question
 
+CLOSED = "this client is closed"
+
 
 class Channel(Service):
     """`controllers` are client endpoints. Serves from its making to `stop`."""
@@ -94,7 +96,7 @@ class Channel(Service):
         self.raise_if_inherited()
         with self._lock:  # so that the thread does not leave in between
             if self._closed:
-                raise RuntimeError("this client is closed")
+                raise RuntimeError(CLOSED)
             self.raise_if_failed()
             self._calls.append((function, abandon))
             self.loop.call_threadsafe(lambda: self._calls.popleft()[0]())
@@ -110,5 +112,5 @@ class Channel(Service):
                 self._calls.popleft()[1]()
 
     def leave(self) -> None:
-        self._traffic.leave()
+        self._traffic.leave(RuntimeError(CLOSED))
         self.loop.stop()

@@ -133,11 +133,11 @@ class Traffic:
                     self._unwatch(peer.socket)
                     self._sockets.close_socket(peer.socket)
 
-    def leave(self) -> None:
-        """Cancel what is live; nothing is said or heard any more."""
+    def leave(self, why: Exception | None = None) -> None:
+        """Cancel what is live; nothing is said or heard any more. Who asked something hears `why`, or is cancelled."""
         for rid in list(self._sinks):
             self.cancel(rid)
-        self._questions.drop(RuntimeError("this client is closed"))
+        self._questions.drop(why)
         self._hurry()
         self.flush()
         for peer in self._peers.values():  # what was just said (cancel, detach) still goes out

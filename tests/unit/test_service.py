@@ -521,6 +521,20 @@ def test_integers_of_other_libraries_are_rooms(folder: str) -> None:
         assert part.counts["invalid"] == 1
 
 
+def test_a_publisher_counts_what_is_no_text(folder: str) -> None:
+    odd: Any = "\ud800"
+    with broker(folder), publisher(folder) as part:
+        part.set_state(odd)
+        part.drop(1, code=odd)
+        part.report(odd)
+        part.register(7)
+        with resolver(folder) as finder:
+            finder.want(7, deadline_s=WAIT_S)
+            assert finder.wait(WAIT_S)
+            assert finder.poll().keys() == {7}
+        assert part.counts["invalid"] == 3
+
+
 def test_a_publisher_that_was_not_started_has_never_heard_the_broker(folder: str) -> None:
     assert publisher(folder).silent_s == float("inf")
 
