@@ -50,20 +50,32 @@ def test_targets_run_in_a_row_each_with_its_time_and_nothing_to_read(ci: Run) ->
     ]  # fmt: skip
 
 
-def test_the_first_that_fails_is_the_last(ci: Run) -> None:
+def test_what_fails_twice_is_the_last(ci: Run) -> None:
     done = ci("check 3600\ntest-vllm 3600 again\ntest-ray 3600\n", 'echo "$1"; [ "$1" = check ]')
     assert done.returncode == 1
     assert "test-ray" not in done.stdout
-    assert done.stderr == "==> test-vllm failed\n", "what failed is not tried again"
-
-
-def test_an_engine_that_hangs_is_tried_once_more_and_nothing_else(ci: Run) -> None:
-    hangs_once = 'echo "$1"; [ -e been-$1 ] || { touch been-$1; exec sleep 3600; }'
-    done = ci("test-vllm 1 again\ntest 1\ntest-ray 3600\n", hangs_once)
-    assert done.returncode == 1
-    assert "==> test-vllm ran into its limit of 1 s: it has one more try" in done.stdout
     assert done.stdout.count("==> test-vllm: ") == 2
-    assert done.stderr == "==> test ran into its limit of 1 s\n"
+    assert done.stderr == "==> test-vllm failed\n"
+
+
+def test_without_a_second_try_a_failure_is_the_last(ci: Run) -> None:
+    done = ci("check 3600\ntest 3600 again\n", "false")
+    assert (done.returncode, done.stderr) == (1, "==> check failed\n")
+    assert done.stdout.count("==> check: ") == 1
+
+
+@pytest.mark.parametrize(("fails", "again"), [("exit 1", "--lf --lfnf=none"), ("exec sleep 3600", "")])
+def test_what_passes_at_the_second_try_is_named_at_the_end(ci: Run, fails: str, again: str) -> None:
+    """Of what failed, only the failed tests run once more; of what hung, all."""
+    done = ci("test 1 again\ntest-ray 3600\n", f'echo "$1 [$AGAIN]"; [ -e been ] || {{ touch been; {fails}; }}')
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"test [{again}]" in done.stdout.split("it has one more try")[1]
+    assert "==> passed at the second try only: test\n" in done.stdout
+
+
+def test_what_hangs_ends(ci: Run) -> None:
+    done = ci("test 1\ntest-ray 3600\n", "exec sleep 3600")
+    assert (done.returncode, done.stderr) == (1, "==> test ran into its limit of 1 s\n")
 
 
 def test_what_outlives_its_target_is_killed_and_holds_no_pipe(ci: Run, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def hung_up(peer: unix.socket) -> bool:
 
 def greets(endpoint: str) -> bool:
     try:
-        greet(endpoint, timeout_s=WAIT_S).close()  # its turn comes: one that gave up would queue again behind itself
+        greet(endpoint, timeout_s=WAIT_S / 8).close()  # long: one that gives up queues again behind itself
     except OSError:
         return False
     return True
