@@ -51,6 +51,12 @@ class Child:
         return self.process.pid
 
     @property
+    def closed(self) -> bool:
+        """Whether nothing more is read of it: one that was killed and has not gone yet, say."""
+        assert self.process.stdout is not None
+        return self.process.stdout.closed
+
+    @property
     def fileno(self) -> int:
         assert self.process.stdout is not None
         return self.process.stdout.fileno()

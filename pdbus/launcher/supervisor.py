@@ -69,7 +69,7 @@ class Supervisor:
     def _listen(self, timeout_s: float) -> None:
         """A part's stdout brings its READY line, and closes when it ends."""
         living = [child for child in self._cluster.children.values() if child.returncode is None]
-        by_descriptor = {child.fileno: child for child in living if not child.silent}
+        by_descriptor = {child.fileno: child for child in living if not child.silent and not child.closed}
         for descriptor in wait(list(by_descriptor), timeout_s):
             assert isinstance(descriptor, int)
             child = by_descriptor[descriptor]

@@ -141,10 +141,11 @@ def test_a_pull_that_comes_too_late_gives_no_wrong_token(cluster: Cluster, clien
         until(prefilled, "the prompt is computed", 60)
         until_s = time.monotonic() + LEASE_S + 2.0
         until(lambda: time.monotonic() >= until_s, "the lease is over")
+        kept = []  # a stream that nobody holds cancels its request
         for number in range(3):  # more than there is memory for beside the first
             computed += 400
             others = list(range(1000 + 500 * number, 1400 + 500 * number))
-            client.generate_tokens(others, max_tokens=1, leg="prefill", bootstrap_room=number)
+            kept.append(client.generate_tokens(others, max_tokens=1, leg="prefill", bootstrap_room=number))
             until(prefilled, "another one is", 60)
     finally:
         for pid in engine:
