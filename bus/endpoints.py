@@ -12,6 +12,7 @@ import re
 import socket
 import stat
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,25 @@ def private_dir(path: Path) -> Path:
     if stat.S_IMODE(info.st_mode) & 0o077:
         raise ConfigError(f"{path} is open to other users; run: chmod 700 {path}")
     return path
+
+
+def check_dir(path: Path) -> None:
+    """ConfigError where another user may listen at the sockets in `path`: the directory is neither ours nor root's, or
+    others may put files there (beside a sticky bit they may, as in /tmp). A group may write to what is root's, as
+    Kubernetes' `fsGroup` has it. Our own default directory is made, before anybody else does."""
+    if path == runtime_dir():
+        with suppress(OSError):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        info = path.stat()
+    except OSError:  # nobody is reached there
+        return
+    if info.st_uid not in (0, os.getuid()):
+        raise ConfigError(
+            f"{path} belongs to another user, who could listen there; use a directory of your own (PDBUS_DIR) or --keys"
+        )
+    if info.st_mode & (0o002 if info.st_uid == 0 else 0o022) and not info.st_mode & stat.S_ISVTX:
+        raise ConfigError(f"others may write to {path}, and could listen there; run: chmod go-w {path}")
 
 
 def split_owner(endpoint: str) -> tuple[str, str]:

@@ -20,8 +20,8 @@ from types import TracebackType
 
 import zmq
 
-from bus.endpoints import KEY_CHARS, MARK, is_exposed, private_dir, split_owner, split_port
-from bus.errors import StartError
+from bus.endpoints import KEY_CHARS, MARK, check_dir, is_exposed, private_dir, split_owner, split_port
+from bus.errors import ConfigError, StartError
 from bus.rights import Domain, KeyRole
 from bus.runtime.doors import Doors
 from bus.runtime.keys import Keys
@@ -103,6 +103,12 @@ class Sockets:
         `bus.runtime.peer_keys`, by the thread that owns the connecting sockets."""
         if self._peer_keys is not None:
             self._peer_keys.look()
+
+    def check(self, endpoint: str) -> None:
+        """ConfigError where another user could pass for whom we look for at `endpoint`; with keys a port proves whose
+        it is."""
+        if self._keys is None and endpoint.startswith("ipc://"):
+            check_dir(Path(split_owner(endpoint)[0].removeprefix("ipc://")).parent)
 
     def close_socket(self, socket: Socket, *, linger_ms: int = 0) -> None:
         self._forget(socket)
@@ -220,6 +226,12 @@ class Sockets:
         at, owner = split_owner(endpoint)
         if role == "nodes" and self.keyed and len(owner) != KEY_CHARS:
             raise StartError(f"{endpoint} does not say which key its port has")
+        try:
+            self.check(at)
+        except ConfigError as error:
+            if role != "nodes":
+                raise
+            raise StartError(str(error)) from None  # a peer named this endpoint, not the user
         _watch_peers(socket, at, binds=False)
         try:
             if self._keys is not None and self._peer_keys is not None and not at.startswith("inproc:"):

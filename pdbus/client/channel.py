@@ -47,6 +47,8 @@ class Channel(Service):
     def _open(self, exits: ExitStack) -> None:
         sockets = exits.enter_context(Sockets(keys=self._keys))
         loop = self.loop
+        for endpoint in self._controllers:
+            sockets.check(endpoint)  # the thread would connect later, where nobody is told
         self._traffic = Traffic(self._controllers, self._patience, self.rng, sockets, loop.clock, loop.add, loop.remove)
         loop.call_every(TICK_S, self._traffic.tick)
         loop.after_turn(self._traffic.flush)

@@ -45,6 +45,8 @@ class LoopChannel:
         self._living = self._life()
         self._sockets = Sockets(keys=keys)
         try:
+            for endpoint in controllers:
+                self._sockets.check(endpoint)
             self._traffic = Traffic(
                 controllers, patience, rng, self._sockets, time.monotonic, self._reader.watch, self._reader.unwatch,
                 self._reader.send, self._reader.turn_soon,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,40 @@ def test_where_the_defaults_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert endpoints.default_bus() == "ipc:///run/user/1/pdbus/bus"
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert str(os.getuid()) in endpoints.default_bus()
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "says"),
+    [
+        ("ours", 0o700, ""),
+        ("ours", 0o755, ""),
+        ("ours", 0o775, "chmod go-w"),
+        ("ours", 0o777, "chmod go-w"),
+        ("ours", 0o1777, ""),
+        ("root", 0o755, ""),
+        ("root", 0o2775, ""),  # a volume of Kubernetes with an fsGroup
+        ("root", 0o1777, ""),  # /tmp
+        ("root", 0o777, "chmod go-w"),
+        ("another", 0o700, "belongs to another user"),
+        ("another", 0o1777, "belongs to another user"),
+    ],
+)
+def test_where_nobody_else_may_listen(owner: str, mode: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    uid = {"ours": 1000, "root": 0, "another": 1001}[owner]
+    status = os.stat_result((stat.S_IFDIR | mode, 0, 0, 1, uid, 65532, 0, 0, 0, 0))
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    monkeypatch.setattr(Path, "stat", lambda self: status)
+    with pytest.raises(ConfigError, match=says) if says else nullcontext():
+        endpoints.check_dir(Path("/somewhere"))
+
+
+def test_our_own_default_directory_is_made_before_anybody_else_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDBUS_DIR", str(tmp_path / "mine"))
+    endpoints.check_dir(tmp_path / "another")
+    endpoints.check_dir(tmp_path / "mine")
+    assert [each.name for each in tmp_path.iterdir()] == ["mine"]
+    assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("PDBUS_DIR", "/proc/nowhere")
+    endpoints.check_dir(Path("/proc/nowhere"))  # nobody is there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import shutil
@@ -10,6 +11,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,10 @@ import zmq
 from structlog.testing import capture_logs
 
 from bus.errors import ConfigError, StartError
+from bus.runtime.keys import load_keys, new_keys
 from bus.runtime.ports import free_ports
 from bus.runtime.sockets import HEADER_MAX, Socket, Sockets
+from pdbus.client import AsyncClient, Client
 from pdbus.soak.raw_zmtp import COMMAND, frame, greet, pour
 
 WAIT_MS = 60_000
@@ -82,6 +86,34 @@ def test_an_ipc_directory_open_to_others_is_refused(directory: Path, sockets: So
 def test_the_directory_is_made_private(directory: Path, sockets: Sockets) -> None:
     sockets.router(f"ipc://{directory}/made/x")
     assert (directory / "made").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_directory_that_others_may_write_is_not_connected_to(directory: Path, sockets: Sockets) -> None:
+    """Whoever writes there may listen in the other part's place."""
+    directory.chmod(0o777)
+    for connect in (sockets.pub, sockets.dealer, partial(sockets.sub, topics=(b"",))):
+        with pytest.raises(ConfigError, match="chmod go-w"):
+            connect(f"ipc://{directory}/x")
+    with pytest.raises(StartError, match="chmod go-w"):  # a peer has named it: no setting of ours is wrong
+        sockets.dealer(f"ipc://{directory}/x", role="nodes")
+    with pytest.raises(ConfigError, match="chmod go-w"):
+        Client(f"ipc://{directory}/x")
+
+    async def enter() -> None:
+        async with AsyncClient(f"ipc://{directory}/x"):
+            pass
+
+    with pytest.raises(ConfigError, match="chmod go-w"):
+        asyncio.run(enter())
+    directory.chmod(0o700)
+    sockets.dealer(f"ipc://{directory}/x")
+
+
+def test_with_keys_a_port_proves_whose_it_is_in_any_directory(directory: Path) -> None:
+    new_keys(directory / "keys")
+    directory.chmod(0o777)
+    with Sockets(keys=load_keys(directory / "keys", "clients")) as keyed:
+        keyed.check(f"ipc://{directory}/x")
 
 
 @pytest.mark.parametrize(("host", "warns"), [("tcp://127.0.0.1", False), ("tcp://0.0.0.0", True)])
