@@ -207,6 +207,7 @@ async def conversation(
         raise invalid("messages", "messages is empty")
     told = [fields.message_of(turn, at) for at, turn in enumerate(messages)]
     size = sum(len(each["content"]) for each in told)
+    parts = sum(len(turn.content) if isinstance(turn.content, list) else 1 for turn in messages)
     _check_text(text, size, model)
 
     def fill() -> list[int]:
@@ -215,7 +216,7 @@ async def conversation(
         except ConfigError as error:
             raise invalid("messages", f"messages: {error}") from None
 
-    ids: list[int] = await off_loop(size + MESSAGE_CHARACTERS * len(told), fill)
+    ids: list[int] = await off_loop(size + MESSAGE_CHARACTERS * (len(told) + parts), fill)
     return ids
 
 

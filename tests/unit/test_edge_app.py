@@ -517,7 +517,7 @@ def test_what_fits_no_rank_is_refused_here() -> None:
 
 
 def test_work_that_takes_long_is_done_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long texts, and messages without any."""
+    """Long texts, and messages and parts without any."""
     threads: set[str] = set()
     world = World()
     run(world.edge.look())
@@ -527,10 +527,15 @@ def test_work_that_takes_long_is_done_on_a_thread(monkeypatch: pytest.MonkeyPatc
         return [5]
 
     monkeypatch.setattr(BytesText, "chat", note)
-    for messages in ([{"role": "user", "content": "x" * 1900}], [{"role": "user", "content": ""}] * 1000):
+    parts = [{"type": "text", "text": ""}] * 1000
+    for messages, on_loop in (
+        ([{"role": "user", "content": "x" * 1900}], True),
+        ([{"role": "user", "content": ""}] * 1000, False),
+        ([{"role": "user", "content": parts}], False),
+    ):
         threads.clear()
         assert run(world.post("/v1/chat/completions", {"model": "sim", "messages": messages})).status == 200
-        assert (threading.main_thread().name in threads) is (len(messages) == 1)
+        assert (threading.main_thread().name in threads) is on_loop
 
 
 def test_no_answer_tells_an_address_of_the_inside() -> None:
