@@ -109,6 +109,16 @@ def test_a_directory_that_others_may_write_is_not_connected_to(directory: Path, 
     sockets.dealer(f"ipc://{directory}/x")
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives a folder away")
+def test_a_folder_of_another_user_is_not_connected_to(directory: Path, sockets: Sockets) -> None:
+    """Root is let in everywhere, and refuses it all the same."""
+    os.chown(directory, 65534, -1)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        Client(f"ipc://{directory}/x")
+    with pytest.raises(StartError, match="belongs to another user"):
+        sockets.dealer(f"ipc://{directory}/x", role="nodes")
+
+
 def test_with_keys_a_port_proves_whose_it_is_in_any_directory(directory: Path) -> None:
     new_keys(directory / "keys")
     directory.chmod(0o777)
