@@ -200,7 +200,7 @@ class Traffic:
             rid = getattr(action.message, "rid", None)
             log.debug("message.unsent", peer=action.peer, message=kind, rid=rid)  # the core repeats what matters
         except (ConfigError, StartError) as error:
-            # A controller may name any endpoint as a rank's, and its own folder may have changed: to the core it is silent.
+            # A controller may name any endpoint as a rank's; to the core such a peer is silent.
             log.warning("rank.unreachable", peer=action.peer, error=str(error))
 
     def _connect(self, endpoint: str) -> Socket:
