@@ -7,7 +7,7 @@ request's: one request may overshoot it, and the node queues what does not fit y
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import TypeAlias, get_args
 
 from bus.wire.messages import Code, Refusal, Role, Submit
@@ -73,10 +73,11 @@ class Placement:
 
     def place(
         self, role: Role, submit: Submit, avoid: tuple[RankLoad, ...] = (), model: str = "",
-        prefill: RankLoad | None = None,
+        prefill: RankLoad | None = None, barred: Container[RankLoad] = (),
     ) -> RankLoad | None:  # fmt: skip
         """The rank for a leg, or None to wait. `avoid` names ranks to shun while there are others; `model` is what
-        `check` said; `prefill` is where the leg before it goes."""
+        `check` said; `prefill` is where the leg before it goes; those that are `barred` are not for the method to
+        choose."""
         instance, dp_rank = target_of(role, submit)
         model = model or submit.model
         group = self._table.group(role, model, instance)
@@ -89,20 +90,21 @@ class Placement:
             return self._of_room(role, submit, group, self._suits(role, submit, group, model, prefill))
         wants = submit.leg == "pair" or submit.needs  # more of a rank than that it is large enough
         suits = self._suits(role, submit, group, model, prefill) if wants else None
-        if not avoid and suits is None:
+        if not avoid and suits is None and not barred:
             chosen = self._pick(role, group, submit)
-            if chosen is None or holds(chosen, role, submit):
+            if chosen is None or context_of(role, submit) <= chosen.largest:
                 return chosen
-        return self._pick(role, self._some(role, submit, group, suits, avoid), submit)
+        return self._pick(role, self._some(role, submit, group, suits, avoid, barred), submit)
 
     def _pick(self, role: Role, view: View, submit: Submit) -> RankLoad | None:
         """By the method; None also while the request is better kept in the queue."""
         late, policy = self._late, self._policies[role]
-        if late is not None:
-            late.held_by_wish = False
-        if late is not None and role == "decode":
+        if late is None:
+            return policy.pick(view, submit, submit.prompt_tokens)
+        late.held_by_wish = False
+        if role == "decode":
             return late.decoding(view, policy.pick(view, submit, submit.prompt_tokens), submit)
-        if late is None or late.open(view.least(Metric.TOKENS)):
+        if late.open(view.least(Metric.TOKENS)):
             return policy.pick(view, submit, submit.prompt_tokens)
         if role == "prefill":
             return None
@@ -166,15 +168,20 @@ class Placement:
         return _bounded(rank)
 
     @staticmethod
-    def _some(role: Role, submit: Submit, group: Group, suits: Suits | None, avoid: tuple[RankLoad, ...]) -> Subset:
-        """Those of `group` that are ready, large enough and suit, without the ones to avoid if there are others."""
+    def _some(
+        role: Role, submit: Submit, group: Group, suits: Suits | None, avoid: tuple[RankLoad, ...],
+        barred: Container[RankLoad],
+    ) -> Subset:  # fmt: skip
+        """Those of `group` that are ready, large enough and suit, without the ones to avoid if there are others, and
+        then without those that are barred."""
         large = [rank for rank in group.members if rank is not None and rank.ready and holds(rank, role, submit)]
         if not large:
             raise Refusal("no_rank", f"no live {role} rank is large enough for {submit.prompt_tokens} prompt tokens")
         able = large if suits is None else [rank for rank in large if suits(rank)]
         if not able:
             raise Refusal("no_rank", f"no live {role} rank {_wanted(submit)}")
-        return Subset([rank for rank in able if rank not in avoid] or able)
+        able = [rank for rank in able if rank not in avoid] or able
+        return Subset([rank for rank in able if rank not in barred])
 
     def may_run(self, role: Role, submit: Submit, rank: RankLoad) -> bool:
         """Whether a leg that runs at `rank` already is where `place` might have put it, credit and state aside."""

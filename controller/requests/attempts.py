@@ -7,7 +7,7 @@ Owns the legs and what is charged for them; what becomes of a request, and what 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from math import inf
 
 from bus.wire.messages import Attempt, CancelLeg, Code, Dispatch, Ended, Location, MemberKey, Rid, Role
@@ -16,7 +16,7 @@ from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.placement import Placement
 from controller.requests.lanes import Lane
-from controller.requests.request import MAX_ATTEMPT, ROLES, LegRun, LegState, Request
+from controller.requests.request import MAX_ATTEMPT, ROLES, LegRun, LegState, Request, State
 from controller.requests.table import HeldLeg, RequestTable
 
 
@@ -32,6 +32,7 @@ class Attempts:
         self._placement = placement
         self._learns = placement.learns
         self._counts = counts
+        self._apart: list[Request] = []  # dispatched as such; may be over
         self.by_tick = False  # what waits is dispatched with ticks alone
 
     # --- begin ------------------------------------------------------------------------------------------------
@@ -43,7 +44,8 @@ class Attempts:
 
     def lane(self, request: Request) -> Lane:
         """Where it waits, if it does."""
-        return self._placement.lane(request.submit, request.model, request.avoid)
+        lane = self._placement.lane(request.submit, request.model, request.avoid)
+        return lane._replace(apart=True) if request.apart else lane
 
     def place(self, request: Request, now: float, out: list[Action]) -> bool:
         """Dispatch `request` if its legs have ranks; False: it waits. Raises Refusal where waiting does not help."""
@@ -62,8 +64,9 @@ class Attempts:
             return False
         chosen: list[tuple[Role, RankLoad]] = []
         prefill: RankLoad | None = None
+        barred: Container[RankLoad] = self._with_one_apart() if request.apart else ()
         for role in roles:
-            rank = self._placement.place(role, submit, request.avoid, request.model, prefill)
+            rank = self._placement.place(role, submit, request.avoid, request.model, prefill, barred)
             if rank is None:
                 return False
             chosen.append((role, rank))
@@ -71,12 +74,19 @@ class Attempts:
         self._dispatch(request, chosen, now, out)
         return True
 
+    def _with_one_apart(self) -> set[RankLoad]:
+        """The ranks with a request that is `apart` and has no token yet."""
+        self._apart = [request for request in self._apart if request.state is State.RUNNING]
+        return {leg.rank for request in self._apart for leg in request.legs if leg.state is LegState.RUNNING}
+
     def _dispatch(self, request: Request, chosen: list[tuple[Role, RankLoad]], now: float, out: list[Action]) -> None:
         submit = request.submit
         if request.lane is not None:
             self._table.queue.remove(request, served=True)
         request.step("dispatched")
         request.tries += 1
+        if request.apart:
+            self._apart.append(request)
         last = chosen[-1][0]
         prefill: Location | None = None
         for role, rank in chosen:

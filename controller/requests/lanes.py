@@ -10,17 +10,19 @@ from bus.wire.messages import Model, Role
 
 class Lane(NamedTuple):
     """Of a model and the roles of its legs; `ranks` tells apart which of these ranks are waited for. `pinned`: all are
-    the caller's choice."""
+    the caller's choice; `apart`: for those that may run beside none of their kind."""
 
     model: Model
     roles: tuple[Role, ...]
     ranks: Hashable
     pinned: bool = False
+    apart: bool = False
 
     def competes(self, other: Lane) -> bool:
-        """Whether what waits in one may want a rank that the other wants. What is pinned waits for nobody else's."""
+        """Whether what waits in `other` may want a rank that this wants. What is pinned wants nobody else's, and what
+        waits apart need not want one that has credit."""
         return (
             self.model == other.model
-            and not (self.pinned or other.pinned)
+            and not (self.pinned or other.pinned or other.apart)
             and not set(self.roles).isdisjoint(other.roles)
         )

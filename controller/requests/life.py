@@ -407,8 +407,18 @@ class Life:
         attempts = self._config.attempts
         if request.losses >= attempts:
             raise Refusal("poison", f"{request.losses} ranks were lost with it")
-        if request.losses + self._unclear.count(request.rid, request.submit.offset) >= attempts:
+        if self._losses(request) >= attempts:
             raise Refusal("peer_lost", "whether its ranks died of it is not known yet")
+        request.apart = self._is_apart(request)
+
+    def _losses(self, request: Request) -> int:
+        """How many ranks have died with it, or may have."""
+        return request.losses + self._unclear.count(request.rid, request.submit.offset)
+
+    def _is_apart(self, request: Request) -> bool:
+        """Whether one more loss makes it poison, so that it goes nowhere beside another such. Not with the first: then
+        all that a lost rank ran would wait."""
+        return self._losses(request) >= max(2, self._config.attempts - 1)
 
     # --- inside: end ------------------------------------------------------------------------------------------
 
@@ -481,6 +491,7 @@ class Life:
         request.attempt += 1
         request.step("again")
         request.legs = ()
+        request.apart = self._is_apart(request)
         try:
             if not self._place(request, now, out):
                 self._enqueue(request, now, out)

@@ -90,7 +90,7 @@ class Request:
     """One accepted request (`request_of`), `client`'s: its key, or empty where there are none."""
 
     __slots__ = (
-        "arrived", "aside", "attempt", "avoid", "came_at", "client", "deadline_at", "first_due", "frames",
+        "apart", "arrived", "aside", "attempt", "avoid", "came_at", "client", "deadline_at", "first_due", "frames",
         "frames_bytes", "lane", "legs", "losses", "model", "past", "peer", "places", "rid", "state", "submit", "trace",
         "tries", "work",
     )  # fmt: skip
@@ -115,6 +115,7 @@ class Request:
         self.legs: tuple[LegRun, ...] = ()
         self.tries = 0  # dispatches
         self.losses = 0  # of those, ended by the loss of a rank
+        self.apart = False  # one more loss makes it poison: it goes nowhere beside another such
         self.avoid: tuple[RankLoad, ...] = ()  # ranks that failed it, or whose streams its client does not get
         self.lane: Lane | None = None  # where it waits
         self.work = 0  # prompt tokens to compute, as far as was known when it began to wait

@@ -147,6 +147,88 @@ class TestDeaths:
         assert world.core.life.requests["r"].losses == 1
 
 
+class TestBesideWhatKillsRanks:
+    """What was lost as often as makes one more loss poison goes nowhere beside another such."""
+
+    def play(self, world: World, nodes: list[Hello], *, silently: bool) -> None:
+        """Each rank that gets `killer` dies of it before anything there has a token, and is started again. Elsewhere
+        all that runs has its first token at once, and ends."""
+        for _ in range(100):
+            for n, node in enumerate(nodes):
+                work = {rid: request.attempt for rid, (request, _) in world.rank(node).work.items()}
+                mine = [d for d in world.dispatches(node) if work.get(d.rid) == d.attempt]
+                if "killer" not in work:
+                    world.progress(node, started=mine)
+                    world.progress(node, ended=mine)
+                    continue
+                if not silently:
+                    world.feed(Unreachable(peer_of(node)))
+                world.pass_time(3.5 if silently else 0.6, alive=[other for other in nodes if other is not node])
+                nodes[n] = replace(node, epoch=node.epoch + 1)
+                world.join(nodes[n])
+                world.report(nodes[n])
+            if not world.core.life.requests:
+                return
+        raise AssertionError("requests are left over")
+
+    @pytest.mark.parametrize("silently", [True, False])
+    @pytest.mark.parametrize("count", [2, 3])
+    @pytest.mark.parametrize("first", [True, False])
+    def test_nothing_fails_but_that(self, silently: bool, count: int, first: bool) -> None:
+        nodes = large("a", count)
+        world = unified(*nodes)
+        rids = [f"r{n}" for n in range(30)]
+        for rid in ["killer", *rids] if first else [*rids, "killer"]:
+            world.submit(submit(rid))
+        self.play(world, nodes, silently=silently)
+        assert {done.rid for done in world.answers(Done)} == set(rids)
+        if not silently:  # that the last one died as well was not known when it failed
+            assert failure(world).code == "peer_lost"
+            world.submit(submit("killer", attempt=4))
+        assert [failed.rid for failed in world.answers(Failed)] == ["killer"] * (1 if silently else 2)
+        assert world.answers(Failed)[-1].code == "poison"
+
+    def at_risk(self, count: int, **settings: Any) -> tuple[World, Hello, Hello]:
+        """Requests that lost two ranks; the third is there, and the fourth is not yet."""
+        nodes = large("a", 4)
+        world = World(**settings)
+        world.join(nodes[0])
+        for n in range(count):
+            world.submit(submit(f"r{n}"))
+        for node in nodes[1:3]:
+            world.join(node)
+            world.pass_time(3.5, alive=[node])
+        assert [request.losses for request in world.core.life.requests.values()] == [2] * count
+        return world, nodes[2], nodes[3]
+
+    def test_they_go_one_by_one_until_each_has_a_token_and_hold_up_nothing_else(self) -> None:
+        world, one, other = self.at_risk(5)
+        assert [d.rid for d in world.dispatches(one)] == ["r0"]
+        world.join(other)
+        assert [d.rid for d in world.dispatches(other)] == ["r1"]
+        for n in range(6):
+            world.submit(submit(f"plain{n}"))
+        assert len(world.dispatches(one)) + len(world.dispatches(other)) == 8
+        world.progress(one, started=world.dispatches(one)[:1])
+        assert world.dispatches(one)[-1].rid == "r2"
+        world.progress(other, ended=world.dispatches(other)[:1])
+        assert world.dispatches(other)[-1].rid == "r3"
+        world.feed(FromClient("client", Cancel("r2"), ()))
+        assert world.dispatches(one)[-1].rid == "r4"
+
+    def test_where_the_caller_names_the_rank_they_do_not_wait(self) -> None:
+        world, one, _ = self.at_risk(2)
+        assert [d.rid for d in world.dispatches(one)] == ["r0"]
+        request = world.core.life.requests["r1"]
+        request.submit = replace(request.submit, routed_dp_rank=one.dp_rank)
+        world.feed(Tick())
+        assert [d.rid for d in world.dispatches(one)] == ["r0", "r1"]
+
+    def test_with_another_number_of_attempts(self) -> None:
+        world, one, _ = self.at_risk(3, attempts=4)
+        assert len(world.dispatches(one)) == 3
+
+
 class TestConnectionsThatComeBack:
     def one(self) -> World:
         world = unified(U[0])
