@@ -22,7 +22,7 @@ SEED ?= 1
 COUNT ?= 96
 OUT ?= out
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api fuzz-http mutate soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api fuzz-http mutate cuts test-cuts soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -196,6 +196,13 @@ fuzz-http: setup ## Requests of every kind to the HTTP edge, for a minute (the f
 	@test -x $(VENV)/fuzz/bin/schemathesis || { $(PYTHON) -m venv $(VENV)/fuzz && \
 		$(VENV)/fuzz/bin/python -m pip install --quiet --disable-pip-version-check '$(SCHEMATHESIS)'; }
 	@PYTHONPATH=tests/support $(BIN)/python -m fuzz_http --schemathesis $(VENV)/fuzz/bin/schemathesis
+
+cuts: setup ## Take each promise's enforcement away, one at a time: its test has to fail (SINCE=REF: those that changed)
+	@PYTHONPATH=tests/support $(BIN)/python -m cuts $(if $(SINCE),--since $(SINCE))
+
+test-cuts: ## The cuts that a change calls for, and a tenth of them by date (4 minutes at most)
+	@echo "==> cuts"
+	@$(MAKE) --no-print-directory cuts SINCE=ci
 
 mutate: setup ## Change COUNT=96 lines of the cores, one at a time, and show whether a test notices each
 	@PYTHONPATH=tests/support $(BIN)/python -m mutate --count $(COUNT)

@@ -236,6 +236,7 @@ class Rank:
         return not len(self.core) and not len(self.scheduler) and self.pool.held == 0 and not len(self.core.sender)
 
     def code(self, rid: str, attempt: int = 1) -> str:
+        assert (rid, attempt) in self.ended, "it has not ended"
         ends = set(self.ended[rid, attempt])  # a late cancel or a repeated dispatch is told the same end again
         assert len(ends) == 1, ends
         return ends.pop().code

@@ -176,6 +176,19 @@ def test_messages_cannot_be_changed() -> None:
         Tokens("r", 1, 0, (1,)).start = 5  # type: ignore[misc]
 
 
+def test_what_a_newer_peer_appends_is_ignored() -> None:
+    """M8."""
+    taken = None
+    with contextlib.suppress(RemoteProtocolError):
+        taken = codec.decode(frame("ping", 7, "new", [1]), CONTROLLER_TO_NODE)
+    assert taken == Ping(7)
+
+
+def test_a_field_without_a_default_may_not_lack() -> None:
+    """M9."""
+    assert refused(frame("ping")) == "schema"
+
+
 def test_defaults_are_those_of_the_wire() -> None:
     """M9."""
     assert codec.decode(frame("params"), PARAMS) == Params()

@@ -10,7 +10,21 @@ import pytest
 from controller_world import D, P, U, World, failure, hello, pd, peer_of, submit, unified
 from msgspec.structs import replace
 
-from bus.wire.messages import Accepted, Bye, Cancel, Done, DrainRank, Ended, Failed, Hello, Progress, Status, Who
+from bus.wire.messages import (
+    Accepted,
+    Bye,
+    Cancel,
+    Done,
+    DrainRank,
+    Ended,
+    Failed,
+    Hello,
+    Ping,
+    Pong,
+    Progress,
+    Status,
+    Who,
+)  # fmt: skip
 from controller.events import FromClient, FromNode, Tick, Undelivered, Unreachable
 
 
@@ -258,6 +272,18 @@ class TestConnectionsThatComeBack:
         world.pongs("new")
         assert [d.attempt for d in world.dispatches()] == [1, 2]
         assert world.core.life.requests["r"].losses == 0
+
+    def test_one_answered_ping_proves_nothing_yet(self) -> None:
+        """M88: the rank may say how its last legs did between the two."""
+        world = self.one()
+        world.join(U[0], peer="new")
+        ping = next(a.message for a in world.to_nodes if a.peer == "new" and isinstance(a.message, Ping))
+        world.feed(FromNode("new", Pong(ping.n, 0, False)))
+        assert len(world.dispatches()) == 1
+        world.feed(FromNode("new", ends(U[0], "r")))
+        assert len(world.answers(Done)) == 1
+        world.pongs("new")
+        assert world.core.counts["legs_lost"] == 0
 
     def test_what_is_dispatched_after_the_hello_is_in_no_doubt(self) -> None:
         world = self.one()

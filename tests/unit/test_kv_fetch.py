@@ -238,7 +238,8 @@ def test_an_engines_own_handle_is_given_to_one_puller_alone(second: str) -> None
         answers += sender.pull(b"other", pull(), 2.0)
     told, refused = answers
     assert (told.peer, type(told.message)) == (D, KvMeta)
-    assert (refused.peer, refused.message.code) == (b"other", "kv_failed")  # type: ignore[union-attr]
+    assert isinstance(refused.message, KvFail)
+    assert (refused.peer, refused.message.code) == (b"other", "kv_failed")
     (again,) = sender.pull(D, pull(), 3.0)
     assert again.message.ready  # type: ignore[union-attr]
     assert not sender.done(b"other", KvDone(5, 1, "kv_failed")), "nor can it end the leg"

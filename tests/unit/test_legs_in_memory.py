@@ -235,6 +235,18 @@ def test_a_higher_attempt_ends_the_lower_and_a_late_lower_one_is_fenced(world: W
     assert decode.core.reports.acks[0].tokens == 3 * len(PROMPT)
 
 
+def test_a_lower_attempt_that_comes_after_the_higher_one_does_not_take_its_place(world: World) -> None:
+    """M49: while that runs, and once it is over."""
+    rank = Rank(world, "unified", "u")
+    rank.dispatch("r", PROMPT, attempt=3)
+    rank.dispatch("r", PROMPT, attempt=1)
+    assert rank.code("r", 1) == "fenced"
+    world.run(1.0)
+    assert rank.code("r", 3) == "ok"
+    rank.dispatch("r", PROMPT, attempt=2)
+    assert rank.code("r", 2) == "fenced"
+
+
 def test_a_repeated_attempt_is_acknowledged_and_told_again_but_not_run_again(
     world: World, pair: tuple[Rank, Rank]
 ) -> None:

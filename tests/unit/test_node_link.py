@@ -16,9 +16,11 @@ from bus.wire.messages import (
     Message,
     NodeState,
     Ping,
+    Pong,
     Progress,
     Refused,
     Welcome,
+    Who,
 )
 from nodes.link import connection as module
 from nodes.link.connection import HELLO_S, MAX_ENDED_PER_MESSAGE, Connection
@@ -122,6 +124,23 @@ def test_news_of_a_state_is_said_again_although_the_controller_is_heard(world: W
     world.link.receive([encode(Welcome("c", 5, False, 3.0, 0))])
     world.link.tick()
     assert len(world.queue) == 1
+
+
+def test_the_first_word_and_the_answer_to_who_is_hello() -> None:
+    """M42."""
+    world = World()
+    world.link.tick()
+    assert [type(message) for message in world.queue] == [Hello]
+    world.now = 0.5
+    world.link.receive([encode(Who())])
+    assert [type(message) for message in world.queue] == [Hello, Hello]
+
+
+def test_each_ping_is_answered_with_its_number(world: World) -> None:
+    """M43."""
+    for n in (7, 5, 5):
+        world.link.receive([encode(Ping(n))])
+    assert [message.n for message in world.queue if isinstance(message, Pong)] == [7, 5, 5]
 
 
 def test_it_says_hello_over_each_new_connection_and_when_nothing_has_come_for_a_while(world: World) -> None:

@@ -86,6 +86,17 @@ def test_the_last_tokens_and_the_finish_come_in_one_message(streams: Streams) ->
     assert streams.untaken(0.0) == 0
 
 
+def test_an_end_that_comes_after_the_last_tokens_is_said_by_itself_and_once(streams: Streams) -> None:
+    """M58."""
+    leg = opened(streams)
+    streams.attach(A, Attach("r", 1), 0.0)
+    streams.push(leg, [1])
+    assert sent(streams)[-1] == (A, 0, (1,), "", "ok")
+    end(streams, leg)
+    assert sent(streams) == [(A, 1, (), "length", "ok")]
+    assert sent(streams) == []
+
+
 def test_what_a_step_made_for_several_requests_of_a_reader_leaves_in_one_message(streams: Streams) -> None:
     """M83. Not what says more than tokens: an attempt's first, which tells of the prefill rank, and its last."""
     legs = {rid: opened(streams, rid) for rid in ("a", "b", "c", "alone")}
