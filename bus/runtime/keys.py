@@ -50,8 +50,10 @@ class Keys:
 
 def load_keys(directory: Path | str, *roles: KeyRole, name: str = "", default: str = "") -> Keys:
     """The key of this part in `directory`: that of `name`, else of `default` if it is there, else the only one of the
-    first of these roles that has any. ConfigError when there is none, or it is malformed or readable by others."""
+    first of these roles that has any. ConfigError when there is none, or it is malformed or readable by others, or
+    others may write to the lists of whom to let in."""
     path = Path(directory)
+    _check_lists(path)
     role = roles[-1].removesuffix("s")
     chosen, names = roles[0], [name]
     if not name:
@@ -205,6 +207,18 @@ def _is_open(mode: int, owner: int, we: int) -> bool:
     """Root's file may be read by its group: that is how Kubernetes (`fsGroup`) and systemd (`LoadCredential`) hand a
     secret to a process that is not root's."""
     return bool(mode & (0o037 if owner == 0 != we else 0o077))
+
+
+def _check_lists(directory: Path) -> None:
+    """ConfigError where others may put a key on a list, or change one. What is mounted read-only has any mode: the
+    folder of a ConfigMap has 0777. A group may write to what is root's, as Kubernetes' `fsGroup` has it."""
+    lists = [directory, *((directory / "allow").joinpath(each) for each in ("", *ROLES))]
+    for path in (*lists, *(file for folder in lists[2:] for file in folder.glob("*.key"))):
+        with suppress(OSError):  # what is not there lists nobody
+            info = path.stat()
+            others = 0o002 if info.st_uid == 0 else 0o022
+            if info.st_mode & others and not os.statvfs(path).f_flag & os.ST_RDONLY:
+                raise ConfigError(f"others may write to {path}, and let themselves in; run: chmod go-w {path}")
 
 
 def _read_secret(path: Path) -> bytes:

@@ -9,8 +9,9 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -468,3 +469,48 @@ def test_keys_are_made_where_nobody_else_may_put_one(tmp_path: Path, monkeypatch
     if (tmp_path / "a").stat().st_uid:
         with pytest.raises(ConfigError, match="belongs to another user"):
             security.new_keys(tmp_path / "a")
+
+
+@pytest.mark.parametrize("inside", ["", "allow", "allow/admins", "allow/admins/operator.key"])
+def test_a_list_that_others_may_write_is_not_gone_by(tmp_path: Path, inside: str) -> None:
+    """Each part asks before it opens a door."""
+    keys = tmp_path / "keys"
+    security.new_keys(keys)
+    (keys / inside).chmod(0o777)
+    with pytest.raises(ConfigError, match=f"others may write to {keys / inside}, .*chmod go-w"):
+        security.load_keys(keys, "brokers")
+    (keys / inside).chmod(0o755)
+    assert security.load_keys(keys, "brokers").name == "brokers/broker"
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "read_only", "passes"),
+    [
+        ("ours", 0o775, False, False),
+        ("another", 0o775, False, False),
+        ("another", 0o755, False, True),  # an operator who hands out the lists
+        ("root", 0o2775, False, True),  # a volume with an fsGroup
+        ("root", 0o1777, False, False),  # a sticky bit keeps nobody from adding a key
+        ("root", 0o2777, True, True),  # a ConfigMap
+    ],
+)
+def test_which_lists_others_may_write(
+    tmp_path: Path, owner: str, mode: int, read_only: bool, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    security.new_keys(tmp_path / "keys")
+    admins = tmp_path / "keys" / "allow" / "admins"
+    (admins / "..data").mkdir()
+    (admins / "operator.key").rename(admins / "..data" / "operator.key")
+    (admins / "operator.key").symlink_to(Path("..data") / "operator.key")
+    real, uid = Path.stat, {"ours": 1000, "root": 0, "another": 1001}[owner]
+
+    def told(path: Path, **options: bool) -> os.stat_result:
+        made = stat.S_IFDIR | mode, 0, 0, 1, uid, 65532, 0, 0, 0, 0
+        return os.stat_result(made) if path == admins else real(path, **options)
+
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY if read_only else 0))
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    monkeypatch.setattr(Path, "stat", told)
+    monkeypatch.setattr(security, "check_private", lambda path: None)
+    with nullcontext() if passes else pytest.raises(ConfigError, match="others may write"):
+        security.load_keys(tmp_path / "keys", "brokers")
