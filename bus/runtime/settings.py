@@ -48,9 +48,9 @@ _FILE, _PLACES, _PRINT, _ARGUMENTS = (f"pdbus.settings.{name}" for name in ("fil
 def command(
     *sections: str, reloads: Iterable[str] = (), **attributes: Any
 ) -> Callable[[Callable[..., Any]], click.Command]:
-    """A click command whose options are settings of `sections`, the last of which wins. Those of `reloads` may change
-    while it runs (`bus.runtime.reload`)."""
-    return click.command(cls=_Command, sections=sections, reloads=reloads, **attributes)
+    """A click command (`cls`, else `Command`) whose options are settings of `sections`, the last of which wins. Those of
+    `reloads` may change while it runs (`bus.runtime.reload`)."""
+    return click.command(**{"cls": Command, "sections": sections, "reloads": reloads} | attributes)
 
 
 def config_file() -> str:
@@ -70,7 +70,7 @@ def settings_of(command: click.Command) -> Iterator[tuple[str, click.Option]]:
 def reread(ctx: click.Context) -> dict[str, Any]:
     """What the command would be called with now. ConfigError or click.UsageError where it would not start."""
     command = ctx.command
-    assert isinstance(command, _Command)
+    assert isinstance(command, Command)
     command.check_environment()
     return command.make_context(ctx.info_name, list(ctx.meta[_ARGUMENTS]), parent=ctx.parent).params
 
@@ -78,18 +78,20 @@ def reread(ctx: click.Context) -> dict[str, Any]:
 def reloadable(ctx: click.Context) -> dict[str, str]:
     """The parameters of the running command that may change, with the names of their settings."""
     command = ctx.command
-    assert isinstance(command, _Command)
+    assert isinstance(command, Command)
     return {str(command.settings[name].name): name for name in command.reloads}
 
 
 def names(ctx: click.Context, parameters: Iterable[str]) -> list[str]:
     """The settings of these parameters."""
     command = ctx.command
-    assert isinstance(command, _Command)
+    assert isinstance(command, Command)
     return [name for name, option in command.settings.items() if option.name in set(parameters)]
 
 
-class _Command(click.Command):
+class Command(click.Command):
+    """Reads its options from file and environment too; see `command`."""
+
     def __init__(
         self, *arguments: Any, sections: tuple[str, ...], reloads: Iterable[str] = (), **attributes: Any
     ) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -38,7 +39,32 @@ def _sampling_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@settings.command("generate")
+@contextmanager
+def _told(rids: Sequence[str] = (), *, as_json: bool) -> Iterator[None]:
+    """Print as JSON, if that was asked for, why there is no result. `rids` are of the requests that were looked at."""
+    try:
+        yield
+    except (click.ClickException, BusError) as error:
+        if as_json:
+            print(json.dumps(_failure(error, rids[-1] if rids else "")), flush=True)
+        raise
+
+
+class _Command(settings.Command):
+    """Prints JSON also where it can't be called as it was."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        with _told(as_json="--json" in args):
+            return super().make_context(info_name, list(args), parent, **extra)
+
+    def check_environment(self) -> None:
+        with _told(as_json=click.get_current_context().params["as_json"]):
+            super().check_environment()
+
+
+@settings.command("generate", cls=_Command)
 @click.argument("text")
 @click.option("--max-tokens", type=int, default=128, show_default=True)
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
@@ -73,26 +99,32 @@ def generate(text: str, controller: str, wait_s: float, **options: Any) -> None:
         raise ConfigError("--logprobs goes with --json, which shows them")
     leave_on_signals()  # so that the request is cancelled
     split = options["decode_controller"]
-    rid = ""
+    rids: list[str] = []
     try:
-        with Client(
-            None if split else controller,
-            prefill_controller=options["prefill_controller"],
-            decode_controller=split,
-            retries=options["retries"],
-            connect_timeout_s=wait_s,
-            keys=options["keys"],
-            tokenizer=options["tokenizer"],
-        ) as client:
+        with (
+            _told(rids, as_json=options["as_json"]),
+            Client(
+                None if split else controller,
+                prefill_controller=options["prefill_controller"],
+                decode_controller=split,
+                retries=options["retries"],
+                connect_timeout_s=wait_s,
+                keys=options["keys"],
+                tokenizer=options["tokenizer"],
+            ) as client,
+        ):
             status = wait_for_controller(client, split or controller, wait_s, keys=options["keys"])
-            for stream in _begin(
-                client, text, options, "" if any_rank(status) else "waiting for a first rank to join ..."
-            ):
-                rid = stream.rid
+            waits = "" if any_rank(status) else "waiting for a first rank to join ..."
+            for stream in _begin(client, text, options, waits):
+                rids.append(stream.rid)
                 _show(stream, as_json=options["as_json"], tokens=options["tokens"])
-    except BusError as error:
-        if options["as_json"]:
-            print(json.dumps(_failure(error, rid)), flush=True)
+    except KeyboardInterrupt:
+        if options["as_json"] and not rids:  # else it is shown as far as it has come
+            print(
+                json.dumps(
+                    {"code": "cancelled", "message": "cancelled before it was sent", "retryable": False, "rid": ""}
+                )
+            )
         raise
 
 
@@ -162,13 +194,14 @@ def _facts(result: Result, prompt_tokens: int) -> str:
     )
 
 
-def _failure(error: BusError, rid: str) -> dict[str, Any]:
+def _failure(error: click.ClickException | BusError, rid: str) -> dict[str, Any]:
     """What --json prints instead of a result. `rid` is empty when no request was sent."""
     if isinstance(error, RequestFailed):
         code, message, retryable = error.code, error.message, error.retryable
     else:
         lost = isinstance(error, PeerLost)
-        code, message, retryable = "no_controller" if lost else "bad_request", str(error), lost
+        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        code, retryable = "no_controller" if lost else "bad_request", lost
     return {"code": code, "message": message, "retryable": retryable, "rid": rid}
 
 
