@@ -120,11 +120,8 @@ def generate(text: str, controller: str, wait_s: float, **options: Any) -> None:
                 _show(stream, as_json=options["as_json"], tokens=options["tokens"])
     except KeyboardInterrupt:
         if options["as_json"] and not rids:  # else it is shown as far as it has come
-            print(
-                json.dumps(
-                    {"code": "cancelled", "message": "cancelled before it was sent", "retryable": False, "rid": ""}
-                )
-            )
+            early = RequestFailed("cancelled", "cancelled before it was sent")
+            print(json.dumps(_failure(early, "")), flush=True)
         raise
 
 
