@@ -46,11 +46,11 @@ _FILE, _PLACES, _PRINT, _ARGUMENTS = (f"pdbus.settings.{name}" for name in ("fil
 
 
 def command(
-    *sections: str, reloads: Iterable[str] = (), **attributes: Any
+    *sections: str, reloads: Iterable[str] = (), cls: type[click.Command] | None = None, **attributes: Any
 ) -> Callable[[Callable[..., Any]], click.Command]:
     """A click command (`cls`, else `Command`) whose options are settings of `sections`, the last of which wins. Those
     of `reloads` may change while it runs (`bus.runtime.reload`)."""
-    return click.command(**{"cls": Command, "sections": sections, "reloads": reloads} | attributes)
+    return click.command(cls=cls or Command, sections=sections, reloads=reloads, **attributes)
 
 
 def config_file() -> str:
