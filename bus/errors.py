@@ -27,8 +27,11 @@ class PartFailed(BusError):
     """A part on a thread of its own in this process has failed, which is a bug of ours; `__cause__` is what it met."""
 
 
+REASONS = ("frames", "not_yours", "rank", "schema", "size", "syntax", "tag", "topic", "version")
+
+
 class ProtocolError(BusError):
-    """A message that breaks `docs/protocol.md`; `reason` is a short word fit for a metric label."""
+    """A message that breaks `docs/protocol.md`; `reason` is one of REASONS, fit for a metric label."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)

@@ -12,6 +12,7 @@ from typing import get_args
 
 from msgspec.structs import replace
 
+from bus.errors import REASONS
 from bus.histogram import trimmed
 from bus.runtime.metrics import Metric, Sample, gauge, labelled
 from bus.wire.messages import MAX_ROOM, Code, MemberKey, RankStatus, Role, Scraped, WantedRole
@@ -75,7 +76,10 @@ def collect(
     """The metrics of a core's `tally` (used up), `ranks` and what else it knows; a request id is never a label."""
     failed = dict.fromkeys(get_args(Code)[1:], 0)  # a series that is born with a count has no increase of it
     failed |= {name.removeprefix("failed_"): tally.pop(name) for name in list(tally) if name.startswith("failed_")}
-    rejected = {name.removeprefix("rejected_"): tally.pop(name) for name in list(tally) if name.startswith("rejected_")}
+    rejected = dict.fromkeys((*REASONS, "bad_identity"), 0)  # likewise
+    rejected |= {
+        name.removeprefix("rejected_"): tally.pop(name) for name in list(tally) if name.startswith("rejected_")
+    }
     alive = [gauge(f"pdbus_controller_{name}", f"{name} now", tally.pop(name)) for name in ALIVE]
     del tally["regret_tokens"], tally["regret_dispatches"]
     return (

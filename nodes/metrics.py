@@ -9,10 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
+from bus.errors import REASONS
 from bus.runtime.metrics import Distribution, Histogram, Metric, Sample, counter, gauge, labelled
 from nodes.link.host import Host
 from nodes.link.rank import LinkedRank
 
+SOCKETS = (
+    "controller",
+    "data",
+    "kv",
+)  # whose counts are there from 0 on: one that is born with a count has no increase
 LATENCIES = {
     "first_token": "From ingest to the first token, at the node.",
     "step": "Duration of a forward step.",
@@ -117,7 +123,8 @@ def _of_process(host: Host) -> Iterator[Metric]:
     yield labelled("counter", "pdbus_node_unsent_messages_total", text, "what", unsent)
     dropped = host.streams.pending_dropped_total
     yield counter("pdbus_node_attaches_dropped_total", "Attaches forgotten before their request came.", dropped)
-    rejected = {**host.rejected, **{f"kv:{reason}": count for reason, count in host.kv.rejected.items()}}
+    rejected = {f"{socket}:{reason}": 0 for socket in SOCKETS for reason in REASONS}
+    rejected |= {**host.rejected, **{f"kv:{reason}": count for reason, count in host.kv.rejected.items()}}
     samples = [
         Sample(count, dict(zip(("socket", "reason"), key.split(":", 1), strict=True)))
         for key, count in rejected.items()

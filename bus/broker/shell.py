@@ -29,7 +29,7 @@ from bus.actions import Note, Send
 from bus.broker.core import Action, BrokerCore, BrokerLimits
 from bus.broker.events import Asked, Event, Published, Tick, Unreachable
 from bus.endpoints import BusAddress, advertised
-from bus.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from bus.errors import REASONS, ConfigError, LocalProtocolError, RemoteProtocolError
 from bus.rights import key_of, may, publishes
 from bus.runtime import metrics, probes
 from bus.runtime.epochs import new_epoch
@@ -261,7 +261,11 @@ class Broker(Service):
             *(metrics.gauge(f"pdbus_broker_{name}", f"{name} now", tally.pop(name)) for name in _GAUGES),
             *(metrics.counter(f"pdbus_broker_{name}_total", f"{name} so far", n) for name, n in tally.items()),
             metrics.labelled(
-                "counter", "pdbus_broker_rejected_total", "messages dropped, by reason", "reason", self.rejected.copy()
+                "counter",
+                "pdbus_broker_rejected_total",
+                "messages dropped, by reason",
+                "reason",
+                dict.fromkeys(REASONS, 0) | self.rejected,
             ),
             metrics.labelled(
                 "counter",

@@ -77,6 +77,10 @@ class Gatekeeper:
         self._thread = threading.Thread(target=self._run, name="gatekeeper", daemon=True)
         self._thread.start()
 
+    def guards(self, domain: str) -> None:
+        """Count from 0 on who is refused there: a series that is born with a count has no increase of it."""
+        self.refused.setdefault(domain, 0)
+
     def no_handshake(self, domain: str, endpoint: str) -> None:
         """Count a peer that failed before there was a key to judge: plaintext, another protocol, noise."""
         self._refuse(domain, endpoint, "no CURVE handshake")

@@ -256,6 +256,8 @@ class Sockets:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
             socket.setsockopt(zmq.ZAP_DOMAIN, domain.encode())
+            if self.gatekeeper is not None:
+                self.gatekeeper.guards(domain)
         for endpoint in (split_owner(endpoint)[0] for endpoint in endpoints):
             _watch_peers(socket, endpoint, binds=True)
             if endpoint.startswith("ipc://"):

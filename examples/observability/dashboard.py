@@ -27,11 +27,17 @@ def rate(selector: str, by: str, legend: str) -> tuple[str, str]:
     return f"sum{f' by ({by})' if by else ''} (rate({selector}[$__rate_interval]))", legend
 
 
+def what_happens(selector: str, by: str, legend: str) -> tuple[str, str]:
+    """Those alone that are not 0, where there are many that never happen."""
+    query, legend = rate(selector, by, legend)
+    return f"{query} > 0", legend
+
+
 PANELS: dict[str, list[tuple[str, str, str, list[tuple[str, str]]]]] = {
     "What is served": [
         ("Requests", "reqps", "Ended, well and not, by code.", [
             rate('pdbus_controller_events_total{event="done"}', "", "done"),
-            rate("pdbus_controller_failed_total", "code", "{{code}}")]),
+            what_happens("pdbus_controller_failed_total", "code", "{{code}}")]),
         ("Time to first token", "s", "From a submit's coming to its first token.",
          quantiles("pdbus_controller_ttft_seconds", matching=SERVED)),
         ("Time per output token", "s", "After the first.", quantiles("pdbus_controller_tpot_seconds")),
@@ -80,11 +86,11 @@ PANELS: dict[str, list[tuple[str, str, str, list[tuple[str, str]]]]] = {
         ("KV caches moved", "Bps", "Fetched by decode ranks.", [
             rate("pdbus_node_kv_received_bytes_total", "instance, dp_rank", RANK)]),
         ("Refused messages", "short", "A second: peers of another version, strangers, keys that speak for others.", [
-            rate("pdbus_controller_rejected_total", "reason", "controller: {{reason}}"),
-            rate("pdbus_broker_rejected_total", "reason", "broker: {{reason}}"),
-            rate("pdbus_node_rejected_messages_total", "reason", "node: {{reason}}"),
-            rate("pdbus_controller_peers_refused_total", "domain", "controller: a key for {{domain}}"),
-            rate("pdbus_broker_peers_refused_total", "domain", "broker: a key for {{domain}}")]),
+            what_happens("pdbus_controller_rejected_total", "reason", "controller: {{reason}}"),
+            what_happens("pdbus_broker_rejected_total", "reason", "broker: {{reason}}"),
+            what_happens("pdbus_node_rejected_messages_total", "reason", "node: {{reason}}"),
+            what_happens("pdbus_controller_peers_refused_total", "domain", "controller: a key for {{domain}}"),
+            what_happens("pdbus_broker_peers_refused_total", "domain", "broker: a key for {{domain}}")]),
         ("Regret", "short", "Tokens that a chosen rank had queued beyond the best one's, on average.", [
             ("sum by (role, method) (rate(pdbus_controller_regret_tokens_total[$__rate_interval])) / "
              "sum by (role, method) (rate(pdbus_controller_regret_dispatches_total[$__rate_interval]))",

@@ -35,6 +35,7 @@ from pdbus.client.request import GAP_S, Event, Place, Request, State, SubmitStat
 
 SILENCE_S = 3.0  # a stream that shows no sign of life for so long is asked again, and then given up
 AVOID_S = 30.0  # after a rank fell silent, for so long others are asked for
+DEADLINE_GRACE_S = 0.25  # for the controller to say that a deadline passed: a cancel before that would be counted
 VERDICT_S = 2.0  # after a stream failed, how long its controller may take to say what becomes of the request
 RESEND_S = 1.0  # a submit without an answer is repeated (which is harmless), at doubling intervals
 RESEND_MAX_S = 4.0
@@ -202,7 +203,8 @@ class ClientCore:
         return actions + self._end(request, "length", now) if len(request.ids) >= most else actions
 
     def _tick(self, request: Request, now: float) -> list[Action]:
-        if request.deadline_at is not None and now >= request.deadline_at:
+        grace_s = 0.0 if request.state is State.BACKOFF else DEADLINE_GRACE_S
+        if request.deadline_at is not None and now >= request.deadline_at + grace_s:
             why = f"no end within {request.main.deadline_s:g} s"
             return self._end(request, "failed", now, "deadline", why)
         if request.state is State.BACKOFF:

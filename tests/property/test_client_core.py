@@ -15,7 +15,7 @@ from bus.actions import Send
 from bus.wire.hashing import tokens_of
 from bus.wire.messages import Accepted, Attach, Cancel, Detach, Failed, Location, Message, Submit, Tokens
 from nodes.own.engines.sim import sim_generate
-from pdbus.client.core import ClientCore, Patience
+from pdbus.client.core import DEADLINE_GRACE_S, ClientCore, Patience
 from pdbus.client.options import Options, Where, make_request
 from pdbus.client.output import Deliver, Ended, Result
 
@@ -173,7 +173,7 @@ def test_every_request_ends_once_with_the_right_tokens(
     if trouble == 0.0 and not deadline_s and cancel_at is None:
         assert (result.finish, result.attempts) == ("length", 1)
     if deadline_s:
-        assert world.now <= deadline_s + 2 * STEP_S
+        assert world.now <= deadline_s + DEADLINE_GRACE_S + 2 * STEP_S
     # Whatever comes late finds nobody.
     world.step()
     assert len(world.results) == 1

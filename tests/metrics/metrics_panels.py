@@ -1,0 +1,359 @@
+"""What each line of each panel has to show, reckoned from the traffic that `metrics_world` made and its clients saw.
+
+`EXPECTED[title][legend]` has one or more `Look`s: at the end of a chapter, or at a moment in it, the panel's query (its
+`$__rate_interval` being the time since the chapter began) shows these lines, by the text that Grafana writes beside
+them, each within its bounds. What is not expected is 0, NaN or not drawn. Tolerances are those of the functions below.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from metrics_world import (
+    ALONE,
+    AT_THE_RANK,
+    CACHES,
+    DECODE_KV,
+    DECODE_RUNNING,
+    DECODE_STEP_S,
+    HELD_BACK,
+    IN_VAIN,
+    KNOCKS,
+    KV_BYTES,
+    LONG,
+    LONG_SHARED,
+    NOISE,
+    OUTPUT,
+    OVER,
+    PAGE_S,
+    PREFILL,
+    QUEUED,
+    SCRAPE_S,
+    SHORT,
+    SHORT_SHARED,
+    STREAMS,
+    Chapter,
+    Sent,
+)
+
+from bus.histogram import BOUNDS_S
+
+Bounds = tuple[float, float]
+Lines = dict[str, Bounds]
+RANKS = ("prefill-0/0", "prefill-1/0", "decode-0/0", "decode-1/0")
+PROMPT, SHARED = {"short": SHORT, "long": LONG}, {"short": SHORT_SHARED, "long": LONG_SHARED}
+SLACK_S = 0.01  # between a controller's clock and its client's
+
+
+@dataclass(frozen=True)
+class Look:
+    chapter: str
+    lines: Callable[[Chapter], Lines]
+    moment: str = ""  # of the chapter; empty: its end
+
+
+def exactly(value: float) -> Bounds:
+    return value, value
+
+
+def about(value: float, share: float = 0.05) -> Bounds:
+    return value * (1 - share), value * (1 + share)
+
+
+def a_second(count: float, chapter: Chapter, moment: str = "") -> Bounds:
+    """So many since the chapter began. Prometheus sees the first and the last scrape in it, and makes up for a scrape's
+    time at either end, in which nothing happened here: 3 % less, or that much more (and 3 %)."""
+    long_s = (chapter.at[moment] if moment else chapter.end) - chapter.start
+    return count / long_s * 0.97, count / (long_s - 2 * SCRAPE_S) * 1.03
+
+
+def seconds(low_s: float, high_s: float) -> Bounds:
+    """Latencies are known by their buckets: from the lower bound of one's to the upper bound of the other's."""
+    below = [bound for bound in BOUNDS_S if bound < low_s]
+    return (below or [0.0])[-1], next(bound for bound in BOUNDS_S if bound >= high_s)
+
+
+def quantile(q: float, values: Iterable[float]) -> Bounds:
+    """That of what clients saw: the values about it, by their buckets, a controller's clock being SLACK_S apart."""
+    seen = sorted(values)
+    at = q * len(seen)
+    low, high = seen[max(0, int(at) - 2)], seen[min(len(seen) - 1, int(at) + 1)]
+    return seconds(low - SLACK_S, high + SLACK_S)
+
+
+def of_a_rank(sent: Iterable[Sent], name: str) -> list[Sent]:
+    return [each for each in sent if name in (each.prefill, each.decode)]
+
+
+# --- the chapters' figures ----------------------------------------------------------------------------------------
+
+
+def tokens(sent: Iterable[Sent], sizes: dict[str, int]) -> int:
+    return sum(sizes[each.kind] for each in sent)
+
+
+def by_rank(role: str, figure: Callable[[list[Sent]], Bounds]) -> Callable[[Chapter], Lines]:
+    return lambda chapter: {
+        name: figure(of_a_rank(chapter.sent, name))
+        for name in RANKS
+        if name.startswith(role) and of_a_rank(chapter.sent, name)
+    }
+
+
+def hits(chapter: Chapter) -> Lines:
+    return by_rank("prefill", lambda sent: about(tokens(sent, SHARED) / tokens(sent, PROMPT), 0.01))(chapter)
+
+
+def computed_s(each: Sent) -> float:
+    return PREFILL.step_s(PROMPT[each.kind] - SHARED[each.kind], 0, SHARED[each.kind])
+
+
+def busy(chapter: Chapter) -> Lines:
+    """A prompt has a step to itself, and each output token but the first; two that meet share theirs, which spares one
+    at most: 25 % less."""
+    lines = by_rank("prefill", lambda sent: a_second(sum(map(computed_s, sent)), chapter))(chapter)
+    lines |= by_rank("decode", lambda sent: a_second(len(sent) * (OUTPUT - 1) * DECODE_STEP_S, chapter))(chapter)
+    return {name: (low * 0.75, high) for name, (low, high) in lines.items()}
+
+
+def steps(chapter: Chapter) -> Lines:
+    """The longest, by the model of the sim engine; two prompts may meet."""
+    lines = by_rank("prefill", lambda sent: seconds(max(map(computed_s, sent)), 2 * max(map(computed_s, sent))))(
+        chapter
+    )
+    return lines | by_rank("decode", lambda sent: seconds(DECODE_STEP_S, DECODE_STEP_S))(chapter)
+
+
+def ttft_by_rank(chapter: Chapter) -> Lines:
+    """A prefill rank's is from its own step to what the client saw; a decode rank's is the client's."""
+    lines = by_rank("decode", lambda sent: quantile(0.99, [each.ttft_s for each in sent]))(chapter)
+    return lines | by_rank(
+        "prefill", lambda sent: seconds(max(map(computed_s, sent)), max(each.ttft_s for each in sent))
+    )(chapter)
+
+
+def tpot_by_rank(chapter: Chapter) -> Lines:
+    return by_rank("decode", lambda sent: quantile(0.99, [each.tpot_s for each in sent if each.tpot_s]))(chapter)
+
+
+def moved(chapter: Chapter) -> Lines:
+    """The whole prompt's: a sim decode rank fetches it whatever its own cache has."""
+    return by_rank("decode", lambda sent: a_second(tokens(sent, PROMPT) * KV_BYTES, chapter))(chapter)
+
+
+def states(**counts: int) -> Callable[[Chapter], Lines]:
+    return lambda chapter: {name.replace("_", " "): exactly(count) for name, count in counts.items()}
+
+
+def wanted(prefill: int, decode: int) -> Callable[[Chapter], Lines]:
+    """Declared ones have no model; those that were ready once have theirs."""
+    counts = {"prefill": prefill, "decode": decode}
+    return lambda chapter: {
+        f"{role} {model}".strip(): exactly(n) for role, n in counts.items() for model in ("", "sim")
+    }
+
+
+def streamed(chapter: Chapter) -> Bounds:
+    """Tokens in the memory of decode rank 0 while its streams run: what came in the age of a page may be missing."""
+    have = STREAMS * (SHORT - 1) + chapter.facts["streamed"]
+    return have - STREAMS * (PAGE_S + SCRAPE_S) / DECODE_STEP_S, have + STREAMS * 2
+
+
+def scaled(bounds: Bounds, by: float) -> Bounds:
+    return bounds[0] / by, bounds[1] / by
+
+
+def fresh(chapter: Chapter) -> Lines:
+    """All report four times a second, and pages are as old as they may be."""
+    return dict.fromkeys(RANKS, (0.0, 1.5))
+
+
+def stale(chapter: Chapter) -> Lines:
+    stopped_s = chapter.facts["stopped_s"]
+    return fresh(chapter) | {"decode-1/0": (stopped_s - PAGE_S - SCRAPE_S, stopped_s + 1.5)}
+
+
+def regret(chapter: Chapter) -> Lines:
+    """The n-th prompt at the rank that hangs met n before it, where the other rank had none. Of the two legs of a pair,
+    which come at once, only one is looked at; at decode the fuller rank was the other one."""
+    alone, pairs = range(ALONE), range(ALONE, AT_THE_RANK)
+    least, most = sum(alone) / ALONE, sum((*alone, *pairs)) / AT_THE_RANK
+    return {"prefill: total_tokens": (QUEUED * least * 0.95, QUEUED * most * 1.05)}
+
+
+def line(name: str, bounds: Callable[[Chapter], Bounds]) -> Callable[[Chapter], Lines]:
+    return lambda chapter: {name: bounds(chapter)}
+
+
+def each_second(name: str, count: float, moment: str = "") -> Callable[[Chapter], Lines]:
+    return line(name, lambda chapter: a_second(count, chapter, moment))
+
+
+NONE: Callable[[Chapter], Lines] = lambda chapter: {}  # noqa: E731
+RANK = "{{instance}}/{{dp_rank}}"
+
+EXPECTED: dict[str, dict[str, list[Look]]] = {
+    "Requests": {
+        "done": [
+            Look("steady", line("done", lambda now: a_second(len(now.sent), now))),
+            Look("lost", NONE),
+        ],
+        "{{code}}": [
+            Look("steady", NONE),
+            Look("queue", lambda now: {
+                "cancelled": a_second(AT_THE_RANK + OVER + STREAMS, now), "deadline": a_second(HELD_BACK, now)}),
+            Look("restart", each_second("peer_lost", CACHES)),
+            Look("lost", lambda now: {"peer_lost": a_second(4, now), "no_rank": a_second(IN_VAIN, now)}),
+        ],
+    },
+    "Time to first token": {
+        f"p{q:g}": [
+            Look("steady", line(f"p{q:g}", lambda now, q=q: quantile(q / 100, [each.ttft_s for each in now.sent])))
+        ]
+        for q in (50, 90, 99)
+    },
+    "Time per output token": {
+        f"p{q:g}": [
+            Look("steady", line(
+                f"p{q:g}", lambda now, q=q: quantile(q / 100, [each.tpot_s for each in now.sent if each.tpot_s])))
+        ]
+        for q in (50, 90, 99)
+    },
+    "Tokens": {
+        "in, as they begin": [
+            Look("steady", line("in, as they begin", lambda now: a_second(tokens(now.sent, PROMPT), now)))],
+        "of those, from prefix caches": [
+            Look("steady", line("of those, from prefix caches", lambda now: a_second(tokens(now.sent, SHARED), now)))],
+        "out": [Look("steady", line("out", lambda now: a_second(OUTPUT * len(now.sent), now)))],
+    },
+    "Live and waiting": {
+        "live": [
+            Look("steady", NONE),
+            Look("queue", line("live", lambda now: exactly(AT_THE_RANK + OVER + HELD_BACK + STREAMS)), "queued"),
+        ],
+        "waiting": [
+            Look("steady", NONE),
+            Look("queue", line("waiting", lambda now: exactly(OVER + HELD_BACK)), "queued"),
+        ],
+    },
+    "Prefix-cache hits": {
+        RANK: [
+            Look("steady", hits),
+        ],
+    },
+    "States": {
+        "{{role}} {{state}}": [
+            Look("steady", states(prefill_ready=2, decode_ready=2)),
+            Look("lost", states(prefill_ready=2, decode_lost=2), "missed"),
+            Look("lost", states(prefill_ready=2, decode_ready=2)),
+        ],
+    },
+    "Wanted roles": {
+        "{{role}} {{model}}": [
+            Look("steady", wanted(2, 2)),
+            Look("lost", wanted(2, 0), "missed"),
+            Look("lost", wanted(2, 2)),
+        ],
+    },
+    "Restarts": {
+        RANK: [
+            Look("steady", NONE),
+            Look("restart", line("prefill-1/0", lambda now: about(3))),
+            Look("lost", lambda now: {
+                "prefill-1/0": about(3), "decode-0/0": about(1), "decode-1/0": about(1)}),
+        ],
+    },
+    "Run slots in use": {
+        RANK: [
+            Look("steady", NONE),
+            Look("queue", lambda now: {
+                "prefill-1/0": exactly(1.0), "decode-0/0": exactly(STREAMS / DECODE_RUNNING)}, "queued"),
+        ],
+    },
+    "KV memory in use": {
+        RANK: [
+            Look("steady", NONE),
+            Look("queue", line("decode-0/0", lambda now: scaled(streamed(now), DECODE_KV)), "queued"),
+        ],
+    },
+    "Estimated load": {
+        RANK: [
+            Look("queue", lambda now: {
+                "prefill-1/0": exactly(QUEUED * AT_THE_RANK),
+                "decode-1/0": exactly(QUEUED * (AT_THE_RANK - ALONE)), "decode-0/0": streamed(now)}, "queued"),
+        ],
+    },
+    "Prompt tokens queued": {
+        RANK: [
+            Look("steady", NONE),
+            Look("queue", lambda now: {
+                "prefill-1/0": exactly(QUEUED * AT_THE_RANK),
+                "decode-1/0": exactly(QUEUED * (AT_THE_RANK - ALONE))}, "queued"),
+        ],
+    },
+    "Time to first token, p99 by rank": {RANK: [Look("steady", ttft_by_rank)]},
+    "Time per output token, p99 by rank": {RANK: [Look("steady", tpot_by_rank)]},
+    "Forward steps, p99 by rank": {RANK: [Look("steady", steps)]},
+    "Engine busy": {RANK: [Look("steady", busy)]},
+    "Age of load reports": {RANK: [Look("steady", fresh), Look("pause", stale, "going on")]},
+    "Acknowledgement lag, p99": {
+        RANK: [Look("pause", line("decode-1/0", lambda now: seconds(*[now.facts["stopped_s"] - SLACK_S] * 2)))],
+    },
+    "Rooms": {
+        "registered": [
+            Look("steady", line("registered", lambda now: a_second(len(now.sent), now))),
+            Look("restart", each_second("registered", CACHES)),
+        ],
+        "expired": [Look("steady", NONE), Look("restart", each_second("expired", AT_THE_RANK + CACHES))],
+        "alive": [
+            Look("steady", NONE),
+            Look("queue", line("alive", lambda now: exactly(AT_THE_RANK)), "queued"),
+            Look("restart", NONE),
+        ],
+    },
+    "KV caches moved": {RANK: [Look("steady", moved)]},
+    "Refused messages": {
+        f"{part}: {{{{reason}}}}": [Look("steady", NONE), Look("knocks", each_second(f"{part}: version", NOISE))]
+        for part in ("controller", "broker", "node")
+    } | {
+        f"{part}: a key for {{{{domain}}}}": [
+            Look("steady", NONE), Look("knocks", each_second(f"{part}: a key for {domain}", KNOCKS))]
+        for part, domain in (("controller", "clients"), ("broker", "bootstrap"))
+    },
+    "Regret": {"{{role}}: {{method}}": [Look("queue", regret)]},
+}  # fmt: skip
+
+
+# --- a panel and its expectation ------------------------------------------------------------------------------------
+
+
+def written(legend: str, labels: dict[str, str]) -> str:
+    """The text that Grafana writes beside a line."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: labels.get(found[1], ""), legend).strip()
+
+
+def drawn(legend: str, answer: list[Any]) -> Lines:
+    """A query's answer by legend; AssertionError where two lines cannot be told apart."""
+    lines: dict[str, Bounds] = {}
+    for each in answer:
+        name, value = written(legend, each["metric"]), float(each["value"][1])
+        assert name not in lines, f"two lines are called {name!r}"
+        lines[name] = (value, value)
+    return lines
+
+
+def faults(expected: Lines, shown: Lines) -> list[str]:
+    """What is wrong, a line each."""
+    found = []
+    for name in sorted(expected.keys() | shown.keys()):
+        value = shown.get(name, (math.nan, math.nan))[0]
+        low, high = expected.get(name, (0.0, 0.0))
+        if math.isnan(value) and name not in expected:
+            continue
+        if not low <= value <= high:
+            found.append(f"{name!r} is {value:g}, not {low:g} to {high:g}")
+    return found
