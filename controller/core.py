@@ -366,8 +366,10 @@ class ControllerCore:
     def _lose(self, losses: list[Loss], now: float, out: list[Action]) -> None:
         for loss in losses:
             if self.table.ranks.get(loss.rank.key) is not loss.rank or self.members.state(loss.rank) in DEAD:
-                # its cache is gone with it, or will be when it is back
+                # its cache is gone with it, as far as can be told
                 self.policies[loss.rank.info.role].forgotten(loss.rank)
+                if loss.rank.follower is not None:
+                    loss.rank.follower.missed = True  # should the same start come back
                 self.life.table.inherited.forget(loss.rank)
             self.life.lost(loss, now, out)
 

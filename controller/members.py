@@ -123,11 +123,16 @@ class Members:
         return self.assess(rank, now, out, "bye")
 
     def ping(self, rank: RankLoad, now: float, out: list[Action]) -> int:
-        """Whether it lives, and where it stands: anybody may have published in its name. Returns the ping's number."""
+        """Whether it lives, and where it stands: anybody may have published in its name. And what it has cached, where
+        that was missed. Returns the ping's number."""
         self._pings += 1
         seq = 0 if rank.load is None or rank.engine_tells else rank.load.seq
         rank.asked = Asked(self._pings, seq, self._health.pulses[rank.key].step, now)
-        out.append(ToNode(rank.peer, Ping(self._pings)))
+        follower = rank.follower
+        restate = follower is not None and follower.missed and self.state(rank) not in DEAD
+        if follower is not None and restate:
+            follower.missed = False
+        out.append(ToNode(rank.peer, Ping(self._pings, restate)))
         return self._pings
 
     def ping_all(self, now: float, out: list[Action]) -> None:

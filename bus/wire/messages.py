@@ -441,6 +441,7 @@ class Who(Message, frozen=True, tag="who"):
 
 class Ping(Message, frozen=True, tag="ping"):
     n: Count
+    restate: bool = False  # KV events of this rank were missed: it is to name again what it has cached
 
 
 class Pong(Message, frozen=True, tag="pong"):

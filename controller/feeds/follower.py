@@ -29,7 +29,8 @@ class Learned(Struct, frozen=True, gc=False):
 
 
 class Follower:
-    """`ours`: the publisher is a node of ours, whose hashes need no translation. A message that cannot be read voids
+    """`missed`: what is known was voided, although the blocks are cached still; whoever has them named again resets it.
+    `ours`: the publisher is a node of ours, whose hashes need no translation. A message that cannot be read voids
     what is known, for nobody can tell what it said. `counts` gets `kv_gaps`, `kv_restarts`, what the translation left
     out, here or at a node of ours (`kv_events.LEFT_OUT`), and `rejected_<reason>` for such a message."""
 
@@ -39,6 +40,7 @@ class Follower:
         self._counts = counts
         self._dp_rank = dp_rank
         self._ours = ours
+        self.missed = False
 
     def live(self, frames: Sequence[bytes]) -> Learned:
         """A message of the stream. RemoteProtocolError when it has no sequence number."""
@@ -78,6 +80,7 @@ class Follower:
         return Learned(tuple(changes), replay_from)
 
     def _void(self) -> Cleared:
+        self.missed = True
         self.translator.clear()
         return Cleared()
 

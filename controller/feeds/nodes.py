@@ -1,7 +1,7 @@
 """KV events of our own nodes, as they come over the bus (`kv/<instance>/<dp_rank>/`). Pure.
 
 What is remembered of a rank's stream belongs to its record in the load table and goes with it. Our nodes offer no
-replay: after a hole what was known of the rank is void and grows anew from what follows.
+replay: after a hole what was known of the rank is void, and its next ping asks it to name again what it has cached.
 """
 
 from __future__ import annotations

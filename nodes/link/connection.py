@@ -63,6 +63,7 @@ class Speaker(Protocol):
         """(forward steps done, whether one is under way, seq of the newest load)"""
         ...
 
+    def restate_cache(self) -> None: ...
     def recall(self, rid: str) -> tuple[Mark, ...]: ...
     def superseded(self, why: str) -> None: ...
 
@@ -167,6 +168,8 @@ class Connection:
             rank.dispatched(self, message, frames[1:])
         elif isinstance(message, Ping):
             self.send(Pong(message.n, *rank.steps(), at_us=round((rank.wall_s + now) * 1e6)))
+            if message.restate:
+                rank.restate_cache()
         elif isinstance(message, CancelLeg):
             rank.cancelled(self, message)
         elif isinstance(message, Welcome):

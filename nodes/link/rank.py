@@ -166,12 +166,16 @@ class LinkedRank:
             self.core.restate(connection.key)
         if self._controllers.get(connection.key) != welcome.epoch:
             self._controllers[connection.key] = welcome.epoch
-            restate = getattr(self.runner, "restate_cache", None)
-            if restate is not None:
-                restate()
+            self.restate_cache()
         follow = all(each.welcome is not None and each.welcome.follow_bootstrap_room for each in self.connections)
         self._host.publish(self.publisher.set_follow(follow, self._host.now))
         self._host.changed()
+
+    def restate_cache(self) -> None:
+        """A controller knows nothing of what is cached, or no longer."""
+        restate = getattr(self.runner, "restate_cache", None)
+        if restate is not None:
+            restate()
 
     def dispatched(self, connection: Connection, dispatch: Dispatch, frames: list[bytes]) -> None:
         self.joint.stirred = True  # there is something to report, also where nothing is to be done

@@ -237,6 +237,8 @@ class Rank:
     def steps(self) -> tuple[int, bool, int]:
         return self._step, False, self._publisher.load_seq
 
+    def restate_cache(self) -> None: ...
+
     def recall(self, rid: str) -> tuple[Mark, ...]:
         return ()
 

@@ -50,7 +50,7 @@ def refused(data: bytes, table: Any = CONTROLLER_TO_NODE) -> str:
 
 def test_a_frame_is_a_version_byte_and_an_array() -> None:
     """M2."""
-    assert codec.encode(Ping(7)) == b"\x01\x92\xa4ping\x07"
+    assert codec.encode(Ping(7)) == b"\x01\x93\xa4ping\x07\xc2"
     assert codec.encode(Who()) == b"\x01\x91\xa3who"
     assert codec.decode(b"\x01\x92\xa4ping\x07", CONTROLLER_TO_NODE) == Ping(7)
 
@@ -64,8 +64,8 @@ def test_too_short(data: bytes) -> None:
 def test_too_long_is_refused_before_it_is_parsed() -> None:
     """M4."""
     longest = codec.MAX_HEADER_BYTES
-    padding = longest - len(frame("ping", 1, b"")) - 4  # bin32 takes four more bytes than bin8
-    assert codec.decode(frame("ping", 1, b"x" * padding)[:longest], CONTROLLER_TO_NODE) == Ping(1)
+    padding = longest - len(frame("ping", 1, False, b"")) - 4  # bin32 takes four more bytes than bin8
+    assert codec.decode(frame("ping", 1, False, b"x" * padding)[:longest], CONTROLLER_TO_NODE) == Ping(1)
     assert refused(b"\x01" + b"\xc1" * longest) == "size"
 
 
@@ -108,7 +108,7 @@ def test_an_extension_is_no_value_of_ours(value: object) -> None:
     assert refused(frame("ping", value)) == "syntax"
     assert refused(frame("bye", "p", [value], 1), NODE_TO_CONTROLLER) == "syntax"
     with contextlib.suppress(RemoteProtocolError):
-        assert codec.decode(frame("ping", 1, value), CONTROLLER_TO_NODE) == Ping(1)
+        assert codec.decode(frame("ping", 1, False, value), CONTROLLER_TO_NODE) == Ping(1)
 
 
 @pytest.mark.parametrize("tag", ["", "hello", "Ping", "ping ", "p" * 10_000])

@@ -63,7 +63,7 @@ def test_recording_adds_the_bytes_that_are_missing_and_changes_nothing_else(tmp_
     stale = "# stale\nPing(n=1)\n0192a470696e6702\n"  # not its bytes: the tests above say so, the tool mends nothing
     path.write_text(stale + "\n# new\nPing(300)\n", encoding="utf-8")
     assert golden_frames.fill(path) == 1
-    assert path.read_text(encoding="utf-8") == stale + "\n# new\nPing(n=300)\n0192a470696e67cd012c\n"
+    assert path.read_text(encoding="utf-8") == stale + "\n# new\nPing(n=300, restate=False)\n0193a470696e67cd012cc2\n"
     assert golden_frames.fill(path) == 0
 
 
