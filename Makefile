@@ -22,7 +22,7 @@ SEED ?= 1
 COUNT ?= 96
 OUT ?= out
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign test-metrics check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api fuzz-http mutate cuts test-cuts soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign test-metrics check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api fuzz-http mutate cuts test-cuts cut-streams test-streams soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -74,7 +74,7 @@ endif
 
 test: setup check-torch ## Run the tests (they mostly wait: five at a time, each through files in a row)
 	@echo "==> pytest"
-	@$(BIN)/python -m pytest -q -n 5 --dist worksteal $(AGAIN) --ignore tests/hostile --ignore tests/hosts --ignore tests/foreign --ignore tests/metrics
+	@$(BIN)/python -m pytest -q -n 5 --dist worksteal $(AGAIN) --ignore tests/hostile --ignore tests/hosts --ignore tests/foreign --ignore tests/metrics --ignore tests/streams
 
 test-pythons: ## All of that with each Python from 3.11 to 3.14 that is here (the first time each installs everything)
 	@$(PYTHON) tests/support/pythons.py | while read -r version python; do \
@@ -103,6 +103,21 @@ test-metrics: setup ## Each panel and alert against known traffic, on Debian's p
 	@echo "==> pytest tests/metrics"
 	@programs=$$($(PYTHON) tests/metrics/environment.py) && \
 		PDBUS_PROMETHEUS=$$programs $(BIN)/python -m pytest -q tests/metrics
+
+ifeq ($(ENGINE),vllm)
+cut-streams: ## Drop each stream of the bus at its sender: its test has to fail (sim and numpy; ENGINE=torch, smollm2, vllm)
+	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && model=$$(mktemp -d) && trap 'rm -rf $$model' EXIT && \
+		$$vllm tests/real_vllm/tiny_window.py $$model && \
+		PYTHONPATH=$(CURDIR) $$vllm tests/streams/cut_streams.py vllm --model $$model --together
+else
+cut-streams: setup
+	@echo "==> pytest tests/streams"
+	@$(BIN)/python -m pytest -q tests/streams
+	@echo "==> cut_streams $(or $(ENGINE),sim numpy)"
+	@$(BIN)/python tests/streams/cut_streams.py $(ENGINE) --together
+endif
+
+test-streams: cut-streams ## That for sim and numpy, after the same tests with nothing dropped (a minute)
 
 test-netns: setup ## A cluster over nine hosts that are network namespaces, its links and hosts failing (root; 2 minutes)
 	@echo "==> pytest tests/hosts"
