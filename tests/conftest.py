@@ -10,6 +10,7 @@ import pytest
 import structlog
 import zmq
 from hypothesis import HealthCheck, settings
+from warm_starts import Starts
 
 # Started in the background or under nohup these are ignored, and so they would be in every process that a test starts.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -20,10 +21,20 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+STARTS = Starts()
+STARTS.install()
+WARM = ("tests/integration/", "tests/fault/")
+
 settings.register_profile(
     "ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before the first fixture."""
+    STARTS.on = item.nodeid.startswith(WARM) and item.get_closest_marker("cold") is None
 
 
 @pytest.fixture(autouse=True)

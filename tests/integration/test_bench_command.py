@@ -13,7 +13,7 @@ import pytest
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", "-c", "from pdbus.cli import main; main()", "bench", *arguments],
+        [sys.executable, "-P", "-m", "pdbus", "bench", *arguments],
         capture_output=True,
         text=True,
         timeout=280,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_starts
 
 from nodes.link.streams import UNREAD_S
 from nodes.own.engines.sim import sim_generate
@@ -59,7 +60,7 @@ def leave(process: Up, number: int = signal.SIGINT) -> tuple[int, str]:
 
 def parts_of(process: Up) -> list[int]:
     listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(pid) for pid in listed]
+    return [int(pid) for pid in listed if Path(f"/proc/{pid}/comm").read_text().strip() != warm_starts.NAME]
 
 
 def of_ranks(directory: Path, key: str) -> dict[str, Any]:
@@ -162,6 +163,7 @@ def test_a_session(up: Up, directory: Path) -> None:
     assert list(directory.iterdir()) == []
 
 
+@pytest.mark.cold  # it reads command lines
 def test_a_rank_that_hangs_is_lost_and_the_rest_goes_on(up: Up, directory: Path) -> None:
     read_until(up, r"^READY bus=")
     ranks = json.loads(pdbus(directory, "status", "--json").stdout)["controller"]["ranks"]

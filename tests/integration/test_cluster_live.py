@@ -138,6 +138,7 @@ def test_every_method_on_every_leg(pdbus_cluster: Factory, method: str) -> None:
         assert {result.decode.dp_rank for result in results if result.decode} == {0, 1, 2}
 
 
+@pytest.mark.cold  # it reads an environment in /proc
 def test_several_instances_and_an_embedded_centre(pdbus_cluster: Factory) -> None:
     cluster = pdbus_cluster(
         prefill=1, decode=1, prefill_instances=2, decode_instances=2, embedded=True, gpus=("6", "7", "4,5", "3")

@@ -1,0 +1,159 @@
+"""Tests' processes start as forks (tests/support/warm_starts.py): what they are is what a new process is."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import warm_starts
+from conftest import STARTS
+
+WAIT_S = 120.0
+FACTS = """
+import json, os, resource, signal, sys, threading
+names = sorted(n for n in signal.valid_signals())
+print(json.dumps({
+    "main": __name__, "file": __file__, "globals": sorted(globals().keys() - {"__annotations__"}),
+    "argv": sys.argv, "orig_argv": sys.orig_argv,
+    "path": sys.path, "flags": str(sys.flags), "environ": dict(os.environ), "cwd": os.getcwd(),
+    "parent": os.getppid(), "own group": os.getpgrp() == os.getpid(), "own session": os.getsid(0) == os.getpid(),
+    "files": sorted(int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")),
+    "handlers": [str(getattr(h, "__name__", h)) for h in map(signal.getsignal, names)],
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())), "threads": len(os.listdir("/proc/self/task")),
+    "limits": resource.getrlimit(resource.RLIMIT_NOFILE), "cores": sorted(os.sched_getaffinity(0)),
+    "main thread": threading.current_thread() is threading.main_thread(),
+    "id": threading.get_native_id() == os.getpid(),
+    "streams": [(s.isatty(), s.encoding, s.errors, s.line_buffering, s.seekable()) for s in (sys.stdin, sys.stdout)],
+    "stdin": sys.stdin.read(), "stderr": (sys.stderr.encoding, sys.stderr.errors, sys.stderr.line_buffering),
+}))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    return tmp_path / "program.py"
+
+
+@pytest.fixture(autouse=True)
+def warm_again() -> Iterator[None]:
+    yield
+    STARTS.on = True
+
+
+def is_fork(pid: int) -> bool:
+    return Path(warm_starts.__file__).name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def run(script: Path, *words: str, warm: bool, **options: Any) -> subprocess.CompletedProcess[str]:
+    STARTS.on = warm
+    line = [sys.executable, "-P", str(script), *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=WAIT_S, check=False, **options)
+
+
+def test_a_fork_is_what_a_new_process_is(script: Path, tmp_path: Path) -> None:
+    script.write_text(FACTS)
+    options: list[dict[str, Any]] = [
+        {}, {"start_new_session": True, "cwd": tmp_path}, {"process_group": 0, "env": {"A": "b\udcff", "PATH": "/bin"}},
+    ]  # fmt: skip
+    for each in options:
+        facts = [
+            json.loads(run(script, "a", "-b", warm=warm, input="said\nmore", **each).stdout) for warm in (False, True)
+        ]
+        assert facts[0] == facts[1]
+
+
+def test_a_signal_that_is_ignored_here_is_there_and_one_that_is_blocked_stays_so(script: Path) -> None:
+    script.write_text(FACTS)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        cold, warm = (json.loads(run(script, warm=warm, input="").stdout) for warm in (False, True))
+    finally:
+        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+    assert cold == warm
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("", 0), ("sys.exit(3)", 3), ("sys.exit('a word')", 1), ("raise ValueError('a word')", 1), ("os._exit(4)", 4),
+        ("raise KeyboardInterrupt", -signal.SIGINT), ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+        ("threading.Thread(target=lambda: (time.sleep(0.01), print('late'))).start()", 0),
+        ("os.close(1)", 0 if os.environ.get("PYTHONUNBUFFERED") else 120),
+        ("class A:\n    def __del__(self): print('gone', flush=True)\na = A()", 0),
+    ],
+)  # fmt: skip
+def test_its_end_is_that_of_a_new_process(script: Path, end: str, code: int) -> None:
+    script.write_text(
+        "import atexit, os, signal, sys, threading, time\nprint('said')\natexit.register(print, 'at its end')\n" + end
+    )
+    cold, warm = (run(script, warm=warm) for warm in (False, True))
+    assert (warm.returncode, warm.stdout) == (cold.returncode, cold.stdout)
+    assert warm.returncode == code
+    assert warm.stderr.splitlines()[-1:] == cold.stderr.splitlines()[-1:]
+
+
+def test_two_forks_draw_nothing_alike(script: Path) -> None:
+    script.write_text(
+        "import random, uuid, tempfile, os, pdbus.edge.exchange as e\n"
+        "print(random.random(), e._rng.random(), uuid.uuid4(), os.urandom(8), tempfile.mktemp())"
+    )
+    first, second = (run(script, warm=True).stdout.split() for _ in range(2))
+    assert not set(first) & set(second)
+
+
+def test_a_part_is_a_fork_and_leaves_when_its_stdin_ends(tmp_path: Path) -> None:
+    line = [sys.executable, "-P", "-m", "bus", "--bus", f"ipc://{tmp_path}/b", "--watch-parent"]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as part:
+        assert part.stdout is not None
+        assert part.stdin is not None
+        assert part.stdout.readline().startswith(b"READY ")
+        assert is_fork(part.pid)
+        part.stdin.close()
+        assert part.wait(WAIT_S) == 0
+        assert part.stdout.read() == b"", "nobody else holds its end of a stream"
+
+
+def test_a_program_that_is_killed_leaves_no_server(tmp_path: Path) -> None:
+    line = [sys.executable, "-P", "-m", "pdbus", "up", "--model", "sim", "--prefill", "1", "--decode", "1"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, env=os.environ | {"PDBUS_DIR": str(tmp_path)}) as up:
+        assert up.stdout is not None
+        assert up.stdout.readline().startswith(b"READY ")
+        children = [int(pid) for pid in Path(f"/proc/{up.pid}/task/{up.pid}/children").read_text().split()]
+        assert len(children) == 5, "broker, controller, two nodes, a server"
+        assert all(is_fork(pid) for pid in children)
+        up.kill()
+    until = time.monotonic() + WAIT_S
+    while any(Path(f"/proc/{pid}").exists() for pid in children):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_what_a_fork_cannot_be_starts_cold(script: Path) -> None:
+    script.write_text("import os; print('warm_starts.py' in open(f'/proc/{os.getpid()}/cmdline').read())")
+    line = [sys.executable, "-P", str(script)]
+    for other, options in (
+        (line, {}),
+        ([sys.executable, "-I", str(script)], {}),
+        (line, {"env": os.environ | {"PYTHONPATH": "/tmp"}}),
+        (line, {"preexec_fn": lambda: None}),
+    ):
+        done = subprocess.run(other, capture_output=True, text=True, timeout=WAIT_S, check=True, **options)
+        assert done.stdout == f"{other is line and not options}\n"
+    assert subprocess.run([sys.executable, "/no/such/program"], capture_output=True).returncode == 2
+
+
+def test_where_the_server_is_gone_starts_are_cold() -> None:
+    with warm_starts.launch() as asked:
+        asked.shutdown(socket.SHUT_RDWR)
+        assert warm_starts.Starts(asked)._ask(b"{}", [0, 1, 2]) == 0
