@@ -62,7 +62,7 @@ def run(scope: Scope) -> list[Row]:
 
 
 def _several(scope: Scope) -> list[Row]:
-    count = scope.size(12_000, 1_000)
+    count = scope.size(12_000, 120)
     figures: dict[tuple[int, str], list[float]] = {}
     with ExitStack() as stack:
         groups = {}
@@ -127,7 +127,7 @@ def _many_ranks(scope: Scope) -> list[Row]:
             controller.wait_ready()
             nodes = parts.our_nodes(space, ranks, processes=processes, report_hz=REPORT_HZ, kind="busy:ours")
             path = parts.Path(parts.our_client(space, TOKENS), controller, nodes, (broker,))
-            path.journeys(100, max(PACES))
+            path.journeys(scope.size(100, 10), max(PACES))
             for number in range(scope.runs):
                 scope.say(f"{ranks:,} ranks: run {number + 1} of {scope.runs}")
                 for key, value in _listening(path, scope).items():

@@ -28,7 +28,7 @@ def run(scope: Scope) -> list[Row]:
 
 def _case(scope: Scope, tokens: int, limit: float) -> list[Row]:
     name = size_name(tokens * 4)
-    count, nodes = scope.size(12_000 if tokens < 10_000 else 3_000, 1_000), scope.size(NODES, 2)
+    count, nodes = scope.size(12_000 if tokens < 10_000 else 3_000, 100), scope.size(NODES, 2)
     ours: list[Measured] = []
     bare: list[Measured] = []
     lean: list[Measured] = []

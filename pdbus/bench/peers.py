@@ -68,7 +68,7 @@ def _ours(scope: Scope) -> Ways:
 def _measure(scope: Scope, tokens: int, ours: Ways, peers: Sequence[Sized], figures: Figures) -> None:
     """All sides in turn, so many times."""
     case = f"{tokens:,} tokens"
-    count = scope.size(12_000 if tokens < 10_000 else 3_000, 500)
+    count = scope.size(12_000 if tokens < 10_000 else 3_000, 100)
     ranks = rank_count(scope)
     with ExitStack() as stack:
         scope.say(f"{case}: starting the others")
@@ -99,7 +99,7 @@ def _taken(side: Side, scope: Scope, tokens: int, count: int) -> Iterator[tuple[
     yield "", CPU, cpu_us
     yield "", PER_S, per_s
     if tokens in PACED:
-        yield "", ONE_WAY, side.one_way(scope.size(2_000, 200))
+        yield "", ONE_WAY, side.one_way(scope.size(2_000, 50))
     if tokens == TOKENS[0]:
         yield NOTHING, IDLE, side.idle(float(scope.size(3, 1)))
 

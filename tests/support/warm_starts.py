@@ -36,7 +36,7 @@ from typing import Any
 
 IMPORTED = (
     "bus.__main__", "controller.__main__", "nodes.main", "nodes.own.engines.numpy_llama", "pdbus.cli",
-    "pdbus.edge.server", "pdbus.soak.run", "numpy", "rich.live", "rich.table", "structlog", "click._textwrap",
+    "pdbus.edge.server", "pdbus.soak.run", "numpy", "rich.live", "rich.table", "click._textwrap",
     *(f"pdbus.commands.{name}" for name in ("up", "serve", "generate", "status", "top", "trace", "replay", "demo")),
 )  # fmt: skip
 NOT_KEPT = ("bus.__main__", "controller.__main__")  # they are to run as `__main__`
@@ -44,6 +44,9 @@ OURS = ("bus", "controller", "nodes", "pdbus")
 PLOTS = ("matplotlib.pyplot", "matplotlib.backends.backend_agg")
 WANTED = {  # imported once one of these words stands in a command
     "bench": (*PLOTS, "pdbus.commands.bench", "pdbus.bench.parts", "requests", "aiohttp"),
+    "pdbus.bench.child": tuple(
+        f"pdbus.bench.{name}" for name in ("busy", "peers_parts", "edge_parts", "client", "node")
+    ),
     "replay": PLOTS,
     "torch": ("torch", "nodes.own.engines.torch_engine"),
 }
@@ -180,6 +183,7 @@ def main() -> None:
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # what our caller has from its own, say
     asked = socket.socket(fileno=os.dup(0))
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what comes before a child has its handlers waits for them
+    import_module("bus.runtime.logs")._structlog()  # it leaves out what others would bring along
     for name in IMPORTED:
         import_module(name)
     for name in [name for name in sys.modules if name in NOT_KEPT]:
