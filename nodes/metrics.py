@@ -84,6 +84,7 @@ def _of_ranks(ranks: Mapping[int, LinkedRank], figures: NodeFigures) -> Iterator
         yield Metric(f"pdbus_node_{what}_seconds", text, "histogram", taken)
 
     damaged: list[Sample] = []
+    unsaid: list[Sample] = []
     odd: list[Sample] = []
     ended: list[Sample] = []
     rooms: list[Sample] = []
@@ -91,14 +92,16 @@ def _of_ranks(ranks: Mapping[int, LinkedRank], figures: NodeFigures) -> Iterator
         label = {"dp_rank": str(dp_rank)}
         counts = dict(rank.core.counts)
         damaged.append(Sample(counts.pop("kv_block_damaged", 0), label))
-        for what in ("dispatch_gap", "dispatch_repeated"):
+        unsaid.append(Sample(counts.pop("kv_client_unsaid", 0), label))
+        for what in ("dispatch_gap", "dispatch_repeated", "dispatch_known"):
             if what in counts:
                 odd.append(Sample(counts.pop(what), label | {"what": what}))
         ended += [Sample(count, label | {"code": code}) for code, count in counts.items()]
         rooms += [Sample(count, label | {"what": what}) for what, count in rank.publisher.counts.items()]
     for name, text, samples in (
         ("kv_checksum_errors", "KV blocks that arrived damaged.", damaged),
-        ("dispatch_anomalies", "Dispatches lost or repeated.", odd),
+        ("kv_client_unsaid", "KV messages of release 0.1.0 that did not say whose the cache is.", unsaid),
+        ("dispatch_anomalies", "Dispatches lost, repeated, or of an attempt that is or was here.", odd),
         ("legs_ended", "Legs that ended, by code.", ended),
         ("rooms", "What was published of rooms, by what.", rooms),
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -42,6 +43,14 @@ def logs_as_a_host_has_them() -> Iterator[None]:
     """What one test has configured is no other test's: `bus.runtime.logs` goes by whether anybody has."""
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture(autouse=True)
+def counts_are_conserved() -> Iterator[None]:
+    """The worlds that this test made obey the laws of their counters (`support/laws.py`)."""
+    yield
+    if "laws" in sys.modules:
+        sys.modules["laws"].settle()
 
 
 @pytest.fixture(autouse=True)

@@ -258,8 +258,10 @@ class BrokerCore:
         elif not self.watches.fits(peer, len(missing)):
             self.counts["watches_refused"] += len(missing)
             return Refused("too_many", f"{len(missing)} watches more than allowed; ask for fewer rooms", query.id)
+        before = self.watches.size
         for room in missing:
             self.watches.add(peer, query.id, room, now + query.watch_s)
+        self.counts["watches_added"] += self.watches.size - before
         known = tuple(Found(owner.location, attempt, tuple(rooms)) for (owner, attempt), rooms in held.items())
         return Answer(query.id, known, tuple(missing), tuple(lost))
 

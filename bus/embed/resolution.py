@@ -106,7 +106,7 @@ class ResolverCore:
     def __init__(self, *, max_wants: int = 65_536) -> None:
         self.broker_epoch = 0  # 0: no beacon heard yet
         self.broker_heard_at: float | None = None
-        names = ("told", "computed", "asked", "lost", "queries", "topology_queries", "stale", "old")
+        names = ("wanted", "told", "computed", "asked", "lost", "cancelled", "queries", "topology_queries", "stale", "old")
         self.counts = dict.fromkeys(names, 0)
         self._max_wants = max_wants
         self._wants: dict[int, list[_Want]] = {}  # by room, at most one of an asker
@@ -150,6 +150,7 @@ class ResolverCore:
         `dp_rank`: the caller told which rank of `prefill_instance` it is (of the only one, if that is empty).
         `max_age_s`: while the broker is silent, use no topology that is older; without it, use the last one.
         """
+        self.counts["wanted"] += 1
         if not isinstance(room, int) or not 0 <= room <= MAX_ROOM:
             return [self._lost(room, asker, "bad_room")]
         old = self._of(room, asker)
@@ -161,7 +162,7 @@ class ResolverCore:
         self._pending += 1
         if old is not None:
             want.asked, old.asked = old.asked, False
-            self._leave(old)
+            self._cancel(old)
         if resolved := self._locate(want, now):
             return [self._settle(want, resolved)]
         if dp_rank is None:
@@ -172,7 +173,7 @@ class ResolverCore:
         """`asker` no longer wants `room`; nothing more is said of it."""
         want = self._of(room, asker)
         if want is not None:
-            self._leave(want)
+            self._cancel(want)
 
     def abandon(self, code: Code) -> list[Action]:
         """Nobody will look for what is still wanted: each want ends with `code`."""
@@ -354,6 +355,10 @@ class ResolverCore:
         self._leave(want)
         self.counts[resolved.found_by or "lost"] += 1
         return resolved
+
+    def _cancel(self, want: _Want) -> None:
+        self._leave(want)
+        self.counts["cancelled"] += 1
 
     def _leave(self, want: _Want) -> None:
         """It is over; the watch of its room, too, unless another asker waits for it."""

@@ -204,12 +204,13 @@ class RankLoad:
 
     @property
     def dispatched_total(self) -> int:
-        """Dispatches since the controller began, in all epochs of the rank."""
-        return self.dispatched_before + self.sent
+        """Dispatches since the controller began, in all epochs of the rank; also those of which nothing was sent: a
+        total does not fall."""
+        return self.dispatched_before + self.sent + self.undone
 
     @property
     def ended_total(self) -> int:
-        """Those of them that ended; what was outstanding in an earlier epoch ended with that."""
+        """Those of them that ended or were never sent; what was outstanding in an earlier epoch ended with that."""
         return self.dispatched_total - self.outstanding
 
     @property

@@ -99,7 +99,7 @@ class LoadTable:
         closed = self._closed.pop((rank.key, rank.epoch), None)
         if closed is not None:
             rank.undone, rank.sent, rank.sent_tokens = closed
-            rank.dispatched_before -= rank.sent
+            rank.dispatched_before -= rank.sent + rank.undone
             rank.acked, rank.acked_tokens = rank.sent, rank.sent_tokens
             self.reconnected(rank)
             rank.inherited = ()  # what it runs may be mine
@@ -269,13 +269,11 @@ class LoadTable:
 
     def undo(self, rank: RankLoad, tokens: int, *, given_up: bool = False) -> None:
         """A dispatch charged before never left this process (its number is not used again); `given_up`: it has been
-        ended already, as one that failed."""
+        ended already, as one that failed. The totals keep it: they do not fall."""
         rank.undone += 1
         rank.sent -= 1
         rank.sent_tokens -= tokens
-        if given_up:
-            rank.failed_total -= 1
-        else:
+        if not given_up:
             rank.outstanding -= 1
             rank.outstanding_tokens -= tokens
         early = max(0, rank.acked - rank.sent)  # not ingested, but taken for it when the connection was new

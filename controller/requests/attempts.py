@@ -105,7 +105,8 @@ class Attempts:
             out.append(ToNode(rank.peer, self._header(request, leg, number, prefill, now), frames))
             if role == "prefill":
                 prefill = rank.location
-        self._counts["dispatched" if request.tries == 1 else "redispatched"] += 1
+        self._counts["redispatched" if request.dispatched else "dispatched"] += 1
+        request.dispatched = True
 
     def _header(self, request: Request, leg: LegRun, number: int, prefill: Location | None, now: float) -> Dispatch:
         """Of one leg. `prefill` tells a decode leg where its prefill is; without it a lone decode leg gets what its

@@ -110,6 +110,8 @@ class Life:
         self.young = True
         self.trace = False  # a log line for each request
         self._wishing: dict[str, float] = {}  # clients that wait, or waited, for a TPOT of their own, since when
+        if self._slo_classes is not None:  # a series that is born with a count has no increase of it
+            counts.update(dict.fromkeys(("ttft_slo", "ttft_slo_kept", "ttft_slo_missed", "ttft_slo_exempt"), 0))
         self.spans = False  # whether those that are traced have a span here, which the shell exports
 
     def reconfigure(self, config: ControllerConfig) -> None:
@@ -137,6 +139,8 @@ class Life:
             return
         self._counts["submitted"] += 1
         promised = self._slo_classes is not None and submit.leg != "decode" and not submit.offset
+        if promised:
+            self._counts["ttft_slo"] += 1
         try:
             if live is not None and (not mine or submit.attempt <= live.attempt):
                 raise Refusal("duplicate_rid", "the rid belongs to another live request")

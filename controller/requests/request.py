@@ -90,9 +90,9 @@ class Request:
     """One accepted request (`request_of`), `client`'s: its key, or empty where there are none."""
 
     __slots__ = (
-        "apart", "arrived", "aside", "attempt", "avoid", "came_at", "client", "deadline_at", "first_due", "frames",
-        "frames_bytes", "lane", "legs", "losses", "model", "past", "peer", "places", "rid", "state", "submit", "trace",
-        "tries", "work",
+        "apart", "arrived", "aside", "attempt", "avoid", "came_at", "client", "deadline_at", "dispatched", "first_due",
+        "frames", "frames_bytes", "lane", "legs", "losses", "model", "past", "peer", "places", "rid", "state", "submit",
+        "trace", "tries", "work",
     )  # fmt: skip
     arrived: int  # where it waits (`lane`): its number among those that came to
     aside: bool  # likewise: it waits for what it alone wishes, so others may go before it
@@ -113,7 +113,8 @@ class Request:
         self.deadline_at = deadline_at
         self.state = State.QUEUED
         self.legs: tuple[LegRun, ...] = ()
-        self.tries = 0  # dispatches
+        self.tries = 0  # dispatches, but for those that never left
+        self.dispatched = False  # ever
         self.losses = 0  # of those, ended by the loss of a rank
         self.apart = False  # one more loss makes it poison: it goes nowhere beside another such
         self.avoid: tuple[RankLoad, ...] = ()  # ranks that failed it, or whose streams its client does not get

@@ -77,7 +77,7 @@ class RankCore:
         self.streams = streams
         limits = limits or Limits()
         self.legs = Legs(limits)
-        self.counts: Counter[str] = Counter()  # ended legs by code, damaged blocks, gaps
+        self.counts: Counter[str] = Counter()  # dispatches by how they ended, and what was odd
         self.sender = KvSender(facts, self.counts, hold_s=limits.hold_s)
         self.reports = Reports()
         self.draining = False
@@ -105,7 +105,10 @@ class RankCore:
         current = self.legs.get(dispatch.rid)
         identity = identity_of(dispatch)
         mine = current if current is not None and current.identity.agrees(identity) else None
-        if counted == "repeated" or self.reports.answered(owner, dispatch, mine, now):
+        if counted == "repeated":
+            return actions
+        if self.reports.answered(owner, dispatch, mine, now):
+            self.counts["dispatch_known"] += 1
             return actions
         try:
             self.reports.check_newest(dispatch, mine, now)

@@ -134,7 +134,8 @@ class KvPeers:
                 log.warning("message.rejected", reason=error.reason, detail=error.detail, socket="kv")
             self.rejected[error.reason] += 1
             return
-        self.received_bytes += len(data)
+        if isinstance(message, KvBlock):  # as they are counted where they are sent: no engine's handle
+            self.received_bytes += len(data)
         pullers = peer.pulls.get(message.room, ())
         meant = [deliver for deliver, client in pullers if "" in (client, message.client) or client == message.client]
         for deliver in dict.fromkeys(meant):

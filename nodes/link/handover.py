@@ -64,6 +64,7 @@ class KnownLegs:
         self.running = 0
         self.waiting_tokens = 0
         self.kv_tokens = 0
+        self.begun: set[Leg] = set()  # those whose scheduler has said so; it may again, where it preempts
         self._runs: dict[Leg, bool] = {}
 
     def __contains__(self, leg: Leg) -> bool:
@@ -82,6 +83,7 @@ class KnownLegs:
 
     def end(self, leg: Leg) -> None:
         """Of one that is unknown or over: nothing."""
+        self.begun.discard(leg)
         runs = self._runs.pop(leg, None)
         if runs:
             self.running -= 1
@@ -179,7 +181,8 @@ class HandedRunner:
             return False
         else:
             assert not isinstance(said, Nonsense)
-            if isinstance(said, Began):
+            if isinstance(said, Began) and said.leg not in self._legs.begun:
+                self._legs.begun.add(said.leg)
                 self._cached_tokens += said.cached_tokens
                 self._admitted_tokens += said.leg.prompt_tokens
             self._legs.note(said)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import laws
+
 from bus.actions import Publish, Send
 from bus.broker.core import Action, BrokerCore, BrokerLimits
 from bus.broker.events import Asked, Published, Tick
@@ -55,6 +57,7 @@ def published(message: Message) -> Published:
 def broker(now: float = 0.0, **limits: Any) -> BrokerCore:
     core = BrokerCore(BrokerLimits(**limits), EPOCH, now)
     core.handle(Tick(), now)
+    laws.watch(lambda: laws.check(laws.of_broker(core)))
     return core
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import laws
+
 from bus.actions import Note, Publish
 from bus.wire.messages import (
     Ack,
@@ -92,6 +94,8 @@ class World:
         self.after: Callable[[], None] = lambda: None  # called after every event
         self.answered: dict[str, int] = {}  # by node's connection: how many of `to_nodes` were looked at for pings
         self.gone: set[Any] = set()  # connections of nodes that are gone: what is sent there meets that
+        self._rising = laws.Rising()
+        laws.watch(self.obey)
 
     # --- events -------------------------------------------------------------------------------------------------
 
@@ -111,7 +115,13 @@ class World:
             else:
                 self.notes.append(action)
         self.core.validate()
+        self._rising.step(laws.counters_of(self.core))
         self.after()
+
+    def obey(self) -> None:
+        """The laws of what it has counted."""
+        seen = laws.of_controller(self.core, self.now, complete=self._rising.complete)
+        laws.check(seen, rest=not self.core.life.requests)
 
     def pass_time(self, seconds: float, *, alive: Iterable[Hello] = ()) -> None:
         """Tick by tick; the nodes of `alive` stay heard over their connections."""

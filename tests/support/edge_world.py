@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import laws
+
 from bus.wire.messages import Load, Location, RankStatus, Role, Status, TokenLogprobs
 from pdbus.client import AsyncStream, Options, Result
 from pdbus.client.options import make_request, where
@@ -131,6 +133,7 @@ class World:
         self.client = ScriptedClient(script or letters("hello"), seen)
         self.now = 100.0
         self.edge = Edge(EdgeConfig(**config), self.client, lambda: self.now)  # type: ignore[arg-type]
+        laws.watch(lambda: laws.check(laws.of_edge(self.edge.counts)))
 
     async def post(self, path: str, body: Any, **more: Any) -> Response:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()

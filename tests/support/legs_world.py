@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import laws
 from virtual_time import VirtualTime
 
 from bus.actions import Note, Send
@@ -111,6 +112,8 @@ class Rank:
         self.dead = False
         self.sent: Counter[str] = Counter()
         world.ranks[name] = self
+        self._began_at = world.now
+        laws.watch(self.obey)
 
     @property
     def location(self) -> Location:
@@ -231,6 +234,11 @@ class Rank:
                 self.finishes[message.rid] = message
         self.scheduler.validate()
         self.streams.validate()
+
+    def obey(self) -> None:
+        """The laws of what it has counted."""
+        elapsed_s = self.world.now - self._began_at + 1e-6
+        laws.check(laws.of_node_rank(self.core, self.runner, elapsed_s))
 
     def idle(self) -> bool:
         return not len(self.core) and not len(self.scheduler) and self.pool.held == 0 and not len(self.core.sender)
