@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import laws
 from broker_world import Rank
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -42,7 +43,7 @@ class RoomsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.core = BrokerCore(BrokerLimits(room_ttl_s=TTL_S, beacon_s=1e9), 99, 0.0)
+        self.core = laws.watched(BrokerCore(BrokerLimits(room_ttl_s=TTL_S, beacon_s=1e9), 99, 0.0))
         self.ranks = [Rank(0, 1), Rank(1, 2)]
         self.claims: dict[int, Made] = {}
         self.watching: dict[tuple[bytes, int, int], float] = {}  # (peer, id, room) -> deadline

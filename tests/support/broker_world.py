@@ -55,9 +55,8 @@ def published(message: Message) -> Published:
 
 
 def broker(now: float = 0.0, **limits: Any) -> BrokerCore:
-    core = BrokerCore(BrokerLimits(**limits), EPOCH, now)
+    core = laws.watched(BrokerCore(BrokerLimits(**limits), EPOCH, now))
     core.handle(Tick(), now)
-    laws.watch(lambda: laws.check(laws.of_broker(core)))
     return core
 
 

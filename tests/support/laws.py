@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from bus.histogram import Distribution
 from bus.runtime.metrics import Metric
@@ -24,6 +24,7 @@ from nodes.metrics import NodeFigures
 from nodes.metrics import _of_ranks as _of_ranks_of_node
 
 Snapshot = Mapping[str, float]
+Core = TypeVar("Core")
 
 
 class Law(NamedTuple):
@@ -86,13 +87,15 @@ LAWS = (
         "told + computed + asked + lost + cancelled + pending == wanted"),
     Law("resolver", "only a rank that was told or computed is of an old topology", "old <= told + computed"),
 
-    Law("node", "what is cached has begun; what has begun has come", "cached_tokens <= admitted_tokens <= prompt_tokens"),
+    Law("node", "what is cached has begun; what has begun has come",
+        "cached_tokens <= admitted_tokens <= prompt_tokens"),
     Law("node", "nothing is computed that was cached", "cached_tokens + computed_tokens <= admitted_tokens"),
     Law("node", "each dispatch that came is known, ended or lives",
         "legs_ended_* + legs + dispatch_anomalies_dispatch_known == dispatches", given="dispatches"),
     Law("node", "only what came has a first token", "first_token <= dispatches", given="dispatches"),
     Law("node", "only what came is fetched", "kv_fetch <= dispatches", given="dispatches"),
-    Law("node", "a gap is before something that came", "dispatch_anomalies_dispatch_gap <= dispatches", given="dispatches"),
+    Law("node", "a gap is before something that came", "dispatch_anomalies_dispatch_gap <= dispatches",
+        given="dispatches"),
     Law("node", "each step that has a time is one", "step <= steps"),
     Law("node", "no engine is busy for longer than it is there", "busy_seconds <= elapsed_s", given="elapsed_s"),
 
@@ -111,7 +114,9 @@ FREE = {
     "controller": {
         "reattached": "a client may repeat itself any number of times",
         "rejected_*": PEERS, "hello_*": PEERS, "report_*": PEERS, "sent_*": PEERS, "ack_ahead": PEERS, "kv_*": PEERS,
-        "cache_unknown": PEERS, "clients_unreachable": "status and refusals, which are counted nowhere, are among them", "peers_refused*": PEERS, "ranks_*": "ranks may be lost any number of times",
+        "cache_unknown": PEERS,
+        "clients_unreachable": "status and refusals, which are counted nowhere, are among them",
+        "peers_refused*": PEERS, "ranks_*": "ranks may be lost any number of times",
         "policy_faults": "a method has many hooks, some of which are called for each rank that is looked at",
         "adoptable": "a gauge: what a former controller left", "prefix_blocks": "a gauge of the policies",
         "regret_tokens": "of the ranks' reports, which may say anything",
@@ -134,16 +139,16 @@ FREE = {
         "rejected_*": PEERS,
     },
     "node": {
-        "dispatch_anomalies_dispatch_repeated": PEERS, "kv_checksum_errors": "a block is asked for again until it is whole",
+        "dispatch_anomalies_dispatch_repeated": PEERS,
+        "kv_checksum_errors": "a block is asked for again until it is whole",
         "kv_client_unsaid": PEERS, "output_tokens": "the engine's word, in no proportion to what was asked for",
-        "rooms_*": "the publisher's laws", "rooms_located_*": "the resolver's laws", "rejected_messages_*": PEERS,
-        "unsent_*": "said again until it leaves", "attaches_dropped": PEERS, "kv_gaps": PEERS, "kv_unreadable": PEERS,
-        "kv_blocks_*": PEERS,
+        "rooms_*": "the publisher's laws", "rooms_located_*": "the resolver's laws", "rejected_*": PEERS,
+        "unsent_*": "said again until it leaves", "attaches_dropped": PEERS,
     },
     "edge": {
         "e2e_request_latency": "an answer may end without a token", "requests_in_flight": "a gauge",
     },
-    "pair": {}, "cluster": {},
+    "pair": {}, "cluster": {"kv_rejected_*": PEERS, "unsent_*": "said again until it leaves"},
 }  # fmt: skip
 
 _TERM = re.compile(r"(?:(\d+)\*)?([a-z_0-9]+\*?)$")
@@ -220,8 +225,8 @@ def check(seen: Iterable[tuple[str, Snapshot]], *, rest: bool = False) -> None:
 
 
 class Rising:
-    """`step` after each event: no counter that was there falls. `complete`: none has gone, as those of a rank do that is
-    forgotten."""
+    """`step` after each event: no counter that was there falls. `complete`: none has gone, as those of a rank do that
+    is forgotten."""
 
     def __init__(self) -> None:
         self._last: dict[Any, int] = {}
@@ -258,6 +263,13 @@ def watch(look: Callable[[], None]) -> None:
     _watched.append(look)
     if len(_watched) > WATCHED_MAX:
         _watched.pop(0)()
+
+
+def watched(core: Core) -> Core:
+    """`core`, of one of the parts that have a core alone, watched."""
+    of = {"BrokerCore": of_broker, "PublisherCore": of_publisher, "ResolverCore": of_resolver}[type(core).__name__]
+    watch(lambda: check(of(core)))
+    return core
 
 
 def settle() -> None:

@@ -11,7 +11,7 @@ import pytest
 from bus.runtime.loop import Loop
 from bus.runtime.sockets import Socket, Sockets
 from bus.wire.codec import decode, encode
-from bus.wire.messages import TO_NODE_DATA, KvDone, KvFail, KvMeta, KvPull
+from bus.wire.messages import TO_NODE_DATA, KvBlock, KvDone, KvFail, KvMeta, KvPull
 from nodes.link.data import IDLE_S, KvPeers
 
 WAIT_S = 60.0
@@ -90,6 +90,17 @@ def test_each_rank_that_pulls_a_room_hears_of_it_until_it_is_done(world: World) 
     peer.say(meta(7))
     world.until(lambda: len(world.heard) == 3)
     assert world.heard[2:] == [("two", meta(7))], "the one that is left still pulls"
+
+
+def test_bytes_received_are_of_blocks_as_those_that_are_sent(world: World) -> None:
+    """An engine's own handle is no KV cache."""
+    peer = world.peer()
+    world.pull("one", peer, 7)
+    world.until(lambda: peer.heard)
+    peer.router.send_multipart([peer.connections[-1], encode(meta(7)), b"handle"])
+    peer.router.send_multipart([peer.connections[-1], encode(KvBlock(7, 1, 0, 4, 0)), b"a block"])
+    world.until(lambda: len(world.heard) == 2)
+    assert world.kv.received_bytes == len(b"a block")
 
 
 def test_what_is_said_of_a_room_is_heard_by_who_pulls_it_for_that_client(world: World) -> None:

@@ -6,6 +6,7 @@ import random
 from itertools import pairwise
 from typing import Any
 
+import laws
 import pytest
 
 from bus.actions import Publish
@@ -30,7 +31,7 @@ def core(**fields: Any) -> PublisherCore:
         "instance": "prefill-0", "dp_rank": 1, "epoch": 9, "role": "prefill", "model": "tiny", "dp_size": 2,
         "endpoint": "tcp://10.0.0.7:7001", "interval_s": 0.5, "room_ttl_s": 120.0, "state": "ready",
     }  # fmt: skip
-    return PublisherCore(**(given | fields))
+    return laws.watched(PublisherCore(**(given | fields)))
 
 
 def load(running: int = 0) -> Load:

@@ -49,6 +49,18 @@ def test_a_report_speaks_of_what_was_handed_over_and_the_rest_is_added() -> None
     assert engine.load() == (3, 0, 0)
 
 
+def test_a_leg_that_begins_again_was_taken_in_once() -> None:
+    """An engine that preempts may say so each time, with more of the prompt in its cache."""
+    engine = Engine()
+    engine.dispatch()
+    (one,) = engine.legs()
+    for cached_tokens in (4, 8, 8):
+        engine.link.began(one, cached_tokens)
+    engine.take()
+    load = engine.rank.core.load()
+    assert (load.prompt_tokens_total, load.admitted_tokens_total, load.cached_tokens_total) == (11, 11, 4)
+
+
 def test_a_leg_that_is_over_after_the_last_report_counts_no_more() -> None:
     """An engine that then waits for orders reports nothing."""
     engine = Engine()

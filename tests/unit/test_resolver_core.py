@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import laws
 import pytest
 
 from bus.actions import Send
@@ -57,7 +58,7 @@ def teach(core: ResolverCore, now: float, *infos: InstanceInfo) -> list[Action]:
 
 
 def knowing(*infos: InstanceInfo) -> ResolverCore:
-    core = ResolverCore()
+    core = laws.watched(ResolverCore())
     core.want(10**9, 0.0, deadline_s=0.001)
     teach(core, 0.0, *infos)
     core.tick(0.001)
@@ -69,7 +70,7 @@ def found(room: int, attempt: int = 1, dp_rank: int = 0) -> Found:
 
 
 def test_all_rooms_of_a_turn_leave_in_one_query() -> None:
-    core = ResolverCore()
+    core = laws.watched(ResolverCore())
     for room in (7, 8, 9):
         assert core.want(room, 0.0, deadline_s=5.0) == []
     (query,) = sent(core.flush(0.0), Query)
@@ -89,7 +90,7 @@ def test_told_needs_no_query_when_the_topology_is_known() -> None:
 
 
 def test_told_waits_for_the_topology_and_asks_for_no_room() -> None:
-    core = ResolverCore()
+    core = laws.watched(ResolverCore())
     assert core.want(7, 0.0, deadline_s=5.0, prefill_instance="prefill-0", dp_rank=2) == []
     assert core.want(8, 0.0, deadline_s=5.0, prefill_instance="prefill-0", dp_rank=3) == []
     out = core.flush(0.0)
@@ -122,7 +123,7 @@ def test_computed_where_the_instance_follows_the_room() -> None:
 
 
 def test_the_topology_overtakes_a_watch_and_the_broker_is_told() -> None:
-    core = ResolverCore()
+    core = laws.watched(ResolverCore())
     core.want(10, 0.0, deadline_s=5.0)
     out = core.flush(0.0)
     (query,) = sent(out, TopologyQuery)
@@ -226,7 +227,7 @@ def test_a_topology_that_proved_wrong_is_not_used_again() -> None:
 
 
 def test_a_stale_attempt_is_not_taken_and_asked_for_again_after_a_pause() -> None:
-    core = ResolverCore()
+    core = laws.watched(ResolverCore())
     core.want(7, 0.0, deadline_s=5.0, attempt=2)
     core.flush(0.0)
     assert core.on_message(Answer(QUERY_ID, (found(7, attempt=1),)), 0.1) == []
@@ -240,7 +241,7 @@ def test_a_stale_attempt_is_not_taken_and_asked_for_again_after_a_pause() -> Non
     "stale", [Answer(QUERY_ID, (found(7, attempt=1),)), Answer(QUERY_ID, lost=(Lost(7, "prefill_failed", 1),))]
 )
 def test_what_an_answer_ended_need_not_be_unwatched(stale: Answer) -> None:
-    core = ResolverCore()
+    core = laws.watched(ResolverCore())
     core.want(7, 0.0, deadline_s=5.0, attempt=2)
     core.flush(0.0)
     assert core.on_message(stale, 0.1) == []
@@ -249,7 +250,7 @@ def test_what_an_answer_ended_need_not_be_unwatched(stale: Answer) -> None:
 
 
 def test_a_failed_prefill_ends_the_want_with_its_code() -> None:
-    core = ResolverCore()
+    core = laws.watched(ResolverCore())
     core.want(7, 0.0, deadline_s=5.0, attempt=1)
     core.flush(0.0)
     out = core.on_message(Answer(QUERY_ID, (), (), (Lost(7, "prefill_failed", 1),)), 0.1)
@@ -257,7 +258,7 @@ def test_a_failed_prefill_ends_the_want_with_its_code() -> None:
 
 
 def test_the_deadline_holds_without_a_broker_and_once() -> None:
-    core = ResolverCore()
+    core = laws.watched(ResolverCore())
     core.want(7, 0.0, deadline_s=1.0)
     ended = [(step / 10, each) for step in range(30) for each in resolved(core.tick(step / 10))]
     assert ended == [(1.0, Resolved(7, None, 0, "unknown_room", ""))]
@@ -265,7 +266,7 @@ def test_the_deadline_holds_without_a_broker_and_once() -> None:
 
 
 def test_the_brokers_deadline_does_not_come_before_ours() -> None:
-    core = ResolverCore()
+    core = laws.watched(ResolverCore())
     core.want(7, 0.0, deadline_s=2.0)
     core.flush(0.0)
     assert core.on_message(Answer(QUERY_ID, (), (), (Lost(7, "unknown_room"),)), 1.9) == []
@@ -273,7 +274,7 @@ def test_the_brokers_deadline_does_not_come_before_ours() -> None:
 
 
 def test_a_query_without_reaction_is_sent_again() -> None:
-    core = ResolverCore()
+    core = laws.watched(ResolverCore())
     core.want(7, 0.0, deadline_s=30.0)
     core.flush(0.0)
     assert sent(core.tick(ASK_AGAIN_S - 0.01), Query) == []
@@ -281,7 +282,7 @@ def test_a_query_without_reaction_is_sent_again() -> None:
 
 
 def test_a_new_broker_is_asked_for_everything_pending() -> None:
-    core = ResolverCore()
+    core = laws.watched(ResolverCore())
     core.on_message(Beacon(1, 1, 0.25), 0.0)
     core.want(7, 0.0, deadline_s=30.0)
     core.want(8, 0.0, deadline_s=30.0)
@@ -295,7 +296,7 @@ def test_a_new_broker_is_asked_for_everything_pending() -> None:
 
 
 def test_a_room_wanted_again_replaces_the_earlier_want() -> None:
-    core = ResolverCore()
+    core = laws.watched(ResolverCore())
     core.want(7, 0.0, deadline_s=30.0, attempt=1)
     core.want(7, 0.0, deadline_s=30.0, attempt=2)
     (query,) = sent(core.flush(0.0), Query)
@@ -306,7 +307,7 @@ def test_a_room_wanted_again_replaces_the_earlier_want() -> None:
 
 
 def test_two_askers_of_one_room_both_get_the_answer() -> None:
-    core = ResolverCore()
+    core = laws.watched(ResolverCore())
     core.want(7, 0.0, deadline_s=30.0, asker=0)
     core.want(7, 0.0, deadline_s=30.0, asker=1)
     (query,) = sent(core.flush(0.0), Query)
@@ -317,7 +318,7 @@ def test_two_askers_of_one_room_both_get_the_answer() -> None:
 
 
 def test_each_asker_of_a_room_keeps_its_own_deadline_and_attempt() -> None:
-    core = ResolverCore()
+    core = laws.watched(ResolverCore())
     core.want(7, 0.0, deadline_s=1.0, attempt=1, asker=0)
     core.want(7, 0.0, deadline_s=3.0, attempt=2, asker=1)
     (query,) = sent(core.flush(0.0), Query)
@@ -341,7 +342,7 @@ def test_one_asker_is_told_the_rank_and_another_asks_for_it() -> None:
 
 
 def test_a_room_is_watched_until_its_last_asker_leaves() -> None:
-    core = ResolverCore()
+    core = laws.watched(ResolverCore())
     for asker in (0, 1):
         core.want(7, 0.0, deadline_s=30.0, asker=asker)
     core.flush(0.0)
@@ -353,7 +354,7 @@ def test_a_room_is_watched_until_its_last_asker_leaves() -> None:
 
 
 def test_cancelled_is_never_heard_of_again() -> None:
-    core = ResolverCore()
+    core = laws.watched(ResolverCore())
     core.want(7, 0.0, deadline_s=30.0)
     core.want(8, 0.0, deadline_s=30.0)
     core.cancel(8)
@@ -366,14 +367,14 @@ def test_cancelled_is_never_heard_of_again() -> None:
 
 
 def test_bad_and_too_many_rooms_end_at_once() -> None:
-    core = ResolverCore(max_wants=1)
+    core = laws.watched(ResolverCore(max_wants=1))
     assert [each.code for each in resolved(core.want(-1, 0.0, deadline_s=1.0))] == ["bad_room"]
     assert core.want(1, 0.0, deadline_s=1.0) == []
     assert [each.code for each in resolved(core.want(2, 0.0, deadline_s=1.0))] == ["too_many"]
 
 
 def test_very_many_rooms_are_asked_for_in_messages_of_legal_size() -> None:
-    core = ResolverCore()
+    core = laws.watched(ResolverCore())
     for room in range(10_000):
         core.want(room, 0.0, deadline_s=5.0)
     queries = sent(core.flush(0.0), Query)
@@ -381,13 +382,13 @@ def test_very_many_rooms_are_asked_for_in_messages_of_legal_size() -> None:
 
 
 def test_answers_that_nobody_asked_for_are_ignored() -> None:
-    core = ResolverCore()
+    core = laws.watched(ResolverCore())
     assert core.on_message(Answer(99, (found(7),), (8,), (Lost(9, "unknown_room"),)), 0.0) == []
     assert core.on_message(Topology(99, 5, (instance(),)), 0.0) == []
 
 
 def test_nothing_is_kept_of_instances_that_are_not_there() -> None:
-    core = ResolverCore()
+    core = laws.watched(ResolverCore())
     for number in range(100):
         core.want(number, float(number), deadline_s=0.1, prefill_instance=f"made-up-{number}")
         for action in core.flush(float(number)):
