@@ -106,8 +106,8 @@ class ResolverCore:
     def __init__(self, *, max_wants: int = 65_536) -> None:
         self.broker_epoch = 0  # 0: no beacon heard yet
         self.broker_heard_at: float | None = None
-        names = ("wanted", "told", "computed", "asked", "lost", "cancelled", "queries", "topology_queries", "stale", "old")
-        self.counts = dict.fromkeys(names, 0)
+        ends = ("told", "computed", "asked", "lost", "cancelled")  # with `pending`, as many as were `wanted`
+        self.counts = dict.fromkeys(("wanted", *ends, "queries", "topology_queries", "stale", "old"), 0)
         self._max_wants = max_wants
         self._wants: dict[int, list[_Want]] = {}  # by room, at most one of an asker
         self._pending = 0
