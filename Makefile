@@ -131,7 +131,8 @@ test-vllm: ## Real vLLM on this machine's CPU: a split of a real model (minutes;
 	@echo "==> pytest tests/real_vllm"
 	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \
 		PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm \
-			tests/real_vllm/test_vllm_caches.py tests/real_vllm/test_vllm_defaults.py tests/real_vllm/test_vllm_live.py
+			tests/real_vllm/test_vllm_caches.py tests/real_vllm/test_vllm_defaults.py tests/real_vllm/test_vllm_streams.py \
+			tests/real_vllm/test_vllm_live.py
 
 test-vllm-2p2d: ## The same with two engines of each kind (10 GB of memory, many minutes)
 	@echo "==> pytest tests/real_vllm/test_vllm_2p2d.py"

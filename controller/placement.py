@@ -19,6 +19,8 @@ from controller.policies import Policy
 from controller.requests.lanes import Lane
 from controller.requests.request import ROLES
 
+# What must be equal at ranks of a pair, for sentences; NIXL insists on the model's path, too.
+_EQUAL = "with vLLM both have the model at the same path, and one revision, dtype, block size, version and backend"
 Suits: TypeAlias = Callable[[RankLoad], bool]  # whether a rank can do what a leg wants, apart from being large enough
 
 
@@ -305,7 +307,7 @@ def _of(model: str) -> str:
 def _wanted(submit: Submit) -> str:
     """For sentences: what nobody is."""
     knows = f"knows {', '.join(submit.needs)}" if submit.needs else ""
-    pairs = "can exchange KV caches with the other role's" if submit.leg == "pair" else ""
+    pairs = f"can exchange KV caches with the other role's ({_EQUAL})" if submit.leg == "pair" else ""
     return " and ".join(filter(None, (knows, pairs)))
 
 
@@ -314,7 +316,7 @@ def _lacks(rank: RankLoad, submit: Submit) -> str:
     if unknown:
         return f"does not know {', '.join(unknown)}"
     transfer, layout = rank.kv_kind
-    return f"exchanges KV caches by {transfer!r} of {layout!r} only"
+    return f"exchanges KV caches by {transfer!r} of {layout!r} only ({_EQUAL})"
 
 
 def holds(rank: RankLoad, role: Role, submit: Submit) -> bool:

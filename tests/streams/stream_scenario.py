@@ -8,6 +8,7 @@ so on stderr and in the tap, and the next one follows: where a stream is dropped
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import time
@@ -256,7 +257,7 @@ class Scenario:
 
 
 def main(engine: str, start_s: float, wait_s: float, model: str) -> None:
-    logs = Path(sitecustomize.os.environ["STREAMS_TAP"]) / "logs"
+    logs = Path(os.environ["STREAMS_TAP"]) / "logs"
     with Collector() as url, ExitStack() as stack:
         chosen = {"stop_grace_s": 3.0, **ENGINES[engine]}
         if model:

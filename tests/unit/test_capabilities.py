@@ -81,6 +81,7 @@ def test_where_no_pair_fits_the_refusal_says_so_and_may_be_tried_again() -> None
     (failed,) = world.answers(Failed)
     assert (failed.code, failed.retryable) == ("no_rank", True)
     assert "exchange KV caches" in failed.message
+    assert "the model at the same path" in failed.message, "what NIXL insists on, which nothing else tells"
     assert not world.dispatches()
 
 
