@@ -17,6 +17,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -283,7 +284,10 @@ def test_a_first_signal_lets_streams_finish_and_a_second_does_not(cluster: Up) -
                 edge.process.send_signal(signal.SIGTERM)
                 assert edge.end()[0] == 0
                 continue
-            assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+            reasons = []
+            with suppress(openai.APIConnectionError):
+                reasons += [chunk.choices[0].finish_reason for chunk in stream]
+            assert reasons[-1:] == ["length"]
             assert edge.end() == (0, "")
 
 

@@ -115,8 +115,10 @@ class Response:
 
     @property
     def error(self) -> dict[str, Any]:
-        said: dict[str, Any] = self.json["error"]
-        return said
+        said: dict[str, Any] = self.json
+        assert "error" in said, said
+        error: dict[str, Any] = said["error"]
+        return error
 
     @property
     def events(self) -> list[Any]:

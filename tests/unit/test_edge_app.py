@@ -26,7 +26,13 @@ from pdbus.text.models import BytesText
 
 
 def run(coroutine: Any) -> Any:
-    return asyncio.run(coroutine)
+    async def bounded() -> Any:
+        task = asyncio.ensure_future(coroutine)
+        await asyncio.wait([task], timeout=10)
+        assert task.done() or not task.cancel(), "it goes on and on"
+        return task.result()
+
+    return asyncio.run(bounded())
 
 
 def test_a_chat_whole_and_streamed_is_the_same() -> None:
@@ -415,7 +421,9 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
             "path": "/tokenize",
             "headers": [(b"content-type", b"application/json")],
         }
-        await world.edge(scope, receive, send)
+        request = asyncio.create_task(world.edge(scope, receive, send))
+        await asyncio.wait([request], timeout=10)
+        assert request.done()
         return sent[0]["status"]
 
     assert run(silent()) == 408
@@ -445,7 +453,8 @@ def test_who_stops_reading_is_cut_off() -> None:
         assert not request.done()
         world.now += 2
         await world.edge.look()
-        await asyncio.wait([request])
+        await asyncio.wait([request], timeout=10)
+        assert request.done()
         return world
 
     world = run(slow())

@@ -37,8 +37,9 @@ ASK = POST + b"Content-Length: 15\r\n\r\n" + b'{"prompt": "x"}'
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def served(*talks: Talk, **config: Any) -> Edge:
-    """Each of `talks` over a connection of its own, one after the other, with a server that lives as long."""
+def served(*talks: Talk, within_s: float = 60.0, **config: Any) -> Edge:
+    """Each of `talks` over a connection of its own, one after the other, with a server that lives as long. Each ends
+    within that time."""
 
     async def run() -> Edge:
         settings = EdgeConfig(http="127.0.0.1:0", **config)
@@ -49,13 +50,13 @@ def served(*talks: Talk, **config: Any) -> Edge:
         running = asyncio.create_task(serving.serve(sockets=[listener]))
         port = listener.getsockname()[1]
         try:
-            async with asyncio.timeout(60):
-                for talk in talks:
-                    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                    try:
-                        await talk(reader, writer)
-                    finally:
-                        writer.close()
+            for talk in talks:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                task = asyncio.ensure_future(talk(reader, writer))
+                await asyncio.wait([task], timeout=within_s)
+                writer.close()
+                assert task.done() or not task.cancel(), "the edge leaves it open"
+                task.result()
         finally:
             serving.leave()
             await running
@@ -122,7 +123,7 @@ def test_a_head_that_does_not_come_is_not_waited_for() -> None:
         writer.write(ASK[:-3])
         assert (await reader.read()).startswith(b"HTTP/1.1 408")
 
-    served(silent, half, half_of_a_second, half_a_body, receive_s=0.1)
+    served(silent, half, half_of_a_second, half_a_body, within_s=10.0, receive_s=0.1)
 
 
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -179,7 +180,7 @@ def test_a_head_that_comes_at_once_is_as_long_as_one_that_does_not(size: int) ->
         writer.write(POST + b"X-More: " + b"x" * 65_000 + b"\r\nContent-Length: 15\r\n\r\n" + ASK[-15:])
         assert b'"text":"ok"' in await answer(reader)
 
-    served(talk, just_so)
+    served(talk, just_so, within_s=10.0)
 
 
 def test_what_follows_an_answer_is_timed_however_slowly_it_comes() -> None:
@@ -200,7 +201,7 @@ def test_what_follows_an_answer_is_timed_however_slowly_it_comes() -> None:
 
     rest = slowly(EARLY + b"Content-Length: 1000000\r\n\r\n", b"x")
     chunks = slowly(EARLY + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n")
-    served(rest, chunks, slowly(b"", b"\r\n"), slowly(ASK, b"\r\n"), receive_s=0.2)
+    served(rest, chunks, slowly(b"", b"\r\n"), slowly(ASK, b"\r\n"), within_s=10.0, receive_s=0.2)
 
 
 def test_a_body_that_comes_behind_its_answer_leaves_the_connection_as_it_was() -> None:
@@ -264,7 +265,7 @@ def test_an_idle_connection_is_closed_after_a_while() -> None:
         await answer(reader)
         assert await reader.read() == b""
 
-    served(idle, keep_alive_s=1.0, receive_s=60.0)
+    served(idle, within_s=10.0, keep_alive_s=1.0, receive_s=60.0)
 
 
 def test_too_long_a_body_is_refused_before_it_is_sent() -> None:

@@ -17,7 +17,7 @@ def main() -> int:
     parser.add_argument("ids", nargs="*", help="which promises; else all")
     since = "a git ref: those that changes since it touch, and a tenth by date; `ci`: since this branch left its base"
     parser.add_argument("--since", help=since)
-    parser.add_argument("--at-once", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--at-once", type=int, default=2 + len(os.sched_getaffinity(0)))
     parser.add_argument("-v", action="store_true", help="show what pytest printed")
     given = parser.parse_args()
     cuts = [each for each in registry() if isinstance(each, Cut)]

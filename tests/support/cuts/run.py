@@ -22,8 +22,11 @@ from hypothesis import HealthCheck, Phase, settings
 from cuts import ROOT, Cut, cut_hook
 
 LIMIT_S = 100.0  # for one cut; its test has less
-OPTIONS = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "timeout=60",
-           "-W", "ignore::pytest.PytestAssertRewriteWarning"]  # fmt: skip
+OPTIONS = [
+    *("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "timeout=60"),
+    *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # what is imported before pytest begins
+    *("-W", "ignore::pytest.PytestUnraisableExceptionWarning"),  # what a test that fails leaves open
+]
 TESTS = str(ROOT / "tests") + os.sep
 GOOD = "assertion"
 
