@@ -40,6 +40,9 @@ PANELS: dict[str, list[tuple[str, str, str, list[tuple[str, str]]]]] = {
             what_happens("pdbus_controller_failed_total", "code", "{{code}}")]),
         ("Time to first token", "s", "From a submit's coming to its first token.",
          quantiles("pdbus_controller_ttft_seconds", matching=SERVED)),
+        ("First tokens in time", "reqps", "By the SLO of each; exempt: cancelled, superseded, or wrong.", [
+            rate(f'pdbus_controller_events_total{{event="ttft_slo_{name}"}}', "", name)
+            for name in ("kept", "missed", "exempt")]),
         ("Time per output token", "s", "After the first.", quantiles("pdbus_controller_tpot_seconds")),
         ("Tokens", "short", "A second.", [
             rate('pdbus_node_admitted_tokens_total{role!="decode"}', "", "in, as they begin"),

@@ -29,7 +29,7 @@ from pdbus.commands.common import (
     wait_for_controller,
     wait_option,
 )
-from pdbus.top.figures import Sample, trouble_of
+from pdbus.top.figures import Sample, slo_of, trouble_of
 from pdbus.top.source import BrokerDesk
 
 WIDTH = 132  # of a table that no terminal shows
@@ -129,6 +129,8 @@ def _requests(seen: Status) -> str:
         for name, word in (("requests", "live"), ("queue_requests", "waiting"), ("done", "done"))
     )
     line = f"requests: {', '.join(numbers)}"
+    if slo := slo_of(seen):
+        line += f"; first tokens in time: {', '.join(f'{name} {count}' for name, count in slo.items())}"
     for what, by_name in (("failed", sample.failed), ("refused", sample.refused)):
         line += f"; {what}: {', '.join(f'{name} {count}' for name, count in by_name.items())}" if by_name else ""
     return line

@@ -46,6 +46,13 @@ def trouble_of(status: Status) -> list[str]:
     return lines if here else [*lines, "no rank has joined this controller"]
 
 
+def slo_of(status: Status) -> dict[str, int]:
+    """Of the requests that were to have their first token in time, how many did or did not, and of how many it is not
+    asked; empty where no order goes by that."""
+    names = ("kept", "missed", "exempt")
+    return {name: status.counts.get(f"ttft_slo_{name}", 0) for name in names} if "ttft_slo" in status.counts else {}
+
+
 @dataclass(frozen=True)
 class Sample:
     """What controller and broker (None: it did not answer) said at a moment: `at` on a clock that never goes back, for

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from bus.runtime.cli import printable
-from pdbus.top.figures import WINDOW_S, Figures, History, News, RankFigures, trouble_of
+from pdbus.top.figures import WINDOW_S, Figures, History, News, RankFigures, slo_of, trouble_of
 from pdbus.top.parts import DIM, PLAIN, bar, colour_of, fact, quantiles, spark, warning
 from pdbus.top.table import COLUMNS, table_of
 from pdbus.top.view import KEYS, View, key_of
@@ -92,6 +92,11 @@ def _summary(figures: Figures, width: int) -> list[Text]:
     ]
     for one, other in zip(left, right, strict=True):
         one.append(" " * max(1, max(38, width // 2 - 2) - one.cell_len)).append_text(other)
+    if slo := slo_of(status):
+        words = [f"{count} {name}" for name, count in slo.items()]
+        left.append(
+            fact("in time", words[0], (words[1], warning(slo["missed"])), words[2], "first tokens, by their SLO")
+        )
     left.append(_faults("failed", figures.failed).append(" ").append_text(_faults("refused", figures.refused)))
     if status.ranks and not any(rank.endpoint for rank in status.ranks):
         left.append(Text.assemble((" loads are shown to an admin's key alone", "yellow")))

@@ -35,6 +35,7 @@ from metrics_world import (
     SCRAPE_S,
     SHORT,
     SHORT_SHARED,
+    SLO_S,
     STREAMS,
     Chapter,
     Sent,
@@ -87,6 +88,15 @@ def quantile(q: float, values: Iterable[float]) -> Bounds:
 
 def of_a_rank(sent: Iterable[Sent], name: str) -> list[Sent]:
     return [each for each in sent if name in (each.prefill, each.decode)]
+
+
+def kept(chapter: Chapter) -> Bounds:
+    """Only the second controller goes by it."""
+    low, high = (
+        sum(each.by == "controller-1" and each.ttft_s <= SLO_S + slack_s for each in chapter.sent)
+        for slack_s in (-SLACK_S, SLACK_S)
+    )
+    return a_second(low, chapter)[0], a_second(high, chapter)[1]
 
 
 # --- the chapters' figures ----------------------------------------------------------------------------------------
@@ -215,6 +225,14 @@ EXPECTED: dict[str, dict[str, list[Look]]] = {
             Look("steady", line(f"p{q:g}", lambda now, q=q: quantile(q / 100, [each.ttft_s for each in now.sent])))
         ]
         for q in (50, 90, 99)
+    },
+    "First tokens in time": {
+        "kept": [Look("steady", line("kept", kept))],
+        "missed": [
+            Look("queue", each_second("missed", HELD_BACK)),
+            Look("lost", each_second("missed", IN_VAIN / 2)),
+        ],
+        "exempt": [Look("steady", NONE), Look("lost", NONE)],
     },
     "Time per output token": {
         f"p{q:g}": [

@@ -15,7 +15,7 @@ import click
 import msgspec
 import pytest
 from click.testing import CliRunner
-from status_world import rank
+from status_world import rank, sample
 
 from bus import build
 from bus.errors import BusError, ConfigError
@@ -23,7 +23,7 @@ from bus.runtime.keys import load_keys
 from bus.wire.messages import BrokerStatus, Load, RankStatus, Status
 from pdbus.cli import COMMANDS, pdbus
 from pdbus.commands.drain import silence_of
-from pdbus.commands.status import _row, as_dict
+from pdbus.commands.status import _requests, _row, as_dict
 from pdbus.commands.up import up
 
 
@@ -205,6 +205,12 @@ def test_status_as_json_names_every_field() -> None:
     assert as_dict(seen, None)["broker"] is None
     assert silence_of(rank) == "it has said nothing for 0 s"
     assert silence_of(msgspec.structs.replace(rank, report_age_s=-1.0)) == "it never reported"
+
+
+def test_status_tells_how_many_first_tokens_came_in_time_where_an_slo_counts() -> None:
+    counts = {"ttft_slo": 6, "ttft_slo_kept": 3, "ttft_slo_missed": 1, "ttft_slo_exempt": 2}
+    assert "first tokens in time: kept 3, missed 1, exempt 2" in _requests(sample(0.0, **counts).status)
+    assert "in time" not in _requests(sample(0.0, done=3).status)
 
 
 def test_memory_whose_size_nobody_said_has_no_share_in_use() -> None:

@@ -52,6 +52,15 @@ def test_it_tells_all_that_an_operator_asks_for(width: int) -> None:
     assert {"load", "kv", "req/s", "tok/s", "ttft99", "tpot99", "bad", "rst"} <= set(header.split())
 
 
+@pytest.mark.parametrize("width", [80, 140])
+def test_first_tokens_in_time_are_shown_where_an_slo_counts(width: int) -> None:
+    assert not any("in time" in line for line in shown(cluster(), width=width))
+    history = History()
+    history.add(sample(0.0, rank(), ttft_slo=6, ttft_slo_kept=3, ttft_slo_missed=1, ttft_slo_exempt=2))
+    (line,) = (line for line in shown(history, width=width) if "in time" in line)
+    assert all(words in line for words in ("3 kept", "1 missed", "2 exempt"))
+
+
 def test_every_key_is_listed_and_no_line_of_the_help_is_cut_at_80_columns() -> None:
     lines = shown(cluster(), View(page="help"))
     text = "\n".join(lines)
