@@ -93,10 +93,8 @@ def _summary(figures: Figures, width: int) -> list[Text]:
     for one, other in zip(left, right, strict=True):
         one.append(" " * max(1, max(38, width // 2 - 2) - one.cell_len)).append_text(other)
     if slo := slo_of(status):
-        words = [f"{count} {name}" for name, count in slo.items()]
-        left.append(
-            fact("in time", words[0], (words[1], warning(slo["missed"])), words[2], "first tokens, by their SLO")
-        )
+        kept, missed, exempt = (f"{count} {name}" for name, count in slo.items())
+        left.append(fact("in time", kept, (missed, warning(slo["missed"])), exempt, "of first tokens with an SLO"))
     left.append(_faults("failed", figures.failed).append(" ").append_text(_faults("refused", figures.refused)))
     if status.ranks and not any(rank.endpoint for rank in status.ranks):
         left.append(Text.assemble((" loads are shown to an admin's key alone", "yellow")))

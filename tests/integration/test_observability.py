@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import laws
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
@@ -106,6 +107,38 @@ def test_every_metric_that_they_name_is_there(cluster: Cluster, ports: list[int]
 
     poll_for(lambda: not missing(), "a second has passed")
     assert not missing()
+
+
+def test_at_rest_all_parts_obey_the_laws_of_their_counters(cluster: Cluster) -> None:
+    """By what they say over the wire and show to Prometheus; what one has received, another has sent."""
+    load(cluster)
+    with Client(cluster.controller) as client:
+        poll_for(lambda: not any(rank.in_flight_requests for rank in client.status().ranks), "all is acknowledged")
+        status = client.status()
+    laws.check(laws.of_status(status), rest=True)
+    ranks = {f"{rank.instance}/{rank.dp_rank}": rank for rank in status.ranks}
+    parts = {name: child.spec.metrics_port for name, child in cluster.children.items()}
+
+    def seen() -> list[tuple[str, laws.Snapshot]]:
+        pages = {name: fetched(f"http://127.0.0.1:{port}/metrics") for name, port in parts.items()}
+        nodes = {name: laws.of_text(page, "node") for name, page in pages.items() if name in ranks}
+        ended = {name: sum(count for code, count in node.items() if code.startswith("legs_ended_"))
+                 for name, node in nodes.items()}  # fmt: skip
+        names = ("kv_received_bytes", "kv_sent_bytes")
+        return [
+            ("broker", laws.of_text(pages["broker"], "broker")),
+            *(("node", node) for node in nodes.values()),
+            *(
+                ("pair", {"received": ended[name], "sent": ranks[name].dispatched_total, "unbroken": 1})
+                for name in ranks
+            ),
+            ("cluster", {name: sum(node[name] for node in nodes.values()) for name in names}),
+        ]
+
+    poll_for(lambda: not any(laws.broken(*each, rest=True) for each in seen()), "pages are a second old")
+    told = dict(seen())
+    assert told["broker"]["rooms_registered"] >= 4
+    assert told["cluster"]["kv_received_bytes"] > 0
 
 
 def test_each_series_of_a_controller_says_whose_it_is(cluster: Cluster) -> None:

@@ -92,10 +92,8 @@ def of_a_rank(sent: Iterable[Sent], name: str) -> list[Sent]:
 
 def kept(chapter: Chapter) -> Bounds:
     """Only the second controller goes by it."""
-    low, high = (
-        sum(each.by == "controller-1" and each.ttft_s <= SLO_S + slack_s for each in chapter.sent)
-        for slack_s in (-SLACK_S, SLACK_S)
-    )
+    ttfts_s = [each.ttft_s for each in chapter.sent if each.by == "controller-1"]
+    low, high = (sum(ttft_s <= SLO_S + slack_s for ttft_s in ttfts_s) for slack_s in (-SLACK_S, SLACK_S))
     return a_second(low, chapter)[0], a_second(high, chapter)[1]
 
 

@@ -15,6 +15,8 @@ from math import inf
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from bus.histogram import Distribution
 from bus.runtime.metrics import Metric
 from bus.wire.messages import RankStatus, Status
@@ -295,6 +297,22 @@ def of_page(metrics: Iterable[Metric], part: str, own: tuple[str, ...] = ()) -> 
             key = "_".join(filter(None, (name, *labels)))
             value = sample.value
             found[key] = found.get(key, 0) + (sum(value.buckets) if isinstance(value, Distribution) else value)
+    return found
+
+
+def of_text(text: str, part: str) -> dict[str, float]:
+    """The page of a part as it was scraped; of a node's ranks, the sums."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        if family.name.startswith(f"pdbus_{part}_"):
+            name = re.sub("^events$", "", family.name.removeprefix(f"pdbus_{part}_").removesuffix("_seconds"))
+            if family.name == "pdbus_node_busy_seconds":
+                name = "busy_seconds"
+            for sample in family.samples:
+                if not sample.name.endswith(("_bucket", "_sum", "_created")):
+                    labels = [value for label, value in sample.labels.items() if label not in (*_OF_RANK, "controller")]
+                    key = "_".join(filter(None, (name, *labels)))
+                    found[key] = found.get(key, 0) + sample.value
     return found
 
 
