@@ -39,6 +39,7 @@ class Allowlist:
 
     def __init__(self, directory: Path, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._folders = {role: Folder(directory / "allow" / role, clock_ns) for role in ROLES}
+        self._revoked = {role: Folder(directory / "revoked" / role, clock_ns) for role in ROLES}
 
     def admits(self, key: bytes, domain: str) -> str:
         """The name, `<role>/<name>`, under which `key` (Z85) may connect to `domain`; empty: it may not."""
@@ -48,6 +49,10 @@ class Allowlist:
                 if name := ask(self._folders[role], key):
                     return f"{role}/{name}"
         return ""
+
+    def revoked(self, key: bytes) -> str:
+        """The name under which `key` was revoked here, if it was."""
+        return next((f"{role}/{name}" for role, folder in self._revoked.items() if (name := folder.holds(key))), "")
 
 
 class Folder:

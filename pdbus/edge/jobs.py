@@ -205,9 +205,10 @@ async def conversation(
     """The ids of `messages` in the model's template. With `model`, HttpError where they are too long for it anyhow."""
     if not messages:
         raise invalid("messages", "messages is empty")
-    told = [fields.message_of(turn, at) for at, turn in enumerate(messages)]
-    size = sum(len(each["content"]) for each in told)
     parts = sum(len(turn.content) if isinstance(turn.content, list) else 1 for turn in messages)
+    work = MESSAGE_CHARACTERS * (len(messages) + parts)
+    told: list[Any] = await off_loop(work, lambda: [fields.message_of(turn, at) for at, turn in enumerate(messages)])
+    size = sum(len(each["content"]) for each in told)
     _check_text(text, size, model)
 
     def fill() -> list[int]:
@@ -216,7 +217,7 @@ async def conversation(
         except ConfigError as error:
             raise invalid("messages", f"messages: {error}") from None
 
-    ids: list[int] = await off_loop(size + MESSAGE_CHARACTERS * (len(told) + parts), fill)
+    ids: list[int] = await off_loop(size + work, fill)
     return ids
 
 

@@ -19,7 +19,7 @@ from bus.errors import ConfigError
 from bus.runtime.spans import Spans, provider_of
 from bus.tracecontext import ids_of, parse
 from bus.wire.messages import Code, WantedRole
-from pdbus.edge import app, jobs
+from pdbus.edge import app, fields, jobs
 from pdbus.edge.cluster import LOST_S, View
 from pdbus.edge.errors import STATUS
 from pdbus.text.models import BytesText
@@ -535,6 +535,12 @@ def test_work_that_takes_long_is_done_on_a_thread(monkeypatch: pytest.MonkeyPatc
         threads.add(threading.current_thread().name)
         return [5]
 
+    def noted(turn: fields.Turn, at: int) -> dict[str, str]:
+        threads.add(threading.current_thread().name)
+        return read(turn, at)
+
+    read = fields.message_of
+    monkeypatch.setattr(fields, "message_of", noted)
     monkeypatch.setattr(BytesText, "chat", note)
     parts = [{"type": "text", "text": ""}] * 1000
     for messages, on_loop in (

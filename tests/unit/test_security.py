@@ -15,12 +15,15 @@ from types import SimpleNamespace
 
 import pytest
 import zmq
+import zmq.utils.z85
+from structlog.testing import capture_logs
 
 from bus.errors import ConfigError, StartError
 from bus.rights import Domain, KeyRole, key_of
 from bus.runtime import frames
 from bus.runtime import keys as security
 from bus.runtime import security as gate
+from bus.runtime.allowlist import read_key
 from bus.runtime.keys import (
     Keys,
     add_key,
@@ -449,6 +452,28 @@ def test_the_log_of_refusals_does_not_run_dry() -> None:
     assert lines.one("clients strangers", 59.0) == -1
     assert lines.one("clients strangers", 60.0) == 1000 - gate.LOGGED_MAX + 1, "what was left out is told"
     assert lines.one("clients strangers", 60.0) == 0
+
+
+def test_the_log_names_a_revoked_key_whatever_strangers_do(tmp_path: Path) -> None:
+    """It never was here while it was listed."""
+    new_keys(tmp_path / "keys")
+    add_key(tmp_path / "keys", "clients", "alice")
+    alice = read_key(tmp_path / "keys" / "allow" / "clients" / "alice.key")
+    revoke_key(tmp_path / "keys", "clients", "alice")
+
+    def ask(key: bytes) -> bytes:
+        return keeper.answer([b"1.0", b"1", b"clients", b"10.0.0.1", b"", b"CURVE", zmq.utils.z85.decode(key)])[2]
+
+    with zmq.Context() as context, capture_logs() as logs:
+        keeper = gate.Gatekeeper(context, load_keys(tmp_path / "keys", "controllers"))
+        try:
+            assert {ask(zmq.curve_keypair()[0]) for _ in range(2 * gate.LOGGED_MAX)} == {b"400"}
+            assert len(logs) == gate.LOGGED_MAX
+            assert ask(alice) == b"400"
+        finally:
+            keeper.close()
+    assert len(logs) == gate.LOGGED_MAX + 1
+    assert (logs[-1]["event"], logs[-1]["key"], logs[-1]["why"]) == ("peer.refused", "clients/alice", "was revoked")
 
 
 def test_keys_are_made_where_nobody_else_may_put_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
