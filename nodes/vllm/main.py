@@ -132,6 +132,7 @@ def _engine(
             engine = stack.enter_context(thread)
         keep_to(cores, reaper.processes())
         facts, lease_s = versions.facts_of(engine.client), versions.lease_s(engine.client)
+        say_loaded(facts)
         for index, dp_rank in enumerate(config.dp_ranks):
             runner = VllmRunner(
                 rank_facts(facts, lease_s),
@@ -211,6 +212,15 @@ def _set_missing(variables: Mapping[str, str]) -> None:
 
 def _say_wait(device: str) -> None:
     log.info("engine.waits", gpu=device, until="another engine on it has loaded")
+
+
+def say_loaded(facts: versions.Facts) -> None:
+    """One line of what an operator compares with `vllm serve`."""
+    log.info(
+        "engine.loaded", model=facts.model, max_context=facts.max_context, kv_capacity=facts.kv_capacity,
+        max_running=facts.max_running, step_tokens=facts.step_tokens, block_tokens=facts.block_tokens,
+        model_runner=facts.model_runner, async_scheduling=facts.async_scheduling,
+    )  # fmt: skip
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -29,6 +29,10 @@ CPU_UCX_TLS = "tcp,self,sm,posix,sysv,cma"
 MAX_NAME = MAX_LAYOUT = 128
 CONNECTOR = "NixlConnector"
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+SEVERAL_PROCESSES = (
+    "data_parallel_rank", "data_parallel_start_rank", "data_parallel_external_lb", "data_parallel_hybrid_lb",
+    "data_parallel_multi_port_external_lb",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,8 @@ class Facts:
     tokenizes: bool
     prioritised: bool
     speculates: bool
+    model_runner: str  # v1 or v2: vLLM's two, of which a CPU can run the first alone
+    async_scheduling: bool
 
 
 def check_installed(split: bool) -> None:
@@ -152,6 +158,7 @@ def engine_args(path: str, name: str, arguments: Sequence[str], choices: Choices
     given = parser.parse_args(list(arguments))
     if given.model != parser.get_default("model"):
         raise ConfigError("name the model before the --: --model PATH")
+    check_one_process(given)
     if given.data_parallel_size not in (1, choices.ranks):
         raise ConfigError(f"--data-parallel-size {given.data_parallel_size}: this process has {choices.ranks} ranks")
     role = choices.role
@@ -181,6 +188,18 @@ def engine_args(path: str, name: str, arguments: Sequence[str], choices: Choices
         return AsyncEngineArgs.from_cli_args(given)
     except Exception as error:
         raise ConfigError(f"vLLM does not take {name!r} and its arguments: {error}") from None
+
+
+def check_one_process(given: Any) -> None:
+    """ConfigError where vLLM's arguments couple this engine with those of other processes: these meet once, as they
+    start, and one that is started again alone would never join them."""
+    for name in SEVERAL_PROCESSES:
+        said = getattr(given, name, None)
+        if said is not None and said is not False:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{option}: the ranks of an engine are in one process here (--ranks-per-process, --dp-rank)"
+            )
 
 
 def usage_context() -> Any:
@@ -264,6 +283,8 @@ def facts_of(client: Any) -> Facts:
         tokenizes=not model.skip_tokenizer_init,
         prioritised=config.scheduler_config.policy == "priority",
         speculates=getattr(config, "speculative_config", None) is not None,
+        model_runner="v2" if getattr(config, "use_v2_model_runner", False) else "v1",
+        async_scheduling=bool(getattr(config.scheduler_config, "async_scheduling", False)),
     )
 
 

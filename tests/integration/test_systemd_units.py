@@ -133,6 +133,12 @@ def test_what_is_not_started_again_is_what_the_exit_codes_say(machine: Machine) 
         assert unit["KillMode"] == ["mixed"]
 
 
+def test_nodes_alone_may_pin_memory_for_rdma(machine: Machine) -> None:
+    machine.set_up()
+    for name in (*UNITS, *MORE):
+        assert machine.unit(name)["LimitMEMLOCK"] == (["infinity"] if re.search("prefill|decode", name) else []), name
+
+
 def test_their_command_lines_serve_with_keys_and_leave_with_0(machine: Machine) -> None:
     machine.set_up()
     running: list[PartProcess] = []

@@ -134,3 +134,21 @@ def test_autoscalers_ask_for_what_the_adapter_has() -> None:
         for metric in each["spec"]["metrics"]
     }
     assert asked == made
+
+
+def test_rdma_is_added_to_ranks_and_to_nothing_else(tmp_path: Path) -> None:
+    """Beside the GPU, in pods that stay within `restricted`."""
+    overlay, component_of = (os.path.relpath(PLACE / each, tmp_path) for each in ("overlays/vllm", "components/rdma"))
+    said = {"resources": [overlay], "components": [component_of]}
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(said), encoding="utf-8")
+    text = tool(f"{os.environ['PDBUS_K8S']}/kubectl", "kustomize", tmp_path)
+    (tmp_path / "all.yaml").write_text(text, encoding="utf-8")
+    tool(f"{os.environ['PDBUS_K8S']}/kubernetes-validate", "--strict", tmp_path / "all.yaml")
+    parts = {component(each): each for each in yaml.safe_load_all(text) if each["kind"] == "StatefulSet"}
+    for name, before in workloads("vllm").items():
+        now, old = container(parts[name]), container(before)
+        if name in ("prefill", "decode"):
+            assert now["resources"]["limits"].pop("rdma/rdma_shared_device_a") == "1"
+            assert {"name": "UCX_LOG_LEVEL", "value": "info"} in now["env"]
+            now["env"].remove({"name": "UCX_LOG_LEVEL", "value": "info"})
+        assert now == old

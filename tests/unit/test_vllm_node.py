@@ -231,6 +231,25 @@ def test_a_speculating_rank_does_not_say_that_it_knows_what_vllm_then_refuses() 
     assert known - set(main.rank_facts(versions.facts_of(client), 60.0).params) == {"min_p", "logit_bias"}
 
 
+def test_an_engine_is_not_coupled_with_those_of_other_processes() -> None:
+    """The first of them is rank 0, which is no "not given"."""
+    versions.check_one_process(SimpleNamespace(data_parallel_rank=None, data_parallel_hybrid_lb=False))
+    for said in ({"data_parallel_rank": 0}, {"data_parallel_start_rank": 8}, {"data_parallel_external_lb": True}):
+        with pytest.raises(ConfigError, match=f"--{next(iter(said)).replace('_', '-')}: .* in one process"):
+            versions.check_one_process(SimpleNamespace(**said))
+
+
+def test_a_loaded_engine_says_how_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: dict[str, Any] = {}
+    monkeypatch.setattr(main, "log", SimpleNamespace(info=lambda event, **fields: said.update(fields, event=event)))
+    client = client_of()
+    client.vllm_config.use_v2_model_runner = True
+    client.vllm_config.scheduler_config.async_scheduling = True
+    main.say_loaded(versions.facts_of(client))
+    assert said.items() >= {"event": "engine.loaded", "model_runner": "v2", "async_scheduling": True}.items()
+    assert said.keys() >= {"kv_capacity", "max_running", "step_tokens", "block_tokens"}
+
+
 def test_revisions_versions_and_connectors_are_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no length of what comes first cuts them off."""
     monkeypatch.setattr(versions, "installed", lambda: "0.32.0")
