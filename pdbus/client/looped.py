@@ -21,6 +21,7 @@ from bus.runtime.keys import Keys
 from bus.runtime.logs import get_logger
 from bus.runtime.sockets import Sockets
 from bus.wire.messages import Message, Status
+from pdbus.client.channel import CLOSED
 from pdbus.client.core import Patience
 from pdbus.client.reader import Reader
 from pdbus.client.request import Request
@@ -42,6 +43,7 @@ class LoopChannel:
         self._failure: Exception | None = None
         self._reader = Reader(self.loop, self._flush, self._fail)
         self._stopping = asyncio.Lock()
+        self._left = asyncio.Event()
         self._living = self._life()
         self._sockets = Sockets(keys=keys)
         try:
@@ -95,7 +97,12 @@ class LoopChannel:
     async def stop(self) -> None:
         """Cancel what is live, and leave; idempotent. Every sink has got its Result when this returns."""
         async with self._stopping:
-            await self._living.aclose()
+            try:
+                await self._living.aclose()
+            except RuntimeError:  # the loop's end is at it already
+                if not self.closed:
+                    raise
+                await self._left.wait()
 
     def raise_if_inherited(self) -> None:
         """As of a `Service`."""
@@ -116,13 +123,16 @@ class LoopChannel:
         finally:
             self._leave()
             # What was just said still goes out. Whoever waits may be cancelled, but not the closing.
-            await asyncio.shield(self.loop.run_in_executor(None, self._sockets.close))
+            try:
+                await asyncio.shield(self.loop.run_in_executor(None, self._sockets.close))
+            finally:
+                self._left.set()
 
     def _leave(self) -> None:
         if not self.closed:
             self.closed = self._reader.closed = True
             self._timer.cancel()
-            self._run(self._traffic.leave)
+            self._run(self._traffic.leave, RuntimeError(CLOSED))
 
     def _run(self, function: Callable[[*_T], None], *arguments: *_T) -> None:
         if self._failure is not None:

@@ -555,6 +555,41 @@ def test_a_close_that_is_cancelled_closes_all_the_same(peers: tuple[Peer, Peer],
     asyncio.run(run())
 
 
+def test_who_asked_hears_that_another_task_closed_the_client(base: str) -> None:
+    """No controller answers there: it would be waited for."""
+
+    async def run() -> None:
+        client = AsyncClient(base)
+        asks = [asyncio.create_task(each) for each in (client.status(), client.generate_tokens([5]))]
+        await asyncio.sleep(0)
+        await client.close()
+        for ask in asks:
+            with pytest.raises(RuntimeError, match="closed"):
+                await ask
+
+    asyncio.run(run())
+
+
+def test_a_close_beside_the_end_of_its_loop_waits_for_that(peers: tuple[Peer, Peer], base: str) -> None:
+    """`asyncio.run` ends the generators it knows of when its main task is over, and so may close them while another
+    task does."""
+
+    async def run() -> None:
+        loop, go = asyncio.get_running_loop(), threading.Event()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        client = AsyncClient(base)
+        await client.generate_tokens([5], leg="pair")
+        busy = loop.run_in_executor(None, go.wait, WAIT_MS / 1000)
+        ends = asyncio.create_task(loop.shutdown_asyncgens())
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(client.close())
+        await asyncio.sleep(0)
+        go.set()
+        await asyncio.gather(ends, closing, busy)
+
+    asyncio.run(run())
+
+
 def test_another_thread_may_cancel(peers: tuple[Peer, Peer], base: str) -> None:
     async def run() -> Result:
         async with AsyncClient(base) as client:
