@@ -89,7 +89,7 @@ class Pace:
     def heard(self, last: Load, load: Load, elapsed_s: float) -> None:
         """What one rank did between two reports. Where it does not say how long it was busy, it was as long as prompts
         waited there."""
-        tokens = _computed(load) - _computed(last)
+        tokens = _computed(last, load)
         if load.busy_us_total:
             busy_s = (load.busy_us_total - last.busy_us_total) / 1e6
         else:
@@ -164,6 +164,11 @@ def queued_tokens(rank: RankLoad) -> int:
     return max(0, rank.tokens - held)
 
 
-def _computed(load: Load) -> int:
-    """Prompt tokens computed in all; what waits counts as far as it is not cached."""
-    return load.prompt_tokens_total - load.cached_tokens_total - load.waiting_tokens
+def _computed(last: Load, load: Load) -> int:
+    """Prompt tokens computed between two reports. Of a rank that does not count them, what it took in and neither had
+    cached nor has waiting, which is wrong for a while where prompts wait that are cached in part, or are cancelled."""
+    if load.admitted_tokens_total:
+        return load.computed_tokens_total - last.computed_tokens_total
+    came = load.prompt_tokens_total - last.prompt_tokens_total
+    cached = load.cached_tokens_total - last.cached_tokens_total
+    return came - cached - (load.waiting_tokens - last.waiting_tokens)

@@ -72,6 +72,18 @@ def test_the_pace_is_that_of_what_was_computed() -> None:
     assert ranks.first_token_s("p", 1000) == pytest.approx(1.0), "behind the thousand that wait there"
 
 
+def test_what_waits_and_is_cached_or_cancelled_is_not_computed() -> None:
+    """A burst of prompts that are cached in part, of which some are cancelled while they wait."""
+    ranks = Ranks()
+    ranks.join("p")
+    ranks.report("p", prompt_tokens_total=1000, admitted_tokens_total=1000, computed_tokens_total=1000, busy_us_total=1)
+    burst = {"prompt_tokens_total": 81_000, "waiting_tokens": 20_000}
+    ranks.report("p", admitted_tokens_total=1000, computed_tokens_total=1000, busy_us_total=2, **burst)
+    done = {"admitted_tokens_total": 9000, "cached_tokens_total": 6000, "computed_tokens_total": 3000}
+    ranks.report("p", prompt_tokens_total=81_000, busy_us_total=1_000_002, **done)
+    assert ranks.first_token_s("p", 1000) == pytest.approx(0.5)  # 2,000 tokens in 1 s
+
+
 def test_the_recent_past_counts_most_and_a_restart_not_at_all() -> None:
     ranks = Ranks()
     ranks.join("p")
