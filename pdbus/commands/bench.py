@@ -23,7 +23,7 @@ PEERS = ("sglang", "vllm", "compiled")
 WIDTH = 160  # of tables that no terminal shows
 ENGINES = ("vllm", "peers", "sglang")  # need Pythons of their own
 USUAL = ("dispatch", "latency", "pick", "report", "rooms", "idle", "scale", "controllers", "e2e", "client", "edge")
-NAMES = USUAL + ENGINES
+NAMES = (*USUAL, "failover", *ENGINES)
 
 
 @click.command("bench")
@@ -43,7 +43,7 @@ NAMES = USUAL + ENGINES
 def bench(
     names: Sequence[str], as_json: bool, out: Path | None, runs: int, pythons: Sequence[str], quick: bool
 ) -> None:
-    """Measure beside bare ZeroMQ, in the same run: all benchmarks but those of engines, or the NAMEd ones.
+    """Measure beside bare ZeroMQ, in the same run: all benchmarks but failover and those of engines, or the NAMEd ones.
 
     \b
     dispatch  controller CPU a request and requests/s   latency  submit to arrival at the node
@@ -54,6 +54,7 @@ def bench(
     vllm      what is added to vLLM, where installed    sglang   the plugin, where SGLang is installed
     peers     SGLang's and vLLM's dispatchers beside ours
     controllers  several of them over the same ranks; 4,096 ranks and one broker
+    failover  from kill -9 of a node until what ran there runs elsewhere (--runs 10: ten kills)
     """
     names = names or USUAL
     needed = [*(package for name in names for package in NEEDED_BY.get(name, ())), *(("matplotlib",) if out else ())]

@@ -46,6 +46,14 @@ def test_dispatch_beside_the_bare_broker() -> None:
     assert all(row["floor"] > 0 for row in rows)
 
 
+def test_failover() -> None:
+    done = bench("failover", "--quick", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["metric"] for row in rows] == ["least of 1 kills", "median of 1 kills", "greatest of 1 kills"]
+    assert all(row["value"] > 0.4 for row in rows), "the ranks have half a second to come back"
+
+
 def test_a_folder_that_cannot_be_made_is_one_line() -> None:
     done = bench("pick", "--quick", "--out", "/dev/null/out")
     assert done.returncode == 2
