@@ -152,7 +152,7 @@ class ControllerCore:
         elif type(event) is Undelivered:
             rank = self.members.peers.get(event.peer)
             if rank is not None and isinstance(event.message, Dispatch):
-                self.life.undelivered(rank, event.message, now, out)
+                self.life.losses.undelivered(rank, event.message, now, out)
         elif type(event) is ClientGone:
             self.life.client_gone(event.peer, event.rid, now, out)
         elif type(event) is Unreachable:
@@ -332,16 +332,16 @@ class ControllerCore:
         rank = self.members.peers.get(event.peer)
         self.members.unreachable(event.peer, now, out)
         if isinstance(event.message, CancelLeg):
-            self.life.untold(event.message)
+            self.life.losses.untold(event.message)
         elif rank is not None and isinstance(event.message, Dispatch):
-            self.life.unsent(rank, event.message, now, out)
+            self.life.losses.unsent(rank, event.message, now, out)
 
     def _on_node(self, peer: Any, message: Message, now: float, out: list[Action]) -> None:
         if isinstance(message, Hello):
             self._lose(self.members.hello(peer, message, now, out), now, out)
             rank = self.members.peers.get(peer)
             if rank is not None and rank.epoch == message.epoch:
-                self.life.returned(rank, message.running, out)
+                self.life.losses.returned(rank, message.running, out)
                 self.life.table.inherited.bring(rank, now)
             return
         rank = self.members.peers.get(peer)
@@ -371,7 +371,7 @@ class ControllerCore:
                 if loss.rank.follower is not None:
                     loss.rank.follower.missed = True  # should the same start come back
                 self.life.table.inherited.forget(loss.rank)
-            self.life.lost(loss, now, out)
+            self.life.losses.lost(loss, now, out)
 
     # --- from the bus -----------------------------------------------------------------------------------------
 

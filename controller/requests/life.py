@@ -7,7 +7,7 @@ ranks, `controller.requests.table` keeps what is alive. Pure: what must be sent 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from math import inf
 from typing import Any, Literal
 
@@ -19,10 +19,8 @@ from bus.tracecontext import child_of
 from bus.wire.messages import (
     RETRYABLE,
     Accepted,
-    Attempt,
     CancelLeg,
     Code,
-    Dispatch,
     Done,
     Ended,
     Failed,
@@ -36,11 +34,10 @@ from controller.config import ControllerConfig
 from controller.events import Action, Over, ToClient, ToNode
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
-from controller.members import Loss
 from controller.placement import Placement
 from controller.requests.attempts import Attempts, work_of
+from controller.requests.losses import Losses
 from controller.requests.request import (
-    MAX_ATTEMPT,
     ROLES,
     LegRun,
     LegState,
@@ -55,7 +52,6 @@ from controller.requests.request import (
 from controller.requests.slos import SloClasses
 from controller.requests.story import story_of
 from controller.requests.table import RequestTable
-from controller.requests.unclear import Unclear
 
 # Failures are logged with their rid: those of the cluster's parts as warnings; those of a cluster that is busy or has
 # no rank as information, and so are retries, `TOLD_MAX` of them between two calls of `measure`: clients can cause any
@@ -94,7 +90,6 @@ class Life:
     ) -> None:
         self._config = config
         self._suspects = suspects  # ranks that may come back at any moment
-        self._unclear = Unclear()
         self._slo_classes = SloClasses(config.slo_classes) if config.queue_order == "slo" else None
         self._counts = counts
         self._ends_s = 0.0  # recent ends a second
@@ -104,6 +99,8 @@ class Life:
         self._loads = loads
         self._placement = placement
         self._attempts = Attempts(epoch, self.table, loads, placement, counts)
+        self.losses = Losses(config, self.table, loads, self._attempts, counts, self._leg_failed, self._try_again)
+        self._unclear = self.losses.unclear
         self.requests = self.table.requests
         self.queue = self.table.queue
         self.settled = False
@@ -118,6 +115,7 @@ class Life:
         """From now on."""
         self._config = config
         self.table.reconfigure(config)
+        self.losses.reconfigure(config)
 
     @property
     def by_tick(self) -> bool:
@@ -165,7 +163,7 @@ class Life:
         self.table.add(request)
         try:
             if request.losses or self._unclear.at or self._unclear.attempts:
-                self._check_losses(request)
+                self.losses.check(request)
             if not self._place(request, now, out):
                 self._enqueue(request, now, out)
         except Refusal as refusal:
@@ -214,68 +212,6 @@ class Life:
                 request, leg = work
                 if leg.role == ended.leg:
                     self._ended(request, leg, ended, now, out)
-
-    def lost(self, loss: Loss, now: float, out: list[Action]) -> None:
-        """A rank is gone, hung or restarted: what ran there is dispatched again, or failed."""
-        rank = loss.rank
-        if loss.died:
-            for rid, offset in self._unclear.settle(rank).items():
-                self.table.blame(rid, offset)
-        lost: Mapping[Rid, tuple[Request, LegRun]] = rank.work if loss.work is None else loss.work
-        for rid, (request, leg) in list(lost.items()):
-            if work_of(rank, rid, request.attempt) is None or rank.work[rid][1] is not leg:
-                continue  # it has ended, or is given up already
-            self._counts["legs_lost"] += 1
-            if loss.tell:
-                room = request.submit.bootstrap_room
-                out.append(ToNode(rank.peer, CancelLeg(rid, request.attempt, "fenced", room=room)))
-            else:
-                self._unclear.untold(rid, request.attempt)
-            self._attempts.over(leg, request)
-            if loss.died:
-                request.losses += 1
-            elif loss.died is None:
-                self._unclear.lost(rank, rid, request.submit.offset)
-            self._leg_failed(request, leg, "peer_lost", loss.why, now, out)
-
-    def unsent(self, rank: RankLoad, dispatch: Dispatch, now: float, out: list[Action]) -> None:
-        """A dispatch met a connection that is gone: it never happened, and costs no try."""
-        work = work_of(rank, dispatch.rid, dispatch.attempt)
-        if work is None:
-            return
-        request, leg = work
-        self._counts["undelivered"] += 1
-        self._attempts.undo(leg, request, now)
-        sentence = f"rank {rank.key[0]}/{rank.key[1]} lost its connection"
-        if request.state is not State.RUNNING or request.attempt >= MAX_ATTEMPT:
-            self._leg_failed(request, leg, "peer_lost", sentence, now, out)
-            return
-        request.tries -= 1
-        self._try_again(request, leg, "peer_lost", sentence, now, out)
-
-    def untold(self, cancel: CancelLeg) -> None:
-        """It met a connection that is gone."""
-        if not cancel.if_unfetched:
-            self._unclear.untold(cancel.rid, cancel.attempt)
-
-    def returned(self, rank: RankLoad, running: Iterable[tuple[Rid, Attempt]], out: list[Action]) -> None:
-        """A start of a rank that says hello has not died; what it runs and is given up ends."""
-        self._unclear.settle(rank)
-        for rid, attempt in self._unclear.orphans(running):
-            out.append(ToNode(rank.peer, CancelLeg(rid, attempt, "fenced")))
-
-    def undelivered(self, rank: RankLoad, dispatch: Dispatch, now: float, out: list[Action]) -> None:
-        """A dispatch could not be queued for its node: it never happened, also if its leg was given up before it could
-        be sent."""
-        self._counts["undelivered"] += 1
-        work = work_of(rank, dispatch.rid, dispatch.attempt)
-        if work is None:
-            self._loads.undo(rank, dispatch.charge, given_up=True)
-        else:
-            request, leg = work
-            self._attempts.undo(leg, request, now)
-            sentence = f"rank {rank.key[0]}/{rank.key[1]} takes no more messages"
-            self._leg_failed(request, leg, "overloaded", sentence, now, out)
 
     # --- time and credit --------------------------------------------------------------------------------------
 
@@ -405,25 +341,6 @@ class Life:
         accepted = Accepted(request.rid, request.attempt, request.submit.bootstrap_room, prefill, decode)
         out.append(ToClient(request.peer, accepted))
 
-    def _check_losses(self, request: Request) -> None:
-        """Refusal of what has killed too many ranks, or may have: that is known within a lease."""
-        self._unclear.begins(request.rid, request.attempt)
-        attempts = self._config.attempts
-        if request.losses >= attempts:
-            raise Refusal("poison", f"{request.losses} ranks were lost with it")
-        if self._losses(request) >= attempts:
-            raise Refusal("peer_lost", "whether its ranks died of it is not known yet")
-        request.apart = self._is_apart(request)
-
-    def _losses(self, request: Request) -> int:
-        """How many ranks have died with it, or may have."""
-        return request.losses + self._unclear.count(request.rid, request.submit.offset)
-
-    def _is_apart(self, request: Request) -> bool:
-        """Whether one more loss makes it poison, so that it goes nowhere beside another such. Not with the first: then
-        all that a lost rank ran would wait."""
-        return self._losses(request) >= max(2, self._config.attempts - 1)
-
     # --- inside: end ------------------------------------------------------------------------------------------
 
     def _output(self, request: Request, leg: LegRun, now: float) -> None:
@@ -495,7 +412,7 @@ class Life:
         request.attempt += 1
         request.step("again")
         request.legs = ()
-        request.apart = self._is_apart(request)
+        request.apart = self.losses.is_apart(request)
         try:
             if not self._place(request, now, out):
                 self._enqueue(request, now, out)

@@ -1,0 +1,127 @@
+"""What is lost with a rank, or never reached it: what becomes of it, and what its ranks are told. Pure.
+
+Owns what is known of ranks that died with requests (`controller.requests.unclear`, and each request's `losses`);
+`controller.requests.life` decides whether a request that lost a leg is tried again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
+
+from bus.wire.messages import Attempt, CancelLeg, Code, Dispatch, Refusal, Rid
+from controller.config import ControllerConfig
+from controller.events import Action, ToNode
+from controller.load.rank import RankLoad
+from controller.load.table import LoadTable
+from controller.members import Loss
+from controller.requests.attempts import Attempts, work_of
+from controller.requests.request import MAX_ATTEMPT, LegRun, Request, State
+from controller.requests.table import RequestTable
+from controller.requests.unclear import Unclear
+
+Failed: TypeAlias = Callable[[Request, LegRun, Code, str, float, list[Action]], None]
+
+
+class Losses:
+    """Of the requests in `table`. `failed` is called with a leg that is over and not well, and why; `again` with one
+    whose request is to be dispatched once more."""
+
+    def __init__(
+        self, config: ControllerConfig, table: RequestTable, loads: LoadTable, attempts: Attempts,
+        counts: Counter[str], failed: Failed, again: Failed,
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._table = table
+        self._loads = loads
+        self._attempts = attempts
+        self._counts = counts
+        self._failed = failed
+        self._again = again
+        self.unclear = Unclear()
+
+    def reconfigure(self, config: ControllerConfig) -> None:
+        """From now on."""
+        self._config = config
+
+    def lost(self, loss: Loss, now: float, out: list[Action]) -> None:
+        """A rank is gone, hung or restarted: what ran there is dispatched again, or failed."""
+        rank = loss.rank
+        if loss.died:
+            for rid, offset in self.unclear.settle(rank).items():
+                self._table.blame(rid, offset)
+        lost: Mapping[Rid, tuple[Request, LegRun]] = rank.work if loss.work is None else loss.work
+        for rid, (request, leg) in list(lost.items()):
+            if work_of(rank, rid, request.attempt) is None or rank.work[rid][1] is not leg:
+                continue  # it has ended, or is given up already
+            self._counts["legs_lost"] += 1
+            if loss.tell:
+                room = request.submit.bootstrap_room
+                out.append(ToNode(rank.peer, CancelLeg(rid, request.attempt, "fenced", room=room)))
+            else:
+                self.unclear.untold(rid, request.attempt)
+            self._attempts.over(leg, request)
+            if loss.died:
+                request.losses += 1
+            elif loss.died is None:
+                self.unclear.lost(rank, rid, request.submit.offset)
+            self._failed(request, leg, "peer_lost", loss.why, now, out)
+
+    def unsent(self, rank: RankLoad, dispatch: Dispatch, now: float, out: list[Action]) -> None:
+        """A dispatch met a connection that is gone: it never happened, and costs no try."""
+        work = work_of(rank, dispatch.rid, dispatch.attempt)
+        if work is None:
+            return
+        request, leg = work
+        self._counts["undelivered"] += 1
+        self._attempts.undo(leg, request, now)
+        sentence = f"rank {rank.key[0]}/{rank.key[1]} lost its connection"
+        if request.state is not State.RUNNING or request.attempt >= MAX_ATTEMPT:
+            self._failed(request, leg, "peer_lost", sentence, now, out)
+            return
+        request.tries -= 1
+        self._again(request, leg, "peer_lost", sentence, now, out)
+
+    def untold(self, cancel: CancelLeg) -> None:
+        """It met a connection that is gone."""
+        if not cancel.if_unfetched:
+            self.unclear.untold(cancel.rid, cancel.attempt)
+
+    def returned(self, rank: RankLoad, running: Iterable[tuple[Rid, Attempt]], out: list[Action]) -> None:
+        """A start of a rank that says hello has not died; what it runs and is given up ends."""
+        self.unclear.settle(rank)
+        for rid, attempt in self.unclear.orphans(running):
+            out.append(ToNode(rank.peer, CancelLeg(rid, attempt, "fenced")))
+
+    def undelivered(self, rank: RankLoad, dispatch: Dispatch, now: float, out: list[Action]) -> None:
+        """A dispatch could not be queued for its node: it never happened, also if its leg was given up before it could
+        be sent."""
+        self._counts["undelivered"] += 1
+        work = work_of(rank, dispatch.rid, dispatch.attempt)
+        if work is None:
+            self._loads.undo(rank, dispatch.charge, given_up=True)
+        else:
+            request, leg = work
+            self._attempts.undo(leg, request, now)
+            sentence = f"rank {rank.key[0]}/{rank.key[1]} takes no more messages"
+            self._failed(request, leg, "overloaded", sentence, now, out)
+
+    def check(self, request: Request) -> None:
+        """Refusal of what has killed too many ranks, or may have: that is known within a lease."""
+        self.unclear.begins(request.rid, request.attempt)
+        attempts = self._config.attempts
+        if request.losses >= attempts:
+            raise Refusal("poison", f"{request.losses} ranks were lost with it")
+        if self.of(request) >= attempts:
+            raise Refusal("peer_lost", "whether its ranks died of it is not known yet")
+        request.apart = self.is_apart(request)
+
+    def of(self, request: Request) -> int:
+        """How many ranks have died with it, or may have."""
+        return request.losses + self.unclear.count(request.rid, request.submit.offset)
+
+    def is_apart(self, request: Request) -> bool:
+        """Whether one more loss makes it poison, so that it goes nowhere beside another such. Not with the first: then
+        all that a lost rank ran would wait."""
+        return self.of(request) >= max(2, self._config.attempts - 1)
