@@ -120,7 +120,7 @@ else
 cut-streams: setup
 	@echo "==> pytest tests/streams"
 	@$(BIN)/python -m pytest -q tests/streams
-	@echo "==> cut_streams $(or $(ENGINE),sim numpy)"
+	@echo "==> cut_streams $(or $(ENGINE),sim sim-keys numpy)"
 	@$(BIN)/python tests/streams/cut_streams.py $(ENGINE) --together
 endif
 

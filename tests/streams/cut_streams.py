@@ -25,9 +25,16 @@ from stream_record import Record, run  # noqa: E402
 from stream_registry import ENGINES, NO_START, STREAMS, TOGETHER  # noqa: E402
 
 START_S = 240.0
-SOON = {"sim": 5.0, "numpy": 8.0, "torch": 20.0, "smollm2": 30.0, "vllm": 120.0}  # for a start that cannot succeed
-WAIT_S = {"sim": 4.0, "numpy": 5.0, "torch": 10.0, "smollm2": 20.0, "vllm": 30.0}
-AT_ONCE = {"sim": 3, "numpy": 2}
+SOON = {
+    "sim": 5.0,
+    "sim-keys": 5.0,
+    "numpy": 8.0,
+    "torch": 20.0,
+    "smollm2": 30.0,
+    "vllm": 120.0,
+}  # for a start that cannot succeed
+WAIT_S = {"sim": 4.0, "sim-keys": 5.0, "numpy": 5.0, "torch": 10.0, "smollm2": 20.0, "vllm": 30.0}
+AT_ONCE = {"sim": 3, "sim-keys": 2, "numpy": 2}
 
 
 def outcome(name: str, record: Record) -> str:
@@ -88,7 +95,7 @@ def main() -> int:
     parser.add_argument("--model", default="", help="a folder, for an engine that has no model of its own")
     asked = parser.parse_args()
     failed = 0
-    for engine in asked.engines or ("sim", "numpy"):
+    for engine in asked.engines or ("sim", "sim-keys", "numpy"):
         began = time.monotonic()
         runs = groups(engine, asked.stream, asked.together)
         with ThreadPoolExecutor(AT_ONCE.get(engine, 1)) as pool:

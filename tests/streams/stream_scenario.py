@@ -23,7 +23,9 @@ from typing import Any
 import sitecustomize
 
 from bus.endpoints import BusAddress, ControllerAddress
+from bus.rights import KeyRole
 from bus.runtime.epochs import new_epoch
+from bus.runtime.keys import new_keys, revoke_key
 from bus.runtime.sockets import Sockets
 from bus.wire import codec, topics
 from bus.wire.messages import KvPull, Member, Pong, RankStatus, Registration, Rooms
@@ -38,6 +40,8 @@ GHOST = "tcp://127.0.0.1:1"
 SHARED = 77  # the room that two publishers claim
 NOWHERE = 78  # the room that nobody registers
 REST_S = 1.3
+UNTIL_CUT_S = 4.0  # lists are looked at each second, and what is missing has to be so twice
+HEARD_S = 2.5  # in which whoever is not cut off is heard at least twice
 STRAY = 99_001  # the number of a pong without a hello
 SEPARATE = (79, 80, 81)  # rooms of two legs each that are asked for one by one
 ENGINES: dict[str, dict[str, Any]] = {
@@ -46,6 +50,7 @@ ENGINES: dict[str, dict[str, Any]] = {
         "model": "sim",
         "node_args": ("--sim-base-s", "0.002", "--sim-prefill-s-per-token", "0.0005"),
     },
+    "sim-keys": {"engine": "sim", "model": "sim", "decode_instances": 2},
     "numpy": {"engine": "numpy", "model": "tiny"},
     "torch": {"engine": "torch", "model": "tiny"},
     "smollm2": {"engine": "torch", "model": "smollm2"},
@@ -101,6 +106,8 @@ class Scenario:
         self.sub = sockets.sub(bus.subscribe, (topics.TO, topics.BEACON))
 
     def steps(self) -> list[Callable[[], None]]:
+        if self.cluster.spec.keys:
+            return [self.a_request, self.a_revoked_node, self.a_revoked_controller]
         return [
             self.a_request, self.two_legs, self.a_cancel, self.a_room_that_nobody_registers, self.a_request_in_vain,
             self.a_trace, self.questions, self.strays, self.rooms_of_two, self.rest, self.drains,
@@ -243,6 +250,20 @@ class Scenario:
         if len(seen) < 3:
             raise TimeoutError(f"the broker said only {seen}")
 
+    # --- keys ---------------------------------------------------------------------------------------------------------
+
+    def a_revoked_node(self) -> None:
+        self.revoke("nodes", "decode-1")
+
+    def a_revoked_controller(self) -> None:
+        self.revoke("controllers", "controller-0")
+
+    def revoke(self, role: KeyRole, name: str) -> None:
+        revoke_key(Path(self.cluster.spec.keys), role, name)
+        time.sleep(UNTIL_CUT_S)
+        self.told(f"revoked {name}", at=time.time())
+        time.sleep(HEARD_S)
+
     def rest(self) -> None:
         """For what is said each second, whether or not anything happens."""
         time.sleep(REST_S)
@@ -262,6 +283,9 @@ def main(engine: str, start_s: float, wait_s: float, model: str) -> None:
         chosen = {"stop_grace_s": 3.0, **ENGINES[engine]}
         if model:
             chosen["model"] = model
+        if engine == "sim-keys":
+            chosen["keys"] = str(Path(os.environ["STREAMS_TAP"]) / "keys")
+            new_keys(Path(chosen["keys"]), ("prefill-0", "decode-0", "decode-1"))
         env = {"OTEL_EXPORTER_OTLP_ENDPOINT": url, "OTEL_BSP_SCHEDULE_DELAY": "50"}
         env |= VLLM_ENV if engine == "vllm" else {}
         spec = ClusterSpec(

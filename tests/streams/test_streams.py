@@ -12,9 +12,9 @@ from functools import cache
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from stream_record import CLIENT, Record, run
+from stream_record import CLIENT, Record, Seen, run
 from stream_registry import ENGINES, STREAMS
-from stream_scenario import NOWHERE, SEPARATE, SHARED, STRAY, TRACE
+from stream_scenario import HEARD_S, NOWHERE, SEPARATE, SHARED, STRAY, TRACE
 
 from bus.wire import messages
 from bus.wire.hashing import block_hashes
@@ -23,7 +23,7 @@ from bus.wire.messages import Load
 
 CONTROLLER, BROKER, PREFILL, DECODE = "controller-0", "broker", "prefill-0/0", "decode-0/0"
 RANKS = (PREFILL, DECODE)
-IN_CI = ("sim", "numpy")
+IN_CI = ("sim", "sim-keys", "numpy")
 NAMES = {("prefill-0", 0), ("decode-0", 0)}
 
 recorded = cache(run)
@@ -243,6 +243,30 @@ def test_kv_fail(record: Record) -> None:
     assert any(fail.code == "prefill_failed" for fail in record.of(messages.KvFail, CLIENT)), (
         "a late pull has no answer"
     )
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def _after(record: Record, fact: str) -> list[Seen]:
+    """What came while whoever was revoked should be heard no more."""
+    at = record.facts[f"revoked {fact}"]["at"]
+    return [each for each in record.seen if at < each.seconds < at + HEARD_S]
+
+
+def test_revoked_node(record: Record) -> None:
+    """The broker cuts off who connects to it with a key that is not listed any more."""
+    heard = {each.message.instance for each in _after(record, "decode-1") if isinstance(each.message, messages.Member)}
+    assert "decode-0" in heard
+    assert "decode-1" not in heard, "a revoked node is still heard"
+
+
+def test_revoked_controller(record: Record) -> None:
+    """A node leaves a port whose key is not listed any more."""
+    pinged = [each.at for each in _after(record, "decode-1") if isinstance(each.message, messages.Ping)]
+    assert DECODE in pinged
+    pinged = [each.at for each in _after(record, "controller-0") if isinstance(each.message, messages.Ping)]
+    assert DECODE not in pinged, "a revoked controller is still obeyed"
 
 
 # --- broker -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Sender = Literal["rank", "broker", "controller", "client"]
+Sender = Literal["rank", "broker", "controller", "client", "keys"]
 
 PUBLISH = ("nodes.link.host:Host.publish", "bus.embed.publisher:Publisher._publish")
 RESOLVE = ("nodes.link.host:Host._resolve", "bus.embed.resolver:Resolver._send")
@@ -94,6 +94,12 @@ _ALL = [
         "to_broker/broker_status", "client", ("pdbus.top.source:BrokerDesk.ask",), "test_broker_status", "call",
         alone=False,
     ),
+    Stream(
+        "revocations of who connects", "keys", ("bus.runtime.doors:Doors.hang_up_on",), "test_revoked_node", "call",
+    ),
+    Stream(
+        "revocations of ports", "keys", ("bus.runtime.peer_keys:PeerKeys.look",), "test_revoked_controller", "call",
+    ),
 ]  # fmt: skip
 STREAMS = {stream.name: stream for stream in _ALL}
 
@@ -102,6 +108,7 @@ NOT_SENT = {
     "params/params": "a frame of submit and dispatch",
 }
 
+KEYS = frozenset(name for name, stream in STREAMS.items() if stream.by == "keys")
 RANK = frozenset(name for name, stream in STREAMS.items() if stream.by == "rank")
 # Without these no node becomes ready: a run in which one is dropped waits no longer for it than it must.
 NO_START = ("node_to_controller/hello", "controller_to_node/welcome", "publications/member", "publications/beacon")
@@ -113,7 +120,6 @@ TOGETHER = (
     ("publications/resync", "publications/conflict", "publications/sent", "controller_to_client/trace_is",
      "from_broker/broker_counts", "from_broker/refused", "controller_to_node/who", "controller_to_node/refused",
      "controller_to_client/refused", "to_node_data/detach"),
-    ("node_to_controller/pong", "node_to_controller/progress"),
     ("from_node_data/tokens", "to_node_data/kv_done", "publications/load"),
     ("to_broker/query", "to_broker/topology"),
     ("client_to_controller/drain_rank", "client_to_controller/trace", "to_broker/broker_status"),
@@ -125,7 +131,8 @@ TOGETHER = (
 
 # What ranks of each engine send. Broker, controller and client know no engine: their streams are looked at beside sim.
 ENGINES = {
-    "sim": frozenset(STREAMS),
+    "sim": frozenset(STREAMS) - KEYS,
+    "sim-keys": KEYS,
     "numpy": RANK,
     "torch": RANK,
     "smollm2": RANK,
