@@ -112,10 +112,13 @@ test-metrics: setup ## Each panel and alert against known traffic, on Debian's p
 		PDBUS_PROMETHEUS=$$programs $(BIN)/python -m pytest -q tests/metrics
 
 ifeq ($(ENGINE),vllm)
-cut-streams: ## Drop each stream of the bus at its sender: its test has to fail (sim and numpy; ENGINE=torch, smollm2, vllm)
+cut-streams: ## Drop each stream of the bus at its sender: its test has to fail (sim and numpy; ENGINE=torch, smollm2, vllm, sglang)
 	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && model=$$(mktemp -d) && trap 'rm -rf $$model' EXIT && \
 		$$vllm tests/real_vllm/tiny_window.py $$model && \
 		PYTHONPATH=$(CURDIR) $$vllm tests/streams/cut_streams.py vllm --model $$model --together
+else ifeq ($(ENGINE),sglang)
+cut-streams:
+	@$(SGLANG) tests/streams/cut_streams.py sglang --together
 else
 cut-streams: setup
 	@echo "==> pytest tests/streams"
@@ -173,7 +176,8 @@ test-sglang: ## The plugin on real SGLang's own classes, in one process (a minut
 
 test-sglang-servers: ## The plugin in real SGLang servers on this machine's CPU, split, and without it (5 minutes)
 	@echo "==> pytest tests/real_sglang/test_servers_live.py"
-	@$(SGLANG) -m pytest -q --confcutdir tests/real_sglang tests/real_sglang/test_servers_live.py
+	@$(SGLANG) -m pytest -q --confcutdir tests/real_sglang tests/real_sglang/test_sglang_streams.py \
+		tests/real_sglang/test_servers_live.py
 
 bench-peers: setup ## SGLang's and vLLM's own dispatchers and bare brokers beside our controller (15 minutes)
 	@sglang=$$($(PYTHON) tests/real_sglang/environment.py) && vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \

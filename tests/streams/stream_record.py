@@ -91,10 +91,11 @@ def run(
                 process.wait(30)
             log.seek(0)
             said = log.read()
-        return _read(Path(folder), Record(engine, log=said))
+        return read(Path(folder), Record(engine, log=said))
 
 
-def _read(folder: Path, record: Record) -> Record:
+def read(folder: Path, record: Record) -> Record:
+    """Fill `record` with what the processes of a run left in `folder`."""
     parts: dict[str, str] = {}
     taken: list[tuple[float, str, Any]] = []
     for path in folder.glob("*.tap"):

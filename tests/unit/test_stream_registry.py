@@ -36,7 +36,7 @@ def test_every_topic_carries_a_stream() -> None:
 
 
 def test_every_engine_has_its_streams() -> None:
-    assert {*OWN, VLLM} <= registry.ENGINES.keys()
+    assert {*OWN, VLLM, "sglang"} <= registry.ENGINES.keys()
     assert {name for names in registry.ENGINES.values() for name in names} == {*registry.STREAMS}
     for engine, names in registry.ENGINES.items():
         left = registry.RANK - names
@@ -44,11 +44,17 @@ def test_every_engine_has_its_streams() -> None:
 
 
 def test_every_test_is_there_and_is_of_one_stream() -> None:
-    tree = ast.parse((STREAMS_TESTS / "test_streams.py").read_text())
-    tests = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
     named = [stream.test for stream in registry.STREAMS.values()]
     assert len({*named}) == len(named)
-    assert {*tests} == {*named, "test_every_step_came_to_its_end"}
+    assert names_in(STREAMS_TESTS / "test_streams.py") == {*named, "test_every_step_came_to_its_end"}
+    sglang = {registry.STREAMS[name].test for name in registry.ENGINES["sglang"]}
+    found = names_in(STREAMS_TESTS.parent / "real_sglang" / "test_sglang_streams.py")
+    assert found == {*sglang, "test_every_request_was_answered"}
+
+
+def names_in(path: Path) -> set[str]:
+    body = ast.parse(path.read_text()).body
+    return {node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 
 
 def test_what_is_dropped_together_exists() -> None:

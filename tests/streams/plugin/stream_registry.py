@@ -120,8 +120,9 @@ TOGETHER = (
     ("publications/resync", "publications/conflict", "publications/sent", "controller_to_client/trace_is",
      "from_broker/broker_counts", "from_broker/refused", "controller_to_node/who", "controller_to_node/refused",
      "controller_to_client/refused", "to_node_data/detach"),
-    ("from_node_data/tokens", "to_node_data/kv_done", "publications/load"),
-    ("to_broker/query", "to_broker/topology"),
+    ("from_node_data/tokens", "to_node_data/kv_done", "publications/load", "publications/rooms",
+     "to_broker/query", "to_broker/topology", "node_to_controller/progress"),
+    ("node_to_controller/hello", "publications/member"),
     ("client_to_controller/drain_rank", "client_to_controller/trace", "to_broker/broker_status"),
     ("to_node_data/attach", "client_to_controller/drain_role"),
     ("controller_to_node/drain", "controller_to_node/recall", "controller_to_node/ping",
@@ -136,5 +137,7 @@ ENGINES = {
     "numpy": RANK,
     "torch": RANK,
     "smollm2": RANK,
+    "sglang": frozenset(f"publications/{tag}" for tag in ("load", "rooms", "member"))
+    | {"acknowledgements", "to_broker/query", "to_broker/topology"},  # all that the plugin sends
     "vllm": RANK - {"from_node_data/kv_block"},  # its KV caches travel by NIXL
 }
