@@ -61,7 +61,7 @@ def run(scope: Scope) -> list[Row]:
                     scope.say(f"run {number} of {scope.runs}: {side.name}, {tokens} tokens")
                     _measure(side, load, tokens, scope, text=texts is not None)
                 if texts is not None:
-                    ours.note(tokens, TOKENIZING, texts.ask(tokens=tokens, count=scope.size(20, 3)))
+                    ours.note(tokens, TOKENIZING, texts.ask(tokens=tokens, count=scope.size(20, 1)))
             if not number:
                 for side in sides:
                     side.figures.clear()  # warm-up
@@ -69,7 +69,7 @@ def run(scope: Scope) -> list[Row]:
 
 
 def _measure(side: Side, load: Process, tokens: int, scope: Scope, *, text: bool) -> None:
-    count = scope.size(1_000, 40) if tokens < 10_000 else scope.size(100, 10)
+    count = scope.size(1_000, 10) if tokens < 10_000 else scope.size(100, 5)
 
     def cost(count: int, connections: int, **asked: int) -> tuple[float, float, float]:
         """Seconds in all, and microseconds of processor time a request: its own, and with the others'."""
@@ -89,7 +89,7 @@ def _measure(side: Side, load: Process, tokens: int, scope: Scope, *, text: bool
         _, first, _ = cost(few, 4, output=1, stream=1)
         _, more, _ = cost(few, 4, output=STREAMED, stream=1)
         side.note(tokens, STREAMING, (more - first) / (STREAMED - 1))
-    alone = scope.size(200 if tokens < 10_000 else 50, 20)
+    alone = scope.size(200 if tokens < 10_000 else 50, 5)
     through = load.ask(url=side.url, tokens=tokens, count=alone, connections=1)
     direct = side.direct(tokens, alone)
     for name, share in (("p50", 0.5), ("p99", 0.99)):

@@ -109,8 +109,8 @@ def _cost(side: Process, case: Case, scope: Scope) -> float:
         return taken / count * 1e6
 
     if case.metric == REQUEST:
-        return cost(scope.size(200, 8) if case.tokens > 10_000 else scope.size(1_000, 64), 1)
-    count = scope.size(160, 32)
+        return cost(scope.size(200, 2) if case.tokens > 10_000 else scope.size(1_000, 16), 1)
+    count = scope.size(160, 8)
     return max(0.01, (cost(count, STREAMED) - cost(count, 1)) / (STREAMED - 1))
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.fault
 
 
 def test_a_short_soak_is_clean_and_says_so_on_its_last_line() -> None:
-    command = [sys.executable, "-P", "-m", "pdbus", "soak", "--minutes", "0.15", "--kill-every-s", "0.8", "--seed", "5",
+    command = [sys.executable, "-P", "-m", "pdbus", "soak", "--minutes", "0.1", "--kill-every-s", "0.5", "--seed", "5",
                "--unified", "0", "--concurrency", "8"]  # fmt: skip
     ran = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
@@ -30,7 +30,7 @@ def test_a_short_soak_is_clean_and_says_so_on_its_last_line() -> None:
 
 @pytest.mark.parametrize("keys", [(), ("--keys",)])
 def test_attackers_at_the_same_time_change_nothing_of_that(keys: tuple[str, ...]) -> None:
-    command = [sys.executable, "-P", "-m", "pdbus", "soak", "--minutes", "0.2", "--kill-every-s", "3", "--seed", "6",
+    command = [sys.executable, "-P", "-m", "pdbus", "soak", "--minutes", "0.1", "--kill-every-s", "2", "--seed", "6",
                "--unified", "0", "--concurrency", "4", "--attackers", *keys]  # fmt: skip
     ran = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 from docs_commands import ROOT, blocks
 
 EXAMPLES = ROOT / "examples"
@@ -63,6 +64,7 @@ def test_a_socket_left_behind_fails_the_test(tmp_path: Path) -> None:
     assert "sockets were left in" in done.stdout
 
 
+@pytest.mark.cold
 def test_collecting_loads_nothing_of_ours(tmp_path: Path) -> None:
     (tmp_path / "test_theirs.py").write_text(
         "import sys\n"

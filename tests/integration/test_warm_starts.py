@@ -146,11 +146,22 @@ def test_what_a_fork_cannot_be_starts_cold(script: Path) -> None:
         (line, {}),
         ([sys.executable, "-I", str(script)], {}),
         (line, {"env": os.environ | {"PYTHONPATH": "/tmp"}}),
+        (line, {"env": os.environ | {"OMP_NUM_THREADS": "3"}}),
         (line, {"preexec_fn": lambda: None}),
     ):
         done = subprocess.run(other, capture_output=True, text=True, timeout=WAIT_S, check=True, **options)
         assert done.stdout == f"{other is line and not options}\n"
     assert subprocess.run([sys.executable, "/no/such/program"], capture_output=True).returncode == 2
+
+
+def test_a_module_of_ours_beside_the_tests_is_found(tmp_path: Path) -> None:
+    line = [sys.executable, "-P", "-m", "fake_peer", f"ipc://{tmp_path}/p", f"ipc://{tmp_path}/rank"]
+    env = os.environ | {"PYTHONPATH": str(Path(warm_starts.__file__).parent)}
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as peer:
+        assert peer.stdout is not None
+        assert peer.stdout.readline().startswith(b"READY")
+        assert is_fork(peer.pid)
+        peer.kill()
 
 
 def test_where_the_server_is_gone_starts_are_cold() -> None:

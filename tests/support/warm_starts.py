@@ -40,7 +40,9 @@ IMPORTED = (
     *(f"pdbus.commands.{name}" for name in ("up", "serve", "generate", "status", "top", "trace", "replay", "demo")),
 )  # fmt: skip
 NOT_KEPT = ("bus.__main__", "controller.__main__")  # they are to run as `__main__`
-OURS = ("bus", "controller", "nodes", "pdbus")
+OURS = ("bus", "controller", "nodes", "pdbus", "pytest")
+ROOT = Path(__file__).resolve().parents[2]
+BESIDE = {str(ROOT / "tests" / "support"), str(ROOT / "examples")}  # on PYTHONPATH they hide nothing that is imported
 PLOTS = ("matplotlib.pyplot", "matplotlib.backends.backend_agg")
 WANTED = {  # imported once one of these words stands in a command
     "bench": (*PLOTS, "pdbus.commands.bench", "pdbus.bench.parts", "requests", "aiohttp"),
@@ -48,9 +50,10 @@ WANTED = {  # imported once one of these words stands in a command
         f"pdbus.bench.{name}" for name in ("busy", "peers_parts", "edge_parts", "client", "node")
     ),
     "replay": PLOTS,
+    "pytest": ("pytest",),
     "torch": ("torch", "nodes.own.engines.torch_engine"),
 }
-STARTERS = ("up", "demo", "soak", "bench")  # subcommands of `pdbus` that start processes
+STARTERS = ("up", "demo", "soak", "bench", "replay", "plan", "calibrate", "pytest")  # that start processes
 # Variables that an interpreter or a library reads once begin so.
 AT_START = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "OPENBLAS_", "OMP_", "MKL_", "TZ", "OTEL_", "MPL")
 LIMITS = sorted(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
@@ -73,6 +76,7 @@ class Starts:
         """`asked`: the other end of the server's socket; without, a server starts at the first start."""
         self.on = False
         self._asked = asked
+        self._found = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         self._read_at_start = read_at_start(os.environ)
         self._lock = threading.Lock()
         self._cold = subprocess.Popen._execute_child  # type: ignore[attr-defined]
@@ -100,10 +104,14 @@ class Starts:
             return False
         environ = {os.fsdecode(k): os.fsdecode(v) for k, v in env.items()} if env is not None else own_environment()
         folder = os.path.abspath(os.fsdecode(cwd or os.curdir))
+        found = environ.get("PYTHONPATH", "").split(os.pathsep)
+        if not BESIDE.issuperset(found) and found != self._found:
+            return False
         if read_at_start(environ) != self._read_at_start or not os.access(folder, os.X_OK):
             return False
         request = program | {
             "environ": environ,
+            "found": [] if found == self._found else found,
             "folder": folder,
             "session": bool(start_new_session),
             "group": process_group if process_group != -1 else os.getpgrp(),
@@ -141,7 +149,11 @@ def program_of(args: Any) -> Request | None:
     kind, *rest = words[1 + safe :] or [""]
     if words[0] != sys.executable:
         return None
-    if kind == "-m" and rest and rest[0].partition(".")[0] in OURS:
+    if (
+        kind == "-m"
+        and rest
+        and (rest[0].partition(".")[0] in OURS or any(os.path.exists(f"{folder}/{rest[0]}.py") for folder in BESIDE))
+    ):
         return {"line": words, "safe": safe, "module": rest[0], "argv": rest}
     return {"line": words, "safe": safe, "module": "", "argv": [kind, *rest]} if os.path.isfile(kind) else None
 
@@ -159,7 +171,9 @@ def own_environment() -> dict[str, str]:
 
 def read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
     """By the interpreter or a library."""
-    return {name: value for name, value in environ.items() if value and name.startswith(AT_START)}
+    return {
+        name: environ[name] for name in environ if name.startswith(AT_START) and environ[name] and name != "PYTHONPATH"
+    }
 
 
 def launch() -> socket.socket:
@@ -254,7 +268,7 @@ def become(request: Request, streams: Sequence[int], asked: socket.socket) -> Re
             resource.setrlimit(limit, values)
     Path("/proc/self/comm").write_text("python")
     starts = Starts()
-    if request["module"] == "pdbus" and set(STARTERS) & set(request["argv"][1:2]):
+    if set(STARTERS) & set(request["argv"][:2]):
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork() == 0:
             Path("/proc/self/comm").write_text(NAME)
@@ -290,6 +304,7 @@ def become(request: Request, streams: Sequence[int], asked: socket.socket) -> Re
 def run(request: Request) -> None:
     """As `__main__`; what it raises is the interpreter's to handle."""
     sys.orig_argv, sys.argv = request["line"], request["argv"]
+    sys.path[:0] = request["found"]
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     if request["module"]:
