@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import zmq
 from fault_rig import TIMING, WAIT_S, Rig, rig
+from patience import patience_s
 
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.rights import KeyRole
@@ -116,7 +117,7 @@ class Peer:
     def publishes(self, bus: BusAddress, messages: list[Message], until: Callable[[], bool]) -> None:
         """Say them again and again, since a PUB drops what comes before its connection is made."""
         pub = self.sockets.pub(bus.publish)
-        end = time.monotonic() + WAIT_S
+        end = time.monotonic() + patience_s(WAIT_S)
         while not until():
             assert time.monotonic() < end, "nobody minds"
             for message in messages:

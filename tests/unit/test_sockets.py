@@ -16,16 +16,18 @@ from pathlib import Path
 
 import pytest
 import zmq
+from patience import patience_s
 from structlog.testing import capture_logs
 
 from bus.errors import ConfigError, StartError
 from bus.runtime.keys import load_keys, new_keys
 from bus.runtime.ports import free_ports
-from bus.runtime.sockets import HEADER_MAX, Socket, Sockets
+from bus.runtime.sockets import HEADER_MAX, UNREAD, Socket, Sockets
+from controller.shell import UNREAD_LARGE
 from pdbus.client import AsyncClient, Client
 from pdbus.soak.raw_zmtp import COMMAND, frame, greet, pour
 
-WAIT_MS = 60_000
+WAIT_MS = int(1000 * patience_s(60.0))
 
 
 @pytest.fixture
@@ -184,9 +186,10 @@ def test_a_frame_above_the_limit_never_arrives(directory: Path, sockets: Sockets
     big.send(b"x" * (HEADER_MAX + 1))
     small.send(b"fine")
     assert receive(router)[1:] == [b"fine"]
-    assert monitor.poll(WAIT_MS), "its connection stands"
+    left = monitor.poll(WAIT_MS)
     big.disable_monitor()
     monitor.close()
+    assert left, "its connection stands"
     big.send(b"x" * HEADER_MAX)  # ZeroMQ connects again by itself
     assert [len(frame) for frame in receive(router)[1:]] == [HEADER_MAX]
     assert not router.poll(0)
@@ -205,6 +208,33 @@ def test_a_full_queue_is_an_error_not_a_wait(directory: Path, sockets: Sockets) 
         dealer.send(b"x", zmq.NOBLOCK)
     with pytest.raises(zmq.Again):
         dealer.send(b"x", zmq.NOBLOCK)
+
+
+def test_so_many_messages_of_a_connection_are_read_ahead_and_no_more(directory: Path, sockets: Sockets) -> None:
+    usual, large = sockets.router(f"ipc://{directory}/u"), sockets.router(f"ipc://{directory}/l", unread=32)
+    assert (usual.getsockopt(zmq.RCVHWM), large.getsockopt(zmq.RCVHWM)) == (UNREAD, 32)
+    assert UNREAD_LARGE == 32
+
+
+def test_what_is_under_none_of_our_topics_stays_with_its_publisher(directory: Path, sockets: Sockets) -> None:
+    bus = sockets.bus_in((b"load/", b"kv/"), f"ipc://{directory}/in")
+    publisher = sockets.pub(f"ipc://{directory}/in")
+    for _ in range(WAIT_MS // 20):  # until it knows what is wanted
+        publisher.send_multipart([b"other/", b"x"])
+        publisher.send_multipart([b"load/p/0/", b"x"])
+        if bus.poll(20):
+            break
+    assert receive(bus) == [b"load/p/0/", b"x"]
+
+
+def test_what_a_subscriber_says_stays_at_the_broker(directory: Path, sockets: Sockets) -> None:
+    """Its port can't be read."""
+    out = sockets.bus_out(f"ipc://{directory}/out")
+    with greet(f"ipc://{directory}/out", b"SUB") as peer:
+        pour(peer, frame(b"load/p/0/"), 1)
+        with pytest.raises(zmq.ZMQError) as caught:
+            out.recv(zmq.NOBLOCK)
+    assert caught.value.errno == errno.ENOTSUP
 
 
 def test_every_socket_is_bounded_and_lingers_not(directory: Path, sockets: Sockets) -> None:

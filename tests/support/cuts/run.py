@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, Phase, settings
 from cuts import ROOT, Cut, cut_hook
 
 LIMIT_S = 100.0  # for one cut; its test has less
+TAKE_DOWN_S = 10.0  # for what a test leaves that has failed
 OPTIONS = [
     *("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "timeout=60"),
     *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # what is imported before pytest begins
@@ -52,7 +53,8 @@ def judge(error: BaseException, trace: TracebackType | None) -> str:
     while trace and trace.tb_next:
         trace = trace.tb_next
     code = trace.tb_frame.f_code if trace else None  # `validate` is there for tests to call
-    inside = code is not None and (code.co_filename.startswith(TESTS) or code.co_name == "validate")
+    file = code.co_filename if code else ""  # of pytest: `raises` with a `match`
+    inside = file.startswith(TESTS) or "/_pytest/" in file or (code is not None and code.co_name == "validate")
     if inside and isinstance(error, ValueError) and "values to unpack" in str(error):
         return GOOD  # `(one,) = found` asserts that there is one
     if not isinstance(error, AssertionError):
@@ -63,8 +65,10 @@ def judge(error: BaseException, trace: TracebackType | None) -> str:
 class Verdict:
     """A pytest plugin: puts the cut in, and says how the test's calls failed."""
 
-    def __init__(self, cut: Cut) -> None:
+    def __init__(self, cut: Cut, failed: Callable[[], None] = lambda: None) -> None:
+        """`failed` is called when the test has, before what it leaves is taken down: that may hang."""
         self._cut = cut
+        self._failed = failed
         self.failures: list[str] = []
         self.ran = 0
 
@@ -80,6 +84,7 @@ class Verdict:
         if outcome.get_result().failed and (call.when != "teardown" or not self.failures):
             said = judge(call.excinfo.value, call.excinfo.tb)
             self.failures.append(said if call.when == "call" else f"{call.when}: {said}")
+            self._failed()
 
     @property
     def text(self) -> str:
@@ -92,14 +97,19 @@ class Verdict:
 def child(cut: Cut, output: int, pipe: int) -> None:
     """Never returns."""
     said = "the child broke"
+
+    def tell() -> None:
+        with contextlib.suppress(OSError):
+            os.write(pipe, verdict.text.encode()[:2000])
+
+    verdict = Verdict(cut, tell)
     try:
         os.setsid()
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.environ["HYPOTHESIS_PROFILE"] = "cuts"
-        verdict = Verdict(cut)
         pytest.main([*OPTIONS, f"tests/{cut.test}"], plugins=[verdict])
-        said = verdict.text
+        said = "" if verdict.failures else verdict.text
     except BaseException as error:  # whatever it is, the parent says it
         said = f"{type(error).__name__}: {error}"
     finally:
@@ -122,6 +132,9 @@ class Run:
         """The verdict and what was printed; whatever it started is killed."""
         ready, _, _ = select.select([self.pipe], [], [], 0)
         said = os.read(self.pipe, 2000).decode() if ready else ""
+        end = time.monotonic() + TAKE_DOWN_S if ready else 0.0
+        while time.monotonic() < end and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            time.sleep(0.01)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
