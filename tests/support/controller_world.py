@@ -115,7 +115,7 @@ class World:
             else:
                 self.notes.append(action)
         self.core.validate()
-        self._rising.step(laws.counters_of(self.core))
+        self._rising.step(self.core.table.ranks)
         self.after()
 
     def obey(self) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from bus.broker.core import BrokerCore, BrokerLimits
 from bus.embed.publications import PublisherCore
 from bus.embed.resolution import ResolverCore
 from bus.wire.codec import encode
-from bus.wire.messages import Cancel, CancelLeg, Dispatch, Done, Params, Progress, Role
+from bus.wire.messages import Cancel, CancelLeg, Dispatch, Done, Load, Params, Progress, Role
 from controller.events import FromClient, FromNode, ToNode, Undelivered
 from pdbus.edge.metrics import Counts
+from pdbus.top.figures import Figures, History, Sample
 
 ROOT = Path(__file__).parents[2]
 # Where counts are kept, whose they are, and how their names are shown there.
@@ -74,16 +76,30 @@ def names_of(key: ast.expr, path: str) -> tuple[str, ...]:
     return OPEN.get((path, ast.unparse(key)), ("*",))
 
 
-def counted() -> Iterator[tuple[str, str, str]]:
+COUNTS = re.compile(rf"({'|'.join(DICTS)})\[.*\] \+=|\bself\.[a-z]\w+ \+=")
+
+
+@cache
+def counted() -> list[tuple[str, str, str]]:
     """Part, name and file of each number that the code counts up."""
+    return list(_counted())
+
+
+def _counted() -> Iterator[tuple[str, str, str]]:
     for top in ("bus", "controller", "nodes", "pdbus/edge"):
         for file in sorted((ROOT / top).rglob("*.py")):
             path = str(file.relative_to(ROOT))
             place = next((each for each in PLACES if path.startswith(each[0])), None)
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                if not isinstance(node, ast.AugAssign) or not isinstance(node.op, ast.Add):
+            text = file.read_text(encoding="utf-8")
+            for node in ast.walk(ast.parse(text)) if COUNTS.search(text) else ():
+                if not isinstance(node, ast.AugAssign):
                     continue
                 target = node.target
+                if not isinstance(node.op, ast.Add):
+                    kept = ast.unparse(target.value) if isinstance(target, ast.Subscript) else ""
+                    falls = kept.endswith(("counts", "rejected"))
+                    assert not falls, f"{path}: {ast.unparse(target)} falls; count what was undone by itself"
+                    continue
                 if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Attribute):
                     if (kept := DICTS.get(target.value.attr)) is None:
                         continue
@@ -178,6 +194,23 @@ def test_each_law_is_broken_by_numbers_that_break_it(law: laws.Law) -> None:
     assert any(law.says in line and f"{name} 999" in line for line in laws.broken(law.part, seen, rest=True))
 
 
+def untrue(figures: Figures | None) -> list[str]:
+    """Rates below 0 and shares above 1, of a whole window."""
+    assert figures is not None
+    rates = {"done_s": figures.done_s} | {
+        f"{name} of {each.rank.instance}": getattr(each, name)
+        for each in figures.ranks
+        for name in ("requests_s", "prompt_s", "cached_s", "computed_s", "output_s")
+    }
+    shares = {"hits": figures.hits} | {
+        f"{name} of {each.rank.instance}": getattr(each, name)
+        for each in figures.ranks
+        for name in ("hits", "kv", "busy")
+    }
+    low = [name for name, rate in rates.items() if rate is not None and rate < 0]
+    return low + [name for name, share in shares.items() if share is not None and not 0 <= share <= 1]
+
+
 class Joined:
     """A controller and ranks that run, whose messages may be lost."""
 
@@ -187,6 +220,7 @@ class Joined:
         self.ranks: dict[str, Rank] = {}
         self.lost: set[int] = set()
         self.seen = 0
+        self.history = History()
         for role in ("prefill", "decode"):
             self.add(role, role[0])  # type: ignore[arg-type]
 
@@ -199,6 +233,7 @@ class Joined:
     def run(self, seconds: float) -> None:
         for _ in range(round(seconds / 0.05)):
             self.carry()
+            self.history.add(Sample(self.world.now, 0.0, self.world.core.status(0, self.world.now)))
             self.legs.run(0.05)
             self.world.now = self.legs.now
             for name, rank in self.ranks.items():
@@ -207,7 +242,7 @@ class Joined:
                 load = rank.core.load()
                 self.world.report(hello(name, epoch=rank.epoch), **{
                     field: getattr(load, field)
-                    for field in ("running", "waiting", "waiting_tokens", "kv_tokens", "step")
+                    for field in Load.__struct_fields__ if field not in ("seq", "acks", "kv_capacity", "max_running")
                 }, acks=[(ack.controller_epoch, ack.dispatches, ack.tokens) for ack in load.acks])  # fmt: skip
 
     def carry(self) -> None:
@@ -253,6 +288,7 @@ def test_at_rest_a_rank_has_counted_what_its_controller_sent() -> None:
             joined.world.feed(FromClient("client", Cancel(f"r{number}"), ()))
         joined.run(0.05)
         laws.check(joined.pairs())
+        assert not untrue(joined.history.figures())
     joined.run(3.0)
     counts = joined.world.core.counts
     assert not joined.world.core.life.requests
