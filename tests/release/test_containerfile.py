@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+BUILT_WITH = "80.9.0"  # of setuptools, not the newest
 pytestmark = [
     pytest.mark.skipif(not os.environ.get("PDBUS_DIST"), reason="make test-dist builds a distribution and tests it"),
     pytest.mark.timeout(900),
@@ -59,6 +60,8 @@ def test_each_line_runs_and_what_they_make_serves(tmp_path: Path) -> None:
     stands_for["$CONSTRAINTS"] = dict(part.split("=") for name, part in instructions() if name == "ARG")["CONSTRAINTS"]
     (tmp_path / "src").mkdir()
     context(tmp_path / "src")
+    pins = tmp_path / "src" / "constraints.txt"
+    pins.write_text(re.sub(r"(?m)^setuptools==.*", f"setuptools=={BUILT_WITH}", pins.read_text()))
     for stage in ("build", "image"):
         subprocess.run([sys.executable, "-m", "venv", tmp_path / stage], check=True)
     for stage, command in runs():
@@ -69,11 +72,13 @@ def test_each_line_runs_and_what_they_make_serves(tmp_path: Path) -> None:
         done = subprocess.run(
             ["sh", "-ec", command],
             cwd=tmp_path / "src",
-            env=environment(tmp_path / stage),
+            env=environment(tmp_path / stage) | {"PIP_LOG": str(tmp_path / "pip.log")},
             capture_output=True,
             text=True,
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    installed = re.findall("Successfully installed .*", (tmp_path / "pip.log").read_text())
+    assert any(f"setuptools-{BUILT_WITH}" in line for line in installed), "the build's own packages are pinned"
     broker = subprocess.Popen(
         ["sh", "-ec", f"exec python3 -P -m bus --bus ipc://{tmp_path}/run/bus"],
         cwd=tmp_path, env=environment(tmp_path / "image"), stdout=subprocess.PIPE, text=True,
