@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 import re
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -226,14 +227,18 @@ def test_a_client_that_stops_reading_is_cut_off(stream: bool) -> None:
 
     async def run() -> None:
         config = EdgeConfig(http="127.0.0.1:0", send_s=60.0, drain_s=600.0)
-        client = ScriptedClient(lambda ids, o: [(100,)] * 1_000_000 if stream else [(100,)], PAIR)
+        client = ScriptedClient(lambda ids, o: [(100,)] * 20_000 if stream else [(100,)], PAIR)
         edge = Edge(config, client)  # type: ignore[arg-type]
         await edge.look()
         serving = Server(config, edge)
-        listener = listen(config)
+        listener, ours = listen(config), socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # little fits between the two
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         running = asyncio.create_task(serving.serve(sockets=[listener]))
-        _, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1], limit=1024)
-        body = msgspec.json.encode({"prompt": "x", "stream": True} if stream else {"prompt": "x" * 4_000_000})
+        ours.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(ours, listener.getsockname())
+        _, writer = await asyncio.open_connection(sock=ours, limit=1024)
+        body = msgspec.json.encode({"prompt": "x", "stream": True} if stream else {"prompt": "x" * 400_000})
         path = b"/v1/completions" if stream else b"/tokenize"
         writer.write(POST.replace(b"/v1/completions", path) + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         async with asyncio.timeout(60):
