@@ -31,6 +31,7 @@ from nodes.own.receiver import FetchFailed, KvReceiver, Span, window_for
 from nodes.own.scheduler import Scheduler
 from nodes.own.sequence import Sequence
 
+DAMAGED = "the model's answer is no number: its weights, or the KV cache of this request, are damaged"
 MAX_RESTATED = 65_536  # blocks: as many as a controller keeps of a rank
 
 log = get_logger("node")
@@ -186,12 +187,14 @@ class OwnRunner:
     def _stepped(self, result: StepResult) -> None:
         if result.error:
             log.error("step.failed", step=result.number, error=result.error)
+        if result.damaged:
+            log.error("step.damaged", step=result.number, sequences=len(result.damaged))
         tell, made = self._tell, 0
         for sequence in self.scheduler.complete(result):
             leg, output, finish = sequence.leg, sequence.output, sequence.finish
             assert leg is not None
             if finish == "failed":
-                tell(LegFailed(leg, "engine_failed", result.error))
+                tell(LegFailed(leg, "engine_failed", result.error or DAMAGED))
                 continue
             if sequence.hold:
                 tell(Held(leg, output[-1], first_logprobs=sequence.logprobs))

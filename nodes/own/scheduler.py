@@ -181,7 +181,7 @@ class Scheduler:
             fed, sequence.fed = sequence.fed, 0
             if sequence.doomed:
                 self._remove(sequence)
-            elif result.error:
+            elif result.error or sequence.id in result.damaged:
                 sequence.finish = "failed"
                 self._remove(sequence)
                 outputs.append(sequence)

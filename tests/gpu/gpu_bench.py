@@ -31,17 +31,19 @@ CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 CPU_ARGUMENTS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024")
 CPU_CONTROLLER = ("--lease-s", "90", "--hang-s", "90")
 GPU_ARGUMENTS = ("--max-model-len", "8192")
-START_S = 270.0
 SHARE = 0.45  # of a device that two engines have
 
 
 class Bench:
     """`with Bench(...) as bench:`; at its end nothing that it started is left."""
 
-    def __init__(self, gpus: Sequence[gpu_look.Gpu], models: Mapping[str, Path], full: bool, out: Path) -> None:
+    def __init__(
+        self, gpus: Sequence[gpu_look.Gpu], models: Mapping[str, Path], full: bool, out: Path, limit_s: float = 300.0
+    ) -> None:
         self.gpus = list(gpus)
         self.models = dict(models)
         self.full = full
+        self.start_s = 0.9 * limit_s
         self.out = out
         self.logs = out  # of the cluster that is there
         self.row = 0
@@ -91,7 +93,8 @@ class Bench:
         self.logs = self.out / "logs" / f"row-{self.row}-{name}"
         self.used_mib = {gpu.number: gpu_look.used_mib(gpu.number) for gpu in self.gpus}
         made: dict[str, Any] = {
-            "engine": "vllm", "model": str(self.models[model]), "log_dir": str(self.logs), "start_timeout_s": START_S,
+            "engine": "vllm", "model": str(self.models[model]), "log_dir": str(self.logs),
+            "start_timeout_s": self.start_s,
             "stop_grace_s": 30.0, "env": self.env, "prefill_method": "cache_aware", "decode_method": "total_requests",
             "metrics_port": free_ports("127.0.0.1", 12), "controller_args": () if self.gpu else CPU_CONTROLLER,
             "engine_args": self.arguments,
@@ -101,7 +104,7 @@ class Bench:
         return self.cluster
 
     def pair(self) -> Cluster:
-        """One prefill and one decode rank; on a CPU a unified one beside them, as starts are dear there."""
+        """One prefill and one decode rank, on two devices or on one."""
         if len(self.gpus) > 1:
             return self.start("pair", prefill=1, decode=1, gpus=("0", "1"))
         if self.gpus:
@@ -109,7 +112,7 @@ class Bench:
             return self.start(
                 "pair", prefill=1, decode=1, gpus=("0", "0"), engine_args=half, node_args=("--wait-s", "240")
             )
-        return self.start("pair", prefill=1, decode=1, unified=1)
+        return self.start("pair", prefill=1, decode=1)
 
     @property
     def decode_on(self) -> str:
@@ -185,7 +188,7 @@ class Bench:
         command = [sys.executable, "-P", str(program), str(folder / "asked.json"), str(folder / "said.json")]
         env = {**os.environ, **self.env, **({"CUDA_VISIBLE_DEVICES": "0"} if self.gpu else {})}
         with (folder / "alone.log").open("w") as log:
-            done = subprocess.run(command, env=env, stdout=log, stderr=log, timeout=START_S)
+            done = subprocess.run(command, env=env, stdout=log, stderr=log, timeout=self.start_s)
         if done.returncode:
             raise RuntimeError(f"one engine alone ended with {done.returncode}: {folder / 'alone.log'}")
         return json.loads((folder / "said.json").read_text())  # type: ignore[no-any-return]

@@ -231,7 +231,7 @@ class Kill(NamedTuple):
     what: str
     code: int | None  # of the node
     left: int  # processes of its engine that lived on
-    starts: tuple[int, ...]  # exit codes of starts that failed afterwards
+    starts: tuple[str, ...]  # of starts that failed afterwards: how
     back: bool
     used_mib: tuple[float, float] | None
     answers: tuple[Check, ...]
@@ -246,7 +246,7 @@ def after_kills(kills: Sequence[Kill]) -> list[Check]:
             Check(f"{kill.what}: its node leaves", kill.code in ends, f"exit code {kill.code}"),
             Check(f"{kill.what}: no process of its engine is left", not kill.left, f"{kill.left} left"),
             Check(f"{kill.what}: it is back at the first try", kill.back and not kill.starts,
-                  f"failed starts: {list(kill.starts)}"),
+                  "; ".join(kill.starts) or "no start failed"),
             Check(f"{kill.what}: what ran goes on, with the same output", bool(kill.answers) and not wrong,
                   "; ".join(f"{each.what}: {each.found}" for each in wrong) or f"{len(kill.answers)} requests"),
         ]  # fmt: skip

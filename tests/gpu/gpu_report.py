@@ -12,6 +12,7 @@ from gpu_checks import Check
 
 PASSED, IN_PART, FAILED, NOT_RUN = "passed", "passed in part", "failed", "not run"
 LAST_LINES = 12
+WIDEST = 300  # of a line of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,14 @@ class Report:
             lines += [f"- {_mark(check)}: {check.what} ({check.found})" for check in it.checks]
             lines += ["", f"Logs: {it.logs}"] if it.logs else []
             for part, tail in it.tails.items():
-                lines += ["", f"`{part}`:", "", "```", *tail.splitlines()[-LAST_LINES:], "```"]
+                lines += [
+                    "",
+                    f"`{part}`:",
+                    "",
+                    "```",
+                    *(line[:WIDEST] for line in tail.splitlines()[-LAST_LINES:]),
+                    "```",
+                ]
         return "\n".join(lines) + "\n"
 
     def write(self, folder: Path) -> None:

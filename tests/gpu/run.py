@@ -80,7 +80,7 @@ def run(given: argparse.Namespace, named: Mapping[str, Path], out: Path) -> list
     with tempfile.TemporaryDirectory(prefix="pdbus-tiny") as folder:
         missing = [kind for kind in KINDS if kind not in named] if given.tiny or not gpus else []
         models = {**named, **{kind: gpu_models.tiny(kind, Path(folder)) for kind in missing}}
-        with Bench(gpus, models, given.full, out) as bench:
+        with Bench(gpus, models, given.full, out, 3600 if given.full else given.limit_s) as bench:
             for row in due((*ROWS, gpu_hosts.ROW), given.rows):
                 why = ""
                 if row.model not in models:

@@ -110,7 +110,7 @@ FAULTS: list[tuple[str, str, Case]] = [
     ("6 tensor parallel", "a worker that lives on", (checks.parallel, (HELD, {"p": 2}, {"p": 2}, [77]))),
     ("7 kills", "the node stays", (checks.after_kills, ([KILL._replace(code=None)],))),
     ("7 kills", "a worker lives on", (checks.after_kills, ([KILL._replace(left=1)],))),
-    ("7 kills", "exit code 3 at the restart", (checks.after_kills, ([KILL._replace(starts=(3,))],))),
+    ("7 kills", "exit code 3 at the restart", (checks.after_kills, ([KILL._replace(starts=("exit code 3",))],))),
     ("7 kills", "never back", (checks.after_kills, ([KILL._replace(back=False, answers=())],))),
     ("7 kills", "memory is still taken", (checks.after_kills, ([KILL._replace(used_mib=(500.0, 40_000.0))],))),
     ("7 kills", "other tokens", (checks.after_kills, ([KILL._replace(answers=LOST)],))),

@@ -275,6 +275,7 @@ def test_nothing_of_a_former_owner_is_exported(bench: Callable[..., Bench]):
 
 
 def test_not_a_number_in_one_sequence_stays_there(bench: Callable[..., Bench]):
+    """It gets no token, which would read as an answer; the one beside it goes on as if alone."""
     prompts = prompts_of((26, 17))  # one is longer, so that the other is padded when they decode together
     one = bench()
     first = prefill(one, prompts, GREEDY, 1000)
@@ -282,7 +283,12 @@ def test_not_a_number_in_one_sequence_stays_there(bench: Callable[..., Bench]):
     nan = b"\xff" * one.engine.spec.block_bytes
     for block in table_of(0)[:4]:
         one.engine.import_block(block, nan)
-    assert decode(one, prompts, first, GREEDY)[1] == generate_alone("tiny", prompts[1], OUTPUT_TOKENS, GREEDY)
+    whole = generate_alone("tiny", prompts[1], OUTPUT_TOKENS, GREEDY)
+    for params in (GREEDY, Params(temperature=0.8, seed=3, logprobs=2)):
+        damaged = Row(0, [first[0]], len(prompts[0]), table_of(0), params)
+        result = one.step([damaged, Row(1, [whole[0]], len(prompts[1]), table_of(1), GREEDY)])
+        assert (result.tokens, result.damaged, result.error, result.logprobs) == (((1, whole[1]),), (0,), "", ())
+    assert decode(one, {1: prompts[1]}, {1: whole[0]}, GREEDY)[1] == whole
     assert one.tokens([Row(5, prompts[1], 0, table_of(0), GREEDY)]) == {5: first[1]}
 
 

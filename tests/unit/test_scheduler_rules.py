@@ -72,6 +72,21 @@ def test_stop_tokens_end_a_sequence() -> None:
     assert s.pool.held == 0
 
 
+def test_a_damaged_sequence_fails_and_those_beside_it_go_on() -> None:
+    s = scheduler()
+    s.add(Sequence(1, [5] * 4, 10))
+    s.add(Sequence(2, [6] * 4, 10))
+    plan, _ = run(s)
+    assert len(plan.rows) == 2
+    plan = s.plan()
+    assert plan is not None
+    failed, going = s.complete(StepResult(plan.number, ((2, 9),), 0.5, damaged=(1,)))
+    assert (failed.id, failed.finish, failed.output) == (1, "failed", [9])
+    assert (going.id, going.finish, going.output) == (2, "", [9, 9])
+    assert len(s) == 1
+    assert [row.seq for row in run(s)[0].rows] == [2]
+
+
 def test_output_indices_count_on_from_the_offset() -> None:
     s = scheduler()
     s.add(Sequence(1, [5, 6], 3, offset=10))

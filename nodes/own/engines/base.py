@@ -61,13 +61,14 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The next token of each row that asked for one, and its log probabilities where its `params` want them. `error`
-    set: the whole step failed and no token counts."""
+    set: the whole step failed and no token counts. Sequences in `damaged` have none: their logits are no numbers."""
 
     number: int
     tokens: tuple[tuple[int, int], ...]  # (seq, token id)
     duration_s: float
     error: str = ""
     logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()  # (seq, of its token)
+    damaged: tuple[int, ...] = ()
 
 
 class Engine(Protocol):

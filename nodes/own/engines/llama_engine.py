@@ -19,7 +19,7 @@ from bus.wire.messages import TokenLogprobs
 from nodes.own.engines.base import EngineSpec, Row, StepPlan, StepResult
 from nodes.own.engines.faults import NO_FAULTS, Faults
 from nodes.own.engines.llama_config import LlamaConfig
-from nodes.own.engines.sampling import logprobs, sample
+from nodes.own.engines.sampling import are_numbers, logprobs, sample
 
 CLOSE_S = 10.0
 Done = Callable[[StepResult], None]
@@ -126,11 +126,15 @@ class LlamaEngine:
         began = time.perf_counter()
         tokens: tuple[tuple[int, int], ...] = ()
         said: tuple[tuple[int, TokenLogprobs], ...] = ()
+        damaged: tuple[int, ...] = ()
         error = ""
         try:
             self._inject(plan)
             asked = [(row.seq, row.params, row.output_index) for row in plan.rows if row.params is not None]
             logits = numpy.asarray(self._model.forward(self._pool, plan.rows))
+            if asked and not (whole := are_numbers(logits)).all():
+                damaged = tuple(seq for (seq, _, _), good in zip(asked, whole, strict=True) if not good)
+                asked, logits = [each for each in asked if each[0] not in damaged], logits[whole]
             sampled = sample(logits, [(params, output_index) for _, params, output_index in asked])
             tokens = tuple((seq, token) for (seq, _, _), token in zip(asked, sampled, strict=True))
             said = tuple(
@@ -140,7 +144,7 @@ class LlamaEngine:
             )
         except Exception as failure:
             error = " ".join(f"{type(failure).__name__}: {failure}".split())[:500]
-        return StepResult(plan.number, tokens, time.perf_counter() - began, error, said)
+        return StepResult(plan.number, tokens, time.perf_counter() - began, error, said, damaged)
 
     def _inject(self, plan: StepPlan) -> None:
         fault = self._faults.fed(plan.rows) if self._faults else ""

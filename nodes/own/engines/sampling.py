@@ -26,6 +26,13 @@ def draw(seed: int, output_index: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
+def are_numbers(logits: NDArray[numpy.float32]) -> NDArray[numpy.bool_]:
+    """Whether each row of `logits` [rows, vocab_size] can be sampled from. A damaged weight or KV cache makes one that
+    can't, of which any token would read as an answer."""
+    good: NDArray[numpy.bool_] = numpy.isfinite(logits.max(axis=-1))
+    return good
+
+
 def sample(logits: NDArray[numpy.float32], wanted: Sequence[tuple[Params, int]]) -> list[int]:
     """One token a row of `logits` [rows, vocab_size]; `wanted` holds each row's (params, output_index)."""
     if not wanted:
