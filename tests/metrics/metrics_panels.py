@@ -47,7 +47,6 @@ Bounds = tuple[float, float]
 Lines = dict[str, Bounds]
 RANKS = ("prefill-0/0", "prefill-1/0", "decode-0/0", "decode-1/0")
 PROMPT, SHARED = {"short": SHORT, "long": LONG}, {"short": SHORT_SHARED, "long": LONG_SHARED}
-SLACK_S = 0.01  # between a controller's clock and its client's
 
 
 @dataclass(frozen=True)
@@ -78,12 +77,23 @@ def seconds(low_s: float, high_s: float) -> Bounds:
     return (below or [0.0])[-1], next(bound for bound in BOUNDS_S if bound >= high_s)
 
 
-def quantile(q: float, values: Iterable[float]) -> Bounds:
-    """That of what clients saw: the values about it, by their buckets, a controller's clock being SLACK_S apart."""
-    seen = sorted(values)
-    at = q * len(seen)
-    low, high = seen[max(0, int(at) - 2)], seen[min(len(seen) - 1, int(at) + 1)]
-    return seconds(low - SLACK_S, high + SLACK_S)
+def quantile(q: float, least: Iterable[float], most: Iterable[float]) -> Bounds:
+    """That of latencies, of each of which the least and the most is known: by buckets, and a place or two off."""
+    low, high = sorted(least), sorted(most)
+    at = int(q * len(low))
+    return seconds(low[max(0, at - 2)], high[min(len(high) - 1, at + 1)])
+
+
+def ttft(q: float, sent: list[Sent]) -> Bounds:
+    """Not less than the engine's step takes, nor more than the client saw."""
+    return quantile(q, map(computed_s, sent), [each.ttft_s for each in sent])
+
+
+def tpot(q: float, sent: list[Sent]) -> Bounds:
+    """Not more than all that the client saw but the prompt's step. The first token may be heard of late, so that it
+    seems less than a step: not by half."""
+    most = [(each.total_s - computed_s(each)) / (OUTPUT - 1) for each in sent]
+    return quantile(q, [DECODE_STEP_S * 0.6] * len(sent), most)
 
 
 def of_a_rank(sent: Iterable[Sent], name: str) -> list[Sent]:
@@ -138,14 +148,14 @@ def steps(chapter: Chapter) -> Lines:
 
 def ttft_by_rank(chapter: Chapter) -> Lines:
     """A prefill rank's is from its own step to what the client saw; a decode rank's is the client's."""
-    lines = by_rank("decode", lambda sent: quantile(0.99, [each.ttft_s for each in sent]))(chapter)
+    lines = by_rank("decode", lambda sent: ttft(0.99, sent))(chapter)
     return lines | by_rank(
         "prefill", lambda sent: seconds(max(map(computed_s, sent)), max(each.ttft_s for each in sent))
     )(chapter)
 
 
 def tpot_by_rank(chapter: Chapter) -> Lines:
-    return by_rank("decode", lambda sent: quantile(0.99, [each.tpot_s for each in sent if each.tpot_s]))(chapter)
+    return by_rank("decode", lambda sent: tpot(0.99, sent))(chapter)
 
 
 def moved(chapter: Chapter) -> Lines:
@@ -185,11 +195,16 @@ def stale(chapter: Chapter) -> Lines:
     return fresh(chapter) | {"decode-1/0": (stopped_s - PAGE_S - SCRAPE_S, stopped_s + 1.5)}
 
 
+def lag(chapter: Chapter) -> Bounds:
+    """As long as the rank was stopped, from one of the moments on at which it is looked at, a second apart."""
+    return seconds(chapter.facts["stopped_s"] - 1.1, chapter.facts["stopped_s"] + 0.9)
+
+
 def regret(chapter: Chapter) -> Lines:
     """The n-th prompt at the rank that hangs met n before it, where the other rank had none. Of the two legs of a pair,
-    which come at once, only one is looked at; at decode the fuller rank was the other one."""
-    alone, pairs = range(ALONE), range(ALONE, AT_THE_RANK)
-    least, most = sum(alone) / ALONE, sum((*alone, *pairs)) / AT_THE_RANK
+    which come at once, only one is looked at, and the first may come with another; at decode the fuller rank was the
+    other one."""
+    least, most = sum(range(ALONE)) / ALONE, sum(range(1, AT_THE_RANK)) / (AT_THE_RANK - 1)
     return {"prefill: total_tokens": (QUEUED * least * 0.95, QUEUED * most * 1.05)}
 
 
@@ -220,7 +235,7 @@ EXPECTED: dict[str, dict[str, list[Look]]] = {
     },
     "Time to first token": {
         f"p{q:g}": [
-            Look("steady", line(f"p{q:g}", lambda now, q=q: quantile(q / 100, [each.ttft_s for each in now.sent])))
+            Look("steady", line(f"p{q:g}", lambda now, q=q: ttft(q / 100, now.sent)))
         ]
         for q in (50, 90, 99)
     },
@@ -235,7 +250,7 @@ EXPECTED: dict[str, dict[str, list[Look]]] = {
     "Time per output token": {
         f"p{q:g}": [
             Look("steady", line(
-                f"p{q:g}", lambda now, q=q: quantile(q / 100, [each.tpot_s for each in now.sent if each.tpot_s])))
+                f"p{q:g}", lambda now, q=q: tpot(q / 100, now.sent)))
         ]
         for q in (50, 90, 99)
     },
@@ -317,7 +332,7 @@ EXPECTED: dict[str, dict[str, list[Look]]] = {
     "Engine busy": {RANK: [Look("steady", busy)]},
     "Age of load reports": {RANK: [Look("steady", fresh), Look("pause", stale, "going on")]},
     "Acknowledgement lag, p99": {
-        RANK: [Look("pause", line("decode-1/0", lambda now: seconds(*[now.facts["stopped_s"] - SLACK_S] * 2)))],
+        RANK: [Look("pause", line("decode-1/0", lag))],
     },
     "Rooms": {
         "registered": [

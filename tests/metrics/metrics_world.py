@@ -44,6 +44,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "observability"
 WAIT_S = 60.0  # of a busy machine; a wait that succeeds ends with its event
 SCRAPE_S = 0.5
 PAGE_S = 1.5  # a part makes its page anew each second; this is more than any is old
+PARTS = 8  # broker, two controllers, four nodes, the edge
 HANG = 510  # a step that is fed this token never ends
 DECODE_STEP_S = 0.025
 PREFILL = SimTiming()
@@ -57,7 +58,7 @@ STREAMS, STREAM_TOKENS = 3, 1_000
 AT_THE_RANK = 2 * PREFILL_RUNNING  # its credits: the overcommit's default is 2
 ALONE = 6  # of them are prefill legs without a decode leg
 DEADLINE_S = 5.0
-CACHES, KNOCKS, NOISE, IN_VAIN = 3, 8, 20, 6
+CACHES, KNOCKS, NOISE, IN_VAIN = 3, 8, 20, 8
 
 
 def prompt(number: int, length: int, shared: int) -> list[int]:
@@ -74,7 +75,7 @@ class Sent:
     by: str  # controller-0, controller-1 or edge
     tokens: int = 0  # received
     ttft_s: float = 0.0
-    tpot_s: float = 0.0
+    total_s: float = 0.0  # to the last token
     code: str = ""
     prefill: str = ""  # the ranks, as instance/dp_rank
     decode: str = ""
@@ -114,6 +115,7 @@ class World:
         self.chapters: dict[str, Chapter] = {}
         self._stack = ExitStack()
         self._now: Chapter
+        self._scraped = 0.0
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -170,8 +172,7 @@ class World:
             for of in (self.place / "edge", keys)
         )
         self._readers = self._stack.enter_context(ThreadPoolExecutor(64))
-        # broker, two controllers, four nodes and the edge
-        poll_for(lambda: self._answers() == 8, "Prometheus scrapes all parts")
+        poll_for(lambda: self._answers() == PARTS, "Prometheus scrapes all parts")
         self._all_ready()
 
     def _prometheus_command(self) -> list[str]:
@@ -222,12 +223,18 @@ class World:
         except OSError:
             return 0
 
-    def seen(self) -> float:
-        """Wait until Prometheus has a page of each part that answers which was made after this call; that moment."""
+    def seen(self, parts: int = PARTS) -> float:
+        """Wait until Prometheus has a page of each of so many parts that was made after this call; that moment."""
         now = time.time()
-        query = f"min(timestamp(up == 1)) > {now + PAGE_S:.3f}"
-        poll_for(lambda: self.ask(query, time.time()), "all parts are scraped once more")
+        query = f"min(timestamp(up == 1)) > {now + PAGE_S:.3f} and count(up == 1) == {parts}"
+        (first,) = poll_for(lambda: self.ask(query, time.time()), "all parts are scraped once more")
+        self._scraped = float(first["value"][1]) - SCRAPE_S / 2
         return time.time()
+
+    def begun(self) -> float:
+        """The same; the moment from which on each part has a scrape before anything more happens."""
+        self.seen()
+        return self._scraped
 
     # --- traffic ------------------------------------------------------------------------------------------------
 
@@ -253,9 +260,7 @@ class World:
             else:
                 sent.code = stream.result.code
             if times:
-                sent.ttft_s = times[0] - began
-            if len(times) > 1:
-                sent.tpot_s = (times[-1] - times[0]) / (len(times) - 1)
+                sent.ttft_s, sent.total_s = times[0] - began, times[-1] - began
             return sent
 
         future = self._readers.submit(read)
@@ -283,7 +288,7 @@ class World:
                         route = json.loads(line.removeprefix(b"data:"))["meta_info"]["pdbus"]
                 sent.code = "ok" if answer.status == 200 else str(answer.status)
             sent.tokens = OUTPUT
-            sent.ttft_s = times[0] - began
+            sent.ttft_s, sent.total_s = times[0] - began, times[-1] - began
             sent.prefill, sent.decode = route["prefill"], route["decode"]
             return sent
 
@@ -297,7 +302,7 @@ class World:
             for ids in (prompt(number, SHORT, SHORT_SHARED), prompt(number, LONG, LONG_SHARED)):
                 assert self.send("warm", 0, ids, rank).result(WAIT_S).code == "ok"
         for name in ("steady", "pause", "queue", "restart", "knocks", "lost"):
-            self._now = self.chapters[name] = Chapter(self.seen())
+            self._now = self.chapters[name] = Chapter(self.begun())
             began = time.monotonic()
             getattr(self, f"_{name}")(self._now)
             self._now.end = self.seen()
@@ -335,7 +340,7 @@ class World:
             for number in range(STREAMS)
         ]
         poll_for(lambda: all(each.tokens for each in now.sent), "all streams run")
-        now.start = self.seen()  # what was dispatched before has no part in it
+        now.start = self.begun()  # what was dispatched before has no part in it
         queued = []
         for number in range(AT_THE_RANK):
             ids = prompt(number, QUEUED, 0)
@@ -438,12 +443,12 @@ class World:
             self.cluster.kill(f"decode-{rank}/0")
         now.at["killed"] = time.time()
         assert [future.result(WAIT_S).code for future in streams] == ["peer_lost"] * 4
-        now.at["missed"] = self.seen()
+        now.at["missed"] = self.seen(PARTS - 2)
         for number in range(IN_VAIN):
             began, ids = time.monotonic(), prompt(number, SHORT, SHORT_SHARED)
             assert self.send("in vain", number % 2, ids, 0).result(WAIT_S).code == "no_rank"
             _until(began + 0.5)
-        now.at["refused"] = self.seen()
+        now.at["refused"] = self.seen(PARTS - 2)
         for rank in range(2):
             self.cluster.begin(f"decode-{rank}/0")
         self._all_ready()
