@@ -226,10 +226,10 @@ class World:
     def seen(self, parts: int = PARTS) -> float:
         """Wait until Prometheus has a page of each of so many parts that was made after this call; that moment."""
         now = time.time()
-        query = f"min(timestamp(up == 1)) > {now + PAGE_S:.3f} and count(up == 1) == {parts}"
+        query = f"min(timestamp(up) and up == 1) > {now + PAGE_S:.3f} and count(up == 1) == {parts}"
         (first,) = poll_for(lambda: self.ask(query, time.time()), "all parts are scraped once more")
         self._scraped = float(first["value"][1]) - SCRAPE_S / 2
-        return time.time()
+        return float(first["value"][0])
 
     def begun(self) -> float:
         """The same; the moment from which on each part has a scrape before anything more happens."""

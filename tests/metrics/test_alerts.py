@@ -15,12 +15,12 @@ pytestmark = pytest.mark.timeout(240)
 RULES = (EXAMPLES / "alerts.yml").read_text(encoding="utf-8")
 
 
-def rules() -> dict[str, dict[str, Any]]:
+def rules_by_name() -> dict[str, dict[str, Any]]:
     return {rule["alert"]: rule for group in yaml.safe_load(RULES)["groups"] for rule in group["rules"]}
 
 
 def test_each_rule_has_its_cases() -> None:
-    assert list(CASES) == list(rules())
+    assert list(CASES) == list(rules_by_name())
 
 
 def test_promtool_understands_rules_and_configuration(programs: Path) -> None:
@@ -32,16 +32,43 @@ def test_promtool_understands_rules_and_configuration(programs: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_it_rings_and_falls_silent(name: str, world: World, tmp_path: Path) -> None:
+def tried(name: str, rules: str, world: World, place: Path) -> subprocess.CompletedProcess[str]:
     rule = CASES[name](world)
     assert all((rule.rings, rule.below, rule.silent))
     assert any(case.labels for case in rule.rings)
-    (tmp_path / "alerts.yml").write_text(alone(name, RULES), encoding="utf-8")
-    told = unit_tests(name, rules()[name]["labels"]["severity"], rule)
-    (tmp_path / "cases.yml").write_text(yaml.safe_dump(told), encoding="utf-8")
-    done = subprocess.run(
+    (place / "alerts.yml").write_text(alone(name, rules), encoding="utf-8")
+    told = unit_tests(name, rules_by_name()[name]["labels"]["severity"], rule)
+    (place / "cases.yml").write_text(yaml.safe_dump(told), encoding="utf-8")
+    return subprocess.run(
         [str(world.programs / "promtool"), "test", "rules", "cases.yml"],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=WAIT_S,
+        cwd=place, capture_output=True, text=True, check=False, timeout=WAIT_S,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_rings_and_falls_silent(name: str, world: World, tmp_path: Path) -> None:
+    done = tried(name, RULES, world, tmp_path)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "planted"),
+    [  # what a slip of the pen makes of a rule
+        ("PdbusPartDown", "for: 30s", "for: 25s"),
+        ("PdbusRankNotServing", "lost|hung|silent", "hung|silent"),
+        ("PdbusRoleWithoutRank", "max by (role, model)", "max by (role)"),
+        ("PdbusRankKeepsRestarting", "> 2.5", "> 3"),
+        ("PdbusRankKeepsRestarting", "max by (instance, dp_rank) (inc", "sum by (instance, dp_rank) (inc"),
+        ("PdbusRequestsFail", "|poison", "|poison|deadline"),
+        ("PdbusOverloaded", "|no_rank", ""),
+        ("PdbusReportsLate", "and on (controller, instance, dp_rank) pdbus_controller_ready == 1", ""),
+        ("PdbusAcknowledgementsLag", "by (le, instance, dp_rank)", "by (le)"),
+        ("PdbusMessagesRefused", "or sum by (reason) (rate(pdbus_broker_rejected_total[5m])) > 1", ""),
+        ("PdbusKeysRefused", "> 5.5", "> 4.5"),
+    ],
+)
+def test_a_planted_fault_is_noticed(name: str, right: str, planted: str, world: World, tmp_path: Path) -> None:
+    begin = RULES.index(f"alert: {name}")
+    assert right in RULES[begin : begin + 500]
+    done = tried(name, RULES[:begin] + RULES[begin:].replace(right, planted, 1), world, tmp_path)
+    assert "FAILED:" in done.stdout + done.stderr
