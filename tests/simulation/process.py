@@ -1,0 +1,245 @@
+"""The processes of a simulated cluster: each runs a part's own shell, and can be paused, crash, and be started again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from bus.broker.shell import Broker, BrokerConfig
+from controller.config import ControllerConfig
+from controller.shell import Controller
+from nodes.config import NodeConfig
+from nodes.main import own_runner
+from nodes.node import Node
+from nodes.own.engines.factory import EngineConfig
+from nodes.own.engines.sim import SimEngine
+from pdbus.client.core import Patience
+from pdbus.client.traffic import TICK_S, Traffic
+from simulation.network import SimSocket
+from simulation.runtime import SimLoop, SimSockets, send
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+WAKE_S = (5e-6, 5e-5)  # from a message that comes until the thread that sleeps turns
+
+
+class Process:
+    """A name and a host, and while it is alive a loop that the world turns."""
+
+    kind = ""
+
+    def __init__(self, world: World, name: str, host: str) -> None:
+        self.world = world
+        self.name = name
+        self.host = host
+        self.alive = False
+        self.starts = 0
+        self.paused_until = 0.0
+        self.failure: BaseException | None = None
+        self.sockets: list[SimSockets] = []
+        self.loop: SimLoop
+        self._turn_at = float("inf")
+        self._exits = ExitStack()
+
+    # --- what each kind does ------------------------------------------------------------------------------------
+
+    def _open(self, exits: ExitStack) -> None:
+        """Make `loop` and the part on it."""
+        raise NotImplementedError
+
+    def _left(self) -> None:
+        """The loop has stopped by itself."""
+        self.stop()
+
+    def validate(self) -> None:
+        """AssertionError where its cores contradict themselves."""
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    def clock(self) -> float:
+        return self.world.now
+
+    def start(self) -> None:
+        assert not self.alive, f"{self.name} lives"
+        self.starts += 1
+        self.alive, self.paused_until = True, 0.0
+        with self.world.runs(self), ExitStack() as exits:
+            self._open(exits)
+            self._exits = exits.pop_all()
+        self._plan()
+
+    def stop(self) -> None:
+        """Close all, as at the end of its main."""
+        if self.alive:
+            with self.world.runs(self):
+                self._exits.close()
+            self._gone()
+
+    def crash(self) -> None:
+        """Nothing is said; the kernel closes its connections."""
+        if self.alive:
+            self.world.network.vanish(self.open_sockets)
+            self._exits = ExitStack()
+            self._gone()
+
+    def pause(self, seconds: float) -> None:
+        self.paused_until = max(self.paused_until, self.world.now + seconds)
+
+    @property
+    def open_sockets(self) -> list[SimSocket]:
+        return [socket for each in self.sockets for socket in each.open if not socket.closed]
+
+    def _gone(self) -> None:
+        self.alive = False
+        self.sockets.clear()
+        self._turn_at = float("inf")
+
+    # --- turns --------------------------------------------------------------------------------------------------
+
+    def readable(self, socket: SimSocket) -> None:
+        if self.alive and self.loop.awake(socket):
+            self.woken()
+
+    def woken(self) -> None:
+        if self.alive and self._turn_at > self.world.now + WAKE_S[1]:
+            low, high = WAKE_S
+            self._turn_in(self.world.now + low + (high - low) * self.world.rng.random())
+
+    def _turn_in(self, at: float) -> None:
+        self._turn_at = at
+        self.world.at(at, lambda start=self.starts: self._turn(at, start))  # type: ignore[misc]
+
+    def _turn(self, at: float, start: int) -> None:
+        if not self.alive or at != self._turn_at or start != self.starts:
+            return  # another turn was due sooner
+        if self.paused_until > self.world.now:
+            self._turn_in(self.paused_until)
+            return
+        self._turn_at = float("inf")
+        with self.world.runs(self):
+            self.loop.turn()
+        self._plan()
+
+    def _plan(self) -> None:
+        if not self.alive:
+            return
+        if self.loop.stopping:
+            self._left()
+            return
+        due = self.loop.due
+        if due < self._turn_at:
+            self._turn_in(max(due, self.world.now + WAKE_S[0]))
+
+
+class BrokerProcess(Process):
+    kind = "broker"
+
+    def _open(self, exits: ExitStack) -> None:
+        self.part = Broker(BrokerConfig(self.world.bus))
+        self.part.open()
+        self.loop = self.part.loop  # type: ignore[assignment]
+        exits.callback(self.part.close)
+
+
+class ControllerProcess(Process):
+    kind = "controller"
+
+    def __init__(self, world: World, name: str, host: str, base: str, settings: dict[str, Any]) -> None:
+        super().__init__(world, name, host)
+        self.base = base
+        self._settings = settings
+
+    def _open(self, exits: ExitStack) -> None:
+        config = ControllerConfig(name=self.name, bus=self.world.bus, controller=self.base, **self._settings)
+        self.part = Controller(config)
+        self.part.open()
+        self.loop = self.part.loop  # type: ignore[assignment]
+        exits.callback(self.part.close)
+
+    def leave(self) -> None:
+        """SIGTERM: what lives here ends, for its clients to send elsewhere."""
+        self.stop()
+
+    def validate(self) -> None:
+        self.part.core.validate()
+
+
+class NodeProcess(Process):
+    kind = "node"
+
+    def __init__(self, world: World, name: str, host: str, config: NodeConfig) -> None:
+        super().__init__(world, name, host)
+        self.config = config
+        self.ready = False
+        self.drained = False
+
+    def _open(self, exits: ExitStack) -> None:
+        self.loop = SimLoop(self)
+        config, engine = self.config, self.config.engine
+        engines = [_sim_engine(self.loop, engine) for _ in config.dp_ranks]
+        for each in engines:
+            exits.callback(each.close)
+        runners = {rank: own_runner(config, rank, each) for rank, each in zip(config.dp_ranks, engines, strict=True)}
+        self.part = Node(config, self.loop, runners)
+        self.part._on_ready = self._on_ready
+        self.ready = self.drained = False
+        exits.callback(self.part.close)
+
+    def _on_ready(self, node: Node) -> None:
+        self.ready = True
+
+    def drain(self) -> None:
+        """SIGTERM: it finishes what it has and leaves."""
+        with self.world.runs(self):
+            self.part.drain("drain")
+        self._plan()
+
+    def _left(self) -> None:
+        self.failure = self.part.failure or self.part.host.failure
+        self.drained = self.failure is None
+        self.stop()
+        self.world.node_left(self)
+
+    def validate(self) -> None:
+        for rank in self.part.host.ranks.values():
+            rank.runner.scheduler.validate()  # type: ignore[attr-defined]
+        self.part.host.streams.validate()
+
+
+class ClientProcess(Process):
+    """A client library's thread; `updates(rid)` gets what its caller would."""
+
+    kind = "client"
+
+    def __init__(self, world: World, name: str, host: str, controllers: tuple[str, ...], patience: Patience) -> None:
+        super().__init__(world, name, host)
+        self.controllers = controllers
+        self._patience = patience
+
+    def _open(self, exits: ExitStack) -> None:
+        self.loop = SimLoop(self)
+        self.rng = random.Random(f"{self.world.spec.seed} {self.name} {self.starts}")
+        sockets: Any = SimSockets(self)
+        loop: Any = self.loop
+        self.traffic = Traffic(
+            self.controllers, self._patience, self.rng, sockets, loop.clock, loop.add, loop.remove, send
+        )  # type: ignore[arg-type]
+        self.loop.call_every(TICK_S, self.traffic.tick)
+        self.loop.after_turn(self.traffic.flush)
+        exits.callback(self.traffic.leave)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """On its thread, soon."""
+        if self.alive:
+            self.loop.call_threadsafe(function)
+
+
+def _sim_engine(loop: SimLoop, engine: EngineConfig) -> SimEngine:
+    return SimEngine(
+        loop, model=engine.model, blocks=engine.blocks(4096), block_tokens=engine.block_tokens,
+        max_context=engine.max_context, vocab_size=engine.vocab_size, timing=engine.timing,
+    )  # fmt: skip
+

@@ -1,0 +1,160 @@
+"""What a trial is made of: a world, its requests and its faults, all drawn from one seed, all of them plain data.
+
+A minimized schedule is the same with some of it left out, so nothing here may depend on what the run does.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal[
+    "crash", "pause", "reset_one", "reset_all", "cut", "cut_one_way", "slow", "drain", "leave",
+]  # fmt: skip
+FAULTS: tuple[Kind, ...] = ("crash", "pause", "reset_one", "reset_all", "cut", "cut_one_way", "slow", "drain", "leave")
+VOCAB = 512
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """A node process: `ranks` of `instance` from `first` on."""
+
+    name: str
+    host: str
+    role: str
+    instance: str
+    dp_size: int
+    first: int
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """At `at_s` client `client` wants `max_tokens` tokens. `cancel_s`, `deadline_s`: later; 0: never."""
+
+    number: int
+    at_s: float
+    client: int
+    controller: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    cancel_s: float = 0.0
+    deadline_s: float = 0.0
+    rid: str = ""  # empty: the client draws one
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """At `at_s`, `kind` befalls process `who`, for `for_s` where it lasts; `other` is whom it is cut off from."""
+
+    at_s: float
+    kind: Kind
+    who: str
+    for_s: float = 0.0
+    other: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One trial. Faults lie in the first `busy_s` seconds; by `busy_s + quiet_s` all must be over."""
+
+    seed: int
+    tcp: bool
+    hosts: int
+    nodes: tuple[NodeSpec, ...]
+    controllers: int
+    clients: int
+    paired: bool  # prefill and decode; else unified ranks
+    settings: tuple[tuple[str, Any], ...]  # of the controllers
+    kv_tokens: int
+    max_running: int
+    chunk_tokens: int
+    step_s: float
+    hwm: int
+    retries: int
+    requests: tuple[RequestSpec, ...]
+    faults: tuple[Fault, ...]
+    busy_s: float
+    quiet_s: float = 20.0
+
+    @property
+    def names(self) -> list[str]:
+        """Of all processes but clients."""
+        return ["broker", *(f"controller-{n}" for n in range(self.controllers)), *(node.name for node in self.nodes)]
+
+
+def draw(seed: int) -> Spec:
+    """The trial of `seed`."""
+    rng = random.Random(seed)
+    tcp = rng.random() < 0.6
+    hosts = rng.randint(2, 5) if tcp else 1
+    paired = rng.random() < 0.65
+    nodes: list[NodeSpec] = []
+    for role in ("prefill", "decode") if paired else ("unified",):
+        left = ranks = rng.choice((1, 2, 2, 3, 4, 4, 8))
+        while left:
+            some = min(left, rng.choice((1, 1, 2, 4, 8)))
+            name = f"{role}-{ranks - left}"
+            nodes.append(NodeSpec(name, f"h{rng.randrange(hosts)}", role, role, ranks, ranks - left, some))
+            left -= some
+    controllers = rng.choice((1, 1, 1, 2, 2, 3))
+    clients = rng.randint(1, 5)
+    busy_s = rng.choice((4.0, 8.0, 8.0, 12.0))
+    settings: dict[str, Any] = {}
+    if rng.random() < 0.25:
+        settings["queue_order"] = "slo"
+    for role in ("prefill", "decode", "unified"):
+        if rng.random() < 0.4:
+            methods = ["total_requests", "total_tokens", "round_robin"]
+            methods += ["cache_aware"] if role != "decode" else []
+            settings[f"{role}_method"] = rng.choice(methods)
+    if rng.random() < 0.3:
+        settings["lease_s"] = rng.choice((1.0, 2.0, 6.0))
+    kv_tokens = rng.choice((128, 256, 1024))
+    spec = Spec(
+        seed=seed, tcp=tcp, hosts=hosts, nodes=tuple(nodes), controllers=controllers, clients=clients, paired=paired,
+        settings=tuple(settings.items()), kv_tokens=kv_tokens, max_running=rng.choice((1, 2, 4, 8)),
+        chunk_tokens=rng.choice((8, 16, 64)), step_s=rng.choice((0.002, 0.005, 0.02)),
+        hwm=rng.choice((10_000, 10_000, 20)), retries=6, requests=(), faults=(), busy_s=busy_s,
+    )  # fmt: skip
+    return _with_events(spec, rng)
+
+
+def _with_events(spec: Spec, rng: random.Random) -> Spec:
+    from dataclasses import replace
+
+    rate = rng.choice((2.0, 5.0, 10.0, 20.0)) * len(spec.nodes) / 2
+    requests: list[RequestSpec] = []
+    at_s, heads = 0.5, [tuple(rng.randrange(3, VOCAB) for _ in range(24)) for _ in range(3)]
+    longest = min(60, spec.kv_tokens // 3)
+    while (at_s := at_s + rng.expovariate(rate)) < spec.busy_s:
+        head = rng.choice(heads)[: rng.choice((0, 8, 24))]
+        size = rng.randint(1, longest)
+        prompt = (*head, *(rng.randrange(3, VOCAB) for _ in range(size)))[:longest]
+        odd = rng.random()
+        requests.append(
+            RequestSpec(
+                len(requests), round(at_s, 6), rng.randrange(spec.clients), rng.randrange(spec.controllers), prompt,
+                rng.choice((1, 2, 5, 12, 30)), cancel_s=round(rng.expovariate(4.0), 6) if odd < 0.06 else 0.0,
+                deadline_s=rng.choice((0.05, 0.5, 3.0)) if 0.06 <= odd < 0.12 else 0.0,
+            )
+        )  # fmt: skip
+    faults = [_fault(spec, rng) for _ in range(rng.choice((0, 1, 2, 2, 3, 4, 6, 10)))]
+    return replace(spec, requests=tuple(requests), faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
+
+
+def _fault(spec: Spec, rng: random.Random) -> Fault:
+    names = [*spec.names, *(f"client-{n}" for n in range(spec.clients))]
+    kind = rng.choice(FAULTS if spec.tcp else [each for each in FAULTS if not each.startswith("cut")])
+    at_s = round(rng.uniform(0.6, spec.busy_s), 6)
+    who = rng.choice(names)
+    if kind == "drain":
+        who = rng.choice([node.name for node in spec.nodes])
+    elif kind == "leave":
+        who = f"controller-{rng.randrange(spec.controllers)}"
+    elif kind == "crash":
+        who = rng.choice(spec.names)
+    for_s = round(rng.choice((0.1, 0.5, 1.0, 2.0, 4.0, 8.0)) * rng.uniform(0.5, 1.5), 6)
+    other = rng.choice([name for name in names if name != who]) if kind.startswith("cut") else ""
+    return Fault(at_s, kind, who, for_s, other)

@@ -1,0 +1,329 @@
+"""One trial: processes over the network, requests and faults when they are due, and what must hold.
+
+Owns virtual time. `run` ends when the trial is over, or raises Broken with what did not hold.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from bus.endpoints import ControllerAddress
+from nodes.config import NodeConfig
+from nodes.link.core import Limits
+from nodes.own.engines.factory import EngineConfig
+from nodes.own.engines.sim import sim_generate
+from nodes.own.engines.timing import SimTiming
+from pdbus.client.core import Patience
+from pdbus.client.options import Options, Where, make_request
+from pdbus.client.output import Result
+from simulation.network import SILENCE_S, Network, Pipe
+from simulation.process import BrokerProcess, ClientProcess, ControllerProcess, NodeProcess, Process
+from simulation.runtime import installed
+from simulation.spec import VOCAB, Fault, NodeSpec, RequestSpec, Spec
+
+CHECK_S = 0.1
+RESTART_S = (0.05, 1.5)  # until who supervises a process that died starts it again
+
+
+class Broken(AssertionError):
+    """`law` names what did not hold."""
+
+    def __init__(self, law: str, what: str) -> None:
+        super().__init__(f"{law}: {what}")
+        self.law = law
+
+
+class Asked:
+    """A request as its caller sees it."""
+
+    def __init__(self, world: World, spec: RequestSpec) -> None:
+        self.spec = spec
+        self.want = sim_generate(spec.prompt, spec.max_tokens, VOCAB)
+        self.have = 0
+        self.result: Result | None = None
+        self.abandoned = False  # its client has crashed
+        self.cancelled = False
+        self.rid = ""
+        self.began = self.ended = world.now
+        self._world = world
+
+    def update(self, update: tuple[int, ...] | Result) -> None:
+        if self.result is not None:
+            raise Broken("ends once", f"{self.rid} has ended as {self.result.code}, and then: {update}")
+        if isinstance(update, tuple):
+            want = tuple(self.want[self.have : self.have + len(update)])
+            if update != want:
+                raise Broken("its own tokens", f"{self.rid}: token {self.have} on: {update}, not {want}")
+            self.have += len(update)
+            return
+        self.result, self.ended = update, self._world.now
+        self._world.over(self)
+
+
+class World:
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.now = 0.0
+        self.rng = random.Random(f"{spec.seed} world")
+        self.hwm = spec.hwm
+        self.running: Any = None
+        self.network = Network(lambda: self.now, self.at, random.Random(f"{spec.seed} network"))
+        self.network.sockets = lambda: [socket for process in self.processes for socket in process.open_sockets]
+        self.asked: list[Asked] = []
+        self.counts: Counter[str] = Counter()
+        self.befell: list[tuple[float, float, Fault]] = []  # from when, until when it may be felt
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._port = 20_000
+        self.bus = self._address("broker", 5550)
+        self._build()
+
+    # --- time ---------------------------------------------------------------------------------------------------
+
+    def at(self, when: float, function: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), function))
+
+    def wall(self) -> float:
+        return 1_700_000_000.0 + self.now
+
+    def free_port(self) -> int:
+        self._port += 1
+        return self._port
+
+    @contextmanager
+    def runs(self, process: Process) -> Iterator[None]:
+        before, self.running = self.running, process
+        try:
+            yield
+        finally:
+            self.running = before
+
+    def run(self) -> None:
+        """Broken where a law does not hold; whatever a part raises comes as it is."""
+        spec = self.spec
+        with installed(self):
+            try:
+                for process in self.processes:
+                    process.start()
+                for request in spec.requests:
+                    self.at(request.at_s, lambda request=request: self._ask(request))  # type: ignore[misc]
+                for fault in spec.faults:
+                    self.at(fault.at_s, lambda fault=fault: self._befall(fault))  # type: ignore[misc]
+                self.at(CHECK_S, self._check)
+                end = spec.busy_s + spec.quiet_s
+                while self._events and self._events[0][0] <= end:
+                    self.now, _, function = heapq.heappop(self._events)
+                    function()
+                self.now = end
+                self._at_rest()
+            finally:
+                for process in self.processes:
+                    process.crash()
+
+    # --- what there is ------------------------------------------------------------------------------------------
+
+    def _address(self, name: str, port: int) -> str:
+        return f"tcp://{name}:{port}" if self.spec.tcp else f"ipc:///sim/{name}"
+
+    def _build(self) -> None:
+        spec, rng = self.spec, random.Random(f"{self.spec.seed} hosts")
+        hosts = [f"h{n}" for n in range(spec.hosts)]
+        bases = [self._address(f"controller-{n}", 5560) for n in range(spec.controllers)]
+        settings = dict(spec.settings)
+        self.broker = BrokerProcess(self, "broker", rng.choice(hosts))
+        self.controllers = [
+            ControllerProcess(self, f"controller-{n}", rng.choice(hosts), base, settings) for n, base in enumerate(bases)
+        ]
+        self.nodes = [NodeProcess(self, each.name, each.host, self._node(each, bases)) for each in spec.nodes]
+        clients = tuple(ControllerAddress(base).clients for base in bases)
+        patience = Patience(retries=spec.retries)
+        self.clients = [
+            ClientProcess(self, f"client-{n}", rng.choice(hosts), clients, patience) for n in range(spec.clients)
+        ]
+        self.processes: list[Process] = [self.broker, *self.controllers, *self.nodes, *self.clients]
+        self.by_name = {process.name: process for process in self.processes}
+
+    def _node(self, each: NodeSpec, controllers: list[str]) -> NodeConfig:
+        spec = self.spec
+        timing = SimTiming(spec.step_s, spec.step_s / 50, spec.step_s / 100, 0.0)
+        engine = EngineConfig("sim", "sim", spec.kv_tokens, 4, 4096, timing, VOCAB)
+        return NodeConfig(
+            role=each.role, instance=each.instance, dp_size=each.dp_size,  # type: ignore[arg-type]
+            dp_ranks=tuple(range(each.first, each.first + each.ranks)), bus=self.bus, controllers=tuple(controllers),
+            data=f"tcp://{each.name}" if spec.tcp else "ipc:///sim", engine=engine, max_running=spec.max_running,
+            chunk_tokens=spec.chunk_tokens, limits=Limits(hold_s=10.0), drain_s=5.0, wait_s=60.0,
+        )  # fmt: skip
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def _ask(self, spec: RequestSpec) -> None:
+        client = self.clients[spec.client]
+        if not client.alive:
+            return
+        asked = Asked(self, spec)
+        self.asked.append(asked)
+        options: Options = {"max_tokens": spec.max_tokens, "ignore_eos": True}
+        if spec.deadline_s:
+            options["deadline_s"] = spec.deadline_s
+        if spec.rid:
+            options["rid"] = spec.rid
+        where = Where(client.controllers[spec.controller], None)
+        leg = "pair" if self.spec.paired else "unified"
+        request = make_request(spec.prompt, options, where, client.rng, leg=leg)  # type: ignore[arg-type]
+        asked.rid = request.rid
+        client.call(lambda: client.traffic.begin(request, asked.update))
+        if spec.cancel_s:
+            self.at(self.now + spec.cancel_s, lambda: self._cancel(client, asked))
+
+    def _cancel(self, client: ClientProcess, asked: Asked) -> None:
+        if asked.result is None and not asked.abandoned:
+            asked.cancelled = True
+            client.call(lambda: client.traffic.cancel(asked.rid))
+
+    def over(self, asked: Asked) -> None:
+        """A request has ended: may it, like this?"""
+        result = asked.result
+        assert result is not None
+        self.counts[result.code] += 1
+        who = f"{asked.rid} (request {asked.spec.number}), {result.attempts} attempts: {result.code}, {result.message}"
+        if result.ids != tuple(asked.want[: asked.have]):
+            raise Broken("delivers what it says", f"{who}: {result.ids}, delivered {asked.want[: asked.have]}")
+        match result.code:
+            case "ok":
+                if result.finish != "cancelled" and asked.have != len(asked.want):
+                    raise Broken("whole", f"{who}: {asked.have} tokens of {len(asked.want)}, {result.finish}")
+                if result.finish == "cancelled" and not asked.cancelled:
+                    raise Broken("no end without a cause", f"{who}, which nobody cancelled")
+            case "cancelled":
+                if not asked.cancelled:
+                    raise Broken("no end without a cause", f"{who}, which nobody cancelled")
+            case "deadline":
+                late = self.now - asked.began
+                if not asked.spec.deadline_s or late < asked.spec.deadline_s - 0.01:
+                    raise Broken("no end without a cause", f"{who}, after {late:.3f} s")
+            case _:
+                self._excused(asked, who)
+
+    def _excused(self, asked: Asked, who: str) -> None:
+        felt = [fault for since, until, fault in self.befell if since <= self.now and until >= asked.began]
+        if not felt:
+            raise Broken("no end without a cause", f"{who}; nothing had befallen anybody")
+
+    # --- faults -------------------------------------------------------------------------------------------------
+
+    def _befall(self, fault: Fault) -> None:
+        process = self.by_name[fault.who]
+        lasts_s = fault.for_s
+        self.counts[f"fault {fault.kind}"] += 1
+        match fault.kind:
+            case "crash":
+                self._crash(process)
+                lasts_s = RESTART_S[1]
+            case "pause":
+                process.pause(fault.for_s)
+                self._silent(lambda: process.paused_until, [(process, None)])
+            case "reset_one":
+                pipes = self.network.connections(process)
+                if pipes:
+                    self.network.reset(self.rng.choice(pipes))
+            case "reset_all":
+                for pipe in self.network.connections(process):
+                    self.network.reset(pipe)
+            case "cut" | "cut_one_way":
+                until = self.now + fault.for_s
+                ways = [(fault.who, fault.other), (fault.other, fault.who)][: 2 if fault.kind == "cut" else 1]
+                for way in ways:
+                    self.network.cut[way] = max(until, self.network.cut.get(way, 0.0))
+                self._silent(lambda: self.network.cut[ways[0]], [(process, self.by_name[fault.other])])
+            case "slow":
+                self.network.slow[fault.who] = 0.2, self.now + fault.for_s
+            case "drain":
+                assert isinstance(process, NodeProcess)
+                if process.alive and process.ready:
+                    process.drain()
+                lasts_s = 10.0
+            case "leave":
+                if process.alive:
+                    process.stop()
+                    self._restart(process)
+                lasts_s = RESTART_S[1]
+        self.befell.append((self.now, self.now + lasts_s + 15.0, fault))
+
+    def _crash(self, process: Process) -> None:
+        if not process.alive:
+            return
+        process.crash()
+        if isinstance(process, ClientProcess):
+            for asked in self.asked:
+                if asked.result is None and self.clients[asked.spec.client] is process:
+                    asked.abandoned = True
+        self._restart(process)
+
+    def _restart(self, process: Process) -> None:
+        low, high = RESTART_S
+        self.at(self.now + low + (high - low) * self.rng.random(), lambda: None if process.alive else process.start())
+
+    def node_left(self, node: NodeProcess) -> None:
+        self._restart(node)
+
+    def _silent(self, until: Callable[[], float], between: list[tuple[Process, Process | None]]) -> None:
+        """Over tcp who hears nothing for SILENCE_S gives the connection up."""
+
+        def look() -> None:
+            if until() <= self.now:
+                return
+            for process, other in between:
+                for pipe in self.network.connections(process):
+                    ends = pipe.socket.process, pipe.peer.socket.process if pipe.peer is not None else None
+                    if (other is None or other in ends) and ends[0] is not ends[1]:
+                        self.network.reset(pipe)
+
+        if self.spec.tcp:
+            self.at(self.now + SILENCE_S + self.rng.random(), look)
+
+    # --- what must hold -----------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        for process in self.processes:
+            if process.alive:
+                process.validate()
+        self.at(self.now + CHECK_S, self._check)
+
+    def _at_rest(self) -> None:
+        """All is over, and has been for `quiet_s`: nobody waits, and nobody holds or believes anything any more."""
+        for asked in self.asked:
+            if asked.result is None and not asked.abandoned:
+                raise Broken("ends", f"{asked.rid} (request {asked.spec.number}) began at {asked.began:.3f}, has no end")
+        for node in self.nodes:
+            if not node.alive:
+                raise Broken("at rest", f"{node.name} is down: {node.failure}")
+            for rank in node.part.host.ranks.values():
+                held = len(rank.core), len(rank.runner.scheduler), rank.runner.scheduler.pool.held  # type: ignore[attr-defined]
+                if any(held):
+                    raise Broken("at rest", f"{node.name}/{rank.dp_rank} has (legs, sequences, blocks) {held}")
+        for each in self.controllers:
+            core = each.part.core
+            if core.life.requests or core.life.queue.requests:
+                raise Broken("at rest", f"{each.name} has {core.life.requests}")
+            for rank in core.table.ranks.values():
+                believed = rank.requests, rank.tokens, rank.outstanding, rank.others_requests
+                if not rank.ready:
+                    raise Broken("at rest", f"{each.name} holds {rank} for {core.health.pulses[rank.key].state}")
+                if any(believed[:1] + believed[2:]) or (rank.info.role == "prefill" and rank.tokens):
+                    raise Broken("at rest", f"{each.name} believes of {rank}: {believed}")
+            known = {key for key in core.table.ranks}
+            there = {(n.config.instance, rank) for n in self.nodes for rank in n.config.dp_ranks}
+            if known != there:
+                raise Broken("at rest", f"{each.name} knows {sorted(known)}, there are {sorted(there)}")
+
+
+def story(pipe: Pipe) -> str:
+    """Who speaks to whom."""
+    other = pipe.peer.socket.process.name if pipe.peer is not None else "?"
+    return f"{pipe.socket.process.name} -> {other}"
