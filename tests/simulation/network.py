@@ -14,6 +14,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import zmq
@@ -158,7 +159,7 @@ class Network:
             if not pipe.outbox or not linger_s:
                 self._end(pipe, graceful=True)
             else:
-                self._at(self.clock() + linger_s, lambda pipe=pipe: self._end(pipe, graceful=True))  # type: ignore[misc]
+                self._at(self.clock() + linger_s, partial(self._end, pipe, graceful=True))
 
     def push(self, pipe: Pipe) -> None:
         """Send what has to be sent, as far as the other end has room."""
@@ -261,7 +262,7 @@ class Network:
             if publisher.socket.type == zmq.PUB:
                 arrives = self.clock() + self._delay_s(subscriber.socket, publisher.socket)
                 publisher.arrives_at = max(publisher.arrives_at, arrives)
-                self._at(arrives, lambda: self._subscribe(publisher, subscriber))
+                self._at(arrives, partial(self._subscribe, publisher, subscriber))
         self.push(pipe)
         socket.process.woken()
 

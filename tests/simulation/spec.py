@@ -57,7 +57,8 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One trial. Faults lie in the first `busy_s` seconds; by `busy_s + quiet_s` all must be over."""
+    """One trial. Faults lie in the first `busy_s` seconds, by `bound_s` all requests must have an end, and `quiet_s` after
+    the last one nothing is left of them."""
 
     seed: int
     tcp: bool
@@ -76,7 +77,13 @@ class Spec:
     requests: tuple[RequestSpec, ...]
     faults: tuple[Fault, ...]
     busy_s: float
-    quiet_s: float = 20.0
+    quiet_s: float = 12.0
+
+    @property
+    def bound_s(self) -> float:
+        """Long enough for all of it to be computed one after the other by one rank, and for what clients wait."""
+        steps = sum(len(each.prompt) / self.chunk_tokens + each.max_tokens + 1 for each in self.requests)
+        return self.busy_s + 60.0 + 3 * self.step_s * steps
 
     @property
     def names(self) -> list[str]:

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from bus.endpoints import ControllerAddress
@@ -52,6 +53,10 @@ class Asked:
         self.rid = ""
         self.began = self.ended = world.now
         self._world = world
+
+    @property
+    def lives(self) -> bool:
+        return self.result is None and not self.abandoned
 
     def update(self, update: tuple[int, ...] | Result) -> None:
         if self.result is not None:
@@ -112,19 +117,24 @@ class World:
                 for process in self.processes:
                     process.start()
                 for request in spec.requests:
-                    self.at(request.at_s, lambda request=request: self._ask(request))  # type: ignore[misc]
+                    self.at(request.at_s, partial(self._ask, request))
                 for fault in spec.faults:
-                    self.at(fault.at_s, lambda fault=fault: self._befall(fault))  # type: ignore[misc]
+                    self.at(fault.at_s, partial(self._befall, fault))
                 self.at(CHECK_S, self._check)
-                end = spec.busy_s + spec.quiet_s
-                while self._events and self._events[0][0] <= end:
-                    self.now, _, function = heapq.heappop(self._events)
-                    function()
-                self.now = end
+                self._until(spec.busy_s)
+                while self.now < spec.bound_s and any(asked.lives for asked in self.asked):
+                    self._until(self.now + 1.0)
+                self._until(self.now + spec.quiet_s)
                 self._at_rest()
             finally:
                 for process in self.processes:
                     process.crash()
+
+    def _until(self, end: float) -> None:
+        while self._events[0][0] <= end:
+            self.now, _, function = heapq.heappop(self._events)
+            function()
+        self.now = end
 
     # --- what there is ------------------------------------------------------------------------------------------
 
@@ -298,7 +308,7 @@ class World:
     def _at_rest(self) -> None:
         """All is over, and has been for `quiet_s`: nobody waits, and nobody holds or believes anything any more."""
         for asked in self.asked:
-            if asked.result is None and not asked.abandoned:
+            if asked.lives:
                 raise Broken("ends", f"{asked.rid} (request {asked.spec.number}) began at {asked.began:.3f}, has no end")
         for node in self.nodes:
             if not node.alive:
