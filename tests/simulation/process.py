@@ -13,8 +13,9 @@ from controller.shell import Controller
 from nodes.config import NodeConfig
 from nodes.main import own_runner
 from nodes.node import Node
+from nodes.own.engines.base import Row, StepPlan, StepResult
 from nodes.own.engines.factory import EngineConfig
-from nodes.own.engines.sim import SimEngine
+from nodes.own.engines.sim import SPECIALS, SimEngine
 from pdbus.client.core import Patience
 from pdbus.client.traffic import TICK_S, Traffic
 from simulation.network import SimSocket
@@ -151,6 +152,7 @@ class ControllerProcess(Process):
         super().__init__(world, name, host)
         self.base = base
         self._settings = settings
+        self.waits: dict[Any, float] = {}  # lanes whose head waits beside ranks that would take it, and since when
 
     def _open(self, exits: ExitStack) -> None:
         config = ControllerConfig(name=self.name, bus=self.world.bus, controller=self.base, **self._settings)
@@ -174,18 +176,20 @@ class NodeProcess(Process):
         super().__init__(world, name, host)
         self.config = config
         self.ready = False
-        self.drained = False
+        self.replaced = False  # by a later start of its ranks: it stays away
 
     def _open(self, exits: ExitStack) -> None:
         self.loop = SimLoop(self)
         config, engine = self.config, self.config.engine
-        engines = [_sim_engine(self.loop, engine) for _ in config.dp_ranks]
-        for each in engines:
+        self.engines = [_engine(self.loop, engine) for _ in config.dp_ranks]
+        for each in self.engines:
+            each.salt = self.world.salt()
             exits.callback(each.close)
-        runners = {rank: own_runner(config, rank, each) for rank, each in zip(config.dp_ranks, engines, strict=True)}
+        pairs = zip(config.dp_ranks, self.engines, strict=True)
+        runners = {rank: own_runner(config, rank, each) for rank, each in pairs}
         self.part = Node(config, self.loop, runners)
         self.part._on_ready = self._on_ready
-        self.ready = self.drained = False
+        self.ready = False
         exits.callback(self.part.close)
 
     def _on_ready(self, node: Node) -> None:
@@ -199,7 +203,6 @@ class NodeProcess(Process):
 
     def _left(self) -> None:
         self.failure = self.part.failure or self.part.host.failure
-        self.drained = self.failure is None
         self.stop()
         self.world.node_left(self)
 
@@ -237,8 +240,37 @@ class ClientProcess(Process):
             self.loop.call_threadsafe(function)
 
 
-def _sim_engine(loop: SimLoop, engine: EngineConfig) -> SimEngine:
-    return SimEngine(
+class TrialEngine(SimEngine):
+    """One whose tokens another run need not repeat (`salt`: added to each), and that can be told to hang or to fail."""
+
+    salt = 0
+    hangs = False
+    fails = 0  # so many steps from now on
+
+    def submit(self, plan: StepPlan, done: Callable[[StepResult], None]) -> None:
+        if self.hangs:
+            return
+        if self.fails:
+            self.fails -= 1
+            result = StepResult(plan.number, (), 0.0, "a fault of the trial")
+            self._pending = self._loop.call_later(0.0, lambda: self._failed(done, result))
+            return
+        super().submit(plan, done)
+
+    def hang(self) -> None:
+        self.hangs = True
+        self.close()
+
+    def _failed(self, done: Callable[[StepResult], None], result: StepResult) -> None:
+        self._pending = None
+        done(result)
+
+    def _run(self, row: Row) -> int:
+        return SPECIALS + (super()._run(row) - SPECIALS + self.salt) % (self.spec.vocab_size - SPECIALS)
+
+
+def _engine(loop: SimLoop, engine: EngineConfig) -> TrialEngine:
+    return TrialEngine(
         loop, model=engine.model, blocks=engine.blocks(4096), block_tokens=engine.block_tokens,
         max_context=engine.max_context, vocab_size=engine.vocab_size, timing=engine.timing,
     )  # fmt: skip

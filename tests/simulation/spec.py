@@ -6,13 +6,15 @@ A minimized schedule is the same with some of it left out, so nothing here may d
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 Kind = Literal[
-    "crash", "pause", "reset_one", "reset_all", "cut", "cut_one_way", "slow", "drain", "leave",
+    "crash", "pause", "reset_one", "reset_all", "cut", "cut_one_way", "slow", "drain", "leave", "hang", "fail_steps",
+    "clock", "twice",
 ]  # fmt: skip
-FAULTS: tuple[Kind, ...] = ("crash", "pause", "reset_one", "reset_all", "cut", "cut_one_way", "slow", "drain", "leave")
+FAULTS: tuple[Kind, ...] = get_args(Kind)
+OVER_TCP = ("cut", "cut_one_way")
 VOCAB = 512
 
 
@@ -46,7 +48,14 @@ class RequestSpec:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """At `at_s`, `kind` befalls process `who`, for `for_s` where it lasts; `other` is whom it is cut off from."""
+    """At `at_s`, `kind` befalls process `who`, for `for_s` where it lasts; `other` is whom it is cut off from.
+
+    `crash`: killed, and started again by who supervises it. `pause`: it does nothing. `reset_one`, `reset_all`: of its
+    connections. `cut`, `cut_one_way`: nothing passes between the two, or from `who` to `other`. `slow`: all that it
+    sends or is sent is late. `drain`, `leave`: told to leave, and started again. `hang`: its engines end no step more.
+    `fail_steps`: they fail some. `clock`: that of its host steps by `for_s`, back or forth. `twice`: a second start of
+    the same ranks, while the first one lives.
+    """
 
     at_s: float
     kind: Kind
@@ -74,6 +83,7 @@ class Spec:
     step_s: float
     hwm: int
     retries: int
+    fickle: bool  # another run of a request gives other tokens
     requests: tuple[RequestSpec, ...]
     faults: tuple[Fault, ...]
     busy_s: float
@@ -123,16 +133,15 @@ def draw(seed: int) -> Spec:
         seed=seed, tcp=tcp, hosts=hosts, nodes=tuple(nodes), controllers=controllers, clients=clients, paired=paired,
         settings=tuple(settings.items()), kv_tokens=kv_tokens, max_running=rng.choice((1, 2, 4, 8)),
         chunk_tokens=rng.choice((8, 16, 64)), step_s=rng.choice((0.002, 0.005, 0.02)),
-        hwm=rng.choice((10_000, 10_000, 20)), retries=6, requests=(), faults=(), busy_s=busy_s,
+        hwm=rng.choice((10_000, 10_000, 20)), retries=6, fickle=rng.random() < 0.4, requests=(), faults=(), busy_s=busy_s,
     )  # fmt: skip
     return _with_events(spec, rng)
 
 
 def _with_events(spec: Spec, rng: random.Random) -> Spec:
-    from dataclasses import replace
-
     rate = rng.choice((2.0, 5.0, 10.0, 20.0)) * len(spec.nodes) / 2
     requests: list[RequestSpec] = []
+    names = [f"again-{n}" for n in range(rng.choice((1, 3, 8)))] if rng.random() < 0.2 else []
     at_s, heads = 0.5, [tuple(rng.randrange(3, VOCAB) for _ in range(24)) for _ in range(3)]
     longest = min(60, spec.kv_tokens // 3)
     while (at_s := at_s + rng.expovariate(rate)) < spec.busy_s:
@@ -145,6 +154,7 @@ def _with_events(spec: Spec, rng: random.Random) -> Spec:
                 len(requests), round(at_s, 6), rng.randrange(spec.clients), rng.randrange(spec.controllers), prompt,
                 rng.choice((1, 2, 5, 12, 30)), cancel_s=round(rng.expovariate(4.0), 6) if odd < 0.06 else 0.0,
                 deadline_s=rng.choice((0.05, 0.5, 3.0)) if 0.06 <= odd < 0.12 else 0.0,
+                rid=rng.choice(names) if names and rng.random() < 0.4 else "",
             )
         )  # fmt: skip
     faults = [_fault(spec, rng) for _ in range(rng.choice((0, 1, 2, 2, 3, 4, 6, 10)))]
@@ -152,16 +162,20 @@ def _with_events(spec: Spec, rng: random.Random) -> Spec:
 
 
 def _fault(spec: Spec, rng: random.Random) -> Fault:
-    names = [*spec.names, *(f"client-{n}" for n in range(spec.clients))]
-    kind = rng.choice(FAULTS if spec.tcp else [each for each in FAULTS if not each.startswith("cut")])
+    kind = rng.choice(FAULTS if spec.tcp else [each for each in FAULTS if each not in OVER_TCP])
     at_s = round(rng.uniform(0.6, spec.busy_s), 6)
-    who = rng.choice(names)
-    if kind == "drain":
-        who = rng.choice([node.name for node in spec.nodes])
+    for_s = round(rng.choice((0.1, 0.5, 1.0, 2.0, 4.0, 8.0)) * rng.uniform(0.5, 1.5), 6)
+    clients = [f"client-{n}" for n in range(spec.clients)]
+    nodes = [node.name for node in spec.nodes]
+    if kind in ("drain", "hang", "fail_steps", "twice"):
+        who = rng.choice(nodes)
     elif kind == "leave":
         who = f"controller-{rng.randrange(spec.controllers)}"
     elif kind == "crash":
         who = rng.choice(spec.names)
-    for_s = round(rng.choice((0.1, 0.5, 1.0, 2.0, 4.0, 8.0)) * rng.uniform(0.5, 1.5), 6)
-    other = rng.choice([name for name in names if name != who]) if kind.startswith("cut") else ""
+    else:
+        who = rng.choice([*spec.names, *clients])
+    if kind == "clock":
+        for_s *= rng.choice((-100.0, -1.0, 1.0, 100.0))
+    other = rng.choice([name for name in (*spec.names, *clients) if name != who]) if kind in OVER_TCP else ""
     return Fault(at_s, kind, who, for_s, other)

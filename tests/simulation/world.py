@@ -15,29 +15,25 @@ from functools import partial
 from typing import Any
 
 from bus.endpoints import ControllerAddress
+from bus.errors import Replaced
 from nodes.config import NodeConfig
 from nodes.link.core import Limits
 from nodes.own.engines.factory import EngineConfig
-from nodes.own.engines.sim import sim_generate
 from nodes.own.engines.timing import SimTiming
 from pdbus.client.core import Patience
 from pdbus.client.options import Options, Where, make_request
 from pdbus.client.output import Result
+from simulation import laws
+from simulation.laws import Broken
 from simulation.network import SILENCE_S, Network, Pipe
 from simulation.process import BrokerProcess, ClientProcess, ControllerProcess, NodeProcess, Process
 from simulation.runtime import installed
 from simulation.spec import VOCAB, Fault, NodeSpec, RequestSpec, Spec
+from simulation.story import ends_of
 
 CHECK_S = 0.1
+HUNG_S = 14.0  # until who supervises a node whose engine hangs kills it
 RESTART_S = (0.05, 1.5)  # until who supervises a process that died starts it again
-
-
-class Broken(AssertionError):
-    """`law` names what did not hold."""
-
-    def __init__(self, law: str, what: str) -> None:
-        super().__init__(f"{law}: {what}")
-        self.law = law
 
 
 class Asked:
@@ -45,13 +41,13 @@ class Asked:
 
     def __init__(self, world: World, spec: RequestSpec) -> None:
         self.spec = spec
-        self.want = sim_generate(spec.prompt, spec.max_tokens, VOCAB)
-        self.have = 0
+        self.output = laws.Output(spec.prompt)
         self.result: Result | None = None
         self.abandoned = False  # its client has crashed
         self.cancelled = False
         self.rid = ""
-        self.began = self.ended = world.now
+        self.began = world.now
+        self.ended: float | None = None
         self._world = world
 
     @property
@@ -60,15 +56,15 @@ class Asked:
 
     def update(self, update: tuple[int, ...] | Result) -> None:
         if self.result is not None:
-            raise Broken("ends once", f"{self.rid} has ended as {self.result.code}, and then: {update}")
+            raise Broken("it ends once", f"{self.rid} has ended as {self.result.code}, and then: {update}", self.rid)
         if isinstance(update, tuple):
-            want = tuple(self.want[self.have : self.have + len(update)])
-            if update != want:
-                raise Broken("its own tokens", f"{self.rid}: token {self.have} on: {update}, not {want}")
-            self.have += len(update)
+            had = len(self.output.ids)
+            if not self.output.take(update, self._world.salts):
+                raise Broken("its own tokens", f"{self.rid}, token {had} on: {update}", self.rid)
             return
         self.result, self.ended = update, self._world.now
-        self._world.over(self)
+        self._world.counts[update.code] += 1
+        laws.end(self._world, self)
 
 
 class World:
@@ -86,6 +82,8 @@ class World:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._port = 20_000
+        self.clocks: dict[str, float] = {}  # by how much a host's is ahead
+        self.salts = {0, 1, 2} if spec.fickle else {0}
         self.bus = self._address("broker", 5550)
         self._build()
 
@@ -95,7 +93,12 @@ class World:
         heapq.heappush(self._events, (when, next(self._order), function))
 
     def wall(self) -> float:
-        return 1_700_000_000.0 + self.now
+        """Seconds since 1970, by the clock of the host of who runs."""
+        return 1_700_000_000.0 + self.now + self.clocks.get(self.running.host, 0.0)
+
+    def salt(self) -> int:
+        """Of an engine that starts now."""
+        return self.rng.choice(tuple(self.salts))
 
     def free_port(self) -> int:
         self._port += 1
@@ -125,7 +128,10 @@ class World:
                 while self.now < spec.bound_s and any(asked.lives for asked in self.asked):
                     self._until(self.now + 1.0)
                 self._until(self.now + spec.quiet_s)
-                self._at_rest()
+                self._watcher = self.network.on_message or (lambda pipe, frames: None)
+                self.network.on_message = self._silent_now
+                self._until(self.now + laws.SILENT_S)
+                laws.at_rest(self)
             finally:
                 for process in self.processes:
                     process.crash()
@@ -167,7 +173,7 @@ class World:
             role=each.role, instance=each.instance, dp_size=each.dp_size,  # type: ignore[arg-type]
             dp_ranks=tuple(range(each.first, each.first + each.ranks)), bus=self.bus, controllers=tuple(controllers),
             data=f"tcp://{each.name}" if spec.tcp else "ipc:///sim", engine=engine, max_running=spec.max_running,
-            chunk_tokens=spec.chunk_tokens, limits=Limits(hold_s=10.0), drain_s=5.0, wait_s=60.0,
+            chunk_tokens=spec.chunk_tokens, limits=Limits(hold_s=10.0), drain_s=5.0, wait_s=8.0,
         )  # fmt: skip
 
     # --- requests -----------------------------------------------------------------------------------------------
@@ -195,35 +201,6 @@ class World:
         if asked.result is None and not asked.abandoned:
             asked.cancelled = True
             client.call(lambda: client.traffic.cancel(asked.rid))
-
-    def over(self, asked: Asked) -> None:
-        """A request has ended: may it, like this?"""
-        result = asked.result
-        assert result is not None
-        self.counts[result.code] += 1
-        who = f"{asked.rid} (request {asked.spec.number}), {result.attempts} attempts: {result.code}, {result.message}"
-        if result.ids != tuple(asked.want[: asked.have]):
-            raise Broken("delivers what it says", f"{who}: {result.ids}, delivered {asked.want[: asked.have]}")
-        match result.code:
-            case "ok":
-                if result.finish != "cancelled" and asked.have != len(asked.want):
-                    raise Broken("whole", f"{who}: {asked.have} tokens of {len(asked.want)}, {result.finish}")
-                if result.finish == "cancelled" and not asked.cancelled:
-                    raise Broken("no end without a cause", f"{who}, which nobody cancelled")
-            case "cancelled":
-                if not asked.cancelled:
-                    raise Broken("no end without a cause", f"{who}, which nobody cancelled")
-            case "deadline":
-                late = self.now - asked.began
-                if not asked.spec.deadline_s or late < asked.spec.deadline_s - 0.01:
-                    raise Broken("no end without a cause", f"{who}, after {late:.3f} s")
-            case _:
-                self._excused(asked, who)
-
-    def _excused(self, asked: Asked, who: str) -> None:
-        felt = [fault for since, until, fault in self.befell if since <= self.now and until >= asked.began]
-        if not felt:
-            raise Broken("no end without a cause", f"{who}; nothing had befallen anybody")
 
     # --- faults -------------------------------------------------------------------------------------------------
 
@@ -263,6 +240,24 @@ class World:
                     process.stop()
                     self._restart(process)
                 lasts_s = RESTART_S[1]
+            case "hang":
+                assert isinstance(process, NodeProcess)
+                if process.alive:
+                    for engine in process.engines:
+                        engine.hang()
+                    start = process.starts
+                    self.at(self.now + HUNG_S, lambda: self._crash(process) if process.starts == start else None)
+                lasts_s = HUNG_S + RESTART_S[1]
+            case "fail_steps":
+                assert isinstance(process, NodeProcess)
+                for engine in process.engines if process.alive else ():
+                    engine.fails += self.rng.randint(1, 4)
+            case "clock":
+                self.clocks[process.host] = self.clocks.get(process.host, 0.0) + fault.for_s
+                lasts_s = 0.0
+            case "twice":
+                assert isinstance(process, NodeProcess)
+                self._again(process)
         self.befell.append((self.now, self.now + lasts_s + 15.0, fault))
 
     def _crash(self, process: Process) -> None:
@@ -277,10 +272,24 @@ class World:
 
     def _restart(self, process: Process) -> None:
         low, high = RESTART_S
-        self.at(self.now + low + (high - low) * self.rng.random(), lambda: None if process.alive else process.start())
+        start = process.starts
+        self.at(
+            self.now + low + (high - low) * self.rng.random(),
+            lambda: process.start() if not process.alive and process.starts == start else None,
+        )
+
+    def _again(self, node: NodeProcess) -> None:
+        twin = NodeProcess(self, f"{node.name}'{len(self.nodes)}", node.host, node.config)
+        self.nodes.append(twin)
+        self.processes.append(twin)
+        self.by_name[twin.name] = twin
+        twin.start()
 
     def node_left(self, node: NodeProcess) -> None:
-        self._restart(node)
+        """It was drained, has failed, or was replaced, which who supervises it leaves at that."""
+        node.replaced = isinstance(node.failure, Replaced)
+        if not node.replaced:
+            self._restart(node)
 
     def _silent(self, until: Callable[[], float], between: list[tuple[Process, Process | None]]) -> None:
         """Over tcp who hears nothing for SILENCE_S gives the connection up."""
@@ -297,43 +306,10 @@ class World:
         if self.spec.tcp:
             self.at(self.now + SILENCE_S + self.rng.random(), look)
 
-    # --- what must hold -----------------------------------------------------------------------------------------
-
     def _check(self) -> None:
-        for process in self.processes:
-            if process.alive:
-                process.validate()
+        laws.at_any_moment(self)
         self.at(self.now + CHECK_S, self._check)
 
-    def _at_rest(self) -> None:
-        """All is over, and has been for `quiet_s`: nobody waits, and nobody holds or believes anything any more."""
-        for asked in self.asked:
-            if asked.lives:
-                raise Broken("ends", f"{asked.rid} (request {asked.spec.number}) began at {asked.began:.3f}, has no end")
-        for node in self.nodes:
-            if not node.alive:
-                raise Broken("at rest", f"{node.name} is down: {node.failure}")
-            for rank in node.part.host.ranks.values():
-                held = len(rank.core), len(rank.runner.scheduler), rank.runner.scheduler.pool.held  # type: ignore[attr-defined]
-                if any(held):
-                    raise Broken("at rest", f"{node.name}/{rank.dp_rank} has (legs, sequences, blocks) {held}")
-        for each in self.controllers:
-            core = each.part.core
-            if core.life.requests or core.life.queue.requests:
-                raise Broken("at rest", f"{each.name} has {core.life.requests}")
-            for rank in core.table.ranks.values():
-                believed = rank.requests, rank.tokens, rank.outstanding, rank.others_requests
-                if not rank.ready:
-                    raise Broken("at rest", f"{each.name} holds {rank} for {core.health.pulses[rank.key].state}")
-                if any(believed[:1] + believed[2:]) or (rank.info.role == "prefill" and rank.tokens):
-                    raise Broken("at rest", f"{each.name} believes of {rank}: {believed}")
-            known = {key for key in core.table.ranks}
-            there = {(n.config.instance, rank) for n in self.nodes for rank in n.config.dp_ranks}
-            if known != there:
-                raise Broken("at rest", f"{each.name} knows {sorted(known)}, there are {sorted(there)}")
-
-
-def story(pipe: Pipe) -> str:
-    """Who speaks to whom."""
-    other = pipe.peer.socket.process.name if pipe.peer is not None else "?"
-    return f"{pipe.socket.process.name} -> {other}"
+    def _silent_now(self, pipe: Pipe, frames: list[bytes]) -> None:
+        self._watcher(pipe, frames)
+        laws.message_at_rest(self, frames, ends_of(pipe))

@@ -1,0 +1,176 @@
+"""What must hold, whatever befalls: for each token, each end, at each moment, and at rest.
+
+Each check raises Broken with the law's name. `docs/guarantees.md` says them in prose.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nodes.own.engines.sim import SPECIALS, feed
+from simulation.spec import OVER_TCP, VOCAB, Fault
+from simulation.story import message_in
+
+if TYPE_CHECKING:
+    from simulation.process import ControllerProcess, NodeProcess
+    from simulation.world import Asked, World
+
+LOST = frozenset({"crash", "pause", "hang", "twice"})  # of a node: its controllers lose its ranks
+NEVER = frozenset({"duplicate_room", "too_long", "bad_room", "bad_rank", "bad_request", "bad_message", "empty_prompt"})
+RID_S = 130.0  # for so long ranks remember the ends of a rid
+EARLY_S, EARLY_TRIES = 4.0, 3  # a failure that a new try may mend is final after so long, or so many tries
+WAITS_S = 2.0  # beside a rank that would take it
+SILENT_S = 5.0
+AT_REST = ("beacon", "ping", "pong", "member", "load_report", "sent", "rooms", "hello", "welcome", "query", "topology",
+           "resync", "who")  # fmt: skip
+
+
+class Broken(AssertionError):
+    """`law` names what did not hold, `rid` whose it was, if it was a request's."""
+
+    def __init__(self, law: str, what: str, rid: str = "") -> None:
+        super().__init__(f"{law}: {what}")
+        self.law = law
+        self.rid = rid
+
+
+class Output:
+    """The tokens that a request may have: each follows from those before it, by one of the runs there are."""
+
+    def __init__(self, prompt: tuple[int, ...]) -> None:
+        self._state = feed(prompt)[-1]
+        self.ids: list[int] = []
+
+    def take(self, ids: tuple[int, ...], salts: set[int]) -> bool:
+        """Whether they may follow."""
+        for token in ids:
+            if (token - SPECIALS - self._state) % (VOCAB - SPECIALS) not in salts:
+                return False
+            self._state = feed((token,), self._state)[0]
+            self.ids.append(token)
+        return True
+
+
+def end(world: World, asked: Asked) -> None:
+    """A request has ended: may it, like this?"""
+    result, spec = asked.result, asked.spec
+    assert result is not None
+    lived_s = world.now - asked.began
+    who = f"{asked.rid} (request {spec.number}), {result.attempts} attempts, {lived_s:.2f} s: {result.code}, {result.message}"
+
+    def broken(law: str, why: str) -> Broken:
+        return Broken(law, f"{who}: {why}", asked.rid)
+
+    if result.ids != tuple(asked.output.ids):
+        raise broken("it delivers what it says", f"{result.ids}, delivered {asked.output.ids}")
+    namesakes = [other for other in world.asked if other.rid == asked.rid and other is not asked]
+    felt = [fault for since, until, fault in world.befell if since <= world.now and until >= asked.began]
+    match result.code:
+        case "ok" | "cancelled":
+            if result.finish == "cancelled" or result.code == "cancelled":
+                if not asked.cancelled and not any(each.cancelled or each.abandoned for each in namesakes):
+                    raise broken("no end without a cause", "nobody cancelled it")
+            elif len(asked.output.ids) != spec.max_tokens:
+                raise broken("it is whole", f"{len(asked.output.ids)} tokens of {spec.max_tokens}")
+        case "deadline":
+            if not spec.deadline_s or lived_s < spec.deadline_s - 0.01:
+                raise broken("no end without a cause", "it has no deadline, or that is not over")
+        case "duplicate_rid":
+            if not any(each.ended is None or each.ended > asked.began - RID_S for each in namesakes):
+                raise broken("no end without a cause", "nobody else has its rid")
+        case "poison":
+            deaths = [fault for fault in felt if _takes_ranks(world, fault)]
+            if len(deaths) < 3:
+                raise broken("no end without a cause", f"{len(deaths)} ranks may have died: {deaths}")
+        case "engine_failed":
+            if not any(fault.kind == "fail_steps" for fault in felt):
+                raise broken("no end without a cause", "no step failed")
+        case code if code in NEVER:
+            raise broken("no end without a cause", "nothing is wrong with it")
+        case _:
+            if not felt:
+                raise broken("no end without a cause", "nothing has befallen anybody")
+            if lived_s < EARLY_S and result.attempts < EARLY_TRIES:
+                raise broken("nobody gives up early", "")
+
+
+def at_any_moment(world: World) -> None:
+    """All cores agree with themselves, and nobody waits beside a rank that would take it."""
+    for process in world.processes:
+        if process.alive:
+            process.validate()
+    for controller in world.controllers:
+        if controller.alive and controller.paused_until <= world.now:
+            _work_conservation(world, controller)
+
+
+def _work_conservation(world: World, controller: ControllerProcess) -> None:
+    core = controller.part.core
+    if not core.life.settled or core.config.queue_order != "arrival":
+        return
+    free = {(rank.info.model, rank.info.role) for rank in core.table.ranks.values() if rank.candidate}
+    stuck = {lane for lane in core.life.queue.lanes() if not lane.pinned and all((lane.model, r) in free for r in lane.roles)}
+    for lane in list(controller.waits):
+        if lane not in stuck:
+            del controller.waits[lane]
+    for lane in stuck:
+        since = controller.waits.setdefault(lane, world.now)
+        if world.now - since > WAITS_S:
+            head = core.life.queue.head(lane)
+            rid = head.rid if head is not None else ""
+            raise Broken("nobody waits beside a free rank", f"{controller.name}, {lane}: {head}", rid)
+
+
+def message_at_rest(world: World, frames: list[bytes], ends: str) -> None:
+    """Once all is over an idle cluster says only that it lives."""
+    tag, *fields = message_in(frames)
+    if tag not in AT_REST:
+        raise Broken("an idle cluster is silent", f"{ends}: {tag} {fields}")
+
+
+def at_rest(world: World) -> None:
+    """All is over, and has been for a while: nobody waits, and nobody holds or believes anything any more."""
+    for asked in world.asked:
+        if asked.lives:
+            raise Broken("it ends", f"{asked.rid} (request {asked.spec.number}), from {asked.began:.3f} on", asked.rid)
+    there: dict[tuple[str, int], NodeProcess] = {}
+    for node in world.nodes:
+        if node.replaced:
+            continue
+        if not node.alive:
+            raise Broken("at rest", f"{node.name} is down: {node.failure!r}")
+        for number, rank in node.part.host.ranks.items():
+            if (node.config.instance, number) in there:
+                raise Broken("at rest", f"{node.name} and {there[node.config.instance, number].name} both live")
+            there[node.config.instance, number] = node
+            runner: Any = rank.runner
+            held = len(rank.core), len(runner.scheduler), runner.scheduler.pool.held
+            if any(held):
+                raise Broken("at rest", f"{node.name}/{number} has (legs, sequences, blocks) {held}: {list(rank.core.legs)}")
+    for controller in world.controllers:
+        _controller_at_rest(controller, there)
+    broker = world.broker.part.core.tally()
+    if broker["watches"]:
+        raise Broken("at rest", f"the broker has {broker}")
+
+
+def _controller_at_rest(controller: ControllerProcess, there: dict[tuple[str, int], NodeProcess]) -> None:
+    core = controller.part.core
+    if core.life.requests:
+        raise Broken("at rest", f"{controller.name} has {list(core.life.requests.values())[:3]}")
+    if core.table.ranks.keys() != there.keys():
+        raise Broken("at rest", f"{controller.name} knows {sorted(core.table.ranks)}, there are {sorted(there)}")
+    for key, rank in core.table.ranks.items():
+        if not rank.ready:
+            raise Broken("at rest", f"{controller.name} holds {rank} for {core.health.pulses[key].state}")
+        believed = rank.requests, rank.outstanding, rank.outstanding_tokens, rank.others_requests, rank.others_tokens
+        if any(believed) or (rank.counts_queue_only and rank.tokens):
+            raise Broken("at rest", f"{controller.name} believes of {rank}: {believed}, {rank.tokens}")
+
+
+def _takes_ranks(world: World, fault: Fault) -> bool:
+    """Whether a controller may have lost ranks by it."""
+    kinds = {world.by_name[name].kind for name in (fault.who, fault.other) if name}
+    if fault.kind in OVER_TCP:
+        return {"node", "controller"} <= kinds
+    return fault.kind in LOST and kinds == {"node"}
