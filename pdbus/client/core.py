@@ -75,8 +75,8 @@ class ClientCore:
         return len(self._requests)
 
     def is_taken(self, request: Request) -> bool:
-        """Whether a rid of `request` belongs to a live one."""
-        return not self._places.keys().isdisjoint(request.submits)
+        """Whether a rid of `request` belongs to a live one, at whichever controller."""
+        return request.rid in self._requests or not self._places.keys().isdisjoint(request.submits)
 
     @property
     def endpoints(self) -> set[str]:

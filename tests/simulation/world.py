@@ -82,6 +82,7 @@ class World:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._port = 20_000
+        self.on_fault: Callable[[Fault], None] = lambda fault: None
         self.clocks: dict[str, float] = {}  # by how much a host's is ahead
         self.salts = {0, 1, 2} if spec.fickle else {0}
         self.bus = self._address("broker", 5550)
@@ -205,9 +206,12 @@ class World:
     # --- faults -------------------------------------------------------------------------------------------------
 
     def _befall(self, fault: Fault) -> None:
-        process = self.by_name[fault.who]
+        process = self.by_name.get(fault.who)
+        if process is None or (fault.other and fault.other not in self.by_name):
+            return  # of a minimized schedule, it is left out
         lasts_s = fault.for_s
         self.counts[f"fault {fault.kind}"] += 1
+        self.on_fault(fault)
         match fault.kind:
             case "crash":
                 self._crash(process)

@@ -1,0 +1,193 @@
+"""`make simulate SEEDS=0:200`: trials by seed, their rate, and of each break its seed, a minimized schedule and its story.
+
+A campaign keeps its state in a file (`--state`) and goes on where it was: seeds, hours, what befell, and which pairs of
+faults met in one trial.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from simulation.laws import Broken
+from simulation.spec import FAULTS, Spec, draw
+from simulation.story import told
+from simulation.world import World
+
+MEET_S = 5.0  # two faults have met when one began so soon after the other
+TRIES = 150  # of smaller schedules, to minimize one
+
+
+def trial(spec: Spec) -> tuple[World, BaseException | None]:
+    """The world as it was at the end, and what broke."""
+    world = World(spec)
+    try:
+        world.run()
+    except Exception as error:
+        return world, error
+    return world, None
+
+
+def name_of(error: BaseException) -> str:
+    """What broke, whatever the numbers: the law, or where an exception came from."""
+    if isinstance(error, Broken):
+        return error.law
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = f"{trace.tb_frame.f_code.co_qualname}:{trace.tb_lineno}" if trace is not None else ""
+    return f"{type(error).__name__} in {where}"
+
+
+def minimized(spec: Spec, name: str) -> Spec:
+    """The same break with as few faults and requests as can be found in TRIES trials."""
+    tries = 0
+
+    def breaks(smaller: Spec) -> bool:
+        nonlocal tries
+        tries += 1
+        error = trial(smaller)[1]
+        return error is not None and name_of(error) == name
+
+    def fewer(field: str) -> None:
+        nonlocal spec
+        size = max(1, len(getattr(spec, field)) // 2)
+        while size and tries < TRIES:
+            at = 0
+            while at < len(whole := getattr(spec, field)) and tries < TRIES:
+                smaller = replace(spec, **{field: (*whole[:at], *whole[at + size :])})
+                if breaks(smaller):
+                    spec = smaller
+                else:
+                    at += size
+            size //= 2
+
+    fewer("faults")
+    fewer("requests")
+    fewer("nodes")
+    fewer("faults")
+    return spec
+
+
+def _one(seed: int) -> dict[str, Any]:
+    began = time.process_time()
+    spec = draw(seed)
+    world, error = trial(spec)
+    pairs = {
+        tuple(sorted((a.kind, b.kind)))
+        for a, b in combinations(spec.faults, 2)
+        if abs(a.at_s - b.at_s) < MEET_S
+    }
+    return {
+        "seed": seed, "simulated_s": world.now, "cpu_s": time.process_time() - began, "counts": dict(world.counts),
+        "pairs": [list(pair) for pair in pairs], "broke": "" if error is None else name_of(error),
+        "what": "" if error is None else str(error)[:500],
+    }  # fmt: skip
+
+
+def _all(seeds: Iterable[int], jobs: int) -> Iterator[dict[str, Any]]:
+    if jobs == 1:
+        yield from map(_one, seeds)
+        return
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        yield from pool.imap_unordered(_one, seeds)
+
+
+def _seeds(text: str) -> range:
+    first, colon, last = text.partition(":")
+    return range(int(first), int(last)) if colon else range(int(first), int(first) + 1)
+
+
+def main() -> None:
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the same trial again in another process
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"PYTHONHASHSEED": "0"})
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seeds", type=_seeds, help="one, or from:to")
+    parser.add_argument("--cpu-s", type=float, default=float("inf"), help="stop after so many CPU seconds")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once")
+    parser.add_argument("--state", type=Path, help="a campaign's: what it names is not run again")
+    parser.add_argument("--story", action="store_true", help="tell what happened, break or not")
+    options = parser.parse_args()
+    state = _State(options.state)
+    left = [seed for seed in options.seeds if not state.has(seed)]
+    for done in _all(left, options.jobs):
+        state.add(done)
+        if done["broke"]:
+            print(f"seed {done['seed']}: {done['broke']}: {done['what']}", flush=True)
+        if state.tally["cpu_s"] > options.cpu_s:
+            break
+    print(state.summary())
+    for broken in state.tally["broken"][:3]:
+        if len(left) == 1 or not options.state:
+            _tell(broken["seed"], broken["broke"])
+    if options.story and len(left) == 1 and not state.tally["broken"]:
+        print("\n".join(told(draw(left[0]), "")))
+    sys.exit(1 if state.tally["broken"] else 0)
+
+
+def _tell(seed: int, name: str) -> None:
+    spec = minimized(draw(seed), name)
+    print(f"\nseed {seed}, minimized: {name}")
+    for node in spec.nodes:
+        print(f"  {node}")
+    for each in (*spec.requests, *spec.faults):
+        print(f"  {each}")
+    error = trial(spec)[1]
+    print("\n".join(told(spec, error.rid if isinstance(error, Broken) else "")[-80:]))
+    print(f"  {error}")
+
+
+class _State:
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.tally: dict[str, Any] = {"done": 0, "next": 0, "simulated_s": 0.0, "cpu_s": 0.0, "counts": {}, "pairs": {},
+                                      "broken": []}  # fmt: skip
+        self._ahead: set[int] = set()
+        if path is not None and path.exists():
+            self.tally = json.loads(path.read_text())
+
+    def has(self, seed: int) -> bool:
+        return seed < self.tally["next"]
+
+    def add(self, done: dict[str, Any]) -> None:
+        tally = self.tally
+        tally["done"] += 1
+        for name in ("simulated_s", "cpu_s"):
+            tally[name] += done[name]
+        tally["counts"] = dict(Counter(tally["counts"]) + Counter(done["counts"]))
+        for pair in done["pairs"]:
+            tally["pairs"]["+".join(pair)] = tally["pairs"].get("+".join(pair), 0) + 1
+        if done["broke"]:
+            tally["broken"].append({name: done[name] for name in ("seed", "broke", "what")})
+        self._ahead.add(done["seed"])
+        if self._path is not None:
+            tally["next"] = max(tally["next"], min(self._ahead))
+            while tally["next"] in self._ahead:
+                self._ahead.discard(tally["next"])
+                tally["next"] += 1
+            self._path.write_text(json.dumps(tally, indent=1))
+
+    def summary(self) -> str:
+        tally = self.tally
+        rate = tally["simulated_s"] / max(tally["cpu_s"], 1e-9)
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(tally["counts"].items()))
+        never = [f"{a}+{b}" for a, b in combinations(FAULTS, 2) if "+".join(sorted((a, b))) not in tally["pairs"]]
+        met = f"{len(tally['pairs'])} pairs of faults met" + (f", never: {', '.join(never)}" if never else "")
+        return (
+            f"{tally['done']} trials, {tally['simulated_s']:.0f} simulated s in {tally['cpu_s']:.0f} CPU s "
+            f"({rate:.0f} a second), {len(tally['broken'])} broken\n{counts}\n{met}"
+        )
+
+
+if __name__ == "__main__":
+    main()
