@@ -21,7 +21,7 @@ RID_S = 130.0  # for so long ranks remember the ends of a rid
 EARLY_S, EARLY_TRIES = 4.0, 3  # a failure that a new try may mend is final after so long, or so many tries
 WAITS_S = 2.0  # beside a rank that would take it
 SILENT_S = 5.0
-AT_REST = ("beacon", "ping", "pong", "member", "load_report", "sent", "rooms", "hello", "welcome", "query", "topology",
+AT_REST = ("beacon", "ping", "pong", "member", "load", "sent", "rooms", "hello", "welcome", "query", "topology",
            "resync", "who")  # fmt: skip
 
 

@@ -110,12 +110,13 @@ def _seeds(text: str) -> range:
 
 def main() -> None:
     if os.environ.get("PYTHONHASHSEED") != "0":  # the same trial again in another process
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"PYTHONHASHSEED": "0"})
+        os.execve(sys.executable, sys.orig_argv, os.environ | {"PYTHONHASHSEED": "0"})
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seeds", type=_seeds, help="one, or from:to")
     parser.add_argument("--cpu-s", type=float, default=float("inf"), help="stop after so many CPU seconds")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     parser.add_argument("--state", type=Path, help="a campaign's: what it names is not run again")
+    parser.add_argument("--first", action="store_true", help="stop at the first that breaks, and tell no more of it")
     parser.add_argument("--story", action="store_true", help="tell what happened, break or not")
     options = parser.parse_args()
     state = _State(options.state)
@@ -124,6 +125,8 @@ def main() -> None:
         state.add(done)
         if done["broke"]:
             print(f"seed {done['seed']}: {done['broke']}: {done['what']}", flush=True)
+            if options.first:
+                sys.exit(1)
         if state.tally["cpu_s"] > options.cpu_s:
             break
     print(state.summary())
