@@ -7,6 +7,7 @@ Who renames a symbol keeps its line: `test_mutations.py` checks that each still 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -109,7 +110,9 @@ def main() -> None:
             f"import cuts, sys; cuts.cut_hook.install({each.symbol!r}, {each.old!r}, {each.new!r}); "
             f"from simulation.run import main; sys.argv[1:] = ['0:100000', '--first', '--cpu-s', '{options.cpu_s}']; main()"
         )
-        ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+        ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False,
+            env=os.environ | {"PYTHONHASHSEED": "0"},
+        )  # fmt: skip
         found = next((line for line in ran.stdout.splitlines() if line.startswith("seed ")), "")
         print(f"{each.name}: {found[:200] or 'NOT FOUND ' + (ran.stdout + ran.stderr)[-300:]} ({time.monotonic() - began:.0f} s)", flush=True)
         if not found:
