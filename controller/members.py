@@ -84,6 +84,8 @@ class Members:
                 if self.state(rank) not in DEAD:
                     self._count(rank, -1)
                 losses.append(Loss(rank, f"rank {key[0]}/{key[1]} was restarted"))
+                if self.state(rank) not in DEAD and rank not in self.suspects:
+                    self._suspect_siblings(rank, hello, now, out)
                 self._let_go(rank)
                 self._fenced.setdefault(key, deque(maxlen=FENCED_EPOCHS)).append(rank.epoch)
                 known = self.peers.pop(rank.peer, None) is not None and rank.peer != peer
@@ -221,6 +223,13 @@ class Members:
             assert self._table.ranks[rank.key] is rank, rank
 
     # --- inside -----------------------------------------------------------------------------------------------
+
+    def _suspect_siblings(self, rank: RankLoad, hello: Hello, now: float, out: list[Action]) -> None:
+        """A later start of `rank` said hello: the process that had it is gone or leaves, so its other ranks get nothing
+        more. Their own later starts may say hello at any moment."""
+        for other in list(self._table.ranks.values()):
+            if other is not rank and other.info.endpoint == rank.info.endpoint and _is_later(hello, other.info):
+                self.unreachable(other.peer, now, out)
 
     def _act(self, change: Change, now: float, out: list[Action], sign: str) -> Loss | None:
         rank = self._table.ranks[change.key]

@@ -8,17 +8,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nodes.own.engines.sim import SPECIALS, feed
+from simulation.process import NodeProcess
 from simulation.spec import OVER_TCP, VOCAB, Fault
 from simulation.story import message_in
 
 if TYPE_CHECKING:
-    from simulation.process import ControllerProcess, NodeProcess
+    from simulation.process import ControllerProcess
     from simulation.world import Asked, World
 
 LOST = frozenset({"crash", "pause", "hang", "twice"})  # of a node: its controllers lose its ranks
 NEVER = frozenset({"duplicate_room", "too_long", "bad_room", "bad_rank", "bad_request", "bad_message", "empty_prompt"})
 RID_S = 130.0  # for so long ranks remember the ends of a rid
 EARLY_S, EARLY_TRIES = 4.0, 3  # a failure that a new try may mend is final after so long, or so many tries
+POISON = 3  # ranks that died with a request
 WAITS_S = 2.0  # beside a rank that would take it
 SILENT_S = 5.0
 AT_REST = ("beacon", "ping", "pong", "member", "load", "sent", "rooms", "hello", "welcome", "query", "topology",
@@ -56,7 +58,8 @@ def end(world: World, asked: Asked) -> None:
     result, spec = asked.result, asked.spec
     assert result is not None
     lived_s = world.now - asked.began
-    who = f"{asked.rid} (request {spec.number}), {result.attempts} attempts, {lived_s:.2f} s: {result.code}, {result.message}"
+    how = f"{result.attempts} attempts, {lived_s:.2f} s: {result.code}, {result.message}"
+    who = f"{asked.rid} (request {spec.number}), {how}"
 
     def broken(law: str, why: str) -> Broken:
         return Broken(law, f"{who}: {why}", asked.rid)
@@ -79,9 +82,9 @@ def end(world: World, asked: Asked) -> None:
             if not any(each.ended is None or each.ended > asked.began - RID_S for each in namesakes):
                 raise broken("no end without a cause", "nobody else has its rid")
         case "poison":
-            deaths = [fault for fault in felt if _takes_ranks(world, fault)]
-            if len(deaths) < 3:
-                raise broken("no end without a cause", f"{len(deaths)} ranks may have died: {deaths}")
+            deaths = sum(_may_die_of(world, fault) for fault in felt)
+            if deaths < POISON:
+                raise broken("no end without a cause", f"{deaths} ranks may have died of {felt}")
         case "engine_failed":
             if not any(fault.kind == "fail_steps" for fault in felt):
                 raise broken("no end without a cause", "no step failed")
@@ -109,7 +112,9 @@ def _work_conservation(world: World, controller: ControllerProcess) -> None:
     if not core.life.settled or core.config.queue_order != "arrival":
         return
     free = {(rank.info.model, rank.info.role) for rank in core.table.ranks.values() if rank.candidate}
-    stuck = {lane for lane in core.life.queue.lanes() if not lane.pinned and all((lane.model, r) in free for r in lane.roles)}
+    stuck = {
+        lane for lane in core.life.queue.lanes() if not lane.pinned and all((lane.model, r) in free for r in lane.roles)
+    }
     for lane in list(controller.waits):
         if lane not in stuck:
             del controller.waits[lane]
@@ -146,7 +151,9 @@ def at_rest(world: World) -> None:
             runner: Any = rank.runner
             held = len(rank.core), len(runner.scheduler), runner.scheduler.pool.held
             if any(held):
-                raise Broken("at rest", f"{node.name}/{number} has (legs, sequences, blocks) {held}: {list(rank.core.legs)}")
+                raise Broken(
+                    "at rest", f"{node.name}/{number} has (legs, sequences, blocks) {held}: {list(rank.core.legs)}"
+                )
     for controller in world.controllers:
         _controller_at_rest(controller, there)
     broker = world.broker.part.core.tally()
@@ -168,9 +175,14 @@ def _controller_at_rest(controller: ControllerProcess, there: dict[tuple[str, in
             raise Broken("at rest", f"{controller.name} believes of {rank}: {believed}, {rank.tokens}")
 
 
-def _takes_ranks(world: World, fault: Fault) -> bool:
-    """Whether a controller may have lost ranks by it."""
+def _may_die_of(world: World, fault: Fault) -> int:
+    """How many ranks a controller may have lost by it one after the other, with a request that it gave to one of them
+    after the other. Those of a process that dies are lost at once; engines hang each for itself."""
     kinds = {world.by_name[name].kind for name in (fault.who, fault.other) if name}
     if fault.kind in OVER_TCP:
         return {"node", "controller"} <= kinds
-    return fault.kind in LOST and kinds == {"node"}
+    if fault.kind not in LOST or kinds != {"node"}:
+        return 0
+    node = world.by_name[fault.who]
+    assert isinstance(node, NodeProcess)
+    return 1 + (len(node.config.dp_ranks) if fault.kind == "hang" else 0)

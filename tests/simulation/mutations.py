@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Defects that were found by other means, each put back by a change of one text in a symbol: the simulation has to find
 them. `make simulate-mutations` runs each until it breaks, for at most `--cpu-s` seconds of CPU.
 
@@ -114,7 +115,10 @@ def main() -> None:
             env=os.environ | {"PYTHONHASHSEED": "0"},
         )  # fmt: skip
         found = next((line for line in ran.stdout.splitlines() if line.startswith("seed ")), "")
-        print(f"{each.name}: {found[:200] or 'NOT FOUND ' + (ran.stdout + ran.stderr)[-300:]} ({time.monotonic() - began:.0f} s)", flush=True)
+        print(
+            f"{each.name}: {found[:200] or 'NOT FOUND ' + (ran.stdout + ran.stderr)[-300:]} ({time.monotonic() - began:.0f} s)",
+            flush=True,
+        )
         if not found:
             missed.append(each.name)
     print(f"{len(missed)} not found: {', '.join(missed)}" if missed else "all found")

@@ -2,8 +2,8 @@
 `test_network.py` compares with real sockets.
 
 Each connection is first in, first out, each way; nothing is ordered between two. Who connects keeps what it could not
-send yet over a reconnect; who is connected to loses it, and meets EHOSTUNREACH at its next send. What had arrived before
-a connection ended is read all the same. Owns time on the wire and connections; what a process does with what it reads
+send yet over a reconnect; who is connected to loses it, and meets EHOSTUNREACH at its next send. What had arrived
+before a connection ended is read all the same. Owns time on the wire and connections; what a process does with what it reads
 is its shell's, which runs as it is.
 """
 
@@ -149,7 +149,7 @@ class Network:
         self._at(self.clock(), lambda: self._try(pipe))
 
     def close(self, socket: SimSocket, linger_s: float) -> None:
-        """What is on its way still arrives; what has to be sent yet does so within `linger_s`, where there is a peer."""
+        """What is on its way still arrives; what has to be sent yet does so within `linger_s`, if there is a peer."""
         if socket.closed:
             return
         socket.closed = True

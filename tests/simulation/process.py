@@ -1,4 +1,4 @@
-"""The processes of a simulated cluster: each runs a part's own shell, and can be paused, crash, and be started again."""
+"""The processes of a simulated cluster: each runs a part's own shell, can be paused, crash, and be started again."""
 
 from __future__ import annotations
 
@@ -274,4 +274,3 @@ def _engine(loop: SimLoop, engine: EngineConfig) -> TrialEngine:
         loop, model=engine.model, blocks=engine.blocks(4096), block_tokens=engine.block_tokens,
         max_context=engine.max_context, vocab_size=engine.vocab_size, timing=engine.timing,
     )  # fmt: skip
-

@@ -1,4 +1,4 @@
-"""`make simulate SEEDS=0:200`: trials by seed, their rate, and of each break its seed, a minimized schedule and its story.
+"""`make simulate SEEDS=0:200`: trials by seed, their rate, and of each break a minimized schedule and its story.
 
 A campaign keeps its state in a file (`--state`) and goes on where it was: seeds, hours, what befell, and which pairs of
 faults met in one trial.
@@ -13,8 +13,9 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,11 @@ MEET_S = 5.0  # two faults have met when one began so soon after the other
 TRIES = 150  # of smaller schedules, to minimize one
 
 
-def trial(spec: Spec) -> tuple[World, BaseException | None]:
-    """The world as it was at the end, and what broke."""
+def trial(spec: Spec, hears: Callable[..., None] | None = None) -> tuple[World, BaseException | None]:
+    """The world as it was at the end, and what broke. `hears(world, pipe, frames)` is told of each message."""
     world = World(spec)
+    if hears is not None:
+        world.network.on_message = partial(hears, world)
     try:
         world.run()
     except Exception as error:
@@ -83,11 +86,7 @@ def _one(seed: int) -> dict[str, Any]:
     began = time.process_time()
     spec = draw(seed)
     world, error = trial(spec)
-    pairs = {
-        tuple(sorted((a.kind, b.kind)))
-        for a, b in combinations(spec.faults, 2)
-        if abs(a.at_s - b.at_s) < MEET_S
-    }
+    pairs = {tuple(sorted((a.kind, b.kind))) for a, b in combinations(spec.faults, 2) if abs(a.at_s - b.at_s) < MEET_S}
     return {
         "seed": seed, "simulated_s": world.now, "cpu_s": time.process_time() - began, "counts": dict(world.counts),
         "pairs": [list(pair) for pair in pairs], "broke": "" if error is None else name_of(error),

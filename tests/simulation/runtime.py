@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import zmq
 
@@ -88,7 +88,7 @@ class SimSockets:
     """What shells use of `bus.runtime.sockets.Sockets`."""
 
     keyed = False
-    refused: dict[str, int] = {}  # nobody: there are no keys here
+    refused: ClassVar[dict[str, int]] = {}  # nobody: there are no keys here
     gatekeeper = doors = None
 
     def __init__(self, process: Process, **settings: Any) -> None:

@@ -66,8 +66,8 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One trial. Faults lie in the first `busy_s` seconds, by `bound_s` all requests must have an end, and `quiet_s` after
-    the last one nothing is left of them."""
+    """One trial. Faults lie in the first `busy_s` seconds, by `bound_s` all requests must have an end, and `quiet_s`
+    after the last one nothing is left of them."""
 
     seed: int
     tcp: bool
@@ -133,7 +133,8 @@ def draw(seed: int) -> Spec:
         seed=seed, tcp=tcp, hosts=hosts, nodes=tuple(nodes), controllers=controllers, clients=clients, paired=paired,
         settings=tuple(settings.items()), kv_tokens=kv_tokens, max_running=rng.choice((1, 2, 4, 8)),
         chunk_tokens=rng.choice((8, 16, 64)), step_s=rng.choice((0.002, 0.005, 0.02)),
-        hwm=rng.choice((10_000, 10_000, 20)), retries=6, fickle=rng.random() < 0.4, requests=(), faults=(), busy_s=busy_s,
+        hwm=rng.choice((10_000, 10_000, 20)), retries=6, fickle=rng.random() < 0.4, requests=(), faults=(),
+        busy_s=busy_s,
     )  # fmt: skip
     return _with_events(spec, rng)
 

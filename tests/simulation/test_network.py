@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 import pytest
 import zmq
-from simulation.network import Network, SimSocket
 from virtual_time import VirtualTime
 
 from bus.runtime import frames
 from bus.runtime.sockets import Sockets
+from simulation.network import Network, SimSocket
 
 WAIT_S = 5.0
 HWM = 30
@@ -330,13 +330,13 @@ def test_a_router_is_told_that_a_peer_does_not_read(stage: Stage) -> None:
     stage.send(dealer, b"one")
     peer = stage.read(router)[0]
     sent = 0
-    with pytest.raises(zmq.Again):
+    with suppress(zmq.Again):
         while sent < 100_000:
             stage.send(router, peer, sent.to_bytes(4, "big") + bytes(60_000))
             sent += 1
             if sent % 10 == 0:
                 stage.empty(router)
-    assert sent >= HWM
+    assert HWM <= sent < 100_000
     assert [stage.read(dealer)[0][:4] for _ in range(sent)] == [n.to_bytes(4, "big") for n in range(sent)]
 
 

@@ -155,7 +155,8 @@ class World:
         settings = dict(spec.settings)
         self.broker = BrokerProcess(self, "broker", rng.choice(hosts))
         self.controllers = [
-            ControllerProcess(self, f"controller-{n}", rng.choice(hosts), base, settings) for n, base in enumerate(bases)
+            ControllerProcess(self, f"controller-{n}", rng.choice(hosts), base, settings)
+            for n, base in enumerate(bases)
         ]
         self.nodes = [NodeProcess(self, each.name, each.host, self._node(each, bases)) for each in spec.nodes]
         clients = tuple(ControllerAddress(base).clients for base in bases)

@@ -63,6 +63,21 @@ class TestManyRanksAtOnce:
             rid: 2 if rid in there else 1 for rid in requests
         }
 
+    def test_when_a_process_is_started_again_what_it_ran_is_not_given_to_its_other_ranks(self) -> None:
+        """They come back one after the other, and each that had not yet would count as one more death."""
+        old = [replace(node, endpoint="ipc:///a", started_us=10 + node.dp_rank) for node in large("a", 4)]
+        new = [replace(node, epoch=2, endpoint="ipc:///b", started_us=99 + node.dp_rank) for node in old]
+        other = hello("b", 0, dp_size=1)
+        world = unified(*old, other)
+        for n in range(20):
+            world.submit(submit(f"r{n}"))
+        for node in new:
+            world.join(node)
+            world.report(node)
+        assert not world.answers(Failed)
+        assert all(request.losses <= 1 for request in world.core.life.requests.values())
+        assert all(rank.ready for rank in world.core.table.ranks.values())
+
     def test_when_the_only_process_dies_what_ran_there_may_be_tried_again(self) -> None:
         nodes = large("a", 8)
         world = unified(*nodes)
