@@ -20,6 +20,9 @@ MINUTES ?= 10
 SECONDS ?= 20
 SEED ?= 1
 COUNT ?= 96
+SEEDS ?= 0:200
+JOBS ?= 1
+CPU_S ?= inf
 OUT ?= out
 MODEL =
 MOE =
@@ -29,7 +32,7 @@ JOIN =
 FULL =
 ROWS =
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d test-gpu test-gpu-cpu bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign test-metrics check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api fuzz-http mutate cuts test-cuts cut-streams test-streams soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d test-gpu test-gpu-cpu bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign test-metrics check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api fuzz-http mutate simulate simulate-mutations test-simulation cuts test-cuts cut-streams test-streams soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -245,6 +248,16 @@ cuts: setup ## Take each promise's enforcement away, one at a time: its test has
 test-cuts: ## The cuts that a change calls for, and a tenth of them by date (4 minutes at most)
 	@echo "==> cuts"
 	@$(MAKE) --no-print-directory cuts SINCE=ci
+
+simulate: setup ## Whole clusters in virtual time, their faults drawn by seed (SEEDS=FROM:TO; a break is minimized and told)
+	@PYTHONPATH=tests:tests/support $(BIN)/python -m simulation.run $(SEEDS) --jobs $(JOBS) --cpu-s $(CPU_S)
+
+simulate-mutations: setup ## Defects that were found once, each put back: the simulation has to find it (an hour)
+	@PYTHONPATH=tests:tests/support $(BIN)/python -m simulation.mutations
+
+test-simulation: setup ## Two CPU minutes of simulated clusters, others each day
+	@echo "==> simulation"
+	@$(MAKE) --no-print-directory simulate SEEDS=$$(( $$(date +%s) / 86400 * 1000 )):$$(( $$(date +%s) / 86400 * 1000 + 1000 )) JOBS=2 CPU_S=120
 
 mutate: setup ## Change COUNT=96 lines of the cores, one at a time, and show whether a test notices each
 	@PYTHONPATH=tests/support $(BIN)/python -m mutate --count $(COUNT)

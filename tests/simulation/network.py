@@ -3,8 +3,8 @@
 
 Each connection is first in, first out, each way; nothing is ordered between two. Who connects keeps what it could not
 send yet over a reconnect; who is connected to loses it, and meets EHOSTUNREACH at its next send. What had arrived
-before a connection ended is read all the same. Owns time on the wire and connections; what a process does with what it reads
-is its shell's, which runs as it is.
+before a connection ended is read all the same. Owns time on the wire and connections; what a process does with what
+it reads is its shell's, which runs as it is.
 """
 
 from __future__ import annotations
