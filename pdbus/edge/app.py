@@ -132,6 +132,11 @@ class Edge:
                 exchange.task.cancel()
         await self._ask()
 
+    def leave(self) -> None:
+        """What was asked of the controller is waited for no more."""
+        if self._asking is not None:
+            self._asking.cancel()
+
     async def _ask(self) -> None:
         """The controller's status now; whoever asks meanwhile gets the same answer."""
         if self._asking is None:

@@ -90,6 +90,7 @@ async def _serve(
             looking.cancel()
             server.should_exit = True
             await running
+            edge.leave()
 
 
 def listen(config: EdgeConfig) -> socket.socket:

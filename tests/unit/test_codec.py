@@ -180,7 +180,7 @@ def test_what_a_newer_peer_appends_is_ignored() -> None:
     """M8."""
     taken = None
     with contextlib.suppress(RemoteProtocolError):
-        taken = codec.decode(frame("ping", 7, "new", [1]), CONTROLLER_TO_NODE)
+        taken = codec.decode(frame("ping", 7, False, "new", [1]), CONTROLLER_TO_NODE)
     assert taken == Ping(7)
 
 
