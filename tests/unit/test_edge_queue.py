@@ -9,6 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import controller_world
+import edge_world
+from controller_world import hello, submit
+
 from bus.actions import Send
 from bus.wire.messages import Dispatch, Failed, Submit, Tokens
 from pdbus.client import AsyncStream, Options
@@ -16,8 +20,6 @@ from pdbus.client.core import ClientCore, Patience
 from pdbus.client.options import make_request, where
 from pdbus.client.output import Deliver, Ended
 from pdbus.client.traffic import Sink
-from tests.support import controller_world, edge_world
-from tests.support.controller_world import hello, submit
 
 CONTROLLER = "ipc:///c.clients"
 RANK = hello("u", dp_size=1, max_running=1, model="sim")

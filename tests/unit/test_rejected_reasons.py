@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from bus.errors import REASONS
 from bus.wire.messages import Role
 from controller.observe import ALIVE, Regret, collect
@@ -13,6 +15,7 @@ from controller.observe import ALIVE, Regret, collect
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.skipif(not (ROOT / "bus").is_dir(), reason="beside compiled cores there are no sources to read")
 def test_all_reasons_in_the_code_are_listed() -> None:
     said = set()
     for path in (path for part in ("bus", "controller", "nodes") for path in (ROOT / part).rglob("*.py")):
