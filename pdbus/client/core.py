@@ -165,6 +165,10 @@ class ClientCore:
     def _failed(self, request: Request, place: Place, message: Failed, now: float) -> list[Action]:
         if 0 < message.attempt < request.submits[place].attempt or not request.takes_at(place, Event.FAILED):
             return []
+        withdrawn_at = request.withdrawn_at.pop(place, -inf)
+        answers_us = message.code == "cancelled" and now - withdrawn_at < self._patience.connect_timeout_s
+        if answers_us and request.state is not State.BACKOFF:
+            return []  # what we cancelled: its controller may have given it the number that we gave to this one
         request.move_at(place, Event.FAILED)
         if request.state is State.BACKOFF and (message.code in RETRYABLE or message.code in ("cancelled", "fenced")):
             return []  # as the other submit failed already; a graver reason would be the end
@@ -311,6 +315,9 @@ class ClientCore:
         if due_at > self._latest(request, code, now):
             return self._end(request, "failed", now, code, message, retry_after_s)
         actions = self._detach(request) + self._cancel_submits(request)
+        for place, state in request.submit_states.items():
+            if state is not SubmitState.OVER:
+                request.withdrawn_at[place] = now
         request.retries += 1
         request.due_at = due_at
         request.move(Event.RETRY)

@@ -82,7 +82,7 @@ class Request:
         "asked_again", "asked_at", "attached", "began_at", "cached_tokens", "deadline_at", "decode", "doubt", "due_at",
         "endpoint", "first", "first_token_at", "found_by", "gap_at", "heard_at", "ids", "logprobs", "max_tokens",
         "no_rank_at", "offset", "params", "prefill", "prompt", "queued", "ran", "resend_at", "resend_s", "retries",
-        "rid", "state", "stop_ids", "submit_states", "submits", "wants_logprobs",
+        "rid", "state", "stop_ids", "submit_states", "submits", "wants_logprobs", "withdrawn_at",
     )  # fmt: skip
 
     def __init__(
@@ -100,6 +100,7 @@ class Request:
         self.state = State.NEW
         self.submit_states = dict.fromkeys(submits, SubmitState.ASKED)
         self.queued: dict[Place, int] = {}  # the last attempt of which a controller said that it waits
+        self.withdrawn_at: dict[Place, float] = {}  # of attempts that we gave up; not answered yet
         self.asked_at = dict.fromkeys(submits, 0.0)  # this attempt, or when its controller last said that it waits
         self.resend_at = 0.0  # when those without an answer are said again
         self.resend_s = 0.0

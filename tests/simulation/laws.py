@@ -21,6 +21,7 @@ NEVER = frozenset({"duplicate_room", "too_long", "bad_room", "bad_rank", "bad_re
 RID_S = 130.0  # for so long ranks remember the ends of a rid
 EARLY_S, EARLY_TRIES = 4.0, 3  # a failure that a new try may mend is final after so long, or so many tries
 POISON = 3  # ranks that died with a request
+LATE_S = 5.0  # a namesake's cancel may be so late
 WAITS_S = 2.0  # beside a rank that would take it
 SILENT_S = 5.0
 AT_REST = ("beacon", "ping", "pong", "member", "load", "sent", "rooms", "hello", "welcome", "query", "topology",
@@ -71,7 +72,9 @@ def end(world: World, asked: Asked) -> None:
     match result.code:
         case "ok" | "cancelled":
             if result.finish == "cancelled" or result.code == "cancelled":
-                if not asked.cancelled and not any(each.cancelled or each.abandoned for each in namesakes):
+                if not asked.cancelled and not any(
+                    each.ended is None or each.ended > asked.began - LATE_S for each in namesakes
+                ):
                     raise broken("no end without a cause", "nobody cancelled it")
             elif len(asked.output.ids) != spec.max_tokens:
                 raise broken("it is whole", f"{len(asked.output.ids)} tokens of {spec.max_tokens}")
@@ -112,8 +115,12 @@ def _work_conservation(world: World, controller: ControllerProcess) -> None:
     if not core.life.settled or core.config.queue_order != "arrival":
         return
     free = {(rank.info.model, rank.info.role) for rank in core.table.ranks.values() if rank.candidate}
+    avoiding = {request.lane for request in core.life.queue if request.avoid}  # some ranks are none for these
     stuck = {
-        lane for lane in core.life.queue.lanes() if not lane.pinned and all((lane.model, r) in free for r in lane.roles)
+        lane
+        for lane in core.life.queue.lanes()
+        if not (lane.pinned or lane.apart or lane in avoiding)
+        and all((lane.model, role) in free for role in lane.roles)
     }
     for lane in list(controller.waits):
         if lane not in stuck:

@@ -103,6 +103,34 @@ def test_an_undisturbed_request() -> None:
     assert len(d.core) == 0
 
 
+def test_the_answer_to_our_own_cancel_is_none_to_the_next_attempt() -> None:
+    """Its controller had tried again by itself, and so had given its attempt the number that ours has next."""
+    d = Driver()
+    d.accept()
+    said = d.wait(7.0)  # the stream is silent
+    assert Cancel("r") in said
+    assert submit_in(said).attempt == 2
+    assert not d.receive(Failed("r", 2, "cancelled", "cancelled by the client", False))
+    assert d.result is None
+    d.accept(2, RANK_1)
+    d.tokens(0, 10, 11, 12, 13, finish="length", attempt=2, peer=RANK_1.endpoint)
+    assert d.result is not None
+    assert (d.result.code, d.result.attempts) == ("ok", 2)
+
+
+def test_a_cancel_by_another_ends_an_attempt_that_followed_ours_long_ago() -> None:
+    d = Driver()
+    d.accept()
+    d.wait(7.0)
+    d.accept(2, RANK_1)
+    for _ in range(12):
+        d.wait(1.0)
+        d.tokens(0, attempt=2, peer=RANK_1.endpoint)  # a sign of life
+    d.receive(Failed("r", 2, "cancelled", "cancelled over another connection", False))
+    assert d.result is not None
+    assert d.result.code == "cancelled"
+
+
 def test_tokens_of_others_are_dropped() -> None:
     """M62, and no rank but the one attached to is believed."""
     d = Driver()
