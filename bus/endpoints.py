@@ -58,7 +58,7 @@ def check_dir(path: Path) -> None:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         info = path.stat()
-    except OSError:  # nobody is reached there
+    except OSError:  # the folder does not exist, so connecting will fail
         return
     if info.st_uid not in (0, os.getuid()):
         raise ConfigError(

@@ -125,8 +125,8 @@ class Members:
         return self.assess(rank, now, out, "bye")
 
     def ping(self, rank: RankLoad, now: float, out: list[Action]) -> int:
-        """Whether it lives, and where it stands: anybody may have published in its name. And what it has cached, where
-        that was missed. Returns the ping's number."""
+        """Ask the rank whether it lives and how many steps it has made, since another peer may have published in its
+        name. Where KV events were missed, also ask it to name its cached blocks again. Returns the ping's number."""
         self._pings += 1
         seq = 0 if rank.load is None or rank.engine_tells else rank.load.seq
         rank.asked = Asked(self._pings, seq, self._health.pulses[rank.key].step, now)

@@ -214,7 +214,7 @@ def _check_lists(directory: Path) -> None:
     folder of a ConfigMap has 0777. A group may write to what is root's, as Kubernetes' `fsGroup` has it."""
     lists = [directory, *((directory / "allow").joinpath(each) for each in ("", *ROLES))]
     for path in (*lists, *(file for folder in lists[2:] for file in folder.glob("*.key"))):
-        with suppress(OSError):  # what is not there lists nobody
+        with suppress(OSError):  # a list that does not exist admits nobody
             info = path.stat()
             others = 0o002 if info.st_uid == 0 else 0o022
             if info.st_mode & others and not os.statvfs(path).f_flag & os.ST_RDONLY:

@@ -29,7 +29,7 @@ class Learned(Struct, frozen=True, gc=False):
 
 
 class Follower:
-    """`missed`: what is known was voided, although the blocks are cached still; whoever has them named again resets it.
+    """`missed`: the index was voided although the rank still has the blocks; who asks the rank to name them resets it.
     `ours`: the publisher is a node of ours, whose hashes need no translation. A message that cannot be read voids
     what is known, for nobody can tell what it said. `counts` gets `kv_gaps`, `kv_restarts`, what the translation left
     out, here or at a node of ours (`kv_events.LEFT_OUT`), and `rejected_<reason>` for such a message."""

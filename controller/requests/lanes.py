@@ -19,8 +19,8 @@ class Lane(NamedTuple):
     apart: bool = False
 
     def competes(self, other: Lane) -> bool:
-        """Whether what waits in `other` may want a rank that this wants. What is pinned wants nobody else's, and what
-        waits apart need not want one that has credit."""
+        """Whether requests in `other` may want a rank that requests in this lane want. Pinned requests want the rank
+        that their caller chose alone, and requests that wait apart may refuse a rank that has credit."""
         return (
             self.model == other.model
             and not (self.pinned or other.pinned or other.apart)

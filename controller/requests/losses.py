@@ -25,8 +25,8 @@ Failed: TypeAlias = Callable[[Request, LegRun, Code, str, float, list[Action]], 
 
 
 class Losses:
-    """Of the requests in `table`. `failed` is called with a leg that is over and not well, and why; `again` with one
-    whose request is to be dispatched once more."""
+    """Handles lost ranks for the requests in `table`. It calls `failed` with a leg that has failed and the reason, and
+    `again` with a leg whose request must be dispatched once more."""
 
     def __init__(
         self, config: ControllerConfig, table: RequestTable, loads: LoadTable, attempts: Attempts,
@@ -122,6 +122,6 @@ class Losses:
         return request.losses + self.unclear.count(request.rid, request.submit.offset)
 
     def is_apart(self, request: Request) -> bool:
-        """Whether one more loss makes it poison, so that it goes nowhere beside another such. Not with the first: then
-        all that a lost rank ran would wait."""
+        """Whether one more lost rank makes the request poison. Then it must not share a rank with another such request.
+        The first loss does not count alone, or else all requests of one lost rank would wait."""
         return self.of(request) >= max(2, self._config.attempts - 1)
