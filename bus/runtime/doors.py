@@ -29,7 +29,6 @@ from bus.runtime.logs import get_logger
 EACH_MAX = 8192  # twice as many ranks as there may be
 TALK_MAX = 1 << 16  # bytes a listener may say: some 2,000 subscriptions
 TALK_PER_S = 256  # heartbeats, encrypted
-LOOK_MIN = 4096  # what one wake-up counts over ipc, where the kernel does not count bytes
 LOOK_S = 1.0  # between looks at what listeners leave unread
 UNREAD_S = 10.0  # a listener that takes nothing for so long, of what is there for it, is gone for all we know
 CUTS_LOGGED = 1000
@@ -39,6 +38,7 @@ _CAME, _LEFT = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
 _EVENTS = _CAME | _LEFT
 _SAID = struct.Struct("=Hi")  # an event and its descriptor
 _BYTES_ACKED, _BYTES_RECEIVED = 120, 128  # where struct tcp_info has tcpi_bytes_acked and tcpi_bytes_received
+_SO_PEEK_OFF, _PEEK_FROM = 42, (1 << 31) - 1  # socket(7); far beyond what a connection says in its life
 
 log = get_logger("bus")
 
@@ -167,6 +167,7 @@ class Doors:
             self._cut_newest_of_most(door, endpoint)
         elif door.listeners:
             with suppress(OSError):
+                _count_reads(number)
                 self._talk.register(number, select.EPOLLIN | select.EPOLLET)
 
     def _left(self, door: _Door, number: int) -> None:
@@ -251,14 +252,26 @@ def _source(number: int, endpoint: str) -> str | None:
         return None
 
 
+def _count_reads(number: int) -> None:
+    """Have the kernel count what is read of this connection from now on, where it is ipc. Of a unix socket it counts no
+    bytes, but moves the offset at which one may peek towards the front by each byte that is read (socket(7))."""
+    socket = unix.socket(fileno=number)
+    try:
+        if socket.family == unix.AF_UNIX:
+            socket.setsockopt(unix.SOL_SOCKET, _SO_PEEK_OFF, _PEEK_FROM)
+    finally:
+        socket.detach()
+
+
 def _said(number: int, so_far: int) -> int:
-    """Bytes that have come over this connection: exact over tcp; what is seen of them over ipc."""
+    """Bytes that have come over this connection; over ipc those since `_count_reads`, read or not."""
     try:
         socket = unix.socket(fileno=number)
         try:
             if socket.family == unix.AF_UNIX:
+                read = _PEEK_FROM - socket.getsockopt(unix.SOL_SOCKET, _SO_PEEK_OFF)
                 unread = struct.unpack("i", fcntl.ioctl(number, termios.FIONREAD, b"\0" * 4))[0]
-                return so_far + max(LOOK_MIN, int(unread))
+                return read + int(unread)
             info = socket.getsockopt(unix.IPPROTO_TCP, unix.TCP_INFO, _BYTES_RECEIVED + 8)
             return int(struct.unpack_from("Q", info, _BYTES_RECEIVED)[0])
         finally:

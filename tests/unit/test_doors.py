@@ -22,12 +22,12 @@ from structlog.testing import capture_logs
 
 from bus.errors import StartError
 from bus.runtime import doors
-from bus.runtime.doors import LOOK_MIN, TALK_MAX, hang_up
+from bus.runtime.doors import TALK_MAX, hang_up
 from bus.runtime.file_limit import FILES_MIN
 from bus.runtime.frames import FRAMES_MAX
 from bus.runtime.loop import Loop
 from bus.runtime.sockets import TOPIC_MAX, Sockets
-from pdbus.soak.raw_zmtp import MORE, frame, greet, pour
+from pdbus.soak.raw_zmtp import COMMAND, MORE, frame, greet, pour
 
 WAIT_S = patience_s(120.0)
 
@@ -176,20 +176,44 @@ def test_a_subscription_may_be_as_long_as_a_topic_and_no_longer(directory: Path)
             until(lambda: hung_up(peer), "it is cut off")
 
 
-def test_what_a_subscriber_says_is_counted_in_bytes_over_tcp_and_by_looking_over_ipc() -> None:
-    ours, theirs = unix.socketpair()
-    with ours, theirs:
-        theirs.send(b"x")
-        assert doors._said(ours.fileno(), 5) == 5 + LOOK_MIN
-        theirs.send(bytes(LOOK_MIN))
-        assert doors._said(ours.fileno(), 0) == LOOK_MIN + 1
-    with (
-        unix.create_server(("127.0.0.1", 0)) as server,
-        unix.create_connection(server.getsockname()) as peer,
-        server.accept()[0] as accepted,
-    ):
-        peer.sendall(bytes(TALK_MAX))
-        until(lambda: doors._said(accepted.fileno(), 0) == TALK_MAX, "the kernel has counted them")
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_what_a_subscriber_says_is_counted_in_bytes_whether_it_was_read_or_not(directory: Path, transport: str) -> None:
+    at = f"{directory}/s" if transport == "ipc" else ("127.0.0.1", 0)
+    with unix.socket(unix.AF_UNIX if transport == "ipc" else unix.AF_INET) as server:
+        server.bind(at)
+        server.listen()
+        with unix.socket(server.family) as peer:
+            peer.connect(server.getsockname())
+            with server.accept()[0] as accepted:
+                doors._count_reads(accepted.fileno())
+                peer.sendall(bytes(TALK_MAX))
+                until(lambda: doors._said(accepted.fileno(), 0) == TALK_MAX, "it is counted before it is read")
+                assert accepted.recv(1000) == bytes(1000)
+                assert doors._said(accepted.fileno(), 0) == TALK_MAX
+                peer.sendall(b"x")
+                until(lambda: doors._said(accepted.fileno(), 0) == TALK_MAX + 1, "what comes later adds to it")
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_a_subscribers_pings_are_no_subscriptions(directory: Path, transport: str) -> None:
+    with Sockets() as sockets:
+        out = sockets.bus_out(f"ipc://{directory}/s" if transport == "ipc" else "tcp://127.0.0.1:*")
+        with greet(out.getsockopt_string(zmq.LAST_ENDPOINT), b"SUB", timeout_s=WAIT_S) as peer:
+            for _ in range(200):
+                pour(peer, frame(b"\4PING\0\x1e", COMMAND), 1)
+                assert b"PONG" in peer.recv(4096)
+            pour(peer, frame(b"\1to/"), 1)
+            peer.setblocking(False)
+
+            def heard() -> bool:
+                out.send_multipart([b"to/x", b"y"])
+                with suppress(BlockingIOError):
+                    return b"to/x" in peer.recv(4096)
+                return False
+
+            until(heard, "it still hears what it subscribes to")
+        assert sockets.doors is not None
+        assert not sockets.doors.cut
 
 
 def test_only_the_connection_that_was_meant_is_hung_up_on() -> None:
