@@ -32,7 +32,7 @@ JOIN =
 FULL =
 ROWS =
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d test-gpu test-gpu-cpu bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign test-metrics check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api fuzz-http mutate simulate simulate-mutations test-simulation cuts test-cuts cut-streams test-streams soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d test-gpu test-gpu-cpu bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign test-metrics check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api test-fuzz-api fuzz-http mutate simulate simulate-mutations test-simulation cuts test-cuts cut-streams test-streams soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -236,6 +236,10 @@ fuzz: setup ## A million random messages to every core, for ten minutes at most
 fuzz-api: setup ## Call all that others embed with whatever a program may hand over, for SECONDS=20 from SEED=1
 	@echo "==> fuzz-api"
 	@PYTHONPATH=tests/support $(BIN)/python -m fuzz_api --seconds $(SECONDS) --seed $(SEED)
+
+test-fuzz-api: setup ## Two minutes of that (always the same calls; fuzz-api takes others)
+	@echo "==> fuzz-api"
+	@PYTHONHASHSEED=0 PYTHONPATH=tests/support $(BIN)/python -m fuzz_api --seeds 1:121
 
 fuzz-http: setup ## Requests of every kind to the HTTP edge, for a minute (the first time it installs schemathesis)
 	@test -x $(VENV)/fuzz/bin/schemathesis || { $(PYTHON) -m venv $(VENV)/fuzz && \

@@ -263,11 +263,11 @@ def _arguments(
     attempt: int, prefill_instance: str, dp_rank: int | None, deadline_s: float, max_age_s: float
 ) -> dict[str, Any]:
     """As the core takes them; TypeError, ValueError or OverflowError where they make no sense."""
-    if prefill_instance and NAME.fullmatch(prefill_instance) is None:
-        raise ValueError(f"no instance's name: {prefill_instance[:80]!r}")
+    if not isinstance(prefill_instance, str) or (prefill_instance and NAME.fullmatch(prefill_instance) is None):
+        raise ValueError("prefill_instance is no name")
     return {
         "attempt": index(attempt),
-        "prefill_instance": prefill_instance,
+        "prefill_instance": str(prefill_instance),  # a subclass of str cannot be encoded
         "dp_rank": None if dp_rank is None else index(dp_rank),
         "deadline_s": float(deadline_s),
         "max_age_s": float(max_age_s),

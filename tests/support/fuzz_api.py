@@ -1,6 +1,7 @@
 """Drive every public call of every part that others embed with whatever a program may hand over.
 
 python -m fuzz_api --seconds 20 --seed 1
+python -m fuzz_api --seeds 1:61
 
 The calls are read off what the packages export. Each example takes one part through a life (not started, serving,
 stopped, serving again, beside its stop, from two threads, in a forked child) and calls it with values of other types,
@@ -22,10 +23,11 @@ import time
 import warnings
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack, contextmanager, suppress
+from fractions import Fraction
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -62,7 +64,18 @@ TEXTS = ["", "e", "p", "r1", "\ud800", "\0", "ü" * 70, "x" * 3000, "ready", "dr
 BUFFERS = [b"", b"\5\0\0\0" * 4, bytearray(8), memoryview(b"abcd"), array("i", [1, 2]), array("d", [1.0])]
 OTHERS = [None, (), [], {}, [1, 2], ("e", 0), (("e", 0),), {"a": 1}, object(), print, Params(), codec.encode(Params())]
 ARRAYS = [np.int64(5), np.float32(0.5), np.arange(4), np.arange(8, dtype=np.int32)[::2], np.array(7)]
-ODD = [*NUMBERS, *FLOATS, *TEXTS, *BUFFERS, *OTHERS, *ARRAYS]
+
+
+class Text(str):
+    """msgspec encodes no subclass of str, and none of int."""
+
+
+class Whole(int):
+    pass
+
+
+KINDS = [Text("r1"), Text("e"), np.str_("r2"), Whole(1), np.bool_(True), Fraction(1, 2), Fraction(2)]
+ODD = [*NUMBERS, *FLOATS, *TEXTS, *BUFFERS, *OTHERS, *ARRAYS, *KINDS]
 PROMPT = [b"\5\0\0\0" * 4, codec.encode(Params())]
 LOAD = Load(seq=0, step=0, running=0, waiting=0, waiting_tokens=0, kv_tokens=0, kv_capacity=0, max_running=0)
 GOOD: dict[str, list[Any]] = {
@@ -321,18 +334,25 @@ def examples(name: str, kind: type, place: Place, number: int, ran: Counter[str]
         raise
 
 
-def drive(place: Place, first: int, until: float) -> Counter[str]:
-    """Drive each part, from the seed `first` on until the clock says `until`, and once at least: lives by part."""
+def drive(place: Place, seeds: Iterable[int]) -> Counter[str]:
+    """Drive each part with each of the seeds: lives by part."""
     kinds = exported()
     left_out = kinds.keys() - PARTS.keys() - ELSEWHERE.keys()
     assert not left_out, f"exported, and driven nowhere: {left_out}"
     ran: Counter[str] = Counter()
-    number = first
-    while time.monotonic() < until or len(ran) < len(PARTS):
+    for number in seeds:
         for name in PARTS:
             examples(name, kinds[name], place, number, ran)
-        number += 1
     return ran
+
+
+def seeds_for(seconds: float, first: int) -> Iterator[int]:
+    """Seeds from `first` on, until that time is over; one at least."""
+    until = time.monotonic() + seconds
+    yield first
+    while time.monotonic() < until:
+        first += 1
+        yield first
 
 
 def serve(link: RankLink) -> None:
@@ -346,16 +366,26 @@ def serve(link: RankLink) -> None:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--seconds", type=float, default=20.0)
-    arguments.add_argument("--seed", type=int, default=1)
+    arguments.add_argument("--seed", type=int, default=1, help="the first")
+    arguments.add_argument("--seeds", metavar="FROM:TO", help="these, however long they take, and not TO itself")
     given_ = arguments.parse_args()
+    fixed = range(*map(int, given_.seeds.split(":"))) if given_.seeds else None
+    began, driven = time.monotonic(), []
+
+    def seeds() -> Iterator[int]:
+        for number in fixed or seeds_for(given_.seconds, given_.seed):
+            driven.append(number)
+            yield number
+
     with tempfile.TemporaryDirectory(prefix="pd") as folder, ExitStack() as exits:
         place = Place(folder)
         exits.enter_context(Controller(ControllerConfig(bus=place.bus, controller=place.controller, with_broker=True)))
         link = exits.enter_context(place.link("e"))
         threading.Thread(target=serve, args=(link,), daemon=True).start()
         assert link.wait_ready(30.0)
-        ran = drive(place, given_.seed, time.monotonic() + given_.seconds)
-    print(f"{sum(ran.values())} lives, none broken: {dict(ran)}")
+        ran = drive(place, seeds())
+    took_s = time.monotonic() - began
+    print(f"seeds {driven[0]} to {driven[-1]}, {took_s:.0f} s: {sum(ran.values())} lives, none broken: {dict(ran)}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 
 import fuzz_api
 import pytest
@@ -35,7 +34,23 @@ def test_a_part_that_fails_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         fuzz_api.live("Resolver", fuzz_api.Place(folder), "serving", plan, [])
 
 
-def test_lives_of_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lives_of_each_part() -> None:
     with tempfile.TemporaryDirectory(prefix="pd") as folder:
-        ran = fuzz_api.drive(fuzz_api.Place(folder), 1, time.monotonic())
+        ran = fuzz_api.drive(fuzz_api.Place(folder), fuzz_api.seeds_for(0.0, 1))
     assert ran.keys() == fuzz_api.PARTS.keys()
+
+
+def test_a_seed_draws_the_same_calls_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[object] = []
+
+    def note(name: str, _: object, way: str, *plans: fuzz_api.Plan) -> None:
+        said = [(call, len(args), *((key, type(value)) for key, value in named.items()))
+                for plan in plans for call, args, named in plan]  # fmt: skip
+        drawn.append((name, way, said))
+
+    monkeypatch.setattr(fuzz_api, "live", note)
+    with tempfile.TemporaryDirectory(prefix="pd") as folder:
+        for _ in range(2):
+            fuzz_api.drive(fuzz_api.Place(folder), range(1, 4))
+    assert drawn[: len(drawn) // 2] == drawn[len(drawn) // 2 :]
+    assert len({str(each) for each in drawn}) > 100, "other seeds, other calls"

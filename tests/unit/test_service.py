@@ -472,6 +472,10 @@ def test_what_a_stopped_resolver_had_not_found_is_lost(folder: str) -> None:
 # --- numbers and names of all kinds ---------------------------------------------------------------------------------
 
 
+class Text(str):
+    """A string of some other library."""
+
+
 class Number:
     """An integer of some other library."""
 
@@ -492,6 +496,8 @@ class Number:
         (6, {"prefill_instance": "\ud800"}, "bad_request"),
         (6, {"prefill_instance": "no name"}, "bad_request"),
         (6, {"prefill_instance": 5}, "bad_request"),
+        (6, {"prefill_instance": {}}, "bad_request"),
+        (6, {"prefill_instance": None}, "bad_request"),
         (6, {"dp_rank": "0"}, "bad_request"),
         (6, {"attempt": 1.5}, "bad_request"),
         (6, {"deadline_s": "soon"}, "bad_request"),
@@ -519,6 +525,14 @@ def test_integers_of_other_libraries_are_rooms(folder: str) -> None:
         assert finder.wait(WAIT_S)
         assert finder.poll().keys() == {5}
         assert part.counts["invalid"] == 1
+
+
+def test_strings_of_other_libraries_are_names(folder: str) -> None:
+    with broker(folder), publisher(folder) as part, resolver(folder) as finder:
+        part.register(5)
+        finder.want(5, deadline_s=WAIT_S, prefill_instance=Text("p"))
+        assert finder.wait(WAIT_S)
+        assert finder.poll().keys() == {5}
 
 
 def test_a_publisher_counts_what_is_no_text(folder: str) -> None:
