@@ -1,6 +1,6 @@
 """What a policy is: an object that gets candidates and a request's header and returns a rank, and may learn.
 
-Owns the contract; `docs/policies.md` ("Write your own") tells it with an example. Policies run on the controller's
+Owns the contract; `docs/own-policy.md` shows it with an example. Policies run on the controller's
 thread and in the lab's virtual time: they take time from their arguments and randomness from their seed.
 """
 

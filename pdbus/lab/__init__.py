@@ -1,7 +1,7 @@
 """The policy lab: what would each balancing method do on this trace? `pdbus replay`, and the pieces for notebooks.
 
 Virtual time: a discrete-event loop over parts that run live (load table, policies, batching, blocks, timing
-model), so that an hour of trace takes seconds. See `docs/policies.md`.
+model), so that an hour of trace takes seconds. See `docs/replay.md`.
 """
 
 from pdbus.lab.config import LabConfig

@@ -24,7 +24,6 @@ TYPED = {
     "docs/hosts.md": "tests/hosts/test_served.py",
     ". .venv/bin/activate": HERE,
     'pdbus generate "What is a load balancer?"': HERE,
-    "# 10.0.0.1, once: a key": "tests/integration/test_readme.py",
     "from pdbus import Client": HERE,
     "def test_mine(pdbus_cluster)": "tests/integration/test_pytest_plugin.py",
     "$ PDBUS_CONTROLLER_HANG_S=7": HERE,
@@ -125,7 +124,7 @@ def test_the_settings_pages_file_and_session(place: Path) -> None:
 
 
 def test_the_policies_pages_own_method(place: Path) -> None:
-    page = list(blocks(ROOT / "docs" / "policies.md"))
+    page = list(blocks(ROOT / "docs" / "own-policy.md"))
     (method,) = [block.text for block in page if block.text.startswith("from controller import Policy")]
     (place / "quickest.py").write_text(method, encoding="utf-8")
     (first,) = [block.text for block in page if "examples/two_choices.py:TwoChoices" in block.text and shell(block)]

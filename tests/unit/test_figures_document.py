@@ -1,4 +1,4 @@
-"""The figures of the README's table of methods are those of docs/policies.md, range for range."""
+"""The figures of the README's table of methods are those of docs/notes/policies.md, range for range."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MEASURED = {
     cells[0].strip(" `"): (cells[1].strip(), cells[3].strip())  # mean TTFT and p99, in seconds
-    for line in (ROOT / "docs" / "policies.md").read_text(encoding="utf-8").splitlines()
+    for line in (ROOT / "docs" / "notes" / "policies.md").read_text(encoding="utf-8").splitlines()
     if len(cells := line.strip("|").split("|")) == 11
 }
 ROWS = re.findall(

@@ -401,7 +401,7 @@ def test_an_unknown_name_lists_the_labs_own_methods_too() -> None:
 
 
 def test_the_pages_example_works_as_it_stands(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "own-policy.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
     path = tmp_path / "longest_apart.py"
     path.write_text(code)
