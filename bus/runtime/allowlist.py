@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import zmq.utils.z85
 
 from bus.errors import ConfigError
-from bus.rights import DOMAINS, ROLES
+from bus.rights import DOMAINS, ROLES, KeyRole
 from bus.runtime.logs import get_logger
 from bus.wire.messages import NAME
 
@@ -50,9 +50,13 @@ class Allowlist:
                     return f"{role}/{name}"
         return ""
 
+    def listed(self, key: bytes) -> str:
+        """The name under which `key` is listed in any role, if it is: who may connect, but perhaps elsewhere."""
+        return _name_in(self._folders, key)
+
     def revoked(self, key: bytes) -> str:
         """The name under which `key` was revoked here, if it was."""
-        return next((f"{role}/{name}" for role, folder in self._revoked.items() if (name := folder.holds(key))), "")
+        return _name_in(self._revoked, key)
 
 
 class Folder:
@@ -133,6 +137,10 @@ class Folder:
             if known is None or known.key is not None:
                 log.warning("allowlist.file_skipped", path=entry.path, error=str(error))
             return _File(None, None)
+
+
+def _name_in(folders: Mapping[KeyRole, Folder], key: bytes) -> str:
+    return next((f"{role}/{name}" for role, folder in folders.items() if (name := folder.holds(key))), "")
 
 
 def _stamp(status: os.stat_result) -> Stamp:

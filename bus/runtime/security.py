@@ -122,9 +122,11 @@ class Gatekeeper:
                     return [version, number, b"300", b"later", b"", b""]
                 self._admit(key, name, at, source)
                 return [version, number, b"200", b"OK", name.encode(), b""]
-            revoked = self._allowlist.revoked(key)
-            why = "was revoked" if revoked else "not on the allowlist"
-            self._refuse(at, source, why, known=bool(revoked) or key in self._known, key=revoked or key.decode())
+            name, why = self._allowlist.listed(key), "its role may not connect here"
+            if not name:
+                name = self._allowlist.revoked(key)
+                why = "was revoked" if name else "not on the allowlist"
+            self._refuse(at, source, why, known=bool(name) or key in self._known, key=name or key.decode())
         else:
             self._refuse(at, source, "not on the allowlist")
         return [version or b"1.0", number, b"400", b"not on the allowlist", b"", b""]

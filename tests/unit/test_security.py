@@ -462,15 +462,21 @@ def test_the_log_of_refusals_does_not_run_dry() -> None:
     assert lines.one("clients strangers", 60.0) == 0
 
 
-def test_the_log_names_a_revoked_key_whatever_strangers_do(tmp_path: Path) -> None:
-    """It never was here while it was listed."""
+@pytest.mark.parametrize(
+    ("revoked", "why"),
+    [(True, "was revoked"), (False, "its role may not connect here")],
+    ids=["revoked", "of a client"],
+)
+def test_the_log_names_a_revoked_or_a_listed_key_whatever_strangers_do(tmp_path: Path, revoked: bool, why: str) -> None:
+    """It never was here while it was listed, or may connect elsewhere."""
     new_keys(tmp_path / "keys")
     add_key(tmp_path / "keys", "clients", "alice")
     alice = read_key(tmp_path / "keys" / "allow" / "clients" / "alice.key")
-    revoke_key(tmp_path / "keys", "clients", "alice")
+    if revoked:
+        revoke_key(tmp_path / "keys", "clients", "alice")
 
     def ask(key: bytes) -> bytes:
-        return keeper.answer([b"1.0", b"1", b"clients", b"10.0.0.1", b"", b"CURVE", zmq.utils.z85.decode(key)])[2]
+        return keeper.answer([b"1.0", b"1", b"nodes", b"10.0.0.1", b"", b"CURVE", zmq.utils.z85.decode(key)])[2]
 
     with zmq.Context() as context, capture_logs() as logs:
         keeper = gate.Gatekeeper(context, load_keys(tmp_path / "keys", "controllers"))
@@ -481,7 +487,7 @@ def test_the_log_names_a_revoked_key_whatever_strangers_do(tmp_path: Path) -> No
         finally:
             keeper.close()
     assert len(logs) == gate.LOGGED_MAX + 1
-    assert (logs[-1]["event"], logs[-1]["key"], logs[-1]["why"]) == ("peer.refused", "clients/alice", "was revoked")
+    assert (logs[-1]["event"], logs[-1]["key"], logs[-1]["why"]) == ("peer.refused", "clients/alice", why)
 
 
 def test_keys_are_made_where_nobody_else_may_put_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
