@@ -1,4 +1,4 @@
-"""The errors pdbus raises. Owns the hierarchy; holds no logic. Failure codes are `bus.wire.messages.Code`.
+"""The errors pdbus raises. Owns the hierarchy; holds no logic. Failure codes are `bus.wire.codes.Code`.
 
 `assert` is for our own bugs. Anything a peer or a user can cause is one of these.
 """
@@ -54,7 +54,7 @@ class PeerLost(BusError):
 class RequestFailed(BusError):
     """A request ended without its answer.
 
-    `code` is one of the codes of `docs/protocol.md` (see `bus.wire.messages.Code`); `retryable` says whether the
+    `code` is one of the codes of `docs/protocol.md` (see `bus.wire.codes.Code`); `retryable` says whether the
     same request may succeed later, and `retry_after_s` when to try.
     """
 

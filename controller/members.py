@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from bus.actions import Note
-from bus.wire.messages import Bye, Code, Hello, MemberKey, Ping, Pong, RankState, Refused, Rid, Welcome
+from bus.wire.codes import Code
+from bus.wire.messages import Bye, Hello, MemberKey, Ping, Pong, RankState, Refused, Rid, Welcome
 from controller.config import ControllerConfig
 from controller.events import Action, ToNode
 from controller.health import DEAD, Change, Health

@@ -15,7 +15,8 @@ from msgspec.structs import replace
 from bus.errors import REASONS
 from bus.histogram import trimmed
 from bus.runtime.metrics import Metric, Sample, gauge, labelled
-from bus.wire.messages import MAX_ROOM, Code, MemberKey, RankStatus, Role, Scraped, WantedRole
+from bus.wire.codes import Code
+from bus.wire.messages import MAX_ROOM, MemberKey, RankStatus, Role, Scraped, WantedRole
 from controller.health import Pulse
 from controller.load.rank import RankLoad
 

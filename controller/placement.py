@@ -10,7 +10,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Container, Mapping
 from typing import TypeAlias, get_args
 
-from bus.wire.messages import Code, Refusal, Role, Submit
+from bus.wire.codes import Code, Refusal
+from bus.wire.messages import Role, Submit
 from controller.late import LateBinding
 from controller.load.groups import Group, Metric, Subset, View, exchange
 from controller.load.rank import RankLoad

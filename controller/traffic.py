@@ -21,12 +21,12 @@ from bus.runtime.logs import get_logger
 from bus.runtime.ration import LARGE, Ration
 from bus.runtime.sockets import Socket
 from bus.wire import codec, topics
+from bus.wire.codes import refusal_of
 from bus.wire.messages import (
     CLIENT_TO_CONTROLLER,
     NODE_TO_CONTROLLER,
     Accepted,
     Beacon,
-    Code,
     Done,
     Message,
     Refused,
@@ -97,8 +97,7 @@ class Traffic:
                 raise RemoteProtocolError("frames", f"{len(frames)} frames")
         except RemoteProtocolError as error:
             self.reject(peer, error)
-            code: Code = "bad_version" if error.reason == "version" else "bad_message"
-            self._send(self._clients, peer, Refused(code, str(error)[:1024]))
+            self._send(self._clients, peer, Refused(refusal_of(error.reason), str(error)[:1024]))
             return
         self.handle(FromClient(peer, message, frames[2:]))
 
@@ -113,8 +112,7 @@ class Traffic:
                 raise RemoteProtocolError("not_yours", f"{type(message).__name__} of {instance}")
         except RemoteProtocolError as error:
             self.reject(peer, error)
-            codes: dict[str, Code] = {"version": "bad_version", "not_yours": "bad_identity"}
-            self._send(self._nodes, peer, Refused(codes.get(error.reason, "bad_message"), str(error)[:1024]))
+            self._send(self._nodes, peer, Refused(refusal_of(error.reason), str(error)[:1024]))
             return
         self.handle(FromNode(peer, message))
 

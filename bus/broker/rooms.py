@@ -17,7 +17,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-from bus.wire.messages import Attempt, Code, Location, Lost, Room
+from bus.wire.codes import Code
+from bus.wire.messages import Attempt, Location, Lost, Room
 
 SHARDS = 2039  # prime, so that rooms made as k * dp_size + rank spread too
 SWEEPS_PER_TTL = 16

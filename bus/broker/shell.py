@@ -40,7 +40,8 @@ from bus.runtime.ration import Ration
 from bus.runtime.service import Service
 from bus.runtime.sockets import Socket, Sockets
 from bus.wire import codec, topics
-from bus.wire.messages import PUBLICATIONS, TO_BROKER, BrokerStatusQuery, Code, Message, Query, Refused, Topology
+from bus.wire.codes import refusal_of
+from bus.wire.messages import PUBLICATIONS, TO_BROKER, BrokerStatusQuery, Message, Query, Refused, Topology
 
 TICK_S = 0.025
 IDLE_TICK_S = 0.25  # what rests is not left for longer
@@ -174,8 +175,7 @@ class Broker(Service):
             message = codec.decode(frames[2], TO_BROKER)
         except RemoteProtocolError as error:
             self._reject(peer, error)
-            code: Code = "bad_version" if error.reason == "version" else "bad_message"
-            self._send(peer, Refused(code, str(error)[:1024]))
+            self._send(peer, Refused(refusal_of(error.reason), str(error)[:1024]))
             return
         if isinstance(message, BrokerStatusQuery) and not may(peer, "admins"):
             self._send(peer, Refused("bad_identity", "the broker's status is for an admin's key", message.id))

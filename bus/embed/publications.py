@@ -17,10 +17,10 @@ from msgspec import structs
 
 from bus.actions import Publish
 from bus.defaults import IDLE_INTERVALS, REPORT_INTERVAL_S, ROOM_TTL_S
+from bus.wire.codes import Code
 from bus.wire.messages import (
     MAX_ROOM,
     Beacon,
-    Code,
     Conflict,
     Drop,
     Endpoint,

@@ -28,7 +28,8 @@ from bus.runtime.peer_keys import LOOK_S
 from bus.runtime.service import Service
 from bus.runtime.sockets import Sockets
 from bus.wire import codec, topics
-from bus.wire.messages import PUBLICATIONS, Code, Conflict, Load, Member, NodeState, Role
+from bus.wire.codes import Code
+from bus.wire.messages import PUBLICATIONS, Conflict, Load, Member, NodeState, Role
 
 __all__ = ["Publisher", "PublisherCore"]
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from bus.actions import Send
+from bus.wire.codes import Code
 from bus.wire.messages import (
     MAX_ROOM,
     MAX_ROOMS_PER_MESSAGE,
     Answer,
     Beacon,
-    Code,
     FoundBy,
     InstanceInfo,
     Location,

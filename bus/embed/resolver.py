@@ -28,7 +28,8 @@ from bus.runtime.peer_keys import LOOK_S
 from bus.runtime.service import Service
 from bus.runtime.sockets import Sockets
 from bus.wire import codec, topics
-from bus.wire.messages import FROM_BROKER, NAME, Code, Location, Message
+from bus.wire.codes import Code
+from bus.wire.messages import FROM_BROKER, NAME, Location, Message
 
 __all__ = ["Resolved", "Resolver", "ResolverCore"]
 

@@ -13,6 +13,8 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
+from bus.wire.codes import Code
+
 MAX_ROOM = 2**63 - 1
 MAX_ROOMS_PER_MESSAGE = 4096
 MAX_TOKENS_PER_MESSAGE = 16384
@@ -30,51 +32,6 @@ NodeState: TypeAlias = Literal["starting", "ready", "draining", "gone"]
 RankState: TypeAlias = Literal["starting", "ready", "draining", "gone", "silent", "lost", "hung"]
 FoundBy: TypeAlias = Literal["", "told", "computed", "asked", "local"]
 FinishReason: TypeAlias = Literal["", "stop", "length", "cancelled", "failed"]
-
-# Why a request, a leg or a message was turned down; the sentence beside it is for people, this is for programs.
-Code: TypeAlias = Literal[
-    "ok",
-    "bad_request",  # malformed or self-contradictory header
-    "bad_room",  # bootstrap_room missing or out of range
-    "duplicate_room",  # the room belongs to another live request
-    "duplicate_rid",  # the rid belongs to another live request
-    "empty_prompt",
-    "too_long",  # longer than the context or than any rank's KV capacity
-    "bad_rank",  # the caller's rank or instance does not exist
-    "rank_unavailable",  # the caller's rank exists but is dead or draining
-    "no_rank",  # no live rank can take this leg now
-    "overloaded",
-    "deadline",
-    "cancelled",
-    "peer_lost",  # the process that ran it is gone
-    "unknown_room",  # nobody registered the room in time
-    "kv_failed",  # the KV cache could not be fetched intact
-    "prefill_failed",  # the other leg ended first
-    "decode_failed",
-    "engine_failed",
-    "poison",  # it took down every rank it was given to
-    "fenced",  # a newer attempt, or a later start of the rank, exists
-    "draining",
-    "shutting_down",
-    "bad_version",
-    "bad_message",
-    "too_many",  # a per-peer limit
-    "bad_identity",  # the peer speaks for a rank it has not claimed
-]
-RETRYABLE: frozenset[str] = frozenset(
-    {"no_rank", "rank_unavailable", "overloaded", "peer_lost", "unknown_room", "kv_failed", "prefill_failed",
-     "decode_failed", "draining", "shutting_down"}
-)  # fmt: skip
-
-
-class Refusal(Exception):
-    """A request, or a leg of it, is turned down: `code` for programs, `sentence` for people."""
-
-    def __init__(self, code: Code, sentence: str) -> None:
-        super().__init__(sentence)
-        self.code: Code = code
-        self.sentence = sentence
-
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 ENDPOINT = re.compile(r"[!-~]{0,150}")

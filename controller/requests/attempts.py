@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from math import inf
 
-from bus.wire.messages import Attempt, CancelLeg, Code, Dispatch, Ended, Location, MemberKey, Rid, Role
+from bus.wire.codes import Code
+from bus.wire.messages import Attempt, CancelLeg, Dispatch, Ended, Location, MemberKey, Rid, Role
 from controller.events import Action, ToNode
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable

@@ -9,25 +9,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from math import inf
-from typing import Any, Literal
+from typing import Any
 
 from msgspec.structs import replace
 
 from bus.actions import Note
 from bus.rights import key_of, may
 from bus.tracecontext import child_of
+from bus.wire.codes import LEG_FAILED, MEANINGS, Code, Refusal, is_retryable
 from bus.wire.messages import (
-    RETRYABLE,
     Accepted,
     CancelLeg,
-    Code,
     Done,
     Ended,
     Failed,
     Progress,
-    Refusal,
     Rid,
-    Role,
     Submit,
 )
 from controller.config import ControllerConfig
@@ -53,25 +50,11 @@ from controller.requests.slos import SloClasses
 from controller.requests.story import story_of
 from controller.requests.table import RequestTable
 
-# Failures are logged with their rid: those of the cluster's parts as warnings; those of a cluster that is busy or has
-# no rank as information, and so are retries, `TOLD_MAX` of them between two calls of `measure`: clients can cause any
-# number. What a client got wrong or chose is for `trace` alone: it could fill the log.
-BROKEN: frozenset[Code] = frozenset(
-    {"peer_lost", "unknown_room", "kv_failed", "prefill_failed", "decode_failed", "engine_failed", "poison"}
-)
-BUSY: frozenset[Code] = frozenset(
-    {"no_rank", "rank_unavailable", "overloaded", "deadline", "draining", "shutting_down"}
-)
-WAITS: frozenset[Code] = frozenset({"no_rank", "rank_unavailable"})  # what waits for ranks that may be back soon
-OF_THE_PICTURE: frozenset[Code] = frozenset({"bad_request", "bad_rank", "too_long"})  # of placement: who is there
+# Failures are logged with their rid at the severity of their code. Lines at `info`, those of retries among them, are at
+# most TOLD_MAX between two calls of `measure`, since clients can cause any number; `debug` is for `trace` alone.
 TOLD_MAX = 10
 WISH_S = 5.0
 TOO_LATE = "its first token can no longer come in time"
-_LEG_FAILED: dict[Role, Literal["prefill_failed", "decode_failed"]] = {
-    "prefill": "prefill_failed",
-    "decode": "decode_failed",
-    "unified": "decode_failed",
-}
 
 
 class Life:
@@ -267,7 +250,7 @@ class Life:
         """When it may be worth trying again; 0: no hint."""
         if code == "overloaded":
             return round(min(5.0, max(0.05, (len(self.queue) + 1) / max(self._ends_s, 0.2))), 3)
-        return 0.5 if code in ("no_rank", "rank_unavailable", "peer_lost") else 0.0
+        return MEANINGS[code].hint_s
 
     def validate(self) -> None:
         """Every sum and map is what its definition says (tests call this after each event)."""
@@ -320,9 +303,10 @@ class Life:
             if not self.settled or not self._attempts.place(request, now, out):
                 return False
         except Refusal as refusal:
-            if refusal.code in WAITS and any(rank.info.role in ROLES[request.submit.leg] for rank in self._suspects):
+            meaning, roles = MEANINGS[refusal.code], ROLES[request.submit.leg]
+            if meaning.rank_may_return and any(rank.info.role in roles for rank in self._suspects):
                 return False
-            if self.young and refusal.code in OF_THE_PICTURE:
+            if self.young and meaning.needs_all_ranks:
                 sentence = f"{refusal.sentence}; but this controller has just begun, and ranks may be missing"
                 raise Refusal("no_rank", sentence) from None
             raise
@@ -397,7 +381,7 @@ class Life:
             return
         if what == "poison":
             code, sentence = "poison", f"{request.losses} ranks were lost with it; the last: {sentence}"
-        self._fail(request, code, sentence, now, out, withdraw=_LEG_FAILED[leg.role])
+        self._fail(request, code, sentence, now, out, withdraw=LEG_FAILED[leg.role])
 
     def _try_again(
         self, request: Request, failed: LegRun, code: Code, sentence: str, now: float, out: list[Action]
@@ -442,16 +426,16 @@ class Life:
 
     def _no_first_token(self, code: Code) -> None:
         """It ended with `code` before it had one, though it was to have one in time."""
-        self._counts["ttft_slo_missed" if code in BROKEN or code in BUSY else "ttft_slo_exempt"] += 1
+        self._counts["ttft_slo_exempt" if MEANINGS[code].severity == "debug" else "ttft_slo_missed"] += 1
 
     def _answer_failed(
         self, peer: Any, rid: Rid, attempt: int, about: dict[str, Any], code: Code, sentence: str, out: list[Action]
     ) -> None:
         self._counts["failed"] += 1
         self._counts[f"failed_{code}"] += 1
-        failed = Failed(rid, attempt, code, sentence[:1024], code in RETRYABLE, self.retry_after_s(code))
+        failed = Failed(rid, attempt, code, sentence[:1024], is_retryable(code), self.retry_after_s(code))
         out.append(ToClient(peer, failed))
-        level = "warning" if code in BROKEN else "info" if code in BUSY else "debug"
+        level = MEANINGS[code].severity
         self._tell("request.failed", level, about | {"code": code, "why": sentence}, out)
 
     def _tell(self, event: str, level: str, fields: dict[str, Any], out: list[Action]) -> None:

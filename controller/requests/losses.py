@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
-from bus.wire.messages import Attempt, CancelLeg, Code, Dispatch, Refusal, Rid
+from bus.wire.codes import Code, Refusal
+from bus.wire.messages import Attempt, CancelLeg, Dispatch, Rid
 from controller.config import ControllerConfig
 from controller.events import Action, ToNode
 from controller.load.rank import RankLoad

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from bus.rights import key_of
 from bus.tracecontext import trace_id_of
-from bus.wire.messages import MAX_DP_SIZE, MAX_ROOM, Code, Ended, Legs, Refusal, Rid, Role, Submit
+from bus.wire.codes import MEANINGS, Code, Refusal
+from bus.wire.messages import MAX_DP_SIZE, MAX_ROOM, Ended, Legs, Rid, Role, Submit
 from controller.load.rank import RankLoad
 from controller.requests.lanes import Lane
 
@@ -20,11 +21,6 @@ ROLES: dict[Legs, tuple[Role, ...]] = {
     "unified": ("unified",),
 }
 MAX_ATTEMPT = 1_000_000
-# Ends that another attempt can mend, as long as the client has seen no token of this one.
-MENDABLE: frozenset[Code] = frozenset(
-    {"no_rank", "rank_unavailable", "overloaded", "peer_lost", "unknown_room", "kv_failed", "prefill_failed",
-     "decode_failed", "engine_failed", "fenced", "draining", "shutting_down"}
-)  # fmt: skip
 
 
 class State(Enum):
@@ -204,7 +200,7 @@ def verdict(request: Request, code: Code, attempts: int, unclear: int = 0) -> Li
     """What to do about a request that may be tried `attempts` times and of which a leg failed with `code`. Poison: it
     seems to kill its ranks. `unclear`: ranks that may have died with it beside those that have: if they had, it should
     go nowhere."""
-    if code not in MENDABLE or request.state is State.STREAMING or request.attempt >= MAX_ATTEMPT:
+    if not MEANINGS[code].controller or request.state is State.STREAMING or request.attempt >= MAX_ATTEMPT:
         return "fail"
     if request.losses >= attempts:
         return "poison"

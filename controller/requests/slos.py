@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from bus.errors import ConfigError
-from bus.wire.messages import NAME, Refusal, Submit
+from bus.wire.codes import Refusal
+from bus.wire.messages import NAME, Submit
 
 _FORM = "--slo-class NAME=TTFT[,TPOT] in seconds, like interactive=0.5,0.03"
 _NAME_MAX = 32  # as `Submit.slo_class`

@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 from msgspec import Struct
 
 from bus.tracecontext import Span
+from bus.wire.codes import Code
 from bus.wire.messages import (
     MAX_MARKS,
     MAX_PHRASE,
     Attempt,
-    Code,
     Legs,
     Mark,
     MemberKey,

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from bus.due import DueTimes
 from bus.memory import Memory
-from bus.wire.messages import Attempt, Refusal, Rid, Role
+from bus.wire.codes import Refusal
+from bus.wire.messages import Attempt, Rid, Role
 from controller.config import ControllerConfig
 from controller.load.rank import RankLoad
 from controller.requests.order import ArrivalOrder, SloOrder

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from bus.actions import Note, Send
-from bus.wire.messages import Code
+from bus.wire.codes import Code
 from nodes.link.leg import Leg
 from nodes.link.story import LegStory
 

@@ -16,10 +16,10 @@ from msgspec.structs import replace
 from bus.actions import Note
 from bus.memory import Memory
 from bus.tracecontext import trace_id_of
+from bus.wire.codes import Code, Refusal, end_of_other
 from bus.wire.messages import (
     MAX_MARKS,
     CancelLeg,
-    Code,
     Dispatch,
     Ended,
     FoundBy,
@@ -31,7 +31,6 @@ from bus.wire.messages import (
     Load,
     Location,
     Mark,
-    Refusal,
     Role,
 )
 from nodes.link.actions import Action, Cancel, Leave, Over, PublishFrames, Register, Release, Start, Unregister
@@ -188,7 +187,7 @@ class RankCore:
             return []
         if message.code == "ok":
             return self._end(leg, "ok", "", now)
-        code: Code = message.code if message.code in ("cancelled", "deadline", "fenced") else "decode_failed"
+        code = end_of_other("prefill", message.code)
         return self._end(leg, code, f"the decode leg ended: {message.code}", now)
 
     # --- what the runner says -----------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ from bus import defaults
 from bus.errors import BusError, ConfigError, ProtocolError
 from bus.runtime.service import Service
 from bus.wire.codec import decode, encode
-from bus.wire.messages import MAX_ROOM, NODE_TO_CONTROLLER, Code, Role
+from bus.wire.codes import Code
+from bus.wire.messages import MAX_ROOM, NODE_TO_CONTROLLER, Role
 from nodes.link.actions import Cancel, Release, Start
 from nodes.link.config import LinkConfig
 from nodes.link.core import Limits

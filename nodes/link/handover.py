@@ -12,7 +12,7 @@ from typing import TypeAlias, get_args
 
 from msgspec import Struct
 
-from bus.wire.messages import Code
+from bus.wire.codes import Code
 from nodes.link.actions import Cancel, Release, Start
 from nodes.link.leg import Leg, LegState
 from nodes.link.puller import MAX_HANDLE_BYTES

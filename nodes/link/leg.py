@@ -13,17 +13,16 @@ from bus.defaults import TRACE_BYTES
 from bus.errors import RemoteProtocolError
 from bus.tracecontext import trace_id_of
 from bus.wire.codec import decode
+from bus.wire.codes import Code, Refusal
 from bus.wire.hashing import tokens_of
 from bus.wire.messages import (
     PARAMS,
-    Code,
     Dispatch,
     Ended,
     FinishReason,
     FoundBy,
     Location,
     Params,
-    Refusal,
     Role,
     TokenLogprobs,
     TraceContext,

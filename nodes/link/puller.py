@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from bus.actions import Note, Send
+from bus.wire.codes import Code, end_of_other
 from bus.wire.hashing import block_crc32
-from bus.wire.messages import Code, Dispatch, FoundBy, KvBlock, KvDone, KvFail, KvMeta, KvPull, Location
+from bus.wire.messages import Dispatch, FoundBy, KvBlock, KvDone, KvFail, KvMeta, KvPull, Location
 from nodes.link.actions import Action, Locate, Start, TakeBlock, Unlocate
 from nodes.link.facts import FOR_EVER, OVER_THE_BUS, KvHandle, RankFacts
 from nodes.link.leg import Leg, LegState
@@ -63,7 +64,7 @@ class KvPuller:
         leg.found_by = found_by
         if location is None:
             why = "no rank registered the room in time" if code == "unknown_room" else "the prefill leg ended first"
-            return self._end(leg, _end_code(code), why, now)
+            return self._end(leg, end_of_other("decode", code), why, now)
         return self._found(leg, location, attempt, now)
 
     def received(self, message: KvMeta | KvBlock | KvFail, data: bytes | memoryview, now: float) -> list[Action]:
@@ -77,7 +78,7 @@ class KvPuller:
             return self._other_attempt(leg, message, now)
         leg.heard_at = now
         if isinstance(message, KvFail):
-            code = _end_code(message.code) if leg.state is LegState.ASKING else "kv_failed"
+            code = end_of_other("decode", message.code) if leg.state is LegState.ASKING else "kv_failed"
             return self._end(leg, code, message.message or f"the prefill rank says {message.code}", now)
         if isinstance(message, KvMeta):
             if leg.state is LegState.ASKING and message.ready:
@@ -192,8 +193,3 @@ def _said_at(leg: Leg, meta: KvMeta) -> float:
 def unfetched(leg: Leg) -> bool:
     """Whether a decode leg still needs its prefill rank."""
     return leg.kv_wanted or leg.state is LegState.LOCATING
-
-
-def _end_code(code: Code) -> Code:
-    """How a decode leg ends when its prefill leg ended with `code`."""
-    return code if code in ("cancelled", "deadline", "unknown_room", "kv_failed") else "prefill_failed"

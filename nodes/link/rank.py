@@ -19,9 +19,9 @@ from bus.runtime.loop import Loop
 from bus.runtime.sockets import Sockets
 from bus.runtime.spans import Spans
 from bus.tracecontext import Span
+from bus.wire.codes import Code
 from bus.wire.messages import (
     CancelLeg,
-    Code,
     Conflict,
     Dispatch,
     FoundBy,

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from bus.wire.messages import Ack, Dispatch, Ended, Refusal
+from bus.wire.codes import Refusal
+from bus.wire.messages import Ack, Dispatch, Ended
 from nodes.link.leg import Identity, Leg, identity_of
 
 MAX_ACKS = 64

@@ -13,7 +13,8 @@ from typing import Literal, Protocol, TypeAlias
 
 from msgspec import Struct
 
-from bus.wire.messages import Code, TokenLogprobs
+from bus.wire.codes import Code
+from bus.wire.messages import TokenLogprobs
 from nodes.link.facts import FOR_EVER as FOR_EVER
 from nodes.link.facts import OVER_THE_BUS as OVER_THE_BUS
 from nodes.link.facts import KvHandle as KvHandle

@@ -11,7 +11,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from bus.actions import Send
-from bus.wire.messages import Code, KvDone, KvFail, KvMeta, KvPull
+from bus.wire.codes import Code
+from bus.wire.messages import KvDone, KvFail, KvMeta, KvPull
 from nodes.link.actions import SendBlock
 from nodes.link.leg import Leg, LegState
 from nodes.link.rooms import ByRoom

@@ -7,7 +7,8 @@ from typing import Any
 from msgspec import Struct
 
 from bus.tracecontext import Span, child_of
-from bus.wire.messages import MAX_PHRASE, Code, FinishReason, FoundBy, Mark, Role, TraceContext
+from bus.wire.codes import Code
+from bus.wire.messages import MAX_PHRASE, FinishReason, FoundBy, Mark, Role, TraceContext
 from nodes.link.leg import NO_ROOM, Leg
 
 

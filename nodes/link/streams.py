@@ -15,6 +15,7 @@ from copy import copy
 
 from bus.actions import Send
 from bus.rights import key_of, owns
+from bus.wire.codes import Refusal
 from bus.wire.messages import (
     MAX_LOGPROBS_PER_MESSAGE,
     MAX_OTHERS_PER_MESSAGE,
@@ -22,7 +23,6 @@ from bus.wire.messages import (
     Attach,
     Detach,
     MoreTokens,
-    Refusal,
     TokenLogprobs,
     Tokens,
 )

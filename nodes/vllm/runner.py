@@ -21,7 +21,8 @@ from msgspec.structs import replace
 
 from bus.errors import RemoteProtocolError
 from bus.wire import codec
-from bus.wire.messages import Refusal, TokenLogprobs
+from bus.wire.codes import Refusal
+from bus.wire.messages import TokenLogprobs
 from nodes.link.actions import Cancel, Release, Start
 from nodes.link.handover import HandedRunner, KnownLegs, LoadSaid, Said
 from nodes.link.leg import Leg

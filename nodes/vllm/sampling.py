@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bus.wire.messages import Params, Refusal
+from bus.wire.codes import Refusal
+from bus.wire.messages import Params
 from nodes.link.leg import Leg
 
 KNOWN = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias", "logprobs")

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from math import inf
 
 from bus.actions import Send
+from bus.wire.codes import Code, client_retries, is_retryable
 from bus.wire.messages import (
-    RETRYABLE,
     Accepted,
     Attach,
     Cancel,
-    Code,
     Detach,
     Done,
     Failed,
@@ -170,7 +169,7 @@ class ClientCore:
         if answers_us and request.state is not State.BACKOFF:
             return []  # what we cancelled: its controller may have given it the number that we gave to this one
         request.move_at(place, Event.FAILED)
-        if request.state is State.BACKOFF and (message.code in RETRYABLE or message.code in ("cancelled", "fenced")):
+        if request.state is State.BACKOFF and (client_retries(message.code) or message.code == "cancelled"):
             return []  # as the other submit failed already; a graver reason would be the end
         return self._retry(request, message.code, message.message, message.retry_after_s, now)
 
@@ -304,7 +303,7 @@ class ClientCore:
             return self._end(request, "stop", now)
         caller_chose = any(submit.routed_dp_rank is not None for submit in request.submits.values())
         if (
-            (code not in RETRYABLE and code != "fenced")
+            not client_retries(code)
             or (code == "rank_unavailable" and caller_chose)
             or request.attempt >= MAX_ATTEMPT
             or request.retries >= self._patience.retries
@@ -364,7 +363,7 @@ class ClientCore:
             code=code,
             message=message,
             retry_after_s=retry_after_s,
-            retryable=code in RETRYABLE,
+            retryable=code != "ok" and is_retryable(code),
             logprobs=tuple(request.logprobs),
             ran=request.ran or request.may_run,
         )

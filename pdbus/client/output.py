@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from bus.errors import RequestFailed
-from bus.wire.messages import Code, FinishReason, FoundBy, Location, TokenLogprobs
+from bus.wire.codes import Code
+from bus.wire.messages import FinishReason, FoundBy, Location, TokenLogprobs
 
 if TYPE_CHECKING:
     from pdbus.text.find import Places

@@ -10,8 +10,9 @@ from typing import TypeAlias
 
 import msgspec
 
+from bus.wire.codes import Code
 from bus.wire.hashing import token_bytes
-from bus.wire.messages import Code, FoundBy, Location, MemberKey, Rid, Submit, TokenLogprobs
+from bus.wire.messages import FoundBy, Location, MemberKey, Rid, Submit, TokenLogprobs
 
 GAP_S = 0.25  # between two requests to fill the same gap
 Place: TypeAlias = tuple[str, Rid]  # a controller's client endpoint, and the rid that was submitted there

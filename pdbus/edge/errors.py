@@ -1,4 +1,4 @@
-"""Errors as HTTP clients know them: a status, and a body in OpenAI's shape. Owns the status of each of our codes."""
+"""Errors as HTTP clients know them: a status, and a body in OpenAI's shape. `bus.wire.codes` has each code's status."""
 
 from __future__ import annotations
 
@@ -8,19 +8,10 @@ import re
 import msgspec
 
 from bus.errors import BusError, ConfigError, PeerLost, RequestFailed
+from bus.wire.codes import status_of
 from pdbus.client import Options
 
 CLIENT_GONE = 499  # nginx's number: counted, never sent
-STATUS: dict[str, int] = {  # of a request that failed; what is not here is 500
-    "bad_request": 400, "bad_room": 400, "bad_rank": 400, "empty_prompt": 400, "too_long": 400,
-    "bad_message": 400,  # a token id that the model has not
-    "duplicate_room": 409, "duplicate_rid": 409,
-    "overloaded": 429, "too_many": 429,
-    "cancelled": 410,  # by another: whoever left hears nothing
-    "no_rank": 503, "rank_unavailable": 503, "peer_lost": 503, "draining": 503, "shutting_down": 503,
-    "unknown_room": 503, "kv_failed": 503, "prefill_failed": 503, "decode_failed": 503,
-    "deadline": 504,
-}  # fmt: skip
 OPENAI_CODES = {"too_long": "context_length_exceeded"}  # where clients look for another name than ours
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _ADDRESS = re.compile(r"\b(?:ipc|tcp|inproc)://[^\s,;)]+")  # of the inside of a cluster
@@ -72,7 +63,7 @@ def invalid(param: str | None, message: str, code: str | None = None) -> HttpErr
 def of_bus(error: BusError) -> HttpError:
     """What the client library raised, for an HTTP client."""
     if isinstance(error, RequestFailed):
-        status = STATUS.get(error.code, 500)
+        status = status_of(error.code)
         code = OPENAI_CODES.get(error.code, error.code)
         return HttpError(status, error.message, code=code, retry_after_s=error.retry_after_s)
     if isinstance(error, ConfigError):  # `make_request` begins with the option that is at fault

@@ -14,7 +14,8 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any, Protocol
 
 from bus.runtime.logs import get_logger
-from bus.wire.messages import MAX_ROOM, Ack, Code, Load
+from bus.wire.codes import Code
+from bus.wire.messages import MAX_ROOM, Ack, Load
 
 HEARD_S = 3.0  # a broker silent for longer is taken for gone
 MAX_QUEUED = 10_000

@@ -11,7 +11,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from bus.wire.messages import Beacon, Code, LoadReport, Location, Member, MemberKey, Message, Rooms
+from bus.wire.codes import Code
+from bus.wire.messages import Beacon, LoadReport, Location, Member, MemberKey, Message, Rooms
 from pdbus.sglang.rank import HEARD_S, fits
 
 Query = Callable[[list[int]], dict[str, int]]  # SGLang's: rooms to ranks by HTTP, the rooms as text

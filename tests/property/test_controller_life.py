@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from bus.wire.codes import Code
 from bus.wire.hashing import pack_hashes
-from bus.wire.messages import Accepted, Bye, Cancel, Code, Dispatch, Done, DrainRank, Failed, Hello, Role, StatusQuery
+from bus.wire.messages import Accepted, Bye, Cancel, Dispatch, Done, DrainRank, Failed, Hello, Role, StatusQuery
 from controller.events import FromClient, FromNode, ToClient, ToNode, Undelivered, Unreachable
 from controller.policies import POLICIES
 

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import laws
 
 from bus.actions import Note, Publish
+from bus.wire.codes import Code
 from bus.wire.messages import (
     Ack,
     CancelLeg,
-    Code,
     Dispatch,
     Ended,
     Failed,

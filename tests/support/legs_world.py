@@ -12,10 +12,10 @@ from virtual_time import VirtualTime
 
 from bus.actions import Note, Send
 from bus.wire.codec import encode
+from bus.wire.codes import Code
 from bus.wire.hashing import block_crc32, token_bytes
 from bus.wire.messages import (
     Attach,
-    Code,
     Dispatch,
     Ended,
     FoundBy,

@@ -15,11 +15,11 @@ from bus.embed.publications import PublisherCore
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.runtime.sockets import Socket, Sockets
 from bus.wire import codec, topics
+from bus.wire.codes import Code
 from bus.wire.messages import (
     CONTROLLER_TO_CLIENT,
     CONTROLLER_TO_NODE,
     CancelLeg,
-    Code,
     Dispatch,
     Ended,
     Hello,

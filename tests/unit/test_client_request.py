@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from bus.actions import Send
+from bus.wire.codes import Code
 from bus.wire.hashing import tokens_of
 from bus.wire.messages import (
     Accepted,
     Attach,
     Cancel,
-    Code,
     Detach,
     Done,
     Failed,

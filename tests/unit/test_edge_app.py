@@ -18,10 +18,10 @@ from structlog.testing import capture_logs
 from bus.errors import ConfigError
 from bus.runtime.spans import Spans, provider_of
 from bus.tracecontext import ids_of, parse
-from bus.wire.messages import Code, WantedRole
+from bus.wire.codes import Code, status_of
+from bus.wire.messages import WantedRole
 from pdbus.edge import app, fields, jobs
 from pdbus.edge.cluster import LOST_S, View
-from pdbus.edge.errors import STATUS
 from pdbus.text.models import BytesText
 
 
@@ -304,7 +304,7 @@ def test_a_request_that_fails_before_its_first_token_has_the_status_of_its_code(
         return
     world = World(lambda ids, o: [ended(o["rid"], "failed", code=code, message="why", retry_after_s=2.5)])
     answer = run(world.post("/v1/chat/completions", chat(stream=stream)))
-    assert answer.status == STATUS.get(code, 500)
+    assert answer.status == status_of(code)
     assert answer.error["message"] == "why"
     assert answer.error["code"] == ("context_length_exceeded" if code == "too_long" else code)
     assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("3", "2500")

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 import yaml
 
-from bus.wire.messages import Code
+from bus.wire.codes import Code
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")

@@ -13,8 +13,9 @@ from collections import Counter
 import pytest
 
 from bus.actions import Send
+from bus.wire.codes import Code
 from bus.wire.hashing import block_crc32
-from bus.wire.messages import Code, KvDone, KvFail, KvMeta, KvPull, Params
+from bus.wire.messages import KvDone, KvFail, KvMeta, KvPull, Params
 from nodes.link.actions import SendBlock
 from nodes.link.leg import Leg
 from nodes.link.runner import FOR_EVER, RankFacts

@@ -7,7 +7,7 @@ import structlog
 from controller_world import hello, load, submit
 
 from bus.errors import ConfigError
-from bus.wire.messages import Refusal
+from bus.wire.codes import Refusal
 from controller.config import ControllerConfig
 from controller.load.groups import Metric, Subset
 from controller.load.rank import RankLoad

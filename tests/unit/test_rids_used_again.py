@@ -10,7 +10,8 @@ from legs_world import PROMPT, VOCAB, Rank
 from legs_world import World as LegsWorld
 
 from bus.rights import Known
-from bus.wire.messages import Accepted, Attach, Cancel, CancelLeg, Code, Detach, Dispatch, Failed, Submit, Tokens
+from bus.wire.codes import Code
+from bus.wire.messages import Accepted, Attach, Cancel, CancelLeg, Detach, Dispatch, Failed, Submit, Tokens
 from controller.config import ControllerConfig
 from controller.dispatcher import Dispatcher
 from controller.events import FromClient

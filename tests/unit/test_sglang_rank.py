@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from bus.wire.messages import MAX_ROOM, Ack, Code, Load
+from bus.wire.codes import Code
+from bus.wire.messages import MAX_ROOM, Ack, Load
 from pdbus.sglang.rank import HEARD_S, HttpRooms, Rank, charge_of, load_of
 
 NONCE = 77

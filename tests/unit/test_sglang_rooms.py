@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from bus.wire.messages import MAX_ROOM, Beacon, Code, Location, Member
+from bus.wire.codes import Code
+from bus.wire.messages import MAX_ROOM, Beacon, Location, Member
 from pdbus.sglang.rank import HEARD_S
 from pdbus.sglang.rooms import OTHERS_S, UNHEARD_S, Lives, PrefillBus
 

@@ -9,7 +9,8 @@ from collections import Counter
 import pytest
 
 from bus.errors import ConfigError
-from bus.wire.messages import Code, FinishReason
+from bus.wire.codes import Code
+from bus.wire.messages import FinishReason
 from pdbus.client.output import Result
 from pdbus.soak import Ledger, SoakConfig
 from pdbus.soak.run import Verdict

@@ -10,12 +10,12 @@ from link_world import unified_leg
 
 from bus.actions import Send
 from bus.wire.codec import MAX_HEADER_BYTES, encode
+from bus.wire.codes import Code
 from bus.wire.messages import (
     MAX_LOGPROBS_PER_MESSAGE,
     MAX_OTHERS_PER_MESSAGE,
     MAX_TOKENS_PER_MESSAGE,
     Attach,
-    Code,
     Detach,
     MoreTokens,
     Role,
