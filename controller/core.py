@@ -119,7 +119,7 @@ class ControllerCore:
         self._sent_seq = 0
         self._sent_turn = -1
         self._handlers: dict[type[Message], Callable[[Any, Any, float, list[Action]], None]] = {
-            Cancel: lambda peer, message, now, out: self.life.cancel(peer, message.rid, now, out),
+            Cancel: lambda peer, message, now, out: self.life.cancel(peer, message, now, out),
             StatusQuery: self._on_status_query,
             DrainRank: self._on_drain_rank,
             DrainRole: self._on_drain_role,

@@ -607,6 +607,7 @@ class Done(Message, frozen=True, tag="done"):
 
 class Cancel(Message, frozen=True, tag="cancel"):
     rid: Rid
+    room: Room | None = None  # of its submit: a request of another room is another's. None: not said
 
 
 class StatusQuery(Message, frozen=True, tag="status"):

@@ -175,11 +175,12 @@ class Attempts:
 
     def _end_inherited(self, request: Request, out: list[Action], but_at: Sequence[RankLoad] = ()) -> Attempt:
         """What runs of it, but at these ranks, is told to end, unless it is another key's. The newest attempt."""
-        newest = 0
+        newest, room = 0, request.submit.bootstrap_room
         for leg in self._table.inherited.take(request.rid, request.client):
             newest = max(newest, leg.attempt)
             if leg.rank not in but_at:
-                out.append(ToNode(leg.rank.peer, CancelLeg(request.rid, leg.attempt, "fenced", client=request.client)))
+                cancel = CancelLeg(request.rid, leg.attempt, "fenced", client=request.client, room=room)
+                out.append(ToNode(leg.rank.peer, cancel))
         return newest
 
     # --- end --------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from bus.tracecontext import child_of
 from bus.wire.codes import LEG_FAILED, MEANINGS, Code, Refusal, is_retryable
 from bus.wire.messages import (
     Accepted,
+    Cancel,
     CancelLeg,
     Done,
     Ended,
@@ -152,15 +153,16 @@ class Life:
         except Refusal as refusal:
             self._fail(request, refusal.code, refusal.sentence, now, out)
 
-    def cancel(self, peer: Any, rid: Rid, now: float, out: list[Action]) -> None:
+    def cancel(self, peer: Any, cancel: Cancel, now: float, out: list[Action]) -> None:
         """End a request at once; its client may, and an admin, or without keys whoever knows the rid. Its owner hears
         the end, whoever asked for it, and so does `peer`, which may be the owner over a new connection. Unknown ones
-        are over already: no answer."""
+        are over already, and one of another room is not meant: no answer."""
+        rid, room = cancel.rid, cancel.room
         client = "" if may(peer, "admins") else key_of(peer)
         for leg in self.table.inherited.take(rid, client or None):
-            out.append(ToNode(leg.rank.peer, CancelLeg(rid, leg.attempt, client=client)))
+            out.append(ToNode(leg.rank.peer, CancelLeg(rid, leg.attempt, client=client, room=room)))
         request = self.requests.get(rid)
-        if request is not None:
+        if request is not None and (room is None or request.submit.bootstrap_room in (None, room)):
             if client not in ("", request.client):
                 self._counts["rejected_not_yours"] += 1
                 return

@@ -61,7 +61,7 @@ class Losses:
                 room = request.submit.bootstrap_room
                 out.append(ToNode(rank.peer, CancelLeg(rid, request.attempt, "fenced", room=room)))
             else:
-                self.unclear.untold(rid, request.attempt)
+                self.unclear.untold(rid, request.attempt, request.submit.bootstrap_room)
             self._attempts.over(leg, request)
             if loss.died:
                 request.losses += 1
@@ -87,13 +87,13 @@ class Losses:
     def untold(self, cancel: CancelLeg) -> None:
         """It met a connection that is gone."""
         if not cancel.if_unfetched:
-            self.unclear.untold(cancel.rid, cancel.attempt)
+            self.unclear.untold(cancel.rid, cancel.attempt, cancel.room)
 
     def returned(self, rank: RankLoad, running: Iterable[tuple[Rid, Attempt]], out: list[Action]) -> None:
         """A start of a rank that says hello has not died; what it runs and is given up ends."""
         self.unclear.settle(rank)
-        for rid, attempt in self.unclear.orphans(running):
-            out.append(ToNode(rank.peer, CancelLeg(rid, attempt, "fenced")))
+        for rid, attempt, room in self.unclear.orphans(running):
+            out.append(ToNode(rank.peer, CancelLeg(rid, attempt, "fenced", room=room)))
 
     def undelivered(self, rank: RankLoad, dispatch: Dispatch, now: float, out: list[Action]) -> None:
         """A dispatch could not be queued for its node: it never happened, also if its leg was given up before it could

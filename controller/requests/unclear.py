@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from bus.wire.messages import Attempt, Rid
+from bus.wire.messages import Attempt, Rid, Room
 from controller.load.rank import RankLoad
 
 MAX_UNTOLD = 16_384
@@ -18,11 +18,11 @@ MAX_UNTOLD = 16_384
 
 class Unclear:
     """`at`: by rank, the requests that were lost with it while it is not known whether it died; `attempts`: by rid, the
-    newest one that was given up without a word to its rank."""
+    newest one that was given up without a word to its rank, and its room (None: not known, or of several)."""
 
     def __init__(self) -> None:
         self.at: dict[RankLoad, dict[Rid, int]] = {}
-        self.attempts: OrderedDict[Rid, Attempt] = OrderedDict()
+        self.attempts: OrderedDict[Rid, tuple[Attempt, Room | None]] = OrderedDict()
 
     def lost(self, rank: RankLoad, rid: Rid, offset: int) -> None:
         """`rid`, of `offset` tokens before this rank, was lost with it."""
@@ -36,17 +36,22 @@ class Unclear:
         """How many ranks may have died with `rid`."""
         return sum(lost.get(rid) == offset for lost in self.at.values())
 
-    def untold(self, rid: Rid, attempt: Attempt) -> None:
+    def untold(self, rid: Rid, attempt: Attempt, room: Room | None) -> None:
         """Nobody at its rank heard that this attempt is given up."""
-        self.attempts[rid] = max(attempt, self.attempts.pop(rid, 0))
+        before, other = self.attempts.pop(rid, (0, room))
+        self.attempts[rid] = max(attempt, before), room if room == other else None
         if len(self.attempts) > MAX_UNTOLD:
             self.attempts.popitem(last=False)
 
     def begins(self, rid: Rid, attempt: Attempt) -> None:
         """This attempt is wanted, whatever became of an earlier one of the same number."""
-        if self.attempts.get(rid, 0) >= attempt:
+        if self.attempts.get(rid, (0,))[0] >= attempt:
             del self.attempts[rid]
 
-    def orphans(self, running: Iterable[tuple[Rid, Attempt]]) -> list[tuple[Rid, Attempt]]:
-        """Which of these were given up."""
-        return [(rid, attempt) for rid, attempt in running if attempt <= self.attempts.get(rid, 0)]
+    def orphans(self, running: Iterable[tuple[Rid, Attempt]]) -> list[tuple[Rid, Attempt, Room | None]]:
+        """Which of these were given up, unless they are of another room."""
+        return [
+            (rid, attempt, known[1])
+            for rid, attempt in running
+            if (known := self.attempts.get(rid)) is not None and attempt <= known[0]
+        ]

@@ -373,7 +373,7 @@ class ClientCore:
     def _cancel_submits(request: Request) -> list[Action]:
         """Those that are not over."""
         return [
-            Send(controller, Cancel(rid))
-            for (controller, rid), state in request.submit_states.items()
+            Send(place[0], Cancel(place[1], request.submits[place].bootstrap_room))
+            for place, state in request.submit_states.items()
             if state is not SubmitState.OVER
         ]

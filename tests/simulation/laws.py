@@ -21,7 +21,6 @@ NEVER = frozenset({"duplicate_room", "too_long", "bad_room", "bad_rank", "bad_re
 RID_S = 130.0  # for so long ranks remember the ends of a rid
 EARLY_S, EARLY_TRIES = 4.0, 3  # a failure that a new try may mend is final after so long, or so many tries
 POISON = 3  # ranks that died with a request
-LATE_S = 5.0  # a namesake's cancel may be so late
 WAITS_S = 2.0  # beside a rank that would take it
 SILENT_S = 5.0
 AT_REST = ("beacon", "ping", "pong", "member", "load", "sent", "rooms", "hello", "welcome", "query", "topology",
@@ -72,9 +71,7 @@ def end(world: World, asked: Asked) -> None:
     match result.code:
         case "ok" | "cancelled":
             if result.finish == "cancelled" or result.code == "cancelled":
-                if not asked.cancelled and not any(
-                    each.ended is None or each.ended > asked.began - LATE_S for each in namesakes
-                ):
+                if not asked.cancelled:
                     raise broken("no end without a cause", "nobody cancelled it")
             elif len(asked.output.ids) != spec.max_tokens:
                 raise broken("it is whole", f"{len(asked.output.ids)} tokens of {spec.max_tokens}")

@@ -108,7 +108,7 @@ def test_the_answer_to_our_own_cancel_is_none_to_the_next_attempt() -> None:
     d = Driver()
     d.accept()
     said = d.wait(7.0)  # the stream is silent
-    assert Cancel("r") in said
+    assert Cancel("r", 9) in said
     assert submit_in(said).attempt == 2
     assert not d.receive(Failed("r", 2, "cancelled", "cancelled by the client", False))
     assert d.result is None
@@ -256,7 +256,7 @@ def test_a_run_that_does_not_continue_the_output_is_not_read() -> None:
     d = Driver()
     d.accept()
     d.tokens(0, 10, 11)
-    assert d.accept(2, RANK_1) == [Detach("r", 1), Cancel("r")]
+    assert d.accept(2, RANK_1) == [Detach("r", 1), Cancel("r", 9)]
     d.tokens(2, 99, attempt=2, peer=RANK_1.endpoint)
     submit = submit_in(d.wait(0.5))
     assert (submit.attempt, submit.offset, submit.max_tokens) == (3, 2, 2)
@@ -273,7 +273,7 @@ def test_one_that_waits_first_is_not_read_either() -> None:
     d.tokens(0, 10)
     d.receive(Accepted("r", 2, 9, None, None))
     d.tokens(1, 11)  # the first still streams
-    assert d.accept(2, RANK_1) == [Detach("r", 1), Cancel("r")]
+    assert d.accept(2, RANK_1) == [Detach("r", 1), Cancel("r", 9)]
     assert d.ids == [10, 11]
 
 
@@ -478,7 +478,7 @@ def test_cancel_tells_controller_and_rank() -> None:
     d = Driver()
     d.accept()
     d.tokens(0, 10)
-    assert d.take(d.core.cancel("r", d.now)) == [Detach("r", 1), Cancel("r")]
+    assert d.take(d.core.cancel("r", d.now)) == [Detach("r", 1), Cancel("r", 9)]
     assert d.result is not None
     assert (d.result.finish, d.result.ids) == ("cancelled", (10,))
     assert d.tokens(1, 11) == []  # too late
@@ -488,8 +488,8 @@ def test_the_deadline_is_kept_here_too() -> None:
     d = Driver(deadline_s=2.0)
     assert submit_in([send.message for send in d.sent]).deadline_s == pytest.approx(2.0)
     d.accept()
-    assert Cancel("r") not in d.wait(2.1), "its controller says so, and counts it as what it is"
-    assert Cancel("r") in d.wait(0.2)
+    assert Cancel("r", 9) not in d.wait(2.1), "its controller says so, and counts it as what it is"
+    assert Cancel("r", 9) in d.wait(0.2)
     assert d.result is not None
     assert d.result.code == "deadline"
 
@@ -524,7 +524,7 @@ def test_legs_share_their_fate() -> None:
     d = two_controllers()
     d.accept()
     d.receive(Failed("r.prefill", 1, "engine_failed", "broken", False), P)
-    assert [send.message for send in d.sent if isinstance(send.message, Cancel)] == [Cancel("r")]
+    assert [send.message for send in d.sent if isinstance(send.message, Cancel)] == [Cancel("r", 9)]
     assert d.result is not None
     assert d.result.code == "engine_failed"
 
@@ -532,7 +532,7 @@ def test_legs_share_their_fate() -> None:
 def test_legs_are_tried_again_together() -> None:
     d = two_controllers()
     d.accept()
-    assert d.receive(Failed("r", 1, "peer_lost", "gone", True)) == [Detach("r", 1), Cancel("r.prefill")]
+    assert d.receive(Failed("r", 1, "peer_lost", "gone", True)) == [Detach("r", 1), Cancel("r.prefill", 9)]
     again = [message for message in d.wait(0.5) if isinstance(message, Submit)]
     assert {(message.leg, message.attempt) for message in again} == {("decode", 2), ("prefill", 2)}
 
@@ -578,7 +578,7 @@ def test_what_a_controller_says_between_two_attempts_is_not_taken_up() -> None:
     """M73: the attempt was cancelled, whatever its controller did meanwhile; the next one is above what was told."""
     d = Driver()
     d.accept()
-    assert Cancel("r") in d.wait(2 * SILENCE_S + 0.1)
+    assert Cancel("r", 9) in d.wait(2 * SILENCE_S + 0.1)
     assert d.request.state is State.BACKOFF
     assert d.accept(2, RANK_1) == []
     assert d.receive(Failed("r", 2, "cancelled", "as asked", False)) == []
@@ -590,7 +590,7 @@ def test_a_cancel_between_two_attempts_bothers_nobody_who_is_done() -> None:
     d = two_controllers()
     d.accept()
     d.receive(Failed("r", 1, "peer_lost", "gone", True))
-    assert d.take(d.core.cancel("r", d.now)) == [Cancel("r.prefill")]
+    assert d.take(d.core.cancel("r", d.now)) == [Cancel("r.prefill", 9)]
     assert d.result is not None
     assert (d.result.finish, d.result.attempts) == ("cancelled", 1)
 

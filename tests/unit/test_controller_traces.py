@@ -13,6 +13,7 @@ from bus.wire.messages import (
     CONTROLLER_TO_CLIENT,
     MAX_MARKS,
     MAX_PHRASE,
+    Cancel,
     Mark,
     Ping,
     Pong,
@@ -169,12 +170,12 @@ def test_what_is_remembered_is_as_large_as_what_was_said_of_it() -> None:
     world = pair(trace_bytes=1_200)
     world.submit(submit("failed", "pair", instance="nobody", block_tokens=1, prompt_tokens=16, block_hashes=bytes(128)))
     world.submit(submit("cancelled", "pair"))
-    world.core.life.cancel("client", "cancelled", world.now, [])
+    world.core.life.cancel("client", Cancel("cancelled"), world.now, [])
     memory = world.core.life.table.memory
     assert [memory.of(rid)[0].code for rid in ("failed", "cancelled")] == ["bad_rank", "cancelled"]
     world.submit(submit("retried", "pair"))
     world.progress(D, ended=world.dispatches(D)[-1:], code="decode_failed", message="x" * 1000)
-    world.core.life.cancel("client", "retried", world.now, [])
+    world.core.life.cancel("client", Cancel("retried"), world.now, [])
     assert not len(memory), "larger than all the memory there is for it"
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from controller_world import U, World, submit, unified
+from controller_world import U, World, peer_of, submit, unified
 from legs_world import PROMPT, VOCAB, Rank
 from legs_world import World as LegsWorld
+from msgspec.structs import replace
 
 from bus.rights import Known
 from bus.wire.codes import Code
@@ -15,6 +16,7 @@ from bus.wire.messages import Accepted, Attach, Cancel, CancelLeg, Detach, Dispa
 from controller.config import ControllerConfig
 from controller.dispatcher import Dispatcher
 from controller.events import FromClient
+from controller.requests.unclear import Unclear
 from nodes.link.reports import REMEMBER_S
 from nodes.own.engines.sim import sim_generate
 
@@ -293,6 +295,43 @@ class TestController:
         assert [accepted.attempt for accepted in world.answers(Accepted, "again")] == [2], "M71"
         world.progress(U[0], ended=[second])
         world.assert_empty()
+
+    @pytest.mark.parametrize(("said", "live", "ends"), [(6, 5, False), (5, 5, True), (None, 5, True), (6, None, True)])
+    def test_a_cancel_ends_the_request_of_its_own_room_alone(
+        self, said: int | None, live: int | None, ends: bool
+    ) -> None:
+        """M93 M9: a client of release 0.1.0 says no room."""
+        world = unified(U[0])
+        world.submit(submit("r", bootstrap_room=live))
+        world.feed(FromClient("another", Cancel("r", said), ()))
+        assert [bool(world.answers(Failed, peer)) for peer in ("client", "another")] == [ends, ends]
+        assert bool(world.cancels()) == ends
+
+    def test_what_a_former_controller_dispatched_is_ended_by_its_own_room_alone(self) -> None:
+        """M93: the rank knows which that is."""
+        node = replace(U[0], running=(("r", 1), ("s", 1)))
+        world = unified(node, U[1])
+        world.report(node, running=2)
+        world.feed(FromClient("client", Cancel("r", 6), ()))
+        assert [(cancel.rid, cancel.room) for cancel in world.cancels()] == [("r", 6)]
+        world.submit(submit("s", bootstrap_room=6, attempt=2))
+        assert [(cancel.rid, cancel.room) for cancel in world.cancels()[1:]] == [("s", 6)]
+
+    def test_what_could_not_be_told_ends_by_its_room_when_its_rank_is_back(self) -> None:
+        """M85: another controller's request of that rid may run there by now."""
+        world = unified(U[0])
+        world.submit(submit("r", bootstrap_room=5))
+        world.gone = {peer_of(U[0])}
+        world.feed(FromClient("client", Cancel("r"), ()))
+        world.join(replace(U[0], running=(("r", 1),)), peer="new")
+        assert [cancel.room for cancel in world.cancels()] == [5]
+
+    @pytest.mark.parametrize(("second", "room"), [(5, 5), (6, None)])
+    def test_of_two_rooms_that_could_not_be_told_nobody_knows_which_runs(self, second: int, room: int | None) -> None:
+        unclear = Unclear()
+        unclear.untold("r", 1, 5)
+        unclear.untold("r", 2, second)
+        assert unclear.orphans([("r", 1), ("r", 3)]) == [("r", 1, room)]
 
     def test_the_same_request_said_again_keeps_its_attempt(self) -> None:
         """M49: its rank may answer it."""
