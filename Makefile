@@ -288,6 +288,7 @@ dist: setup ## Build the wheel and the sdist into dist
 	@rm -rf build dist pdbus.egg-info  # what an earlier build left would get into this one
 	@$(BIN)/python -m build --quiet --no-isolation --sdist --wheel .
 	@rm -rf build pdbus.egg-info
+	@$(BIN)/python tests/compiled/run.py --built
 	@ls dist/*
 
 test-dist: dist ## Install what dist made into an empty environment and use it there

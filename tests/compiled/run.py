@@ -1,6 +1,7 @@
 """The tests of the compiled cores, against compiled cores: `make test-compiled`.
 
-The wheel is built and installed into an environment of its own, outside the tree, once for each state of the sources.
+The wheel is built, or taken from `dist` where `make dist` built it of the same sources, and installed into an
+environment of its own, outside the tree, once for each state of the sources.
 What tests a compiled module runs there, from a folder that has the tests and not the sources.
 """
 
@@ -26,6 +27,8 @@ from pdbus_build import MODULES  # noqa: E402
 
 PACKAGES = ("bus", "controller", "nodes", "pdbus")
 BESIDE = ("tests", "docs", "examples", "builder", "pyproject.toml", "README.md")  # what tests read
+DIST = ROOT / "dist"
+BUILT_OF = DIST / ".sources"  # what `state` was when `make dist` built the wheel there
 KEPT = 3  # environments of other states of the sources
 
 
@@ -36,12 +39,17 @@ def sources() -> Iterator[Path]:
     yield from (ROOT / name for name in ("pyproject.toml", "setup.py", "constraints.txt"))
 
 
-def environment() -> Path:
-    """The Python of an environment with the compiled wheel and, beside it, all that this one has."""
+def state() -> str:
+    """Of the sources and the Python that builds a wheel of them: two that differ in anything have two."""
     key = sha256(f"{sys.version} {sys.prefix}".encode())  # what this one has is found in its own place
     for path in sources():
         key.update(f"{path.relative_to(ROOT)} {path.stat().st_size}\n".encode() + path.read_bytes())
-    place = cache_root() / f"compiled-{key.hexdigest()[:12]}"
+    return key.hexdigest()
+
+
+def environment() -> Path:
+    """The Python of an environment with the compiled wheel and, beside it, all that this one has."""
+    place = cache_root() / f"compiled-{state()[:12]}"
     place.parent.mkdir(parents=True, exist_ok=True)
     with open(place.parent / "compiled.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # whoever comes meanwhile waits
@@ -59,19 +67,30 @@ def _make(place: Path) -> None:
     shutil.rmtree(place, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
     python = place / "bin" / "python"
-    build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(place / "dist"), str(ROOT)]
-    built = subprocess.run(build, capture_output=True, text=True, check=False)
-    wheels = list((place / "dist").glob("*.whl"))
-    if built.returncode or not wheels or wheels[0].name.endswith("-none-any.whl"):
-        sys.exit(f"the cores could not be compiled:\n{built.stdout}{built.stderr}")
+    wheel = _wheel(place / "dist")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--no-deps", str(wheels[0])], check=True)
+    subprocess.run([*pip, "install", "--no-deps", str(wheel)], check=True)
     site = subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True,
         check=True,
     ).stdout.strip()  # fmt: skip
     # A folder that a .pth file names has its own .pth files left alone: the checkout is not found through them.
     Path(site, "what_the_tests_need.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+
+def _wheel(out: Path) -> Path:
+    """The wheel of these sources; one that has to be built comes into `out`."""
+    said = ""
+    if BUILT_OF.exists() and BUILT_OF.read_text() == state():
+        out = DIST
+    else:
+        build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(out), str(ROOT)]
+        built = subprocess.run(build, capture_output=True, text=True, check=False)
+        said = f"{built.stdout}{built.stderr}"
+    wheels = list(out.glob("*.whl"))
+    if not wheels or wheels[0].name.endswith("-none-any.whl"):
+        sys.exit(f"the cores could not be compiled:\n{said}")
+    return wheels[0]
 
 
 def imported(path: Path) -> set[str]:
@@ -103,6 +122,9 @@ def chosen() -> list[str]:
 
 
 def main() -> int:
+    if sys.argv[1:] == ["--built"]:  # by `make dist`
+        BUILT_OF.write_text(state())
+        return 0
     python = environment()
     with tempfile.TemporaryDirectory(prefix="pdc") as made:
         place = Path(made)

@@ -64,10 +64,12 @@ def test_without_a_second_try_a_failure_is_the_last(ci: Run) -> None:
     assert done.stdout.count("==> check: ") == 1
 
 
-@pytest.mark.parametrize(("fails", "again"), [("exit 1", "--lf --lfnf=none"), ("exec sleep 3600", "")])
-def test_what_passes_at_the_second_try_is_named_at_the_end(ci: Run, fails: str, again: str) -> None:
+@pytest.mark.parametrize(
+    ("fails", "limit", "again"), [("exit 1", 3600, "--lf --lfnf=none"), ("exec sleep 3600", 3, "")]
+)
+def test_what_passes_at_the_second_try_is_named_at_the_end(ci: Run, fails: str, limit: int, again: str) -> None:
     """Of what failed, only the failed tests run once more; of what hung, all."""
-    done = ci("test 1 again\ntest-ray 3600\n", f'echo "$1 [$AGAIN]"; [ -e been ] || {{ touch been; {fails}; }}')
+    done = ci(f"test {limit} again\ntest-ray 3600\n", f'echo "$1 [$AGAIN]"; [ -e been ] || {{ touch been; {fails}; }}')
     assert (done.returncode, done.stderr) == (0, "")
     assert f"test [{again}]" in done.stdout.split("it has one more try")[1]
     assert "==> passed at the second try only: test\n" in done.stdout
