@@ -11,7 +11,7 @@ import pytest
 import structlog
 import zmq
 from hypothesis import HealthCheck, settings
-from warm_starts import Starts
+from warm_starts import STARTS
 
 # Started in the background or under nohup these are ignored, and so they would be in every process that a test starts.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -22,7 +22,6 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-STARTS = Starts()
 STARTS.install()
 WARM = ("tests/integration/", "tests/fault/")
 
@@ -30,6 +29,16 @@ settings.register_profile(
     "ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Before the first worker starts."""
+    from forked_workers import Workers
+
+    workers = Workers(config.invocation_params.args)
+    workers.install()
+    workers.on = True
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -15,7 +16,8 @@ from typing import Any
 
 import pytest
 import warm_starts
-from conftest import STARTS
+from forked_workers import BOOTSTRAP, Workers
+from warm_starts import STARTS, Starts
 
 WAIT_S = 120.0
 FACTS = """
@@ -165,6 +167,47 @@ def test_a_module_of_ours_beside_the_tests_is_found(tmp_path: Path) -> None:
 
 
 def test_where_the_server_is_gone_starts_are_cold() -> None:
-    with warm_starts.launch() as asked:
+    with STARTS.launch() as asked:
         asked.shutdown(socket.SHUT_RDWR)
         assert warm_starts.Starts(asked)._ask(b"{}", [0, 1, 2]) == 0
+
+
+def test_a_worker_has_imported_the_tests_and_draws_its_own_numbers(tmp_path: Path) -> None:
+    """The commands that xdist starts; their input is what it says first."""
+    (tmp_path / "test_of_a_worker.py").write_text("import random\nSEEDED = random.Random(1)\ndef test(): pass\n")
+    workers = Workers(["-c", os.devnull, str(tmp_path)])
+    workers.install()
+    workers.on = True
+    code = "import random, sys; test = sys.modules['test_of_a_worker']; print(test.SEEDED.random(), random.random())"
+    line = [sys.executable, "-u", "-c", BOOTSTRAP]
+    try:
+        said = [
+            subprocess.run(line, input=f"{code!r}\n", capture_output=True, text=True, timeout=WAIT_S, check=True).stdout
+            for _ in range(2)
+        ]
+    finally:
+        workers.close()
+    (seeded, drawn), (seeded_again, drawn_again) = (each.split() for each in said)
+    assert float(seeded) == float(seeded_again) == random.Random(1).random()
+    assert drawn != drawn_again
+
+
+def test_what_a_server_is_too_late_for_starts_once(script: Path, tmp_path: Path) -> None:
+    """A command starts cold where nobody answers in time; who answers later finds nobody."""
+    script.write_text("print('started')")
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(0.05)
+    starts = Starts(ours)
+    starts.install()
+    starts.on = True
+    STARTS.on = False
+    try:
+        with (tmp_path / "said").open("w") as said:
+            subprocess.run([sys.executable, str(script)], stdout=said, timeout=WAIT_S, check=True)
+        assert (tmp_path / "said").read_text() == "started\n"
+        with its:
+            assert its.recv(warm_starts.MESSAGE_BYTES)
+            with pytest.raises(BrokenPipeError):
+                its.send(b"1")
+    finally:
+        starts.close()

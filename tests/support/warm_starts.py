@@ -27,7 +27,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -76,13 +76,16 @@ class Starts:
         """`asked`: the other end of the server's socket; without, a server starts at the first start."""
         self.on = False
         self._asked = asked
-        self._found = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        self._read_at_start = read_at_start(os.environ)
         self._lock = threading.Lock()
-        self._cold = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+        self._cold: Any = None
 
     def install(self) -> None:
-        """In `subprocess`, for as long as the process lives."""
+        """In `subprocess`, for as long as the process lives; again in a fork, whose environment may be another."""
+        self._found = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        self._read_at_start = read_at_start(os.environ)
+        if self._cold is not None:
+            return
+        self._cold = subprocess.Popen._execute_child  # type: ignore[attr-defined]
         starts = self
 
         def execute(popen: Any, *given: Any) -> None:
@@ -90,6 +93,12 @@ class Starts:
                 starts._cold(popen, *given)
 
         subprocess.Popen._execute_child = execute  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Its commands start cold from now on, and its server ends."""
+        self.on = False
+        if self._asked is not None:
+            self._asked.close()
 
     def _warm(
         self, popen: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, cwd: Any,
@@ -100,7 +109,7 @@ class Starts:
         """`Popen._execute_child` of a command that can start warm; whether it can."""
         if SYS_CLONE is None or executable or preexec_fn or pass_fds or shell or not close_fds or not restore_signals:
             return False
-        if (gid, gids, uid, umask) != (None, None, None, -1) or not (program := program_of(args)):
+        if (gid, gids, uid, umask) != (None, None, None, -1) or not (program := self.program(args)):
             return False
         environ = {os.fsdecode(k): os.fsdecode(v) for k, v in env.items()} if env is not None else own_environment()
         folder = os.path.abspath(os.fsdecode(cwd or os.curdir))
@@ -128,20 +137,35 @@ class Starts:
         popen._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
         return True
 
+    def program(self, args: Any) -> Request | None:
+        """What a command runs, if it can start warm."""
+        return program_of(args)
+
+    def launch(self) -> socket.socket:
+        """Start the server; the socket to ask it by."""
+        return launch(["-P", os.path.abspath(__file__)], WAIT_S)
+
     def _ask(self, request: bytes, streams: Sequence[int]) -> int:
         """The new child's pid; 0 where it must start cold."""
         with self._lock:
             if self._asked is None:
-                self._asked = launch()
+                self._asked = self.launch()
             try:
                 socket.send_fds(self._asked, [request], streams)
+            except OSError:  # the request is too long, or nobody is there
+                return 0
+            try:
                 return int(self._asked.recv(64) or 0)
-            except (OSError, ValueError):  # the server was killed, or the request is too long
+            except (OSError, ValueError):  # the server was killed, or is late: nothing is to start twice
+                self._asked.close()
                 return 0
 
 
+STARTS = Starts()  # of a process that runs tests
+
+
 def program_of(args: Any) -> Request | None:
-    """What a command runs, if it can start warm."""
+    """What a command of a test runs, if it can start warm."""
     if isinstance(args, (str, bytes, os.PathLike)):
         return None
     words = [os.fsdecode(word) for word in args]
@@ -176,13 +200,13 @@ def read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def launch() -> socket.socket:
-    """Start a server for this process; the socket to ask it by."""
+def launch(words: Sequence[str], wait_s: float) -> socket.socket:
+    """Start a server for this process, Python with these words; the socket to ask it by."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.settimeout(WAIT_S)
+    ours.settimeout(wait_s)
     with its:
         os.posix_spawn(
-            sys.executable, [sys.executable, "-P", os.path.abspath(__file__)],
+            sys.executable, [sys.executable, *words],
             os.environ | {"OPENBLAS_NUM_THREADS": "1"},
             file_actions=[(os.POSIX_SPAWN_DUP2, its.fileno(), stream) for stream in range(2)],
         )  # fmt: skip
@@ -192,25 +216,18 @@ def launch() -> socket.socket:
 # --- the server ---------------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    """Serve the caller, whose socket stdin and stdout are: buffers of a stream that can seek are others."""
+def main(prepare: Callable[[], list[random.Random]]) -> None:
+    """Serve the caller, whose socket stdin and stdout are: buffers of a stream that can seek are others. `prepare`
+    imports what the forks have, and says what draws anew in each."""
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # what our caller has from its own, say
     asked = socket.socket(fileno=os.dup(0))
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what comes before a child has its handlers waits for them
-    import_module("bus.runtime.logs")._structlog()  # it leaves out what others would bring along
-    for name in IMPORTED:
-        import_module(name)
-    for name in [name for name in sys.modules if name in NOT_KEPT]:
-        package, _, own = name.rpartition(".")
-        del sys.modules[name]
-        vars(sys.modules[package]).pop(own, None)
+    discard(0, 1)
+    drawn = prepare()
     gc.collect()
     Path("/proc/self/comm").write_text(NAME)
-    drawn = [each for each in gc.get_objects() if type(each) is random.Random]
     gc.freeze()  # a collection leaves shared pages alone
-    with open(os.devnull, "r+b", buffering=0) as nowhere:  # so that nobody waits for the ends of streams that are here
-        for stream in range(3):
-            os.dup2(nowhere.fileno(), stream)
+    discard(2)
     request = serve(asked)
     for rng in drawn:
         rng.seed()
@@ -220,6 +237,25 @@ def main() -> None:
     except SystemExit as asked_to:
         leave(asked_to.code)
         raise
+
+
+def discard(*streams: int) -> None:
+    """What is said there; nobody is to wait for the ends of streams that a server has."""
+    with open(os.devnull, "r+b", buffering=0) as nowhere:
+        for stream in streams:
+            os.dup2(nowhere.fileno(), stream)
+
+
+def import_programs() -> list[random.Random]:
+    """What the commands of tests need."""
+    import_module("bus.runtime.logs")._structlog()  # it leaves out what others would bring along
+    for name in IMPORTED:
+        import_module(name)
+    for name in [name for name in sys.modules if name in NOT_KEPT]:
+        package, _, own = name.rpartition(".")
+        del sys.modules[name]
+        vars(sys.modules[package]).pop(own, None)
+    return [each for each in gc.get_objects() if type(each) is random.Random]
 
 
 def serve(asked: socket.socket) -> Request:
@@ -295,7 +331,10 @@ def become(request: Request, streams: Sequence[int], asked: socket.socket) -> Re
         wanted = signal.SIG_IGN if name in request["ignored"] else PYTHONS.get(name, signal.SIG_DFL)
         if signal.getsignal(name) is not wanted:
             signal.signal(name, wanted)
-    asked.send(str(os.getpid()).encode())
+    try:
+        asked.send(str(os.getpid()).encode())
+    except OSError:  # our caller has started another in our place
+        os._exit(1)
     asked.close()
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     return request
@@ -307,6 +346,10 @@ def run(request: Request) -> None:
     sys.path[:0] = request["found"]
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
+    if "code" in request:
+        sys.path.insert(0, "")
+        exec(request["code"], main.__dict__)  # noqa: S102
+        return
     if request["module"]:
         if not request["safe"]:
             sys.path.insert(0, request["folder"])
@@ -338,4 +381,4 @@ def leave(code: object) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(import_programs)

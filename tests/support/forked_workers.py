@@ -1,0 +1,65 @@
+"""The workers of pytest-xdist are forks of one process that has imported all tests: a start costs the listing alone.
+
+Each worker would import every test and what these need, some seven seconds of CPU (twice that in a fresh clone, where
+the assertions of each file are first rewritten). Here a server does so once, as a worker would: with the same options
+and the same `sys.path`. What it could not import a worker tries itself, and says why not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import warm_starts
+
+WAIT_S = 300.0  # for all imports, on a machine that is busy
+BOOTSTRAP = "import sys;exec(eval(sys.stdin.readline()))"  # what execnet runs as a program
+
+
+class Workers(warm_starts.Starts):
+    """The starts of workers in the process that hands out the tests."""
+
+    def __init__(self, args: Sequence[str]) -> None:
+        """`args`: pytest's own."""
+        super().__init__()
+        self._args = list(args)
+
+    def program(self, args: Any) -> warm_starts.Request | None:
+        if args != [sys.executable, "-u", "-c", BOOTSTRAP]:
+            return None
+        return {"line": args, "safe": False, "module": "", "code": args[-1], "argv": ["-c"]}
+
+    def launch(self) -> socket.socket:
+        said = {"args": self._args, "path": sys.path}
+        return warm_starts.launch([os.path.abspath(__file__), json.dumps(said)], WAIT_S)
+
+
+class OnlyListed:
+    """Of a session that runs no test, and says as a worker that what is kept between runs is not its to keep."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_cmdline_main(self, config: pytest.Config) -> None:
+        config.workerinput = {"workerid": "gw"}  # type: ignore[attr-defined]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self) -> bool:
+        return True
+
+
+def import_tests(args: Sequence[str], path: Sequence[str]) -> list[random.Random]:
+    """As a session with these arguments does. Nothing draws anew: what a test has seeded stays so."""
+    mine, sys.path = sys.path, list(path)
+    pytest.main([*args, "-n0"], plugins=[OnlyListed()])
+    sys.path = mine
+    return []
+
+
+if __name__ == "__main__":
+    said = json.loads(sys.argv[1])
+    warm_starts.main(lambda: import_tests(said["args"], said["path"]))
