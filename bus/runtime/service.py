@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
 
-from bus.errors import PartFailed
+from bus.errors import PartFailed, StartError
 from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
 
@@ -20,7 +20,9 @@ from bus.runtime.loop import Loop
 class Service:
     """`with Part(...) as part:` serves until the block ends (StartError on entry where an endpoint is taken). A program
     calls `open`, `loop.run` and `close` itself. A part that was stopped, or that failed, starts as a new one in another
-    `with`, under an epoch of its own; between the two every call raises PartFailed.
+    `with`, under an epoch of its own; between the two, and where that start fails, every call raises PartFailed.
+
+    Any thread may start it and any may stop it, one at a time, but its own. A part that serves is not started again.
 
     An exception on the part's thread is a bug of ours. It ends the part, which closes what it had open, and is
     `failure` from then on; whoever waits for the part wakes, and every later call to it raises PartFailed.
@@ -37,12 +39,13 @@ class Service:
     opened = False  # it serves, or has served
     stopped = False  # it has served, and does not now
     _thread: threading.Thread | None = None
+    _turn: threading.Lock  # of who starts it or stops it
     _exits = ExitStack()  # what an open part has to close, the last one first
     _made_of: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         part = super().__new__(cls)
-        part._made_of = args, kwargs
+        part._made_of, part._turn = (args, kwargs), threading.Lock()
         return part
 
     # --- the part's -------------------------------------------------------------------------------------------------
@@ -69,46 +72,59 @@ class Service:
     def open(self) -> None:
         """Make `loop`, bind and connect everything. What raises leaves nothing open."""
         if self.inherited:
-            args, kwargs = self._made_of
+            (args, kwargs), turn = self._made_of, self._turn
             self.__dict__.clear()
             type(self).__init__(self, *args, **kwargs)
-            self._made_of = args, kwargs
+            self._made_of, self._turn = (args, kwargs), turn
         _opened.add(self)
         if self.stopped or self.failure is not None:
             self._renew()
-            self.failure, self.stopped = None, False
         with ExitStack() as exits:
             self.loop = Loop(spin_s=self.spin_us / 1e6)
             exits.callback(self.loop.close)
             self._open(exits)
             self._exits = exits.pop_all()
-        self.opened = True
+        self.failure, self.stopped, self.opened = None, False, True
 
     def close(self) -> None:
         """What `open` opened; idempotent. Only when `loop` no longer runs."""
         self._exits.close()
 
     def start(self) -> Self:
-        """Open, and serve from a thread of its own."""
-        self.open()
-        thread = threading.Thread(target=self._run, name=f"pdbus-{self.part}", daemon=True)
-        try:
-            thread.start()
-        except BaseException:
-            self.close()
-            raise
-        self._thread = thread
-        return self
+        """Open, and serve from a thread of its own. StartError if it serves already, which it then goes on to do."""
+        self._raise_if_own()
+        with self._turn:
+            if self._thread is not None:
+                if self.failure is None:
+                    raise StartError(f"this {self.part} serves already: stop it first, or make another one")
+                self._thread.join()  # until what it had open is closed
+            self.open()
+            thread = threading.Thread(target=self._run, name=f"pdbus-{self.part}", daemon=True)
+            try:
+                thread.start()
+            except BaseException:
+                self.stopped = True
+                self.close()
+                raise
+            self._thread = thread
+            return self
 
     def stop(self) -> None:
-        """Leave; idempotent. Sockets, threads and the Context are gone when it returns."""
-        if self._thread is not None:
-            self.loop.call_threadsafe(self.leave)
-            self._thread.join()
-            self._thread = None
-            self.stopped = True
-            self._ended()
-        self.close()
+        """Leave; idempotent. Sockets, threads and the Context are gone when it returns. RuntimeError on the part's own
+        thread, which cannot wait for itself."""
+        self._raise_if_own()
+        with self._turn:
+            if self._thread is not None:
+                self.loop.call_threadsafe(self.leave)
+                self._thread.join()
+                self._thread = None
+                self.stopped = True
+                self._ended()
+            self.close()
+
+    def _raise_if_own(self) -> None:
+        if self._thread is threading.current_thread():
+            raise RuntimeError(f"the {self.part}'s own thread can neither start nor stop it")
 
     def raise_if_failed(self) -> None:
         """PartFailed if the part's thread has failed, was stopped, or runs in the process that this one was forked
@@ -159,7 +175,7 @@ _opened: WeakSet[Service] = WeakSet()
 def _forked() -> None:
     for part in _opened:
         part.inherited = True
-        part._thread, part._exits = None, ExitStack()
+        part._thread, part._exits, part._turn = None, ExitStack(), threading.Lock()
     _opened.clear()
 
 

@@ -7,6 +7,7 @@ import os
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Unpack
 from bus.runtime.keys import load_keys
 from bus.wire.messages import Role, Status
 from pdbus.client.base import BaseClient, BaseStream
+from pdbus.client.channel import CLOSED
 from pdbus.client.looped import LoopChannel, raise_if_forked
 from pdbus.client.options import Options, check_options, check_text
 from pdbus.client.output import Piece, Result
@@ -56,10 +58,12 @@ class AsyncClient(BaseClient):
         for loop, channel in list(self._channels.items()):
             if loop is here:
                 await channel.stop()
-            elif loop.is_running():
-                there = asyncio.run_coroutine_threadsafe(channel.stop(), loop)
-                await asyncio.wait([asyncio.wrap_future(there)], timeout=CLOSE_S)
-            else:
+                continue
+            if loop.is_running():
+                with suppress(RuntimeError):  # it has just been closed
+                    loop.call_soon_threadsafe(channel.stop_soon)
+                    await asyncio.wait([asyncio.wrap_future(channel.gone)], timeout=CLOSE_S)
+            if not (channel.gone.done() or loop.is_running()):
                 await asyncio.to_thread(channel.abandon)
 
     async def generate(
@@ -105,18 +109,27 @@ class AsyncClient(BaseClient):
     async def _channel(self) -> LoopChannel:
         """That of the running loop."""
         raise_if_forked(self._pid)
-        if self._closed:
-            raise RuntimeError("this client is closed")
+        self._raise_if_closed()
         loop = asyncio.get_running_loop()
         channel = self._channels.get(loop)
         if channel is None or channel.closed:
             channel = LoopChannel(self._where.endpoints, self._patience, self._rng, self._keys)
-            over = [self._channels.pop(other) for other in list(self._channels) if other.is_closed()]
+            over = [self._channels.pop(other, None) for other in list(self._channels) if other.is_closed()]
             self._channels[loop] = channel
             await channel.open()
             for former in over:
-                await asyncio.to_thread(former.abandon)
+                if former is not None:
+                    await asyncio.to_thread(former.abandon)
+            try:
+                self._raise_if_closed()  # on another thread, which may not have seen this one
+            except RuntimeError:
+                await channel.stop()
+                raise
         return channel
+
+    def _raise_if_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError(CLOSED)
 
 
 class _Inbox:

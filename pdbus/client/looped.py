@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
@@ -44,6 +45,8 @@ class LoopChannel:
         self._reader = Reader(self.loop, self._flush, self._fail)
         self._stopping = asyncio.Lock()
         self._left = asyncio.Event()
+        self.gone: Future[None] = Future()  # its sockets are closed, by whomever
+        self._ending = threading.Lock()
         self._living = self._life()
         self._sockets = Sockets(keys=keys)
         try:
@@ -63,8 +66,9 @@ class LoopChannel:
 
     def begin(self, request: Request, sink: Sink) -> None:
         """As `Channel.begin`."""
+        self._raise_if_over()
         self._run(self._traffic.begin, request, sink)
-        self._raise_if_failed()
+        self._raise_if_over()
 
     def cancel(self, rid: str) -> None:
         """As `Channel.cancel`; from any thread."""
@@ -89,7 +93,7 @@ class LoopChannel:
     ) -> Future[Status]:
         """As `Channel.ask`."""
         check_question(make, timeout_s)
-        self._raise_if_failed()
+        self._raise_if_over()
         answer: Future[Status] = Future()
         self._run(self._traffic.ask, controller, make, timeout_s, until, answer)
         return answer
@@ -104,6 +108,12 @@ class LoopChannel:
                     raise
                 await self._left.wait()
 
+    def stop_soon(self) -> None:
+        """`stop`, for who waits for `gone` elsewhere. No task, which would be lost where the loop ends beside this."""
+        self._leave()
+        with suppress(RuntimeError):  # the loop's end is at it already
+            self.loop.run_in_executor(None, self._close)
+
     def raise_if_inherited(self) -> None:
         """As of a `Service`."""
         raise_if_forked(self._pid)
@@ -113,7 +123,7 @@ class LoopChannel:
         if self.loop.is_closed():
             self._traffic.mute()
         self._leave()
-        self._sockets.close()
+        self._close()
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -124,15 +134,22 @@ class LoopChannel:
             self._leave()
             # What was just said still goes out. Whoever waits may be cancelled, but not the closing.
             try:
-                await asyncio.shield(self.loop.run_in_executor(None, self._sockets.close))
+                await asyncio.shield(self.loop.run_in_executor(None, self._close))
             finally:
                 self._left.set()
 
     def _leave(self) -> None:
-        if not self.closed:
-            self.closed = self._reader.closed = True
-            self._timer.cancel()
-            self._run(self._traffic.leave, RuntimeError(CLOSED))
+        with self._ending:
+            if not self.closed:
+                self.closed = self._reader.closed = True
+                self._timer.cancel()
+                self._run(self._traffic.leave, RuntimeError(CLOSED))
+
+    def _close(self) -> None:
+        with self._ending:
+            self._sockets.close()
+            if not self.gone.done():
+                self.gone.set_result(None)
 
     def _run(self, function: Callable[[*_T], None], *arguments: *_T) -> None:
         if self._failure is not None:
@@ -157,7 +174,10 @@ class LoopChannel:
         self._reader.close()
         self._sockets.close()
 
-    def _raise_if_failed(self) -> None:
+    def _raise_if_over(self) -> None:
+        """Who asks has waited meanwhile, and what is closed answers nobody."""
+        if self.closed:
+            raise RuntimeError(CLOSED)
         if self._failure is not None:
             why = f"{type(self._failure).__name__}: {self._failure}"
             raise PartFailed(f"the client of this process has failed: {why}") from self._failure

@@ -4,15 +4,17 @@ python -m fuzz_api --seconds 20 --seed 1
 python -m fuzz_api --seeds 1:61
 
 The calls are read off what the packages export. Each example takes one part through a life (not started, serving,
-stopped, serving again, beside its stop, from two threads, in a forked child) and calls it with values of other types,
-sizes and alphabets. A call returns, or raises what is documented, within PATIENCE_S; the part lives on; and what a
-Dispatcher has taken ends exactly once. A failure is told with the seed that draws its calls again.
+started twice, stopped, serving again, beside its stop, stopped and called from several threads, in a forked child) and
+calls it with values of other types, sizes and alphabets. A call returns, or raises what is documented, within
+PATIENCE_S; the part lives on; and what a Dispatcher has taken ends exactly once. A failure is told with the seed that
+draws its calls again.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import importlib
 import inspect
 import math
@@ -28,13 +30,14 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack, contextmanager, suppress
 from fractions import Fraction
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from bus import Broker, BrokerConfig, BusError, Load, Publisher, Resolver
+from bus import Broker, BrokerConfig, BusError, Load, Publisher, Resolver, StartError
 from bus.runtime.service import Service
 from bus.wire import codec
 from bus.wire.messages import Accepted, Cancel, Params, StatusQuery, Submit
@@ -233,7 +236,7 @@ def serving(part: Any) -> Iterator[None]:
         try:
             yield
         finally:
-            part.close() if not inspect.iscoroutinefunction(part.close) else asyncio.run(part.close())
+            _stop(part)
     else:
         with part:
             yield
@@ -249,10 +252,15 @@ def live(name: str, place: Place, way: str, plan: Plan, more: Plan) -> None:
         if way == "fork":
             _in_a_child(lambda: driver.run(plan))
         elif way == "threads":
-            _join([_begin(driver, each) for each in (plan, more)])
-        beside = [_begin(driver, more)] if way == "beside" else []
+            _join([_begin(partial(driver.run, each)) for each in (plan, more)])
+        beside = [_begin(partial(driver.run, more))] if way == "beside" else []
         if way in ("serving", "between", "again"):
             driver.run(plan)
+        if way == "twice":
+            _start_again(part)
+            driver.run(plan)
+        if way == "stops":
+            _join([_begin(partial(driver.run, plan)), *(_begin(partial(_stop, part)) for _ in range(2))])
         driver.check()
     _join(beside)
     if way == "between":
@@ -265,13 +273,32 @@ def live(name: str, place: Place, way: str, plan: Plan, more: Plan) -> None:
         driver.settle()
 
 
-def _begin(driver: Driver, plan: Plan) -> Future[None]:
-    """The plan runs on a thread of its own."""
+def _start_again(part: Any) -> None:
+    """A part that serves goes on to; clients have no start of their own."""
+    try:
+        if hasattr(part, "stop") or isinstance(part, Dispatcher):
+            part.__enter__()
+            raise AssertionError("it was started while it served")
+    except StartError:
+        pass
+
+
+def _stop(part: Any) -> None:
+    if isinstance(part, AsyncClient):
+        asyncio.run(part.close())
+    elif isinstance(part, Client):
+        part.close()
+    else:
+        part.__exit__(None, None, None)
+
+
+def _begin(what: Callable[[], object]) -> Future[None]:
+    """On a thread of its own."""
     done: Future[None] = Future()
 
     def run() -> None:
         try:
-            driver.run(plan)
+            what()
             done.set_result(None)
         except BaseException as error:
             done.set_exception(error)
@@ -285,6 +312,7 @@ def _join(running: list[Future[None]]) -> None:
         try:
             each.result(PATIENCE_S)
         except FutureTimeout:
+            faulthandler.dump_traceback()  # where it is
             raise AssertionError("a call never returned") from None
 
 
@@ -311,7 +339,7 @@ def _in_a_child(run: Callable[[], None]) -> None:
     raise AssertionError("a call in a forked child never returned")
 
 
-WAYS = ("before", "serving", "between", "again", "beside", "threads", "fork")
+WAYS = ("before", "serving", "between", "again", "beside", "threads", "fork", "twice", "stops")
 
 
 def examples(name: str, kind: type, place: Place, number: int, ran: Counter[str]) -> None:

@@ -44,6 +44,7 @@ from bus.wire.messages import (
 )
 from pdbus.client import AsyncClient, AsyncStream, Client, Piece, Result
 from pdbus.client.core import Patience
+from pdbus.client.looped import LoopChannel
 from pdbus.client.options import make_request, where
 from pdbus.client.output import failure
 from pdbus.client.questions import Questions
@@ -572,6 +573,73 @@ def test_who_asked_hears_that_another_task_closed_the_client(base: str) -> None:
                 await ask
 
     asyncio.run(run())
+
+
+def test_who_is_about_to_ask_hears_that_another_thread_closed_the_client(
+    base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It closes between two steps of each call: after the client was found open, before anything was asked."""
+    client = AsyncClient(base)
+    channel = client._channel
+
+    async def closed_then() -> Any:
+        found = await channel()
+        await asyncio.to_thread(asyncio.run, client.close())
+        return found
+
+    monkeypatch.setattr(client, "_channel", closed_then)
+    calls: list[Callable[[], Any]] = [
+        client.status, lambda: client.generate_tokens([5], leg="pair"), lambda: client.drain("i", 0),
+    ]  # fmt: skip
+    for call in calls:
+        client._closed = False
+        with pytest.raises(RuntimeError, match="this client is closed"):
+            asyncio.run(asyncio.wait_for(call(), WAIT_MS / 1000))
+
+
+def test_a_client_that_is_closed_while_a_loop_joins_it_serves_none(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = LoopChannel.open
+
+    async def open_then_close(self: LoopChannel) -> None:
+        await opened(self)
+        client._channels.clear()  # as the one who closes found them: a moment before this one was there
+        await asyncio.to_thread(asyncio.run, client.close())
+
+    monkeypatch.setattr(LoopChannel, "open", open_then_close)
+    client = AsyncClient(base)
+    with pytest.raises(RuntimeError, match="this client is closed"):
+        asyncio.run(asyncio.wait_for(client.status(), WAIT_MS / 1000))
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_close_from_another_loop_beside_the_end_of_this_one(
+    base: str, monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    """It found this loop running, which makes no turn after that and may be `closed` by then."""
+    monkeypatch.setattr("pdbus.client.aio.CLOSE_S", WAIT_MS / 1000)
+    client, serving, go, closes = AsyncClient(base), threading.Event(), threading.Event(), threading.current_thread()
+
+    async def ends() -> None:
+        loop: Any = asyncio.get_running_loop()
+        call = loop.call_soon_threadsafe
+
+        def late(*what: Any, **more: Any) -> None:
+            if threading.current_thread() is closes:
+                go.set()
+                end.result(WAIT_MS / 1000)
+                if not closed:
+                    return
+            call(*what, **more)
+
+        loop.call_soon_threadsafe = late
+        await client._channel()
+        serving.set()
+        await asyncio.to_thread(go.wait, WAIT_MS / 1000)
+
+    with ThreadPoolExecutor(1) as pool:
+        end = pool.submit(asyncio.run, ends())
+        assert serving.wait(WAIT_MS / 1000)
+        asyncio.run(asyncio.wait_for(client.close(), WAIT_MS / 2000))
 
 
 def test_a_close_beside_the_end_of_its_loop_waits_for_that(peers: tuple[Peer, Peer], base: str) -> None:

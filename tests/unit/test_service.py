@@ -113,7 +113,15 @@ def runs(part: Service) -> bool:
     return any(thread.name == f"pdbus-{part.part}" for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("make", [publisher, resolver, broker, controller, channel])
+def serving(make: Callable[[str], Service], folder: str) -> Service:
+    part = make(folder)
+    return part if runs(part) else part.start()
+
+
+PARTS = [publisher, resolver, broker, controller, channel]
+
+
+@pytest.mark.parametrize("make", PARTS)
 def test_a_failed_start_closes_what_it_opened(
     make: Callable[[str], Service], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +141,7 @@ def test_a_failed_start_closes_what_it_opened(
     assert made
     assert all(socket.closed for socket in made)
     monkeypatch.undo()
-    make(folder).start().stop()  # nor does an endpoint stay taken
+    serving(make, folder).stop()  # nor does an endpoint stay taken
 
 
 def test_a_taken_metrics_port_leaves_nothing_behind(folder: str) -> None:
@@ -190,29 +198,109 @@ CALLS: list[tuple[Callable[[str], Any], dict[str, Callable[[Any], object]]]] = [
 def test_a_failed_thread_is_known_to_all_who_call(
     make: Callable[[str], Service], calls: dict[str, Callable[[Service], object]], folder: str
 ) -> None:
-    part = make(folder)
-    if not runs(part):
-        part.start()
+    part = serving(make, folder)
     assert part.failure is None
     break_down(part)
     assert isinstance(part.failure, ZeroDivisionError)
     for call in calls.values():
         with pytest.raises(PartFailed, match=f"the {part.part} of this process has failed: ZeroDivisionError: a bug"):
             call(part)
-    again = make(folder)  # its endpoints are free
-    if not runs(again):
-        again.start()
-    again.stop()
+    serving(make, folder).stop()  # its endpoints are free
     part.stop()
+
+
+@pytest.mark.parametrize("make", PARTS)
+def test_a_part_that_serves_is_not_started_again(make: Callable[[str], Service], folder: str) -> None:
+    part = serving(make, folder)
+    loop = part.loop
+    with pytest.raises(StartError, match="serves already"):
+        part.start()
+    assert part.loop is loop
+    part.raise_if_failed()
+    answered = threading.Event()
+    part.loop.call_threadsafe(answered.set)
+    assert answered.wait(WAIT_S)
+    part.stop()
+
+
+@pytest.mark.parametrize("make", PARTS)
+def test_threads_stop_a_part_one_after_another(make: Callable[[str], Service], folder: str) -> None:
+    """The other one comes at the worst moment: after the part was found to serve, before its thread is waited for."""
+    part = serving(make, folder)
+    loop = part.loop
+    ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def stop() -> None:
+        try:
+            part.stop()
+            ends.put(None)
+        except BaseException as error:
+            ends.put(error)
+
+    class Beside:
+        def call_threadsafe(self, function: Callable[[], None]) -> None:
+            if not others:
+                others.append(threading.Thread(target=stop))
+                others[0].start()
+                others[0].join(0.2)  # one that does not wait for this one is over by then
+            loop.call_threadsafe(function)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(loop, name)
+
+    others: list[threading.Thread] = []
+    beside: Any = Beside()
+    part.loop = beside
+    stop()
+    assert [ends.get(timeout=WAIT_S) for _ in range(2)] == [None, None]
+    others[0].join(WAIT_S)
+
+
+@pytest.mark.parametrize("make", PARTS)
+def test_a_parts_own_thread_does_not_stop_it(make: Callable[[str], Service], folder: str) -> None:
+    part = serving(make, folder)
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def on_its_thread() -> None:
+        for call in (part.stop, part.start):
+            try:
+                call()
+            except RuntimeError as error:
+                said.put(str(error))
+
+    part.loop.call_threadsafe(on_its_thread)
+    assert "own thread" in said.get(timeout=WAIT_S)
+    assert "own thread" in said.get(timeout=WAIT_S)
+    part.stop()
+
+
+@pytest.mark.parametrize(("make", "calls"), CALLS[:-1], ids=lambda value: getattr(value, "__name__", ""))
+def test_where_a_part_cannot_start_again_every_call_says_so(
+    make: Callable[[str], Service],
+    calls: dict[str, Callable[[Service], object]],
+    folder: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(self: Any, *_: object) -> None:
+        raise StartError("no such host")
+
+    part = make(folder).start()
+    part.stop()
+    monkeypatch.setattr(type(part), "_open", fails)
+    with pytest.raises(StartError, match="no such host"):
+        part.start()
+    for call in calls.values():
+        with pytest.raises(PartFailed, match="was stopped"):
+            call(part)
+    monkeypatch.undo()
+    part.start().stop()
 
 
 @pytest.mark.parametrize(("make", "calls"), CALLS, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_forked_child_leaves_its_parents_part_alone(
     make: Callable[[str], Service], calls: dict[str, Callable[[Service], object]], folder: str
 ) -> None:
-    part = make(folder)
-    if not runs(part):
-        part.start()
+    part = serving(make, folder)
     files = sorted(os.listdir(folder.removeprefix("ipc://")))
 
     def child() -> None:
