@@ -1,4 +1,4 @@
-"""Each fault of docs/failures.md, caused; `pdbus top` shows what docs/guide.md says it does."""
+"""Each fault of docs/guide.md, caused; `pdbus top` shows what the page says it does."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ def rows(page: str, title: str) -> dict[str, list[str]]:
     return {first.strip(): [cell.strip() for cell in rest] for first, *rest in cells[2:]}
 
 
-FAULTS = rows("failures.md", "Processes")
 LOOKS = rows("guide.md", "Every fault, and what shows it")
 
 
@@ -259,8 +258,8 @@ NOT_IN_TOP = (
 
 
 def test_every_fault_has_its_row_and_its_cause() -> None:
-    assert list(LOOKS) == list(FAULTS)
-    for fault in FAULTS:
+    assert len(LOOKS) == len(CAUSES) + len(NOT_IN_TOP)
+    for fault in LOOKS:
         assert sum(fault.startswith(each) for each in (*CAUSES, *NOT_IN_TOP)) == 1, fault
 
 
