@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from docs_commands import blocks
 from pdbus_build import MODULES
 
 from nodes.own.engines.sim import sim_generate
@@ -127,6 +128,14 @@ def test_the_wheel_runs_in_an_environment_of_its_own(wheel: Path, environment: P
         assert Path(where).is_relative_to(outside / "venv")
     listed = run(environment / "python", "-m", "pip", "--disable-pip-version-check", "list", cwd=outside).split()
     assert not {"torch", "numpy", "pytest"} & set(listed)
+
+
+def test_the_page_of_sglang_installs_it(wheel: Path, environment: Path, outside: Path) -> None:
+    """Where it is installed already, so that nothing has to be fetched."""
+    (page,) = [block.text for block in blocks(ROOT / "docs" / "sglang.md") if block.text.startswith("pip install")]
+    (outside / "dist").symlink_to(wheel.parent)
+    script = f"PATH={environment}:$PATH\n{page}\npython -c 'import pdbus.sglang'\necho $PDBUS_SGLANG_METHOD"
+    assert run("sh", "-ec", script, cwd=outside).splitlines()[-1] == "total_tokens"
 
 
 def test_a_cluster_of_the_installed_wheel_serves(environment: Path, outside: Path) -> None:

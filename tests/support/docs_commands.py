@@ -71,11 +71,13 @@ def blocks(page: Path) -> Iterator[Block]:
         else:
             prose.append((number, line))
     assert not fence, f"{name}:{begun}: this block does not end"
+    blank = True  # the line before; where there is none, an indented one goes on with its paragraph
     for indented, group in groupby(prose, lambda each: each[1].startswith("    ")):
         lines = list(group)
-        if indented:
+        if indented and blank:
             yield Block(name, lines[0][0], "", "\n".join(text[4:] for _, text in lines))
             continue
+        blank = not lines[-1][1].strip()
         text, first = "\n".join(text for _, text in lines), lines[0][0]
         for span in re.finditer(r"(?<!`)`([^`]+)`(?!`)", text):
             yield Block(name, first + text.count("\n", 0, span.start()), "inline", " ".join(span[1].split()))

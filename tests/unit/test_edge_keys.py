@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import tomllib
 from pathlib import Path
 
 import pytest
+from docs_commands import ROOT, blocks
 from edge_world import World, chat, ended, letters
 
 from bus.errors import ConfigError
@@ -40,6 +42,15 @@ def test_who_has_a_key_may_and_who_has_none_may_not(tmp_path: Path) -> None:
         assert asyncio.run(world.get(path)).status == 401
     for path in ("/health", "/ready", "/metrics", "/docs", "/"):
         assert asyncio.run(world.get(path)).status == 200
+
+
+def test_the_edges_page_shows_such_a_file(tmp_path: Path) -> None:
+    (text,) = [block.text for block in blocks(ROOT / "docs" / "edge.md") if block.info == "toml"]
+    key = Keys(write(tmp_path / "keys", text)).find(b"Bearer sk-choose-your-own")
+    assert key is not None
+    shown = tomllib.loads(text)["alice"]
+    assert {"requests_in_flight", "requests_per_minute", "tokens_per_minute", "slo_class"} < shown.keys()
+    assert all(getattr(key, name) == value for name, value in shown.items() if name != "key")
 
 
 def test_quotas(tmp_path: Path) -> None:

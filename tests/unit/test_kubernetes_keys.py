@@ -7,10 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from docs_commands import ROOT, blocks
 
 from bus.runtime.keys import add_key, give_key, new_keys
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "kubernetes" / "keys.sh"
+SCRIPT = ROOT / "examples" / "kubernetes" / "keys.sh"
 
 
 @pytest.fixture
@@ -39,6 +40,20 @@ def test_the_namespace_comes_before_what_lies_in_it(place: Path) -> None:
     assert len(others) == 10
     assert all(each.startswith("create ") and "--namespace pdbus" in each for each in others)
     assert others[-1].endswith("--from-file=keys/secrets/clients/edge.secret\n")
+
+
+def test_the_pages_commands_apply_what_it_writes_and_then_an_overlay_that_is_there(place: Path) -> None:
+    (page,) = [block.text for block in blocks(ROOT / "docs" / "deploy.md") if block.text.startswith("sh examples/")]
+    (place / "examples").symlink_to(ROOT / "examples")
+    (place / "kubectl").write_text('#!/bin/sh\necho "$@" >> asked\n[ "$*" != "apply -f -" ] || cat > applied\n')
+    env = os.environ | {"PATH": f"{place}:{os.environ['PATH']}"}
+    done = subprocess.run(["sh", "-ec", page], cwd=place, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    asked = (place / "asked").read_text().splitlines()
+    assert asked[-1].startswith("apply -k ")
+    assert (place / asked[-1].removeprefix("apply -k ") / "kustomization.yaml").exists()
+    assert "apply -f -" in asked
+    assert (place / "applied").read_text().startswith((SCRIPT.parent / "base" / "namespace.yaml").read_text())
 
 
 @pytest.mark.parametrize("secret", ["clients/edge", "nodes/decode", "brokers/broker"])
