@@ -69,7 +69,10 @@ def marked(mark: str) -> list[int]:
 
 
 def kill_all(mark: str) -> None:
-    """Until two looks in a row find none: one that was just forked may hide from the first."""
+    """Until two looks in a row find none: one that was just forked may hide from the first.
+
+    They may end on any core. One that was kept to a core beside another engine's busy threads (nodes/vllm/cores.py) was
+    seen to stand there for minutes, killed, and to end at once on another."""
     clean, end = 0, time.monotonic() + _GIVES_UP_S
     while clean < 2 and time.monotonic() < end:
         found = marked(mark)
@@ -77,8 +80,10 @@ def kill_all(mark: str) -> None:
         for pid in found:
             try:
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+                for thread in os.listdir(f"/proc/{pid}/task"):
+                    os.sched_setaffinity(int(thread), os.sched_getaffinity(0))
+            except OSError:
+                pass  # gone meanwhile
         time.sleep(_PAUSE_S)
 
 

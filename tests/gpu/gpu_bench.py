@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from pdbus.launcher import Cluster, ClusterSpec
 TOP = 3
 TEXT = "A ship sails over the wide sea at night, and nobody knows where it goes. "
 ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "UCX_LOG_LEVEL": "info"}
-CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+# An engine core computes itself, as on one GPU: most of a start on a CPU is the import by each process.
+CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 CPU_ARGUMENTS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024")
 CPU_CONTROLLER = ("--lease-s", "90", "--hang-s", "90")
 GPU_ARGUMENTS = ("--max-model-len", "8192")
@@ -54,12 +56,14 @@ class Bench:
         self._stack = ExitStack()
         self._thread = ThreadPoolExecutor(1)
         self._alone: Future[dict[str, Any]] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Bench:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+        self._end_alone()
         self._thread.shutdown()
 
     @property
@@ -143,7 +147,7 @@ class Bench:
         """The first such rank's, as `pdbus status --json` has it."""
         assert self.cluster is not None
         with self.cluster.client() as client:
-            return until(lambda: _load(client, role), f"a {role} rank says its load", 20)  # type: ignore[no-any-return]
+            return until(lambda: _load(client, role), f"a {role} rank says its load", 60)  # type: ignore[no-any-return]
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -188,10 +192,22 @@ class Bench:
         command = [sys.executable, "-P", str(program), str(folder / "asked.json"), str(folder / "said.json")]
         env = {**os.environ, **self.env, **({"CUDA_VISIBLE_DEVICES": "0"} if self.gpu else {})}
         with (folder / "alone.log").open("w") as log:
-            done = subprocess.run(command, env=env, stdout=log, stderr=log, timeout=self.start_s)
-        if done.returncode:
-            raise RuntimeError(f"one engine alone ended with {done.returncode}: {folder / 'alone.log'}")
+            process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+        self._process = process
+        try:
+            code = process.wait(self.start_s)
+        finally:
+            self._end_alone()
+        if code:
+            raise RuntimeError(f"one engine alone ended with {code}: {folder / 'alone.log'}")
         return json.loads((folder / "said.json").read_text())  # type: ignore[no-any-return]
+
+    def _end_alone(self) -> None:
+        """With its engine core, which would outlive it."""
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def answer(stream: Any) -> Answer:

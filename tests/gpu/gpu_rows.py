@@ -107,7 +107,7 @@ def transfer(bench: Bench) -> list[Check]:
         computed, seconds = bench.figure(DECODE, by, **local), bench.figure(DECODE, fetch)
         ids = bench.ids(bench.longest, start="Once more. ")
         bench.ask(client, ids, max_tokens=4).result.raise_if_failed()
-        until(lambda: bench.figure(DECODE, fetch) > seconds, "the node counts the fetch", 20)
+        until(lambda: bench.figure(DECODE, fetch) > seconds, "the node counts the fetch", 60)
     return checks.transfer(
         bench.log(PREFILL) + bench.log(DECODE), len(ids) * kv_bytes(bench.models["dense"]),
         bench.figure(DECODE, fetch) - seconds, bench.figure(DECODE, by, **local) - computed, bench.gpu,
@@ -245,9 +245,9 @@ def _kill(bench: Bench, what: str) -> checks.Kill:
             wanted = "Worker" if what == "worker" else "EngineCore"
             victim = next((pid for pid in engine if wanted in title(pid)), engine[-1])
         os.kill(victim, signal.SIGKILL)
-        child.wait(60)
+        child.wait(120)
         code = child.returncode
-        end = time.monotonic() + 20.0
+        end = time.monotonic() + 30.0
         while any(map(lives, engine)) and time.monotonic() < end:
             time.sleep(0.05)
         left = sum(map(lives, engine))
@@ -294,7 +294,7 @@ def pressure(bench: Bench) -> list[Check]:
         first = [answer(bench.ask(client, ids, max_tokens=output)) for ids in prompts[:4]]
         streams = [bench.ask(client, ids, max_tokens=output) for ids in prompts]
         answers = [answer(stream) for stream in streams]
-        until(lambda: not bench.load("unified")["kv_tokens"], "no KV is held", 30)
+        until(lambda: not bench.load("unified")["kv_tokens"], "no KV is held", 60)
     found = [checks.same_answer(f"request {number}", one, other, bench.tolerance)
              for number, (one, other) in enumerate(zip(first, answers, strict=False))]  # fmt: skip
     found += [Check(f"request {number}", len(each.ids) == output, f"{each.code}, {len(each.ids)} tokens")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from nodes.vllm import reaper as reapers
 from nodes.vllm.reaper import MARK, Reaper
 
 NODE = """
@@ -112,3 +113,21 @@ def test_the_mark_comes_last_in_the_environment_of_children(monkeypatch: pytest.
         assert last.startswith(f"{MARK}=".encode())
         assert reaper.processes() == [child.pid]
         child.kill()
+
+
+def test_what_is_killed_may_end_on_any_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kill comes to nothing here, as where its own core is taken by others."""
+    ours = os.sched_getaffinity(0)
+    command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(300)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, MARK: "its mark"}) as child:
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+            os.sched_setaffinity(child.pid, {min(ours)})
+            with monkeypatch.context() as held:
+                held.setattr(reapers, "_GIVES_UP_S", 0.1)
+                held.setattr(os, "kill", lambda pid, number: None)
+                reapers.kill_all("its mark")
+            assert os.sched_getaffinity(child.pid) == ours
+        finally:
+            child.kill()
