@@ -6,6 +6,7 @@ does not leave in time is killed. Nothing survives: children notice when this pr
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import tempfile
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from bus.errors import ConfigError, StartError
+from bus.errors import ConfigError, PartFailed, StartError
 from bus.runtime.keys import ensure_keys
 from bus.wire.messages import Status
 from pdbus.client import Client
@@ -26,6 +27,7 @@ from pdbus.launcher.restarts import RestartPolicy
 from pdbus.launcher.spec import Addresses, ClusterSpec, PartSpec
 from pdbus.launcher.supervisor import Supervisor
 
+NOT_RUNNING = "this cluster does not run: ask it in a `with` block of it"
 _PORT_TRIES = 5
 
 
@@ -35,6 +37,10 @@ class Cluster:
     `progress` is called a few times a second, while parts start, with a line that says what is waited for. With
     `restarts`, broker, controllers and edge that end while nodes start (which may take minutes) are started again, and
     `say` gets a line for it; a `Supervisor` keeps all parts after that.
+
+    One thread at a time. Once stopped it starts as a new one in another `with`; what asks a cluster that does not run
+    gets PartFailed. In a forked child it is the parent's: every call raises PartFailed, `stop` leaves all of it alone,
+    and `start` makes a new one.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class Cluster:
         self._directory: Path | None = None
         self._addresses: Addresses | None = None
         self._hurried = False
+        self._pid = os.getpid()
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -70,7 +77,12 @@ class Cluster:
         self.stop()
 
     def start(self) -> Cluster:
-        """All parts, READY. On failure what had started is taken down again."""
+        """All parts, READY. On failure what had started is taken down again. StartError if it runs already, which it
+        then goes on to do."""
+        if self._inherited:
+            type(self).__init__(self, self.spec, self._progress, restarts=self._restarts, say=self._say)
+        if self._directory is not None:
+            raise StartError("this cluster runs already: stop it first, or make another one")
         if self.spec.log_dir:
             try:
                 Path(self.spec.log_dir).mkdir(parents=True, exist_ok=True)
@@ -94,13 +106,14 @@ class Cluster:
 
     def stop(self) -> None:
         """Take everything down; idempotent. Ctrl-C meanwhile cuts the wait for draining nodes short, and is raised."""
-        if self._directory is None:
+        if self._directory is None or self._inherited:
             return
         try:
             self._stop_parts()
         finally:
             shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = None
+            self._directory = self._addresses = None
+            self._hurried = False
 
     def interrupt(self, *_: object) -> None:
         """For a signal's handler: cut the wait for draining nodes short, as Ctrl-C does. It raises nothing, which at
@@ -127,7 +140,9 @@ class Cluster:
     @property
     def directory(self) -> Path:
         """A private directory that goes when the cluster does."""
-        assert self._directory is not None, "the cluster is not running"
+        self._raise_if_inherited()
+        if self._directory is None:
+            raise PartFailed(NOT_RUNNING)
         return self._directory
 
     @property
@@ -181,6 +196,7 @@ class Cluster:
 
     def poll(self) -> list[str]:
         """The parts that have exited since the start without being asked to; also keeps logs within their bound."""
+        self._raise_if_inherited()
         self._trim_logs()
         return [name for name, child in self.children.items() if child.returncode is not None]
 
@@ -188,10 +204,21 @@ class Cluster:
 
     @property
     def _at(self) -> Addresses:
-        assert self._addresses is not None, "the cluster is not running"
+        self._raise_if_inherited()
+        if self._addresses is None:
+            raise PartFailed(NOT_RUNNING)
         return self._addresses
 
+    @property
+    def _inherited(self) -> bool:
+        return self._pid != os.getpid()
+
+    def _raise_if_inherited(self) -> None:
+        if self._inherited:
+            raise PartFailed("this cluster is the parent process's: in a forked child, make another")
+
     def _child(self, part: str) -> Child:
+        self._raise_if_inherited()
         if part not in self.children:
             raise ConfigError(f"no part {part!r}; there are {', '.join(self.children)}")
         return self.children[part]

@@ -18,6 +18,7 @@ import pytest
 import zmq
 from patience import patience_s
 from structlog.testing import capture_logs
+from test_service import in_a_forked_child
 
 from bus.errors import ConfigError, StartError
 from bus.runtime.keys import load_keys, new_keys
@@ -54,6 +55,14 @@ def test_a_taken_ipc_endpoint_is_refused_and_left_alone(directory: Path, sockets
     with Sockets() as others, pytest.raises(StartError, match="is taken") as caught:
         others.router(endpoint)
     assert endpoint in str(caught.value)
+    sockets.dealer(endpoint).send(b"still there")
+    assert receive(router)[1:] == [b"still there"]
+
+
+def test_a_forked_child_that_closes_leaves_its_parents_endpoints(directory: Path, sockets: Sockets) -> None:
+    endpoint = f"ipc://{directory}/mine"
+    router = sockets.router(endpoint)
+    assert in_a_forked_child(sockets.close) == "None"
     sockets.dealer(endpoint).send(b"still there")
     assert receive(router)[1:] == [b"still there"]
 
