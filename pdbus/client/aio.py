@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
 from bus.runtime.keys import load_keys
-from bus.wire.messages import Role, Status
+from bus.wire.messages import Role, Status, TraceIs
 from pdbus.client.base import BaseClient, BaseStream
 from pdbus.client.channel import CLOSED
 from pdbus.client.looped import LoopChannel, raise_if_forked
@@ -87,6 +87,10 @@ class AsyncClient(BaseClient):
     async def status(self, *, timeout_s: float | None = None) -> Status:
         """As `Client.status`."""
         return await asyncio.wrap_future(self._ask_status(await self._channel(), timeout_s))
+
+    async def trace(self, rid: str, *, timeout_s: float | None = None) -> TraceIs:
+        """As `Client.trace`."""
+        return await asyncio.wrap_future(self._ask_trace(await self._channel(), rid, timeout_s))
 
     async def drain(self, instance: str, dp_rank: int, *, timeout_s: float | None = None) -> None:
         """As `Client.drain`."""

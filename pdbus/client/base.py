@@ -9,13 +9,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from msgspec.structs import replace
 
 from bus.wire.hashing import tokens_of
-from bus.wire.messages import DrainRank, DrainRole, Legs, Role, Status, StatusQuery
+from bus.wire.messages import DrainRank, DrainRole, Legs, Role, Status, StatusQuery, TraceIs, TraceQuery
 from pdbus.client.channel import Channel
 from pdbus.client.looped import LoopChannel
 from pdbus.client.options import Options, any_rank, block_tokens_for, leg_for, make_request, model_of, patience, where
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from pdbus.text.models import ModelText
 
 AnyChannel: TypeAlias = Channel | LoopChannel
+TRACE_REPEAT_S = 2.0  # longer than a controller waits for its ranks
 
 
 class BaseClient:
@@ -59,17 +61,21 @@ class BaseClient:
         raise NotImplementedError
 
     def _ask_status(self, channel: AnyChannel, timeout_s: float | None) -> Future[Status]:
-        return channel.ask(self._where.decode, StatusQuery, timeout_s)
+        return channel.ask(self._where.decode, StatusQuery, Status, timeout_s)
 
     def _ask_cluster(self, channel: AnyChannel) -> Future[Status]:
         """The status once a rank has joined; after `connect_timeout_s`, as it is."""
-        return channel.ask(self._where.decode, StatusQuery, until=any_rank)
+        return channel.ask(self._where.decode, StatusQuery, Status, until=any_rank)
 
     def _ask_drain(self, channel: AnyChannel, instance: str, dp_rank: int, timeout_s: float | None) -> Future[Status]:
-        return channel.ask(self._where.decode, lambda id: DrainRank(id, instance, dp_rank), timeout_s)
+        return channel.ask(self._where.decode, lambda id: DrainRank(id, instance, dp_rank), Status, timeout_s)
 
     def _ask_drain_role(self, channel: AnyChannel, role: Role, model: str, timeout_s: float | None) -> Future[Status]:
-        return channel.ask(self._where.decode, lambda id: DrainRole(id, role, model), timeout_s)
+        return channel.ask(self._where.decode, lambda id: DrainRole(id, role, model), Status, timeout_s)
+
+    def _ask_trace(self, channel: AnyChannel, rid: str, timeout_s: float | None) -> Future[TraceIs]:
+        make = partial(TraceQuery, rid=rid)
+        return channel.ask(self._where.decode, make, TraceIs, timeout_s, repeat_s=TRACE_REPEAT_S)
 
     def _learn_model(self, status: Status) -> str:
         self._texts.model = model_of(status)

@@ -18,9 +18,9 @@ from bus.errors import PartFailed
 from bus.runtime.keys import load_keys
 from bus.runtime.service import Service
 from bus.runtime.sockets import Sockets
-from bus.wire.messages import Message, Status
+from bus.wire.messages import Message
 from pdbus.client.core import Patience
-from pdbus.client.questions import settle
+from pdbus.client.questions import REPEAT_S, A, settle
 from pdbus.client.request import Request
 from pdbus.client.traffic import TICK_S, Sink, Traffic, broken, bug, check_question
 
@@ -72,18 +72,23 @@ class Channel(Service):
         self,
         controller: str,
         make: Callable[[int], Message],
+        kind: type[A],
         timeout_s: float | None = None,
-        until: Callable[[Status], bool] | None = None,
-    ) -> Future[Status]:
-        """Send `make(id)` until the status comes that answers it. ConfigError when `make` takes exception to its
-        arguments.
+        until: Callable[[A], bool] | None = None,
+        repeat_s: float = REPEAT_S,
+    ) -> Future[A]:
+        """Send `make(id)` each `repeat_s` until the message of `kind` comes that answers it. ConfigError when `make`
+        takes exception to its arguments.
 
-        With `until` it is sent again until the status meets that, and the last one is the answer when time is up. The
+        With `until` it is sent again until the answer meets that, and the last one is the answer when time is up. The
         future fails with PeerLost after `timeout_s` (default: `connect_timeout_s`) without any answer, or with
         RequestFailed when the controller refuses."""
         check_question(make, timeout_s)
-        answer: Future[Status] = Future()
-        self._call(lambda: self._traffic.ask(controller, make, timeout_s, until, answer), lambda: settle(answer, bug()))
+        answer: Future[A] = Future()
+        self._call(
+            lambda: self._traffic.ask(controller, make, kind, answer, timeout_s, until, repeat_s),
+            lambda: settle(answer, bug()),
+        )
         return answer
 
     def stop(self) -> None:

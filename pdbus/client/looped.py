@@ -21,9 +21,10 @@ from bus.errors import PartFailed
 from bus.runtime.keys import Keys
 from bus.runtime.logs import get_logger
 from bus.runtime.sockets import Sockets
-from bus.wire.messages import Message, Status
+from bus.wire.messages import Message
 from pdbus.client.channel import CLOSED
 from pdbus.client.core import Patience
+from pdbus.client.questions import REPEAT_S, A
 from pdbus.client.reader import Reader
 from pdbus.client.request import Request
 from pdbus.client.traffic import TICK_S, Sink, Traffic, check_question
@@ -88,14 +89,16 @@ class LoopChannel:
         self,
         controller: str,
         make: Callable[[int], Message],
+        kind: type[A],
         timeout_s: float | None = None,
-        until: Callable[[Status], bool] | None = None,
-    ) -> Future[Status]:
+        until: Callable[[A], bool] | None = None,
+        repeat_s: float = REPEAT_S,
+    ) -> Future[A]:
         """As `Channel.ask`."""
         check_question(make, timeout_s)
         self._raise_if_over()
-        answer: Future[Status] = Future()
-        self._run(self._traffic.ask, controller, make, timeout_s, until, answer)
+        answer: Future[A] = Future()
+        self._run(self._traffic.ask, controller, make, kind, answer, timeout_s, until, repeat_s)
         return answer
 
     async def stop(self) -> None:

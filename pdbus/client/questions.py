@@ -1,7 +1,7 @@
-"""What a client asks a controller besides requests (its status, the drain of a rank), until answered or too late. The
-answer to either is a status.
+"""What a client asks another part besides requests (a status, a drain, a trace), until it is answered or too late.
 
-Owns the questions and the futures of those who asked; opens no socket and reads no clock.
+Owns the questions and the futures of those who asked; opens no socket and reads no clock. A question is any message
+with an `id`, and its answer any message with the same.
 """
 
 from __future__ import annotations
@@ -9,76 +9,87 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from bus.actions import Send
 from bus.errors import PeerLost, RequestFailed
-from bus.wire.messages import Message, Refused, Status
+from bus.wire.messages import CONTROLLER_TO_CLIENT, Message, Refused, Status
 from bus.wire.status import join
 
 REPEAT_S = 1.0  # a question without an answer
 LOOK_AGAIN_S = 0.1  # one whose answer does not say yet what is waited for
+ANSWERS = tuple(kind for kind in CONTROLLER_TO_CLIENT.values() if "id" in kind.__struct_fields__)
+
+A = TypeVar("A", bound=Message)
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
+class _Question(Generic[A]):
     peer: str
     make: Callable[[int], Message]
-    enough: Callable[[Status], bool] | None
-    answer: Future[Status]
+    kind: type[A]
+    answer: Future[A]
+    enough: Callable[[A], bool] | None
+    repeat_s: float
     next_at: float
     end_at: float
-    part: Status | None = None  # the answer as far as it has come
-    seen: Status | None = None  # the last whole one, which was not enough
+    part: Status | None = None  # the answer as far as it has come, where it comes in several messages
+    seen: A | None = None  # the last whole one, which was not enough
 
 
 class Questions:
     def __init__(self) -> None:
-        self._open: dict[int, _Question] = {}  # by number; one that is asked again for more gets a new number
+        self._open: dict[int, _Question[Any]] = {}  # by number; one that is asked again for more gets a new number
         self._number = 0
 
     def ask(
         self,
         peer: str,
         make: Callable[[int], Message],
-        enough: Callable[[Status], bool] | None,
-        answer: Future[Status],
+        kind: type[A],
+        answer: Future[A],
         now: float,
         wait_s: float,
+        *,
+        enough: Callable[[A], bool] | None = None,
+        repeat_s: float = REPEAT_S,
     ) -> None:
-        """Let `tick` say `make(number)` to `peer`, until `answer` has its result or `wait_s` have passed. A status that
-        is not `enough` is asked for again, and the last one is the answer when time is up."""
-        self._put(_Question(peer, make, enough, answer, now, now + wait_s))
+        """Let `tick` send `make(number)` to `peer` each `repeat_s`, until `answer` has its result, a message of `kind`,
+        or `wait_s` have passed. One that is not `enough` is asked for again, and the last one is the answer when time
+        is up."""
+        self._put(_Question(peer, make, kind, answer, enough, repeat_s, now, now + wait_s))
 
-    def answered(self, peer: str, message: Status | Refused, now: float) -> None:
+    def answered(self, peer: str, message: Message, now: float) -> None:
         """An answer came from `peer`; one that fits no open question of it means nothing."""
-        question = self._open.get(message.id)
+        number: int = getattr(message, "id", 0)
+        question = self._open.get(number)
         if question is None or question.peer != peer:
-            return
-        if isinstance(message, Refused):
-            del self._open[message.id]
-            settle(question.answer, RequestFailed(message.code, message.message))
-            return
-        question.part = status = join(question.part, message)
-        if status.remaining:
-            return
-        del self._open[message.id]
-        if question.enough is None or question.enough(status):
-            settle(question.answer, status)
-        else:
-            question.part, question.seen, question.next_at = None, status, now + LOOK_AGAIN_S
-            self._put(question)
+            if isinstance(message, Refused) and not number:
+                self._unknown(peer, message)
+        elif isinstance(message, Refused):
+            self._end(number, RequestFailed(message.code, message.message))
+        elif isinstance(message, question.kind):
+            if isinstance(message, Status):
+                question.part = message = join(question.part, message)
+                if message.remaining:
+                    return
+            if question.enough is None or question.enough(message):
+                self._end(number, message)
+            else:
+                del self._open[number]
+                question.part, question.seen, question.next_at = None, message, now + LOOK_AGAIN_S
+                self._put(question)
 
     def tick(self, now: float) -> list[Send]:
-        """What is to be said now, for the first time or again."""
+        """What is to be sent now, for the first time or again."""
         sends: list[Send] = []
         for number, question in list(self._open.items()):
             if question.answer.done():
                 del self._open[number]
             elif now >= question.end_at:
-                del self._open[number]
-                settle(question.answer, question.seen or PeerLost(f"no controller answers at {question.peer}"))
+                self._end(number, question.seen or PeerLost(f"no controller answers at {question.peer}"))
             elif now >= question.next_at:
-                question.next_at = now + REPEAT_S
+                question.next_at = now + question.repeat_s
                 sends.append(Send(question.peer, question.make(number)))
         return sends
 
@@ -91,12 +102,24 @@ class Questions:
             else:
                 settle(answer, outcome)
 
-    def _put(self, question: _Question) -> None:
+    def _put(self, question: _Question[Any]) -> None:
         self._number += 1
         self._open[self._number] = question
 
+    def _end(self, number: int, outcome: Message | Exception) -> None:
+        settle(self._open.pop(number).answer, outcome)
 
-def settle(answer: Future[Status], outcome: Status | Exception) -> None:
+    def _unknown(self, peer: str, refused: Refused) -> None:
+        """A part that is older than this one cannot read what it does not know, so its refusal has no number; its
+        sentence ends with the tag."""
+        for number, question in list(self._open.items()):
+            tag = question.make(number).__struct_config__.tag
+            if question.peer == peer and refused.code == "bad_message" and refused.message == f"tag: {tag}":
+                why = f"the part at {peer} is older than this one and does not know this question"
+                self._end(number, RequestFailed(refused.code, why))
+
+
+def settle(answer: Future[A], outcome: A | Exception) -> None:
     """Unless whoever asked gave up, which another thread may do at this very moment: set_result alone would raise."""
     if answer.done() or not answer.set_running_or_notify_cancel():
         return

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
-from bus.wire.messages import Role, Status
+from bus.wire.messages import Role, Status, TraceIs
 from pdbus.client.base import BaseClient, BaseStream
 from pdbus.client.channel import Channel
 from pdbus.client.options import Options, check_options, check_text
@@ -84,6 +84,11 @@ class Client(BaseClient):
         """What the controller (of the decode legs) knows of its ranks. PeerLost when none answers within `timeout_s`
         (default: `connect_timeout_s`)."""
         return self._ask_status(self._channel, timeout_s).result()
+
+    def trace(self, rid: str, *, timeout_s: float | None = None) -> TraceIs:
+        """What controller and ranks remember of the request `rid`, as `pdbus trace` shows it. RequestFailed when the
+        controller does not tell this client, PeerLost as with `status`."""
+        return self._ask_trace(self._channel, rid, timeout_s).result()
 
     def drain(self, instance: str, dp_rank: int, *, timeout_s: float | None = None) -> None:
         """Let a rank finish what it has and leave. RequestFailed when the controller knows no such rank, ConfigError

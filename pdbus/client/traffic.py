@@ -23,10 +23,10 @@ from bus.runtime.logs import get_logger
 from bus.runtime.peer_keys import LOOK_S
 from bus.runtime.sockets import PAYLOAD_MAX, Socket, Sockets
 from bus.wire import codec
-from bus.wire.messages import CONTROLLER_TO_CLIENT, FROM_NODE_DATA, Detach, Failed, Message, Refused, Status, Table
+from bus.wire.messages import CONTROLLER_TO_CLIENT, FROM_NODE_DATA, Detach, Failed, Message, Table
 from pdbus.client.core import Action, ClientCore, Patience
 from pdbus.client.output import Deliver, Result, failure
-from pdbus.client.questions import Questions
+from pdbus.client.questions import ANSWERS, A, Questions
 from pdbus.client.request import Request
 
 TICK_S = 0.05
@@ -101,13 +101,15 @@ class Traffic:
         self,
         controller: str,
         make: Callable[[int], Message],
+        kind: type[A],
+        answer: Future[A],
         timeout_s: float | None,
-        until: Callable[[Status], bool] | None,
-        answer: Future[Status],
+        until: Callable[[A], bool] | None,
+        repeat_s: float,
     ) -> None:
         now = self._clock()
         wait_s = self._patience.connect_timeout_s if timeout_s is None else timeout_s
-        self._questions.ask(controller, make, until, answer, now, wait_s)
+        self._questions.ask(controller, make, kind, answer, now, wait_s, enough=until, repeat_s=repeat_s)
         self._do(self._questions.tick(now))
 
     def tick(self) -> None:
@@ -225,7 +227,7 @@ class Traffic:
                 self._peers[endpoint].rejected = True
                 log.warning("message.rejected", peer=endpoint, reason=error.reason, detail=error.detail[:200])
             return
-        if isinstance(message, (Status, Refused)):
+        if isinstance(message, ANSWERS):
             self._questions.answered(endpoint, message, self._clock())
         elif isinstance(message, Failed) and not message.rid:
             log.warning("client.refused", peer=endpoint, code=message.code, message=message.message)

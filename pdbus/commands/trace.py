@@ -19,7 +19,6 @@ from pdbus.commands.common import (
     wait_for_controller,
     wait_option,
 )
-from pdbus.trace.source import ask
 from pdbus.trace.waterfall import as_dict, waterfall
 
 WIDTH = 120  # of what no terminal shows
@@ -43,7 +42,7 @@ def trace(rid: str, controller: str, as_json: bool, keys: str, wait_s: float) ->
     leave_on_signals()
     with Client(controller, keys=keys) as client:
         wait_for_controller(client, controller, wait_s, keys)
-    answer = ask(controller, rid, keys, wait_s)
+        answer = client.trace(rid, timeout_s=wait_s)
     if not answer.told:
         kept = f"{answer.controller} remembers the last {answer.kept} requests, of {answer.kept_s:.0f} s"
         if not answer.kept:

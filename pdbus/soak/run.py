@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bus.errors import ConfigError
-from bus.wire.messages import Legs, StatusQuery
+from bus.wire.messages import Legs, Status, StatusQuery
 from nodes.own.engines.reference import generate_alone
 from pdbus.client.channel import Channel
 from pdbus.client.options import Options, make_request, patience, where
@@ -240,7 +240,7 @@ class _Soak:
             self._channel.cancel(rid)
 
     def _ports(self) -> Ports:
-        status = self._channel.ask(self._where.decode, StatusQuery, 5.0).result()
+        status = self._channel.ask(self._where.decode, StatusQuery, Status, 5.0).result()
         return ports_of(self._cluster, status.ranks, self._keys)
 
     def _usage(self) -> tuple[Usage, Usage]:

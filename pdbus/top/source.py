@@ -11,21 +11,24 @@ import threading
 import time
 import tty
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from types import TracebackType
 
 import zmq
 
 from bus.endpoints import BusAddress
-from bus.errors import PeerLost, RemoteProtocolError
+from bus.errors import PeerLost, RemoteProtocolError, RequestFailed
 from bus.runtime.keys import load_keys
 from bus.runtime.sockets import Sockets
 from bus.wire import codec
 from bus.wire.messages import FROM_BROKER, BrokerStatus, BrokerStatusQuery
 from pdbus.client import Client
+from pdbus.client.questions import Questions
 from pdbus.top.figures import Sample
 
 BROKER_WAIT_MS = 1_000
+POLL_MS = 50
 ASK_S = 2.0  # for a controller to answer
 _KEY = re.compile(rb"\x1b[\[O][0-9;]*[A-Za-z~]|.", re.S)
 _NAMES = {
@@ -40,8 +43,9 @@ class BrokerDesk:
 
     def __init__(self, address: BusAddress, keys: str = "") -> None:
         self._sockets = Sockets(keys=load_keys(keys, "admins", "clients") if keys else None)
-        self._dealer = self._sockets.dealer(address.bootstrap)
-        self._asked = 0
+        self._broker = address.bootstrap
+        self._dealer = self._sockets.dealer(self._broker)
+        self._questions = Questions()
 
     def __enter__(self) -> BrokerDesk:
         return self
@@ -54,20 +58,20 @@ class BrokerDesk:
     def ask(self, wait_ms: int = BROKER_WAIT_MS) -> BrokerStatus | None:
         """None when it does not answer in time, or not to our key."""
         self._sockets.look()
-        self._asked += 1
-        try:
-            self._dealer.send_multipart([b"", codec.encode(BrokerStatusQuery(self._asked))], zmq.NOBLOCK)
-        except zmq.Again:
-            return None  # refused already: it does not know our key
-        until = time.monotonic() + wait_ms / 1000
-        while self._dealer.poll(max(0, int(1000 * (until - time.monotonic())))):
+        answer: Future[BrokerStatus] = Future()
+        self._questions.ask(self._broker, BrokerStatusQuery, BrokerStatus, answer, time.monotonic(), wait_ms / 1000)
+        while True:
             try:
-                answer = codec.decode(self._dealer.recv_multipart()[-1], FROM_BROKER)
-            except RemoteProtocolError:
+                for send in self._questions.tick(time.monotonic()):
+                    self._dealer.send_multipart([b"", codec.encode(send.message)], zmq.NOBLOCK)
+                if answer.done():
+                    return answer.result()
+                if self._dealer.poll(POLL_MS):
+                    message = codec.decode(self._dealer.recv_multipart()[-1], FROM_BROKER)
+                    self._questions.answered(self._broker, message, time.monotonic())
+            except (zmq.Again, RemoteProtocolError, RequestFailed, PeerLost):
+                self._questions.drop()  # Again: it does not know our key, and refused the connection
                 return None
-            if getattr(answer, "id", 0) in (0, self._asked):  # else a late one
-                return answer if isinstance(answer, BrokerStatus) else None
-        return None
 
 
 class Watcher(threading.Thread):

@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -23,6 +23,7 @@ from typing import Any
 import sitecustomize
 
 from bus.endpoints import BusAddress, ControllerAddress
+from bus.errors import PeerLost
 from bus.rights import KeyRole
 from bus.runtime.epochs import new_epoch
 from bus.runtime.keys import new_keys, revoke_key
@@ -32,7 +33,6 @@ from bus.wire.messages import KvPull, Member, Pong, RankStatus, Registration, Ro
 from pdbus.client import Client
 from pdbus.launcher import Cluster, ClusterSpec
 from pdbus.top.source import BrokerDesk
-from pdbus.trace import source
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 HEADER = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -191,9 +191,8 @@ class Scenario:
     # --- questions ----------------------------------------------------------------------------------------------------
 
     def a_trace(self) -> None:
-        ask = source.ask(self.cluster.controller, "first", "", self.wait_s)
-        if ask is not None:
-            sitecustomize.record([b"", codec.encode(ask)])
+        with suppress(PeerLost):
+            self.client.trace("first", timeout_s=self.wait_s)
 
     def questions(self) -> None:
         self.client.status(timeout_s=self.wait_s)

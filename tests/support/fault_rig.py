@@ -92,7 +92,7 @@ class Rig:
     # --- looking ------------------------------------------------------------------------------------------------
 
     def status(self, timeout_s: float = WAIT_S) -> Status:
-        answer = self.channel.ask(self._where.decode, StatusQuery, timeout_s).result()
+        answer = self.channel.ask(self._where.decode, StatusQuery, Status, timeout_s).result()
         assert isinstance(answer, Status)
         return answer
 

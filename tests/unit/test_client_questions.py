@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import pytest
 
-from bus.errors import PeerLost, RequestFailed
-from bus.wire.messages import DrainRank, RankState, RankStatus, Refused, Status, StatusQuery
+from bus.errors import PeerLost, RemoteProtocolError, RequestFailed
+from bus.wire.messages import DrainRank, RankState, RankStatus, Refused, Status, StatusQuery, TraceIs, TraceQuery
 from pdbus.client.options import any_rank, block_tokens_for, leg_for
-from pdbus.client.questions import LOOK_AGAIN_S, REPEAT_S, Questions
+from pdbus.client.questions import ANSWERS, LOOK_AGAIN_S, REPEAT_S, Questions
 
 C = "ipc:///c.clients"
 
@@ -26,7 +27,7 @@ def status(number: int, *roles: Any, state: RankState = "ready") -> Status:
 def asked(make: Any = StatusQuery, enough: Any = None) -> tuple[Questions, Future[Status]]:
     """A question of ten seconds, said once."""
     questions, answer = Questions(), Future[Status]()
-    questions.ask(C, make, enough, answer, 0.0, 10.0)
+    questions.ask(C, make, Status, answer, 0.0, 10.0, enough=enough)
     assert [(send.peer, send.message) for send in questions.tick(0.0)] == [(C, make(1))]
     return questions, answer
 
@@ -49,7 +50,7 @@ def test_a_question_is_repeated_until_it_is_too_late() -> None:
 def test_all_end_with_whoever_asked_them(outcome: Exception | None) -> None:
     questions, first = asked()
     second = Future[Status]()
-    questions.ask(C, StatusQuery, None, second, 0.0, 10.0)
+    questions.ask(C, StatusQuery, Status, second, 0.0, 10.0)
     questions.drop(outcome)
     for answer in (first, second):
         assert answer.cancelled() if outcome is None else answer.exception(0) is outcome
@@ -74,6 +75,42 @@ def test_only_who_was_asked_answers() -> None:
     questions.answered(C, Refused("bad_rank", "no such rank", 1), 0.2)
     with pytest.raises(RequestFailed, match="no such rank"):
         answer.result(0)
+
+
+def trace_asked() -> tuple[Questions, Future[TraceIs]]:
+    questions, answer = Questions(), Future[TraceIs]()
+    questions.ask(C, partial(TraceQuery, rid="r"), TraceIs, answer, 0.0, 10.0, repeat_s=3.0)
+    assert [send.message for send in questions.tick(0.0)] == [TraceQuery(1, "r")]
+    return questions, answer
+
+
+def test_each_question_has_a_kind_of_answer_and_a_pace_of_its_own() -> None:
+    questions, answer = trace_asked()
+    questions.answered(C, status(1), 0.1)  # of another kind
+    assert not answer.done()
+    assert questions.tick(2.9) == []
+    assert [send.message for send in questions.tick(3.0)] == [TraceQuery(1, "r")]
+    trace = TraceIs(1, "c", ())
+    questions.answered(C, trace, 3.1)
+    assert answer.result(0) is trace
+
+
+def test_an_older_part_does_not_know_the_question_and_says_so_without_its_number() -> None:
+    questions, answer = trace_asked()
+    other = Future[Status]()
+    questions.ask(C, StatusQuery, Status, other, 0.0, 10.0)
+    unread = Refused("bad_message", str(RemoteProtocolError("tag", "trace")))
+    questions.answered("ipc:///node", unread, 0.1)
+    questions.answered(C, Refused("bad_message", "schema: of something else"), 0.2)
+    assert not answer.done()
+    questions.answered(C, unread, 0.3)
+    with pytest.raises(RequestFailed, match="is older than this one"):
+        answer.result(0)
+    assert not other.done(), "it knows that one"
+
+
+def test_whatever_answers_by_number_reaches_who_asked() -> None:
+    assert set(ANSWERS) == {Status, TraceIs, Refused}
 
 
 def test_a_status_that_is_not_enough_is_asked_for_again_soon() -> None:

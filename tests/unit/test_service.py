@@ -25,7 +25,7 @@ from bus.endpoints import ControllerAddress
 from bus.runtime.service import Service
 from bus.wire import codec
 from bus.wire.hashing import token_bytes
-from bus.wire.messages import Done, Failed, Params, StatusQuery, Submit
+from bus.wire.messages import Done, Failed, Params, Status, StatusQuery, Submit
 from controller import ControllerConfig, Dispatcher
 from controller.shell import Controller
 from pdbus.client import AsyncClient, Client
@@ -189,7 +189,10 @@ CALLS: list[tuple[Callable[[str], Any], dict[str, Callable[[Any], object]]]] = [
     (controller, {"submit_local": lambda part: part.submit_local(StatusQuery(0))}),
     (
         channel,
-        {"ask": lambda part: part.ask("x", StatusQuery), "begin": lambda part: part.begin(a_request(part), print)},
+        {
+            "ask": lambda part: part.ask("x", StatusQuery, Status),
+            "begin": lambda part: part.begin(a_request(part), print),
+        },
     ),
 ]
 
@@ -493,7 +496,7 @@ def test_a_client_that_broke_ends_every_request_also_those_it_never_began(folder
         if rid == "begun":
             part.loop.call_threadsafe(hold)
             thread = held.get(timeout=WAIT_S)
-    asked = part.ask(where.decode, StatusQuery)
+    asked = part.ask(where.decode, StatusQuery, Status)
     go.set()
     with pytest.raises(PartFailed):
         asked.result(WAIT_S)

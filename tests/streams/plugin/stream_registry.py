@@ -85,10 +85,9 @@ _ALL = [
         socket="_clients",
     ),
     *_named(
-        "client_to_controller", "client", CLIENT, "submit cancel status drain_rank drain_role",
-        "submit cancel status drain_rank drain_role",
+        "client_to_controller", "client", CLIENT, "submit cancel status trace drain_rank drain_role",
+        "submit cancel status trace drain_rank drain_role",
     ),
-    Stream("client_to_controller/trace", "client", ("pdbus.trace.source:ask",), "test_trace", "call", alone=False),
     *_named("to_node_data", "client", CLIENT, "attach detach", "attach"),
     Stream(
         "to_broker/broker_status", "client", ("pdbus.top.source:BrokerDesk.ask",), "test_broker_status", "call",
