@@ -20,6 +20,7 @@ from bus.runtime import probes
 from bus.runtime.epochs import new_epoch, wall_s
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
+from bus.runtime.loop import Ticker
 from bus.runtime.metrics import Metric, labelled
 from bus.runtime.peer_keys import LOOK_S
 from bus.runtime.service import Service
@@ -74,7 +75,7 @@ class Controller(Service):
         self.trace = False
         self._on_local = on_local
         self._on_failure = on_failure
-        self._dozing = self._flooded = False
+        self._flooded = False
         self._broker: Broker | None = None
 
     # --- life -------------------------------------------------------------------------------------------------------
@@ -82,7 +83,7 @@ class Controller(Service):
     def _renew(self) -> None:
         self.epoch = new_epoch()
         self.bus_seen.clear()
-        self._dozing = self._flooded = False
+        self._flooded = False
 
     def _open(self, exits: ExitStack) -> None:
         config = self.config
@@ -114,7 +115,9 @@ class Controller(Service):
             self.loop.call_every(LOOK_S, self._sockets.look)
         self.loop.after_turn(traffic.carry_out)
         self.loop.after_turn(self._pace)
-        self._timer = self.loop.call_later(TICK_S, self._tick)
+        # health wants to look several times a lease
+        self._ticker = Ticker(self.loop, self._tick, max(TICK_S, min(IDLE_TICK_S, config.lease_s / 12)))
+        self._ticker.wake(TICK_S)
         if config.metrics_port:
             exits.callback(
                 probes.serve(
@@ -170,23 +173,20 @@ class Controller(Service):
         """Let the core decide; what it says is done at the end of the turn (on the loop's thread only)."""
         self._traffic.handle(event)
 
-    def _tick(self) -> None:
+    def _tick(self) -> float | None:
         if self._broker is not None:
             self._broker.raise_if_failed()
         self.handle(Tick())
-        self._dozing = not self.core.needs_ticks and not self._flooded
+        dozes = not self.core.needs_ticks and not self._flooded
         self._flooded = False
-        idle_s = min(IDLE_TICK_S, self.config.lease_s / 12)  # health wants to look several times a lease
-        self._timer = self.loop.call_later(max(TICK_S, idle_s) if self._dozing else TICK_S, self._tick)
+        return None if dozes else TICK_S
 
     def _pace(self) -> None:
         """At the end of a turn: what may wake the loop, and when it wakes by itself."""
         self.loop.rest(self._sub, not self.core.waiting)
         self._flooded |= self.loop.behind  # thousands of busy ranks: their loads would not fit in the queue till then
-        if self._dozing and self.core.needs_ticks:
-            self._dozing = False
-            self._timer.cancel()
-            self._timer = self.loop.call_later(TICK_S, self._tick)
+        if self._ticker.dozing and self.core.needs_ticks:
+            self._ticker.wake(TICK_S)
 
     def _on_kv_event(self, frames: list[bytes]) -> None:
         try:

@@ -17,6 +17,7 @@ from bus.actions import Publish
 from bus.errors import LocalProtocolError, RemoteProtocolError
 from bus.rights import key_of, speaks_for
 from bus.runtime.frames import name_of, send
+from bus.runtime.intake import Rejections
 from bus.runtime.logs import get_logger
 from bus.runtime.ration import LARGE, Ration
 from bus.runtime.sockets import Socket
@@ -47,7 +48,6 @@ from controller.events import (
 )
 from controller.requests.story import Story
 
-PEERS_REMEMBERED = 4096
 LOCAL = "local"  # the peer that is this process; routing ids are bytes
 
 log = get_logger("controller")
@@ -79,7 +79,7 @@ class Traffic:
         self._on_over = on_over
         self._outbox: list[Any] = []
         self._ration = Ration()
-        self._rejecters: set[str] = set()
+        self._rejections = Rejections(log, core.counts, prefix="rejected_")
 
     # --- in -----------------------------------------------------------------------------------------------------------
 
@@ -128,11 +128,7 @@ class Traffic:
 
     def reject(self, peer: bytes, error: RemoteProtocolError) -> None:
         """Count a bad message; log the first of each peer."""
-        self._core.counts[f"rejected_{error.reason}"] += 1
-        who = name_of(peer)
-        if who not in self._rejecters and len(self._rejecters) < PEERS_REMEMBERED:
-            self._rejecters.add(who)
-            log.warning("message.rejected", peer=who, reason=error.reason, detail=error.detail[:200])
+        self._rejections.note(name_of(peer), error)
 
     # --- out ----------------------------------------------------------------------------------------------------------
 

@@ -34,8 +34,10 @@ from bus.rights import key_of, may, publishes
 from bus.runtime import metrics, probes
 from bus.runtime.epochs import new_epoch
 from bus.runtime.frames import name_of, send
+from bus.runtime.intake import Rejections
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
+from bus.runtime.loop import Ticker
 from bus.runtime.ration import Ration
 from bus.runtime.service import Service
 from bus.runtime.sockets import Socket, Sockets
@@ -46,7 +48,6 @@ from bus.wire.messages import PUBLICATIONS, TO_BROKER, BrokerStatusQuery, Messag
 TICK_S = 0.025
 IDLE_TICK_S = 0.25  # what rests is not left for longer
 BEHIND_TICK_S = 0.002  # a long sweep goes in short turns, with room for questions between them
-PEERS_REMEMBERED = 4096
 _PUB_INSIDE = "inproc://publish"
 _SUB_INSIDE = "inproc://subscribe"
 _GAUGES = ("rooms_alive", "rooms_held", "watches", "ranks")
@@ -95,9 +96,8 @@ class Broker(Service):
         self.epoch = new_epoch()
         self.rejected: Counter[str] = Counter()
         self._batches = metrics.Histogram(metrics.SIZES)
-        self._rejecters: set[str] = set()
+        self._rejections = Rejections(log, self.rejected)
         self._ration = Ration()
-        self._dozing = False
         self._proxy: threading.Thread | None = None
 
     # --- life -------------------------------------------------------------------------------------------------------
@@ -123,6 +123,7 @@ class Broker(Service):
         )
         self.core = BrokerCore(limits, self.epoch, self.loop.clock())
         self.core.turned_away = self._turned_away
+        self._ticker = Ticker(self.loop, self._tick, min(config.beacon_s, IDLE_TICK_S))
         if keys is not None:
             self._pub = out
             self.loop.add(into, self._on_incoming, budget=512, keyed=True)
@@ -136,7 +137,7 @@ class Broker(Service):
             self.loop.add(self._sub, self._on_publication, budget=512)
             self.loop.after_turn(self._rest)
         self.loop.add(self._router, self._on_request, keyed=keys is not None)
-        self._tick()
+        self._ticker.wake()
         if config.metrics_port:
             exits.callback(
                 probes.serve(self.loop, config.metrics_host, config.metrics_port, self._gather, self._unready)
@@ -185,32 +186,25 @@ class Broker(Service):
         self._handle(Asked(peer, message))
 
     def _reject(self, peer: bytes, error: RemoteProtocolError) -> None:
-        self.rejected[error.reason] += 1
-        who = name_of(peer)
-        if who not in self._rejecters and len(self._rejecters) < PEERS_REMEMBERED:
-            self._rejecters.add(who)
-            log.warning("message.rejected", peer=who, reason=error.reason, detail=error.detail[:200])
+        self._rejections.note(name_of(peer), error)
 
     # --- out --------------------------------------------------------------------------------------------------------
 
     def _handle(self, event: Event) -> None:
         for action in self.core.handle(event, self.loop.clock()):
             self._do(action)
-        if self._dozing and self.core.needs_ticks:
-            self._timer.cancel()
-            self._tick()
+        if self._ticker.dozing and self.core.needs_ticks:
+            self._ticker.wake()
 
     def _rest(self) -> None:
         self.loop.rest(self._sub, not self.core.watches.size)
 
-    def _tick(self) -> None:
+    def _tick(self) -> float | None:
         """Often while something may end, else for beacons and what rests: an idle broker hardly wakes."""
-        self._dozing = False
         self._handle(Tick())
-        self._dozing = not self.core.needs_ticks
-        idle_s = min(self.config.beacon_s, IDLE_TICK_S)
-        pause_s = idle_s if self._dozing else BEHIND_TICK_S if self.core.behind else TICK_S
-        self._timer = self.loop.call_later(pause_s, self._tick)
+        if not self.core.needs_ticks:
+            return None
+        return BEHIND_TICK_S if self.core.behind else TICK_S
 
     def _do(self, action: Action) -> None:
         if isinstance(action, Send):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter, deque
+from collections import Counter
 from contextlib import ExitStack
 from functools import partial
 from typing import Literal, TypeAlias
@@ -22,6 +22,7 @@ from bus.endpoints import BusAddress
 from bus.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from bus.runtime.epochs import new_epoch
 from bus.runtime.frames import send
+from bus.runtime.intake import Mailbox, Rejections
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.peer_keys import LOOK_S
@@ -88,10 +89,9 @@ class Publisher(Service):
         self._core = self._make_core(epoch=self.epoch)
         _check(self._core)
         self._keys = load_keys(keys, "nodes", name=instance) if keys else None
-        self._queue: deque[_Command] = deque()
-        self._queue_max = queue_max
+        self._rejections = Rejections(log, self.rejected)
+        self._mailbox: Mailbox[_Command] = Mailbox(queue_max)
         self._newest: Load | None = None
-        self._woken = False
         self._heard = threading.Event()
         self._heard_at = -math.inf
 
@@ -106,15 +106,16 @@ class Publisher(Service):
         self.loop.add(self._sockets.sub(self.address.subscribe, (topics.BEACON, mine)), self._on_frames)
         if self._sockets.keyed:
             self.loop.call_every(LOOK_S, self._sockets.look)
-        self.loop.call_threadsafe(self._drain)  # what was said before the start
+        self._mailbox.open(lambda: self.loop.call_threadsafe(self._drain))
+        exits.callback(self._mailbox.close)
         self._timer = self.loop.call_later(0.0, self._tick)
 
     def _renew(self) -> None:
         counts, self.epoch = self._core.counts, new_epoch()
         self._core = self._make_core(epoch=self.epoch)
         self._core.counts = counts
-        self._queue.clear()
-        self._newest, self._woken, self._heard_at = None, False, -math.inf
+        self._mailbox.clear()
+        self._newest, self._heard_at = None, -math.inf
         self._heard.clear()
 
     def leave(self) -> None:
@@ -150,7 +151,7 @@ class Publisher(Service):
         said again each interval."""
         self.raise_if_failed()
         self._newest = load
-        self._wake()
+        self._mailbox.ring()
 
     def set_state(self, state: NodeState) -> None:
         """What dispatchers are told of the rank: only a `ready` one gets work."""
@@ -189,21 +190,13 @@ class Publisher(Service):
 
     def _hand_over(self, command: _Command) -> None:
         self.raise_if_failed()
-        if len(self._queue) >= self._queue_max:
+        if not self._mailbox.put(command):
             self.overflows += 1
-            return
-        self._queue.append(command)
-        self._wake()
-
-    def _wake(self) -> None:
-        if not self._woken and self._thread is not None:
-            self._woken = True
-            self.loop.call_threadsafe(self._drain)
 
     # --- its own thread ---------------------------------------------------------------------------------------------
 
     def _drain(self) -> None:
-        self._woken = False
+        commands = self._mailbox.take()
         now = self.loop.clock()
         load, self._newest = self._newest, None
         if load is not None:
@@ -211,8 +204,7 @@ class Publisher(Service):
                 self._core.report(convert(to_builtins(load), Load), now)
             except (ValueError, TypeError) as error:  # msgspec's own, and of text that is no Unicode
                 self._refuse(f"load: {error}")
-        for _ in range(len(self._queue)):
-            command = self._queue.popleft()
+        for command in commands:
             try:
                 self._publish(self._carry_out(command, now))
             except (ValueError, TypeError) as error:  # msgspec's own, and of text that is no Unicode
@@ -253,9 +245,7 @@ class Publisher(Service):
         try:
             message = topics.read(frames)
         except RemoteProtocolError as error:
-            if not self.rejected:
-                log.warning("message.rejected", reason=error.reason)
-            self.rejected[error.reason] += 1
+            self._rejections.note(self.address.subscribe, error)
             return
         now = self._heard_at = self.loop.clock()  # nobody else has anything to say here
         self._publish(self._core.on_message(message, now))

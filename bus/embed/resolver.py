@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from operator import index
 from typing import Any
 
@@ -22,6 +23,7 @@ from bus.embed.resolution import Action, Resolved, ResolverCore
 from bus.endpoints import BusAddress
 from bus.errors import LocalProtocolError, RemoteProtocolError
 from bus.runtime.frames import send
+from bus.runtime.intake import Mailbox, Rejections
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.peer_keys import LOOK_S
@@ -58,14 +60,14 @@ class Resolver(Service):
         self.rejected: Counter[str] = Counter()
         self._core = ResolverCore(max_wants=wants_max)
         self._keys = load_keys(keys, "nodes", name=instance) if keys else None
-        self._queue: deque[tuple[int, dict[str, Any]]] = deque()
+        self._rejections = Rejections(log, self.rejected)
+        self._mailbox: Mailbox[tuple[int, dict[str, Any]]] = Mailbox(wants_max)
         self._wants_max = wants_max
         self._found: dict[int, Location] = {}
         self._lost: dict[int, Code] = {}
         self._lock = threading.Lock()  # of the queue and the two dicts above; held for moments only
         self._settled = threading.Event()
         self._heard = threading.Event()
-        self._woken = False
         self._ticking = False
 
     # --- life -------------------------------------------------------------------------------------------------------
@@ -73,18 +75,19 @@ class Resolver(Service):
     def _open(self, exits: ExitStack) -> None:
         self._sockets = exits.enter_context(Sockets(keys=self._keys))
         self._dealer = self._sockets.dealer(self.address.bootstrap)
-        self.loop.add(self._dealer, lambda frames: self._on_frames(frames, _read_answer))
+        self.loop.add(self._dealer, partial(self._on_frames, self.address.bootstrap, _read_answer))
         sub = self._sockets.sub(self.address.subscribe, (topics.BEACON,))
-        self.loop.add(sub, lambda frames: self._on_frames(frames, topics.read))
+        self.loop.add(sub, partial(self._on_frames, self.address.subscribe, topics.read))
         if self._sockets.keyed:
             self.loop.call_every(LOOK_S, self._sockets.look)
-        self.loop.call_threadsafe(self._drain)  # what was wanted before the start
+        self._mailbox.open(lambda: self.loop.call_threadsafe(self._drain))
+        exits.callback(self._mailbox.close)
         self.loop.after_turn(self._pace)
 
     def _renew(self) -> None:
         counts, self._core = self._core.counts, ResolverCore(max_wants=self._wants_max)
         self._core.counts = counts
-        self._woken = self._ticking = False
+        self._ticking = False
         self._heard.clear()
         self._settled.clear()
 
@@ -100,8 +103,8 @@ class Resolver(Service):
 
     def _ended(self) -> None:
         with self._lock:
-            while self._queue:
-                self._lost[self._queue.popleft()[0]] = "shutting_down"
+            for room, _ in self._mailbox.take():
+                self._lost[room] = "shutting_down"
         self._failed()
 
     def wait_ready(self, timeout_s: float) -> bool:
@@ -140,13 +143,8 @@ class Resolver(Service):
                     self.overflows += 1  # nobody polls
                 elif number is None or how is None:
                     self._lose(room, "bad_room" if number is None else "bad_request")
-                elif len(self._queue) >= self._wants_max:
+                elif not self._mailbox.put((number, how)):
                     self._lose(number, "too_many")
-                else:
-                    self._queue.append((number, how))
-        if not self._woken and self._thread is not None:
-            self._woken = True
-            self.loop.call_threadsafe(self._drain)
 
     def _lose(self, room: Any, code: Code) -> None:
         try:
@@ -214,20 +212,16 @@ class Resolver(Service):
         self._do(self._core.tick(self.loop.clock()))
 
     def _drain(self) -> None:
-        self._woken = False
         now = self.loop.clock()
-        for _ in range(len(self._queue)):
-            room, how = self._queue.popleft()
+        for room, how in self._mailbox.take():
             self._do(self._core.want(room, now, **how))
         self._do(self._core.flush(now))
 
-    def _on_frames(self, frames: list[bytes], read: Callable[[Sequence[bytes]], Message]) -> None:
+    def _on_frames(self, peer: str, read: Callable[[Sequence[bytes]], Message], frames: list[bytes]) -> None:
         try:
             message = read(frames)
         except RemoteProtocolError as error:
-            if not self.rejected:
-                log.warning("message.rejected", reason=error.reason)
-            self.rejected[error.reason] += 1
+            self._rejections.note(peer, error)
             return
         self._do(self._core.on_message(message, self.loop.clock()))
         if self._core.broker_epoch:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from bus.errors import RemoteProtocolError
+from bus.runtime.intake import Rejections
 from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop, Timer
 from bus.runtime.sockets import Socket, Sockets
@@ -41,7 +42,7 @@ class EngineFeed:
         self.settings = settings
         self.followers = [Follower(rank, counts, replay=bool(settings.replay)) for rank in range(settings.dp_size)]
         self._counts = counts
-        self._rejected = False
+        self._rejections = Rejections(log, counts, prefix="rejected_")
         self._loop = loop
         self._sockets = sockets
         self._on_changes = on_changes
@@ -128,7 +129,4 @@ class EngineFeed:
             self._sockets.close_socket(socket)
 
     def _reject(self, rank: int, error: RemoteProtocolError) -> None:
-        if not self._rejected:
-            self._rejected = True
-            log.warning("message.rejected", engine=self.settings.host, dp_rank=rank, reason=error.reason)
-        self._counts[f"rejected_{error.reason}"] += 1
+        self._rejections.note(f"{self.settings.host}/{rank}", error)

@@ -16,6 +16,7 @@ import zmq
 from bus.actions import Send
 from bus.errors import RemoteProtocolError, StartError
 from bus.runtime.frames import send
+from bus.runtime.intake import Rejections
 from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
 from bus.runtime.sockets import KV_MAX, Socket, Sockets
@@ -51,6 +52,7 @@ class KvPeers:
         self.received_bytes = 0
         self.unsent_blocks = 0
         self.rejected: Counter[str] = Counter()
+        self._rejections = Rejections(log, self.rejected, socket="kv")
         self._sockets = sockets
         self._loop = loop
         self._router = router
@@ -112,7 +114,7 @@ class KvPeers:
                 log.warning("kv_peer.unreachable", endpoint=endpoint, error=str(error))
                 return None
             peer = self._peers[endpoint] = _Peer(socket, now)
-            self._loop.add(socket, partial(self._receive, peer), copied=1)
+            self._loop.add(socket, partial(self._receive, endpoint, peer), copied=1)
         peer.used_at = now
         return peer
 
@@ -121,7 +123,7 @@ class KvPeers:
         peer = self._peers[endpoint]
         return bool(peer.pulls), peer.used_at
 
-    def _receive(self, peer: _Peer, frames: list[Any]) -> None:
+    def _receive(self, endpoint: str, peer: _Peer, frames: list[Any]) -> None:
         try:
             message = decode(frames[0], FROM_NODE_DATA)
             data = frames[1].buffer if len(frames) == 2 else b""
@@ -130,9 +132,7 @@ class KvPeers:
             if len(frames) not in FRAMES[type(message)]:
                 raise RemoteProtocolError("frames", f"{len(frames)} frames")
         except RemoteProtocolError as error:
-            if not self.rejected[error.reason]:
-                log.warning("message.rejected", reason=error.reason, detail=error.detail, socket="kv")
-            self.rejected[error.reason] += 1
+            self._rejections.note(endpoint, error)
             return
         if isinstance(message, KvBlock):  # as they are counted where they are sent: no engine's handle
             self.received_bytes += len(data)

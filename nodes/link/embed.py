@@ -17,7 +17,6 @@ and that were not over, and the link adds what has come, begun and ended since.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -28,6 +27,7 @@ from msgspec import Struct
 
 from bus import defaults
 from bus.errors import BusError, ConfigError, ProtocolError
+from bus.runtime.intake import Mailbox
 from bus.runtime.service import Service
 from bus.wire.codec import decode, encode
 from bus.wire.codes import Code
@@ -35,7 +35,7 @@ from bus.wire.messages import MAX_ROOM, NODE_TO_CONTROLLER, Role
 from nodes.link.actions import Cancel, Release, Start
 from nodes.link.config import LinkConfig
 from nodes.link.core import Limits
-from nodes.link.handover import HandedRunner, KnownLegs, LoadSaid, OfLeg, Said, said_of
+from nodes.link.handover import FELL_BEHIND, QUEUE_MAX, HandedRunner, KnownLegs, LoadSaid, OfLeg, Said, said_of
 from nodes.link.host import Host
 from nodes.link.leg import Leg
 from nodes.link.logprobs import token_logprobs
@@ -52,8 +52,6 @@ from nodes.link.runner import (
     Output,
     RankFacts,
 )
-
-QUEUE_MAX = 65_536
 
 
 class Draining(Struct, frozen=True, gc=False):
@@ -109,7 +107,7 @@ class RankLink(Service):
         self.invalid = 0
         self._facts = facts
         self._queue_max = queue_max
-        self._came = threading.Condition()  # guards all that both threads use, down to `_woken`
+        self._came = threading.Condition()  # guards all that both threads use
         self._drained = threading.Event()
         self._joined = threading.Event()
         self._renew()
@@ -121,9 +119,7 @@ class RankLink(Service):
         self._runners = {rank: HandedRunner(self._facts, self._order) for rank in ranks}
         self._inbox: dict[Leg | int, Order] = {}  # by leg, or by the dp_rank that drains; in order
         self._handed = {rank: KnownLegs() for rank in ranks}  # the scheduler's side of the books
-        self._outbox: deque[tuple[int, Said]] = deque()
-        self._spilled: dict[Leg, None] = {}  # legs of which something was said that found no room
-        self._woken = False
+        self._mailbox: Mailbox[tuple[int, Said]] = Mailbox(self._queue_max)  # what finds no room spills its leg
         self._host: Host | None = None
         self._draining: set[int] = set()
         self._drained.clear()
@@ -132,7 +128,9 @@ class RankLink(Service):
     def _open(self, exits: ExitStack) -> None:
         self._host = host = Host(self.config, self.loop, self._runners, self._look)
         exits.callback(host.close)
-        self.loop.call_threadsafe(self._take)  # what was said before the start
+        mailbox = self._mailbox
+        mailbox.open(lambda: self.loop.call_threadsafe(self._take))
+        exits.callback(mailbox.close)
 
     def leave(self) -> None:
         """Without `drain` first: what still runs ends with `shutting_down`, which clients send elsewhere."""
@@ -267,15 +265,9 @@ class RankLink(Service):
             self._hand_over(leg.dp_rank, said)
 
     def _hand_over(self, dp_rank: int, said: Said) -> None:
-        if len(self._outbox) < self._queue_max or isinstance(said, Dead):  # that it died must arrive
-            self._outbox.append((dp_rank, said))
-        else:
-            self.overflows += 1
-            if not isinstance(said, LoadSaid):  # the next one will do
-                self._spilled[said.leg] = None
-        if not self._woken and self._thread is not None:
-            self._woken = True
-            self.loop.call_threadsafe(self._take)
+        died = isinstance(said, Dead)  # which must arrive
+        leg = None if isinstance(said, Dead | LoadSaid) else said.leg  # of a lost load the next one will do
+        self.overflows += not self._mailbox.put((dp_rank, said), spills=leg, always=died)
 
     # --- its own thread -------------------------------------------------------------------------------------------
 
@@ -293,13 +285,11 @@ class RankLink(Service):
 
     def _take(self) -> None:
         with self._came:
-            self._woken = False
-            said, self._outbox = self._outbox, deque()
-            spilled, self._spilled = self._spilled, {}
+            said, spilled = self._mailbox.take(), self._mailbox.spilled()
         for dp_rank, one in said:
             self.invalid += not self._runners[dp_rank].hear(one)
         for leg in spilled:
-            self._runners[leg.dp_rank].give_up(leg, "the link to the rank's scheduler fell behind")
+            self._runners[leg.dp_rank].give_up(leg, FELL_BEHIND)
 
     def _drain(self, cause: str) -> None:
         assert self._host is not None

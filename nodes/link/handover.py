@@ -31,6 +31,8 @@ from nodes.link.runner import (
 )
 
 MAX_TOKEN_ID = (1 << 31) - 1
+QUEUE_MAX = 65_536  # of what a scheduler's thread has said and the link's has not taken
+FELL_BEHIND = "the link to the rank's scheduler fell behind"
 
 
 class LoadSaid(Struct, frozen=True):

@@ -18,7 +18,9 @@ from bus.endpoints import BusAddress, ControllerAddress
 from bus.errors import BusError, RemoteProtocolError, Replaced
 from bus.rights import key_of, may
 from bus.runtime.epochs import new_epoch, wall_s
+from bus.runtime.frames import name_of
 from bus.runtime.frames import send as send_frames
+from bus.runtime.intake import Rejections
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
@@ -54,7 +56,6 @@ SLOW_TICK_S = 0.25
 GOODBYE_S = 1.0  # a drained process waits this long for its goodbye to come back from the bus
 STREAM_GRACE_S = 5.0  # a drained process waits this long for readers to take the end of their streams
 LINGER_MS = 500
-MAX_LOGGED_PEERS = 1024
 
 log = get_logger("node")
 
@@ -87,7 +88,10 @@ class Host:
         self.spans = spans
         self._on_change = on_change
         self._changed = False
-        self._logged: set[tuple[str, bytes]] = set()
+        self._rejections = {
+            socket: Rejections(log, self.rejected, prefix=f"{socket}:", socket=socket)
+            for socket in ("data", "bus", "bootstrap")
+        }
         keys = load_keys(config.keys, "nodes", name=config.instance) if config.keys else None
         self._sockets = Sockets(keys=keys, max_sockets=16384)
         try:
@@ -220,11 +224,7 @@ class Host:
 
     def reject(self, socket: str, error: RemoteProtocolError, peer: bytes = b"") -> None:
         """Count a bad message; log the first of each peer."""
-        self.rejected[f"{socket}:{error.reason}"] += 1
-        if (socket, peer) in self._logged or len(self._logged) >= MAX_LOGGED_PEERS:
-            return
-        self._logged.add((socket, peer))
-        log.warning("message.rejected", socket=socket, reason=error.reason, detail=error.detail[:200])
+        self._rejections[socket].note(name_of(peer) if peer else socket, error)
 
     def runner_died(self, dp_rank: int, reason: str) -> None:
         """Its legs have ended; the other ranks of the process finish theirs."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -20,11 +19,12 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from bus.errors import RemoteProtocolError
+from bus.runtime.intake import Mailbox
 from bus.wire import codec
 from bus.wire.codes import Refusal
 from bus.wire.messages import TokenLogprobs
 from nodes.link.actions import Cancel, Release, Start
-from nodes.link.handover import HandedRunner, KnownLegs, LoadSaid, Said
+from nodes.link.handover import FELL_BEHIND, QUEUE_MAX, HandedRunner, KnownLegs, LoadSaid, Said
 from nodes.link.leg import Leg
 from nodes.link.logprobs import token_logprobs
 from nodes.link.runner import (
@@ -82,8 +82,9 @@ class VllmRunner(HandedRunner):
         self._prioritised = prioritised
         self._clock = clock
         self.relay: EventRelay | None = None  # of its engine's KV-cache events, where they are wanted
-        self._outbox: deque[Said] = deque()  # appended to by the engine's thread, taken by the link's
-        self._woken = False  # the link is on its way to the outbox
+        self._mailbox: Mailbox[Said] = Mailbox(QUEUE_MAX)  # put in by the engine's thread, taken by the link's
+        # After what a step has for other legs too: each turn of the link costs.
+        self._mailbox.open(lambda: asyncio.get_running_loop().call_soon(self._on_link, self._take))
         self._dead = False
         self._gone_at: float | None = None  # when its engine was first seen to be dead
         # the engine's thread alone:
@@ -120,9 +121,7 @@ class VllmRunner(HandedRunner):
             self.relay.restate()
 
     def _take(self) -> None:
-        self._woken = False  # before it looks, so that none which comes now is forgotten
-        while self._outbox:
-            said = self._outbox.popleft()
+        for said in self._mailbox.take():
             if isinstance(said, Dead):
                 self._die(said.reason)
             elif isinstance(said, Held):  # on its way until when it is valid stood in place of how long
@@ -130,6 +129,8 @@ class VllmRunner(HandedRunner):
                 self.hear(Held(said.leg, said.first_token, said.handle, left_s))
             else:
                 self.hear(said)
+        for leg in self._mailbox.spilled():
+            self.give_up(leg, FELL_BEHIND)
 
     def _die(self, reason: str) -> None:
         if not self._dead:
@@ -151,10 +152,8 @@ class VllmRunner(HandedRunner):
     def _say(self, said: Said) -> None:
         if not isinstance(said, _OF_THE_ENGINE):
             self._known.note(said)
-        self._outbox.append(said)
-        if not self._woken:  # after what this step has for other legs too: each turn of the link costs
-            self._woken = True
-            asyncio.get_running_loop().call_soon(self._on_link, self._take)
+        leg = None if isinstance(said, _OF_THE_ENGINE) else said.leg
+        self._mailbox.put(said, spills=leg, always=isinstance(said, Dead))
 
     def _ordered(self, leg: Leg, order: Start | Cancel | Release) -> None:
         if isinstance(order, Start):

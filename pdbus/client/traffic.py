@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from bus.actions import Send
 from bus.errors import ConfigError, PartFailed, RemoteProtocolError, StartError
 from bus.rights import KeyRole
 from bus.runtime import frames
+from bus.runtime.intake import Rejections
 from bus.runtime.logs import get_logger
 from bus.runtime.peer_keys import LOOK_S
 from bus.runtime.sockets import PAYLOAD_MAX, Socket, Sockets
@@ -42,7 +43,6 @@ FROM_STREAMS = codec.readable(Table({tag: FROM_NODE_DATA[tag] for tag in ("token
 class _Peer:
     socket: Socket
     used_at: float
-    rejected: bool = False
 
 
 class Traffic:
@@ -82,6 +82,7 @@ class Traffic:
         self.dropped: deque[tuple[str, Sink]] = deque()  # requests that nobody reads any more; any thread appends
         self._unread: list[tuple[str, Sink]] = []  # those that were among them at the last tick
         self._questions = Questions()
+        self._rejections = Rejections(log, Counter())
         self._look_at = clock() + LOOK_S
         for endpoint in self._controllers:
             self._connect(endpoint)
@@ -223,9 +224,7 @@ class Traffic:
                 raise RemoteProtocolError("frames", f"{len(received)} frames, not 1")
             message = codec.decode(received[0], table)
         except RemoteProtocolError as error:
-            if not self._peers[endpoint].rejected:
-                self._peers[endpoint].rejected = True
-                log.warning("message.rejected", peer=endpoint, reason=error.reason, detail=error.detail[:200])
+            self._rejections.note(endpoint, error)
             return
         if isinstance(message, ANSWERS):
             self._questions.answered(endpoint, message, self._clock())

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from bus.endpoints import BusAddress
 from bus.errors import RemoteProtocolError
+from bus.runtime.intake import Rejections
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
@@ -44,6 +45,7 @@ class Watch(Service):
     ) -> None:
         self.address = BusAddress(bus)
         self.rejected: Counter[str] = Counter()
+        self._rejections = Rejections(log, self.rejected, event="pdbus.message.rejected")
         self._topics = topics
         self._on_message = on_message
         self._on_tick = on_tick
@@ -63,8 +65,6 @@ class Watch(Service):
         try:
             message = topics.read(frames)
         except RemoteProtocolError as error:
-            if not self.rejected:
-                log.warning("pdbus.message.rejected", reason=error.reason)
-            self.rejected[error.reason] += 1
+            self._rejections.note(self.address.subscribe, error)
             return
         self._on_message(message, self.loop.clock())

@@ -27,7 +27,7 @@ CUTS: tuple[Cut | Uncut, ...] = (
     Cut("M9", "unit/test_codec.py::test_a_field_without_a_default_may_not_lack",
         "bus.wire.codec:_judge", "msgspec.convert(fields,", "msgspec.convert(fields if fields[1:] else [*fields, 0],", peer=True),
     Cut("M10", "integration/test_controller_live.py::test_garbage_is_answered_counted_and_harms_nobody",
-        "controller.traffic:Traffic.reject", 'self._core.counts[f"rejected_{error.reason}"] += 1', "pass", peer=True),
+        "bus.runtime.intake:Rejections.note", 'self._counts[f"{self._prefix}{error.reason}"] += 1', "pass", peer=True),
     Cut("M69", "unit/test_controller_submits.py::test_a_payload_that_does_not_match_its_header_is_refused",
         "controller.requests.request:request_of", "size != 4 * submit.prompt_tokens", "False", peer=True),
     Cut("M11", "unit/test_codec.py::test_seconds_are_finite_and_in_bounds",

@@ -1,0 +1,107 @@
+"""What a part takes in: messages of peers that it must drop, and items of other threads.
+
+`Rejections` is the one rule for counting and logging dropped messages, `Mailbox` the one way into a loop's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from bus.errors import ProtocolError
+
+PEERS_REMEMBERED = 4096
+DETAIL_MAX = 200
+
+Item = TypeVar("Item")
+
+
+class Rejections:
+    """Counts each dropped message in `counts`, under `prefix` and its reason, and logs the first of each peer, up to
+    PEERS_REMEMBERED peers."""
+
+    def __init__(
+        self, log: Any, counts: Counter[str], *, prefix: str = "", event: str = "message.rejected", **fields: Any
+    ) -> None:
+        self._log = log
+        self._counts = counts
+        self._prefix = prefix
+        self._event = event
+        self._fields = fields
+        self._peers: set[str] = set()
+
+    def note(self, peer: str, error: ProtocolError) -> None:
+        """`peer` sent a message that `error` turns down."""
+        self._counts[f"{self._prefix}{error.reason}"] += 1
+        if peer not in self._peers and len(self._peers) < PEERS_REMEMBERED:
+            self._peers.add(peer)
+            detail = error.detail[:DETAIL_MAX]
+            self._log.warning(self._event, peer=peer, reason=error.reason, detail=detail, **self._fields)
+
+
+class Mailbox(Generic[Item]):
+    """Items that any thread puts in, `most` at once, for the thread of a loop, which takes all there are. Nothing here
+    blocks.
+
+    The owner of the loop opens it with `wake`, which must have the loop's thread call `take` soon; it is called once
+    for all that is put in before the next `take`.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._items: deque[Item] = deque()
+        self._lock = threading.Lock()  # of what is spilled
+        self._spilled: dict[Any, None] = {}
+        self._rung = False
+        self._wake: Callable[[], object] | None = None
+
+    def open(self, wake: Callable[[], object]) -> None:
+        """From now on there is a thread that takes; it is woken for what was put in before."""
+        self._wake = wake
+        if self._rung:
+            wake()
+
+    def close(self) -> None:
+        """There is no such thread any more."""
+        self._wake = None
+
+    def clear(self) -> None:
+        """Forget what was put in."""
+        self._items.clear()
+        self._spilled = {}
+        self._rung = False
+
+    def put(self, item: Item, *, spills: Any = None, always: bool = False) -> bool:
+        """False: there was no room, and `item` is lost; `spills`, if given, is remembered then. What is put in `always`
+        finds room."""
+        if not always and len(self._items) >= self._most:
+            if spills is not None:
+                with self._lock:
+                    self._spilled[spills] = None
+                self.ring()
+            return False
+        self._items.append(item)
+        self.ring()
+        return True
+
+    def ring(self) -> None:
+        """Have the thread come, if only to look for what its owner keeps elsewhere."""
+        if not self._rung:
+            self._rung = True
+            if self._wake is not None:
+                self._wake()
+
+    def take(self) -> list[Item]:
+        """What was put in since the last call, in order; the loop's thread alone may call it."""
+        self._rung = False  # before it looks, so that none which comes now is forgotten
+        return [self._items.popleft() for _ in range(len(self._items))]
+
+    def spilled(self) -> list[Any]:
+        """What was remembered of lost items since the last call, each once, in order."""
+        if not self._spilled:
+            return []
+        with self._lock:
+            spilled, self._spilled = self._spilled, {}
+        return list(spilled)
