@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 
+import ci_skips
 import pytest
 import structlog
 import zmq
@@ -39,6 +40,10 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     workers = Workers(config.invocation_params.args)
     workers.install()
     workers.on = True
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    ci_skips.install(config)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import ci_skips
 import pytest
 
 RUN = Path(__file__).parents[2] / ".ci" / "run"
@@ -98,3 +101,37 @@ def test_no_limit_reaches_beyond_what_a_runner_gives() -> None:
     limits = [int(limit) for limit in re.findall(r"^(?:check|test\S*) (\d+)", text, re.MULTILINE)]
     assert len(limits) > 10
     assert max(limits) < last < 90 * 60
+
+
+SKIPPED = """
+import pytest
+{module}
+@pytest.mark.skipif(True, reason="{mark}")
+def test_one(): ...
+def test_two(): pytest.skip("no node here")
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "module", "mark", "failed"),
+    [
+        ("", "", "no systemd-analyze", 0),
+        ("1-test-1", "", "no systemd-analyze", 2),
+        ("1-test-1", "", "make test-k8s has kubectl", 1),
+        ("1-test-1", "pytest.importorskip('nothing_of_that_name')", "x", 1),
+        ("1-test-1", "", "torch is not installed", 2),
+        ("1-test-newest-1", "", "torch is not installed", 1),
+    ],
+)
+def test_a_skip_for_want_of_a_tool_is_a_failure(
+    tmp_path: Path, target: str, module: str, mark: str, failed: int
+) -> None:
+    (tmp_path / "conftest.py").write_text("import ci_skips\npytest_configure = ci_skips.install\n")
+    (tmp_path / "test_it.py").write_text(SKIPPED.format(module=module, mark=mark))
+    env = {name: value for name, value in os.environ.items() if name != "PDBUS_CI_TARGET"}
+    env |= {"PYTHONPATH": str(Path(ci_skips.__file__).parent)} | ({"PDBUS_CI_TARGET": target} if target else {})
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    counts = Counter({what: int(n) for n, what in re.findall(r"(\d+) (failed|skipped|error)", done.stdout)})
+    assert counts["failed"] + counts["error"] == failed, done.stdout
+    assert ("skipped in CI, where that is a failure" in done.stdout) is bool(failed)
