@@ -241,7 +241,9 @@ def test_a_link_and_a_dispatcher_in_another_with_start_as_new(place: Place) -> N
             assert dispatcher.dispatch(rid, PROMPT, max_tokens=1, lives_on=True)
         ended: list[Any] = []
         while len(ended) < len(rids):
-            ended += [each for each in dispatcher.poll(WAIT_S) if not isinstance(each, Accepted)]
+            answers = dispatcher.poll(WAIT_S)
+            assert answers, "a request never ends"
+            ended += [each for each in answers if not isinstance(each, Accepted)]
         assert [(each.rid, type(each)) for each in ended] == [(rid, Done) for rid in rids]
 
     lives = iter("abcd")

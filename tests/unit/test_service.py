@@ -678,6 +678,21 @@ def test_what_is_handed_over_beside_a_stop_ends_once_or_is_refused(folder: str) 
             call()
 
 
+def test_what_a_stop_finds_half_handed_over_is_refused(folder: str) -> None:
+    """After the dispatcher was found to serve, before the request counts as taken."""
+
+    class Stops(list[bytes]):
+        def __iter__(self) -> Iterator[bytes]:
+            dispatcher.__exit__(None, None, None)
+            return super().__iter__()
+
+    dispatcher = Dispatcher(config(folder, with_broker=True))
+    with dispatcher, pytest.raises(PartFailed, match="was stopped"):
+        dispatcher.dispatch("r", Stops(PROMPT), max_tokens=1)
+    with pytest.raises(PartFailed, match="was stopped"):
+        dispatcher.poll()
+
+
 @pytest.mark.parametrize("wait", ["poll", "status"])
 def test_who_waits_for_a_dispatchers_answers_wakes_when_it_is_stopped(wait: str, folder: str) -> None:
     woken: list[BaseException] = []
