@@ -163,9 +163,10 @@ def test_a_session(up: Up, directory: Path) -> None:
     assert list(directory.iterdir()) == []
 
 
-@pytest.mark.cold  # it reads command lines
+@pytest.mark.cold  # it reads command lines of what `up` starts
 def test_a_rank_that_hangs_is_lost_and_the_rest_goes_on(up: Up, directory: Path) -> None:
     read_until(up, r"^READY bus=")
+    warm_starts.STARTS.on = True
     ranks = json.loads(pdbus(directory, "status", "--json").stdout)["controller"]["ranks"]
     assert len(ranks) == 4
     until = time.monotonic() + 60

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import warm_starts
 from forked_workers import BOOTSTRAP, Workers
+from terminal import Terminal
 from warm_starts import STARTS, Starts
 
 WAIT_S = 120.0
@@ -211,3 +212,32 @@ def test_what_a_server_is_too_late_for_starts_once(script: Path, tmp_path: Path)
                 its.send(b"1")
     finally:
         starts.close()
+
+
+def test_what_is_typed_starts_as_a_fork_and_dies_with_what_stands_for_it(tmp_path: Path) -> None:
+    """Words, folder, environment, streams, exit codes and signals are the shell's."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "pid = os.getpid()\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n"
+        "print(pid, os.getcwd(), os.environ['SAID'], sys.argv[1:], sys.stdin.readline(), flush=True)\n"
+        "sys.argv[1:] == ['stays'] and signal.pause()\n"
+        "os.kill(pid, signal.SIGKILL) if sys.argv[1:] == ['killed'] else sys.exit(7)\n"
+    )
+    run = f"SAID=so python {script}"
+    with Terminal(tmp_path) as terminal:
+        terminal.type(
+            f"echo in | {run} 'a b' ''; echo code $?", [f"{os.getpid()} {tmp_path} so ['a b', ''] in", "code 7"]
+        )
+        terminal.type(f"{run} killed < /dev/null; echo code $?", ["code 137"])
+        for kill, code in (("", 3), ("-9", 137)):
+            terminal.type(f"{run} stays < /dev/null > said & stays=$!", [])
+            terminal.type("until test -s said; do sleep 0.05; done", [])
+            pid = int((tmp_path / "said").read_text().split()[0])
+            assert is_fork(pid)
+            terminal.type(f"rm said; kill {kill} $stays; wait $stays; echo code $?", [f"code {code}"])
+            until = time.monotonic() + WAIT_S
+            while Path(f"/proc/{pid}").exists():
+                assert time.monotonic() < until
+                time.sleep(0.01)

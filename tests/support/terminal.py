@@ -16,6 +16,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from typed import Typed
+from warm_starts import STARTS
+
 WAIT_S = 120.0
 LOOKS = ("pdbus status", "grep ")  # changes nothing and may come too early: asked again
 _RULE = re.compile(r"[\s─━…]*")
@@ -44,7 +47,10 @@ class Terminal:
 
     def __init__(self, directory: Path, **env: str) -> None:
         script, self._keys = os.pipe()
+        self._warm = Typed() if STARTS.on else None
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        if self._warm is not None:
+            path = f"{self._warm.folder}:{path}"
         clean = {name: value for name, value in os.environ.items() if not name.startswith("PDBUS_")}
         self._bash = subprocess.Popen(
             ["bash", "--noprofile", "--norc", f"/dev/fd/{script}"], cwd=directory, env=clean | {"PATH": path} | env,
@@ -61,6 +67,8 @@ class Terminal:
         os.close(self._keys)
         os.killpg(self._bash.pid, signal.SIGKILL)  # and what it left running
         self._bash.wait(WAIT_S)
+        if self._warm is not None:
+            self._warm.close()
         assert self._bash.stdout is not None
         self._bash.stdout.close()
 
