@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import ci_skips
 import pytest
@@ -24,7 +25,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 STARTS.install()
-WARM = ("tests/integration/", "tests/fault/")
+WARM = (
+    "tests/integration/", "tests/fault/",
+    "tests/unit/test_cli_settings.py", "tests/unit/test_settings.py", "tests/unit/test_vllm_node.py",
+)  # fmt: skip
 
 settings.register_profile(
     "ci", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
@@ -44,6 +48,18 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     ci_skips.install(config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What there is now stays to the end: no collection of garbage, of which tests make much, is to walk through it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
