@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nodes.config import NodeConfig
+    from nodes.engines import EngineKind, Opened
     from nodes.link.embed import RankLink
     from nodes.link.runner import RankFacts
     from nodes.node import Node
@@ -21,16 +22,20 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "EngineConfig": "own.engines.factory",
+    "EngineKind": "engines",
     "Node": "node",
     "NodeConfig": "config",
+    "Opened": "engines",
     "RankFacts": "link.runner",
     "RankLink": "link.embed",
 }
 
 __all__ = [
     "EngineConfig",
+    "EngineKind",
     "Node",
     "NodeConfig",
+    "Opened",
     "RankFacts",
     "RankLink",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from bus import defaults
 from bus.endpoints import advertised
@@ -18,7 +19,7 @@ class NodeConfig(LinkConfig):
     """The link's settings, and the node's own. A step computes up to `chunk_tokens` tokens of at most `max_running`
     requests."""
 
-    engine: EngineConfig = field(default_factory=EngineConfig)  # what computes
+    engine: Any = field(default_factory=EngineConfig)  # what computes: settings of an engine of `nodes.engines`
     max_running: int = 64
     chunk_tokens: int = 512
     wait_s: float = defaults.WAIT_S  # for bus and controllers to be heard, at the start

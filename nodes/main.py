@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -18,27 +18,21 @@ from bus.errors import ConfigError
 from bus.runtime import cli, logs, settings, spans
 from bus.runtime.loop import Loop
 from bus.wire.messages import Role
+from nodes import engines
 from nodes.config import NodeConfig, parse_ranks
+from nodes.engines import EngineKind, EngineName, Progress
 from nodes.link.core import Limits
 from nodes.node import RELOADS, Node, on_signals
-from nodes.own.blocks import BlockPool
-from nodes.own.engines.base import Engine
-from nodes.own.engines.factory import ENGINES, EngineConfig, build_engine, default_engine
-from nodes.own.engines.faults import Faults
+from nodes.own.engines.factory import default_engine
 from nodes.own.engines.sim import SIM_VOCAB_SIZE
-from nodes.own.engines.timing import TIMINGS, SimTiming, timing_named
-from nodes.own.kv_events import KvEventLog
-from nodes.own.runner import OwnRunner
-from nodes.own.scheduler import Scheduler
+from nodes.own.engines.timing import TIMINGS
 
 _WORK = {
     "prefill": "Compute prompts; decode ranks fetch the KV cache.",
     "decode": "Fetch prompts' KV caches from prefill ranks, decode, and stream tokens to clients.",
     "unified": "Compute prompts and decode on the same rank (no PD split).",
 }
-VLLM = "vllm"
 _OWN = frozenset({"kv_tokens", "block_tokens", "max_context", "max_running", "chunk_tokens"})
-DEFAULTS = {"torch": (16, 256), "numpy": (16, 256), "sim": (256, 2048)}  # --max-running, --chunk-tokens
 
 log = logs.get_logger("node")
 
@@ -61,7 +55,7 @@ def command(role: Role) -> click.Command:
     @option("--instance", default=f"{role}-0", help="The group of ranks that this one belongs to.")
     @option("--dp-size", type=int, default=1, help="Ranks of the instance.")
     @option("--dp-rank", multiple=True, default=("0",), help="The ranks of this process: 3, or 0-7; repeatable.")
-    @option("--engine", type=click.Choice((*ENGINES, VLLM)), default=default_engine,
+    @option("--engine", type=EngineName(), default=default_engine,
             show_default="torch, or numpy where torch is not installed",
             help="What computes; sim only takes the time.")  # fmt: skip
     @option("--model", default="smollm2",
@@ -113,59 +107,28 @@ def command(role: Role) -> click.Command:
 
 
 def _serve(role: Role, engine_args: tuple[str, ...], options: dict[str, Any], exporter: spans.Spans | None) -> None:
-    watch_parent = options["watch_parent"]
-    if options["engine"] == VLLM:
-        _refuse_own_options()
-        from nodes.vllm.main import serve as serve_vllm
-
-        options["engine"] = "torch"  # of whose settings none counts
-        config = config_from(role, options)
-        serve_vllm(config, options["model"], engine_args, _say_ready, watch_parent=watch_parent, exporter=exporter)
-        return
-    if engine_args:
-        raise ConfigError(f"{engine_args[0]!r}: only --engine {VLLM} takes arguments of the engine's own")
-    serve(config_from(role, options), watch_parent=watch_parent, exporter=exporter)
+    name = options["engine"]
+    _check_options(name)
+    engines.check_arguments(name, engine_args)
+    config = config_from(role, options, engine_args)
+    serve(config, engines.kind_of(name), watch_parent=options["watch_parent"], exporter=exporter)
 
 
-def _refuse_own_options() -> None:
-    """ConfigError for what means nothing to vLLM, and without a model."""
+def _check_options(engine: str) -> None:
+    """ConfigError for options that mean nothing to `engine`, and for a model that it lacks."""
+    kind = engines.kind_of(engine)
     context = click.get_current_context()
     given = {name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
-    if "model" not in given:
-        raise ConfigError("--engine vllm needs a model: --model PATH")
+    if kind.needs_model and "model" not in given:
+        raise ConfigError(f"--engine {engine} needs a model: --model PATH")
     for name in sorted(given):
-        if name in _OWN or name.startswith(("sim_", "fault_")):
-            raise ConfigError(f"--{name.replace('_', '-')} is for our own engines; vLLM's arguments follow a --")
+        if not kind.our_options and (name in _OWN or name.startswith(("sim_", "fault_"))):
+            raise ConfigError(f"--{name.replace('_', '-')} is for our own engines; those of {engine} follow a --")
 
 
-def config_from(role: Role, options: dict[str, Any]) -> NodeConfig:
+def config_from(role: Role, options: dict[str, Any], engine_args: Sequence[str] = ()) -> NodeConfig:
     """Parsed options to a checked config; ConfigError with one line otherwise."""
-    max_running, chunk_tokens = DEFAULTS[options["engine"]]
-    timing = timing_named(options["sim_timing"])
-    changes = {
-        field: options[name]
-        for field, name in (
-            ("base_s", "sim_base_s"),
-            ("per_prefill_token_s", "sim_prefill_s_per_token"),
-            ("per_decode_row_s", "sim_decode_s"),
-            ("per_context_token_s", "sim_context_s_per_token"),
-            ("batched_s", "sim_batched_s"),
-        )
-        if options[name] is not None
-    }
-    timing = SimTiming(**{**dataclasses.asdict(timing), **changes})
-    faults = Faults(options["fault_fail_token"], options["fault_hang_token"], options["fault_crash_token"])
-    engine = EngineConfig(
-        engine=options["engine"],
-        model=options["model"],
-        kv_tokens=options["kv_tokens"],
-        block_tokens=options["block_tokens"],
-        max_context=options["max_context"],
-        timing=timing,
-        vocab_size=options["sim_vocab_size"],
-        kv_bytes_per_token=options["sim_kv_bytes_per_token"],
-        faults=faults,
-    )
+    kind = engines.kind_of(options["engine"])
     return NodeConfig(
         role=role,
         instance=options["instance"],
@@ -174,9 +137,9 @@ def config_from(role: Role, options: dict[str, Any]) -> NodeConfig:
         bus=options["bus"],
         controllers=options["controller"] or (default_controller(),),
         data=options["data"],
-        engine=engine,
-        max_running=max_running if options["max_running"] is None else options["max_running"],
-        chunk_tokens=chunk_tokens if options["chunk_tokens"] is None else options["chunk_tokens"],
+        engine=kind.settings(options, engine_args),
+        max_running=kind.max_running if options["max_running"] is None else options["max_running"],
+        chunk_tokens=kind.chunk_tokens if options["chunk_tokens"] is None else options["chunk_tokens"],
         report_interval_s=options["report_interval_s"],
         room_ttl_s=options["room_ttl_s"],
         wait_s=options["wait_s"],
@@ -188,36 +151,26 @@ def config_from(role: Role, options: dict[str, Any]) -> NodeConfig:
     )
 
 
-def serve(config: NodeConfig, *, watch_parent: bool = False, exporter: spans.Spans | None = None) -> None:
+def serve(
+    config: NodeConfig, kind: EngineKind, *, watch_parent: bool = False, exporter: spans.Spans | None = None
+) -> None:
     """Load, connect, run until drained. ConfigError or StartError when that can't begin."""
     loop = Loop()
-    engines: list[Engine] = []
-    try:
-        _load(config, loop, engines)
+    nodes: list[Node] = []
+    if watch_parent:
+        cli.leave_with_parent(lambda: nodes[0].leave() if nodes else os.kill(os.getpid(), signal.SIGTERM))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)  # while it loads
+    with kind.opened(config, loop, _progress()) as opened:
         on_signals(loop, lambda: node)  # one that comes while sockets open waits for the loop
-        pairs = zip(config.dp_ranks, engines, strict=True)
-        runners = {dp_rank: own_runner(config, dp_rank, engine) for dp_rank, engine in pairs}
-        with Node(config, loop, runners, spans=exporter) as node:
-            if watch_parent:
-                cli.leave_with_parent(node.leave)
+        runners = dict(zip(config.dp_ranks, opened.runners, strict=True))
+        with Node(config, loop, runners, opened.figures, exporter) as node:
+            nodes.append(node)
             node.run(_say_ready)
-    finally:
-        for engine in engines:
-            engine.close()
 
 
-def own_runner(config: NodeConfig, dp_rank: int, engine: Engine) -> OwnRunner:
-    """The runner of one rank, over `engine`."""
-    spec = engine.spec
-    keeps_prefixes = config.role != "decode"
-    pool = BlockPool(spec.blocks, spec.block_tokens, record_events=keeps_prefixes)
-    scheduler = Scheduler(pool, max_running=config.max_running, chunk_tokens=config.chunk_tokens)
-    kv_events = KvEventLog(config.instance, dp_rank, spec.block_tokens) if keeps_prefixes else None
-    return OwnRunner(engine, scheduler, kv_events)
-
-
-def _load(config: NodeConfig, loop: Loop, engines: list[Engine]) -> None:
-    """One engine for each rank, with a sign of progress each second; a signal meanwhile leaves at once."""
+def _progress() -> Progress:
+    """A sign of progress each second."""
     began = said = time.monotonic()
 
     def progress(what: str, fraction: float) -> None:
@@ -227,13 +180,11 @@ def _load(config: NodeConfig, loop: Loop, engines: list[Engine]) -> None:
             said = now
             log.info("model.loading", doing=what, percent=round(100 * fraction), seconds=round(now - began, 1))
 
-    def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(0)
+    return progress
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, leave)
-    for _ in config.dp_ranks:
-        engines.append(build_engine(config.engine, loop, progress))
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)
 
 
 def _say_ready(node: Node) -> None:

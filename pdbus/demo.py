@@ -22,8 +22,7 @@ from rich.text import Text
 from bus.errors import RequestFailed
 from bus.runtime import cli
 from bus.wire.messages import Params, RankStatus
-from nodes.own.engines.cache import Progress
-from nodes.own.engines.factory import prepare
+from nodes.engines import kind_of
 from pdbus.client import AsyncClient, Result
 from pdbus.commands.common import Teller, curl_line
 from pdbus.launcher import Cluster, ClusterSpec
@@ -37,8 +36,6 @@ PROMPTS = (
     "What does a load balancer do? Answer for a child of seven who likes trains and long queues at the ice cream van.",
 )
 SETTLE_S = 5.0
-VLLM_ARGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--gpu-memory-utilization", "0.3")
-VLLM_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 HTTP_PORT = 8000
 
 
@@ -57,7 +54,10 @@ class Answer:
 
 def run(console: Console, *, model: str, engine: str = "torch", max_tokens: int, verify: bool) -> bool:
     """The whole demo; whether every request completed (and, with `verify`, equals the single-process answer)."""
-    ranks = 1 if engine == "vllm" else 2  # vLLM takes a core, or a GPU, and GBs of memory for each
+    kind = kind_of(engine)
+    demo = kind.demo
+    assert demo is not None, "the command has looked"
+    ranks = demo.ranks
     spec = ClusterSpec(
         prefill=ranks,
         decode=ranks,
@@ -66,14 +66,14 @@ def run(console: Console, *, model: str, engine: str = "torch", max_tokens: int,
         prefill_method="total_tokens",
         decode_method="total_requests",
         embedded=True,
-        start_timeout_s=600.0 if engine == "vllm" else 120.0,
-        engine_args=VLLM_ARGS if engine == "vllm" else (),
-        env=VLLM_ENV if engine == "vllm" else {},
+        start_timeout_s=demo.start_timeout_s,
+        engine_args=demo.arguments,
+        env=dict(demo.env),
     )
     answers = [Answer(prompt) for prompt in PROMPTS]
     teller = Teller()
     with teller.telling():
-        _prepare(engine, model, lambda what, fraction: teller.say(f"{what}: {fraction:.0%}"))  # once for all ranks
+        kind.prepare(model, lambda what, fraction: teller.say(f"{what}: {fraction:.0%}"))  # once for all ranks
         began = time.monotonic()
         cluster = Cluster(spec, progress=teller.say).start()
     try:
@@ -85,7 +85,7 @@ def run(console: Console, *, model: str, engine: str = "torch", max_tokens: int,
     finally:
         cluster.stop()
     if verify:
-        _verify(model, answers, max_tokens, "numpy" if engine == "numpy" else "torch")
+        _verify(model, answers, max_tokens, demo.reference)
     console.print(_requests_table(answers, verify))
     console.print(_ranks_table(ended))
     good = all(not answer.error and answer.equal is not False for answer in answers)
@@ -102,17 +102,6 @@ def run(console: Console, *, model: str, engine: str = "torch", max_tokens: int,
         elif answer.equal is False:
             console.print(f"[red]differs from the single-process run:[/] {answer.prompt!r}")
     return good
-
-
-def _prepare(engine: str, model: str, progress: Progress) -> None:
-    if engine == "vllm":
-        from nodes.vllm.smollm2 import hugging_face
-        from nodes.vllm.versions import check_installed
-
-        check_installed(split=True)
-        hugging_face(progress)
-    else:
-        prepare(engine, model, progress)
 
 
 def how_to_ask(model: str) -> tuple[str, str]:

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from bus.endpoints import runtime_dir, split_port
 from bus.errors import ConfigError, StartError
-from bus.runtime import cli
 from bus.runtime.epochs import new_epoch
 from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
 from bus.runtime.ports import free_ports, hold, socket_host
 from bus.runtime.sockets import Socket, Sockets
-from bus.runtime.spans import Spans
 from nodes.config import NodeConfig
 from nodes.link.runner import OVER_THE_BUS, RankFacts
-from nodes.node import Node, on_signals
 from nodes.own.engines import smollm2
 from nodes.vllm import versions
 from nodes.vllm.cores import claim_cores, keep_to
 from nodes.vllm.devices import alone_on
 from nodes.vllm.engine import EngineThread
 from nodes.vllm.events import EventRelay
-from nodes.vllm.metrics import figures_of_vllm
 from nodes.vllm.reaper import Reaper
 from nodes.vllm.runner import VllmRunner
 from nodes.vllm.sampling import GRAMMARS, KNOWN, NOT_SPECULATING
@@ -39,25 +33,6 @@ LOOPBACK = "127.0.0.1"
 HEARTBEATS = 6  # decode renews what it waits for so many times a lease
 
 log = get_logger("node")
-
-
-def serve(
-    config: NodeConfig, model: str, arguments: Sequence[str], say_ready: Callable[[Node], None], *, watch_parent: bool,
-    exporter: Spans | None = None,
-) -> None:  # fmt: skip
-    """Load, connect, run until drained. ConfigError or StartError when that can't begin."""
-    loop = Loop()
-    nodes: list[Node] = []
-    if watch_parent:
-        cli.leave_with_parent(lambda: nodes[0].leave() if nodes else os.kill(os.getpid(), signal.SIGTERM))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave)
-    with opened(config, model, arguments, loop) as (runners, _):
-        on_signals(loop, lambda: node)
-        by_rank = dict(zip(config.dp_ranks, runners, strict=True))
-        with Node(config, loop, by_rank, figures_of_vllm, exporter) as node:
-            nodes.append(node)
-            node.run(say_ready)
 
 
 @contextmanager
@@ -221,10 +196,6 @@ def say_loaded(facts: versions.Facts) -> None:
         max_running=facts.max_running, step_tokens=facts.step_tokens, block_tokens=facts.block_tokens,
         model_runner=facts.model_runner, async_scheduling=facts.async_scheduling,
     )  # fmt: skip
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    sys.exit(0)
 
 
 def keep_stdout() -> None:

@@ -16,10 +16,11 @@ from rich.table import Table
 from bus.endpoints import default_bus, default_controller
 from bus.errors import ConfigError
 from bus.runtime import cli
+from nodes import engines
 from nodes.config import NodeConfig
-from nodes.main import DEFAULTS, VLLM
-from nodes.own.engines.factory import ENGINES, EngineConfig, default_engine
-from nodes.own.engines.timing import TimingFile, timing_named
+from nodes.engines import EngineKind, EngineName
+from nodes.own.engines.factory import default_engine
+from nodes.own.engines.timing import TimingFile
 from pdbus.calibrate.check import METHOD, Agreement, check
 from pdbus.calibrate.engines import probe_of
 from pdbus.calibrate.fit import Point, errors, fit
@@ -35,7 +36,7 @@ _UNITS = {"base_s": "a step", "per_prefill_token_s": "a prompt token", "per_deco
 
 
 @click.command()
-@option("--engine", type=click.Choice((*ENGINES, VLLM)), default=default_engine,
+@option("--engine", type=EngineName(), default=default_engine,
         show_default="torch, or numpy where torch is not installed",
         help="What is measured, in this process.")  # fmt: skip
 @option("--model", default="smollm2", help="As for the nodes.")
@@ -56,17 +57,17 @@ _UNITS = {"base_s": "a step", "per_prefill_token_s": "a prompt token", "per_deco
 def calibrate(engine: str, model: str, out: Path, engine_args: tuple[str, ...], **options: Any) -> None:
     """Measure how long the steps of an engine take, and write the file that `pdbus replay --timing`, `pdbus plan
     --timing` and a node's --sim-timing read. The engine should have the machine to itself."""
-    if engine_args and engine != VLLM:
-        raise ConfigError(f"{engine_args[0]!r}: only --engine {VLLM} takes arguments of the engine's own")
+    engines.check_arguments(engine, engine_args)
     leave_on_signals()
     _check_writable(out)
-    config = _config(engine, model, options)
+    kind = engines.kind_of(engine)
+    config = _config(kind, engine_args, options | {"model": model})
     console = Console(highlight=False)
     with Teller(at_once=True).telling() as teller:
         teller.say("loading the engine")
-        with probe_of(engine, config, model, engine_args) as (probe, step_tokens):
+        with probe_of(kind, config) as (probe, step_tokens):
             points = measure(probe, step_tokens, options["longest"], options["rounds"], teller.say)
-    found = _file(engine, model, points)
+    found = _file(engine, model, points, first_at_decode=kind.first_at_decode)
     _write(out, found)
     console.print(_table(found))
     console.print(f"Half of {len(points)} measurements are within {found.typical_error:.1%} of it, all within "
@@ -88,16 +89,13 @@ def calibrate(engine: str, model: str, out: Path, engine_args: tuple[str, ...], 
     console.print(f"The replay is within {agreement.worst:.1%} of the live run.")
 
 
-def _config(engine: str, model: str, options: dict[str, Any]) -> NodeConfig:
-    ours = engine if engine != VLLM else "torch"  # of whose settings none counts
-    running, chunk = DEFAULTS[ours]
+def _config(kind: EngineKind, engine_args: tuple[str, ...], options: dict[str, Any]) -> NodeConfig:
     return NodeConfig(
         role="unified", instance="calibrate", dp_size=1, dp_ranks=(0,), bus=default_bus(),
         controllers=(default_controller(),), data="tcp://127.0.0.1",
-        engine=EngineConfig(
-            engine=ours, model=model, kv_tokens=options["kv_tokens"], timing=timing_named(options["sim_timing"])
-        ),
-        max_running=options["max_running"] or running, chunk_tokens=options["chunk_tokens"] or chunk,
+        engine=kind.settings(options, engine_args),
+        max_running=options["max_running"] or kind.max_running,
+        chunk_tokens=options["chunk_tokens"] or kind.chunk_tokens,
     )  # fmt: skip
 
 
@@ -105,19 +103,20 @@ def _spec(engine: str, model: str, engine_args: tuple[str, ...], options: dict[s
     """The same engine, twice."""
     own = {"--kv-tokens": options["kv_tokens"], "--max-running": options["max_running"],
            "--chunk-tokens": options["chunk_tokens"], "--sim-timing": options["sim_timing"]}  # fmt: skip
-    given = [str(word) for flag, value in own.items() if value for word in (flag, value)] if engine != VLLM else []
+    given = [str(word) for flag, value in own.items() if value for word in (flag, value)]
+    counts = engines.kind_of(engine).our_options
     return ClusterSpec(
         prefill=1, decode=1, prefill_method=METHOD, decode_method="total_requests", engine=engine, model=model,
-        node_args=tuple(given), engine_args=engine_args, log_level="warning", start_timeout_s=START_S,
+        node_args=tuple(given) if counts else (), engine_args=engine_args, log_level="warning", start_timeout_s=START_S,
         controller_args=("--request-overcommit", "1000", "--hang-s", "60"),
     )  # fmt: skip
 
 
-def _file(engine: str, model: str, points: list[Point]) -> TimingFile:
+def _file(engine: str, model: str, points: list[Point], *, first_at_decode: bool) -> TimingFile:
     timing = fit(points)
     off = [abs(error) for error in errors(points, timing)]
     return TimingFile(
-        engine=engine, model=model, timing=timing, first_at_decode=engine == VLLM, typical_error=median(off),
+        engine=engine, model=model, timing=timing, first_at_decode=first_at_decode, typical_error=median(off),
         worst_error=max(off), points=[asdict(point) for point in points],
     )  # fmt: skip
 

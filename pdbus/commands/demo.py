@@ -10,6 +10,7 @@ from rich.console import Console
 
 from bus.errors import ConfigError
 from bus.runtime import logs
+from nodes.engines import EngineName, kind_of
 from nodes.own.engines.factory import default_engine
 from pdbus.demo import run
 
@@ -17,7 +18,7 @@ from pdbus.demo import run
 @click.command()
 @click.option("--model", type=click.Choice(["smollm2", "tiny"]), default="smollm2", show_default=True)
 @click.option(
-    "--engine", type=click.Choice(["torch", "numpy", "vllm"]), default=default_engine,
+    "--engine", type=EngineName("sim"), default=default_engine,
     show_default="torch, or numpy where torch is not installed",
     help="What computes; with vllm one prefill and one decode engine, on a CPU or a GPU.",
 )  # fmt: skip
@@ -25,8 +26,10 @@ from pdbus.demo import run
 @click.option("--verify/--no-verify", default=True, help="Compare every answer with a single-process run.")
 def demo(model: str, engine: str, max_tokens: int, verify: bool) -> None:
     """Real prompts through two prefill and two decode ranks, streamed, then who ran where."""
-    if engine == "vllm" and model != "smollm2":
-        raise ConfigError("--engine vllm runs the demo with --model smollm2")
+    shown = kind_of(engine).demo
+    if shown is None or model not in shown.models:
+        models = " or ".join(shown.models) if shown is not None else "none"
+        raise ConfigError(f"--engine {engine} runs the demo with --model {models}")
     logs.configure("warning")
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 110
     console = Console(highlight=False, width=width)

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from bus.errors import ConfigError
 from bus.runtime import cli
+from nodes.engines import EngineName
 from pdbus.commands.lab import GENERATED_S, option, run_virtual, setting, timing_option, timing_settings, traces_of
 from pdbus.lab.choosers import METHODS, check_method
 from pdbus.lab.compare import Result, Run, result_of, row_of
@@ -86,7 +87,7 @@ class _Command(click.Command):
          help="Runs of each method, from --seed on: means, with 95 % confidence intervals.")  # fmt: skip
 @option("--live", is_flag=True, show_default=False,
          help="Run it in real time on nodes of this machine, and once more in virtual time beside it.")  # fmt: skip
-@option("--engine", type=click.Choice(["sim", "vllm"]), default="sim", help="Live: what computes.")
+@option("--engine", type=EngineName("torch", "numpy"), default="sim", help="Live: what computes.")
 @option("--model", default=None, show_default=False, metavar="NAME", help="Of a live vLLM [default: smollm2].")
 @option("--engine-args", default="", show_default=False, metavar="ARGS", help="vLLM's own, in quotes.")
 @option("--shrink", type=click.IntRange(1, 512), default=1, metavar="TIMES",
@@ -143,7 +144,7 @@ def replay(trace: Path | None, **options: Any) -> None:
 def _engine(options: dict[str, Any]) -> LiveEngine:
     if options["engine"] == "sim":
         if options["model"] is not None or options["engine_args"]:
-            raise ConfigError("--model and --engine-args are for --engine vllm")
+            raise ConfigError("--model and --engine-args are for --engine vllm and the like, not for sim")
         return LiveEngine()
     if not options["live"]:
         raise ConfigError(f"--engine {options['engine']} is for --live: virtual time has no engine")

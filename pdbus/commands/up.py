@@ -19,7 +19,8 @@ from bus.runtime.output import outlive_readers
 from bus.wire.messages import Role
 from controller.config import ControllerConfig
 from controller.policies import resolve
-from nodes.own.engines.factory import ENGINES, default_engine
+from nodes.engines import EngineName, kind_of
+from nodes.own.engines.factory import default_engine
 from pdbus.commands.common import Teller, curl_line, leave_on_signals, tokenizers_option
 from pdbus.launcher import Cluster, ClusterSpec, RestartPolicy, Supervisor
 from pdbus.ray.plan import RAY, STRATEGIES, Layout, parse_resources
@@ -64,7 +65,7 @@ def _resources_option(role: str) -> Callable[[Any], Any]:
 )
 @click.option(
     "--engine",
-    type=click.Choice([*ENGINES, "vllm"]),
+    type=EngineName(),
     default=None,
     help="[default: sim for sim, else torch, or numpy where torch is not installed]",
 )
@@ -263,7 +264,7 @@ def _over_ray(
 
 def _arguments(engine: str | None, given: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Those of the nodes, and their engine's own."""
-    if engine != "vllm":
+    if engine is None or not kind_of(engine).takes_arguments:
         return given, ()
     if "--" not in given:
         return (), given

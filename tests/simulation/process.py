@@ -11,11 +11,11 @@ from bus.broker.shell import Broker, BrokerConfig
 from controller.config import ControllerConfig
 from controller.shell import Controller
 from nodes.config import NodeConfig
-from nodes.main import own_runner
 from nodes.node import Node
 from nodes.own.engines.base import Row, StepPlan, StepResult
 from nodes.own.engines.factory import EngineConfig
 from nodes.own.engines.sim import SPECIALS, SimEngine
+from nodes.own.kinds import own_runner
 from pdbus.client.core import Patience
 from pdbus.client.traffic import TICK_S, Traffic
 from simulation.network import SimSocket

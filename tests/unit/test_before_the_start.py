@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from bus.errors import ConfigError
 from nodes.own.engines import factory, needs, numpy_weights
+from nodes.own.kinds import TORCH
 from pdbus import demo
 
 
@@ -47,11 +49,11 @@ def test_the_models_are_those_that_can_be_loaded() -> None:
 def test_the_demo_prepares_the_model_before_any_rank_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def prepare(engine: str, model: str, progress: Any) -> None:
+    def prepare(model: str, progress: Any) -> None:
         progress("reading the model", 0.5)
         raise ConfigError("the model package is missing")
 
-    monkeypatch.setattr(demo, "prepare", prepare)
+    monkeypatch.setattr("nodes.own.kinds.TORCH", replace(TORCH, prepare=prepare))
     monkeypatch.setattr(demo, "Cluster", lambda *_, **__: pytest.fail("it started the ranks"))
     monkeypatch.setattr("pdbus.commands.common.SAY_S", 0.0)
     with pytest.raises(ConfigError, match="the model package is missing"):

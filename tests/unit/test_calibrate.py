@@ -19,10 +19,10 @@ from bus.errors import ConfigError, StartError
 from bus.runtime.loop import Loop
 from nodes.config import NodeConfig
 from nodes.link.runner import Runner
-from nodes.main import own_runner
 from nodes.own.engines.faults import Faults
 from nodes.own.engines.sim import SimEngine
 from nodes.own.engines.timing import SimTiming, TimingFile, timing_named
+from nodes.own.kinds import own_runner
 from nodes.vllm.engine import EngineThread
 from pdbus.calibrate.fit import Point, errors, fit
 from pdbus.calibrate.measure import measure

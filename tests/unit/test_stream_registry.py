@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bus.wire import messages, topics
-from nodes.main import VLLM
+from nodes.engines import BUILT_IN
 from nodes.own.engines.factory import ENGINES as OWN
 
 STREAMS_TESTS = Path(__file__).parents[1] / "streams"
@@ -36,7 +36,7 @@ def test_every_topic_carries_a_stream() -> None:
 
 
 def test_every_engine_has_its_streams() -> None:
-    assert {*OWN, VLLM, "sglang"} <= registry.ENGINES.keys()
+    assert {*BUILT_IN, "sglang"} <= registry.ENGINES.keys()
     assert {name for names in registry.ENGINES.values() for name in names} == {*registry.STREAMS}
     for engine, names in registry.ENGINES.items():
         left = registry.RANK - names

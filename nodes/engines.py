@@ -1,0 +1,135 @@
+"""The engines that a node can run, by the name that `--engine` takes: what each needs, its settings, how it is opened.
+
+Owns the registry and knows no engine. One is named here (BUILT_IN) or, from outside, by an entry point of the group
+`pdbus.engines`; the name leads to an EngineKind, which is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeAlias
+
+import click
+
+from bus.errors import ConfigError
+from bus.runtime.loop import Loop
+from bus.runtime.metrics import Metric
+from nodes.config import NodeConfig
+from nodes.link.runner import Runner
+
+GROUP = "pdbus.engines"
+BUILT_IN = {
+    "torch": "nodes.own.kinds:TORCH",
+    "numpy": "nodes.own.kinds:NUMPY",
+    "sim": "nodes.own.kinds:SIM",
+    "vllm": "nodes.vllm.kind:VLLM",
+}
+Progress: TypeAlias = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An engine that is loaded."""
+
+    runners: Sequence[Runner]  # one for each rank of the node, in their order
+    step_tokens: int  # that one step computes, at most
+    figures: Callable[[], Iterable[Metric]] = tuple  # metrics of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """How `pdbus demo` runs it: ranks of each role, models that it has, its own arguments, variables for the nodes, and
+    the engine of ours (`torch` or `numpy`) that computes every answer again."""
+
+    models: tuple[str, ...]
+    ranks: int = 2
+    start_timeout_s: float = 120.0
+    arguments: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    reference: str = "torch"
+
+
+def nothing_to_prepare(model: str, progress: Progress) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineKind:
+    """What the node, `pdbus up`, `calibrate`, `replay` and `demo` have to know of an engine.
+
+    - `settings(options, arguments)` makes `NodeConfig.engine` of the node's options by name and of what follows `--`.
+      ConfigError for what cannot be meant.
+    - `opened(config, loop, progress)` loads it, `progress(what, fraction)` meanwhile, and closes it at the end of the
+      `with`. The runners' events come on the thread of `loop`. ConfigError or StartError when that cannot begin.
+    - `prepare(model, progress)` does once what each machine needs before a rank loads `model`. ConfigError for what is
+      not installed or not known.
+    - `max_running`, `chunk_tokens`: what these options are where nothing is given.
+    - `our_options`: the options of our own engines (`--kv-tokens`, `--sim-...`) count for it; else they are refused.
+    - `takes_arguments`: what follows `--` is for it; else nothing may follow. `needs_model`: `--model` has no default.
+    - `first_at_decode`: its decode ranks make the first token, rather than pass on that of prefill.
+    """
+
+    settings: Callable[[Mapping[str, Any], Sequence[str]], Any]
+    opened: Callable[[NodeConfig, Loop, Progress], AbstractContextManager[Opened]]
+    prepare: Callable[[str, Progress], None] = nothing_to_prepare
+    max_running: int = 64
+    chunk_tokens: int = 512
+    our_options: bool = False
+    takes_arguments: bool = False
+    needs_model: bool = False
+    first_at_decode: bool = False
+    demo: Demo | None = None
+
+
+def names() -> tuple[str, ...]:
+    """All engines there are, those from outside last."""
+    return (*BUILT_IN, *sorted(_outside()))
+
+
+def kind_of(name: str) -> EngineKind:
+    """The engine of that name. ConfigError where there is none, or where it cannot be imported."""
+    if name in BUILT_IN:
+        module, _, attribute = BUILT_IN[name].partition(":")
+        kind: EngineKind = getattr(import_module(module), attribute)
+        return kind
+    entry = _outside().get(name)
+    if entry is None:
+        raise ConfigError(f"there is no engine {name!r}; choose one of {', '.join(names())}")
+    try:
+        found = entry.load()
+    except Exception as error:  # whatever somebody else's module raises
+        raise ConfigError(f"the engine {name!r} ({entry.value}) cannot be loaded: {error}") from error
+    if not isinstance(found, EngineKind):
+        raise ConfigError(f"the engine {name!r} ({entry.value}) is no nodes.EngineKind")
+    return found
+
+
+def check_arguments(name: str, arguments: Sequence[str]) -> None:
+    """ConfigError for arguments of an engine that takes none."""
+    if arguments and not kind_of(name).takes_arguments:
+        taking = ", ".join(each for each in BUILT_IN if kind_of(each).takes_arguments)
+        raise ConfigError(f"{arguments[0]!r}: only --engine {taking} takes arguments of the engine's own")
+
+
+class EngineName(click.Choice[str]):
+    """The type of an option: the name of an engine, but of none of `without`."""
+
+    def __init__(self, *without: str) -> None:
+        super().__init__([name for name in BUILT_IN if name not in without])
+        self._without = without
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value in self.choices:
+            return str(value)
+        known = [name for name in names() if name not in self._without]
+        return click.Choice(known).convert(value, param, ctx)
+
+
+@cache
+def _outside() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in BUILT_IN}
