@@ -92,7 +92,8 @@ MEANINGS: dict[Code, Meaning] = {
     "no_rank": Meaning("library", True, "info", 503, hint_s=0.5, rank_may_return=True),
     "overloaded": Meaning("library", True, "info", 429),  # its hint is how fast requests end
     "deadline": Meaning("nobody", False, "info", 504, kept_by=("prefill", "decode")),
-    "cancelled": Meaning("nobody", False, "debug", 410, kept_by=("prefill", "decode")),
+    # A decode leg may find the end of a prefill leg that its client gave up for another attempt, at another controller.
+    "cancelled": Meaning("nobody", False, "debug", 410, kept_by=("prefill",)),
     "peer_lost": Meaning("library", True, "warning", 503, hint_s=0.5),
     "unknown_room": Meaning("library", True, "warning", 503, kept_by=("decode",)),
     "kv_failed": Meaning("library", True, "warning", 503, kept_by=("decode",)),

@@ -42,8 +42,9 @@ class RequestTable:
         self._rooms: dict[tuple[str, int, Role], Rid] = {}
         self._of_client: dict[Any, int] = {}
         self._losses: OrderedDict[Rid, tuple[int, int]] = OrderedDict()  # of failed requests: (offset, ranks lost)
-        # requests that failed of late, whose ranks may still say something of them: room, prompt tokens, last attempt
-        self._over: dict[Rid, tuple[int | None, int, int]] = {}
+        # requests that failed of late, whose ranks may still say something of them: room, prompt tokens, the attempt
+        # that was submitted last, and the last one that was made of it here
+        self._over: dict[Rid, tuple[int | None, int, int, int]] = {}
         self._due: DueTimes[Rid | RankLoad] = DueTimes(now)
         self.requests: dict[Rid, Request] = {}
         overtake = config.overtake_tokens
@@ -80,13 +81,15 @@ class RequestTable:
 
     def add(self, request: Request) -> None:
         """Another request than the one that failed under its rid begins with an attempt of its own, so that what ranks
-        say late of that is not taken for its own."""
+        say late of that is not taken for its own. So does a later attempt of the same: its client need not know how
+        many were made here."""
         rid = request.rid
         self.requests[rid] = request
         if rid in self._over:
             submit = request.submit
-            room, prompt_tokens, attempt = self._over.pop(rid)
-            if (room, prompt_tokens) != (submit.bootstrap_room, submit.prompt_tokens - submit.offset):
+            room, prompt_tokens, said, attempt = self._over.pop(rid)
+            same = (room, prompt_tokens) == (submit.bootstrap_room, submit.prompt_tokens - submit.offset)
+            if not same or submit.attempt > said:
                 request.attempt = max(request.attempt, min(attempt + 1, MAX_ATTEMPT))
         for place in request.places:
             self._rooms[place] = rid
@@ -126,7 +129,7 @@ class RequestTable:
         if failed and request.tries:
             submit = request.submit
             prompt_tokens = submit.prompt_tokens - submit.offset
-            self._over[request.rid] = submit.bootstrap_room, prompt_tokens, request.attempt
+            self._over[request.rid] = submit.bootstrap_room, prompt_tokens, submit.attempt, request.attempt
             if len(self._over) > MAX_OVER:
                 del self._over[next(iter(self._over))]
         if failed and request.losses:

@@ -145,7 +145,7 @@ class BaseStream:
 
     def cancel(self) -> None:
         """End the request now; the iteration stops, and `result.finish` is `cancelled`."""
-        self._channel.cancel(self.rid)
+        self._channel.cancel(self.rid, self._sink)
 
     def _piece(self, update: Update) -> Piece | None:
         """What `update` is to the reader. The last one is the result, and may have text that was held back."""

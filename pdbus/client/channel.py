@@ -59,10 +59,10 @@ class Channel(Service):
         """Start a request; `sink` gets its new token ids as they come and, once and last, its Result."""
         self._call(lambda: self._traffic.begin(request, sink), lambda: sink(broken(request.rid)))
 
-    def cancel(self, rid: str) -> None:
-        """End the request if it is still live; its Result comes as ever."""
+    def cancel(self, rid: str, sink: Sink | None = None) -> None:
+        """End the request (of `sink`) if it is still live; its Result comes as ever."""
         with suppress(PartFailed, RuntimeError):
-            self._call(lambda: self._traffic.cancel(rid), lambda: None)
+            self._call(lambda: self._traffic.cancel(rid, sink), lambda: None)
 
     def drop(self, rid: str, sink: Sink) -> None:
         """End the request of `sink` soon, which nobody reads any more. Takes no lock."""

@@ -71,15 +71,15 @@ class LoopChannel:
         self._run(self._traffic.begin, request, sink)
         self._raise_if_over()
 
-    def cancel(self, rid: str) -> None:
+    def cancel(self, rid: str, sink: Sink | None = None) -> None:
         """As `Channel.cancel`; from any thread."""
         if self.closed or self._pid != os.getpid():
             return
         if asyncio._get_running_loop() is self.loop:
-            self._run(self._traffic.cancel, rid)
+            self._run(self._traffic.cancel, rid, sink)
         else:
             with suppress(RuntimeError):  # the loop is closed, and so will this be
-                self.loop.call_soon_threadsafe(self.cancel, rid)
+                self.loop.call_soon_threadsafe(self.cancel, rid, sink)
 
     def drop(self, rid: str, sink: Sink) -> None:
         """As `Channel.drop`; from any thread."""

@@ -95,8 +95,10 @@ class Traffic:
         self._sinks[request.rid] = sink
         self._do(self._core.begin(request, self._clock()))
 
-    def cancel(self, rid: str) -> None:
-        self._do(self._core.cancel(rid, self._clock()))
+    def cancel(self, rid: str, sink: Sink | None = None) -> None:
+        """End the request; where `sink` is given, only its own, and not another of that rid."""
+        if sink is None or self._sinks.get(rid) == sink:
+            self._do(self._core.cancel(rid, self._clock()))
 
     def ask(
         self,

@@ -63,7 +63,7 @@ class _Channel:
         self.streams: dict[str, AsyncStream] = {}
         self.cancelled: list[str] = []
 
-    def cancel(self, rid: str) -> None:
+    def cancel(self, rid: str, sink: Any = None) -> None:
         self.cancelled.append(rid)
         if not any(isinstance(update, Result) for update in self.streams[rid]._updates):
             self.streams[rid]._sink(ended(rid, "cancelled"))

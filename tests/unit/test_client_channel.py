@@ -106,13 +106,13 @@ def is_cancel(message: Message, rid: str) -> bool:
     return isinstance(message, Cancel) and message.rid == rid
 
 
-def begin(peers: tuple[Peer, Peer], base: str) -> Submit:
+def begin(peers: tuple[Peer, Peer], base: str, attempt: int = 1) -> Submit:
     """Accept the request that comes and take its `attach`."""
     controller, node = peers
     submit = controller.hear()
     assert isinstance(submit, Submit)
-    controller.say(Accepted(submit.rid, 1, submit.bootstrap_room, None, Location("d", 0, 1, f"{base}.node")))
-    assert node.hear() == Attach(submit.rid, 1, 0, True, submit.bootstrap_room)
+    controller.say(Accepted(submit.rid, attempt, submit.bootstrap_room, None, Location("d", 0, 1, f"{base}.node")))
+    assert node.hear() == Attach(submit.rid, attempt, 0, True, submit.bootstrap_room)
     return submit
 
 
@@ -249,6 +249,21 @@ def test_a_stream_that_is_dropped_unread_cancels_its_request(peers: tuple[Peer, 
         del stream
         assert is_cancel(controller.hear(), "mine")
         assert kept.rid == "kept"
+
+
+def test_a_stream_that_has_ended_cancels_no_other_request_of_its_rid(peers: tuple[Peer, Peer], base: str) -> None:
+    _, node = peers
+    with Client(base) as client:
+        first = client.generate_tokens([5], rid="mine", max_tokens=1, leg="pair")
+        begin(peers, base)
+        node.say(Tokens("mine", 1, 0, (10,), "length"))
+        assert first.tokens() == [10]
+        assert node.hear() == Detach("mine", 1)
+        second = client.generate_tokens([5], rid="mine", max_tokens=1, leg="pair")
+        begin(peers, base, 2)
+        first.cancel()
+        node.say(Tokens("mine", 2, 0, (11,), "length"))
+        assert second.tokens() == [11]
 
 
 def test_what_lives_on_goes_on_when_its_stream_is_dropped() -> None:

@@ -59,9 +59,10 @@ def test_who_retries_a_code_agrees_with_its_status(code: Code) -> None:
 def test_a_leg_ends_as_its_other_leg_did_or_because_of_it() -> None:
     kept = {leg: {code for code in CODES if end_of_other(leg, code) == code} for leg in ("prefill", "decode")}
     assert kept["prefill"] == {"cancelled", "deadline", "fenced", "decode_failed"}
-    assert kept["decode"] == {"cancelled", "deadline", "unknown_room", "kv_failed", "prefill_failed"}
+    assert kept["decode"] == {"deadline", "unknown_room", "kv_failed", "prefill_failed"}
     assert end_of_other("prefill", "kv_failed") == "decode_failed"
     assert end_of_other("decode", "fenced") == "prefill_failed"
+    assert end_of_other("decode", "cancelled") == "prefill_failed", "its own attempt may be a newer one"
 
 
 def test_a_code_of_a_later_version_is_an_error_of_the_server() -> None:

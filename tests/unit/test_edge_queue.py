@@ -46,7 +46,7 @@ class QueueClient(edge_world.ScriptedClient):
         self._take(self.core.begin(request, self.controller.now))
         return stream
 
-    def cancel(self, rid: str) -> None:
+    def cancel(self, rid: str, sink: Any = None) -> None:
         self._take(self.core.cancel(rid, self.controller.now))
 
     def drop(self, rid: str, sink: Any) -> None: ...

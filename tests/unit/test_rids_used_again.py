@@ -333,6 +333,15 @@ class TestController:
         unclear.untold("r", 2, second)
         assert unclear.orphans([("r", 1), ("r", 3)]) == [("r", 1, room)]
 
+    def test_a_later_attempt_follows_all_that_were_made_here(self) -> None:
+        """M73: its client does not know of the second, whose ranks answer it with that one's end."""
+        world = unified()
+        world.submit(submit("r", bootstrap_room=5))
+        world.progress(U[0], ended=world.dispatches(U[0]), code="overloaded")
+        world.feed(FromClient("client", Cancel("r", 5), ()))
+        world.submit(submit("r", bootstrap_room=5, attempt=2))
+        assert [dispatch.attempt for dispatch in world.dispatches()] == [1, 2, 3]
+
     def test_the_same_request_said_again_keeps_its_attempt(self) -> None:
         """M49: its rank may answer it."""
         world, _ = self.cancelled()
