@@ -19,13 +19,14 @@ import importlib
 import inspect
 import math
 import os
+import sys
 import tempfile
 import threading
 import time
 import warnings
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack, contextmanager, suppress
@@ -43,7 +44,7 @@ from bus.wire import codec
 from bus.wire.messages import Accepted, Cancel, Params, StatusQuery, Submit
 from controller import Controller, ControllerConfig, Dispatcher
 from nodes.link import RankFacts, RankLink, Start
-from pdbus.client import AsyncClient, Client
+from pdbus.client import AsyncClient, AsyncStream, Client, Stream
 
 Call: TypeAlias = tuple[str, tuple[Any, ...], dict[str, Any]]  # method, arguments by place, and by name
 Plan: TypeAlias = list[Call]
@@ -190,6 +191,7 @@ class Driver:
         self.taken: Counter[Any] = Counter()
         self.ended: Counter[Any] = Counter()
         self.legs: list[Any] = []
+        self.streams: list[Stream] = []
 
     def run(self, plan: Plan) -> None:
         for name, args, named in plan:
@@ -208,7 +210,7 @@ class Driver:
         if isinstance(self.part, RankLink) and "leg" in named and self.legs:
             named = {**named, "leg": self.legs[-1]}
         result = found(*args, **named)
-        return asyncio.run(asyncio.wait_for(result, PATIENCE_S)) if inspect.isawaitable(result) else result
+        return asyncio.run(asyncio.wait_for(_whole(result), PATIENCE_S)) if inspect.isawaitable(result) else result
 
     def _note(self, name: str, args: tuple[Any, ...], result: Any, named: dict[str, Any]) -> None:
         if isinstance(self.part, Dispatcher):
@@ -216,6 +218,8 @@ class Driver:
                 self.taken[named["rid"]] += 1
             elif name == "poll":
                 self.ended.update(each.rid for each in result if not isinstance(each, Accepted))
+        elif isinstance(result, Stream):
+            self.streams.append(result)
         elif isinstance(self.part, RankLink) and name == "poll":
             self.legs = [*self.legs, *(each.leg for each in result if isinstance(each, Start))]
 
@@ -223,7 +227,8 @@ class Driver:
         assert getattr(self.part, "failure", None) is None, f"it failed: {self.part.failure!r}"
 
     def settle(self) -> None:
-        """All that a Dispatcher has taken has ended, once."""
+        """All that a Dispatcher has taken has ended, once; and so have the streams of a client that is closed."""
+        _join([_begin(partial(getattr, stream, "result")) for stream in self.streams])
         if isinstance(self.part, Dispatcher):
             with suppress(BusError):
                 self._note("poll", (), self.part.poll(), {})
@@ -273,6 +278,15 @@ def live(name: str, place: Place, way: str, plan: Plan, more: Plan) -> None:
         driver.settle()
 
 
+async def _whole(call: Awaitable[Any]) -> Any:
+    """With the stream that it gives, which is its event loop's."""
+    given_ = await call
+    if isinstance(given_, AsyncStream):
+        given_.cancel()
+        return await given_.wait()
+    return given_
+
+
 def _start_again(part: Any) -> None:
     """A part that serves goes on to; clients have no start of their own."""
     try:
@@ -312,7 +326,7 @@ def _join(running: list[Future[None]]) -> None:
         try:
             each.result(PATIENCE_S)
         except FutureTimeout:
-            faulthandler.dump_traceback()  # where it is
+            faulthandler.dump_traceback(sys.__stderr__)  # where it is
             raise AssertionError("a call never returned") from None
 
 

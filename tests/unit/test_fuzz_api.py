@@ -8,6 +8,7 @@ import fuzz_api
 import pytest
 
 from bus import Resolver
+from pdbus.client.channel import Channel
 
 
 def test_everything_that_is_exported_and_lives_is_driven() -> None:
@@ -32,6 +33,14 @@ def test_a_part_that_fails_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     plan: fuzz_api.Plan = [("want", (5,), {}), ("wait", (), {"timeout_s": 0.5})]
     with tempfile.TemporaryDirectory(prefix="pd") as folder, pytest.raises((AssertionError, ZeroDivisionError)):
         fuzz_api.live("Resolver", fuzz_api.Place(folder), "serving", plan, [])
+
+
+def test_a_stream_that_never_ends_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz_api, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(Channel, "begin", lambda *_: None)
+    plan: fuzz_api.Plan = [("generate_tokens", (), {"ids": [1], "leg": "pair", "model": "m"})]
+    with tempfile.TemporaryDirectory(prefix="pd") as folder, pytest.raises(AssertionError, match="never returned"):
+        fuzz_api.live("Client", fuzz_api.Place(folder), "serving", plan, [])
 
 
 def test_lives_of_each_part() -> None:
