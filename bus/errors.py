@@ -15,7 +15,8 @@ class ConfigError(BusError):
 
 
 class StartError(BusError):
-    """A part could not start (a taken port, a bus that is not there); trying again may help. A process exits 3."""
+    """A part could not start (a taken port, a bus that is not there), or serves already; trying again may help. A
+    process exits 3."""
 
 
 class Replaced(StartError):
@@ -24,7 +25,8 @@ class Replaced(StartError):
 
 
 class PartFailed(BusError):
-    """A part on a thread of its own in this process has failed, which is a bug of ours; `__cause__` is what it met."""
+    """The part that was called does not serve: it was not started or was stopped, it is the parent's in a forked child,
+    or its thread has failed, which is a bug of ours (`__cause__` is what it met)."""
 
 
 REASONS = ("frames", "not_yours", "rank", "schema", "size", "syntax", "tag", "topic", "version")
