@@ -309,7 +309,7 @@ def pressure(bench: Bench) -> list[Check]:
 
 def experts(bench: Bench) -> list[Check]:
     arguments = (*bench.arguments, "--enable-expert-parallel")
-    spec: dict[str, Any] = {"unified": 2, "ranks_per_process": 2, "gpus": ("0,1",) if bench.gpu else ()}
+    spec: dict[str, Any] = {"unified": 2, "ranks_per_process": 2, "gpus": ("0,1",)}
     role, part = "unified", "unified-0/0-1"
     if bench.full and len(bench.gpus) >= 8:
         spec = {"prefill": 4, "decode": 4, "ranks_per_process": 4, "gpus": ("0,1,2,3", "4,5,6,7")}
@@ -364,7 +364,7 @@ ROWS = (
     Row(7, "an engine, a worker, a node killed under load", kills),
     Row(6, "tensor parallelism at prefill and decode", tensor_parallel, gpus=2, cpu=False),
     Row(2, "two engines on one device", shared_device, cpu=False),
-    Row(9, "expert parallelism with load on one rank", experts, gpus=2, model="moe"),
+    Row(9, "expert parallelism with load on one rank", experts, gpus=2, cpu=False, model="moe"),  # no all_gatherv there
 )  # in an order in which neighbours share a cluster
 
 

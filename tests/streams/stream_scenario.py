@@ -111,9 +111,11 @@ class Scenario:
     def steps(self) -> list[Callable[[], None]]:
         if self.cluster.spec.keys:
             return [self.a_request, self.a_revoked_node, self.a_revoked_controller]
+        again = [self.the_prompt_again] if self.cluster.spec.engine == "vllm" else []
         return [
-            self.a_request, self.two_legs, self.a_cancel, self.a_room_that_nobody_registers, self.a_request_in_vain,
-            self.a_trace, self.questions, self.strays, self.rooms_of_two, self.rest, self.drains,
+            self.a_request, *again, self.two_legs, self.a_cancel, self.a_room_that_nobody_registers,
+            self.a_request_in_vain, self.a_trace, self.questions, self.strays, self.rooms_of_two, self.rest,
+            self.drains,
         ]  # fmt: skip
 
     def until(self, true: Callable[[], Any], what: str) -> None:
@@ -153,6 +155,10 @@ class Scenario:
         )
         result = self.result(stream)
         self.told("result", rid="first", ids=list(result.ids), code=result.code)
+
+    def the_prompt_again(self) -> None:
+        """To its end: prefill says how much of it vLLM had cached."""
+        self.result(self.client.generate_tokens(self.prompt, max_tokens=1, rid="again", ignore_eos=True, leg="pair"))
 
     def two_legs(self) -> None:
         """Each for itself, so that decode has to ask where the room is, and prefill has a load to tell meanwhile."""
