@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
@@ -28,16 +29,24 @@ def name_of(path: Path) -> str:
 NAMES = frozenset(name_of(path) for path in modules())
 
 
-def imported(path: Path) -> set[str]:
-    """Names of modules of ours that `path` imports, for types too."""
+@cache
+def look(path: Path) -> tuple[set[str], list[str]]:
+    """Names of modules of ours that `path` imports, for types too, and the classes that it defines."""
     names: set[str] = set()
+    classes = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.ClassDef):
+            classes.append(node.name)
+        elif isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             of_names = {f"{node.module}.{alias.name}" for alias in node.names}
             names |= {name if name in NAMES else node.module for name in of_names}
-    return {name for name in names if name.partition(".")[0] in PACKAGES}
+    return {name for name in names if name.partition(".")[0] in PACKAGES}, classes
+
+
+def imported(path: Path) -> set[str]:
+    return look(path)[0]
 
 
 def test_every_folder_has_its_line() -> None:
@@ -70,12 +79,7 @@ def test_a_request_is_at_most_seven_records() -> None:
     """Each of them is a class, and two rooms may call theirs alike."""
     journey = TEXT.partition("**A request**")[2].partition("**A load report.**")[0]
     records = re.findall(r"\*(\w+)\*", journey.partition("\n1. ")[2])
-    defined = [
-        node.name
-        for path in modules()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef)
-    ]
+    defined = [name for path in modules() for name in look(path)[1]]
     assert len(records) <= 7
     assert all(defined.count(record) >= records.count(record) for record in records), records
 

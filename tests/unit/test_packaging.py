@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,24 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("bus", "nodes", "controller", "pdbus")
 
 
+distributions = cache(importlib.metadata.packages_distributions)
+
+
+@cache
+def imports_of(path: Path) -> list[set[str]]:
+    """What each import in the file names, without what follows a dot."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        found += [{name.split(".")[0] for name in names}] if names else []
+    return found
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_each_name_is_ours_alone(package: str) -> None:
     """Another distribution with a top-level `bus` would shadow ours without a word."""
-    owners = importlib.metadata.packages_distributions().get(package, [])
+    owners = distributions().get(package, [])
     assert set(owners) <= {"pdbus"}, f"{package} also belongs to {owners}"
     # An editable install lists no files, so look at what is imported as well.
     spec = importlib.util.find_spec(package)
@@ -71,9 +86,5 @@ def test_one_codec_and_no_pickle(module: str, only_in: list[str]) -> None:
     importers = []
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
-                names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-                if module in {name.split(".")[0] for name in names}:
-                    importers.append(str(path.relative_to(ROOT)))
+            importers += [str(path.relative_to(ROOT)) for names in imports_of(path) if module in names]
     assert importers == only_in
