@@ -88,8 +88,8 @@ class Guard(Policy):
 def story(error: BaseException) -> str:
     """An exception in one line: what, and the file and line that raised it."""
     what = " ".join(traceback.format_exception_only(error)[-1].split())[:400]
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{what} ({frames[-1].filename}:{frames[-1].lineno})" if frames else what
+    frames = list(traceback.walk_tb(error.__traceback__))  # what extracts them reads the sources, too
+    return f"{what} ({frames[-1][0].f_code.co_filename}:{frames[-1][1]})" if frames else what
 
 
 def fail_on(method: str) -> OnFault:
