@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import release_010
 from part_process import WAIT_S, PartProcess
+from release_010_starts import Starts
 
 from nodes.own.engines.sim import SIM_VOCAB_SIZE
 
@@ -97,11 +98,16 @@ class Versions:
 
 
 @pytest.fixture(scope="module")
-def old() -> Path:
+def old() -> Iterator[Path]:
     commit = release_010.commit()
     if not commit:
         pytest.skip("no history down to release 0.1.0 here: a shallow clone, or no clone")
-    return release_010.packages(commit)
+    folder = release_010.packages(commit)
+    starts = Starts(folder)
+    starts.install()
+    starts.on = True
+    yield folder
+    starts.close()
 
 
 @pytest.fixture
@@ -116,17 +122,23 @@ def cluster(old: Path) -> Iterator[Versions]:
             made.close()
 
 
-def test_they_are_two_versions(old: Path) -> None:
-    """Or the rest would prove nothing: the release's messages have fewer fields."""
+def test_they_are_two_versions(old: Path, tmp_path: Path) -> None:
+    """Or the rest would prove nothing: the release's messages have fewer fields. Its forks are as old as what starts
+    anew."""
     look = "from bus.wire.messages import StatusQuery, Status; print(Status.__module__, len(Status.__struct_fields__))"
-    said = {
-        subprocess.run(
-            [sys.executable, "-P", "-c", look], env=os.environ | {"PYTHONPATH": path}, cwd=old, check=True,
-            capture_output=True,
-        ).stdout
+    (tmp_path / "look.py").write_text(look)
+    said = [
+        {
+            subprocess.run(
+                [sys.executable, "-P", *words], env=os.environ | {"PYTHONPATH": path}, cwd=old, check=True,
+                capture_output=True,
+            ).stdout
+            for words in (["-c", look], [str(tmp_path / "look.py")])
+        }
         for path in (str(old), "")
-    }  # fmt: skip
-    assert len(said) == 2
+    ]  # fmt: skip
+    assert [len(each) for each in said] == [1, 1]
+    assert said[0] != said[1]
 
 
 def test_an_upgrade_part_by_part_and_back_loses_nothing(cluster: Versions) -> None:

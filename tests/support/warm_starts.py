@@ -200,14 +200,14 @@ def read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def launch(words: Sequence[str], wait_s: float) -> socket.socket:
-    """Start a server for this process, Python with these words; the socket to ask it by."""
+def launch(words: Sequence[str], wait_s: float, **environ: str) -> socket.socket:
+    """Start a server for this process, Python with these words and variables; the socket to ask it by."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(wait_s)
     with its:
         os.posix_spawn(
             sys.executable, [sys.executable, *words],
-            os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+            os.environ | {"OPENBLAS_NUM_THREADS": "1"} | environ,
             file_actions=[(os.POSIX_SPAWN_DUP2, its.fileno(), stream) for stream in range(2)],
         )  # fmt: skip
     return ours
@@ -249,7 +249,12 @@ def discard(*streams: int) -> None:
 def import_programs() -> list[random.Random]:
     """What the commands of tests need."""
     import_module("bus.runtime.logs")._structlog()  # it leaves out what others would bring along
-    for name in IMPORTED:
+    return import_all(IMPORTED)
+
+
+def import_all(names: Sequence[str]) -> list[random.Random]:
+    """What there is to draw anew."""
+    for name in names:
         import_module(name)
     for name in [name for name in sys.modules if name in NOT_KEPT]:
         package, _, own = name.rpartition(".")
