@@ -7,8 +7,9 @@ pyproject.toml names TOY. Without a package, from within a scheduler: see embed_
 
 from contextlib import contextmanager
 
+from bus.wire.messages import Load
 from nodes.engines import EngineKind, Opened
-from nodes.link.runner import Finished, Output, RankFacts, RunnerLoad
+from nodes.link.runner import Finished, Output, RankFacts
 
 
 class Toy:
@@ -32,8 +33,16 @@ class Toy:
     def release(self, leg) -> None:
         """For prefill ranks: a KV cache that was held is not needed any more."""
 
-    def load(self) -> RunnerLoad:
-        return RunnerLoad(running=len(self.legs), step=self.steps, busy=bool(self.legs))
+    @property
+    def busy(self) -> bool:
+        return bool(self.legs)
+
+    def load(self) -> Load:
+        waiting = sum(leg.prompt_tokens for leg in self.legs)
+        return Load(
+            seq=0, step=self.steps, running=len(self.legs), waiting=0, waiting_tokens=waiting, kv_tokens=0,
+            kv_capacity=0, max_running=0,
+        )  # fmt: skip
 
     def turn(self, now: float) -> None:
         """One forward step, which here is a whole answer of each request."""

@@ -7,7 +7,7 @@ link's own loop (`Host`); ours is `nodes.own.runner`.
 from nodes.link.actions import Cancel, Release, Start
 from nodes.link.embed import Draining, RankLink
 from nodes.link.leg import Leg
-from nodes.link.runner import KvHandle, RankFacts, Runner, RunnerLoad
+from nodes.link.runner import KvHandle, RankFacts, Runner
 
 __all__ = [
     "Cancel",
@@ -18,6 +18,5 @@ __all__ = [
     "RankLink",
     "Release",
     "Runner",
-    "RunnerLoad",
     "Start",
 ]

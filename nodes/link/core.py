@@ -50,7 +50,6 @@ from nodes.link.runner import (
     Output,
     Pull,
     RankFacts,
-    RunnerLoad,
     Stepped,
 )
 from nodes.link.sender import KvSender
@@ -67,7 +66,7 @@ class RankCore:
     the runner's load as it is now."""
 
     def __init__(
-        self, role: Role, dp_rank: int, facts: RankFacts, streams: Streams, runner_load: Callable[[], RunnerLoad],
+        self, role: Role, dp_rank: int, facts: RankFacts, streams: Streams, runner_load: Callable[[], Load],
         limits: Limits | None = None,
     ) -> None:  # fmt: skip
         self.role: Role = role
@@ -277,7 +276,7 @@ class RankCore:
         legs = sorted(self.legs, key=lambda leg: place[leg.client])
         return tuple([(leg.rid, leg.attempt) for leg in legs]), tuple(clients[:MAX_CLIENTS])
 
-    def figures(self) -> RunnerLoad:
+    def figures(self) -> Load:
         """The runner's load and what waits here."""
         load, puller = self._runner_load(), self.puller
         if not puller.waiting:
@@ -288,24 +287,11 @@ class RankCore:
     def load(self) -> Load:
         """Read it after the inbox was ingested: load and acknowledgements are then of one moment."""
         self._load_seq += 1
-        runner = self.figures()
-        return Load(
-            seq=self._load_seq,
-            step=runner.step,
-            running=runner.running,
-            waiting=runner.waiting,
-            waiting_tokens=runner.waiting_tokens,
-            kv_tokens=runner.kv_tokens,
-            kv_capacity=self.facts.kv_capacity,
-            max_running=self.facts.max_running,
-            acks=self.reports.acks,
-            prompt_tokens_total=runner.prompt_tokens_total,
-            cached_tokens_total=runner.cached_tokens_total,
-            busy_us_total=runner.busy_us_total,
-            output_tokens_total=runner.output_tokens_total,
-            admitted_tokens_total=runner.admitted_tokens_total,
-            computed_tokens_total=runner.computed_tokens_total,
-        )
+        facts = self.facts
+        return replace(
+            self.figures(), seq=self._load_seq, acks=self.reports.acks, kv_capacity=facts.kv_capacity,
+            max_running=facts.max_running,
+        )  # fmt: skip
 
     def recall(self, rid: str, wall_s: float) -> tuple[Mark, ...]:
         """What happened to its legs here; `wall_s` makes seconds since 1970 of this process's clock."""

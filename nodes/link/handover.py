@@ -13,6 +13,7 @@ from typing import TypeAlias, get_args
 from msgspec import Struct
 
 from bus.wire.codes import Code
+from bus.wire.messages import Load
 from nodes.link.actions import Cancel, Release, Start
 from nodes.link.leg import Leg, LegState
 from nodes.link.puller import MAX_HANDLE_BYTES
@@ -25,7 +26,6 @@ from nodes.link.runner import (
     LegFailed,
     Output,
     RankFacts,
-    RunnerLoad,
     Stepped,
     Tell,
 )
@@ -136,15 +136,21 @@ class HandedRunner:
         self._end(leg)
         self._order(leg, Release(leg))
 
-    def load(self) -> RunnerLoad:
+    @property
+    def busy(self) -> bool:
+        return self._said.busy
+
+    def load(self) -> Load:
         legs, said = self._legs, self._said
-        return RunnerLoad(
+        return Load(
+            seq=0,
             running=max(0, legs.running + said.running),
             waiting=max(0, legs.waiting + said.waiting),
             waiting_tokens=max(0, legs.waiting_tokens + said.waiting_tokens),
             kv_tokens=max(0, legs.kv_tokens + said.kv_tokens),
             step=said.step or self._outputs,
-            busy=said.busy,
+            kv_capacity=0,
+            max_running=0,
             prompt_tokens_total=self._prompt_tokens,
             cached_tokens_total=self._cached_tokens,
             output_tokens_total=self._output_tokens,

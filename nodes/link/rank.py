@@ -189,8 +189,7 @@ class LinkedRank:
         self.joint.carry_out(self.core.unread(leg, self._host.now))
 
     def steps(self) -> tuple[int, bool, int]:
-        load = self.runner.load()
-        return load.step, load.busy, self.publisher.load_seq
+        return self.runner.load().step, self.runner.busy, self.publisher.load_seq
 
     def recall(self, rid: str) -> tuple[Mark, ...]:
         return self.core.recall(rid, self.wall_s)

@@ -14,30 +14,12 @@ from typing import Literal, Protocol, TypeAlias
 from msgspec import Struct
 
 from bus.wire.codes import Code
-from bus.wire.messages import TokenLogprobs
+from bus.wire.messages import Load, TokenLogprobs
 from nodes.link.facts import FOR_EVER as FOR_EVER
 from nodes.link.facts import OVER_THE_BUS as OVER_THE_BUS
 from nodes.link.facts import KvHandle as KvHandle
 from nodes.link.facts import RankFacts as RankFacts
 from nodes.link.leg import Leg
-
-
-class RunnerLoad(Struct, frozen=True):
-    """Of all legs that were started and are not over. Requests and tokens as in `bus.wire.messages.Load`."""
-
-    running: int = 0  # requests that hold a run slot
-    waiting: int = 0  # requests that do not run yet
-    waiting_tokens: int = 0  # prompt tokens not yet computed or fetched
-    kv_tokens: int = 0  # held by these requests
-    step: int = 0  # forward steps done; one that stands still while `busy` is taken for a hang
-    busy: bool = False  # a step is being computed
-    prompt_tokens_total: int = 0  # of all legs started so far
-    cached_tokens_total: int = 0  # of those, served from the prefix cache
-    busy_us_total: int = 0  # microseconds spent in steps
-    output_tokens_total: int = 0  # told of decode and unified legs so far
-    admitted_tokens_total: int = 0  # prompt tokens of legs that have begun, of which `cached_tokens_total` were cached
-    computed_tokens_total: int = 0  # prompt tokens computed
-
 
 # --- events: what a runner says -----------------------------------------------------------------------------------
 
@@ -137,8 +119,14 @@ class Runner(Protocol):
     def release(self, leg: Leg) -> None:
         """A held KV cache was fetched, or nobody wants it any more: free it."""
 
-    def load(self) -> RunnerLoad:
-        """As it is now: read right after the inbox, so that load and acknowledgements are of one moment."""
+    @property
+    def busy(self) -> bool:
+        """Whether a step is being computed: a `step` of the load that stands still meanwhile is taken for a hang."""
+
+    def load(self) -> Load:
+        """The load as it is now, of all legs that were started and are not over: read right after the inbox, so that
+        load and acknowledgements are of one moment. What the link knows itself it sets: `seq`, `acks`, and by the facts
+        `kv_capacity` and `max_running`."""
 
     def turn(self, now: float) -> None:
         """After each turn of the loop in which something came for this rank: plan the next step, say."""

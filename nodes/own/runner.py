@@ -9,7 +9,7 @@ import time
 from collections import deque
 
 from bus.runtime.logs import get_logger
-from bus.wire.messages import TokenLogprobs
+from bus.wire.messages import Load, TokenLogprobs
 from nodes.link.leg import Leg
 from nodes.link.runner import (
     Began,
@@ -21,7 +21,6 @@ from nodes.link.runner import (
     Output,
     Pull,
     RankFacts,
-    RunnerLoad,
     Stepped,
     Tell,
 )
@@ -105,13 +104,28 @@ class OwnRunner:
 
     release = cancel
 
-    def load(self) -> RunnerLoad:
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
+
+    def load(self) -> Load:
         s = self.scheduler
-        return RunnerLoad(
-            s.running, s.waiting, s.waiting_tokens, s.kv_tokens, s.step, s.busy, s.prompt_tokens_total,
-            s.cached_tokens_total, s.busy_us_total, self._output_tokens, s.admitted_tokens_total,
-            s.computed_tokens_total,
-        )  # fmt: skip
+        return Load(
+            seq=0,
+            step=s.step,
+            running=s.running,
+            waiting=s.waiting,
+            waiting_tokens=s.waiting_tokens,
+            kv_tokens=s.kv_tokens,
+            kv_capacity=0,
+            max_running=0,
+            prompt_tokens_total=s.prompt_tokens_total,
+            cached_tokens_total=s.cached_tokens_total,
+            busy_us_total=s.busy_us_total,
+            output_tokens_total=self._output_tokens,
+            admitted_tokens_total=s.admitted_tokens_total,
+            computed_tokens_total=s.computed_tokens_total,
+        )
 
     def turn(self, now: float) -> None:
         plan = self.scheduler.plan()

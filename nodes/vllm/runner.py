@@ -22,7 +22,7 @@ from bus.errors import RemoteProtocolError
 from bus.runtime.intake import Mailbox
 from bus.wire import codec
 from bus.wire.codes import Refusal
-from bus.wire.messages import TokenLogprobs
+from bus.wire.messages import Load, TokenLogprobs
 from nodes.link.actions import Cancel, Release, Start
 from nodes.link.handover import FELL_BEHIND, QUEUE_MAX, HandedRunner, KnownLegs, LoadSaid, Said
 from nodes.link.leg import Leg
@@ -37,7 +37,6 @@ from nodes.link.runner import (
     LegFailed,
     Output,
     RankFacts,
-    RunnerLoad,
 )
 from nodes.vllm.events import EventRelay
 from nodes.vllm.sampling import arguments
@@ -96,10 +95,14 @@ class VllmRunner(HandedRunner):
 
     # --- the link's thread ----------------------------------------------------------------------------------------
 
-    def load(self) -> RunnerLoad:
+    @property
+    def busy(self) -> bool:
+        return bool(self._tasks)
+
+    def load(self) -> Load:
         """Legs as they were counted at ingest; steps and what of the KV memory is in use as the engine says. A held leg
         asks for no step."""
-        return replace(super().load(), step=self._steps, busy=bool(self._tasks))
+        return replace(super().load(), step=self._steps)
 
     def tick(self, now: float) -> None:
         """An engine that dies while it is idle tells nobody; otherwise its legs say why it did, a moment later."""

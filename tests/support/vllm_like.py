@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from zlib import crc32
 
+from bus.wire.messages import Load
 from nodes.link.leg import Leg
 from nodes.link.runner import (
     Began,
@@ -29,7 +30,6 @@ from nodes.link.runner import (
     LegFailed,
     Output,
     RankFacts,
-    RunnerLoad,
     Tell,
 )
 from nodes.own.engines.sim import feed, next_token
@@ -94,9 +94,16 @@ class VllmLike:
     def release(self, leg: Leg) -> None:
         self.cancel(leg)
 
-    def load(self) -> RunnerLoad:
+    @property
+    def busy(self) -> bool:
+        return False
+
+    def load(self) -> Load:
         waiting = [leg for leg in self._legs if leg not in self._began]
-        return RunnerLoad(len(self._began), len(waiting), sum(leg.prompt_tokens for leg in waiting))
+        return Load(
+            seq=0, step=0, running=len(self._began), waiting=len(waiting),
+            waiting_tokens=sum(leg.prompt_tokens for leg in waiting), kv_tokens=0, kv_capacity=0, max_running=0,
+        )  # fmt: skip
 
     def turn(self, now: float) -> None: ...
     def tick(self, now: float) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,17 @@ from bus.wire.messages import PUBLICATIONS, LoadReport, Params, TokenLogprobs
 from nodes.link import Cancel, RankFacts, RankLink, Release
 
 # --- load ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_link_knows_of_a_load_it_sets_itself() -> None:
+    """A runner returns the wire's load; its number, acknowledgements and what the facts say are not the runner's."""
+    engine = Engine()
+    engine.rank.core.facts = replace(engine.rank.core.facts, kv_capacity=640, max_running=7)
+    engine.dispatch()
+    own, first, second = engine.runner.load(), engine.rank.core.load(), engine.rank.core.load()
+    assert (own.seq, own.acks, own.kv_capacity, own.max_running) == (0, (), 0, 0)
+    assert (first.kv_capacity, first.max_running, len(first.acks)) == (640, 7, 1)
+    assert (second.seq, second.waiting) == (first.seq + 1, own.waiting)
 
 
 def test_without_a_report_the_legs_are_counted() -> None:
@@ -88,12 +100,12 @@ def test_whatever_the_scheduler_counted_is_forgotten_with_its_last_leg() -> None
     engine.link.report(running=0, waiting=1, waiting_tokens=50, step=9, busy=True)  # preempted
     engine.take()
     assert engine.load() == (0, 1, 50)
-    assert engine.runner.load().busy
+    assert engine.runner.busy
     engine.link.finish(leg)
     engine.take()
     assert engine.load() == (0, 0, 0)
     assert engine.runner.load().step == 9
-    assert not engine.runner.load().busy
+    assert not engine.runner.busy
 
 
 # --- orders -------------------------------------------------------------------------------------------------------
