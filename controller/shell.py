@@ -20,12 +20,12 @@ from bus.runtime import probes
 from bus.runtime.epochs import new_epoch, wall_s
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
-from bus.runtime.loop import Ticker
 from bus.runtime.metrics import Metric, labelled
 from bus.runtime.peer_keys import LOOK_S
 from bus.runtime.service import Service
 from bus.runtime.sockets import PAYLOAD_MAX, Sockets
 from bus.runtime.spans import Spans
+from bus.runtime.ticker import Ticker
 from bus.wire import codec, topics
 from bus.wire.kv_names import Changes
 from bus.wire.messages import CLIENT_TO_CONTROLLER, Load, MemberKey, Message

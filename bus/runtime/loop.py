@@ -55,34 +55,6 @@ class Timer:
         self.active = False
 
 
-class Ticker:
-    """Ticks now and then: `tick()` returns the seconds until the next one, or None where nothing can happen by itself;
-    then the next comes after `idle_s`, unless it is woken before."""
-
-    def __init__(self, loop: Loop, tick: Callable[[], float | None], idle_s: float) -> None:
-        self.dozing = True
-        self._loop = loop
-        self._tick = tick
-        self._idle_s = idle_s
-        self._timer: Timer | None = None
-
-    def wake(self, pause_s: float = 0.0) -> None:
-        """Tick at once, or after `pause_s`, whatever it waits for."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self.dozing = False
-        if pause_s:
-            self._timer = self._loop.call_later(pause_s, self._run)
-        else:
-            self._run()
-
-    def _run(self) -> None:
-        self.dozing = False
-        pause_s = self._tick()
-        self.dozing = pause_s is None
-        self._timer = self._loop.call_later(self._idle_s if pause_s is None else pause_s, self._run)
-
-
 class Loop:
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, spin_s: float = 0.0) -> None:
         self.clock = clock

@@ -14,7 +14,8 @@ from bus.errors import RemoteProtocolError
 from bus.runtime import intake
 from bus.runtime.intake import Mailbox, Rejections
 from bus.runtime.logs import get_logger
-from bus.runtime.loop import Loop, Ticker
+from bus.runtime.loop import Loop
+from bus.runtime.ticker import Ticker
 
 ROOT = Path(__file__).parents[2]
 
