@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nodes.own.engines.sim import SPECIALS, feed
-from simulation.process import NodeProcess
+from simulation.process import NodeProcess, Process
 from simulation.spec import OVER_TCP, VOCAB, Fault
 from simulation.story import message_in
 
@@ -17,11 +17,14 @@ if TYPE_CHECKING:
     from simulation.world import Asked, World
 
 LOST = frozenset({"crash", "pause", "hang", "twice"})  # of a node: its controllers lose its ranks
+FORGET = frozenset({"crash", "leave", "twice", "hang", "drain"})  # who wanted a leg may be gone, its rank held up
 NEVER = frozenset({"duplicate_room", "too_long", "bad_room", "bad_rank", "bad_request", "bad_message", "empty_prompt"})
 RID_S = 130.0  # for so long ranks remember the ends of a rid
 EARLY_S, EARLY_TRIES = 4.0, 3  # a failure that a new try may mend is final after so long, or so many tries
 POISON = 3  # ranks that died with a request
 WAITS_S = 2.0  # beside a rank that would take it
+KNOWS_S = 4.0  # until controllers and ranks that reach each other agree on what runs
+STEADY_S = 2.0  # a lease may be as short as a connection that flaps is away
 SILENT_S = 5.0
 AT_REST = ("beacon", "ping", "pong", "member", "load", "sent", "rooms", "hello", "welcome", "query", "topology",
            "resync", "who")  # fmt: skip
@@ -98,13 +101,58 @@ def end(world: World, asked: Asked) -> None:
 
 
 def at_any_moment(world: World) -> None:
-    """All cores agree with themselves, and nobody waits beside a rank that would take it."""
+    """Cores agree with themselves and, before long, with each other; nobody waits beside a rank that would take it."""
     for process in world.processes:
         if process.alive:
             process.validate()
     for controller in world.controllers:
         if controller.alive and controller.paused_until <= world.now:
             _work_conservation(world, controller)
+    _agreement(world)
+
+
+def _agreement(world: World) -> None:
+    """What a controller takes for running its rank has, and what a rank runs some controller or client wants; but for
+    KNOWS_S of steady connections. What a prefill rank keeps for one that never says it has it, is kept for a while."""
+    now = world.now
+    wanted = {asked.rid for asked in world.asked if asked.lives}
+    ranks = {}
+    for node in world.nodes:
+        if node.alive and not node.loop.stopping and _steady(world, node):
+            for number, rank in node.part.host.ranks.items():
+                ranks[node.config.instance, number] = node, rank
+    odd: dict[tuple[Any, ...], str] = {}
+    for controller in world.controllers:
+        if not controller.alive:
+            continue
+        core = controller.part.core
+        wanted.update(core.life.requests)
+        for key, load in core.table.ranks.items():
+            node, rank = ranks.get(key, (None, None))
+            if rank is None or not load.ready or rank.epoch != load.epoch or not _steady(world, controller):
+                continue
+            legs = rank.core.legs
+            for rid, (request, _) in load.work.items():
+                leg = legs.get(rid)
+                if leg is None or leg.attempt != request.attempt:
+                    odd[controller.name, key, rid, request.attempt] = f"{controller.name} takes it for running at {key}"
+    if all(_steady(world, each) for each in world.processes) and not any(
+        fault.kind in FORGET and until > now for _, until, fault in world.befell
+    ):
+        for key, (node, rank) in ranks.items():
+            for rid, leg in ((leg.rid, leg) for leg in rank.core.legs if leg.role != "prefill"):
+                if rid not in wanted:
+                    odd[node.name, key, rid, leg.attempt] = f"{node.name} runs it for nobody at {key}: {leg}"
+    for each in list(world.odd):
+        if each not in odd:
+            del world.odd[each]
+    for each, what in odd.items():
+        if now - world.odd.setdefault(each, now) > KNOWS_S:
+            raise Broken("controllers and ranks agree", f"{each[2]}, attempt {each[3]}: {what}", each[2])
+
+
+def _steady(world: World, process: Process) -> bool:
+    return world.unsteady.get(process.name, 0.0) <= world.now
 
 
 def _work_conservation(world: World, controller: ControllerProcess) -> None:
@@ -183,6 +231,8 @@ def _may_die_of(world: World, fault: Fault) -> int:
     """How many ranks a controller may have lost by it one after the other, with a request that it gave to one of them
     after the other. Those of a process that dies are lost at once; engines hang each for itself."""
     kinds = {world.by_name[name].kind for name in (fault.who, fault.other) if name}
+    if fault.kind == "flap":
+        return POISON if dict(world.spec.settings).get("lease_s", STEADY_S) < STEADY_S else 0
     if fault.kind in OVER_TCP:
         return {"node", "controller"} <= kinds
     if fault.kind not in LOST or kinds != {"node"}:

@@ -92,6 +92,12 @@ MUTATIONS = (
              "controller.members:Members.hello", "losses.append(Loss(rank, f\"rank {key[0]}/{key[1]} was restarted\"))", "pass"),
     Mutation("twice-at-once", "two starts of a rank both serve",
              "controller.members:Members.hello", "if known and not _is_later(rank.info, hello):", "if False:"),
+    Mutation("tries-not-counted", "cancelled or fenced by what became of tries that its client did not make",
+             "controller.requests.table:RequestTable.add", "if not same or submit.attempt > said:", "if not same:"),
+    Mutation("late-cancels", "the cancel of a request that was given up ends another client's",
+             "controller.requests.life:Life.cancel", "room is None or", "True or"),
+    Mutation("cancels-of-the-ended", "a stream that has ended cancels the next request of its rid",
+             "pdbus.client.traffic:Traffic.cancel", "if sink is None or self._sinks.get(rid) == sink:", "if True:"),
     Mutation("watch-for-ever", "who waits for a room that ended waits on",
              "nodes.link.rank:LinkedRank._do", "host.publish(self.publisher.drop(action.room, action.attempt, action.code, now))", "pass"),
 )  # fmt: skip

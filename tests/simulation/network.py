@@ -37,7 +37,18 @@ class Speed:
 class Pipe:
     """One end of a connection: what its socket has still to send, and what came and was not read yet."""
 
-    __slots__ = ("arrives_at", "flight", "id", "inbox", "outbox", "peer", "retry_s", "socket", "topics")
+    __slots__ = (
+        "arrives_at",
+        "flight",
+        "id",
+        "inbox",
+        "outbox",
+        "peer",
+        "retry_s",
+        "socket",
+        "stalled_until",
+        "topics",
+    )
 
     def __init__(self, socket: SimSocket, id: bytes = b"") -> None:
         self.socket = socket
@@ -49,6 +60,7 @@ class Pipe:
         self.arrives_at = 0.0  # of the last one in flight
         self.topics: tuple[bytes, ...] = ()  # of a PUB: what the peer wants
         self.retry_s = RECONNECT_S
+        self.stalled_until = 0.0
 
 
 class SimSocket:
@@ -185,6 +197,11 @@ class Network:
             for pipe in list(socket.pipes):
                 self._end(pipe, graceful=self.rng.random() < 0.7)  # a RST where something was not read
 
+    def stall(self, pipe: Pipe, until: float) -> None:
+        """What either end sends from now on, or has sent, does not arrive before `until`."""
+        for end in filter(None, (pipe, pipe.peer)):
+            end.stalled_until = until
+
     def reset(self, pipe: Pipe) -> None:
         """Both ends lose the connection now, and what is on its way."""
         self._end(pipe, graceful=False)
@@ -274,8 +291,8 @@ class Network:
         if pipe.peer is not peer or not pipe.flight:
             return
         now = self.clock()
-        if self.cut or pipe.socket.process.paused_until > now:
-            until = self._blocked_until(pipe.socket, peer.socket)
+        if self.cut or pipe.stalled_until > now or pipe.socket.process.paused_until > now:
+            until = max(pipe.stalled_until, self._blocked_until(pipe.socket, peer.socket))
             if until > now:  # what is sent waits in the kernel of who sends it
                 delayed = until + self._delay_s(pipe.socket, peer.socket)
                 first = pipe.flight[0][0]

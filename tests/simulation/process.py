@@ -176,6 +176,7 @@ class NodeProcess(Process):
         super().__init__(world, name, host)
         self.config = config
         self.ready = False
+        self._validated: dict[int, tuple[int, ...]] = {}  # a scheduler without sequences is looked at once
         self.replaced = False  # by a later start of its ranks: it stays away
 
     def _open(self, exits: ExitStack) -> None:
@@ -187,6 +188,7 @@ class NodeProcess(Process):
             exits.callback(each.close)
         pairs = zip(config.dp_ranks, self.engines, strict=True)
         runners = {rank: own_runner(config, rank, each) for rank, each in pairs}
+        self._validated.clear()
         self.part = Node(config, self.loop, runners)
         self.part._on_ready = self._on_ready
         self.ready = False
@@ -207,8 +209,12 @@ class NodeProcess(Process):
         self.world.node_left(self)
 
     def validate(self) -> None:
-        for rank in self.part.host.ranks.values():
-            rank.runner.scheduler.validate()  # type: ignore[attr-defined]
+        for number, rank in self.part.host.ranks.items():
+            scheduler = rank.runner.scheduler  # type: ignore[attr-defined]
+            was = scheduler.step, len(scheduler), scheduler.pool.held
+            if self._validated.get(number) != was or was[1]:
+                scheduler.validate()
+                self._validated[number] = was
         self.part.host.streams.validate()
 
 

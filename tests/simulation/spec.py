@@ -11,10 +11,13 @@ from typing import Any, Literal, get_args
 
 Kind = Literal[
     "crash", "pause", "reset_one", "reset_all", "cut", "cut_one_way", "slow", "drain", "leave", "hang", "fail_steps",
-    "clock", "twice",
+    "clock", "twice", "flap",
 ]  # fmt: skip
 FAULTS: tuple[Kind, ...] = get_args(Kind)
 OVER_TCP = ("cut", "cut_one_way")
+TROUBLES: tuple[Kind, ...] = ("flap", "flap", "reset_all", "reset_one", "slow", "pause", "crash", "cut", "cut_one_way")
+SPEAK = {("client", "controller"), ("client", "node"), ("controller", "node"), ("node", "node"), ("broker", "node"),
+         ("broker", "controller")}  # fmt: skip
 VOCAB = 512
 
 
@@ -44,6 +47,7 @@ class RequestSpec:
     cancel_s: float = 0.0
     deadline_s: float = 0.0
     rid: str = ""  # empty: the client draws one
+    prefill_controller: int = -1  # of a pair at two controllers; -1: there is one for both legs
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class Fault:
     connections. `cut`, `cut_one_way`: nothing passes between the two, or from `who` to `other`. `slow`: all that it
     sends or is sent is late. `drain`, `leave`: told to leave, and started again. `hang`: its engines end no step more.
     `fail_steps`: they fail some. `clock`: that of its host steps by `for_s`, back or forth. `twice`: a second start of
-    the same ranks, while the first one lives.
+    the same ranks, while the first one lives. `flap`: its connections stall for a moment and are reset, over and over.
     """
 
     at_s: float
@@ -101,8 +105,13 @@ class Spec:
         return ["broker", *(f"controller-{n}" for n in range(self.controllers)), *(node.name for node in self.nodes)]
 
 
-def draw(seed: int) -> Spec:
-    """The trial of `seed`."""
+def draw(seed: int, troubles: bool = True) -> Spec:
+    """The trial of `seed`; without `troubles` as it was before there were any, for seeds that broke then."""
+    spec = _plain(seed)
+    return with_troubles(spec, random.Random(f"{seed} troubles")) if troubles else spec
+
+
+def _plain(seed: int) -> Spec:
     rng = random.Random(seed)
     tcp = rng.random() < 0.6
     hosts = rng.randint(2, 5) if tcp else 1
@@ -163,7 +172,8 @@ def _with_events(spec: Spec, rng: random.Random) -> Spec:
 
 
 def _fault(spec: Spec, rng: random.Random) -> Fault:
-    kind = rng.choice(FAULTS if spec.tcp else [each for each in FAULTS if each not in OVER_TCP])
+    kinds = [each for each in FAULTS if each != "flap"]  # that belongs to the troubles
+    kind = rng.choice(kinds if spec.tcp else [each for each in kinds if each not in OVER_TCP])
     at_s = round(rng.uniform(0.6, spec.busy_s), 6)
     for_s = round(rng.choice((0.1, 0.5, 1.0, 2.0, 4.0, 8.0)) * rng.uniform(0.5, 1.5), 6)
     clients = [f"client-{n}" for n in range(spec.clients)]
@@ -180,3 +190,54 @@ def _fault(spec: Spec, rng: random.Random) -> Fault:
         for_s *= rng.choice((-100.0, -1.0, 1.0, 100.0))
     other = rng.choice([name for name in (*spec.names, *clients) if name != who]) if kind in OVER_TCP else ""
     return Fault(at_s, kind, who, for_s, other)
+
+
+def with_troubles(spec: Spec, rng: random.Random) -> Spec:
+    """Some worlds have requests that last, rids of several clients, or pairs at two controllers; most have faults that
+    come together, on one process or on the way between two that speak with each other."""
+    if rng.random() < 0.3:
+        if rng.random() < 0.4:
+            spec = replace(spec, settings=(*(each for each in spec.settings if each[0] != "lease_s"), ("lease_s", 1.0)))
+        spec = replace(spec, kv_tokens=1024, step_s=0.05, requests=tuple(_longer(each, rng) for each in spec.requests))
+    if spec.controllers > 1 and spec.clients > 1 and rng.random() < 0.3:
+        names = [f"shared-{n}" for n in range(rng.choice((1, 2, 4)))]
+        spec = replace(spec, requests=tuple(_named(each, names, rng) for each in spec.requests))
+    if spec.paired and spec.controllers > 1 and rng.random() < 0.4:
+        spec = replace(spec, requests=tuple(_apart(each, spec.controllers, rng) for each in spec.requests))
+    faults = list(spec.faults)
+    for _ in range(rng.choice((0, 1, 1, 2, 3))):
+        faults += _trouble(spec, rng)
+    return replace(spec, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
+
+
+def _longer(request: RequestSpec, rng: random.Random) -> RequestSpec:
+    return replace(request, max_tokens=rng.choice((60, 120))) if rng.random() < 0.15 else request
+
+
+def _named(request: RequestSpec, names: list[str], rng: random.Random) -> RequestSpec:
+    """One of several clients that use the same rids, at several controllers, and give up often."""
+    if rng.random() < 0.5:
+        return request
+    cancel_s = round(rng.expovariate(4.0), 6) if rng.random() < 0.3 else request.cancel_s
+    return replace(request, rid=rng.choice(names), cancel_s=cancel_s)
+
+
+def _apart(request: RequestSpec, controllers: int, rng: random.Random) -> RequestSpec:
+    other = (request.controller + rng.randrange(1, controllers)) % controllers
+    return replace(request, prefill_controller=other) if rng.random() < 0.5 else request
+
+
+def _trouble(spec: Spec, rng: random.Random) -> list[Fault]:
+    """One to three faults within two seconds or so."""
+    kinds = {name: name.partition("-")[0] for name in spec.names} | {node.name: "node" for node in spec.nodes}
+    kinds |= {f"client-{n}": "client" for n in range(spec.clients)}
+    who = rng.choice([name for name, kind in kinds.items() if kind in ("controller", "node")])
+    others = [name for name, kind in kinds.items() if name != who and tuple(sorted((kind, kinds[who]))) in SPEAK]
+    at_s, faults = rng.uniform(0.6, spec.busy_s), []
+    for _ in range(rng.randint(1, 3)):
+        kind = rng.choice(TROUBLES if spec.tcp else [each for each in TROUBLES if each not in OVER_TCP])
+        other = rng.choice(others) if kind in OVER_TCP else ""
+        first, second = (other, who) if other and rng.random() < 0.5 else (who, other)
+        faults.append(Fault(round(at_s, 6), kind, first, round(rng.choice((0.5, 1.0, 2.0, 4.0, 8.0)), 6), second))
+        at_s += rng.expovariate(1.0)
+    return faults

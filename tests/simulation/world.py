@@ -33,6 +33,7 @@ from simulation.story import ends_of
 
 CHECK_S = 0.1
 HUNG_S = 14.0  # until who supervises a node whose engine hangs kills it
+STALL_S = (0.02, 0.6)  # of connections that flap, and between two stalls
 RESTART_S = (0.05, 1.5)  # until who supervises a process that died starts it again
 
 
@@ -79,11 +80,13 @@ class World:
         self.asked: list[Asked] = []
         self.counts: Counter[str] = Counter()
         self.befell: list[tuple[float, float, Fault]] = []  # from when, until when it may be felt
+        self.odd: dict[tuple[Any, ...], float] = {}  # what controllers and ranks do not agree on, and since when
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._port = 20_000
         self.on_fault: Callable[[Fault], None] = lambda fault: None
         self.clocks: dict[str, float] = {}  # by how much a host's is ahead
+        self.unsteady: dict[str, float] = {}  # processes that others may not hear, or late: until when
         self.salts = {0, 1, 2} if spec.fickle else {0}
         self.bus = self._address("broker", 5550)
         self._build()
@@ -191,7 +194,8 @@ class World:
             options["deadline_s"] = spec.deadline_s
         if spec.rid:
             options["rid"] = spec.rid
-        where = Where(client.controllers[spec.controller], None)
+        apart = client.controllers[spec.prefill_controller] if spec.prefill_controller >= 0 else None
+        where = Where(client.controllers[spec.controller], apart)
         leg = "pair" if self.spec.paired else "unified"
         request = make_request(spec.prompt, options, where, client.rng, leg=leg)  # type: ignore[arg-type]
         asked.rid = request.rid
@@ -202,7 +206,7 @@ class World:
     def _cancel(self, client: ClientProcess, asked: Asked) -> None:
         if asked.result is None and not asked.abandoned:
             asked.cancelled = True
-            client.call(lambda: client.traffic.cancel(asked.rid))
+            client.call(lambda: client.traffic.cancel(asked.rid, asked.update))
 
     # --- faults -------------------------------------------------------------------------------------------------
 
@@ -235,6 +239,8 @@ class World:
                 self._silent(lambda: self.network.cut[ways[0]], [(process, self.by_name[fault.other])])
             case "slow":
                 self.network.slow[fault.who] = 0.2, self.now + fault.for_s
+            case "flap":
+                self._flap(process, self.now + fault.for_s)
             case "drain":
                 assert isinstance(process, NodeProcess)
                 if process.alive and process.ready:
@@ -263,7 +269,20 @@ class World:
             case "twice":
                 assert isinstance(process, NodeProcess)
                 self._again(process)
+        if fault.kind in ("pause", "cut", "cut_one_way", "slow", "flap"):
+            for name in filter(None, (fault.who, fault.other)):
+                self.unsteady[name] = max(self.unsteady.get(name, 0.0), self.now + lasts_s)
         self.befell.append((self.now, self.now + lasts_s + 15.0, fault))
+
+    def _flap(self, process: Process, until: float) -> None:
+        """What is sent while its connections stall is lost with them."""
+        stall_s = self.rng.uniform(*STALL_S)
+        for pipe in self.network.connections(process):
+            self.network.stall(pipe, self.now + stall_s)
+            self.at(self.now + stall_s, partial(self.network.reset, pipe))
+        again = self.now + stall_s + self.rng.uniform(*STALL_S)
+        if again < until:
+            self.at(again, lambda: self._flap(process, until))
 
     def _crash(self, process: Process) -> None:
         if not process.alive:
