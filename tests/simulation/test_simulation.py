@@ -1,4 +1,4 @@
-"""Some trials of each run, and those that broke once: what held must go on to hold."""
+"""Trials that broke once: what held must go on to hold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = (5, 12, 20781088, 20781124)
 BROKE = (4, 450, 55)
 
 
-@pytest.mark.parametrize("seeds", ["0:2", *map(str, BROKE), *(f"{seed} --plain" for seed in PLAIN)])
+@pytest.mark.parametrize("seeds", [*map(str, BROKE), *(f"{seed} --plain" for seed in PLAIN)])
 def test_what_must_hold_holds(seeds: str) -> None:
     """In a process of its own, since trials are the same where hashes are."""
     command = [sys.executable, "-m", "simulation.run", *seeds.split(), "--first"]
