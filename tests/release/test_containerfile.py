@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BUILT_WITH = "80.9.0"  # of setuptools, not the newest
 pytestmark = [
     pytest.mark.skipif(not os.environ.get("PDBUS_DIST"), reason="make test-dist builds a distribution and tests it"),
     pytest.mark.timeout(900),
@@ -56,19 +55,19 @@ def context(target: Path) -> None:
 
 
 def test_each_line_runs_and_what_they_make_serves(tmp_path: Path) -> None:
-    stands_for = {"/src": str(tmp_path / "src"), "/wheels": str(tmp_path / "wheels"), "$CONSTRAINTS": ""}
-    stands_for["$CONSTRAINTS"] = dict(part.split("=") for name, part in instructions() if name == "ARG")["CONSTRAINTS"]
+    arguments = dict(part.split("=") for name, part in instructions() if name == "ARG")
+    stands_for = {
+        "$REQUIREMENTS": arguments["REQUIREMENTS"], "/src": str(tmp_path / "src"), "/wheels": str(tmp_path / "wheels")
+    }  # fmt: skip
     (tmp_path / "src").mkdir()
     context(tmp_path / "src")
-    pins = tmp_path / "src" / "constraints.txt"
-    pins.write_text(re.sub(r"(?m)^setuptools==.*", f"setuptools=={BUILT_WITH}", pins.read_text()))
     for stage in ("build", "image"):
         subprocess.run([sys.executable, "-m", "venv", tmp_path / stage], check=True)
     for stage, command in runs():
         if command.startswith("apt-get"):
             continue  # this machine's own compiler
-        for written in ("$CONSTRAINTS", "/src", "/wheels"):
-            command = command.replace(written, stands_for[written])
+        for written, stands in stands_for.items():
+            command = command.replace(written, stands)
         done = subprocess.run(
             ["sh", "-ec", command],
             cwd=tmp_path / "src",
@@ -77,8 +76,10 @@ def test_each_line_runs_and_what_they_make_serves(tmp_path: Path) -> None:
             text=True,
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-    installed = re.findall("Successfully installed .*", (tmp_path / "pip.log").read_text())
-    assert any(f"setuptools-{BUILT_WITH}" in line for line in installed), "the build's own packages are pinned"
+    builds, has, wheel = re.findall("Successfully installed (.*)", (tmp_path / "pip.log").read_text())
+    assert {each.lower() for each in builds.split()} <= {each.lower() for each in locked("image_build.txt")}
+    assert {each.lower() for each in has.split()} <= {each.lower() for each in locked("image.txt")}
+    assert re.fullmatch(r"pdbus-\S+", wheel), "all else is there already, by its hash"
     broker = subprocess.Popen(
         ["sh", "-ec", f"exec python3 -P -m bus --bus ipc://{tmp_path}/run/bus"],
         cwd=tmp_path, env=environment(tmp_path / "image"), stdout=subprocess.PIPE, text=True,
@@ -91,6 +92,12 @@ def test_each_line_runs_and_what_they_make_serves(tmp_path: Path) -> None:
     finally:
         broker.kill()
         broker.communicate(timeout=60)
+
+
+def locked(name: str) -> list[str]:
+    """`name-version` of each package of a file with hashes."""
+    lines = (ROOT / "builder" / name).read_text(encoding="utf-8").splitlines()
+    return [line.partition(" ")[0].replace("==", "-") for line in lines if "==" in line]
 
 
 def environment(venv: Path) -> dict[str, str]:

@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from bus.runtime.spans import OTEL_EXTRA
 from nodes.own.engines.needs import NUMPY_EXTRA, TORCH_EXTRA
@@ -88,3 +90,32 @@ def test_one_codec_and_no_pickle(module: str, only_in: list[str]) -> None:
         for path in sorted((ROOT / package).rglob("*.py")):
             importers += [str(path.relative_to(ROOT)) for names in imports_of(path) if module in names]
     assert importers == only_in
+
+
+def versions(text: str) -> dict[str, str]:
+    """By package, of lines as `name==version ...`."""
+    return {canonicalize_name(name): version for name, version in re.findall(r"(?m)^([\w.-]+)==(\S+)", text)}
+
+
+def needed(name: str, extra: str = "") -> set[str]:
+    """What a package that is installed here needs here."""
+    wants = map(Requirement, importlib.metadata.requires(name) or [])
+    return {
+        canonicalize_name(each.name) for each in wants if each.marker is None or each.marker.evaluate({"extra": extra})
+    }
+
+
+@pytest.mark.parametrize(
+    ("file", "wanted"), [("image.txt", needed("pdbus", "serve")), ("image_build.txt", {"setuptools", "mypy"})],
+    ids=["what it has", "what builds it"],
+)  # fmt: skip
+def test_the_image_takes_packages_by_their_hashes_in_the_versions_that_are_tested(file: str, wanted: set[str]) -> None:
+    """And all that they need: pip takes none without a hash where one has some."""
+    text = (ROOT / "builder" / file).read_text(encoding="utf-8")
+    locked = versions(text)
+    lines = text.replace("\\\n", " ").splitlines()[1:]
+    assert all(re.fullmatch(r"\S+==\S+(\s+--hash=sha256:[0-9a-f]{64})+", line) for line in lines)
+    assert locked.items() <= versions((ROOT / "constraints.txt").read_text(encoding="utf-8")).items()
+    for found in locked:
+        wanted = wanted | needed(found)
+    assert wanted <= locked.keys(), "python builder/image_lock.py"
