@@ -74,7 +74,7 @@ class Connection:
 
     def __init__(
         self, sockets: Sockets, rank: Speaker, key: int, endpoint: str, clock: Callable[[], float],
-        rejected: Callable[[str, RemoteProtocolError], None],
+        rejected: Callable[[str, RemoteProtocolError, str], None],
     ) -> None:  # fmt: skip
         self.rank = rank
         self.key = key
@@ -159,7 +159,7 @@ class Connection:
             if len(frames) > 1 and not isinstance(message, Dispatch):
                 raise RemoteProtocolError("frames", f"{len(frames)} frames")
         except RemoteProtocolError as error:
-            self._rejected("controller", error)
+            self._rejected("controller", error, self.endpoint)
             return
         now = self._clock()
         self._heard_at = now

@@ -88,10 +88,7 @@ class Host:
         self.spans = spans
         self._on_change = on_change
         self._changed = False
-        self._rejections = {
-            socket: Rejections(log, self.rejected, prefix=f"{socket}:", socket=socket)
-            for socket in ("data", "bus", "bootstrap")
-        }
+        self._rejections: dict[str, Rejections] = {}  # by socket
         keys = load_keys(config.keys, "nodes", name=config.instance) if config.keys else None
         self._sockets = Sockets(keys=keys, max_sockets=16384)
         try:
@@ -222,9 +219,11 @@ class Host:
     def unlocate(self, dp_rank: int, want: Unlocate) -> None:
         self.resolver.cancel(want.room, (dp_rank, want.client))
 
-    def reject(self, socket: str, error: RemoteProtocolError, peer: bytes = b"") -> None:
+    def reject(self, socket: str, error: RemoteProtocolError, peer: str = "") -> None:
         """Count a bad message; log the first of each peer."""
-        self._rejections[socket].note(name_of(peer) if peer else socket, error)
+        if socket not in self._rejections:
+            self._rejections[socket] = Rejections(log, self.rejected, prefix=f"{socket}:", socket=socket)
+        self._rejections[socket].note(peer or socket, error)
 
     def runner_died(self, dp_rank: int, reason: str) -> None:
         """Its legs have ended; the other ranks of the process finish theirs."""
@@ -257,14 +256,15 @@ class Host:
                 raise RemoteProtocolError("frames", f"{len(frames)} frames")
             message = decode(frames[1], TO_NODE_DATA)
         except RemoteProtocolError as error:
-            self.reject("data", error, peer)
+            self.reject("data", error, name_of(peer))
             return
         if isinstance(message, Attach):
             self.streams.attach(peer, message, self.now)
         elif isinstance(message, Detach):
             self.streams.detach(peer, message)
         elif not may(peer, "nodes"):
-            self.reject("data", RemoteProtocolError("not_yours", f"{type(message).__name__} of {key_of(peer)}"), peer)
+            stranger = RemoteProtocolError("not_yours", f"{type(message).__name__} of {key_of(peer)}")
+            self.reject("data", stranger, name_of(peer))
         elif isinstance(message, KvPull):
             holder = self._by_epoch.get(message.epoch)
             if holder is not None:

@@ -194,7 +194,7 @@ class Rank:
         self.connections = []
         for key, address in enumerate(config.controllers):
             endpoint = ControllerAddress(address).nodes
-            connection = Connection(sockets, self, key, endpoint, loop.clock, lambda socket, error: None)
+            connection = Connection(sockets, self, key, endpoint, loop.clock, lambda *_: None)
             loop.add(connection.socket, connection.receive, copied=1)
             connection.say_hello()
             self.connections.append(connection)

@@ -149,5 +149,5 @@ class Node(Peer):
         return ()
 
 
-def _rejected(socket: str, error: Exception) -> None:
+def _rejected(socket: str, error: Exception, peer: str) -> None:
     raise AssertionError(f"the controller said nonsense: {error}")

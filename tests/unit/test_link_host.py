@@ -62,6 +62,25 @@ def rig() -> Iterator[Rig]:
         rig.loop.close()
 
 
+def test_garbage_on_each_socket_is_counted_there_and_logged_once_for_each_peer(rig: Rig) -> None:
+    garbage, host = [b"\x01\xc1"], rig.host
+    (connection,) = host.ranks[0].connections
+    with capture_logs() as logs:
+        for _ in range(2):
+            connection.receive(garbage)
+            host._publication_received([b"load/u/0", b""])
+            host._answer_received(garbage)
+            host._data_received([b"\0peer", *garbage])
+            host._data_received([b"\0other", *garbage])
+    assert {name: count for name, count in host.rejected.items() if count} == {
+        "controller:size": 2, "bus:size": 2, "bootstrap:frames": 2, "data:size": 4
+    }  # fmt: skip
+    told = [(line["socket"], line["peer"]) for line in logs if line["event"] == "message.rejected"]
+    assert [socket for socket, _ in told] == ["controller", "bus", "bootstrap", "data", "data"]
+    assert len(set(told)) == 5
+    assert told[0] == ("controller", connection.endpoint)
+
+
 def test_the_owner_is_told_in_the_turn_of_a_change_and_not_otherwise(rig: Rig) -> None:
     host = rig.host
     assert [rig.turn(0.3) for _ in range(20)] == [0] * 20

@@ -124,7 +124,7 @@ class Wire:
 
     def __init__(self) -> None:
         self.frames: list[bytes] = []
-        self.link = Connection(self, self, 0, "", lambda: 0.0, lambda socket, error: None)  # type: ignore[arg-type]
+        self.link = Connection(self, self, 0, "", lambda: 0.0, lambda *_: None)  # type: ignore[arg-type]
         self.instance, self.dp_rank, self.epoch = NAME, 4095, MAX_ROOM
 
     def connections(self, socket: Any) -> Any:

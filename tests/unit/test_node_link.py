@@ -40,7 +40,7 @@ class World:
         self.queue: list[Message] = []
         self.state: NodeState = "ready"
         self.why: list[str] = []
-        self.link = Connection(self, self, 0, "", lambda: self.now, lambda socket, error: None)  # type: ignore[arg-type]
+        self.link = Connection(self, self, 0, "", lambda: self.now, lambda *_: None)  # type: ignore[arg-type]
 
     def dealer(self, endpoint: str, *, maximum: int, role: str) -> Any:
         return self
