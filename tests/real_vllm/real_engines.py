@@ -86,7 +86,8 @@ def answers_alone(folder: Path) -> list[Alone]:
     engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "block_size": BLOCK}
     (folder / "cases").write_text(json.dumps({"model": str(hugging_face()), "engine": engine, "cases": asked}))
     command = [sys.executable, str(Path(__file__).parent / "alone.py"), str(folder / "cases"), str(folder / "answers")]
-    done = subprocess.run(command, env={**os.environ, **ENV}, capture_output=True, text=True, timeout=WAIT_S)
+    env = {**os.environ, **ENV, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}  # all in one process
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr[-3000:]
     return [Alone(case, *said) for case, said in zip(asked, json.loads((folder / "answers").read_text()), strict=True)]
 

@@ -60,7 +60,7 @@ def cluster(alone: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
 
 @pytest.fixture
 def client(cluster: Cluster) -> Iterator[Client]:
-    with cluster.client(retries=100) as made:
+    with cluster.client(retries=10_000) as made:
         yield made
 
 
