@@ -297,7 +297,7 @@ def test_two_ranks_of_a_process_that_want_one_room_both_hear_of_its_end(cluster:
     controller.tell(P, CancelLeg("p", 1))
     controller.until(lambda: len(controller.ended) == 3, "end of both decode legs")
     assert {rid: controller.codes(rid) for rid in ("first", "second")} == {
-        "first": {"decode": "cancelled"}, "second": {"decode": "cancelled"}
+        "first": {"decode": "prefill_failed"}, "second": {"decode": "prefill_failed"}
     }  # fmt: skip
 
 
