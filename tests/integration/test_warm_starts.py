@@ -173,8 +173,12 @@ def test_where_the_server_is_gone_starts_are_cold() -> None:
         assert warm_starts.Starts(asked)._ask(b"{}", [0, 1, 2]) == 0
 
 
-def test_a_worker_has_imported_the_tests_and_draws_its_own_numbers(tmp_path: Path) -> None:
-    """The commands that xdist starts; their input is what it says first."""
+def test_a_worker_has_imported_the_tests_and_draws_its_own_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands that xdist starts; their input is what it says first. Nothing else is said, also where Python
+    buffers what the imports printed."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     (tmp_path / "test_of_a_worker.py").write_text("import random\nSEEDED = random.Random(1)\ndef test(): pass\n")
     workers = Workers(["-c", os.devnull, str(tmp_path)])
     workers.install()

@@ -224,6 +224,8 @@ def main(prepare: Callable[[], list[random.Random]]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # what comes before a child has its handlers waits for them
     discard(0, 1)
     drawn = prepare()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # or each fork writes what was said there
     gc.collect()
     Path("/proc/self/comm").write_text(NAME)
     gc.freeze()  # a collection leaves shared pages alone
