@@ -32,7 +32,7 @@ JOIN =
 FULL =
 ROWS =
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d test-gpu test-gpu-cpu bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign test-metrics check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api test-fuzz-api fuzz-http mutate simulate simulate-mutations test-simulation cuts test-cuts cut-streams test-streams soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d test-gpu test-gpu-cpu bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign test-browser test-metrics check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api test-fuzz-api fuzz-http mutate simulate simulate-mutations test-simulation cuts test-cuts cut-streams test-streams soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -108,6 +108,15 @@ test-foreign: setup ## A client and a rank in JavaScript, written from docs/prot
 	@command -v node >/dev/null || { echo "node 18 or later is missing: sudo apt-get install --no-install-recommends nodejs" >&2; exit 2; }
 	@echo "==> pytest tests/foreign"
 	@$(BIN)/python -m pytest -q tests/foreign
+
+test-browser: setup ## The chat page in a real browser: CHROMIUM, chromium on PATH, or Debian's by apt as root (half a minute)
+	@command -v "$${CHROMIUM:-chromium}" >/dev/null \
+		|| { [ -z "$${CHROMIUM:-}" ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+			&& echo "==> apt-get install chromium (once; half a minute)" && apt-get -qq update \
+			&& DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends chromium >/dev/null; } \
+		|| { echo "no chromium here: sudo apt-get install --no-install-recommends chromium, or CHROMIUM=/path/to/it" >&2; exit 2; }
+	@echo "==> pytest, in a browser"
+	@$(BIN)/python -m pytest -q tests/integration/test_edge_live.py -k in_a_browser
 
 test-metrics: setup ## Each panel and alert against known traffic, on Debian's prometheus (2 minutes; the first time it fetches that)
 	@echo "==> pytest tests/metrics"

@@ -210,7 +210,7 @@ def test_curl_streams(cluster: Up) -> None:
     assert done.stdout.endswith(b"data: [DONE]\n\n")
 
 
-@pytest.mark.skipif(not browser.CHROMIUM, reason="needs chromium")
+@pytest.mark.skipif(not browser.CHROMIUM, reason="make test-browser has chromium")
 def test_the_chat_page_in_a_browser(cluster: Up, tmp_path: Path) -> None:
     async def look() -> None:
         async with browser.opened(url(cluster) + "/?q=hello", tmp_path) as page:

@@ -24,7 +24,6 @@ ANYWHERE = (
     "no mount namespaces here",
     "this machine has no IPv6",
     "the kernel counts no instructions",
-    "needs chromium",  # the one program that CI's image lacks
 )
 WITHOUT_TORCH = ("test-newest", "test-compiled")  # they run the cores
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
