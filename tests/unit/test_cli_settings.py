@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import click
@@ -77,11 +78,12 @@ def test_an_error_says_in_one_line_what_to_do(arguments: list[str], says: str) -
 
 
 @pytest.mark.parametrize("part", ["controller", "nodes.unified"])
-def test_a_part_says_that_the_bus_has_a_host_nobody_knows(part: str, tmp_path: object) -> None:
-    where = ["--controller", f"ipc://{tmp_path}/c", "--bus", "tcp://nosuch.invalid:5550", "--wait-s", "0.1"]
-    node = ["--engine", "sim", "--data", f"ipc://{tmp_path}"] if part != "controller" else []
-    command_line = [sys.executable, "-P", "-m", part, *where, *node]
-    done = subprocess.run(command_line, capture_output=True, text=True, check=False, timeout=120)
+def test_a_part_says_that_the_bus_has_a_host_nobody_knows(part: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="pd") as place:  # the path of a socket is short
+        where = ["--controller", f"ipc://{place}/c", "--bus", "tcp://nosuch.invalid:5550", "--wait-s", "0.1"]
+        node = ["--engine", "sim", "--data", f"ipc://{place}"] if part != "controller" else []
+        command_line = [sys.executable, "-P", "-m", part, *where, *node]
+        done = subprocess.run(command_line, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 3
     assert "cannot resolve host 'nosuch.invalid'" in done.stderr.splitlines()[-1]
 

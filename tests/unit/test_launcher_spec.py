@@ -149,12 +149,13 @@ def test_what_is_no_cluster(fields: dict[str, object]) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_several_controllers_with_keys_are_told_apart_in_their_addresses(tmp_path: Path) -> None:
+def test_several_controllers_with_keys_are_told_apart_in_their_addresses() -> None:
+    place = Path("/run/pdbus")
     spec = ClusterSpec(prefill=1, decode=1, keys="keys", controllers="per_instance")
-    names = {name: base.partition("#")[2] for name, base in choose(spec, tmp_path).controllers.items()}
+    names = {name: base.partition("#")[2] for name, base in choose(spec, place).controllers.items()}
     assert names == {"controller-prefill-0": "controller-prefill-0", "controller-decode-0": "controller-decode-0"}
     alone = ClusterSpec(prefill=1, decode=1, keys="keys")
-    assert "#" not in choose(alone, tmp_path).controllers["controller-0"]
+    assert "#" not in choose(alone, place).controllers["controller-0"]
 
 
 def test_an_engines_own_arguments_come_last_behind_a_dash() -> None:
