@@ -7,6 +7,7 @@ holds what it held, but for files that are seen to be gone. Owns that cache; jud
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import time
@@ -92,8 +93,12 @@ class Folder:
         try:
             with os.scandir(self._path) as entries:
                 for entry in entries:
-                    if entry.name.endswith(".key") and (file := self._look(entry)):
+                    if not entry.name.endswith(".key"):
+                        continue
+                    if file := self._look(entry):
                         files[entry.name] = file
+                    elif not self._path.exists():  # it is the folder that went away meanwhile
+                        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         except OSError as failed:
             error = failed
             files = self._files
@@ -132,6 +137,8 @@ class Folder:
         except FileNotFoundError:
             return None
         except (ConfigError, OSError) as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
             if known is not None and isinstance(error.__cause__ or error, OSError):
                 return known._replace(stamp=None)  # what it holds now can't be read: that changes nothing
             if known is None or known.key is not None:
@@ -163,8 +170,8 @@ def read_key(path: Path) -> bytes:
     try:
         key = path.read_text("ascii").strip().encode()
         zmq.utils.z85.decode(key)
-    except FileNotFoundError:
-        raise ConfigError(f"{path} is missing (see pdbus keys --help)") from None
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} is missing (see pdbus keys --help)") from error
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from error
     except (ValueError, KeyError) as error:

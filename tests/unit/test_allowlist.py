@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,41 @@ def test_a_folder_that_is_away_changes_nothing_and_is_logged_once(folder: Path, 
         (folder / "a.key").unlink()
         assert not listed.admits(key, "clients")
     assert [entry["event"] for entry in logs] == ["allowlist.unreadable", "allowlist.readable"]
+
+
+@pytest.mark.parametrize("moment", ["before its files are looked at", "before they are read"])
+def test_a_folder_that_goes_away_while_it_is_looked_at_changes_nothing(
+    folder: Path, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that changed just now is read at each look."""
+    key = new_key()
+    (folder / "7.key").write_bytes(key)
+    aside = tmp_path / "aside"
+    goes = False
+
+    def leave() -> None:
+        if goes and not aside.exists():
+            (tmp_path / "allow").rename(aside)
+
+    def now_ns() -> int:
+        if moment == "before its files are looked at":
+            leave()
+        return time.time_ns()
+
+    def read(path: Path, read: Callable[[Path], bytes] = allowlist.read_key) -> bytes:
+        leave()
+        return read(path)
+
+    monkeypatch.setattr(allowlist, "read_key", read)
+    listed = Allowlist(tmp_path, now_ns)
+    assert listed.admits(key, "clients")
+    goes = True
+    for _ in range(3):
+        assert listed.admits(key, "clients") == "clients/7"
+    assert aside.exists()
+    aside.rename(tmp_path / "allow")
+    (folder / "7.key").unlink()
+    assert not listed.admits(key, "clients")
 
 
 def test_a_file_that_cannot_be_read_holds_what_it_held(
