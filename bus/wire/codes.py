@@ -25,7 +25,7 @@ Code: TypeAlias = Literal[
     "deadline",
     "cancelled",
     "peer_lost",  # the process that ran it is gone
-    "unknown_room",  # nobody registered the room in time
+    "unknown_room",  # the room was not registered in time
     "kv_failed",  # the KV cache could not be fetched intact
     "prefill_failed",  # the other leg ended first
     "decode_failed",
@@ -56,7 +56,7 @@ class Meaning:
     """What a code means to each part.
 
     - `client`: who sends the same request again. `library`: the client library does, up to its `retries`, and the
-      caller may afterwards. `caller`: it may succeed later, and only the caller knows when. `nobody`: it fails again.
+      caller may afterwards. `caller`: it may succeed later, and only the caller knows when. `none`: it fails again.
     - `controller`: another attempt at other ranks may mend it, as long as the client has seen no token of this one.
     - `severity`: the level of the controller's `request.failed`. `warning`: a part of the cluster is broken; `info`:
       the cluster is busy or has no rank; `debug`: a client got it wrong or chose it, and could fill the log.
@@ -68,7 +68,7 @@ class Meaning:
     - `kept_by`: the legs that end with this very code when the other leg did; the others end with `leg_failed`.
     """
 
-    client: Literal["library", "caller", "nobody"]
+    client: Literal["library", "caller", "none"]
     controller: bool
     severity: Literal["warning", "info", "debug"]
     status: int
@@ -79,37 +79,37 @@ class Meaning:
 
 
 MEANINGS: dict[Code, Meaning] = {
-    "ok": Meaning("nobody", False, "debug", 200),
-    "bad_request": Meaning("nobody", False, "debug", 400, needs_all_ranks=True),
-    "bad_room": Meaning("nobody", False, "debug", 400),
-    "duplicate_room": Meaning("nobody", False, "debug", 409),
-    "duplicate_rid": Meaning("nobody", False, "debug", 409),
-    "empty_prompt": Meaning("nobody", False, "debug", 400),
-    "too_long": Meaning("nobody", False, "debug", 400, needs_all_ranks=True),
-    "bad_rank": Meaning("nobody", False, "debug", 400, needs_all_ranks=True),
+    "ok": Meaning("none", False, "debug", 200),
+    "bad_request": Meaning("none", False, "debug", 400, needs_all_ranks=True),
+    "bad_room": Meaning("none", False, "debug", 400),
+    "duplicate_room": Meaning("none", False, "debug", 409),
+    "duplicate_rid": Meaning("none", False, "debug", 409),
+    "empty_prompt": Meaning("none", False, "debug", 400),
+    "too_long": Meaning("none", False, "debug", 400, needs_all_ranks=True),
+    "bad_rank": Meaning("none", False, "debug", 400, needs_all_ranks=True),
     # The library leaves `rank_unavailable` to a caller that chose the rank itself.
     "rank_unavailable": Meaning("library", True, "info", 503, hint_s=0.5, rank_may_return=True),
     "no_rank": Meaning("library", True, "info", 503, hint_s=0.5, rank_may_return=True),
     "overloaded": Meaning("library", True, "info", 429),  # its hint is how fast requests end
-    "deadline": Meaning("nobody", False, "info", 504, kept_by=("prefill", "decode")),
+    "deadline": Meaning("none", False, "info", 504, kept_by=("prefill", "decode")),
     # A decode leg may find the end of a prefill leg that its client gave up for another attempt, at another controller.
-    "cancelled": Meaning("nobody", False, "debug", 410, kept_by=("prefill",)),
+    "cancelled": Meaning("none", False, "debug", 410, kept_by=("prefill",)),
     "peer_lost": Meaning("library", True, "warning", 503, hint_s=0.5),
     "unknown_room": Meaning("library", True, "warning", 503, kept_by=("decode",)),
     "kv_failed": Meaning("library", True, "warning", 503, kept_by=("decode",)),
     "prefill_failed": Meaning("library", True, "warning", 503),
     "decode_failed": Meaning("library", True, "warning", 503),
     # A client hears of `engine_failed` once as many ranks failed it as a controller tries: one more would fail too.
-    "engine_failed": Meaning("nobody", True, "warning", 500),
-    "poison": Meaning("nobody", False, "warning", 500),
+    "engine_failed": Meaning("none", True, "warning", 500),
+    "poison": Meaning("none", False, "warning", 500),
     # `fenced` ends one run of a request, which may go on elsewhere; it says nothing against another try.
     "fenced": Meaning("library", True, "debug", 503, kept_by=("prefill",)),
     "draining": Meaning("library", True, "info", 503),
     "shutting_down": Meaning("library", True, "info", 503),
-    "bad_version": Meaning("nobody", False, "debug", 500),
-    "bad_message": Meaning("nobody", False, "debug", 400),  # a token id that the model has not
+    "bad_version": Meaning("none", False, "debug", 500),
+    "bad_message": Meaning("none", False, "debug", 400),  # a token id that the model has not
     "too_many": Meaning("caller", False, "debug", 429),
-    "bad_identity": Meaning("nobody", False, "debug", 500),
+    "bad_identity": Meaning("none", False, "debug", 500),
 }
 REFUSED_AS: dict[str, Code] = {"version": "bad_version", "not_yours": "bad_identity"}  # by reason; else `bad_message`
 LEG_FAILED: dict[str, Code] = {"prefill": "prefill_failed", "decode": "decode_failed", "unified": "decode_failed"}
@@ -117,7 +117,7 @@ LEG_FAILED: dict[str, Code] = {"prefill": "prefill_failed", "decode": "decode_fa
 
 def is_retryable(code: Code) -> bool:
     """Return whether the same request may succeed later: `retryable` of `failed` and of a client's `Result`."""
-    return MEANINGS[code].client != "nobody"
+    return MEANINGS[code].client != "none"
 
 
 def client_retries(code: Code) -> bool:

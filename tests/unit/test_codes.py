@@ -25,7 +25,7 @@ MODULES = [
 
 def test_each_code_has_a_row() -> None:
     assert list(MEANINGS) == list(get_args(Code))
-    assert {meaning.client for meaning in MEANINGS.values()} == {"library", "caller", "nobody"}
+    assert {meaning.client for meaning in MEANINGS.values()} == {"library", "caller", "none"}
 
 
 def test_the_page_says_of_each_code_what_the_table_says() -> None:
