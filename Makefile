@@ -214,6 +214,8 @@ lint: setup
 	@echo "==> ruff"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@echo "==> plain English"
+	@$(BIN)/python tests/support/plain_english.py
 
 types: setup
 	@echo "==> mypy"
