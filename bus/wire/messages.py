@@ -438,6 +438,7 @@ class Dispatch(Message, frozen=True, tag="dispatch"):
     client: KeyName = ""  # whose request it is: who alone may attach
     lives_on: bool = False  # as in `Submit`
     trace: TraceContext | None = None  # likewise
+    pair_attempt: Count = 0  # that of the submit
 
 
 class CancelLeg(Message, frozen=True, tag="cancel_leg"):
@@ -542,6 +543,9 @@ class Submit(Message, frozen=True, tag="submit"):
     asked_us: Count = 0  # when its caller asked for it, microseconds since 1970 by the client's clock. 0: not said
     # (instance, dp_rank) of ranks whose streams its client does not get; it goes elsewhere as long as there are others
     avoid: Annotated[tuple[tuple[InstanceOrEmpty, DpRank], ...], Meta(max_length=16)] = ()
+    # of one leg, whose other one is at another controller: the attempt as which its client submitted both; each
+    # controller may count on. 0: not said
+    pair_attempt: Count = 0
 
 
 class Params(Message, frozen=True, tag="params"):

@@ -134,6 +134,7 @@ class Attempts:
             request.client,
             submit.lives_on,
             request.trace,
+            submit.pair_attempt,
         )
 
     def _prefill_of(self, request: Request) -> Location | None:

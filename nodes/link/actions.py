@@ -29,13 +29,14 @@ class Unregister(Struct, frozen=True, gc=False):
 
 
 class Locate(Struct, frozen=True, gc=False):
-    """Find the rank that prefills `room`, and call `located`."""
+    """Find the rank that prefills `room` as `attempt` or newer, and call `located`."""
 
     room: int
     prefill_instance: str
     dp_rank: int | None
     deadline: float
     client: str  # for whose leg
+    attempt: int  # 0: whichever there is
 
 
 class Unlocate(Struct, frozen=True, gc=False):

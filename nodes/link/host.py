@@ -210,6 +210,7 @@ class Host:
                 want.room,
                 now,
                 deadline_s=max(0.001, want.deadline - now),
+                attempt=want.attempt,
                 prefill_instance=want.prefill_instance,
                 dp_rank=want.dp_rank,
                 asker=(dp_rank, want.client),  # a room of another client is another room

@@ -52,7 +52,8 @@ class KvPuller:
             leg.found_by, leg.paired = "told", True
             return self._found(leg, dispatch.prefill, leg.attempt, now)
         until = now + LOCATE_S if leg.deadline is None else min(now + LOCATE_S, leg.deadline)
-        return [Locate(leg.room, dispatch.prefill_instance, dispatch.disagg_prefill_dp_rank, until, leg.client)]
+        instance, dp_rank = dispatch.prefill_instance, dispatch.disagg_prefill_dp_rank
+        return [Locate(leg.room, instance, dp_rank, until, leg.client, dispatch.pair_attempt)]
 
     def located(
         self, room: int, location: Location | None, attempt: int, code: Code, found_by: FoundBy, now: float, client: str

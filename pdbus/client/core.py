@@ -224,8 +224,7 @@ class ClientCore:
     def _submit(self, request: Request, attempt: int, now: float) -> list[Action]:
         request.move(Event.SUBMIT)
         request.offset = len(request.ids)
-        for place in request.submits:
-            request.number(place, attempt)
+        request.begin_try(attempt)
         return [self._ask(request, place, now) for place in request.submits]
 
     def _ask(self, request: Request, place: Place, now: float) -> Send:

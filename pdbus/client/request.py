@@ -141,6 +141,12 @@ class Request:
         """The last of any submit."""
         return max([submit.attempt for submit in self.submits.values()])
 
+    def begin_try(self, attempt: int) -> None:
+        """All submits are of this attempt now; those at two controllers say so, as each of these may count on."""
+        pair_attempt = attempt if len(self.submits) > 1 else 0
+        for place, submit in self.submits.items():
+            self.submits[place] = msgspec.structs.replace(submit, attempt=attempt, pair_attempt=pair_attempt)
+
     def number(self, place: Place, attempt: int) -> None:
         """The submit at `place` is of this attempt now."""
         if attempt != self.submits[place].attempt:

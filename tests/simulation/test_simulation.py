@@ -22,17 +22,44 @@ PLAIN = (5, 12, 20781088, 20781124)
 BROKE = (4, 450, 55)
 
 
-@pytest.mark.parametrize("seeds", [*map(str, BROKE), *(f"{seed} --plain" for seed in PLAIN)])
-def test_what_must_hold_holds(seeds: str) -> None:
-    """In a process of its own, since trials are the same where hashes are."""
-    command = [sys.executable, "-m", "simulation.run", *seeds.split(), "--first"]
+FORMER_TRIES = """
+from simulation.run import trial
+from simulation.spec import draw
+world, error = trial(draw(51))
+pairs = [asked.result for asked in world.asked if asked.result and asked.spec.prefill_controller >= 0]
+print(error, len(pairs), max(result.attempts for result in pairs))
+"""
+
+
+def ran(*command: str) -> str:
+    """What it said, in a process of its own, since trials are the same where hashes are."""
     path = os.pathsep.join(str(cuts.ROOT / each) for each in ("tests", "tests/support"))
     environment = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
-    ran = subprocess.run(
-        command, cwd=cuts.ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=cuts.ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
     )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert int(re.search(r"\bok (\d+)", ran.stdout)[1]) > 0  # type: ignore[index]
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("seeds", [*map(str, BROKE), *(f"{seed} --plain" for seed in PLAIN)])
+def test_what_must_hold_holds(seeds: str) -> None:
+    said = ran("-m", "simulation.run", *seeds.split(), "--first")
+    assert int(re.search(r"\bok (\d+)", said)[1]) > 0  # type: ignore[index]
+
+
+def test_the_end_of_a_former_try_uses_up_none_of_the_next() -> None:
+    """M94: pairs at two controllers, whose prefill legs wait while their decode legs are at a rank already."""
+    *error, pairs, attempts = ran("-c", FORMER_TRIES).split()
+    assert error == ["None"]
+    assert int(pairs) > 20
+    assert int(attempts) <= 4  # 19 before, the last of which failed
 
 
 def test_the_same_seed_is_the_same_trial_to_the_last_message() -> None:

@@ -108,7 +108,7 @@ class Rank:
         self.left: list[str] = []  # why the process should leave
         self.notes: list[Note] = []
         self.over: list[Over] = []
-        self.wanted: dict[tuple[int, str], float] = {}
+        self.wanted: dict[tuple[int, str], tuple[float, int]] = {}  # until when, and from which attempt on
         self.dead = False
         self.sent: Counter[str] = Counter()
         world.ranks[name] = self
@@ -170,7 +170,7 @@ class Rank:
                 self.dropped.append(action)
                 world.rooms.pop(action.room, None)
             case Locate(room=room, client=client):
-                self.wanted[room, client] = action.deadline
+                self.wanted[room, client] = action.deadline, action.attempt
                 self._answer(room)
                 world.call_later(action.deadline - world.now, lambda: self._give_up(room, client))
             case Unlocate(room=room, client=client):
@@ -188,12 +188,14 @@ class Rank:
         if found is None:
             return
         location, attempt = found
-        for wanted, client in [each for each in self.wanted if each[0] == room]:
+        for wanted, client in [
+            each for each, (_, least) in self.wanted.items() if each[0] == room and attempt >= least
+        ]:
             del self.wanted[wanted, client]
             self.world.call_later(0.001, partial(self._located, room, location, attempt, "ok", client))
 
     def _give_up(self, room: int, client: str) -> None:
-        if self.wanted.get((room, client), float("inf")) <= self.world.now:
+        if self.wanted.get((room, client), (float("inf"), 0))[0] <= self.world.now:
             del self.wanted[room, client]
             self._located(room, None, 0, "unknown_room", client)
 

@@ -165,6 +165,8 @@ CUTS: tuple[Cut | Uncut, ...] = (
         "controller.requests.life:Life.cancel", "request is not None and", "False and"),
     Cut("M93", "unit/test_rids_used_again.py::TestController::test_a_cancel_ends_the_request_of_its_own_room_alone",
         "controller.requests.life:Life.cancel", "room is None or", "True or"),
+    Cut("M94", "unit/test_rooms_of_former_tries.py::test_a_decode_leg_waits_for_the_room_of_its_own_try",
+        "nodes.link.puller:KvPuller.open", "dispatch.pair_attempt", "0"),
     # 11: tokens
     Cut("M57", "unit/test_legs_in_memory.py::test_a_repeated_attach_is_served_again_until_the_reader_detaches",
         "nodes.link.streams:Streams._attach", "max(leg.offset, min(request.have, leg.produced))", "leg.produced"),
