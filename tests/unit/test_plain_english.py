@@ -54,6 +54,6 @@ def test_what_is_listed_as_not_clean_is_not_clean() -> None:
     names = plain_english.files()
     for entry in plain_english.NOT_YET:
         inside = [name for name in names if name == entry or name.startswith(entry + "/")]
-        assert any(plain_english.in_file(plain_english.ROOT / name) for name in inside), (
-            f"{entry} is clean: take it out"
-        )
+        if inside:
+            bad = any(plain_english.in_file(plain_english.ROOT / name) for name in inside)
+            assert bad, f"{entry} is clean: take it out of NOT_YET"
