@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import FunctionType
 from typing import Literal
 
-from bus.due import DueTimes  # all of the cores are compiled, or none
+from bus.due import TimerSlots  # all of the cores are compiled, or none
 
-CORES: Literal["pure", "compiled"] = "pure" if isinstance(DueTimes.add, FunctionType) else "compiled"
+CORES: Literal["pure", "compiled"] = "pure" if isinstance(TimerSlots.add, FunctionType) else "compiled"
 
 
 def version() -> str:

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 
-class DueTimes(Generic[K]):
+class TimerSlots(Generic[K]):
     """Keys in slots of `step_s`, so that adding and removing are O(1) and leave nothing. A key is taken once its time
     has come, never before and at most a slot late. Who adds a key knows its time and says it again to remove it."""
 

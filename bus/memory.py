@@ -13,7 +13,7 @@ _STR_HEADS = {0xD9: 2, 0xDA: 3}  # bytes before a string's own, by MessagePack's
 _R = TypeVar("_R", bound=Struct)
 
 
-class Memory(Generic[_R]):
+class History(Generic[_R]):
     """The last records of a `kind` (a Struct that is encoded as an array, whose first field is the rid), as many as fit
     into `max_bytes`; 0: none.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-class Turns:
+class FairQueue:
     """A client is any name, a key's as a rule. All operations are O(1), `next` is O(clients that it is given)."""
 
     def __init__(self) -> None:

@@ -91,13 +91,13 @@ class Inquiries:
 
     def _stories(self, rid: Rid) -> list[Story]:
         live = self._life.requests.get(rid)
-        over = self._life.table.memory.of(rid)
+        over = self._life.table.history.of(rid)
         return over + ([story_of(live)] if live is not None else [])
 
     def _named(self, beginning: str) -> list[Rid]:
         """Requests that begin so, those that live and the newest first."""
         live = [rid for rid in reversed(self._life.requests) if rid.startswith(beginning)]
-        return list(dict.fromkeys(live + self._life.table.memory.named(beginning, MAX_NAMED)))[:MAX_NAMED]
+        return list(dict.fromkeys(live + self._life.table.history.named(beginning, MAX_NAMED)))[:MAX_NAMED]
 
     def _told(self, stories: list[Story]) -> list[Told]:
         """By the client, as its submit said, and by this controller."""
@@ -114,10 +114,10 @@ class Inquiries:
 
     def _answer(self, number: int, now: float, out: list[Action]) -> None:
         inquiry = self._open.pop(number)
-        memory = self._life.table.memory
-        oldest = memory.oldest
+        history = self._life.table.history
+        oldest = history.oldest
         kept_s = max(0.0, now - oldest.ended_at) if oldest is not None else 0.0
         silent = tuple(sorted(inquiry.waits_for | inquiry.gone)[:MAX_SILENT])
         told = tuple(inquiry.told)
-        answer = TraceIs(inquiry.id, self._name, told, silent, len(memory), kept_s, inquiry.rid, inquiry.others)
+        answer = TraceIs(inquiry.id, self._name, told, silent, len(history), kept_s, inquiry.rid, inquiry.others)
         out.append(ToClient(inquiry.peer, answer))

@@ -19,7 +19,7 @@ from bus.rights import key_of, speaks_for
 from bus.runtime.frames import name_of, send
 from bus.runtime.intake import Rejections
 from bus.runtime.logs import get_logger
-from bus.runtime.ration import LARGE, Ration
+from bus.runtime.ration import LARGE, TokenBuckets
 from bus.runtime.sockets import Socket
 from bus.wire import codec, topics
 from bus.wire.codes import refusal_of
@@ -78,7 +78,7 @@ class Traffic:
         self._on_beacon = on_beacon
         self._on_over = on_over
         self._outbox: list[Any] = []
-        self._ration = Ration()
+        self._buckets = TokenBuckets()
         self._rejections = Rejections(log, core.counts, prefix="rejected_")
 
     # --- in -----------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class Traffic:
             header = codec.encode(
                 Refused("too_many", "the answer does not fit in a message", getattr(message, "id", 0))
             )
-        if len(header) > LARGE and not self._ration.allows(key_of(peer) or peer, len(header), self._clock()):
+        if len(header) > LARGE and not self._buckets.allows(key_of(peer) or peer, len(header), self._clock()):
             return errno.EAGAIN
         try:
             send(router, (peer, header, *frames))

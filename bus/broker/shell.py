@@ -37,7 +37,7 @@ from bus.runtime.frames import name_of, send
 from bus.runtime.intake import Rejections
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
-from bus.runtime.ration import Ration
+from bus.runtime.ration import TokenBuckets
 from bus.runtime.service import Service
 from bus.runtime.sockets import Socket, Sockets
 from bus.runtime.ticker import Ticker
@@ -97,7 +97,7 @@ class Broker(Service):
         self.rejected: Counter[str] = Counter()
         self._batches = metrics.Histogram(metrics.SIZES)
         self._rejections = Rejections(log, self.rejected)
-        self._ration = Ration()
+        self._buckets = TokenBuckets()
         self._proxy: threading.Thread | None = None
 
     # --- life -------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class Broker(Service):
             refusal = Refused("too_many", "the answer does not fit in a message; ask for less", _id_of(message))
             frame = codec.encode(refusal)
         to = key_of(peer) or peer
-        if isinstance(message, Topology) and not self._ration.allows(to, len(frame), self.loop.clock()):
+        if isinstance(message, Topology) and not self._buckets.allows(to, len(frame), self.loop.clock()):
             self.core.counts["answers_dropped"] += 1
             return
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bus.due import DueTimes
+from bus.due import TimerSlots
 from bus.wire.messages import Room
 
 GRAIN_S = 0.025
@@ -22,7 +22,7 @@ class Watches:
         self._max_total = max_total
         self._by_room: dict[Room, dict[tuple[Peer, int], float]] = {}  # -> the deadline
         self._by_peer: dict[Peer, set[tuple[int, Room]]] = {}
-        self._due: DueTimes[Watch] = DueTimes(step_s=GRAIN_S)
+        self._due: TimerSlots[Watch] = TimerSlots(step_s=GRAIN_S)
         self.size = 0
 
     def __contains__(self, room: Room) -> bool:

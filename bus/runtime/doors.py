@@ -45,7 +45,7 @@ log = get_logger("bus")
 
 @dataclass(slots=True)
 class _Peer:
-    door: _Door
+    bound: _Bound
     source: str  # the process (ipc) or the host (tcp) it belongs to
     began: float
     said_bytes: int = 0
@@ -54,7 +54,7 @@ class _Peer:
 
 
 @dataclass(slots=True, eq=False)
-class _Door:
+class _Bound:
     """A bound socket. Who connects to one of `listeners` has little to say, its subscriptions, and much to read."""
 
     domain: str
@@ -63,7 +63,7 @@ class _Door:
     by_source: Counter[str] = field(default_factory=Counter)
 
 
-class Doors:
+class ConnectionLimiter:
     """`on_refused(domain, endpoint)` hears, on this thread, of each peer that broke the handshake off."""
 
     def __init__(
@@ -74,8 +74,8 @@ class Doors:
         self.cut: Counter[str] = Counter()  # by reason
         self._on_refused = on_refused
         self._context = context
-        self._doors: dict[zmq.Socket[bytes], _Door] = {}  # by their monitors
-        self._coming: deque[tuple[zmq.Socket[bytes], _Door]] = deque()  # on their way to the thread
+        self._bound: dict[zmq.Socket[bytes], _Bound] = {}  # by their monitors
+        self._coming: deque[tuple[zmq.Socket[bytes], _Bound]] = deque()  # on their way to the thread
         self._leaving: deque[tuple[str, set[str] | None]] = deque()  # likewise
         self._numbers = itertools.count()
         self._orders = context.socket(zmq.PULL)
@@ -88,12 +88,12 @@ class Doors:
     def watch(self, socket: zmq.Socket[bytes], domain: str, *, listeners: bool = False) -> None:
         """From now on; before the socket is bound."""
         events = _EVENTS | (_NO_HANDSHAKE if self._on_refused is not None else 0)
-        endpoint = f"inproc://door-{id(self)}-{next(self._numbers)}"
+        endpoint = f"inproc://bound-{id(self)}-{next(self._numbers)}"
         socket.monitor(endpoint, events)
         monitor = self._context.socket(zmq.PAIR)
         monitor.setsockopt(zmq.RCVHWM, 1)  # some 1,000 events with ZeroMQ's own end: it accepts so many ahead of us
         monitor.connect(endpoint)
-        self._coming.append((monitor, _Door(domain, listeners)))
+        self._coming.append((monitor, _Bound(domain, listeners)))
         self._tell(_WATCH)
 
     def hang_up_on(self, domain: str, sources: set[str] | None) -> None:
@@ -120,18 +120,18 @@ class Doors:
         poller.register(self._talk.fileno(), zmq.POLLIN)
         look_at = 0.0
         while True:
-            listened = any(door.listeners and door.peers for door in self._doors.values())
+            listened = any(bound.listeners and bound.peers for bound in self._bound.values())
             ready = dict(poller.poll(int(1000 * LOOK_S) if listened else None))
             if self._orders in ready and self._orders.recv() == _STOP:
                 break
             while self._coming:
-                monitor, door = self._coming.popleft()
-                self._doors[monitor] = door
+                monitor, bound = self._coming.popleft()
+                self._bound[monitor] = bound
                 poller.register(monitor, zmq.POLLIN)
             try:
                 while self._leaving:
                     self._revoke(*self._leaving.popleft())
-                for monitor in self._doors.keys() & ready.keys():
+                for monitor in self._bound.keys() & ready.keys():
                     self._read(monitor)
                 if self._talk.fileno() in ready:
                     self._listen()
@@ -140,82 +140,82 @@ class Doors:
                     self._look(now)
             except Exception:  # a bug of ours; with nobody to read the monitors ZeroMQ would come to a stand
                 log.exception("doors.failed")
-        for monitor in (*self._doors, *(monitor for monitor, _ in self._coming), self._orders):
+        for monitor in (*self._bound, *(monitor for monitor, _ in self._coming), self._orders):
             monitor.close(linger=0)
 
     def _read(self, monitor: zmq.Socket[bytes]) -> None:
-        door = self._doors[monitor]
+        bound = self._bound[monitor]
         with suppress(zmq.Again):
             while True:
                 said, endpoint = monitor.recv_multipart(zmq.NOBLOCK)
                 kind, number = _SAID.unpack(said)  # under attack these come by the thousand
                 if kind == _LEFT:
-                    self._left(door, number)
+                    self._left(bound, number)
                 elif kind == _CAME:
-                    self._came(door, number, endpoint.decode(errors="replace"))
+                    self._came(bound, number, endpoint.decode(errors="replace"))
                 elif self._on_refused is not None:
-                    self._on_refused(door.domain, endpoint.decode(errors="replace"))
+                    self._on_refused(bound.domain, endpoint.decode(errors="replace"))
 
-    def _came(self, door: _Door, number: int, endpoint: str) -> None:
+    def _came(self, bound: _Bound, number: int, endpoint: str) -> None:
         source = _source(number, endpoint)
         if source is None:
             return  # gone already
-        self._left(door, number)
-        door.peers[number] = _Peer(door, source, time.monotonic())
-        door.by_source[source] += 1
-        if len(door.peers) > self.most_each or sum(len(each.peers) for each in self._doors.values()) > self._most:
-            self._cut_newest_of_most(door, endpoint)
-        elif door.listeners:
+        self._left(bound, number)
+        bound.peers[number] = _Peer(bound, source, time.monotonic())
+        bound.by_source[source] += 1
+        if len(bound.peers) > self.most_each or sum(len(each.peers) for each in self._bound.values()) > self._most:
+            self._cut_newest_of_most(bound, endpoint)
+        elif bound.listeners:
             with suppress(OSError):
                 _count_reads(number)
                 self._talk.register(number, select.EPOLLIN | select.EPOLLET)
 
-    def _left(self, door: _Door, number: int) -> None:
-        peer = door.peers.pop(number, None)
+    def _left(self, bound: _Bound, number: int) -> None:
+        peer = bound.peers.pop(number, None)
         if peer is not None:
-            door.by_source[peer.source] -= 1
-            if not door.by_source[peer.source]:
-                del door.by_source[peer.source]
+            bound.by_source[peer.source] -= 1
+            if not bound.by_source[peer.source]:
+                del bound.by_source[peer.source]
 
-    def _cut_newest_of_most(self, door: _Door, endpoint: str) -> None:
+    def _cut_newest_of_most(self, bound: _Bound, endpoint: str) -> None:
         """The source with most connections loses its newest: the established ones of everybody else stay."""
-        most = max(door.by_source, key=lambda source: door.by_source[source])
-        number = next(number for number in reversed(door.peers) if door.peers[number].source == most)
-        self._cut(door, number, endpoint, "too_many_connections")
+        most = max(bound.by_source, key=lambda source: bound.by_source[source])
+        number = next(number for number in reversed(bound.peers) if bound.peers[number].source == most)
+        self._cut(bound, number, endpoint, "too_many_connections")
 
     def _revoke(self, domain: str, sources: set[str] | None) -> None:
-        for door in self._doors.values():
-            for number, peer in list(door.peers.items()) if door.domain == domain else ():
+        for bound in self._bound.values():
+            for number, peer in list(bound.peers.items()) if bound.domain == domain else ():
                 if sources is None or peer.source in sources:
-                    self._cut(door, number, peer.source, "key_revoked")
+                    self._cut(bound, number, peer.source, "key_revoked")
 
     def _listen(self) -> None:
-        """Somebody on a door of listeners says something: count it."""
+        """Somebody on a bound of listeners says something: count it."""
         now = time.monotonic()
         for number, _ in self._talk.poll(0):
-            for door in self._doors.values():
-                peer = door.peers.get(number) if door.listeners else None
+            for bound in self._bound.values():
+                peer = bound.peers.get(number) if bound.listeners else None
                 if peer is not None:
                     peer.said_bytes = _said(number, peer.said_bytes)
                     if peer.said_bytes > TALK_MAX + TALK_PER_S * (now - peer.began):
-                        self._cut(door, number, peer.source, "too_many_subscriptions")
+                        self._cut(bound, number, peer.source, "too_many_subscriptions")
 
     def _look(self, now: float) -> None:
         """Whoever takes nothing makes ZeroMQ keep what is published for it, ten thousand messages of any size."""
-        for door in self._doors.values():
-            for number, peer in list(door.peers.items()) if door.listeners else ():
+        for bound in self._bound.values():
+            for number, peer in list(bound.peers.items()) if bound.listeners else ():
                 took, left = _taken(number)
                 if not left or took != peer.took_bytes:
                     peer.took_bytes, peer.took_at = took, now
                 elif now - peer.took_at >= UNREAD_S:
-                    self._cut(door, number, peer.source, "reads_nothing")
+                    self._cut(bound, number, peer.source, "reads_nothing")
 
-    def _cut(self, door: _Door, number: int, at: str, why: str) -> None:
+    def _cut(self, bound: _Bound, number: int, at: str, why: str) -> None:
         self.cut[why] += 1
         if self.cut[why] <= CUTS_LOGGED:
-            log.warning("peer.cut_off", domain=door.domain, peer=door.peers[number].source, why=why, endpoint=at)
-        source = door.peers[number].source
-        self._left(door, number)
+            log.warning("peer.cut_off", domain=bound.domain, peer=bound.peers[number].source, why=why, endpoint=at)
+        source = bound.peers[number].source
+        self._left(bound, number)
         hang_up(number, source)
 
 

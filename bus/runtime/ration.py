@@ -11,7 +11,7 @@ BURST, PER_S = 2 << 20, 1 << 20
 PEERS_MAX = 16_384
 
 
-class Ration:
+class TokenBuckets:
     """Each peer may have `burst` at once and `per_s` more each second; what is no larger than `free` is not counted."""
 
     def __init__(self, burst: int = BURST, per_s: int = PER_S, free: int = LARGE) -> None:

@@ -18,7 +18,7 @@ import zmq.utils.z85
 from bus.runtime.allowlist import Allowlist
 from bus.runtime.keys import Keys
 from bus.runtime.logs import get_logger
-from bus.runtime.ration import Ration
+from bus.runtime.ration import TokenBuckets
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 LOGGED_MAX = 100  # lines a minute of refusals of a domain, of those of strangers, and of admissions; all are counted
@@ -63,7 +63,7 @@ class Gatekeeper:
         self.refused: Counter[str] = Counter()
         self.on_revoked: Callable[[str, set[str] | None], None] = lambda domain, sources: None
         self._admitted: dict[tuple[bytes, str], tuple[str, set[str] | None]] = {}  # by key and domain: as whom, whence
-        self._handshakes = Ration(HANDSHAKES, HANDSHAKES_PER_S, 0)
+        self._handshakes = TokenBuckets(HANDSHAKES, HANDSHAKES_PER_S, 0)
         self._lines = Lines()
         self._known: set[bytes] = set()  # keys that were let in once: their refusals are logged apart from strangers'
         self._allowlist = Allowlist(keys.directory)

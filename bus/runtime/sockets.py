@@ -23,7 +23,7 @@ import zmq
 from bus.endpoints import KEY_CHARS, MARK, check_dir, is_exposed, private_dir, split_owner, split_port
 from bus.errors import ConfigError, StartError
 from bus.rights import Domain, KeyRole
-from bus.runtime.doors import Doors
+from bus.runtime.doors import ConnectionLimiter
 from bus.runtime.keys import Keys
 from bus.runtime.logs import get_logger
 from bus.runtime.peer_keys import PeerKeys
@@ -66,7 +66,7 @@ class Sockets:
         self._peer_keys = PeerKeys(keys.directory) if keys is not None else None
         self.keyed = keys is not None
         self.gatekeeper: Gatekeeper | None = None  # both once something is bound
-        self.doors: Doors | None = None
+        self.limiter: ConnectionLimiter | None = None
 
     def __enter__(self) -> Sockets:
         return self
@@ -87,8 +87,8 @@ class Sockets:
         for socket in self._open:
             socket.close(linger=0)
         self._open.clear()
-        if self.doors is not None:
-            self.doors.close()
+        if self.limiter is not None:
+            self.limiter.close()
         if self.gatekeeper is not None:
             self.gatekeeper.close()
         self.context.term()
@@ -248,10 +248,10 @@ class Sockets:
     def _bind_all(
         self, socket: Socket, endpoints: tuple[str, ...], domain: Domain, *, listeners: bool = False
     ) -> Socket:
-        if self.doors is None:
-            self._keep_doors()
-        assert self.doors is not None
-        self.doors.watch(socket, domain, listeners=listeners)
+        if self.limiter is None:
+            self._limit_connections()
+        assert self.limiter is not None
+        self.limiter.watch(socket, domain, listeners=listeners)
         if self._keys is not None:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
@@ -280,13 +280,13 @@ class Sockets:
                 self._bound.append((path, path.stat().st_ino))
         return socket
 
-    def _keep_doors(self) -> None:
+    def _limit_connections(self) -> None:
         if self._keys is None:
-            self.doors = Doors(self.context)
+            self.limiter = ConnectionLimiter(self.context)
             return
         self.gatekeeper = Gatekeeper(self.context, self._keys)
-        self.doors = Doors(self.context, self.gatekeeper.no_handshake)
-        self.gatekeeper.on_revoked = self.doors.hang_up_on
+        self.limiter = ConnectionLimiter(self.context, self.gatekeeper.no_handshake)
+        self.gatekeeper.on_revoked = self.limiter.hang_up_on
 
 
 @cache

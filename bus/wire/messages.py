@@ -574,10 +574,10 @@ class Params(Message, frozen=True, tag="params"):
     @property
     def needs(self) -> tuple[str, ...]:
         """Those set here that not every rank knows, by name."""
-        return tuple(name for name, default in SELDOM_KNOWN if getattr(self, name) != default)
+        return tuple(name for name, default in OPTIONAL_PARAMS if getattr(self, name) != default)
 
 
-SELDOM_KNOWN: tuple[tuple[str, object], ...] = tuple(
+OPTIONAL_PARAMS: tuple[tuple[str, object], ...] = tuple(
     zip(Params.__struct_fields__[6:-1], Params.__struct_defaults__[6:-1], strict=True)
 )  # with their defaults
 

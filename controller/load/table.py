@@ -28,7 +28,7 @@ from collections.abc import Iterable
 from msgspec import ValidationError, convert, to_builtins
 
 from bus.defaults import STALE_INTERVALS, STALE_S, bounded_interval_s
-from bus.due import DueTimes
+from bus.due import TimerSlots
 from bus.wire.messages import Ack, Hello, Load, MemberKey, Role, Sent, SentTo
 from controller.load.groups import Group, group_names, key_of
 from controller.load.index import NEVER
@@ -78,7 +78,7 @@ class LoadTable:
         self._free_seats: list[int] = []
         self._seats = 0  # given out so far, free ones included
         self.turn = 0  # dispatches charged so far
-        self._fresh: DueTimes[RankLoad] = DueTimes()  # when to look whether a rank has reported since
+        self._fresh: TimerSlots[RankLoad] = TimerSlots()  # when to look whether a rank has reported since
         self._controllers: dict[int, tuple[int, float]] = {}  # epoch -> (seq of its last Sent, when)
 
     # --- ranks come and go ------------------------------------------------------------------------------------

@@ -422,7 +422,7 @@ class Life:
             self._no_first_token(code)
         self.table.remove(request, failed=failed)
         story = story_of(request, now, code, why)
-        self.table.memory.add(story)
+        self.table.history.add(story)
         if self.spans and request.trace is not None:
             out.append(Over(story))
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from typing import TypeAlias
 
-from bus.turns import Turns
+from bus.turns import FairQueue
 from bus.wire.messages import Rid
 from controller.requests.lanes import Lane
 from controller.requests.order import ArrivalOrder, Tally, Urgency
@@ -39,7 +39,7 @@ class CentralQueue:
         self._arrivals = 0
         self._of_client: dict[str, dict[Rid, Request]] = {}
         self._bytes_of: Counter[str] = Counter()
-        self._turns = Turns()
+        self._fair = FairQueue()
         self.requests = 0
         self.bytes = 0
 
@@ -76,7 +76,7 @@ class CentralQueue:
         if client not in self._of_client:
             self._of_client[client] = {}
             self._entered[client] = self._arrivals
-            self._turns.enter(client)
+            self._fair.enter(client)
         self._of_client[client][request.rid] = request
         self._arrivals += 1
         request.arrived, request.aside = self._arrivals, False
@@ -96,7 +96,7 @@ class CentralQueue:
         assert request.lane is not None, request.rid
         client, lane = request.client, self._lanes[request.lane]
         if served:
-            self._turns.serve(client, request.submit.prompt_tokens + request.submit.max_tokens)
+            self._fair.serve(client, request.submit.prompt_tokens + request.submit.max_tokens)
         level = lane[client][request.submit.priority]
         level.remove(request)
         if not level:
@@ -115,7 +115,7 @@ class CentralQueue:
         if not self._of_client[client]:
             del self._of_client[client], self._bytes_of[client], self._entered[client]
             if not self._of_client:
-                self._turns.clear()
+                self._fair.clear()
                 self._arrivals = 0
 
     def lanes(self) -> list[Lane]:
@@ -169,11 +169,11 @@ class CentralQueue:
             clients = [client for client in lines if client not in aside]
             if not clients:
                 return None
-            client = self._turns.next(clients)
+            client = self._fair.next(clients)
         line = lines[client]
         priority = max(line)
         urgency, request = line[priority].head(in_time)
-        return (self._turns.clock(client), self._entered[client], -priority, urgency), request
+        return (self._fair.clock(client), self._entered[client], -priority, urgency), request
 
     def _share(self, client: str, more: int = 0, more_bytes: int = 0) -> float:
         """How much of the queue it takes, with so much more."""
@@ -189,7 +189,7 @@ class CentralQueue:
             lane and all(line and all(map(len, line.values())) for line in lane.values())
             for lane in self._lanes.values()
         )
-        assert all(mine and self._turns.clock(client) >= 0 for client, mine in self._of_client.items())
+        assert all(mine and self._fair.clock(client) >= 0 for client, mine in self._of_client.items())
         assert self._entered.keys() == self._of_client.keys()
         waiting = Counter((r.client, lane.model, r.submit.priority) for r in self for lane in [r.lane] if lane)
         assert waiting == {shared: tally.waiting for shared, tally in self._tallies.items()}

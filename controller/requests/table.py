@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from typing import Any, NamedTuple
 
-from bus.due import DueTimes
-from bus.memory import Memory
+from bus.due import TimerSlots
+from bus.memory import History
 from bus.wire.codes import Refusal
 from bus.wire.messages import Attempt, Rid, Role
 from controller.config import ControllerConfig
@@ -45,7 +45,7 @@ class RequestTable:
         # requests that failed of late, whose ranks may still say something of them: room, prompt tokens, the attempt
         # that was submitted last, and the last one that was made of it here
         self._over: dict[Rid, tuple[int | None, int, int, int]] = {}
-        self._due: DueTimes[Rid | RankLoad] = DueTimes(now)
+        self._due: TimerSlots[Rid | RankLoad] = TimerSlots(now)
         self.requests: dict[Rid, Request] = {}
         overtake = config.overtake_tokens
         self.queue = CentralQueue(
@@ -55,13 +55,13 @@ class RequestTable:
         )
         self.inherited = Inherited(self._due)
         self.payload_bytes = 0
-        self.memory: Memory[Story] = Memory(Story, config.trace_bytes)
+        self.history: History[Story] = History(Story, config.trace_bytes)
 
     def reconfigure(self, config: ControllerConfig) -> None:
         """From now on. What waits already stays."""
         self._config = config
         self.queue.max_requests = config.queue_requests
-        self.memory.limit(config.trace_bytes)
+        self.history.limit(config.trace_bytes)
 
     def check(self, request: Request, live: Request | None) -> None:
         """Raise Refusal when `request` does not fit beside what is alive; `live` is the one it would replace."""
@@ -192,7 +192,7 @@ class Inherited:
     Filled by the first hello of each start of a rank, emptied by resubmits, cancels, time, and the loss of ranks.
     """
 
-    def __init__(self, due: DueTimes[Rid | RankLoad]) -> None:
+    def __init__(self, due: TimerSlots[Rid | RankLoad]) -> None:
         self._due = due
         self._held: dict[Rid, list[HeldLeg]] = {}
         self._of_rank: dict[RankLoad, tuple[float, tuple[tuple[Rid, Attempt], ...]]] = {}  # until when, and what

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from bus.actions import Note
-from bus.memory import Memory
+from bus.memory import History
 from bus.tracecontext import trace_id_of
 from bus.wire.codes import Code, Refusal, end_of_other
 from bus.wire.messages import (
@@ -79,7 +79,7 @@ class RankCore:
         self.sender = KvSender(facts, self.counts, hold_s=limits.hold_s)
         self.reports = Reports()
         self.draining = False
-        self.memory: Memory[LegStory] = Memory(LegStory, limits.trace_bytes)
+        self.history: History[LegStory] = History(LegStory, limits.trace_bytes)
         self.spans = False  # whether legs that are traced have a span, which the shell exports
         self.puller = KvPuller(facts, self.counts, self._end)
         self.first_token_s: deque[float] = deque(maxlen=4096)  # of legs that began, until the owner takes them
@@ -153,7 +153,7 @@ class RankCore:
         """From now on. What is here already stays."""
         self.legs.limits = limits
         self.sender.hold_s = limits.hold_s
-        self.memory.limit(limits.trace_bytes)
+        self.history.limit(limits.trace_bytes)
 
     def drain(self) -> None:
         """Take nothing new from now on."""
@@ -296,7 +296,7 @@ class RankCore:
     def recall(self, rid: str, wall_s: float) -> tuple[Mark, ...]:
         """What happened to its legs here; `wall_s` makes seconds since 1970 of this process's clock."""
         leg = self.legs.get(rid)
-        stories = [*self.memory.of(rid), *([story_of(leg)] if leg is not None else [])]
+        stories = [*self.history.of(rid), *([story_of(leg)] if leg is not None else [])]
         return tuple([mark for story in stories for mark in marks_of(story, wall_s)][-MAX_MARKS:])
 
     # --- inside: a leg's beginning ------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ class RankCore:
             self.streams.finish(leg)
         self.reports.remember(leg.owner, end, leg.identity, now)
         story = story_of(leg)
-        self.memory.add(story)
+        self.history.add(story)
         if self.spans and leg.trace is not None:
             actions.append(Over(story))
         self.counts[code] += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from bus.turns import Turns
+from bus.turns import FairQueue
 from nodes.own.sequence import Sequence
 
 SHARES = 6  # what one client gets at most of a step's prompt tokens while others are here: one part of so many
@@ -23,13 +23,13 @@ class Line:
 
     def __init__(self) -> None:
         self._lines: dict[str, dict[int, dict[int, Sequence]]] = {}  # by client, priority and id
-        self._turns = Turns()
+        self._fair = FairQueue()
 
     def add(self, sequence: Sequence) -> None:
         line = self._lines.get(sequence.client)
         if line is None:
             line = self._lines[sequence.client] = {}
-            self._turns.enter(sequence.client)
+            self._fair.enter(sequence.client)
         line.setdefault(sequence.priority, {})[sequence.id] = sequence
 
     def __bool__(self) -> bool:
@@ -40,14 +40,14 @@ class Line:
         clients = [client for client in self._lines if barred is None or not barred(client)]
         if not clients:
             return None
-        line = self._lines[clients[0] if len(clients) == 1 else self._turns.next(clients)]
+        line = self._lines[clients[0] if len(clients) == 1 else self._fair.next(clients)]
         return next(iter(line[max(line)].values()))
 
     def remove(self, sequence: Sequence, *, admitted: bool = False) -> None:
         """It leaves; `admitted`: with a slot and memory, which counts as its client's turn."""
         line = self._lines[sequence.client]
         if admitted:
-            self._turns.serve(sequence.client, sequence.reserve_tokens)
+            self._fair.serve(sequence.client, sequence.reserve_tokens)
         level = line[sequence.priority]
         del level[sequence.id]
         if not level:
@@ -55,7 +55,7 @@ class Line:
             if not line:
                 del self._lines[sequence.client]
                 if not self._lines:
-                    self._turns.clear()
+                    self._fair.clear()
 
     def validate(self, waiting: set[Sequence]) -> None:
         lines = self._lines.values()
@@ -94,11 +94,11 @@ class Shares:
     def __init__(self) -> None:
         self._here: Counter[str] = Counter()  # sequences, by client
         self._left: dict[str, int] = {}  # who has none any more: at which step the last one left
-        self._turns = Turns()
+        self._fair = FairQueue()
 
     def came(self, client: str) -> None:
         self._here[client] += 1
-        self._turns.enter(client)
+        self._fair.enter(client)
 
     def left(self, client: str, step: int) -> None:
         self._here[client] -= 1
@@ -106,7 +106,7 @@ class Shares:
             del self._here[client]
             self._left[client] = step
             if not self._here:
-                self._turns.clear()
+                self._fair.clear()
 
     def several(self, step: int) -> bool:
         """Whether more than one client is here, or was within HERE_STEPS."""
@@ -120,7 +120,7 @@ class Shares:
         share = budget
         if self.several(step):
             share = max(SHARE_MIN, budget // SHARES)
-            prompts = sorted(prompts, key=lambda sequence: self._turns.clock(sequence.client))
+            prompts = sorted(prompts, key=lambda sequence: self._fair.clock(sequence.client))
         used: dict[str, int] = {}
         given = []
         for sequence in prompts:
@@ -134,7 +134,7 @@ class Shares:
                 given.append((sequence, tokens))
         least_charge = SHARE_MIN  # of the first, for which the step is short: a stream of tiny prompts has its price
         for client, tokens in used.items():
-            self._turns.serve(client, max(least_charge, tokens))
+            self._fair.serve(client, max(least_charge, tokens))
             least_charge = 0
         return given
 

@@ -22,7 +22,7 @@ from bus.runtime.sockets import PAYLOAD_MAX
 from bus.tracecontext import parse
 from bus.wire.codec import encode
 from bus.wire.hashing import packed_hashes, token_bytes
-from bus.wire.messages import SELDOM_KNOWN, Legs, Message, Params, Role, Status, Submit
+from bus.wire.messages import OPTIONAL_PARAMS, Legs, Message, Params, Role, Status, Submit
 from pdbus.client.core import Patience
 from pdbus.client.request import Request
 
@@ -116,7 +116,7 @@ _OF_PARAMS = _KNOWN & set(Params.__struct_fields__)
 _OF_SUBMIT = _KNOWN & set(Submit.__struct_fields__) - {
     "rid", "leg", "max_tokens", "block_tokens",
 }  # fmt: skip
-_SELDOM_KNOWN = frozenset(name for name, _ in SELDOM_KNOWN)
+_OPTIONAL_PARAMS = frozenset(name for name, _ in OPTIONAL_PARAMS)
 
 
 def check_options(given: Mapping[str, object]) -> None:
@@ -215,7 +215,7 @@ def make_request(
         block_tokens=block_tokens,
         block_hashes=packed_hashes(prompt, block_tokens) if block_tokens else b"",
         asked_us=asked_us,
-        needs=() if said.keys().isdisjoint(_SELDOM_KNOWN) else params.needs,
+        needs=() if said.keys().isdisjoint(_OPTIONAL_PARAMS) else params.needs,
         **placed,
     )
     submits = {(at.decode, header.rid): _checked(header)}

@@ -171,12 +171,12 @@ def test_what_is_remembered_is_as_large_as_what_was_said_of_it() -> None:
     world.submit(submit("failed", "pair", instance="nobody", block_tokens=1, prompt_tokens=16, block_hashes=bytes(128)))
     world.submit(submit("cancelled", "pair"))
     world.core.life.cancel("client", Cancel("cancelled"), world.now, [])
-    memory = world.core.life.table.memory
-    assert [memory.of(rid)[0].code for rid in ("failed", "cancelled")] == ["bad_rank", "cancelled"]
+    history = world.core.life.table.history
+    assert [history.of(rid)[0].code for rid in ("failed", "cancelled")] == ["bad_rank", "cancelled"]
     world.submit(submit("retried", "pair"))
     world.progress(D, ended=world.dispatches(D)[-1:], code="decode_failed", message="x" * 1000)
     world.core.life.cancel("client", Cancel("retried"), world.now, [])
-    assert not len(memory), "larger than all the memory there is for it"
+    assert not len(history), "larger than all the memory there is for it"
 
 
 def test_what_ranks_know_of_another_controllers_request_is_told() -> None:

@@ -21,7 +21,7 @@ from patience import patience_s
 from structlog.testing import capture_logs
 
 from bus.errors import StartError
-from bus.runtime import doors
+from bus.runtime import doors as connection_limiter
 from bus.runtime.doors import TALK_MAX, hang_up
 from bus.runtime.file_limit import FILES_MIN
 from bus.runtime.frames import FRAMES_MAX
@@ -82,8 +82,8 @@ def test_an_endpoint_takes_its_share_of_connections_and_those_it_has_stay(
     with Sockets() as sockets, ExitStack() as held:
         router = sockets.router(f"ipc://{directory}/r" if transport == "ipc" else "tcp://127.0.0.1:*")
         endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
-        assert sockets.doors is not None
-        most = sockets.doors.most_each
+        assert sockets.limiter is not None
+        most = sockets.limiter.most_each
         first = [held.enter_context(greet(endpoint)) for _ in range(most)]
         more = []
         for _ in range(20):
@@ -93,7 +93,7 @@ def test_an_endpoint_takes_its_share_of_connections_and_those_it_has_stay(
                 continue  # cut off before its handshake was over
         until(lambda: all(map(hung_up, more)), "the connections above the share are cut off")
         assert not any(map(hung_up, first))
-        assert sockets.doors.cut["too_many_connections"] >= 20
+        assert sockets.limiter.cut["too_many_connections"] >= 20
         first.pop().close()
         until(lambda: greets(endpoint), "there is room again")
 
@@ -105,7 +105,7 @@ def test_all_endpoints_together_leave_descriptors_to_the_rest(directory: Path, f
             for _ in range(105):
                 with suppress(OSError):  # cut off before its handshake was over
                     held.enter_context(greet(f"ipc://{directory}/{name}"))
-        made = sockets.doors
+        made = sockets.limiter
         assert made is not None
         assert made.most_each > 105
         until(lambda: made.cut["too_many_connections"] >= 210 - FILES_MIN * 3 // 8, "those beyond the sum are cut off")
@@ -128,8 +128,8 @@ def test_a_subscriber_that_subscribes_without_end_is_cut_off_and_another_hears_a
                 return hung_up(peer)
 
             until(cut_off, "it is cut off")
-        assert sockets.doors is not None
-        assert sockets.doors.cut == {"too_many_subscriptions": 1}
+        assert sockets.limiter is not None
+        assert sockets.limiter.cut == {"too_many_subscriptions": 1}
 
         def heard() -> bool:
             out.send_multipart([topics[-1], b"x"])
@@ -139,13 +139,13 @@ def test_a_subscriber_that_subscribes_without_end_is_cut_off_and_another_hears_a
 
 
 def test_a_subscriber_that_reads_nothing_is_cut_off_and_one_that_reads_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "LOOK_S", 0.02)
-    monkeypatch.setattr(doors, "UNREAD_S", 1.0)
+    monkeypatch.setattr(connection_limiter, "LOOK_S", 0.02)
+    monkeypatch.setattr(connection_limiter, "UNREAD_S", 1.0)
     with Sockets() as sockets, Sockets() as other:
         out = sockets.bus_out("tcp://127.0.0.1:*")
         endpoint = out.getsockopt_string(zmq.LAST_ENDPOINT)
         honest = other.sub(endpoint, (b"to/",))
-        assert sockets.doors is not None
+        assert sockets.limiter is not None
         with greet(endpoint, b"SUB") as peer:
             pour(peer, frame(b"\1to/"), 1)
 
@@ -154,10 +154,10 @@ def test_a_subscriber_that_reads_nothing_is_cut_off_and_one_that_reads_is_not(mo
                     out.send_multipart([b"to/x", bytes(1 << 16)], zmq.NOBLOCK)
                 while honest.poll(0):
                     honest.recv_multipart()
-                return sockets.doors is not None and bool(sockets.doors.cut)
+                return sockets.limiter is not None and bool(sockets.limiter.cut)
 
             until(cut_off, "it is cut off")
-        assert sockets.doors.cut == {"reads_nothing": 1}
+        assert sockets.limiter.cut == {"reads_nothing": 1}
         out.send_multipart([b"to/x", b"last"])
 
         def heard() -> bool:
@@ -185,13 +185,19 @@ def test_what_a_subscriber_says_is_counted_in_bytes_whether_it_was_read_or_not(d
         with unix.socket(server.family) as peer:
             peer.connect(server.getsockname())
             with server.accept()[0] as accepted:
-                doors._count_reads(accepted.fileno())
+                connection_limiter._count_reads(accepted.fileno())
                 peer.sendall(bytes(TALK_MAX))
-                until(lambda: doors._said(accepted.fileno(), 0) == TALK_MAX, "it is counted before it is read")
+                until(
+                    lambda: connection_limiter._said(accepted.fileno(), 0) == TALK_MAX,
+                    "it is counted before it is read",
+                )
                 assert accepted.recv(1000) == bytes(1000)
-                assert doors._said(accepted.fileno(), 0) == TALK_MAX
+                assert connection_limiter._said(accepted.fileno(), 0) == TALK_MAX
                 peer.sendall(b"x")
-                until(lambda: doors._said(accepted.fileno(), 0) == TALK_MAX + 1, "what comes later adds to it")
+                until(
+                    lambda: connection_limiter._said(accepted.fileno(), 0) == TALK_MAX + 1,
+                    "what comes later adds to it",
+                )
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
@@ -212,8 +218,8 @@ def test_a_subscribers_pings_are_no_subscriptions(directory: Path, transport: st
                 return False
 
             until(heard, "it still hears what it subscribes to")
-        assert sockets.doors is not None
-        assert not sockets.doors.cut
+        assert sockets.limiter is not None
+        assert not sockets.limiter.cut
 
 
 def test_only_the_connection_that_was_meant_is_hung_up_on() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from retained import retained
 
-from bus.due import DueTimes
+from bus.due import TimerSlots
 
 
 def test_deadlines_come_due_at_most_a_slot_late_and_never_early() -> None:
-    wheel = DueTimes[str](100.0, step_s=0.05)
+    wheel = TimerSlots[str](100.0, step_s=0.05)
     for n in range(100):
         wheel.add(f"r{n}", 100.0 + n / 100)
     now = 100.0
@@ -20,7 +20,7 @@ def test_deadlines_come_due_at_most_a_slot_late_and_never_early() -> None:
 
 
 def test_a_removed_deadline_leaves_nothing_and_one_in_the_past_comes_at_once() -> None:
-    wheel = DueTimes[str]()
+    wheel = TimerSlots[str]()
     before = retained(wheel)
     wheel.add("a", 3600.0)
     wheel.remove("a", 3600.0)
@@ -33,7 +33,7 @@ def test_a_removed_deadline_leaves_nothing_and_one_in_the_past_comes_at_once() -
 
 
 def test_a_key_can_be_removed_by_who_does_not_know_its_time() -> None:
-    wheel = DueTimes[str]()
+    wheel = TimerSlots[str]()
     before = retained(wheel)
     wheel.add("a", 7.0)
     wheel.add("b", 7.0)
@@ -45,7 +45,7 @@ def test_a_key_can_be_removed_by_who_does_not_know_its_time() -> None:
 
 
 def test_what_exceeds_the_bound_comes_with_the_next_calls_and_can_be_removed_meanwhile() -> None:
-    wheel = DueTimes[int]()
+    wheel = TimerSlots[int]()
     for n in range(10):
         wheel.add(n, 1.0 + (n >= 5))
     assert wheel.take(5.0, 3) == [0, 1, 2]

@@ -155,7 +155,7 @@ def test_a_controller_goes_by_its_new_limits_from_then_on() -> None:
     world.progress(node, ended=[dispatch], code="engine_failed")
     assert world.answers(Failed)[-1].rid == "a", "one attempt is all"
     assert world.core.health.hang_s == 33.0
-    assert not len(world.core.life.table.memory)
+    assert not len(world.core.life.table.history)
     with pytest.raises(ConfigError, match="shed hopeless needs the queue order slo"):
         config_of(world, shed="hopeless")
 

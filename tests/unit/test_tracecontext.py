@@ -8,7 +8,7 @@ from math import inf
 import pytest
 from msgspec import Struct, msgpack
 
-from bus.memory import BESIDE_BYTES, Memory
+from bus.memory import BESIDE_BYTES, History
 from bus.tracecontext import child_of, ids_of, is_sampled, parse, root_of, trace_id_of
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -60,7 +60,7 @@ class Kept(Struct, frozen=True, array_like=True):
 
 def test_a_memory_keeps_the_last_that_fit() -> None:
     size = len(msgpack.encode(Kept("a"))) + BESIDE_BYTES
-    memory = Memory(Kept, 2 * size)
+    memory = History(Kept, 2 * size)
     assert memory.oldest is None
     for name in "abcd":
         memory.add(Kept(name))
@@ -78,7 +78,7 @@ def test_a_memory_keeps_the_last_that_fit() -> None:
 
 
 def test_a_memory_finds_a_request_by_its_whole_name_alone() -> None:
-    memory = Memory(Kept, 10_000)
+    memory = History(Kept, 10_000)
     kept = [Kept("r"), Kept("r.prefill"), Kept("other", "because of r"), Kept("r", "again", 1.5)]
     for each in kept:
         memory.add(each)
@@ -89,7 +89,7 @@ def test_a_memory_finds_a_request_by_its_whole_name_alone() -> None:
 def test_a_memory_finds_requests_by_the_beginning_of_their_names() -> None:
     """Whatever their lengths, of which MessagePack says the length in other ways."""
     names = ["r", "r-1", "r-" + "1" * 40, "ré-1", "r-" + "é" * 126, "or-1", "r-1"]
-    memory = Memory(Kept, 10_000)
+    memory = History(Kept, 10_000)
     for name in names:
         memory.add(Kept(name))
     assert memory.named("r-", 9) == ["r-1", names[4], names[2]], "the newest first, each once"
