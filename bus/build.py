@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import FunctionType
 from typing import Literal
 
-from bus.due import TimerSlots  # all of the cores are compiled, or none
+from bus.timer_slots import TimerSlots  # all of the cores are compiled, or none
 
 CORES: Literal["pure", "compiled"] = "pure" if isinstance(TimerSlots.add, FunctionType) else "compiled"
 

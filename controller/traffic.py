@@ -19,8 +19,8 @@ from bus.rights import key_of, speaks_for
 from bus.runtime.frames import name_of, send
 from bus.runtime.intake import Rejections
 from bus.runtime.logs import get_logger
-from bus.runtime.ration import LARGE, TokenBuckets
 from bus.runtime.sockets import Socket
+from bus.runtime.token_buckets import LARGE, TokenBuckets
 from bus.wire import codec, topics
 from bus.wire.codes import refusal_of
 from bus.wire.messages import (

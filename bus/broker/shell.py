@@ -37,10 +37,10 @@ from bus.runtime.frames import name_of, send
 from bus.runtime.intake import Rejections
 from bus.runtime.keys import load_keys
 from bus.runtime.logs import get_logger
-from bus.runtime.ration import TokenBuckets
 from bus.runtime.service import Service
 from bus.runtime.sockets import Socket, Sockets
 from bus.runtime.ticker import Ticker
+from bus.runtime.token_buckets import TokenBuckets
 from bus.wire import codec, topics
 from bus.wire.codes import refusal_of
 from bus.wire.messages import PUBLICATIONS, TO_BROKER, BrokerStatusQuery, Message, Query, Refused, Topology

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bus.due import TimerSlots
+from bus.timer_slots import TimerSlots
 from bus.wire.messages import Room
 
 GRAIN_S = 0.025

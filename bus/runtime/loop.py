@@ -27,7 +27,7 @@ from typing import Any
 
 import zmq
 
-from bus.runtime.doors import hang_up
+from bus.runtime.connection_limiter import hang_up
 from bus.runtime.frames import ALL, TooManyFrames, has_message, receive, skip
 from bus.runtime.logs import get_logger
 from bus.runtime.sockets import Socket

@@ -18,7 +18,7 @@ import zmq.utils.z85
 from bus.runtime.allowlist import Allowlist
 from bus.runtime.keys import Keys
 from bus.runtime.logs import get_logger
-from bus.runtime.ration import TokenBuckets
+from bus.runtime.token_buckets import TokenBuckets
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 LOGGED_MAX = 100  # lines a minute of refusals of a domain, of those of strangers, and of admissions; all are counted

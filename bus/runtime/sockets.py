@@ -1,8 +1,8 @@
 """Sockets, and the only place that sets their options.
 
 Every queue is bounded (HWM), nothing lingers, no frame may exceed `MAXMSGSIZE`, connections are counted
-(`bus.runtime.doors`), dead TCP peers are found by ZMTP heartbeats. A part has one `Sockets` object (one Context) and
-closes it in the same `with`; the thread that made a socket owns it. Must not send, receive or decide.
+(`bus.runtime.connection_limiter`), dead TCP peers are found by ZMTP heartbeats. A part has one `Sockets` object (one
+Context) and closes it in the same `with`; the thread that made a socket owns it. Must not send, receive or decide.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import zmq
 from bus.endpoints import KEY_CHARS, MARK, check_dir, is_exposed, private_dir, split_owner, split_port
 from bus.errors import ConfigError, StartError
 from bus.rights import Domain, KeyRole
-from bus.runtime.doors import ConnectionLimiter
+from bus.runtime.connection_limiter import ConnectionLimiter
 from bus.runtime.keys import Keys
 from bus.runtime.logs import get_logger
 from bus.runtime.peer_keys import PeerKeys
@@ -321,7 +321,7 @@ def _watch_peers(socket: Socket, endpoint: str, *, binds: bool) -> None:
     if binds:
         for option, value in KEEPALIVE:
             socket.setsockopt(option, value)
-        if socket.type != zmq.PUB:  # a subscriber may be slower: `bus.runtime.doors`
+        if socket.type != zmq.PUB:  # a subscriber may be slower: `bus.runtime.connection_limiter`
             socket.setsockopt(zmq.TCP_MAXRT, UNACKNOWLEDGED_MS)
     else:
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)

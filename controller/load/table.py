@@ -28,7 +28,7 @@ from collections.abc import Iterable
 from msgspec import ValidationError, convert, to_builtins
 
 from bus.defaults import STALE_INTERVALS, STALE_S, bounded_interval_s
-from bus.due import TimerSlots
+from bus.timer_slots import TimerSlots
 from bus.wire.messages import Ack, Hello, Load, MemberKey, Role, Sent, SentTo
 from controller.load.groups import Group, group_names, key_of
 from controller.load.index import NEVER

@@ -1,7 +1,7 @@
 """The central queue: requests that wait for a rank with credit. Owns their order and its bounds. Pure.
 
-Clients take turns, by tokens (`bus.turns`). A client is a key; without keys all are one. A priority is a client's word,
-so it counts among its own requests: those go by priority, then in the order asked for (`controller.requests.order`),
+Clients take turns, by tokens (`bus.fair_queue`). A client is a key; without keys all are one. A priority is a client's
+word, so it counts among its own requests: those go by priority, then in the order asked for (`controller.requests.order`),
 also where they wait in several lanes, since these may want the same ranks.
 """
 
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from typing import TypeAlias
 
-from bus.turns import FairQueue
+from bus.fair_queue import FairQueue
 from bus.wire.messages import Rid
 from controller.requests.lanes import Lane
 from controller.requests.order import ArrivalOrder, Tally, Urgency

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from typing import Any, NamedTuple
 
-from bus.due import TimerSlots
-from bus.memory import History
+from bus.history import History
+from bus.timer_slots import TimerSlots
 from bus.wire.codes import Refusal
 from bus.wire.messages import Attempt, Rid, Role
 from controller.config import ControllerConfig

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from bus.actions import Note
-from bus.memory import History
+from bus.history import History
 from bus.tracecontext import trace_id_of
 from bus.wire.codes import Code, Refusal, end_of_other
 from bus.wire.messages import (

@@ -1,7 +1,7 @@
 """Who is next at a rank: which sequence is admitted, and whose prompts a step computes. Pure.
 
-Clients take turns, by tokens (`bus.turns`), so that a newcomer does not wait behind the backlog of somebody else. A
-client is a key; without keys, and wherever one client is alone, order is priority, then arrival.
+Clients take turns, by tokens (`bus.fair_queue`), so that a newcomer does not wait behind the backlog of another client.
+A client is a key; without keys, and wherever one client is alone, order is priority, then arrival.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from bus.turns import FairQueue
+from bus.fair_queue import FairQueue
 from nodes.own.sequence import Sequence
 
 SHARES = 6  # what one client gets at most of a step's prompt tokens while others are here: one part of so many

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from bus.runtime import frames
-from bus.runtime.doors import hang_up
+from bus.runtime.connection_limiter import hang_up
 from bus.runtime.logs import get_logger
 from bus.runtime.sockets import Socket
 

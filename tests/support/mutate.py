@@ -31,7 +31,7 @@ CORE = ["unit/test_health_states.py", "unit/test_who_speaks_for_ranks.py", "unit
 LEGS = ["unit/test_legs_in_memory.py", "property/test_legs_machine.py"]
 POLICY = ["unit/test_policies_methods.py", "unit/test_cache_aware.py", "property/test_cache_aware_choice.py"]
 TESTS = {  # of which room, with which tests under tests/; others hold these as well, but slower
-    "bus/due.py": ["unit/test_due.py", "unit/test_watches.py"],
+    "bus/timer_slots.py": ["unit/test_timer_slots.py", "unit/test_watches.py"],
     "bus/broker": ["unit/test_broker_core.py", "unit/test_rooms.py", "unit/test_watches.py", "unit/test_topology.py",
                    "property/test_rooms_model.py"],
     "bus/embed": ["unit/test_publisher_core.py", "unit/test_resolver_core.py", "property/test_rooms_model.py"],

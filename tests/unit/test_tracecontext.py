@@ -8,7 +8,7 @@ from math import inf
 import pytest
 from msgspec import Struct, msgpack
 
-from bus.memory import BESIDE_BYTES, History
+from bus.history import BESIDE_BYTES, History
 from bus.tracecontext import child_of, ids_of, is_sampled, parse, root_of, trace_id_of
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -94,8 +94,8 @@ _ALL = [
         alone=False,
     ),
     Stream(
-        "revocations of who connects", "keys", ("bus.runtime.doors:ConnectionLimiter.hang_up_on",), "test_revoked_node",
-        "call",
+        "revocations of who connects", "keys", ("bus.runtime.connection_limiter:ConnectionLimiter.hang_up_on",),
+        "test_revoked_node", "call",
     ),
     Stream(
         "revocations of ports", "keys", ("bus.runtime.peer_keys:PeerKeys.look",), "test_revoked_controller", "call",

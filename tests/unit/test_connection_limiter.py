@@ -21,8 +21,8 @@ from patience import patience_s
 from structlog.testing import capture_logs
 
 from bus.errors import StartError
-from bus.runtime import doors as connection_limiter
-from bus.runtime.doors import TALK_MAX, hang_up
+from bus.runtime import connection_limiter
+from bus.runtime.connection_limiter import TALK_MAX, hang_up
 from bus.runtime.file_limit import FILES_MIN
 from bus.runtime.frames import FRAMES_MAX
 from bus.runtime.loop import Loop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from retained import retained
 
-from bus.due import TimerSlots
+from bus.timer_slots import TimerSlots
 
 
 def test_deadlines_come_due_at_most_a_slot_late_and_never_early() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.runtime.ration import BURST, LARGE, PEERS_MAX, PER_S, TokenBuckets
+from bus.runtime.token_buckets import BURST, LARGE, PEERS_MAX, PER_S, TokenBuckets
 
 
 def test_a_peer_that_only_asks_gets_its_burst_and_then_its_rate() -> None:
