@@ -1,8 +1,8 @@
 """The central queue: requests that wait for a rank with credit. Owns their order and its bounds. Pure.
 
 Clients take turns, by tokens (`bus.fair_queue`). A client is a key; without keys all are one. A priority is a client's
-word, so it counts among its own requests: those go by priority, then in the order asked for (`controller.requests.order`),
-also where they wait in several lanes, since these may want the same ranks.
+word, so it counts among its own requests: those go by priority, then in the order asked for
+(`controller.requests.order`), also where they wait in several lanes, since these may want the same ranks.
 """
 
 from __future__ import annotations
