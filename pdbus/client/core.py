@@ -200,7 +200,7 @@ class ClientCore:
             return actions + self._end(request, message.finish, now)
         if message.finish:
             request.move(Event.STREAM_FAILED)
-            request.doubt = (message.code if message.code != "ok" else "decode_failed", message.message)
+            request.stream_failure = (message.code if message.code != "ok" else "decode_failed", message.message)
             request.due_at = now + VERDICT_S
             return actions
         return actions + self._end(request, "length", now) if len(request.ids) >= most else actions
@@ -212,8 +212,8 @@ class ClientCore:
             return self._end(request, "failed", now, "deadline", why)
         if request.state is State.BACKOFF:
             return self._submit(request, request.attempt + 1, now) if now >= request.due_at else []
-        if request.state is State.DOUBTFUL:
-            return self._retry(request, *request.doubt, 0.0, now) if now >= request.due_at else []
+        if request.state is State.AWAITING_VERDICT:
+            return self._retry(request, *request.stream_failure, 0.0, now) if now >= request.due_at else []
         actions = self._resend(request, now)
         if request.state is State.RUNNING and now - request.heard_at >= SILENCE_S:
             actions += self._break_silence(request, now)

@@ -37,7 +37,7 @@ class State(Enum):
     NEW = "new"
     SUBMITTED = "submitted"  # waits for `accepted`
     RUNNING = "running"  # accepted; attached, where there is a stream
-    DOUBTFUL = "doubtful"  # the stream failed; the controller may still mend it
+    AWAITING_VERDICT = "awaiting verdict"  # the stream failed; the controller may still mend it
     BACKOFF = "backoff"  # waits to be submitted again
     ENDED = "ended"
 
@@ -57,9 +57,9 @@ NEXT: dict[State, dict[Event, State]] = {
     _S.NEW: {_E.SUBMIT: _S.SUBMITTED},
     _S.SUBMITTED: {_E.ACCEPTED: _S.RUNNING, _E.RETRY: _S.BACKOFF, _E.END: _S.ENDED},
     _S.RUNNING: {
-        _E.ACCEPTED: _S.RUNNING, _E.STREAM_FAILED: _S.DOUBTFUL, _E.RETRY: _S.BACKOFF, _E.END: _S.ENDED,
+        _E.ACCEPTED: _S.RUNNING, _E.STREAM_FAILED: _S.AWAITING_VERDICT, _E.RETRY: _S.BACKOFF, _E.END: _S.ENDED,
     },
-    _S.DOUBTFUL: {_E.ACCEPTED: _S.RUNNING, _E.RETRY: _S.BACKOFF, _E.END: _S.ENDED},
+    _S.AWAITING_VERDICT: {_E.ACCEPTED: _S.RUNNING, _E.RETRY: _S.BACKOFF, _E.END: _S.ENDED},
     _S.BACKOFF: {_E.SUBMIT: _S.SUBMITTED, _E.END: _S.ENDED},
     _S.ENDED: {},
 }  # fmt: skip
@@ -80,10 +80,41 @@ class Request:
     which shares its fate."""
 
     __slots__ = (
-        "asked_again", "asked_at", "attached", "began_at", "cached_tokens", "deadline_at", "decode", "doubt", "due_at",
-        "endpoint", "first", "first_token_at", "found_by", "gap_at", "heard_at", "ids", "logprobs", "max_tokens",
-        "no_rank_at", "offset", "params", "prefill", "prompt", "queued", "ran", "resend_at", "resend_s", "retries",
-        "rid", "state", "stop_ids", "submit_states", "submits", "wants_logprobs", "withdrawn_at",
+        "asked_again",
+        "asked_at",
+        "attached",
+        "began_at",
+        "cached_tokens",
+        "deadline_at",
+        "decode",
+        "due_at",
+        "endpoint",
+        "first",
+        "first_token_at",
+        "found_by",
+        "gap_at",
+        "heard_at",
+        "ids",
+        "logprobs",
+        "max_tokens",
+        "no_rank_at",
+        "offset",
+        "params",
+        "prefill",
+        "prompt",
+        "queued",
+        "ran",
+        "resend_at",
+        "resend_s",
+        "retries",
+        "rid",
+        "state",
+        "stop_ids",
+        "stream_failure",
+        "submit_states",
+        "submits",
+        "wants_logprobs",
+        "withdrawn_at",
     )  # fmt: skip
 
     def __init__(
@@ -113,10 +144,10 @@ class Request:
         self.deadline_at: float | None = None
         self.first_token_at: float | None = None
         self.retries = 0  # since the last new token
-        self.due_at = 0.0  # of DOUBTFUL and BACKOFF
+        self.due_at = 0.0  # of AWAITING_VERDICT and BACKOFF
         self.ran = False  # a leg of it was given to a rank
         self.no_rank_at: float | None = None  # when there was none for it first, since then
-        self.doubt: tuple[Code, str] = ("ok", "")  # of DOUBTFUL: why the stream failed
+        self.stream_failure: tuple[Code, str] = ("ok", "")  # of AWAITING_VERDICT: why the stream failed
         self.endpoint = ""  # where it is attached, or empty
         self.attached = 0  # to this attempt
         self.heard_at = 0.0
