@@ -30,7 +30,7 @@ from bus.wire.messages import (
     Tokens,
 )
 from pdbus.client.output import Deliver, Ended, Result
-from pdbus.client.request import GAP_S, Event, Place, Request, State, SubmitState
+from pdbus.client.request import GAP_S, Event, Request, State, SubmitKey, SubmitState
 
 SILENCE_S = 3.0  # a stream that shows no sign of life for so long is asked again, and then given up
 AVOID_S = 30.0  # after a rank fell silent, for so long others are asked for
@@ -66,7 +66,7 @@ class ClientCore:
         self._patience = patience
         self._rng = rng
         self._requests: dict[str, Request] = {}
-        self._places: dict[Place, Request] = {}  # where each is submitted
+        self._by_key: dict[SubmitKey, Request] = {}  # where each is submitted
         self._used: dict[str, tuple[int, float]] = {}  # rids of late: the last attempt, and when it ended
         self._silent: dict[MemberKey, float] = {}  # ranks whose streams fell silent: until when others are asked for
 
@@ -75,7 +75,7 @@ class ClientCore:
 
     def is_taken(self, request: Request) -> bool:
         """Whether a rid of `request` belongs to a live one, at whichever controller."""
-        return request.rid in self._requests or not self._places.keys().isdisjoint(request.submits)
+        return request.rid in self._requests or not self._by_key.keys().isdisjoint(request.submits)
 
     @property
     def endpoints(self) -> set[str]:
@@ -88,7 +88,7 @@ class ClientCore:
         """Submit it. None of its rids may belong to a live one."""
         assert not self.is_taken(request), f"{request.rid} is live already"
         self._requests[request.rid] = request
-        self._places.update(dict.fromkeys(request.submits, request))
+        self._by_key.update(dict.fromkeys(request.submits, request))
         request.began_at = now
         if deadline_s := request.main.deadline_s:
             request.deadline_at = now + deadline_s
@@ -108,15 +108,15 @@ class ClientCore:
             return actions
         if not isinstance(message, (Accepted, Failed, Done)):
             return []
-        place = peer, message.rid
-        request = self._places.get(place)
+        key = peer, message.rid
+        request = self._by_key.get(key)
         if request is None:
             return []
         if isinstance(message, Accepted):
-            return self._accepted(request, place, message, now)
+            return self._accepted(request, key, message, now)
         if isinstance(message, Failed):
-            return self._failed(request, place, message, now)
-        return self._done(request, place, message, now)
+            return self._failed(request, key, message, now)
+        return self._done(request, key, message, now)
 
     def cancel(self, rid: str, now: float) -> list[Action]:
         """End it, if it is live."""
@@ -129,20 +129,18 @@ class ClientCore:
 
     # --- inside: of one request ---------------------------------------------------------------------------------
 
-    def _accepted(self, request: Request, place: Place, message: Accepted, now: float) -> list[Action]:
+    def _accepted(self, request: Request, key: SubmitKey, message: Accepted, now: float) -> list[Action]:
         attempt = message.attempt
-        if attempt < request.submits[place].attempt:
+        if attempt < request.submits[key].attempt:
             return []
-        said_again = attempt == request.submits[place].attempt and (
-            request.submit_states[place] is not SubmitState.ASKED
-        )
-        request.number(place, attempt)
+        said_again = attempt == request.submits[key].attempt and (request.submit_states[key] is not SubmitState.ASKED)
+        request.number(key, attempt)
         if message.prefill is None and message.decode is None:
-            request.move_at(place, Event.QUEUED)
-            request.queued[place] = attempt
-            request.asked_at[place] = now
+            request.move_at(key, Event.QUEUED)
+            request.queued[key] = attempt
+            request.asked_at[key] = now
             return []
-        request.move_at(place, Event.ACCEPTED)
+        request.move_at(key, Event.ACCEPTED)
         request.ran, request.no_rank_at = True, None
         request.prefill = message.prefill or request.prefill
         if message.rid != request.rid or said_again or not request.takes(Event.ACCEPTED):
@@ -154,21 +152,21 @@ class ClientCore:
         request.heard_at = now
         return self._attach(request, message.decode) if message.decode is not None else []
 
-    def _done(self, request: Request, place: Place, message: Done, now: float) -> list[Action]:
-        if message.attempt < request.submits[place].attempt or not request.takes_at(place, Event.DONE):
+    def _done(self, request: Request, key: SubmitKey, message: Done, now: float) -> list[Action]:
+        if message.attempt < request.submits[key].attempt or not request.takes_at(key, Event.DONE):
             return []
-        request.move_at(place, Event.DONE)
+        request.move_at(key, Event.DONE)
         lone_prefill = message.rid == request.rid and request.main.leg == "prefill"
         return self._end(request, "stop", now) if lone_prefill else []
 
-    def _failed(self, request: Request, place: Place, message: Failed, now: float) -> list[Action]:
-        if 0 < message.attempt < request.submits[place].attempt or not request.takes_at(place, Event.FAILED):
+    def _failed(self, request: Request, key: SubmitKey, message: Failed, now: float) -> list[Action]:
+        if 0 < message.attempt < request.submits[key].attempt or not request.takes_at(key, Event.FAILED):
             return []
-        withdrawn_at = request.withdrawn_at.pop(place, -inf)
+        withdrawn_at = request.withdrawn_at.pop(key, -inf)
         answers_us = message.code == "cancelled" and now - withdrawn_at < self._patience.connect_timeout_s
         if answers_us and request.state is not State.BACKOFF:
             return []  # what we cancelled: its controller may have given it the number that we gave to this one
-        request.move_at(place, Event.FAILED)
+        request.move_at(key, Event.FAILED)
         if request.state is State.BACKOFF and (client_retries(message.code) or message.code == "cancelled"):
             return []  # as the other submit failed already; a graver reason would be the end
         return self._retry(request, message.code, message.message, message.retry_after_s, now)
@@ -225,33 +223,33 @@ class ClientCore:
         request.move(Event.SUBMIT)
         request.offset = len(request.ids)
         request.begin_try(attempt)
-        return [self._ask(request, place, now) for place in request.submits]
+        return [self._ask(request, key, now) for key in request.submits]
 
-    def _ask(self, request: Request, place: Place, now: float) -> Send:
+    def _ask(self, request: Request, key: SubmitKey, now: float) -> Send:
         """Submit; from now on its controller may take `connect_timeout_s` to answer."""
-        request.move_at(place, Event.SUBMIT)
-        request.asked_at[place], request.resend_s, request.resend_at = now, RESEND_S, now + RESEND_S
-        return self._say(request, place, now)
+        request.move_at(key, Event.SUBMIT)
+        request.asked_at[key], request.resend_s, request.resend_at = now, RESEND_S, now + RESEND_S
+        return self._say(request, key, now)
 
-    def _say(self, request: Request, place: Place, now: float) -> Send:
+    def _say(self, request: Request, key: SubmitKey, now: float) -> Send:
         if self._silent:
             self._silent = {rank: until for rank, until in self._silent.items() if until > now}
         avoid = tuple(self._silent)[-MAX_AVOID:]
-        return Send(place[0], request.header(place, now, avoid), request.frames())
+        return Send(key[0], request.header(key, now, avoid), request.frames())
 
     def _resend(self, request: Request, now: float) -> list[Action]:
         """Say again what was not answered; a controller that came back knows nothing of it, another ignores it."""
-        unanswered = [place for place, state in request.submit_states.items() if state is SubmitState.ASKED]
+        unanswered = [key for key, state in request.submit_states.items() if state is SubmitState.ASKED]
         patience_s = self._patience.connect_timeout_s
-        for place in unanswered:
-            if now - request.asked_at[place] >= patience_s:
-                why = f"no controller answers at {place[0]} (waited {patience_s:g} s)"
+        for key in unanswered:
+            if now - request.asked_at[key] >= patience_s:
+                why = f"no controller answers at {key[0]} (waited {patience_s:g} s)"
                 return self._end(request, "failed", now, "peer_lost", why)
         if not unanswered or now < request.resend_at:
             return []
         request.resend_s = min(RESEND_MAX_S, 2 * request.resend_s)
         request.resend_at = now + request.resend_s
-        return [self._say(request, place, now) for place in unanswered]
+        return [self._say(request, key, now) for key in unanswered]
 
     # --- inside: the stream -------------------------------------------------------------------------------------
 
@@ -313,9 +311,9 @@ class ClientCore:
         if due_at > self._latest(request, code, now):
             return self._end(request, "failed", now, code, message, retry_after_s)
         actions = self._detach(request) + self._cancel_submits(request)
-        for place, state in request.submit_states.items():
+        for key, state in request.submit_states.items():
             if state is not SubmitState.OVER:
-                request.withdrawn_at[place] = now
+                request.withdrawn_at[key] = now
         request.retries += 1
         request.due_at = due_at
         request.move(Event.RETRY)
@@ -342,8 +340,8 @@ class ClientCore:
             actions += self._cancel_submits(request)
         request.move(Event.END)
         del self._requests[request.rid]
-        for place in request.submits:
-            del self._places[place]
+        for key in request.submits:
+            del self._by_key[key]
         self._used[request.rid] = request.attempt, now
         if len(self._used) > MAX_USED:
             del self._used[next(iter(self._used))]
@@ -372,7 +370,7 @@ class ClientCore:
     def _cancel_submits(request: Request) -> list[Action]:
         """Those that are not over."""
         return [
-            Send(place[0], Cancel(place[1], request.submits[place].bootstrap_room))
-            for place, state in request.submit_states.items()
+            Send(key[0], Cancel(key[1], request.submits[key].bootstrap_room))
+            for key, state in request.submit_states.items()
             if state is not SubmitState.OVER
         ]

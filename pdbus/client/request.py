@@ -15,7 +15,7 @@ from bus.wire.hashing import token_bytes
 from bus.wire.messages import FoundBy, Location, MemberKey, Rid, Submit, TokenLogprobs
 
 GAP_S = 0.25  # between two requests to fill the same gap
-Place: TypeAlias = tuple[str, Rid]  # a controller's client endpoint, and the rid that was submitted there
+SubmitKey: TypeAlias = tuple[str, Rid]  # a controller's client endpoint, and the rid that was submitted there
 
 
 class Event(Enum):
@@ -118,7 +118,7 @@ class Request:
     )  # fmt: skip
 
     def __init__(
-        self, rid: str, submits: dict[Place, Submit], prompt: bytes, params: bytes, stop_ids: frozenset[int],
+        self, rid: str, submits: dict[SubmitKey, Submit], prompt: bytes, params: bytes, stop_ids: frozenset[int],
         wants_logprobs: bool = False,
     ) -> None:  # fmt: skip
         self.rid = rid
@@ -131,8 +131,8 @@ class Request:
         self.max_tokens: int = self.main.max_tokens  # looked at with every token
         self.state = State.NEW
         self.submit_states = dict.fromkeys(submits, SubmitState.ASKED)
-        self.queued: dict[Place, int] = {}  # the last attempt of which a controller said that it waits
-        self.withdrawn_at: dict[Place, float] = {}  # of attempts that we gave up; not answered yet
+        self.queued: dict[SubmitKey, int] = {}  # the last attempt of which a controller said that it waits
+        self.withdrawn_at: dict[SubmitKey, float] = {}  # of attempts that we gave up; not answered yet
         self.asked_at = dict.fromkeys(submits, 0.0)  # this attempt, or when its controller last said that it waits
         self.resend_at = 0.0  # when those without an answer are said again
         self.resend_s = 0.0
@@ -175,20 +175,20 @@ class Request:
     def begin_try(self, attempt: int) -> None:
         """All submits are of this attempt now; those at two controllers say so, as each of these may count on."""
         pair_attempt = attempt if len(self.submits) > 1 else 0
-        for place, submit in self.submits.items():
-            self.submits[place] = msgspec.structs.replace(submit, attempt=attempt, pair_attempt=pair_attempt)
+        for key, submit in self.submits.items():
+            self.submits[key] = msgspec.structs.replace(submit, attempt=attempt, pair_attempt=pair_attempt)
 
-    def number(self, place: Place, attempt: int) -> None:
-        """The submit at `place` is of this attempt now."""
-        if attempt != self.submits[place].attempt:
-            self.submits[place] = msgspec.structs.replace(self.submits[place], attempt=attempt)
+    def number(self, key: SubmitKey, attempt: int) -> None:
+        """The submit at `key` is of this attempt now."""
+        if attempt != self.submits[key].attempt:
+            self.submits[key] = msgspec.structs.replace(self.submits[key], attempt=attempt)
 
     @property
     def may_run(self) -> bool:
         """Whether a controller has not said yet what becomes of the last attempt, so that a rank may have it."""
         return any(
-            state is SubmitState.ASKED and self.queued.get(place) != self.submits[place].attempt
-            for place, state in self.submit_states.items()
+            state is SubmitState.ASKED and self.queued.get(key) != self.submits[key].attempt
+            for key, state in self.submit_states.items()
         )
 
     def takes(self, event: Event) -> bool:
@@ -199,18 +199,18 @@ class Request:
         assert state is not None, f"{self} cannot take {event}"
         self.state = state
 
-    def takes_at(self, place: Place, event: Event) -> bool:
-        """Whether `event` means anything to the submit at `place` now; what peers say late does not."""
-        return event in SUBMIT_NEXT[self.submit_states[place]]
+    def takes_at(self, key: SubmitKey, event: Event) -> bool:
+        """Whether `event` means anything to the submit at `key` now; what peers say late does not."""
+        return event in SUBMIT_NEXT[self.submit_states[key]]
 
-    def move_at(self, place: Place, event: Event) -> None:
-        state = SUBMIT_NEXT[self.submit_states[place]].get(event)
-        assert state is not None, f"{self} cannot take {event} at {place}"
-        self.submit_states[place] = state
+    def move_at(self, key: SubmitKey, event: Event) -> None:
+        state = SUBMIT_NEXT[self.submit_states[key]].get(event)
+        assert state is not None, f"{self} cannot take {event} at {key}"
+        self.submit_states[key] = state
 
-    def header(self, place: Place, now: float, avoid: tuple[MemberKey, ...] = ()) -> Submit:
-        """What is said at `place` now: the output so far follows the prompt in its frame, and ranks to avoid."""
-        first, have = self.submits[place], len(self.ids)
+    def header(self, key: SubmitKey, now: float, avoid: tuple[MemberKey, ...] = ()) -> Submit:
+        """What is said at `key` now: the output so far follows the prompt in its frame, and ranks to avoid."""
+        first, have = self.submits[key], len(self.ids)
         if not have and not avoid and now == self.began_at:
             return first
         return msgspec.structs.replace(
