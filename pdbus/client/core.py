@@ -223,15 +223,15 @@ class ClientCore:
         request.move(Event.SUBMIT)
         request.offset = len(request.ids)
         request.begin_try(attempt)
-        return [self._ask(request, key, now) for key in request.submits]
+        return [self._send_submit(request, key, now) for key in request.submits]
 
-    def _ask(self, request: Request, key: SubmitKey, now: float) -> Send:
+    def _send_submit(self, request: Request, key: SubmitKey, now: float) -> Send:
         """Submit; from now on its controller may take `connect_timeout_s` to answer."""
         request.move_at(key, Event.SUBMIT)
         request.asked_at[key], request.resend_s, request.resend_at = now, RESEND_S, now + RESEND_S
-        return self._say(request, key, now)
+        return self._submit_message(request, key, now)
 
-    def _say(self, request: Request, key: SubmitKey, now: float) -> Send:
+    def _submit_message(self, request: Request, key: SubmitKey, now: float) -> Send:
         if self._silent:
             self._silent = {rank: until for rank, until in self._silent.items() if until > now}
         avoid = tuple(self._silent)[-MAX_AVOID:]
@@ -249,7 +249,7 @@ class ClientCore:
             return []
         request.resend_s = min(RESEND_MAX_S, 2 * request.resend_s)
         request.resend_at = now + request.resend_s
-        return [self._say(request, key, now) for key in unanswered]
+        return [self._submit_message(request, key, now) for key in unanswered]
 
     # --- inside: the stream -------------------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ class ClientCore:
     def _break_silence(self, request: Request, now: float) -> list[Action]:
         request.heard_at = now
         if not request.endpoint:  # a lone prefill leg: its controller may have been replaced; so submit again
-            return [self._ask(request, next(iter(request.submits)), now)]
+            return [self._send_submit(request, next(iter(request.submits)), now)]
         if not request.asked_again:
             request.asked_again = True
             return [self._ask_stream(request)]

@@ -124,7 +124,7 @@ class LoopChannel:
     def abandon(self) -> None:
         """`stop`, of a loop that does not run any more; on any thread."""
         if self.loop.is_closed():
-            self._traffic.mute()
+            self._traffic.drop_results()
         self._leave()
         self._close()
 

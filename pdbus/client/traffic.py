@@ -76,7 +76,7 @@ class Traffic:
         self._send_frames = send
         self._flush_soon = flush_soon
         self._outbox: list[Send] = []
-        self._urgent = False  # there is more in it than what can wait
+        self._flush_due = False  # there is more in it than what can wait
         self._peers: dict[str, _Peer] = {}
         self._sinks: dict[str, Sink] = {}
         self.dropped: deque[tuple[str, Sink]] = deque()  # requests that nobody reads any more; any thread appends
@@ -126,7 +126,7 @@ class Traffic:
             self._look_at = now + LOOK_S
             self._sockets.look()
         if self._outbox:
-            self._hurry()
+            self._request_flush()
         idle = [e for e, p in self._peers.items() if now - p.used_at > IDLE_S and e not in self._controllers]
         if idle:
             attached = self._core.endpoints
@@ -143,7 +143,7 @@ class Traffic:
         for rid in list(self._sinks):
             self.cancel(rid)
         self._questions.drop(why)
-        self._hurry()
+        self._request_flush()
         self.flush()
         for peer in self._peers.values():  # what was just said (cancel, detach) still goes out
             self._unwatch(peer.socket)
@@ -152,14 +152,14 @@ class Traffic:
 
     def flush(self) -> None:
         """Send what was said, where that was asked for."""
-        if not self._urgent:
+        if not self._flush_due:
             return
-        self._urgent = False
+        self._flush_due = False
         said, self._outbox = self._outbox, []
         for action in said:
             self._send(action)
 
-    def mute(self) -> None:
+    def drop_results(self) -> None:
         """Those who waited are gone: nobody is told of anything any more."""
         self._sinks = dict.fromkeys(self._sinks, lambda update: None)
 
@@ -186,15 +186,15 @@ class Traffic:
             if isinstance(action, Send):
                 self._outbox.append(action)
                 if not isinstance(action.message, Detach):
-                    self._hurry()
+                    self._request_flush()
             elif isinstance(action, Deliver):
                 self._sinks[action.rid](action.ids)
             else:
                 self._sinks.pop(action.rid)(action.result)
 
-    def _hurry(self) -> None:
-        if not self._urgent:
-            self._urgent = True
+    def _request_flush(self) -> None:
+        if not self._flush_due:
+            self._flush_due = True
             self._flush_soon()
 
     def _send(self, action: Send) -> None:
