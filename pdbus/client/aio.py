@@ -140,17 +140,17 @@ class _Inbox:
     """What has come of a request and was not read. The channel holds it, not the stream, so that it shows when nobody
     else holds the stream any more."""
 
-    __slots__ = ("reader", "told", "updates")
+    __slots__ = ("callback", "reader", "updates")
 
     def __init__(self) -> None:
         self.updates: deque[Update] = deque()
         self.reader: asyncio.Future[None] | None = None  # waits for the next update
-        self.told: Callable[[], None] | None = None  # instead of the reader
+        self.callback: Callable[[], None] | None = None  # instead of the reader
 
     def put(self, update: Update) -> None:
         self.updates.append(update)
-        if self.told is not None:
-            self.told()
+        if self.callback is not None:
+            self.callback()
         elif self.reader is not None and not self.reader.done():
             self.reader.set_result(None)
 
@@ -205,10 +205,10 @@ class AsyncStream(BaseStream):
                 return piece
         return None
 
-    def tell(self, function: Callable[[], None] | None) -> None:
+    def on_update(self, function: Callable[[], None] | None) -> None:
         """Call `function` whenever something has come, on the loop's thread: for one who waits for several streams and
         reads them with `take`. None: nobody any more."""
-        self._inbox.told = function
+        self._inbox.callback = function
 
     async def __aenter__(self) -> AsyncStream:
         return self

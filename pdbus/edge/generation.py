@@ -97,13 +97,13 @@ class Generation:
 
     def add(self, choice: Choice) -> None:
         self.choices.append(choice)
-        choice.stream.tell(self._wake)
+        choice.stream.on_update(self._wake)
 
     def replace(self, old: Choice, new: Choice) -> None:
         """`new` is asked for in the place of `old`, which is over."""
-        old.stream.tell(None)
+        old.stream.on_update(None)
         self.choices[self.choices.index(old)] = new
-        new.stream.tell(self._wake)
+        new.stream.on_update(self._wake)
         self._came = True  # something of another may have, when `old` failed
 
     def cancel(self) -> None:
@@ -115,7 +115,7 @@ class Generation:
         """Nobody waits any more."""
         self.cancel()
         for choice in self.choices:
-            choice.stream.tell(None)
+            choice.stream.on_update(None)
 
     @property
     def answers(self) -> list[Answer]:

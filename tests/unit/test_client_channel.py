@@ -185,7 +185,7 @@ def test_a_stream_is_read_by_who_waits_for_several() -> None:
         for name in "ab":
             request = make_request([5, 6], {"rid": name}, AT, random.Random(1))
             stream = AsyncStream(Silent(), request, None, dict)  # type: ignore[arg-type]
-            stream.tell(partial(told.append, name))
+            stream.on_update(partial(told.append, name))
             streams.append(stream)
         one, other = streams
         assert one.take() is None
