@@ -2,7 +2,7 @@
 
 `sync` and `aio` are its two faces over `base`. A request's `options` become its record (`request`); `core` moves it
 from event to event, `traffic` carries its messages, which a thread of its own (`channel`) or the caller's event loop
-(`looped`) runs, and `output` is what the caller gets.
+(`loop_channel`) runs, and `output` is what the caller gets.
 """
 
 from pdbus.names import check_names

@@ -1,4 +1,4 @@
-"""The client for asyncio: `AsyncClient` and the stream of one request. Owns no sockets (see `looped`)."""
+"""The client for asyncio: `AsyncClient` and the stream of one request. Owns no sockets (see `loop_channel`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bus.runtime.keys import load_keys
 from bus.wire.messages import Role, Status, TraceIs
 from pdbus.client.base import BaseClient, BaseStream
 from pdbus.client.channel import CLOSED
-from pdbus.client.looped import LoopChannel, raise_if_forked
+from pdbus.client.loop_channel import LoopChannel, raise_if_forked
 from pdbus.client.options import Options, check_options, check_text
 from pdbus.client.output import Piece, Result
 from pdbus.client.request import Request

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from bus.wire.hashing import tokens_of
 from bus.wire.messages import DrainRank, DrainRole, Legs, Role, Status, StatusQuery, TraceIs, TraceQuery
 from pdbus.client.channel import Channel
-from pdbus.client.looped import LoopChannel
+from pdbus.client.loop_channel import LoopChannel
 from pdbus.client.options import Options, any_rank, block_tokens_for, leg_for, make_request, model_of, patience, where
 from pdbus.client.output import Piece, Result, Texts
 from pdbus.client.request import Request

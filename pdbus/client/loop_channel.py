@@ -2,7 +2,7 @@
 
 No thread is crossed: the task that has something to say sends it, and what comes wakes the task that waits for it.
 
-What reads its sockets is in `reader`.
+What reads its sockets is in `socket_reader`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from bus.wire.messages import Message
 from pdbus.client.channel import CLOSED
 from pdbus.client.core import Patience
 from pdbus.client.questions import REPEAT_S, A
-from pdbus.client.reader import Reader
 from pdbus.client.request import Request
+from pdbus.client.socket_reader import SocketReader
 from pdbus.client.traffic import TICK_S, Sink, Traffic, check_question
 
 log = get_logger("client")
@@ -35,7 +35,7 @@ _T = TypeVarTuple("_T")
 
 class LoopChannel:
     """As `Channel`, for one event loop, which alone calls it, `cancel` excepted. Serves from `open` to `stop` or to the
-    end of the loop: `asyncio.run` then ends the asynchronous generators that it knows, and `_life` is one."""
+    end of the loop: `asyncio.run` then ends the asynchronous generators that it knows, and `_lifetime` is one."""
 
     def __init__(self, controllers: Sequence[str], patience: Patience, rng: random.Random, keys: Keys | None) -> None:
         self.loop = asyncio.get_running_loop()
@@ -43,12 +43,12 @@ class LoopChannel:
         self.closed = False
         self._pid = os.getpid()
         self._failure: Exception | None = None
-        self._reader = Reader(self.loop, self._flush, self._fail)
+        self._reader = SocketReader(self.loop, self._flush, self._fail)
         self._stopping = asyncio.Lock()
         self._left = asyncio.Event()
         self.gone: Future[None] = Future()  # its sockets are closed, by whomever
         self._ending = threading.Lock()
-        self._living = self._life()
+        self._running = self._lifetime()
         self._sockets = Sockets(keys=keys)
         try:
             for endpoint in controllers:
@@ -63,7 +63,7 @@ class LoopChannel:
         self._timer = self.loop.call_later(TICK_S, self._tick)
 
     async def open(self) -> None:
-        await anext(self._living)
+        await anext(self._running)
 
     def begin(self, request: Request, sink: Sink) -> None:
         """As `Channel.begin`."""
@@ -105,7 +105,7 @@ class LoopChannel:
         """Cancel what is live, and leave; idempotent. Every sink has got its Result when this returns."""
         async with self._stopping:
             try:
-                await self._living.aclose()
+                await self._running.aclose()
             except RuntimeError:  # the loop's end is at it already
                 if not self.closed:
                     raise
@@ -130,7 +130,7 @@ class LoopChannel:
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    async def _life(self) -> AsyncGenerator[None, None]:
+    async def _lifetime(self) -> AsyncGenerator[None, None]:
         try:
             yield
         finally:

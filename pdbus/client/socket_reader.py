@@ -22,7 +22,7 @@ log = get_logger("client")
 Handler = Callable[[list[bytes]], None]
 
 
-class Reader:
+class SocketReader:
     """Each message of a watched socket goes to its handler. `flush` sends what is to be said, and is called soon after
     `turn_soon`. What either of them raises ends the reading and goes to `failed`."""
 

@@ -1,6 +1,6 @@
 """What a client says and hears: its sockets, its core and its questions, on one thread. Decides nothing.
 
-Whose thread that is, and what waits for the sockets, is for who runs it (`channel`, `looped`).
+Whose thread that is, and what waits for the sockets, is for who runs it (`channel`, `loop_channel`).
 """
 
 from __future__ import annotations

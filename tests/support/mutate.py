@@ -54,7 +54,7 @@ SHELLS = {  # what owns sockets, threads or a process is held by the integration
     "nodes/link/connection.py", "nodes/link/data.py", "nodes/link/host.py", "nodes/link/rank.py",
     "nodes/link/embed.py", "nodes/own/kv_events.py", "pdbus/client/channel.py", "pdbus/client/sync.py",
     "pdbus/client/aio.py", "pdbus/client/base.py", "pdbus/client/options.py", "pdbus/client/output.py",
-    "pdbus/client/looped.py", "pdbus/client/traffic.py",
+    "pdbus/client/loop_channel.py", "pdbus/client/traffic.py",
 }  # fmt: skip
 OTHER: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

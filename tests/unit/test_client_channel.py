@@ -44,11 +44,11 @@ from bus.wire.messages import (
 )
 from pdbus.client import AsyncClient, AsyncStream, Client, Piece, Result
 from pdbus.client.core import Patience
-from pdbus.client.looped import LoopChannel
+from pdbus.client.loop_channel import LoopChannel
 from pdbus.client.options import make_request, where
 from pdbus.client.output import failure
 from pdbus.client.questions import Questions
-from pdbus.client.reader import BUDGET
+from pdbus.client.socket_reader import BUDGET
 from pdbus.client.traffic import Traffic
 
 WAIT_MS = 30_000
