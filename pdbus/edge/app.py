@@ -34,7 +34,7 @@ from pdbus.edge.tracing import Answered, follow, span_of
 from pdbus.text.decoder import BEFORE
 from pdbus.text.stops import StopFinder
 
-BEGIN_ANEW = 2  # times: a whole answer that was interrupted
+MAX_RESTARTS = 2  # times: a whole answer that was interrupted
 LOOK_S = 1.0  # between two looks at the cluster, the keys and who has stopped reading
 
 log = get_logger("edge")
@@ -211,12 +211,12 @@ class Edge:
 
     async def _answer(self, exchange: Exchange, job: jobs.Job) -> None:
         if job.rid:
-            exchange.say_rid(job.rid)
+            exchange.use_rid(job.rid)
         count = job.n * len(job.prompts)
         traced, span = follow(
             exchange.headers, exchange.rid, exchange.path, job.model.name, exchange.began_at, self._spans
         )
-        rid = exchange.draw_rid() if exchange.said_rid else exchange.rid
+        rid = exchange.draw_rid() if exchange.client_rid else exchange.rid
         requests = job.requests(rid, {**self._urgency(exchange), **traced})
         if self.counts.in_flight + count > self._config.max_requests:
             raise HttpError(429, f"{self.counts.in_flight} answers are under way here", code="overloaded")
@@ -240,7 +240,7 @@ class Edge:
             if job.stream:
                 await _stream(exchange, generation, writer)
             else:
-                left = BEGIN_ANEW
+                left = MAX_RESTARTS
                 while await generation.more():
                     try:
                         for _ in generation.taken():

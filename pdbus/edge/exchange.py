@@ -35,7 +35,7 @@ _EVENTS = (
 
 
 class Exchange:
-    """`rid` is the client's `x-request-id`, or drawn; every response says it. `said_rid`: it is the client's."""
+    """`rid` is the client's `x-request-id`, or drawn; every response says it. `client_rid`: it is the client's."""
 
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, config: EdgeConfig, clock: Callable[[], float]
@@ -59,16 +59,16 @@ class Exchange:
         self._config = config
         self._clock = clock
         said = self.headers.get(b"x-request-id", b"")
-        self.said_rid = said.decode() if _RID.fullmatch(said) else ""
-        self.rid = self.said_rid or f"{_rng.getrandbits(128):032x}"
+        self.client_rid = said.decode() if _RID.fullmatch(said) else ""
+        self.rid = self.client_rid or f"{_rng.getrandbits(128):032x}"
         origin, allowed = self.headers.get(b"origin", b""), config.cors_origins
         self._origin = origin if allowed and ("*" in allowed or origin.decode("latin-1") in allowed) else b""
 
     # --- the request ------------------------------------------------------------------------------------------------
 
-    def say_rid(self, rid: str) -> None:
+    def use_rid(self, rid: str) -> None:
         """The body says one too, which counts."""
-        self.rid = self.said_rid = rid
+        self.rid = self.client_rid = rid
 
     def draw_rid(self) -> str:
         """A rid for the bus that begins with ours. Clients say the same one twice: the proxy that tries again, the
@@ -77,7 +77,7 @@ class Exchange:
 
     def check(self) -> None:
         """HttpError for headers that make no sense."""
-        if b"x-request-id" in self.headers and not self.said_rid:
+        if b"x-request-id" in self.headers and not self.client_rid:
             raise invalid("x-request-id", f"x-request-id: 1 to {RID_MAX} printable characters")
 
     def number(self, header: bytes) -> float | None:
@@ -163,13 +163,13 @@ class Exchange:
         """Answer such a question: yes."""
         asked = self.headers.get(b"access-control-request-headers", b"")
         await self._start(204, (*_ALLOWED, *(((b"access-control-allow-headers", asked),) if asked else ())))
-        await self._say(b"", more=False)
+        await self._send_body(b"", more=False)
 
     async def answer(
         self, status: int, body: bytes, kind: bytes = b"application/json", headers: Iterable[Header] = ()
     ) -> None:
         await self._start(status, ((b"content-type", kind), (b"content-length", b"%d" % len(body)), *headers))
-        await self._say(body, more=False)
+        await self._send_body(body, more=False)
 
     async def fail(self, error: HttpError) -> None:
         await self.answer(error.status, error.body(), headers=error.headers)
@@ -180,7 +180,7 @@ class Exchange:
 
     async def event(self, data: bytes, *, last: bool = False) -> None:
         """Returns when the client has not too much to read yet."""
-        await self._say(data, more=not last)
+        await self._send_body(data, more=not last)
 
     def overdue(self, now: float) -> bool:
         """Whether the client has stopped reading for too long."""
@@ -193,7 +193,7 @@ class Exchange:
             named += ((b"access-control-allow-origin", self._origin), (b"vary", b"Origin"), _EXPOSED)
         await self._send({"type": "http.response.start", "status": status, "headers": named})
 
-    async def _say(self, body: bytes, *, more: bool) -> None:
+    async def _send_body(self, body: bytes, *, more: bool) -> None:
         self.sending_since = self._clock()
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
         self.sending_since = None

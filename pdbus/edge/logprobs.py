@@ -18,15 +18,15 @@ class Likelihoods:
     ) -> None:
         self._name = name
         self._bytes_of = bytes_of
-        self._untold: list[tuple[int, TokenLogprobs]] = []
+        self._pending: list[tuple[int, TokenLogprobs]] = []
         self._offset = 0  # in characters, of the next token
 
     def __bool__(self) -> bool:
         """Whether there is anything to tell."""
-        return bool(self._untold)
+        return bool(self._pending)
 
     def add(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        self._untold += zip(ids, logprobs, strict=True)
+        self._pending += zip(ids, logprobs, strict=True)
 
     def chat(self) -> dict[str, Any]:
         content = [
@@ -48,7 +48,7 @@ class Likelihoods:
         return said
 
     def _take(self) -> list[tuple[int, TokenLogprobs]]:
-        taken, self._untold = self._untold, []
+        taken, self._pending = self._pending, []
         return taken
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:

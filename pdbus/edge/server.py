@@ -32,7 +32,7 @@ from pdbus.edge.config import EdgeConfig
 from pdbus.edge.connection import Connection, connections_of
 
 BACKLOG = 2048
-TELL_S = 2.0
+PROGRESS_S = 2.0
 OVERLOADED_S = 1.0  # so long an overloaded cluster is tried again for a request: its client backs off better
 NO_RANK_S = 5.0  # for a rank that is started again to come back
 
@@ -125,14 +125,14 @@ async def _until_seen(
     edge: Edge, server: uvicorn.Server, config: EdgeConfig, controller: str, waiting: Callable[[str], None]
 ) -> None:
     loop = asyncio.get_running_loop()
-    began = told = loop.time()
+    began = shown_at = loop.time()
     while edge.view.seen is None and not server.should_exit:
         now = loop.time()
         if now - began >= config.wait_s:
             why = await asyncio.to_thread(why_silent, controller, config.keys)
             raise StartError(f"no controller answers at {controller} (waited {config.wait_s:g} s): {why}")
-        if now - told >= TELL_S:
-            told = now
+        if now - shown_at >= PROGRESS_S:
+            shown_at = now
             waiting(f"waiting for a controller at {controller} ({now - began:.0f} s of {config.wait_s:g} s)")
         await asyncio.sleep(0.02)
 
