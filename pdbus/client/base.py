@@ -20,7 +20,7 @@ from bus.wire.messages import DrainRank, DrainRole, Legs, Role, Status, StatusQu
 from pdbus.client.channel import Channel
 from pdbus.client.loop_channel import LoopChannel
 from pdbus.client.options import Options, any_rank, block_tokens_for, leg_for, make_request, model_of, patience, where
-from pdbus.client.output import Piece, Result, Texts
+from pdbus.client.output import ModelTexts, Piece, Result
 from pdbus.client.request import Request
 from pdbus.client.traffic import Sink, Update
 from pdbus.text.decoder import BEFORE
@@ -53,7 +53,7 @@ class BaseClient:
     ) -> None:
         self._where = where(controller, prefill_controller, decode_controller)
         self._patience = patience(retries, connect_timeout_s, overloaded_s, no_rank_s)
-        self._texts = Texts(model, places_of([str(tokenizer)]) if tokenizer else None)
+        self._texts = ModelTexts(model, places_of([str(tokenizer)]) if tokenizer else None)
         self._learnt: dict[str, tuple[Legs, int]] = {}  # by model: how its requests run, and the blocks of hashes
         self._start(keys, seed)
 

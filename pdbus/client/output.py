@@ -80,7 +80,7 @@ def failure(rid: str, code: Code, message: str) -> Result:
     return Result(rid, "failed", (), 1, None, None, None, "", 0.0, 0.0, code, message)
 
 
-class Texts:
+class ModelTexts:
     """A client's tokenizers by model, each loaded once. Any thread."""
 
     def __init__(self, model: str = "", places: Places | None = None) -> None:

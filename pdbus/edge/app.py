@@ -63,7 +63,7 @@ class Edge:
         self._wall_s = wall_s(clock)
         self._spans = spans
         self._keys = Keys(config.api_keys) if config.api_keys else None
-        self._texts = jobs.Texts(config.tokenizers)
+        self._texts = jobs.TextLoader(config.tokenizers)
         self._live: dict[Exchange, Key | None] = {}
         self._page = resources.files("pdbus.edge").joinpath("page.html").read_bytes()
         self.counts = Counts()

@@ -66,7 +66,7 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
     json_schema: Schema | None = None
 
 
-class Generation(Sampling, kw_only=True):
+class OpenAiFields(Sampling, kw_only=True):
     """What OpenAI's two endpoints share."""
 
     model: str = ""
@@ -108,7 +108,7 @@ class Turn(Struct, forbid_unknown_fields=True):
     cache_control: dict[str, Any] | None = None
 
 
-class Chat(Generation, kw_only=True):
+class Chat(OpenAiFields, kw_only=True):
     messages: list[Turn]
     max_completion_tokens: int | None = None
     add_generation_prompt: bool | None = None
@@ -116,7 +116,7 @@ class Chat(Generation, kw_only=True):
     top_logprobs: int | None = None
 
 
-class Completion(Generation, kw_only=True):
+class Completion(OpenAiFields, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
 
@@ -230,7 +230,7 @@ def _passed(kind: type[Sampling]) -> tuple[tuple[str, ...], Callable[[Any], tupl
     return names, attrgetter(*names)
 
 
-_OF_OPENAI, _OF_GENERATE = _passed(Generation), _passed(SglSampling)
+_OF_OPENAI, _OF_GENERATE = _passed(OpenAiFields), _passed(SglSampling)
 
 
 def options_of(said: Sampling, defaults: Mapping[str, float] | None = None) -> Options:
@@ -305,7 +305,7 @@ def choices_of(said: Sampling, prompts: int) -> int:
     return n
 
 
-def rid_of(said: Generation | Generate) -> str:
+def rid_of(said: OpenAiFields | Generate) -> str:
     """The request's id, where the body says one; empty else."""
     named = {name: rid for name in ("rid", "request_id") if (rid := getattr(said, name, None))}
     for name, rid in named.items():

@@ -87,7 +87,7 @@ class Job:
         return asked + [id for id in self.end_ids if id not in asked][: fields.MAX_STOP_TOKEN_IDS - len(asked)]
 
 
-class Texts:
+class TextLoader:
     """Tokenizers and templates by model, each loaded once and on a thread. For one event loop."""
 
     def __init__(self, places: Places) -> None:
@@ -121,7 +121,7 @@ class Texts:
             raise HttpError(501, why, code="no_tokenizer") from None
 
 
-async def chat(body: bytes, view: View, texts: Texts, config: EdgeConfig) -> Job:
+async def chat(body: bytes, view: View, texts: TextLoader, config: EdgeConfig) -> Job:
     said = fields.read(fields.Chat, body)
     model = view.model(said.model)
     text = await texts.of(model.name)
@@ -132,7 +132,7 @@ async def chat(body: bytes, view: View, texts: Texts, config: EdgeConfig) -> Job
     return _openai(said, model, text, [ids], most, usual, ChatWriter, config)
 
 
-async def completions(body: bytes, view: View, texts: Texts, config: EdgeConfig) -> Job:
+async def completions(body: bytes, view: View, texts: TextLoader, config: EdgeConfig) -> Job:
     said = fields.read(fields.Completion, body)
     model = view.model(said.model)
     prompts = fields.prompts_of(said.prompt, "prompt")
@@ -142,7 +142,7 @@ async def completions(body: bytes, view: View, texts: Texts, config: EdgeConfig)
 
 
 def _openai(
-    said: fields.Generation,
+    said: fields.OpenAiFields,
     model: ServedModel,
     text: ModelText | None,
     prompts: list[list[int]],
@@ -163,7 +163,7 @@ def _openai(
     )  # fmt: skip
 
 
-async def generate(body: bytes, view: View, texts: Texts) -> Job:
+async def generate(body: bytes, view: View, texts: TextLoader) -> Job:
     said = fields.read(fields.Generate, body)
     if (said.text is None) == (said.input_ids is None):
         raise invalid("text", "give either text or input_ids")
@@ -188,7 +188,7 @@ async def generate(body: bytes, view: View, texts: Texts) -> Job:
     )  # fmt: skip
 
 
-async def _text_of(texts: Texts, model: ServedModel, prompts: list[str | list[int]]) -> ModelText | None:
+async def _text_of(texts: TextLoader, model: ServedModel, prompts: list[str | list[int]]) -> ModelText | None:
     """None where there is none and all prompts are ids: they go in and out all the same."""
     try:
         return await texts.of(model.name)

@@ -109,7 +109,7 @@ def document() -> bytes:
         paths[path] = {
             "post": {
                 "summary": what,
-                "parameters": _HEADERS if issubclass(kind, fields.Generation | fields.Generate) else [_RID],
+                "parameters": _HEADERS if issubclass(kind, fields.OpenAiFields | fields.Generate) else [_RID],
                 "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
                 "responses": {"200": answer, **errors},
             }
