@@ -24,7 +24,7 @@ from bus.runtime import cli
 from bus.wire.messages import Params, RankStatus
 from nodes.engines import kind_of
 from pdbus.client import AsyncClient, Result
-from pdbus.commands.common import Teller, curl_line
+from pdbus.commands.common import ProgressLine, curl_line
 from pdbus.launcher import Cluster, ClusterSpec
 
 PROMPTS = (
@@ -71,11 +71,11 @@ def run(console: Console, *, model: str, engine: str = "torch", max_tokens: int,
         env=dict(demo.env),
     )
     answers = [Answer(prompt) for prompt in PROMPTS]
-    teller = Teller()
-    with teller.telling():
-        kind.prepare(model, lambda what, fraction: teller.say(f"{what}: {fraction:.0%}"))  # once for all ranks
+    progress = ProgressLine()
+    with progress.showing():
+        kind.prepare(model, lambda what, fraction: progress.show(f"{what}: {fraction:.0%}"))  # once for all ranks
         began = time.monotonic()
-        cluster = Cluster(spec, progress=teller.say).start()
+        cluster = Cluster(spec, progress=progress.show).start()
     try:
         console.print(
             f"[bold]{model}[/] by {engine} on {ranks} prefill (total_tokens) + {ranks} decode ranks (total_requests), "
@@ -178,9 +178,9 @@ def _view(answers: list[Answer]) -> Group:
 def _verify(model: str, answers: list[Answer], max_tokens: int, engine: str = "torch") -> None:
     from nodes.own.engines.reference import generate_alone
 
-    with Teller(at_once=True).telling() as teller:
+    with ProgressLine(at_once=True).showing() as progress:
         for number, answer in enumerate(answers, 1):
-            teller.say(f"computing every answer again in one process, to compare ({number} of {len(answers)}) ...")
+            progress.show(f"computing every answer again in one process, to compare ({number} of {len(answers)}) ...")
             if not answer.error:
                 answer.equal = (
                     generate_alone(model, answer.prompt_ids, max_tokens, Params(), engine=engine) == answer.ids

@@ -25,7 +25,7 @@ from pdbus.calibrate.check import METHOD, Agreement, check
 from pdbus.calibrate.engines import probe_of
 from pdbus.calibrate.fit import Point, errors, fit
 from pdbus.calibrate.measure import measure
-from pdbus.commands.common import Teller, leave_on_signals
+from pdbus.commands.common import ProgressLine, leave_on_signals
 from pdbus.commands.lab import option
 from pdbus.lab.config import LabConfig
 from pdbus.launcher import ClusterSpec
@@ -63,10 +63,10 @@ def calibrate(engine: str, model: str, out: Path, engine_args: tuple[str, ...], 
     kind = engines.kind_of(engine)
     config = _config(kind, engine_args, options | {"model": model})
     console = Console(highlight=False)
-    with Teller(at_once=True).telling() as teller:
-        teller.say("loading the engine")
+    with ProgressLine(at_once=True).showing() as progress:
+        progress.show("loading the engine")
         with probe_of(kind, config) as (probe, step_tokens):
-            points = measure(probe, step_tokens, options["longest"], options["rounds"], teller.say)
+            points = measure(probe, step_tokens, options["longest"], options["rounds"], progress.show)
     found = _file(engine, model, points, first_at_decode=kind.first_at_decode)
     _write(out, found)
     console.print(_table(found))
@@ -74,7 +74,7 @@ def calibrate(engine: str, model: str, out: Path, engine_args: tuple[str, ...], 
                   f"{found.worst_error:.0%}. Wrote {out}; try: pdbus replay --timing {out}")  # fmt: skip
     if options["check_s"] is None:
         return
-    with Teller(at_once=True).telling() as teller:
+    with ProgressLine(at_once=True).showing() as progress:
         settings = LabConfig(
             ranks=1, decode_ranks=1, load=0.0, timing=found.timing, first_at_decode=found.first_at_decode,
             chunk_tokens=step_tokens, decode_kv_tokens=probe.facts.kv_capacity,
@@ -82,7 +82,7 @@ def calibrate(engine: str, model: str, out: Path, engine_args: tuple[str, ...], 
         )  # fmt: skip
         longest = min(options["longest"], probe.facts.max_context // 2, probe.facts.kv_capacity // 8)
         spec = _spec(engine, model, engine_args, options)
-        agreement = check(spec, settings, longest, options["check_s"], teller.say)
+        agreement = check(spec, settings, longest, options["check_s"], progress.show)
     found.kv_fetch_token_s = agreement.kv_fetch_token_s
     _write(out, found)
     console.print(_comparison(agreement))

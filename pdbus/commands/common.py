@@ -22,7 +22,7 @@ from bus.runtime import cli
 from bus.wire.messages import Status
 from pdbus.client import Client
 
-SAY_S = 2.0
+PROGRESS_S = 2.0
 
 controller_option = click.option(
     "--controller",
@@ -52,26 +52,26 @@ tokenizers_option = click.option(
 )
 
 
-class Teller:
-    """Shows one changing line on stderr: live on a terminal, else a line each `SAY_S` (the first one after as long, or
+class ProgressLine:
+    """Shows one changing line on stderr: live on a terminal, else a line each `PROGRESS_S` (the first one after as long, or
     `at_once`)."""
 
     def __init__(self, *, at_once: bool = False) -> None:
         self.console = Console(stderr=True, highlight=False)
         self._status: Any = None
-        self._said_at = -math.inf if at_once else time.monotonic()
+        self._shown_at = -math.inf if at_once else time.monotonic()
 
-    def say(self, line: str) -> None:
+    def show(self, line: str) -> None:
         line = cli.printable(line)
         if self._status is not None:
             self._status.update(escape(line))
-        elif time.monotonic() - self._said_at >= SAY_S:
-            self._said_at = time.monotonic()
+        elif time.monotonic() - self._shown_at >= PROGRESS_S:
+            self._shown_at = time.monotonic()
             print(line, file=sys.stderr, flush=True)
 
     @contextmanager
-    def telling(self) -> Iterator[Teller]:
-        """While this lasts, `say` shows."""
+    def showing(self) -> Iterator[ProgressLine]:
+        """While this lasts, `show` shows."""
         if not self.console.is_terminal:
             yield self
             return
@@ -101,7 +101,7 @@ def wait_for_controller(client: Client, address: str, wait_s: float, keys: str) 
     if reason := unresolved(address):
         raise ConfigError(f"{reason}: check the address {address}")
     began = time.monotonic()
-    with Teller().telling() as teller:
+    with ProgressLine().showing() as progress:
         while True:
             left_s = began + wait_s - time.monotonic()
             try:
@@ -113,4 +113,4 @@ def wait_for_controller(client: Client, address: str, wait_s: float, keys: str) 
                         "(start a cluster with: pdbus up)"
                     ) from None
             waited_s = time.monotonic() - began
-            teller.say(f"waiting for a controller at {address} ({waited_s:.0f} s of {wait_s:g} s)")
+            progress.show(f"waiting for a controller at {address} ({waited_s:.0f} s of {wait_s:g} s)")

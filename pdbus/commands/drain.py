@@ -10,7 +10,7 @@ from bus.errors import ConfigError, StartError
 from bus.runtime import cli, settings
 from bus.wire.messages import RankStatus, Status
 from pdbus.client import Client
-from pdbus.commands.common import Teller, controller_option, keys_option, wait_for_controller, wait_option
+from pdbus.commands.common import ProgressLine, controller_option, keys_option, wait_for_controller, wait_option
 
 ASK_S = 0.25
 ROLES = ("prefill", "decode", "unified")
@@ -36,7 +36,7 @@ def drain(rank: str, role: str, model: str, drain_s: float, controller: str, key
         raise ConfigError("name a rank like decode-0/1, or a role with --role (and a --model)")
     if rank and (not slash or not number.isdecimal()):
         raise ConfigError(f"{rank!r}: name a rank like decode-0/1")
-    with Client(controller, keys=keys) as client, Teller().telling() as teller:
+    with Client(controller, keys=keys) as client, ProgressLine().showing() as progress:
         seen = wait_for_controller(client, controller, wait_s, keys)
         ours: list[RankStatus | None] = [_find(seen, instance, int(number))] if rank else []
         if role:
@@ -48,14 +48,14 @@ def drain(rank: str, role: str, model: str, drain_s: float, controller: str, key
         until = time.monotonic() + drain_s
         for before in ours:
             name = f"{before.instance}/{before.dp_rank}" if before is not None else rank
-            _until_left(client, name, before, until, drain_s, teller)
+            _until_left(client, name, before, until, drain_s, progress)
             click.echo(f"{name} has finished and left")
     if role and not ours:
         click.echo(f"no {role} rank{f' of {model}' if model else ''} is there to drain")
 
 
 def _until_left(
-    client: Client, name: str, before: RankStatus | None, until: float, drain_s: float, teller: Teller
+    client: Client, name: str, before: RankStatus | None, until: float, drain_s: float, progress: ProgressLine
 ) -> None:
     instance, _, number = name.rpartition("/")
     while True:
@@ -66,7 +66,7 @@ def _until_left(
             raise StartError(f"{name} is lost: {silence_of(seen)}; nothing to drain")
         if time.monotonic() >= until:
             raise StartError(f"{name} still has {seen.outstanding} requests after {drain_s:g} s; it goes on draining")
-        teller.say(f"{name} is {seen.state}: {seen.outstanding} requests left")
+        progress.show(f"{name} is {seen.state}: {seen.outstanding} requests left")
         time.sleep(ASK_S)
 
 

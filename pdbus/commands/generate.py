@@ -17,7 +17,7 @@ from bus.wire.messages import Location
 from pdbus.client import Client, Options, Result, Stream, choices
 from pdbus.client.options import any_rank
 from pdbus.commands.common import (
-    Teller,
+    ProgressLine,
     controller_option,
     keys_option,
     leave_on_signals,
@@ -40,7 +40,7 @@ def _sampling_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextmanager
-def _told(rids: Sequence[str] = (), *, as_json: bool) -> Iterator[None]:
+def _failure_as_json(rids: Sequence[str] = (), *, as_json: bool) -> Iterator[None]:
     """Print as JSON, if that was asked for, why there is no result. `rids` are of the requests that were looked at."""
     try:
         yield
@@ -56,11 +56,11 @@ class _Command(settings.Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        with _told(as_json="--json" in args):
+        with _failure_as_json(as_json="--json" in args):
             return super().make_context(info_name, list(args), parent, **extra)
 
     def check_environment(self) -> None:
-        with _told(as_json=click.get_current_context().params["as_json"]):
+        with _failure_as_json(as_json=click.get_current_context().params["as_json"]):
             super().check_environment()
 
 
@@ -102,7 +102,7 @@ def generate(text: str, controller: str, wait_s: float, **options: Any) -> None:
     rids: list[str] = []
     try:
         with (
-            _told(rids, as_json=options["as_json"]),
+            _failure_as_json(rids, as_json=options["as_json"]),
             Client(
                 None if split else controller,
                 prefill_controller=options["prefill_controller"],
@@ -162,12 +162,12 @@ def _begin(client: Client, text: str, options: dict[str, Any], waits: str) -> li
     if options["seed"] is not None:
         chosen["seed"] = options["seed"]
     asked = choices(options["n"], **chosen)
-    with Teller().telling() as teller:
+    with ProgressLine().showing() as progress:
         if options["tokens"]:
-            teller.say(waits)
+            progress.show(waits)
             ids = _ids(text)
             return [client.generate_tokens(ids, **each) for each in asked]
-        teller.say(waits or "loading the tokenizer ...")
+        progress.show(waits or "loading the tokenizer ...")
         return [client.generate(text, chat=not options["raw"], system=options["system"], **each) for each in asked]
 
 

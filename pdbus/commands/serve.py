@@ -11,7 +11,7 @@ import click
 
 from bus.errors import ConfigError
 from bus.runtime import cli, logs, settings, spans
-from pdbus.commands.common import Teller, controller_option, keys_option, tokenizers_option
+from pdbus.commands.common import ProgressLine, controller_option, keys_option, tokenizers_option
 from pdbus.edge.config import EdgeConfig
 from pdbus.text.find import places_of
 
@@ -111,4 +111,4 @@ def serve(
     if watch_parent:
         cli.leave_with_parent(lambda: os.kill(os.getpid(), signal.SIGTERM))
     with spans.exporting(otlp_endpoint, "edge") as exporter:
-        run(config, lambda url: cli.ready(endpoint=url), Teller(at_once=True).say, exporter)
+        run(config, lambda url: cli.ready(endpoint=url), ProgressLine(at_once=True\).show, exporter)

@@ -21,7 +21,7 @@ from controller.config import ControllerConfig
 from controller.policies import resolve
 from nodes.engines import EngineName, kind_of
 from nodes.own.engines.factory import default_engine
-from pdbus.commands.common import Teller, curl_line, leave_on_signals, tokenizers_option
+from pdbus.commands.common import ProgressLine, curl_line, leave_on_signals, tokenizers_option
 from pdbus.launcher import Cluster, ClusterSpec, RestartPolicy, Supervisor
 from pdbus.ray.plan import RAY, STRATEGIES, Layout, parse_resources
 from pdbus.text.find import places_of
@@ -216,7 +216,7 @@ def up(
     policy = RestartPolicy(limit=restarts, start_timeout_s=start_timeout_s)
     leave_on_signals()
     outlive_readers()
-    teller = Teller()
+    progress = ProgressLine()
     cluster: Cluster | RayCluster
     if ray:
         resources: dict[Role, str] = {
@@ -224,28 +224,33 @@ def up(
             "decode": decode_resources,
             "unified": unified_resources,
         }
-        cluster = _over_ray(spec, policy, ray_address, ray_strategy, resources, teller)
+        cluster = _over_ray(spec, policy, ray_address, ray_strategy, resources, progress)
     else:
-        cluster = Cluster(spec, progress=teller.say, restarts=policy, say=_say)
+        cluster = Cluster(spec, progress=progress.show, restarts=policy, say=_print_line)
     try:
-        with teller.telling():
+        with progress.showing():
             cluster.start()
         _show(cluster)
         if isinstance(cluster, Cluster):
-            Supervisor(cluster, policy, _say).run()
+            Supervisor(cluster, policy, _print_line).run()
         cluster.run()
     except KeyboardInterrupt:
         leave_on_signals(cluster.interrupt)
         if cluster.children:
-            _say("draining; Ctrl-C again ends it at once")
+            _print_line("draining; Ctrl-C again ends it at once")
         raise
     finally:
-        with teller.telling():
+        with progress.showing():
             cluster.stop()
 
 
 def _over_ray(
-    spec: ClusterSpec, policy: RestartPolicy, address: str, strategy: str, resources: dict[Role, str], teller: Teller
+    spec: ClusterSpec,
+    policy: RestartPolicy,
+    address: str,
+    strategy: str,
+    resources: dict[Role, str],
+    progress: ProgressLine,
 ) -> RayCluster:
     """ConfigError for what cannot be laid over a Ray cluster, or when there is none."""
     if spec.gpus:
@@ -257,7 +262,7 @@ def _over_ray(
     from pdbus.ray.cluster import RayCluster
 
     connect(address)
-    cluster = RayCluster(spec, Layout(strategy, each), policy, _say, teller.say)
+    cluster = RayCluster(spec, Layout(strategy, each), policy, _print_line, progress.show)
     leave_on_signals(cluster.interrupt)  # after Ray has set a handler of its own
     return cluster
 
@@ -272,7 +277,7 @@ def _arguments(engine: str | None, given: tuple[str, ...]) -> tuple[tuple[str, .
     return given[:at], given[at + 1 :]
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(f"pdbus up: {line}", file=sys.stderr, flush=True)
 
 

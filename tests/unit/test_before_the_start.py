@@ -55,7 +55,7 @@ def test_the_demo_prepares_the_model_before_any_rank_starts(
 
     monkeypatch.setattr("nodes.own.kinds.TORCH", replace(TORCH, prepare=prepare))
     monkeypatch.setattr(demo, "Cluster", lambda *_, **__: pytest.fail("it started the ranks"))
-    monkeypatch.setattr("pdbus.commands.common.SAY_S", 0.0)
+    monkeypatch.setattr("pdbus.commands.common.PROGRESS_S", 0.0)
     with pytest.raises(ConfigError, match="the model package is missing"):
         demo.run(Console(quiet=True), model="smollm2", max_tokens=1, verify=False)
     assert capsys.readouterr().err == "reading the model: 50%\n"

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from bus.runtime.output import Unfailing, outlive_readers
-from pdbus.commands.common import Teller
+from pdbus.commands.common import ProgressLine
 
 
 def unwritable(kind: str) -> io.TextIOWrapper:
@@ -35,9 +35,9 @@ def test_whoever_writes_is_told_nothing(kind: str, monkeypatch: pytest.MonkeyPat
     click.echo("a line")
     click.echo("a line", err=True)
     Console().print("[b]a line")
-    teller = Teller(at_once=True)
-    with teller.telling():
-        teller.say("a line")
+    progress = ProgressLine(at_once=True)
+    with progress.showing():
+        progress.show("a line")
     print("x" * 100_000)
     sys.stdout.flush()
     monkeypatch.undo()
