@@ -53,8 +53,8 @@ tokenizers_option = click.option(
 
 
 class ProgressLine:
-    """Shows one changing line on stderr: live on a terminal, else a line each `PROGRESS_S` (the first one after as long, or
-    `at_once`)."""
+    """One line of progress on stderr. A terminal shows it live; elsewhere a line is printed each `PROGRESS_S`, the
+    first one after as long, or `at_once`."""
 
     def __init__(self, *, at_once: bool = False) -> None:
         self.console = Console(stderr=True, highlight=False)
@@ -71,7 +71,7 @@ class ProgressLine:
 
     @contextmanager
     def showing(self) -> Iterator[ProgressLine]:
-        """While this lasts, `show` shows."""
+        """Let `show` print while this lasts."""
         if not self.console.is_terminal:
             yield self
             return

@@ -111,4 +111,4 @@ def serve(
     if watch_parent:
         cli.leave_with_parent(lambda: os.kill(os.getpid(), signal.SIGTERM))
     with spans.exporting(otlp_endpoint, "edge") as exporter:
-        run(config, lambda url: cli.ready(endpoint=url), ProgressLine(at_once=True\).show, exporter)
+        run(config, lambda url: cli.ready(endpoint=url), ProgressLine(at_once=True).show, exporter)
