@@ -13,7 +13,7 @@ from edge_world import AT, World, chat, letters
 from test_text_folder import folder, llama
 
 from pdbus.client.options import make_request
-from pdbus.client.output import TextLoader
+from pdbus.client.output import ModelTexts
 from pdbus.client.sync import Stream
 from pdbus.text.find import places_of
 from pdbus.text.folder import FolderText
@@ -40,7 +40,7 @@ def test_a_message_has_the_same_tokens_by_the_client_library(tmp_path: Path) -> 
     written = "  hé<|end|> "
     messages = [{"role": "system", "content": "be"}, {"role": "user", "content": written}]
     at_edge = run(world.post("/tokenize", {"messages": messages})).json["tokens"]
-    texts = TextLoader(places=places_of([str(tmp_path)]))
+    texts = ModelTexts(places=places_of([str(tmp_path)]))
     assert texts.prompt("sim", written, True, "be")[1] == at_edge
     by_itself = run(world.post("/tokenize", {"prompt": written})).json["tokens"]
     assert texts.prompt("sim", written, False, None)[1] == by_itself != at_edge
