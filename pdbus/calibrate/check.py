@@ -20,7 +20,7 @@ from pdbus.lab.simulate import simulate
 from pdbus.lab.traces import Trace, TraceRequest
 from pdbus.launcher import Cluster, ClusterSpec
 
-Say = Callable[[str], None]
+Progress = Callable[[str], None]
 METHOD = "total_tokens"
 LONE = 5  # requests that are alone there, for each length
 LOAD = 0.5  # of the busier of the two ranks
@@ -46,14 +46,14 @@ class Agreement:
         return max(abs(replayed / live - 1.0) for live, replayed in self.figures.values())
 
 
-def check(spec: ClusterSpec, config: LabConfig, longest: int, duration_s: float, say: Say) -> Agreement:
+def check(spec: ClusterSpec, config: LabConfig, longest: int, duration_s: float, progress: Progress) -> Agreement:
     """`config` has the timing and what the ranks hold; no prompt is longer than `longest`."""
     config = replace(config, cache_blocks=config.decode_kv_tokens // BLOCK_TOKENS)
-    with Cluster(spec, say) as cluster, cluster.client() as client:
-        say("how long the hand-over of a KV cache takes")
+    with Cluster(spec, progress) as cluster, cluster.client() as client:
+        progress("how long the hand-over of a KV cache takes")
         config = replace(config, kv_fetch_token_s=_fetch_token_s(client, config, longest))
         trace = made_up(config, longest, duration_s)
-        live = summarise(replay_on(client, trace, METHOD, config, say), config)
+        live = summarise(replay_on(client, trace, METHOD, config, progress), config)
     replayed = summarise(simulate(trace, METHOD, config), config)
     figures = {name: (getattr(live, field), getattr(replayed, field)) for name, field in FIELDS.items()}
     return Agreement(figures, config.kv_fetch_token_s, len(trace))

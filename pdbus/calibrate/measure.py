@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what the answers say of its steps: prompts alone, then requests that decode together.
+"""What is asked of an engine, and what the answers progress of its steps: prompts alone, then requests that decode together.
 
 Prompts differ in every block, so that no prefix cache helps. Other work of the machine only makes a step longer, so of
 the steps of a round the median counts, and of a few rounds the quickest.
@@ -15,7 +15,7 @@ from typing import Protocol
 
 from nodes.link.facts import RankFacts
 from pdbus.calibrate.fit import Point
-from pdbus.calibrate.probe import Course
+from pdbus.calibrate.probe import LegTimes
 
 STEPS = 12  # of decoding that count, for each point
 SHORTEST = 16
@@ -28,11 +28,11 @@ class Runs(Protocol):
 
     facts: RankFacts
 
-    def run(self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> list[Course]: ...
+    def run(self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> list[LegTimes]: ...
 
 
 def measure(
-    probe: Runs, step_tokens: int, longest: int, rounds: int = 3, say: Callable[[str], None] = lambda line: None
+    probe: Runs, step_tokens: int, longest: int, rounds: int = 3, progress: Callable[[str], None] = lambda line: None
 ) -> list[Point]:
     """The points to fit; `step_tokens`: prompt tokens that the engine computes in a step at most; no prompt is longer
     than `longest`."""
@@ -46,13 +46,13 @@ def measure(
     probe.run(prompts(2, min(most, 2 * SHORTEST)), [4, 4])  # what an engine does once is not counted
     points = []
     for length in _doubled(SHORTEST, most):
-        say(f"prompts of {length} tokens")
+        progress(f"prompts of {length} tokens")
         seconds = [probe.run(prompts(1, length), [1])[0].tokens_at[0] for _ in range(rounds)]
         steps = math.ceil(length / step_tokens)
         context = sum(range(0, length, step_tokens))
         points.append(Point(steps, length, 0, context, min(seconds)))
     for rows, length in _batches(facts, most):
-        say(f"{rows} requests of {length} tokens")
+        progress(f"{rows} requests of {length} tokens")
         warm = math.ceil(rows * length / step_tokens) + 2  # steps in which some of the prompts are computed
         got = [_decoded(probe.run(prompts(rows, length), [warm + STEPS] * rows)) for _ in range(rounds)]
         points.append(min(got, key=lambda point: point.seconds))
@@ -75,7 +75,7 @@ def _batches(facts: RankFacts, most: int) -> Iterator[tuple[int, int]]:
                 yield rows, length
 
 
-def _decoded(courses: Sequence[Course]) -> Point:
+def _decoded(courses: Sequence[LegTimes]) -> Point:
     """A step of those from the first in which all of them decode to the last before one ends."""
     began = max(course.tokens_at[0] for course in courses)
     ended = min(course.tokens_at[-1] for course in courses)

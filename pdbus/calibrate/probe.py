@@ -19,7 +19,7 @@ WAIT_S = 300.0  # for the next token
 
 
 @dataclass(slots=True)
-class Course:
+class LegTimes:
     """The times at which its tokens came, in seconds from the start of all legs of the run."""
 
     prompt_tokens: int
@@ -35,17 +35,17 @@ class Probe:
         self._runner = runner
         self._clock = clock
         self._turn = turn
-        self._courses: dict[Leg, Course] = {}
-        self._began = self._heard = 0.0
+        self._times_of: dict[Leg, LegTimes] = {}
+        self._began = self._last_token_at = 0.0
         self._numbers = itertools.count(1)
-        runner.attach(self._told)
+        runner.attach(self._on_event)
 
-    def run(self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> list[Course]:
+    def run(self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> list[LegTimes]:
         """All at once, each to its last token. StartError where the engine fails one, or stands still."""
         legs = [self._leg(prompt, count) for prompt, count in zip(prompts, max_tokens, strict=True)]
-        courses = [Course(len(prompt)) for prompt in prompts]
-        self._courses = dict(zip(legs, courses, strict=True))
-        self._began = self._heard = self._clock()
+        courses = [LegTimes(len(prompt)) for prompt in prompts]
+        self._times_of = dict(zip(legs, courses, strict=True))
+        self._began = self._last_token_at = self._clock()
         for leg in legs:
             self._runner.start(leg)
         while not all(course.over for course in courses):
@@ -53,7 +53,7 @@ class Probe:
             self._runner.turn(now)
             self._runner.tick(now)
             self._turn()
-            if self._clock() - self._heard > WAIT_S:
+            if self._clock() - self._last_token_at > WAIT_S:
                 raise StartError(f"the engine made no token for {WAIT_S:g} s")
         return courses
 
@@ -64,13 +64,13 @@ class Probe:
             Params(ignore_eos=True), frozenset(), None,
         )  # fmt: skip
 
-    def _told(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         if isinstance(event, Dead):
             raise StartError(f"the engine died: {event.reason}")
         if isinstance(event, LegFailed):
             raise StartError(f"the engine failed: {event.message or event.code}")
         if isinstance(event, Output):
-            self._heard = self._clock()
-            self._courses[event.leg].tokens_at += [self._heard - self._began] * len(event.tokens)
+            self._last_token_at = self._clock()
+            self._times_of[event.leg].tokens_at += [self._last_token_at - self._began] * len(event.tokens)
         elif isinstance(event, Finished):
-            self._courses[event.leg].over = True
+            self._times_of[event.leg].over = True
