@@ -30,7 +30,7 @@ from pdbus.commands.common import (
     wait_option,
 )
 from pdbus.top.figures import Sample, slo_of, trouble_of
-from pdbus.top.source import BrokerDesk
+from pdbus.top.source import BrokerStatusClient
 
 WIDTH = 132  # of a table that no terminal shows
 COLUMNS = ("rank", "role", "state", "age", "run+wait", "KV", "in flight", "estimate", "sent", "ended", "bad")
@@ -62,10 +62,10 @@ def status(controller: str, bus: str, as_json: bool, watch_s: float | None, keys
     """Show every rank: role, state, load report and its age, estimate, work in flight, counts."""
     leave_on_signals()
     console = _console()
-    with Client(controller, keys=keys) as client, BrokerDesk(BusAddress(bus), keys) as desk:
+    with Client(controller, keys=keys) as client, BrokerStatusClient(BusAddress(bus), keys) as broker_client:
         while True:
             seen = wait_for_controller(client, controller, wait_s, keys)
-            broker = desk.ask()
+            broker = broker_client.ask()
             if as_json:
                 print(json.dumps(as_dict(seen, broker), indent=None if watch_s else 2), flush=True)
             else:

@@ -36,7 +36,7 @@ def top(controller: str, bus: str, keys: str, wait_s: float, interval_s: float) 
 
     from pdbus.top.figures import History, Sample
     from pdbus.top.screen import lines_of
-    from pdbus.top.source import BrokerDesk, Watcher, is_terminal, keys_in, raw_keys
+    from pdbus.top.source import BrokerStatusClient, Watcher, is_terminal, keys_in, raw_keys
     from pdbus.top.view import View
 
     if not is_terminal():
@@ -47,7 +47,7 @@ def top(controller: str, bus: str, keys: str, wait_s: float, interval_s: float) 
     with ExitStack() as exits:
         client = exits.enter_context(Client(controller, keys=keys))
         wait_for_controller(client, controller, wait_s, keys)
-        broker = exits.enter_context(BrokerDesk(BusAddress(bus), keys))
+        broker = exits.enter_context(BrokerStatusClient(BusAddress(bus), keys))
         woken, wake = os.pipe()
         exits.callback(os.close, woken)
         exits.callback(os.close, wake)
@@ -73,10 +73,10 @@ def top(controller: str, bus: str, keys: str, wait_s: float, interval_s: float) 
                 figures = history.figures()
                 for pressed in keys_in(data):
                     view = view.pressed(pressed, figures.ranks if figures is not None else ())
-            while not view.paused and not watcher.heard.empty():
-                said = watcher.heard.get()
-                if isinstance(said, Exception):
-                    raise said
-                silent = said if isinstance(said, str) else ""
-                if isinstance(said, Sample):
-                    history.add(said)
+            while not view.paused and not watcher.updates.empty():
+                update = watcher.updates.get()
+                if isinstance(update, Exception):
+                    raise update
+                silent = update if isinstance(update, str) else ""
+                if isinstance(update, Sample):
+                    history.add(update)

@@ -13,10 +13,10 @@ from rich.text import Text
 
 from bus.runtime.cli import printable
 from pdbus.top.figures import WINDOW_S, Figures, History, News, RankFigures, slo_of, trouble_of
-from pdbus.top.parts import DIM, PLAIN, bar, colour_of, fact, quantiles, spark, warning
+from pdbus.top.formatting import age, name_of, number, seconds, share
 from pdbus.top.table import COLUMNS, table_of
 from pdbus.top.view import KEYS, View, key_of
-from pdbus.top.words import age, name_of, number, seconds, share
+from pdbus.top.widgets import DIM, PLAIN, bar, colour_of, fact, quantiles, spark, warning
 
 NEWS_LINES = 4  # at least, unless ranks need their place
 LEAST_ROWS = 5  # of the table, before there are news

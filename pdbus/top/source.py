@@ -38,7 +38,7 @@ _NAMES = {
 }  # fmt: skip
 
 
-class BrokerDesk:
+class BrokerStatusClient:
     """Asks the broker what it counts, over one connection. For one thread."""
 
     def __init__(self, address: BusAddress, keys: str = "") -> None:
@@ -47,7 +47,7 @@ class BrokerDesk:
         self._dealer = self._sockets.dealer(self._broker)
         self._questions = Questions()
 
-    def __enter__(self) -> BrokerDesk:
+    def __enter__(self) -> BrokerStatusClient:
         return self
 
     def __exit__(
@@ -75,12 +75,12 @@ class BrokerDesk:
 
 
 class Watcher(threading.Thread):
-    """Asks each `interval_s` and puts what it hears into `heard`: a Sample, or why there is none; or the exception that
+    """Asks each `interval_s` and puts what it hears into `updates`: a Sample, or why there is none; or the exception that
     ends it. After each it writes to the descriptor `wake`."""
 
-    def __init__(self, client: Client, broker: BrokerDesk, interval_s: float, wake: int) -> None:
+    def __init__(self, client: Client, broker: BrokerStatusClient, interval_s: float, wake: int) -> None:
         super().__init__(name="top", daemon=True)
-        self.heard: queue.SimpleQueue[Sample | str | Exception] = queue.SimpleQueue()
+        self.updates: queue.SimpleQueue[Sample | str | Exception] = queue.SimpleQueue()
         self._client = client
         self._broker = broker
         self._interval_s = interval_s
@@ -91,11 +91,11 @@ class Watcher(threading.Thread):
         try:
             while not self._leaving.is_set():
                 began = time.monotonic()
-                self.heard.put(self._ask())
+                self.updates.put(self._ask())
                 os.write(self._wake, b"x")
                 self._leaving.wait(max(0.0, began + self._interval_s - time.monotonic()))
         except Exception as error:
-            self.heard.put(error)
+            self.updates.put(error)
             os.write(self._wake, b"x")
 
     def stop(self) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from pdbus.top.figures import DEAD, RankFigures
-from pdbus.top.parts import CHOSEN, DIM, HEAD, PLAIN, bar, colour_of
+from pdbus.top.formatting import age, name_of, number, quantile_of, share
 from pdbus.top.view import View, key_of
-from pdbus.top.words import age, name_of, number, quantile_of, share
+from pdbus.top.widgets import CHOSEN, DIM, HEAD, PLAIN, bar, colour_of
 
 
 @dataclass(frozen=True)

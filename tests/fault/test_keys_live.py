@@ -47,7 +47,7 @@ from bus.wire.messages import (
 from nodes.own.engines.sim import sim_generate
 from pdbus.client import Client
 from pdbus.launcher import Cluster, ClusterSpec
-from pdbus.top.source import BrokerDesk
+from pdbus.top.source import BrokerStatusClient
 
 pytestmark = pytest.mark.fault
 
@@ -154,7 +154,7 @@ def test_others_get_nowhere_and_are_counted(live: Rig, keys: Path, who: str) -> 
     }  # fmt: skip
     if who != "a client at the nodes' ports":
         targets[controller.clients] = ("controller-0", "controllers")
-    with BrokerDesk(bus, str(keys / "cluster")) as desk, Peer(directory, role) as peer:  # type: ignore[arg-type]
+    with BrokerStatusClient(bus, str(keys / "cluster")) as desk, Peer(directory, role) as peer:  # type: ignore[arg-type]
 
         def counted() -> tuple[int, int]:
             """At the broker and at the controller. Not by their logs, which leave out what comes too often."""

@@ -27,7 +27,7 @@ from pdbus.launcher.child import Child
 from pdbus.launcher.spec import PartSpec
 from pdbus.top.figures import History, Sample
 from pdbus.top.screen import lines_of
-from pdbus.top.source import BrokerDesk, Watcher
+from pdbus.top.source import BrokerStatusClient, Watcher
 from pdbus.top.view import View
 
 pytestmark = pytest.mark.fault
@@ -53,7 +53,7 @@ class Watch:
     def __init__(self, bus: str, controller: str, wake: int) -> None:
         self._history, self._silent, self._where = History(), "", controller
         self._client = Client(controller)
-        self._desk = BrokerDesk(BusAddress(bus), "")
+        self._desk = BrokerStatusClient(BusAddress(bus), "")
         self._watcher = Watcher(self._client, self._desk, 0.1, wake)
         self._watcher.start()
 
@@ -69,7 +69,7 @@ class Watch:
         while missing:
             assert time.monotonic() < end, f"not shown: {missing}; the last was\n{screen}"
             with suppress(queue.Empty):
-                said = self._watcher.heard.get(timeout=1.0)
+                said = self._watcher.updates.get(timeout=1.0)
                 assert not isinstance(said, Exception), said
                 self._silent = said if isinstance(said, str) else ""
                 if isinstance(said, Sample):

@@ -32,7 +32,7 @@ from bus.wire import codec, topics
 from bus.wire.messages import KvPull, Member, Pong, RankStatus, Registration, Rooms
 from pdbus.client import Client
 from pdbus.launcher import Cluster, ClusterSpec
-from pdbus.top.source import BrokerDesk
+from pdbus.top.source import BrokerStatusClient
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 HEADER = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -205,7 +205,7 @@ class Scenario:
 
     def questions(self) -> None:
         self.client.status(timeout_s=self.wait_s)
-        with BrokerDesk(BusAddress(self.cluster.bus)) as desk:
+        with BrokerStatusClient(BusAddress(self.cluster.bus)) as desk:
             if (counts := desk.ask(int(1000 * self.wait_s))) is not None:
                 sitecustomize.record([b"", codec.encode(counts)])
 

@@ -23,7 +23,7 @@ from pdbus.client import Client
 from pdbus.launcher import Cluster, ClusterSpec
 from pdbus.top.figures import History, Sample
 from pdbus.top.screen import lines_of
-from pdbus.top.source import BrokerDesk
+from pdbus.top.source import BrokerStatusClient
 from pdbus.top.view import View
 
 IMAGES = Path(__file__).parents[2] / "docs" / "img"
@@ -74,7 +74,7 @@ def top() -> None:
     with (
         Cluster(spec) as cluster,
         Client(cluster.controller) as client,
-        BrokerDesk(BusAddress(cluster.bus), "") as desk,
+        BrokerStatusClient(BusAddress(cluster.bus), "") as desk,
         Load(cluster.controller, at_once=36),
     ):
         began, killed = time.monotonic(), False

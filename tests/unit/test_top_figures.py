@@ -6,7 +6,7 @@ import pytest
 from status_world import latencies, rank, sample
 
 from pdbus.top.figures import WINDOW_S, History, RankFigures, trouble_of
-from pdbus.top.words import age, number, quantile_of, seconds
+from pdbus.top.formatting import age, number, quantile_of, seconds
 
 
 def history(*samples: object) -> History:

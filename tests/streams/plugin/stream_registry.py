@@ -90,7 +90,7 @@ _ALL = [
     ),
     *_named("to_node_data", "client", CLIENT, "attach detach", "attach"),
     Stream(
-        "to_broker/broker_status", "client", ("pdbus.top.source:BrokerDesk.ask",), "test_broker_status", "call",
+        "to_broker/broker_status", "client", ("pdbus.top.source:BrokerStatusClient.ask",), "test_broker_status", "call",
         alone=False,
     ),
     Stream(
