@@ -13,7 +13,7 @@ from rich.text import Text
 from bus.runtime.cli import printable
 from bus.wire.messages import Mark, TraceIs
 
-SAID = {  # what parts call it, and how it is shown
+LABELS = {  # what parts call it, and how it is shown
     "asked": "asked for",
     "received": "received",
     "queued": "queued",
@@ -109,7 +109,7 @@ def waterfall(rid: str, answer: TraceIs, width: int) -> RenderableType:
     attempts = {hop.mark.attempt for hop in hops if hop.mark.attempt}
     for hop in hops:
         mark = hop.mark
-        what = SAID.get(mark.what, mark.what)
+        what = LABELS.get(mark.what, mark.what)
         text = Text(printable(what), style="bold red" if mark.what in ("retried", "failed") else "")
         if len(attempts) > 1 and mark.attempt:
             text.append(f" #{mark.attempt}", style="bold")
