@@ -226,7 +226,7 @@ def up(
         }
         cluster = _over_ray(spec, policy, ray_address, ray_strategy, resources, progress)
     else:
-        cluster = Cluster(spec, progress=progress.show, restarts=policy, say=_print_line)
+        cluster = Cluster(spec, progress=progress.show, restarts=policy, notify=_print_line)
     try:
         with progress.showing():
             cluster.start()

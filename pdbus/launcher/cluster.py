@@ -22,7 +22,7 @@ from bus.wire.messages import Status
 from pdbus.client import Client
 from pdbus.launcher.addresses import choose
 from pdbus.launcher.child import Child, is_socket, start
-from pdbus.launcher.ends import take_down, wait_ready
+from pdbus.launcher.lifecycle import take_down, wait_ready
 from pdbus.launcher.restarts import RestartPolicy
 from pdbus.launcher.spec import Addresses, ClusterSpec, PartSpec
 from pdbus.launcher.supervisor import Supervisor
@@ -36,7 +36,7 @@ class Cluster:
 
     `progress` is called a few times a second, while parts start, with a line that says what is waited for. With
     `restarts`, broker, controllers and edge that end while nodes start (which may take minutes) are started again, and
-    `say` gets a line for it; a `Supervisor` keeps all parts after that.
+    `notify` gets a line for it; a `Supervisor` keeps all parts after that.
 
     One thread at a time. Once stopped it starts as a new one in another `with`; what asks a cluster that does not run
     gets PartFailed. In a forked child it is the parent's: every call raises PartFailed, `stop` leaves all of it alone,
@@ -49,11 +49,11 @@ class Cluster:
         progress: Callable[[str], None] | None = None,
         *,
         restarts: RestartPolicy | None = None,
-        say: Callable[[str], None] | None = None,
+        notify: Callable[[str], None] | None = None,
     ) -> None:
         self.spec = spec
         self._restarts = restarts
-        self._say = say or (lambda line: None)
+        self._notify = notify or (lambda line: None)
         self.children: dict[str, Child] = {}
         self.started: list[Child] = []  # every one there ever was
         self.leftovers: tuple[str, ...] = ()  # socket files that a clean exit left behind (a bug of ours)
@@ -80,7 +80,7 @@ class Cluster:
         """All parts, READY. On failure what had started is taken down again. StartError if it runs already, which it
         then goes on to do."""
         if self._inherited:
-            type(self).__init__(self, self.spec, self._progress, restarts=self._restarts, say=self._say)
+            type(self).__init__(self, self.spec, self._progress, restarts=self._restarts, notify=self._notify)
         if self._directory is not None:
             raise StartError("this cluster runs already: stop it first, or make another one")
         if self.spec.log_dir:
@@ -240,7 +240,7 @@ class Cluster:
         self._wait_ready([self._spawn(part) for part in parts if part.kind != "node"])
         keep: Callable[[], None] = lambda: None  # noqa: E731
         if self._restarts is not None and self.children:
-            supervisor = Supervisor(_Some(self, tuple(self.children)), self._restarts, self._say)
+            supervisor = Supervisor(_NamedParts(self, tuple(self.children)), self._restarts, self._notify)
             keep = lambda: supervisor.turn(0.0)  # noqa: E731
         nodes = [self._spawn(part) for part in parts if part.kind == "node"]
         wait_ready(nodes, self.spec.start_timeout_s, self._progress, keep)
@@ -297,7 +297,7 @@ class Cluster:
             raise KeyboardInterrupt
 
 
-class _Some:
+class _NamedParts:
     """Those parts of a cluster alone that are named."""
 
     def __init__(self, cluster: Cluster, names: tuple[str, ...]) -> None:

@@ -31,12 +31,12 @@ class Started(Protocol):
 
 
 class Supervisor:
-    """`Supervisor(cluster, policy, say).run()`: a part that ends without being asked to is started again, at the same
-    addresses. `say` gets a line for whatever happens."""
+    """`Supervisor(cluster, policy, notify).run()`: a part that ends without being asked to is started again, at the same
+    addresses. `notify` gets a line for whatever happens."""
 
-    def __init__(self, cluster: Started, policy: RestartPolicy, say: Callable[[str], None]) -> None:
+    def __init__(self, cluster: Started, policy: RestartPolicy, notify: Callable[[str], None]) -> None:
         self._cluster = cluster
-        self._say = say
+        self._notify = say
         self._limit = policy.limit
         duties = {name: child.spec.duty for name, child in cluster.children.items()}
         self._core = Restarts(duties, policy, time.monotonic())
@@ -57,7 +57,7 @@ class Supervisor:
         for name, child in self._cluster.children.items():
             if self._core.state(name) is PartState.STARTING and child.ready:
                 self._core.ready(name, time.monotonic())
-                self._say(f"{name} is back (pid {child.pid})")
+                self._notify(f"{name} is back (pid {child.pid})")
         for action in self._core.due(time.monotonic()):
             if isinstance(action, Start):
                 self._start(action.part)
@@ -83,17 +83,17 @@ class Supervisor:
             self._ended(part, None, str(error))
         else:
             if child.unlogged:
-                self._say(f"{part}: it starts without a log: {child.unlogged}")
+                self._notify(f"{part}: it starts without a log: {child.unlogged}")
 
     def _ended(self, part: str, code: int | None, cause: str) -> None:
         verdict = self._core.exited(part, code, cause, time.monotonic())
         if isinstance(verdict, Again):
-            self._say(
+            self._notify(
                 f"{part}: {cause}; starts again in {verdict.delay_s:g} s ({verdict.number} of at most {self._limit})"
             )
         elif isinstance(verdict, GiveUp):
             for line in self._cluster.children[part].last_lines()[-LAST_LINES:]:
-                self._say(f"{part} | {line[:1000]}")
+                self._notify(f"{part} | {line[:1000]}")
             raise StartError(f"{part}: {cause}; gave up: {verdict.why}")
         else:
-            self._say(f"{part} has left ({cause}); the others go on" if code else f"{part} has left")
+            self._notify(f"{part} has left ({cause}); the others go on" if code else f"{part} has left")

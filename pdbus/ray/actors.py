@@ -26,12 +26,12 @@ class Actor(Host):
 
 @dataclass
 class Remote:
-    """A part somewhere in the Ray cluster, and what was heard of it."""
+    """A part somewhere in the Ray cluster, and what was seen of it."""
 
     spec: PartSpec
     actor: Any
-    host: str = ""  # the id of the host heard last, and how many of its events
-    heard: int = 0
+    host: str = ""  # the id of the host seen last, and how many of its events
+    seen: int = 0
     ip: str = ""
     pid: int = 0
     facts: dict[str, str] = field(default_factory=dict)  # of its newest READY line

@@ -1,4 +1,4 @@
-"""The parts of a cluster as actors of a Ray cluster: placed, started, heard, taken down. Owns the actors and placement
+"""The parts of a cluster as actors of a Ray cluster: placed, started, seen, taken down. Owns the actors and placement
 groups; each part's process is its `Host`'s.
 
 Ray starts an actor again whose process or machine is gone, where its placement group finds resources. Broker,
@@ -22,11 +22,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from bus.errors import ConfigError, StartError
 from bus.runtime.keys import EDGE, ensure_keys, files_of, listed_keys, load_keys
-from pdbus.launcher.ends import HURRY_S
+from pdbus.launcher.lifecycle import HURRY_S
 from pdbus.launcher.restarts import FINAL, GiveUp, RestartPolicy, Restarts
 from pdbus.launcher.spec import ClusterSpec, PartSpec
 from pdbus.ray.actors import Actor, Remote, options
-from pdbus.ray.host import Ended, Event, Ready, Said, Task
+from pdbus.ray.host import Ended, Event, Notice, Ready, Task
 from pdbus.ray.plan import Group, Layout, addresses, at, environment, groups, machines
 
 POLL_S = 0.25
@@ -36,7 +36,7 @@ ORDER = ("edge", "node", "controller", "broker")  # of leaving
 
 
 class RayCluster:
-    """As `Cluster` and `Supervisor` in one: `start`, `run`, `stop`. `say` gets a line for whatever happens, `progress`
+    """As `Cluster` and `Supervisor` in one: `start`, `run`, `stop`. `notify` gets a line for whatever happens, `progress`
     one a few times a second that says what is waited for."""
 
     def __init__(
@@ -44,7 +44,7 @@ class RayCluster:
         spec: ClusterSpec,
         layout: Layout,
         policy: RestartPolicy,
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
         progress: Callable[[str], None],
     ) -> None:
         known = machines(ray.nodes())
@@ -54,7 +54,7 @@ class RayCluster:
         self.children: dict[str, Remote] = {}
         self._layout = layout
         self._policy = policy
-        self._say = say
+        self._notify = say
         self._progress = progress
         self._pinned = {"broker": at(spec.bus, known), "controller": at(spec.controller, known)}
         self._pinned["edge"] = self._pinned["controller"]
@@ -156,10 +156,10 @@ class RayCluster:
             if waited_s > self._policy.start_timeout_s:
                 free = ", ".join(f"{k}={v:g}" for k, v in ray.available_resources().items() if k in ("CPU", "GPU"))
                 raise StartError(
-                    f"Ray found no room for {group.says} by {strategy} within {self._policy.start_timeout_s:g} s; "
+                    f"Ray found no room for {group.label} by {strategy} within {self._policy.start_timeout_s:g} s; "
                     f"free on {len(machines(ray.nodes()))} nodes: {free or 'no CPU, no GPU'}"
                 )
-            self._progress(f"waiting for room in the Ray cluster for {group.says} ({waited_s:.0f} s)")
+            self._progress(f"waiting for room in the Ray cluster for {group.label} ({waited_s:.0f} s)")
         return made
 
     def _place(self, part: PartSpec, **where: Any) -> None:
@@ -180,7 +180,7 @@ class RayCluster:
         except ConfigError as error:  # hosts keep the lists that they have
             if str(error) != self._complaint:
                 self._complaint = str(error)
-                self._say(f"the list of keys was not renewed: {error}")
+                self._notify(f"the list of keys was not renewed: {error}")
 
     def _files(self, part: PartSpec) -> dict[str, bytes]:
         """What the part is to find on its machine: the file of settings, its own key and those it judges others by."""
@@ -215,40 +215,40 @@ class RayCluster:
         asked = set(self._asked.values())
         for name, child in self.children.items():
             if name not in asked:
-                self._asked[child.actor.events.remote(child.host, child.heard)] = name
+                self._asked[child.actor.events.remote(child.host, child.seen)] = name
         answered, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=POLL_S)
         for question in answered:
             name = self._asked.pop(question)
             if name in self.children:
-                self._hear(self.children[name], question)
+                self._read_answer(self.children[name], question)
 
-    def _hear(self, child: Remote, answer: Any) -> None:
+    def _read_answer(self, child: Remote, answer: Any) -> None:
         name = child.spec.name
         try:
             host, events = ray.get(answer)
         except ActorUnavailableError:
             if not child.away:
                 child.away = True
-                self._say(f"{name}: its actor{child.ip and ' on '}{child.ip} is gone; Ray starts it again")
+                self._notify(f"{name}: its actor{child.ip and ' on '}{child.ip} is gone; Ray starts it again")
             return
         except RayError as error:
             raise StartError(self._why_dead(child, error)) from None
         if host != child.host:
-            child.host, child.heard = host, 0
+            child.host, child.seen = host, 0
         elif child.away:
             child.away = False
-            self._say(f"{name}: its actor answers again")
-        child.heard += len(events)
+            self._notify(f"{name}: its actor answers again")
+        child.seen += len(events)
         for event in events:
             self._take(child, event)
 
     def _take(self, child: Remote, event: Event) -> None:
         name = child.spec.name
-        if isinstance(event, Said):
-            self._say(event.line)
+        if isinstance(event, Notice):
+            self._notify(event.line)
         elif isinstance(event, Ready):
             if child.away:
-                self._say(f"{name} is back on {event.ip} (pid {event.pid})")
+                self._notify(f"{name} is back on {event.ip} (pid {event.pid})")
             child.away, child.ip, child.pid, child.facts = False, event.ip, event.pid, event.facts
         elif isinstance(event, Ended):
             self._ended(child, event)
@@ -260,7 +260,7 @@ class RayCluster:
         verdict = self._left.exited(name, end.code, end.cause, time.monotonic())
         if isinstance(verdict, GiveUp):
             raise StartError(f"{name}: {end.cause}; gave up: {verdict.why}")
-        self._say(f"{name} has left ({end.cause}); the others go on" if end.code else f"{name} has left")
+        self._notify(f"{name} has left ({end.cause}); the others go on" if end.code else f"{name} has left")
         ray.kill(child.actor, no_restart=True)  # or Ray would start it again when its machine goes
         del self.children[name]
 

@@ -2,7 +2,7 @@
 whoever placed it reads; knows nothing of Ray.
 
 A part that dies is started again here, under the policy of every launcher. When all of this process dies the part dies
-with it (`tied`), and whoever placed it starts it again, here or elsewhere.
+with it (`parent_death`), and whoever placed it starts it again, here or elsewhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NoReturn, TypeAlias
 
 from bus.errors import StartError
 from pdbus.launcher.child import Child, start
-from pdbus.launcher.ends import take_down, wait_ready
+from pdbus.launcher.lifecycle import take_down, wait_ready
 from pdbus.launcher.restarts import FINAL, RestartPolicy
 from pdbus.launcher.spec import Addresses, ClusterSpec, PartSpec
 from pdbus.launcher.supervisor import Supervisor
@@ -40,7 +40,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Notice:
     """Something happened that an operator wants to hear."""
 
     line: str
@@ -63,7 +63,7 @@ class Ended:
     cause: str
 
 
-Event: TypeAlias = Said | Ready | Ended
+Event: TypeAlias = Notice | Ready | Ended
 
 
 class _Leave(Exception):
@@ -93,11 +93,11 @@ class Host:
 
     # --- whoever placed it asks, from any thread ------------------------------------------------------------------
 
-    def events(self, host: str, heard: int) -> tuple[str, list[Event]]:
-        """This host's id and what has happened beyond the first `heard` events of the host of that id; waits for
+    def events(self, host: str, seen: int) -> tuple[str, list[Event]]:
+        """This host's id and what has happened beyond the first `seen` events of the host of that id; waits for
         some, and has none after `ASK_S`."""
         with self._changed:
-            first = heard if host == self._id else 0
+            first = seen if host == self._id else 0
             self._changed.wait_for(lambda: len(self._events) > first, ASK_S)
             return self._id, self._events[first:]
 
@@ -157,7 +157,7 @@ class Host:
         take_down(list(self.children.values()), self._task.spec.stop_grace_s, lambda line: self._trim_logs())
         with self._files_lock:
             shutil.rmtree(self._directory, ignore_errors=True)
-        self._tell(end)
+        self._record(end)
 
     def _serve(self) -> NoReturn:
         part, policy = self._task.part, self._task.policy
@@ -169,7 +169,7 @@ class Host:
             child.close()
             if not self._again or child.returncode in FINAL:
                 raise
-        supervisor = Supervisor(self, policy, lambda line: self._tell(Said(line)))
+        supervisor = Supervisor(self, policy, lambda line: self._record(Notice(line)))
         pid = 0
         while True:
             self._check()
@@ -177,7 +177,7 @@ class Host:
             if child.ready and child.pid != pid:
                 pid = child.pid
                 shutil.rmtree(self._directory / "keys" / "secrets", ignore_errors=True)  # it has read its own
-                self._tell(Ready(self._ip, pid, child.facts))
+                self._record(Ready(self._ip, pid, child.facts))
             try:
                 supervisor.turn()
             except StartError:
@@ -195,7 +195,7 @@ class Host:
         if self._stopping.is_set():
             raise _Leave
 
-    def _tell(self, event: Event) -> None:
+    def _record(self, event: Event) -> None:
         with self._changed:
             self._events.append(event)
             self._changed.notify_all()
@@ -208,7 +208,7 @@ class Host:
         spec = replace(task.spec, keys=keys, config=config)
         parts = spec.parts(replace(task.at, data=f"tcp://{self._ip}"))
         part = next(part for part in parts if part.name == task.part)
-        return replace(part, module="pdbus.ray.tied", args=(part.module, *part.args))
+        return replace(part, module="pdbus.ray.parent_death", args=(part.module, *part.args))
 
     def _write(self, files: dict[str, bytes]) -> None:
         """For this user alone, in a directory that goes when the part has left. Each appears at once: the part reads

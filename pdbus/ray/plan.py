@@ -39,7 +39,7 @@ class Machine:
     is_head: bool
 
     @property
-    def says(self) -> str:
+    def label(self) -> str:
         return f"{self.ip} (head)" if self.is_head else self.ip
 
 
@@ -52,7 +52,7 @@ class Group:
     bundles: tuple[Resources, ...]
 
     @property
-    def says(self) -> str:
+    def label(self) -> str:
         each = ", ".join(sorted({",".join(f"{k}={v:g}" for k, v in bundle.items()) for bundle in self.bundles}))
         return f"{self.instance} ({len(self.bundles)} x {each})"
 
@@ -89,7 +89,7 @@ def at(base: str, known: Sequence[Machine]) -> Machine:
     for machine in known:
         if host in (machine.ip, machine.hostname):
             return machine
-    there = ", ".join(machine.says for machine in known)
+    there = ", ".join(machine.label for machine in known)
     raise ConfigError(f"{base!r}: no Ray node has that address; there are {there}")
 
 

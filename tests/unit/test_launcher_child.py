@@ -18,7 +18,7 @@ import pytest
 
 from bus.errors import StartError
 from pdbus.launcher.child import LOG_MAX_BYTES, Child
-from pdbus.launcher.ends import take_down, wait_ready
+from pdbus.launcher.lifecycle import take_down, wait_ready
 from pdbus.launcher.spec import PartSpec
 
 Start = Callable[[str], Child]

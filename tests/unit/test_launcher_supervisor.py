@@ -14,7 +14,7 @@ import pytest
 from bus.errors import StartError
 from pdbus.launcher.child import LOG_MAX_BYTES, Child
 from pdbus.launcher.cluster import Cluster
-from pdbus.launcher.ends import take_down, wait_ready
+from pdbus.launcher.lifecycle import take_down, wait_ready
 from pdbus.launcher.restarts import RestartPolicy
 from pdbus.launcher.spec import ClusterSpec, PartSpec
 from pdbus.launcher.supervisor import Supervisor
@@ -93,7 +93,7 @@ def test_what_dies_while_nodes_start_is_started_again(tmp_path: Path, monkeypatc
     parts = [PartSpec("broker", "broker", "part", ()), PartSpec("node", "node", "waits", ())]
     monkeypatch.setattr(ClusterSpec, "parts", lambda spec, at: parts)
     spec, said = ClusterSpec(unified=1, env={"PYTHONPATH": str(tmp_path)}, start_timeout_s=60.0), list[str]()
-    with Cluster(spec, restarts=FAST, say=said.append) as cluster:
+    with Cluster(spec, restarts=FAST, notify=said.append) as cluster:
         assert (
             said
             == [

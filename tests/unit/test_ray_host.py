@@ -17,7 +17,7 @@ from bus.runtime.keys import add_key, files_of, load_keys, new_keys, revoke_key
 from bus.runtime.ports import free_ports
 from pdbus.launcher.restarts import RestartPolicy
 from pdbus.launcher.spec import Addresses, ClusterSpec, PartSpec
-from pdbus.ray.host import Ended, Event, Host, Ready, Said, Task
+from pdbus.ray.host import Ended, Event, Host, Notice, Ready, Task
 
 FAST = RestartPolicy(limit=2, first_delay_s=0.0, max_delay_s=0.0)
 AT = Addresses("tcp://127.0.0.1:7000", {"controller-0": "tcp://127.0.0.1:7100"}, "")
@@ -51,7 +51,7 @@ def start() -> Iterator[Start]:
         host.stop()
 
 
-def heard(host: Host, count: int = 1, *, ended: bool = False) -> list[Event]:
+def seen(host: Host, count: int = 1, *, ended: bool = False) -> list[Event]:
     """All events, once there are `count`, or the part has ended for good."""
     events: list[Event] = []
     name = ""
@@ -64,15 +64,15 @@ def heard(host: Host, count: int = 1, *, ended: bool = False) -> list[Event]:
 
 def test_a_part_that_dies_is_started_again_here(start: Start) -> None:
     host = start(READY + "sys.stdin.read()")
-    (ready,) = heard(host)
+    (ready,) = seen(host)
     assert isinstance(ready, Ready)
     assert (ready.ip, ready.facts) == ("127.0.0.1", {"endpoint": "here"})
     assert host.events("another", 1)[1] == [ready], "asked under another host's id: all of it"
     os.kill(ready.pid, signal.SIGKILL)
-    _, died, back, second = heard(host, 4)
-    assert died == Said("part: ended by SIGKILL; last words: none; starts again in 0 s (1 of at most 2)")
+    _, died, back, second = seen(host, 4)
+    assert died == Notice("part: ended by SIGKILL; last words: none; starts again in 0 s (1 of at most 2)")
     assert isinstance(second, Ready)
-    assert back == Said(f"part is back (pid {second.pid})")
+    assert back == Notice(f"part is back (pid {second.pid})")
     assert second.pid != ready.pid
 
 
@@ -88,20 +88,20 @@ def test_a_part_that_dies_is_started_again_here(start: Start) -> None:
     ],
 )  # fmt: skip
 def test_its_end_is_told_with_its_code_and_why(start: Start, code: str, end: Ended) -> None:
-    assert heard(start(code), ended=True)[-1] == end
+    assert seen(start(code), ended=True)[-1] == end
 
 
 def test_one_that_has_used_up_its_restarts_ends(start: Start) -> None:
-    ended = heard(start(READY + "print('boom', file=sys.stderr)\nsys.exit(1)"), ended=True)[-1]
+    ended = seen(start(READY + "print('boom', file=sys.stderr)\nsys.exit(1)"), ended=True)[-1]
     why = "exit code 1; last words: boom; gave up: it was started again 2 times within 60 s of service"
     assert ended == Ended(1, why)
 
 
 def test_a_failure_at_the_start_is_final_the_first_time_and_one_of_several_later(start: Start) -> None:
     code = "import sys\nprint('no memory', file=sys.stderr)\nsys.exit(1)"
-    assert heard(start(code), ended=True) == [Ended(1, "exit code 1; last words: no memory")]
-    *said, _ = heard(start(code, again=True), ended=True)
-    assert Said("part: exit code 1; last words: no memory; starts again in 0 s (2 of at most 2)") in said
+    assert seen(start(code), ended=True) == [Ended(1, "exit code 1; last words: no memory")]
+    *said, _ = seen(start(code, again=True), ended=True)
+    assert Notice("part: exit code 1; last words: no memory; starts again in 0 s (2 of at most 2)") in said
 
 
 def test_stopping_does_not_wait_for_a_part_that_never_gets_ready(start: Start) -> None:
@@ -110,7 +110,7 @@ def test_stopping_does_not_wait_for_a_part_that_never_gets_ready(start: Start) -
     host.stop()
     assert time.monotonic() - began < 30.0
     assert host.children["part"].returncode == -signal.SIGTERM
-    assert heard(host, ended=True) == [Ended(None, "it was told to leave")]
+    assert seen(host, ended=True) == [Ended(None, "it was told to leave")]
 
 
 def test_a_broker_runs_with_the_files_it_was_given(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_broker_runs_with_the_files_it_was_given(tmp_path: Path) -> None:
     at = Addresses(base, AT.controllers, "")
     host = Host(Task(spec, at, "broker", FAST, files()), "127.0.0.1")
     try:
-        assert isinstance(heard(host)[-1], Ready)
+        assert isinstance(seen(host)[-1], Ready)
         args = host.children["broker"].spec.args
         place = Path(args[args.index("--keys") + 1])
         assert args[args.index("--config") + 1] == str(place.parent / "config.toml")
@@ -144,7 +144,7 @@ def test_a_broker_runs_with_the_files_it_was_given(tmp_path: Path) -> None:
         assert (place / "allow" / "admins" / "operator.key").exists()
         assert not list(place.rglob("*.secret"))
         os.kill(host.children["broker"].pid, signal.SIGKILL)
-        assert isinstance(heard(host, 4)[-1], Ready)
+        assert isinstance(seen(host, 4)[-1], Ready)
         assert not (place / "allow" / "clients" / "alice.key").exists(), "nor after its restart"
     finally:
         host.stop()
