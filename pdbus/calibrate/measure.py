@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what the answers progress of its steps: prompts alone, then requests that decode together.
+"""Measure the steps of an engine: prompts alone, then requests that decode together.
 
 Prompts differ in every block, so that no prefix cache helps. Other work of the machine only makes a step longer, so of
 the steps of a round the median counts, and of a few rounds the quickest.

@@ -31,12 +31,12 @@ class Started(Protocol):
 
 
 class Supervisor:
-    """`Supervisor(cluster, policy, notify).run()`: a part that ends without being asked to is started again, at the same
-    addresses. `notify` gets a line for whatever happens."""
+    """Starts a part again, at the same addresses, when it ends without being asked to: `Supervisor(cluster, policy,
+    notify).run()`. `notify` gets a line for each event."""
 
     def __init__(self, cluster: Started, policy: RestartPolicy, notify: Callable[[str], None]) -> None:
         self._cluster = cluster
-        self._notify = say
+        self._notify = notify
         self._limit = policy.limit
         duties = {name: child.spec.duty for name, child in cluster.children.items()}
         self._core = Restarts(duties, policy, time.monotonic())

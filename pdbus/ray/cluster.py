@@ -1,8 +1,8 @@
-"""The parts of a cluster as actors of a Ray cluster: placed, started, seen, taken down. Owns the actors and placement
-groups; each part's process is its `Host`'s.
+"""The parts of a cluster as actors of a Ray cluster: placed, started, watched, taken down.
 
-Ray starts an actor again whose process or machine is gone, where its placement group finds resources. Broker,
-controller and edge are tied to the machine that has their address, which others know: when it goes, the cluster ends.
+Owns the actors and placement groups; the process of each part is its `Host`'s. Ray starts an actor again when its
+process or machine is gone, where its placement group finds resources. Broker, controller and edge are tied to the
+machine that has their address, which other parts know: when that machine goes, the cluster ends.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ ORDER = ("edge", "node", "controller", "broker")  # of leaving
 
 
 class RayCluster:
-    """As `Cluster` and `Supervisor` in one: `start`, `run`, `stop`. `notify` gets a line for whatever happens, `progress`
-    one a few times a second that says what is waited for."""
+    """A `Cluster` and its `Supervisor` in one: `start`, `run`, `stop`. `notify` gets a line for each event, `progress`
+    one a few times a second, which names what is waited for."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class RayCluster:
         self.children: dict[str, Remote] = {}
         self._layout = layout
         self._policy = policy
-        self._notify = say
+        self._notify = notify
         self._progress = progress
         self._pinned = {"broker": at(spec.bus, known), "controller": at(spec.controller, known)}
         self._pinned["edge"] = self._pinned["controller"]

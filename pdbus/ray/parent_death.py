@@ -1,4 +1,4 @@
-"""`python -P -m pdbus.ray.parent_death MODULE ARGS`: becomes `python -P -m MODULE ARGS`, which ends when its parent does.
+"""`python -P -m pdbus.ray.parent_death MODULE ARGS` becomes `python -P -m MODULE ARGS` and ends when its parent does.
 
 Ray gives a dead actor's CPUs and GPUs to its next start at once. A part that only noticed that its stdin is closed
 would drain for a minute and hold their memory; so the kernel kills it.

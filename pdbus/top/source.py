@@ -75,8 +75,8 @@ class BrokerStatusClient:
 
 
 class Watcher(threading.Thread):
-    """Asks each `interval_s` and puts what it hears into `updates`: a Sample, or why there is none; or the exception that
-    ends it. After each it writes to the descriptor `wake`."""
+    """Asks each `interval_s` and puts the answer into `updates`: a Sample, or the reason why there is none, or the
+    exception that ends the thread. After each it writes to the descriptor `wake`."""
 
     def __init__(self, client: Client, broker: BrokerStatusClient, interval_s: float, wake: int) -> None:
         super().__init__(name="top", daemon=True)
