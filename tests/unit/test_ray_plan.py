@@ -37,7 +37,7 @@ def test_each_instance_is_a_group_and_a_process_needs_what_its_ranks_need() -> N
     )
     assert made[1].parts == ("prefill-1/0-1", "prefill-1/2")
     assert made[2] == Group("decode-0", ("decode-0/0",), ({"GPU": 0.5},))
-    assert made[0].says == "prefill-0 (2 x CPU=2,GPU=1, CPU=4,GPU=2)"
+    assert made[0].label == "prefill-0 (2 x CPU=2,GPU=1, CPU=4,GPU=2)"
 
 
 def test_instances_whose_names_begin_alike_are_told_apart() -> None:
