@@ -27,13 +27,13 @@ from bus.wire.messages import (
     DrainRank,
     DrainRole,
     Hello,
+    HistoryReply,
     Load,
     LoadReport,
     Member,
     Message,
     Pong,
     Progress,
-    Recalled,
     Refused,
     Role,
     Rooms,
@@ -356,7 +356,7 @@ class ControllerCore:
             self.life.progress(rank, message, now, out)
         elif isinstance(message, Pong):
             self._lose(self.members.pong(rank, message, now, out), now, out)
-        elif isinstance(message, Recalled):
+        elif isinstance(message, HistoryReply):
             self.inquiries.recalled(rank, message, now, out)
         elif isinstance(message, Bye):
             self._lose(self.members.bye(rank, message, now, out), now, out)

@@ -16,7 +16,7 @@ from bus.wire.kv_names import Changes
 from bus.wire.messages import Load, MemberKey, Message, Rid
 
 if TYPE_CHECKING:
-    from controller.requests.story import Story
+    from controller.requests.record import RequestRecord
 
 
 class FromClient(Struct, frozen=True, gc=False):
@@ -100,9 +100,9 @@ class ToNode(Struct, frozen=True, gc=False):
 
 
 class Over(Struct, frozen=True, gc=False):
-    """A request that is traced is over: `story` becomes a span."""
+    """A request that is traced is over: `record` becomes a span."""
 
-    story: Story
+    record: RequestRecord
 
 
 Action: TypeAlias = ToClient | ToNode | Publish | Note | Over

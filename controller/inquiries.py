@@ -9,12 +9,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from bus.rights import may
-from bus.wire.messages import MAX_MARKS, MAX_TOLD, Mark, Recall, Recalled, Refused, Rid, Told, TraceIs, TraceQuery
+from bus.wire.messages import (
+    MAX_TRACE_EVENTS,
+    MAX_TRACE_PARTS,
+    HistoryQuery,
+    HistoryReply,
+    PartTrace,
+    Refused,
+    Rid,
+    TraceEvent,
+    TraceQuery,
+    TraceReply,
+)
 from controller.events import Action, ToClient, ToNode
 from controller.load.rank import RankLoad
 from controller.members import Members
 from controller.requests.life import Life
-from controller.requests.story import Story, marks_of, ranks_of, story_of
+from controller.requests.record import RequestRecord, ranks_of, record_of, trace_events_of
 
 WAIT_S = 1.0  # for ranks to answer
 MAX_OPEN = 64
@@ -28,7 +39,7 @@ class _Inquiry:
     id: int
     rid: Rid
     others: tuple[Rid, ...]  # that begin as what was asked for
-    told: list[Told]
+    parts: list[PartTrace]
     waits_for: set[str]  # ranks
     gone: set[str]  # ranks that nobody can ask any more
     due: float
@@ -53,35 +64,35 @@ class Inquiries:
             out.append(ToClient(peer, Refused("too_many", f"{MAX_OPEN} such questions are open", query.id)))
             return
         rid, others = query.rid, []
-        stories = self._stories(rid)
-        if not stories and (named := self._named(f"{rid}-")):  # what an edge's client said, before what it drew
+        records = self._records(rid)
+        if not records and (named := self._named(f"{rid}-")):  # what an edge's client said, before what it drew
             rid, *others = named
-            stories = self._stories(rid)
+            records = self._records(rid)
         ranks = {f"{rank.key[0]}/{rank.key[1]}": rank for rank in self._members.peers.values()}
         gone: set[str] = set()
-        if stories:  # else whoever may have run it for another controller, or a former start of this one
-            known = set().union(*map(ranks_of, stories))
+        if records:  # else whoever may have run it for another controller, or a former start of this one
+            known = set().union(*map(ranks_of, records))
             gone = known - ranks.keys()
             ranks = {name: ranks[name] for name in known - gone}
         self._number += 1
         self._open[self._number] = _Inquiry(
-            peer, query.id, rid, tuple(others), self._told(stories), set(ranks), gone, now + WAIT_S
+            peer, query.id, rid, tuple(others), self._own_parts(records), set(ranks), gone, now + WAIT_S
         )
-        out.extend(ToNode(rank.peer, Recall(self._number, rid)) for rank in ranks.values())
+        out.extend(ToNode(rank.peer, HistoryQuery(self._number, rid)) for rank in ranks.values())
         self._answer_if_complete(self._number, now, out)
 
-    def recalled(self, rank: RankLoad, answer: Recalled, now: float, out: list[Action]) -> None:
+    def recalled(self, rank: RankLoad, answer: HistoryReply, now: float, out: list[Action]) -> None:
         """What one rank remembers; an answer that nobody waits for means nothing."""
         name = f"{rank.key[0]}/{rank.key[1]}"
         inquiry = self._open.get(answer.id)
         if inquiry is None or name not in inquiry.waits_for:
             return
         inquiry.waits_for.remove(name)
-        if answer.marks and len(inquiry.told) < MAX_TOLD:
+        if answer.events and len(inquiry.parts) < MAX_TRACE_PARTS:
             rtt_us, offset_us = -1, 0
             if (best := rank.clock.best) is not None:
                 rtt_us, offset_us = round(best[0] * 1e6), round((best[1] - self._wall_s) * 1e6)
-            inquiry.told.append(Told(name, answer.marks, offset_us, rtt_us))
+            inquiry.parts.append(PartTrace(name, answer.events, offset_us, rtt_us))
         self._answer_if_complete(answer.id, now, out)
 
     def tick(self, now: float, out: list[Action]) -> None:
@@ -89,24 +100,24 @@ class Inquiries:
             if now >= inquiry.due:
                 self._answer(number, now, out)
 
-    def _stories(self, rid: Rid) -> list[Story]:
+    def _records(self, rid: Rid) -> list[RequestRecord]:
         live = self._life.requests.get(rid)
         over = self._life.table.history.of(rid)
-        return over + ([story_of(live)] if live is not None else [])
+        return over + ([record_of(live)] if live is not None else [])
 
     def _named(self, beginning: str) -> list[Rid]:
         """Requests that begin so, those that live and the newest first."""
         live = [rid for rid in reversed(self._life.requests) if rid.startswith(beginning)]
         return list(dict.fromkeys(live + self._life.table.history.named(beginning, MAX_NAMED)))[:MAX_NAMED]
 
-    def _told(self, stories: list[Story]) -> list[Told]:
+    def _own_parts(self, records: list[RequestRecord]) -> list[PartTrace]:
         """By the client, as its submit said, and by this controller."""
-        if not stories:
+        if not records:
             return []
-        marks = tuple(mark for story in stories for mark in marks_of(story, self._wall_s))
-        asked_us = stories[0].asked_us
-        client = [Told("client", (Mark(asked_us, "asked"),), 0, -1)] if asked_us else []
-        return [*client, Told(self._name, marks[-MAX_MARKS:])]
+        events = tuple(event for record in records for event in trace_events_of(record, self._wall_s))
+        asked_us = records[0].asked_us
+        client = [PartTrace("client", (TraceEvent(asked_us, "asked"),), 0, -1)] if asked_us else []
+        return [*client, PartTrace(self._name, events[-MAX_TRACE_EVENTS:])]
 
     def _answer_if_complete(self, number: int, now: float, out: list[Action]) -> None:
         if not self._open[number].waits_for:
@@ -118,6 +129,6 @@ class Inquiries:
         oldest = history.oldest
         kept_s = max(0.0, now - oldest.ended_at) if oldest is not None else 0.0
         silent = tuple(sorted(inquiry.waits_for | inquiry.gone)[:MAX_SILENT])
-        told = tuple(inquiry.told)
-        answer = TraceIs(inquiry.id, self._name, told, silent, len(history), kept_s, inquiry.rid, inquiry.others)
+        parts = tuple(inquiry.parts)
+        answer = TraceReply(inquiry.id, self._name, parts, silent, len(history), kept_s, inquiry.rid, inquiry.others)
         out.append(ToClient(inquiry.peer, answer))

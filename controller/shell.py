@@ -36,7 +36,7 @@ from controller.events import CacheChanged, EngineLoad, Event, FromClient, Tick
 from controller.feeds.engine import EngineFeed
 from controller.feeds.nodes import NodeCaches
 from controller.observe import collect, probe
-from controller.requests.story import Story, span_of
+from controller.requests.record import RequestRecord, span_of
 from controller.traffic import LOCAL, Traffic
 
 TICK_S = 0.05
@@ -203,9 +203,9 @@ class Controller(Service):
     def _on_engine_load(self, key: MemberKey, load: Load) -> None:
         self.handle(EngineLoad(key, load))
 
-    def _export(self, story: Story) -> None:
+    def _export(self, record: RequestRecord) -> None:
         if self._spans is not None:
-            self._spans.add(story, lambda told: span_of(told, self.wall_s))
+            self._spans.add(record, lambda told: span_of(told, self.wall_s))
 
     def _gather(self) -> Sequence[Metric]:
         core, now = self.core, self.loop.clock()

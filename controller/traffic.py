@@ -46,7 +46,7 @@ from controller.events import (
     Undelivered,
     Unreachable,
 )
-from controller.requests.story import Story
+from controller.requests.record import RequestRecord
 
 LOCAL = "local"  # the peer that is this process; routing ids are bytes
 
@@ -67,7 +67,7 @@ class Traffic:
         pub: Socket,
         on_local: Callable[[Message], None] | None,
         on_beacon: Callable[[], None],
-        on_over: Callable[[Story], None],
+        on_over: Callable[[RequestRecord], None],
     ) -> None:
         self._core = core
         self._clock = clock
@@ -158,7 +158,7 @@ class Traffic:
             elif kind is Publish:
                 self._publish(action.message)
             elif kind is Over:
-                self._on_over(action.story)
+                self._on_over(action.record)
             else:
                 getattr(log, action.level)(action.event, **action.fields)
         outbox.clear()

@@ -21,8 +21,8 @@ MAX_TOKENS_PER_MESSAGE = 16384
 MAX_OTHERS_PER_MESSAGE = 63  # streams whose tokens come along with those of another
 MAX_LOGPROBS_PER_MESSAGE = 2048  # each of the largest possible: two thirds of a frame
 MAX_DP_SIZE = 4096
-MAX_MARKS = 64  # of one part and one request, and
-MAX_TOLD = 16  # parts: all together fit in a frame
+MAX_TRACE_EVENTS = 64  # of one part and one request, and
+MAX_TRACE_PARTS = 16  # parts: all together fit in a frame
 MAX_PHRASE = 192
 MAX_WANTED = 256
 
@@ -484,14 +484,14 @@ class Bye(_Named, frozen=True, tag="bye"):
     epoch: Epoch
 
 
-class Recall(Message, frozen=True, tag="recall"):
+class HistoryQuery(Message, frozen=True, tag="recall"):
     """What do you remember of `rid`?"""
 
     id: Count
     rid: Rid
 
 
-class Mark(Message, frozen=True):
+class TraceEvent(Message, frozen=True):
     """Something happened to a request at `at_us` (microseconds since 1970, by the clock of who says it)."""
 
     at_us: Count
@@ -501,9 +501,11 @@ class Mark(Message, frozen=True):
     detail: Phrase = ""
 
 
-class Recalled(Message, frozen=True, tag="recalled"):
+class HistoryReply(Message, frozen=True, tag="recalled"):
     id: Count
-    marks: Annotated[tuple[Mark, ...], Meta(max_length=MAX_MARKS)] = ()  # none: it knows nothing of the request
+    events: Annotated[
+        tuple[TraceEvent, ...], Meta(max_length=MAX_TRACE_EVENTS)
+    ] = ()  # none: it knows nothing of the request
 
 
 # --- client <-> controller (DEALER -> ROUTER) ----------------------------------------------------------------
@@ -684,22 +686,22 @@ class TraceQuery(Message, frozen=True, tag="trace"):
     rid: Rid
 
 
-class Told(Message, frozen=True):
+class PartTrace(Message, frozen=True):
     """What one part remembers of a request. `offset_us`: how far its clock is ahead of the controller's, known to
     within half of `rtt_us` (-1: nobody knows)."""
 
     part: KeyName
-    marks: Annotated[tuple[Mark, ...], Meta(max_length=MAX_MARKS)]
+    events: Annotated[tuple[TraceEvent, ...], Meta(max_length=MAX_TRACE_EVENTS)]
     offset_us: int = 0
     rtt_us: int = 0
 
 
-class TraceIs(_OfController, frozen=True, tag="trace_is"):
-    """`told` is empty where nobody remembers it."""
+class TraceReply(_OfController, frozen=True, tag="trace_is"):
+    """The answer to a trace query; `parts` is empty where no part remembers the request."""
 
     id: Count
     controller: Name
-    told: Annotated[tuple[Told, ...], Meta(max_length=MAX_TOLD)]
+    parts: Annotated[tuple[PartTrace, ...], Meta(max_length=MAX_TRACE_PARTS)]
     silent: Annotated[tuple[KeyName, ...], Meta(max_length=256)] = ()  # ranks that did not answer, or the first of them
     kept: Count = 0  # requests that the controller remembers,
     kept_s: Seconds = 0.0  # of so long
@@ -856,10 +858,10 @@ def _table(*kinds: type[Message]) -> Table:
 PUBLICATIONS = _table(LoadReport, Rooms, Member, Sent, Beacon, Resync, Conflict)
 TO_BROKER = _table(Query, Unwatch, TopologyQuery, BrokerStatusQuery)
 FROM_BROKER = _table(Answer, Topology, BrokerStatus, Refused)
-NODE_TO_CONTROLLER = _table(Hello, Pong, Progress, Bye, Recalled)
-CONTROLLER_TO_NODE = _table(Welcome, Who, Ping, Dispatch, CancelLeg, Drain, Recall, Refused)
+NODE_TO_CONTROLLER = _table(Hello, Pong, Progress, Bye, HistoryReply)
+CONTROLLER_TO_NODE = _table(Welcome, Who, Ping, Dispatch, CancelLeg, Drain, HistoryQuery, Refused)
 CLIENT_TO_CONTROLLER = _table(Submit, Cancel, StatusQuery, DrainRank, TraceQuery, DrainRole)
-CONTROLLER_TO_CLIENT = _table(Accepted, Failed, Done, Status, TraceIs, Refused)
+CONTROLLER_TO_CLIENT = _table(Accepted, Failed, Done, Status, TraceReply, Refused)
 TO_NODE_DATA = _table(Attach, Detach, KvPull, KvDone)
 FROM_NODE_DATA = _table(Tokens, KvMeta, KvBlock, KvFail, Refused)
 PARAMS = _table(Params)

@@ -35,6 +35,7 @@ from controller.load.table import LoadTable
 from controller.placement import Placement
 from controller.requests.attempts import Attempts, work_of
 from controller.requests.losses import Losses
+from controller.requests.record import record_of
 from controller.requests.request import (
     ROLES,
     LegRun,
@@ -48,7 +49,6 @@ from controller.requests.request import (
     verdict,
 )
 from controller.requests.slos import SloClasses
-from controller.requests.story import story_of
 from controller.requests.table import RequestTable
 
 # Failures are logged with their rid at the severity of their code. Lines at `info`, those of retries among them, are at
@@ -393,7 +393,7 @@ class Life:
         self._tell("request.retried", "info", about_of(request) | {"rank": rank, "code": code, "why": sentence}, out)
         self._attempts.withdraw(request, "fenced", out)
         retried = (now, "retried", request.attempt, failed.role, f"{rank}: {code}: {sentence}")
-        request.past = (*story_of(request).moments, retried)
+        request.past = (*record_of(request).events, retried)
         request.avoid += (failed.rank,)
         request.attempt += 1
         request.step("again")
@@ -421,10 +421,10 @@ class Life:
         if request.first_due != inf:
             self._no_first_token(code)
         self.table.remove(request, failed=failed)
-        story = story_of(request, now, code, why)
-        self.table.history.add(story)
+        record = record_of(request, now, code, why)
+        self.table.history.add(record)
         if self.spans and request.trace is not None:
-            out.append(Over(story))
+            out.append(Over(record))
 
     def _no_first_token(self, code: Code) -> None:
         """It ended with `code` before it had one, though it was to have one in time."""

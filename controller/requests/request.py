@@ -118,7 +118,7 @@ class Request:
         self.work = 0  # prompt tokens to compute, as far as was known when it began to wait
         self.came_at = inf  # to this controller; inf: to an earlier start of it, under which it runs already
         self.first_due = inf  # when its first token is to be there, where that counts
-        self.past: tuple[Any, ...] = ()  # waits, and attempts before this one (`story.Moment`s)
+        self.past: tuple[Any, ...] = ()  # waits, and attempts before this one (`record.EventTuple`s)
         self.trace = submit.trace  # what its legs are told of its trace
 
     def step(self, what: Literal["dispatched", "output", "again", "over"]) -> None:
@@ -127,8 +127,8 @@ class Request:
             self.state = NEXT[self.state, what]
         except KeyError:
             legs = [(leg.role, leg.rank.key, leg.state.value) for leg in self.legs]
-            story = f"{self.rid} is {self.state.value}: cannot be {what}; attempt {self.attempt}, tries {self.tries}"
-            raise AssertionError(f"{story}, legs {legs}") from None
+            record = f"{self.rid} is {self.state.value}: cannot be {what}; attempt {self.attempt}, tries {self.tries}"
+            raise AssertionError(f"{record}, legs {legs}") from None
 
 
 def about_of(request: Request) -> dict[str, Any]:

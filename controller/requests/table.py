@@ -17,8 +17,8 @@ from controller.config import ControllerConfig
 from controller.load.rank import RankLoad
 from controller.requests.order import ArrivalOrder, SloOrder
 from controller.requests.queue import CentralQueue
+from controller.requests.record import RequestRecord
 from controller.requests.request import MAX_ATTEMPT, Request, State
-from controller.requests.story import Story
 
 INHERITED_S = 60.0
 MAX_LOSSES = 4096
@@ -55,7 +55,7 @@ class RequestTable:
         )
         self.inherited = Inherited(self._due)
         self.payload_bytes = 0
-        self.history: History[Story] = History(Story, config.trace_bytes)
+        self.history: History[RequestRecord] = History(RequestRecord, config.trace_bytes)
 
     def reconfigure(self, config: ControllerConfig) -> None:
         """From now on. What waits already stays."""

@@ -10,7 +10,7 @@ from msgspec import Struct
 from bus.actions import Note, Send
 from bus.wire.codes import Code
 from nodes.link.leg import Leg
-from nodes.link.story import LegStory
+from nodes.link.record import LegRecord
 
 # --- for the bus -------------------------------------------------------------------------------------------------
 
@@ -96,9 +96,9 @@ class Leave(Struct, frozen=True, gc=False):
 
 
 class Over(Struct, frozen=True, gc=False):
-    """A leg that is traced is over: `story` becomes a span."""
+    """A leg that is traced is over: `record` becomes a span."""
 
-    story: LegStory
+    record: LegRecord
 
 
 ForBus: TypeAlias = Register | Unregister | Locate | Unlocate | PublishFrames

@@ -25,14 +25,14 @@ from bus.wire.messages import (
     Drain,
     Ended,
     Hello,
-    Mark,
+    HistoryQuery,
+    HistoryReply,
     Message,
     Ping,
     Pong,
     Progress,
-    Recall,
-    Recalled,
     Refused,
+    TraceEvent,
     Welcome,
     Who,
 )
@@ -64,7 +64,7 @@ class Speaker(Protocol):
         ...
 
     def restate_cache(self) -> None: ...
-    def recall(self, rid: str) -> tuple[Mark, ...]: ...
+    def recall(self, rid: str) -> tuple[TraceEvent, ...]: ...
     def superseded(self, why: str) -> None: ...
 
 
@@ -179,8 +179,8 @@ class Connection:
         elif isinstance(message, Who):
             if now - self._hello_at >= WHO_GAP_S:
                 self.say_hello()
-        elif isinstance(message, Recall):
-            self.send(Recalled(message.id, rank.recall(message.rid)))
+        elif isinstance(message, HistoryQuery):
+            self.send(HistoryReply(message.id, rank.recall(message.rid)))
         elif isinstance(message, Drain):
             rank.drain("drain")
         elif isinstance(message, Refused):

@@ -18,7 +18,7 @@ from bus.history import History
 from bus.tracecontext import trace_id_of
 from bus.wire.codes import Code, Refusal, end_of_other
 from bus.wire.messages import (
-    MAX_MARKS,
+    MAX_TRACE_EVENTS,
     CancelLeg,
     Dispatch,
     Ended,
@@ -30,13 +30,14 @@ from bus.wire.messages import (
     KvPull,
     Load,
     Location,
-    Mark,
     Role,
+    TraceEvent,
 )
 from nodes.link.actions import Action, Cancel, Leave, Over, PublishFrames, Register, Release, Start, Unregister
 from nodes.link.leg import Identity, Leg, Legs, LegState, identity_of, leg_of
 from nodes.link.leg import Limits as Limits
 from nodes.link.puller import KvPuller, unfetched
+from nodes.link.record import LegRecord, record_of, trace_events_of
 from nodes.link.reports import Reports
 from nodes.link.runner import (
     Began,
@@ -53,7 +54,6 @@ from nodes.link.runner import (
     Stepped,
 )
 from nodes.link.sender import KvSender
-from nodes.link.story import LegStory, marks_of, story_of
 from nodes.link.streams import ATTACH_GRACE_S, Streams
 
 UNCLAIMED = 16  # legs of a key that may wait for their reader for ATTACH_GRACE_S each; more of them less long
@@ -79,7 +79,7 @@ class RankCore:
         self.sender = KvSender(facts, self.counts, hold_s=limits.hold_s)
         self.reports = Reports()
         self.draining = False
-        self.history: History[LegStory] = History(LegStory, limits.trace_bytes)
+        self.history: History[LegRecord] = History(LegRecord, limits.trace_bytes)
         self.spans = False  # whether legs that are traced have a span, which the shell exports
         self.puller = KvPuller(facts, self.counts, self._end)
         self.first_token_s: deque[float] = deque(maxlen=4096)  # of legs that began, until the owner takes them
@@ -216,10 +216,10 @@ class RankCore:
         match event:
             case Began():
                 leg.cached_tokens = event.cached_tokens
-                leg.mark("began", now, f"{event.cached_tokens} tokens cached" if event.cached_tokens else "")
+                leg.add_event("began", now, f"{event.cached_tokens} tokens cached" if event.cached_tokens else "")
             case Held():
                 leg.step("held")
-                leg.mark("held", now)
+                leg.add_event("held", now)
                 self._started(leg, now)
                 leg.first_logprobs = event.first_logprobs
                 return list(self.sender.held(leg, event.first_token, event.handle, event.valid_s, now))
@@ -227,7 +227,7 @@ class RankCore:
                 return self.puller.pull(leg, event.first, event.count, now)
             case Fetched():
                 self.fetch_s.append(event.seconds)
-                leg.mark("fetched", now)
+                leg.add_event("fetched", now)
                 return self.puller.done(leg)
             case Finished():
                 return self._end(leg, "ok", event.reason, now, said=True)
@@ -293,11 +293,11 @@ class RankCore:
             max_running=facts.max_running,
         )  # fmt: skip
 
-    def recall(self, rid: str, wall_s: float) -> tuple[Mark, ...]:
+    def recall(self, rid: str, wall_s: float) -> tuple[TraceEvent, ...]:
         """What happened to its legs here; `wall_s` makes seconds since 1970 of this process's clock."""
         leg = self.legs.get(rid)
-        stories = [*self.history.of(rid), *([story_of(leg)] if leg is not None else [])]
-        return tuple([mark for story in stories for mark in marks_of(story, wall_s)][-MAX_MARKS:])
+        records = [*self.history.of(rid), *([record_of(leg)] if leg is not None else [])]
+        return tuple([mark for record in records for mark in trace_events_of(record, wall_s)][-MAX_TRACE_EVENTS:])
 
     # --- inside: a leg's beginning ------------------------------------------------------------------------------
 
@@ -356,10 +356,10 @@ class RankCore:
         if leg.role != "prefill":
             self.streams.finish(leg)
         self.reports.remember(leg.owner, end, leg.identity, now)
-        story = story_of(leg)
-        self.history.add(story)
+        record = record_of(leg)
+        self.history.add(record)
         if self.spans and leg.trace is not None:
-            actions.append(Over(story))
+            actions.append(Over(record))
         self.counts[code] += 1
         if code != "ok":
             fields = leg.about | {"code": code, "why": message, "state": was.value}

@@ -32,7 +32,7 @@ from nodes.link.facts import FOR_EVER, KvHandle, RankFacts
 NO_ROOM = -1
 MAX_LIVE = 65_535  # legs, and bytes of their names, that one hello can list
 MAX_NAMES_BYTES = 1_000_000
-MAX_LEG_MARKS = 24
+MAX_LEG_EVENTS = 24
 
 
 class LegState(enum.Enum):
@@ -105,7 +105,7 @@ class Leg:
     client: str = ""  # the key whose request it is; empty: there are none
     said_room: int | None = None  # that of its submit, also of a unified leg; None: it has none
     trace: TraceContext | None = None  # of a request that is traced
-    marks: list[tuple[float, str, str]] = field(default_factory=list)  # what happened to it, when, and a detail
+    trace_events: list[tuple[float, str, str]] = field(default_factory=list)  # what happened to it, when, and a detail
     lives_on: bool = False  # whether anybody reads its output or not
     owner: int = 0  # the connection whose controller hears of it
     state: LegState = LegState.RUNNING  # moved by `step` alone
@@ -159,10 +159,10 @@ class Leg:
         """Not over yet."""
         return self.state is not LegState.ENDED
 
-    def mark(self, what: str, now: float, detail: str = "") -> None:
+    def add_event(self, what: str, now: float, detail: str = "") -> None:
         """Remember it for who asks what became of the leg: the first things, for one that goes to and fro."""
-        if len(self.marks) < MAX_LEG_MARKS:
-            self.marks.append((now, what, detail))
+        if len(self.trace_events) < MAX_LEG_EVENTS:
+            self.trace_events.append((now, what, detail))
 
     @property
     def identity(self) -> Identity:

@@ -131,7 +131,7 @@ class KvPuller:
         leg.step("located")
         leg.location, leg.kv_attempt, leg.kv_wanted = location, attempt, True
         if leg.found_by != "told":
-            leg.mark("located", now, leg.found_by)
+            leg.add_event("located", now, leg.found_by)
         leg.heard_at = now
         return self._ask(leg, now)
 
@@ -177,7 +177,7 @@ class KvPuller:
         leg.cached_at_prefill = meta.cached_tokens
         self._waits_no_more(leg)
         leg.step("handed")
-        leg.mark("handed", now)
+        leg.add_event("handed", now)
         return [Start(leg)]
 
     def _waits_no_more(self, leg: Leg) -> None:

@@ -32,10 +32,10 @@ from bus.wire.messages import (
     KvMeta,
     KvPull,
     Location,
-    Mark,
     Member,
     Message,
     NodeState,
+    TraceEvent,
     Welcome,
 )
 from nodes.link.actions import (
@@ -55,8 +55,8 @@ from nodes.link.core import RankCore
 from nodes.link.data import KvPeers
 from nodes.link.join import Joint
 from nodes.link.leg import Leg
+from nodes.link.record import LegRecord, span_of
 from nodes.link.runner import BlockRunner, RankFacts, Runner
-from nodes.link.story import LegStory, span_of
 from nodes.link.streams import Streams
 
 
@@ -191,7 +191,7 @@ class LinkedRank:
     def steps(self) -> tuple[int, bool, int]:
         return self.runner.load().step, self.runner.busy, self.publisher.load_seq
 
-    def recall(self, rid: str) -> tuple[Mark, ...]:
+    def recall(self, rid: str) -> tuple[TraceEvent, ...]:
         return self.core.recall(rid, self.wall_s)
 
     def superseded(self, why: str) -> None:
@@ -287,8 +287,8 @@ class LinkedRank:
         self._reported_at = now
         self.publisher.report(self.core.load(), now)
 
-    def _span_of(self, story: LegStory) -> Span:
-        return span_of(story, f"{self.instance}/{self.dp_rank}", self.runner.facts.model, self.wall_s)
+    def _span_of(self, record: LegRecord) -> Span:
+        return span_of(record, f"{self.instance}/{self.dp_rank}", self.runner.facts.model, self.wall_s)
 
     def _conflict(self, conflict: Conflict) -> None:
         other = conflict.other
@@ -320,7 +320,7 @@ class LinkedRank:
                 host.unlocate(self.dp_rank, action)
             case Over():
                 if host.spans is not None:
-                    host.spans.add(action.story, self._span_of)
+                    host.spans.add(action.record, self._span_of)
             case Leave():
                 host.runner_died(self.dp_rank, action.reason)
             case Note():

@@ -252,7 +252,7 @@ class Streams:
             self._answer(peer, _fenced(leg.rid, request.attempt, request.have))
             return
         if leg.reader != peer:
-            leg.mark("attached", now)
+            leg.add_event("attached", now)
         leg.reader, leg.lost, leg.detached, leg.shares = peer, False, False, request.several
         leg.sent = max(leg.offset, min(request.have, leg.produced))
         leg.finish_sent = False

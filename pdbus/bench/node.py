@@ -25,7 +25,7 @@ from bus.runtime.epochs import new_epoch
 from bus.runtime.loop import Loop
 from bus.runtime.sockets import Socket, Sockets
 from bus.wire import codec, topics
-from bus.wire.messages import CancelLeg, Dispatch, Ended, Hello, Load, Mark, Role, Welcome
+from bus.wire.messages import CancelLeg, Dispatch, Ended, Hello, Load, Role, TraceEvent, Welcome
 from nodes.link.config import LinkConfig
 from nodes.link.connection import Connection
 from nodes.link.rank import hello_of
@@ -239,7 +239,7 @@ class Rank:
 
     def restate_cache(self) -> None: ...
 
-    def recall(self, rid: str) -> tuple[Mark, ...]:
+    def recall(self, rid: str) -> tuple[TraceEvent, ...]:
         return ()
 
     def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None:

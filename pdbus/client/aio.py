@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
 from bus.runtime.keys import load_keys
-from bus.wire.messages import Role, Status, TraceIs
+from bus.wire.messages import Role, Status, TraceReply
 from pdbus.client.base import BaseClient, BaseStream
 from pdbus.client.channel import CLOSED
 from pdbus.client.loop_channel import LoopChannel, raise_if_forked
@@ -88,7 +88,7 @@ class AsyncClient(BaseClient):
         """As `Client.status`."""
         return await asyncio.wrap_future(self._ask_status(await self._channel(), timeout_s))
 
-    async def trace(self, rid: str, *, timeout_s: float | None = None) -> TraceIs:
+    async def trace(self, rid: str, *, timeout_s: float | None = None) -> TraceReply:
         """As `Client.trace`."""
         return await asyncio.wrap_future(self._ask_trace(await self._channel(), rid, timeout_s))
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from msgspec.structs import replace
 
 from bus.wire.hashing import tokens_of
-from bus.wire.messages import DrainRank, DrainRole, Legs, Role, Status, StatusQuery, TraceIs, TraceQuery
+from bus.wire.messages import DrainRank, DrainRole, Legs, Role, Status, StatusQuery, TraceQuery, TraceReply
 from pdbus.client.channel import Channel
 from pdbus.client.loop_channel import LoopChannel
 from pdbus.client.options import Options, any_rank, block_tokens_for, leg_for, make_request, model_of, patience, where
@@ -73,9 +73,9 @@ class BaseClient:
     def _ask_drain_role(self, channel: AnyChannel, role: Role, model: str, timeout_s: float | None) -> Future[Status]:
         return channel.ask(self._where.decode, lambda id: DrainRole(id, role, model), Status, timeout_s)
 
-    def _ask_trace(self, channel: AnyChannel, rid: str, timeout_s: float | None) -> Future[TraceIs]:
+    def _ask_trace(self, channel: AnyChannel, rid: str, timeout_s: float | None) -> Future[TraceReply]:
         make = partial(TraceQuery, rid=rid)
-        return channel.ask(self._where.decode, make, TraceIs, timeout_s, repeat_s=TRACE_REPEAT_S)
+        return channel.ask(self._where.decode, make, TraceReply, timeout_s, repeat_s=TRACE_REPEAT_S)
 
     def _learn_model(self, status: Status) -> str:
         self._texts.model = model_of(status)

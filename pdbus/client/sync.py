@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Unpack
 
-from bus.wire.messages import Role, Status, TraceIs
+from bus.wire.messages import Role, Status, TraceReply
 from pdbus.client.base import BaseClient, BaseStream
 from pdbus.client.channel import Channel
 from pdbus.client.options import Options, check_options, check_text
@@ -85,7 +85,7 @@ class Client(BaseClient):
         (default: `connect_timeout_s`)."""
         return self._ask_status(self._channel, timeout_s).result()
 
-    def trace(self, rid: str, *, timeout_s: float | None = None) -> TraceIs:
+    def trace(self, rid: str, *, timeout_s: float | None = None) -> TraceReply:
         """What controller and ranks remember of the request `rid`, as `pdbus trace` shows it. RequestFailed when the
         controller does not tell this client, PeerLost as with `status`."""
         return self._ask_trace(self._channel, rid, timeout_s).result()

@@ -43,7 +43,7 @@ def trace(rid: str, controller: str, as_json: bool, keys: str, wait_s: float) ->
     with Client(controller, keys=keys) as client:
         wait_for_controller(client, controller, wait_s, keys)
         answer = client.trace(rid, timeout_s=wait_s)
-    if not answer.told:
+    if not answer.parts:
         kept = f"{answer.controller} remembers the last {answer.kept} requests, of {answer.kept_s:.0f} s"
         if not answer.kept:
             kept = f"{answer.controller} remembers none (it has just started, or --trace-bytes is 0)"

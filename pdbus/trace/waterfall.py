@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bus.runtime.cli import printable
-from bus.wire.messages import Mark, TraceIs
+from bus.wire.messages import TraceEvent, TraceReply
 
 LABELS = {  # what parts call it, and how it is shown
     "asked": "asked for",
@@ -40,83 +40,83 @@ WORDS_MIN = 22
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """`mark` of `part`, at `at_s` since the first of all, by the controller's clock. It took `took_s` from what came
+    """`event` of `part`, at `at_s` since the first of all, by the controller's clock. It took `took_s` from what came
     before it on its way (None: it is the first)."""
 
     part: str
-    mark: Mark
+    event: TraceEvent
     at_s: float
     took_s: float | None
 
 
-def hops_of(answer: TraceIs) -> list[Hop]:
-    """All marks in order of time, as far as the clocks are known."""
-    at_us: list[tuple[int, int, str, Mark]] = []
-    for order, told in enumerate(answer.told):
-        at_us += [(mark.at_us - told.offset_us, order, told.part, mark) for mark in told.marks]
-    received = min((at for at, _, _, mark in at_us if mark.what == "received"), default=None)
+def hops_of(answer: TraceReply) -> list[Hop]:
+    """Return all events in order of time, as far as the clocks are known."""
+    at_us: list[tuple[int, int, str, TraceEvent]] = []
+    for order, trace in enumerate(answer.parts):
+        at_us += [(event.at_us - trace.offset_us, order, trace.part, event) for event in trace.events]
+    received = min((at for at, _, _, event in at_us if event.what == "received"), default=None)
     if received is not None:  # nobody knows the client's clock: but it asked before it was heard
-        at_us = [(min(at, received) if part == "client" else at, n, part, mark) for at, n, part, mark in at_us]
+        at_us = [(min(at, received) if part == "client" else at, n, part, event) for at, n, part, event in at_us]
     at_us.sort(key=lambda each: each[:2])
     hops: list[Hop] = []
-    for at, _, part, mark in at_us:
+    for at, _, part, event in at_us:
         at_s = (at - at_us[0][0]) / 1e6
-        before = _before(part, mark, hops)
-        hops.append(Hop(part, mark, at_s, at_s - before.at_s if before is not None else None))
+        before = _before(part, event, hops)
+        hops.append(Hop(part, event, at_s, at_s - before.at_s if before is not None else None))
     return hops
 
 
-def _before(part: str, mark: Mark, hops: Sequence[Hop]) -> Hop | None:
-    """What `mark` followed from: at a rank the mark before it of the same leg, or the leg's dispatch; else, where it
+def _before(part: str, event: TraceEvent, hops: Sequence[Hop]) -> Hop | None:
+    """What `event` followed from: at a rank the mark before it of the same leg, or the leg's dispatch; else, where it
     tells of an output or an end, whatever came last; else the last mark that is no rank's."""
-    of_leg = [hop for hop in hops if (hop.mark.attempt, hop.mark.leg) == (mark.attempt, mark.leg)]
-    if mark.leg is not None and mark.what not in ("dispatched", "retried"):
-        here = [hop for hop in of_leg if hop.part == part and hop.mark.what != "attached"]
-        mine = here or [hop for hop in of_leg if hop.mark.what == "dispatched"]
+    of_leg = [hop for hop in hops if (hop.event.attempt, hop.event.leg) == (event.attempt, event.leg)]
+    if event.leg is not None and event.what not in ("dispatched", "retried"):
+        here = [hop for hop in of_leg if hop.part == part and hop.event.what != "attached"]
+        mine = here or [hop for hop in of_leg if hop.event.what == "dispatched"]
         return mine[-1] if mine else None
-    if mark.what in ("output_reported", "done", "failed", "retried"):
+    if event.what in ("output_reported", "done", "failed", "retried"):
         return hops[-1] if hops else None
-    others = [hop for hop in hops if hop.mark.leg is None or hop.mark.what == "retried"]
+    others = [hop for hop in hops if hop.event.leg is None or hop.event.what == "retried"]
     return others[-1] if others else None
 
 
-def as_dict(rid: str, answer: TraceIs) -> dict[str, Any]:
+def as_dict(rid: str, answer: TraceReply) -> dict[str, Any]:
     """For programs. `at_us` is by the controller's clock."""
     hops = hops_of(answer)
-    offsets = {told.part: told.offset_us for told in answer.told}
+    offsets = {part.part: part.offset_us for part in answer.parts}
     return {
         "rid": answer.rid or rid,
         "others": list(answer.others),
         "controller": answer.controller,
         "marks": [
             {
-                "at_us": hop.mark.at_us - offsets[hop.part], "at_s": round(hop.at_s, 6),
+                "at_us": hop.event.at_us - offsets[hop.part], "at_s": round(hop.at_s, 6),
                 "took_s": None if hop.took_s is None else round(hop.took_s, 6), "part": hop.part,
-                "what": hop.mark.what, "attempt": hop.mark.attempt, "leg": hop.mark.leg, "detail": hop.mark.detail,
+                "what": hop.event.what, "attempt": hop.event.attempt, "leg": hop.event.leg, "detail": hop.event.detail,
             }
             for hop in hops
         ],
-        "clocks": [{"part": t.part, "offset_us": t.offset_us, "rtt_us": t.rtt_us} for t in answer.told],
+        "clocks": [{"part": t.part, "offset_us": t.offset_us, "rtt_us": t.rtt_us} for t in answer.parts],
         "silent": list(answer.silent),
     }  # fmt: skip
 
 
-def waterfall(rid: str, answer: TraceIs, width: int) -> RenderableType:
+def waterfall(rid: str, answer: TraceReply, width: int) -> RenderableType:
     """At `width` columns, 80 or more. A bar covers the time that a line took."""
     hops = hops_of(answer)
     whole_s = max((hop.at_s for hop in hops), default=0.0)
     rows: list[tuple[Text, ...]] = []
-    attempts = {hop.mark.attempt for hop in hops if hop.mark.attempt}
+    attempts = {hop.event.attempt for hop in hops if hop.event.attempt}
     for hop in hops:
-        mark = hop.mark
-        what = LABELS.get(mark.what, mark.what)
-        text = Text(printable(what), style="bold red" if mark.what in ("retried", "failed") else "")
-        if len(attempts) > 1 and mark.attempt:
-            text.append(f" #{mark.attempt}", style="bold")
-        if mark.what == "dispatched" and mark.leg:
-            text.append(f" to {printable(mark.detail)}")
-        elif mark.detail:
-            text.append(f", {printable(mark.detail)}", style="" if text.style else "dim")
+        event = hop.event
+        what = LABELS.get(event.what, event.what)
+        text = Text(printable(what), style="bold red" if event.what in ("retried", "failed") else "")
+        if len(attempts) > 1 and event.attempt:
+            text.append(f" #{event.attempt}", style="bold")
+        if event.what == "dispatched" and event.leg:
+            text.append(f" to {printable(event.detail)}")
+        elif event.detail:
+            text.append(f", {printable(event.detail)}", style="" if text.style else "dim")
         took = "" if hop.took_s is None else seconds(hop.took_s)
         rows.append((Text(seconds(hop.at_s)), Text(took), Text(printable(hop.part), style=_style(hop)), text))
     used = [max((row[at].cell_len for row in rows), default=0) for at in range(3)]
@@ -136,7 +136,7 @@ def waterfall(rid: str, answer: TraceIs, width: int) -> RenderableType:
 
 
 def _style(hop: Hop) -> str:
-    return STYLES["client" if hop.part == "client" else hop.mark.leg or ""]
+    return STYLES["client" if hop.part == "client" else hop.event.leg or ""]
 
 
 def _bar(hop: Hop, whole_s: float, width: int) -> str:
@@ -147,20 +147,20 @@ def _bar(hop: Hop, whole_s: float, width: int) -> str:
 
 
 def _title(rid: str, hops: Sequence[Hop], attempts: set[int], whole_s: float) -> str:
-    ends = [hop.mark.what for hop in hops if hop.mark.what in ("done", "failed")]
+    ends = [hop.event.what for hop in hops if hop.event.what in ("done", "failed")]
     how = {"done": "done", "failed": "failed"}.get(ends[-1] if ends else "", "still under way")
     tries = f", {len(attempts)} attempts" if len(attempts) > 1 else ""
     return f"{printable(rid)}: {how} after {seconds(whole_s)}{tries}"
 
 
-def _notes(answer: TraceIs) -> list[Text]:
+def _notes(answer: TraceReply) -> list[Text]:
     """Whose clocks were put right, who said nothing, and what else was meant, perhaps."""
     clocks = [
-        f"{told.part} {told.offset_us / 1000:+.1f} ms (±{told.rtt_us / 2000:.1f})"
-        for told in answer.told
-        if told.rtt_us > 0
+        f"{part.part} {part.offset_us / 1000:+.1f} ms (±{part.rtt_us / 2000:.1f})"
+        for part in answer.parts
+        if part.rtt_us > 0
     ]
-    unknown = [told.part for told in answer.told if told.rtt_us < 0]
+    unknown = [part.part for part in answer.parts if part.rtt_us < 0]
     lines = []
     if clocks:
         lines.append(f"clocks beyond {answer.controller}'s, taken off above: {', '.join(clocks)}")

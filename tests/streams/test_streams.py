@@ -174,11 +174,11 @@ def test_bye(record: Record) -> None:
 
 def test_recall(record: Record) -> None:
     for part in RANKS:
-        assert "first" in {each.rid for each in record.of(messages.Recall, part)}, f"{part} was not asked"
+        assert "first" in {each.rid for each in record.of(messages.HistoryQuery, part)}, f"{part} was not asked"
 
 
 def test_recalled(record: Record) -> None:
-    told = [each for each in record.of(messages.Recalled, CONTROLLER) if each.marks]
+    told = [each for each in record.of(messages.HistoryReply, CONTROLLER) if each.events]
     assert len(told) >= 2, "ranks said nothing of what they remember"
 
 
@@ -352,7 +352,7 @@ def test_trace(record: Record) -> None:
 
 
 def test_trace_is(record: Record) -> None:
-    assert any(each.told for each in record.of(messages.TraceIs, CLIENT)), "the trace did not come"
+    assert any(each.parts for each in record.of(messages.TraceReply, CLIENT)), "the trace did not come"
 
 
 def test_accepted(record: Record) -> None:

@@ -24,10 +24,10 @@ from bus.wire.messages import (
     Ended,
     Hello,
     Load,
-    Mark,
     Message,
     Submit,
     Table,
+    TraceEvent,
     Welcome,
 )
 from nodes.link.connection import Connection
@@ -145,7 +145,7 @@ class Node(Peer):
     def drain(self, cause: str) -> None: ...
     def superseded(self, why: str) -> None: ...
     def restate_cache(self) -> None: ...
-    def recall(self, rid: str) -> tuple[Mark, ...]:
+    def recall(self, rid: str) -> tuple[TraceEvent, ...]:
         return ()
 
 

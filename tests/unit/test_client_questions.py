@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bus.errors import PeerLost, RemoteProtocolError, RequestFailed
-from bus.wire.messages import DrainRank, RankState, RankStatus, Refused, Status, StatusQuery, TraceIs, TraceQuery
+from bus.wire.messages import DrainRank, RankState, RankStatus, Refused, Status, StatusQuery, TraceQuery, TraceReply
 from pdbus.client.options import any_rank, block_tokens_for, leg_for
 from pdbus.client.questions import ANSWERS, LOOK_AGAIN_S, REPEAT_S, Questions
 
@@ -77,9 +77,9 @@ def test_only_who_was_asked_answers() -> None:
         answer.result(0)
 
 
-def trace_asked() -> tuple[Questions, Future[TraceIs]]:
-    questions, answer = Questions(), Future[TraceIs]()
-    questions.ask(C, partial(TraceQuery, rid="r"), TraceIs, answer, 0.0, 10.0, repeat_s=3.0)
+def trace_asked() -> tuple[Questions, Future[TraceReply]]:
+    questions, answer = Questions(), Future[TraceReply]()
+    questions.ask(C, partial(TraceQuery, rid="r"), TraceReply, answer, 0.0, 10.0, repeat_s=3.0)
     assert [send.message for send in questions.tick(0.0)] == [TraceQuery(1, "r")]
     return questions, answer
 
@@ -90,7 +90,7 @@ def test_each_question_has_a_kind_of_answer_and_a_pace_of_its_own() -> None:
     assert not answer.done()
     assert questions.tick(2.9) == []
     assert [send.message for send in questions.tick(3.0)] == [TraceQuery(1, "r")]
-    trace = TraceIs(1, "c", ())
+    trace = TraceReply(1, "c", ())
     questions.answered(C, trace, 3.1)
     assert answer.result(0) is trace
 
@@ -110,7 +110,7 @@ def test_an_older_part_does_not_know_the_question_and_says_so_without_its_number
 
 
 def test_whatever_answers_by_number_reaches_who_asked() -> None:
-    assert set(ANSWERS) == {Status, TraceIs, Refused}
+    assert set(ANSWERS) == {Status, TraceReply, Refused}
 
 
 def test_a_status_that_is_not_enough_is_asked_for_again_soon() -> None:

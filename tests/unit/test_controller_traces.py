@@ -11,24 +11,24 @@ from bus.tracecontext import child_of, parse
 from bus.wire.codec import MAX_HEADER_BYTES, decode, encode
 from bus.wire.messages import (
     CONTROLLER_TO_CLIENT,
-    MAX_MARKS,
     MAX_PHRASE,
+    MAX_TRACE_EVENTS,
     Cancel,
-    Mark,
+    HistoryQuery,
+    HistoryReply,
     Ping,
     Pong,
-    Recall,
-    Recalled,
     Refused,
     TraceContext,
-    TraceIs,
+    TraceEvent,
     TraceQuery,
+    TraceReply,
 )
 from controller.core import ControllerCore
 from controller.events import FromClient, FromNode, Over, Tick
 from controller.inquiries import MAX_OPEN, WAIT_S
 from controller.load.rank import Clock
-from controller.requests.story import span_of
+from controller.requests.record import span_of
 
 HEADER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 P, D = hello("p", role="prefill", dp_size=1), hello("d", role="decode", dp_size=1)
@@ -46,17 +46,17 @@ def ask(world: World, rid: str = "r", peer: Any = "operator", id: int = 9) -> No
     world.feed(FromClient(peer, TraceQuery(id, rid)))
 
 
-def answers(world: World) -> list[TraceIs]:
-    return world.answers(TraceIs, "operator")
+def answers(world: World) -> list[TraceReply]:
+    return world.answers(TraceReply, "operator")
 
 
-def answer(world: World, node: Any, *marks: Mark) -> None:
-    (recall,) = world.sent(Recall, node)[-1:]
-    world.feed(FromNode(peer_of(node), Recalled(recall.id, marks)))
+def answer(world: World, node: Any, *events: TraceEvent) -> None:
+    (recall,) = world.sent(HistoryQuery, node)[-1:]
+    world.feed(FromNode(peer_of(node), HistoryReply(recall.id, events)))
 
 
-def whats(world: World, told: int = 0) -> list[tuple[str, int, str | None]]:
-    return [(mark.what, mark.attempt, mark.leg) for mark in answers(world)[-1].told[told].marks]
+def whats(world: World, part: int = 0) -> list[tuple[str, int, str | None]]:
+    return [(mark.what, mark.attempt, mark.leg) for mark in answers(world)[-1].parts[part].events]
 
 
 def run(world: World, rid: str = "r", **rest: Any) -> None:
@@ -75,16 +75,16 @@ def test_controller_and_ranks_tell_what_they_know_of_a_request_that_is_over() ->
     world.now = 10.0
     run(world, asked_us=9_900_000)
     ask(world)
-    assert {rank.rid for rank in world.sent(Recall)} == {"r"}
-    answer(world, P, Mark(10_100_000, "taken", 1, "prefill"))
+    assert {rank.rid for rank in world.sent(HistoryQuery)} == {"r"}
+    answer(world, P, TraceEvent(10_100_000, "taken", 1, "prefill"))
     assert not answers(world), "one rank has still to say something"
-    answer(world, D, Mark(10_200_000, "taken", 1, "decode"))
-    (told,) = answers(world)
-    assert (told.id, told.controller, told.silent, told.kept) == (9, "controller-0", (), 1)
-    assert [each.part for each in told.told] == ["client", "controller-0", "p/0", "d/0"]
-    assert told.told[0].marks == (Mark(9_900_000, "asked"),)
-    assert told.told[0].rtt_us == -1, "nobody knows the client's clock"
-    assert [(mark.what, mark.at_us, mark.leg, mark.detail) for mark in told.told[1].marks] == [
+    answer(world, D, TraceEvent(10_200_000, "taken", 1, "decode"))
+    (reply,) = answers(world)
+    assert (reply.id, reply.controller, reply.silent, reply.kept) == (9, "controller-0", (), 1)
+    assert [each.part for each in reply.parts] == ["client", "controller-0", "p/0", "d/0"]
+    assert reply.parts[0].events == (TraceEvent(9_900_000, "asked"),)
+    assert reply.parts[0].rtt_us == -1, "nobody knows the client's clock"
+    assert [(mark.what, mark.at_us, mark.leg, mark.detail) for mark in reply.parts[1].events] == [
         ("received", 10_000_000, None, "10 tokens"),
         ("dispatched", 10_000_000, "prefill", "p/0"),
         ("dispatched", 10_000_000, "decode", "d/0"),
@@ -100,13 +100,13 @@ def test_a_request_is_found_by_what_its_rid_begins_with_where_none_has_all_of_it
         run(world, rid)
     world.submit(submit("r-live", "pair"))
     ask(world, "r")
-    assert {recall.rid for recall in world.sent(Recall)} == {"r-live"}
+    assert {recall.rid for recall in world.sent(HistoryQuery)} == {"r-live"}
     for node in (P, D):
         answer(world, node)
-    (told,) = answers(world)
-    assert (told.rid, told.others) == ("r-live", ("r-new", "r-old"))
+    (reply,) = answers(world)
+    assert (reply.rid, reply.others) == ("r-live", ("r-new", "r-old"))
     ask(world, "r-old")
-    assert world.sent(Recall)[-1].rid == "r-old", "one that is asked for by its whole name"
+    assert world.sent(HistoryQuery)[-1].rid == "r-old", "one that is asked for by its whole name"
 
 
 def test_a_request_that_lives_waits_and_is_tried_again_shows_all_of_it() -> None:
@@ -136,14 +136,14 @@ def test_a_request_that_lives_waits_and_is_tried_again_shows_all_of_it() -> None
         ("received", 1, None), ("queued", 1, None), ("dispatched", 1, "unified"), ("retried", 1, "unified"),
         ("dispatched", 2, "unified"),
     ]  # fmt: skip
-    retried = answers(world)[-1].told[0].marks[3]
+    retried = answers(world)[-1].parts[0].events[3]
     assert retried.detail == f"u/{dispatch.dp_rank}: engine_failed: it broke"
     last = [d for d in world.dispatches() if d.rid == "r"][-1]
     world.progress(other, ended=[last], code="too_long", message="x" * 1000)
     ask(world)
     for node in (failing, other):
         answer(world, node)
-    end = answers(world)[-1].told[0].marks[-1]
+    end = answers(world)[-1].parts[0].events[-1]
     assert end.what == "failed"
     assert end.detail.startswith("too_long: xxx")
 
@@ -154,12 +154,12 @@ def test_of_what_nobody_remembers_it_says_so_and_how_much_it_keeps() -> None:
         run(world, f"r{n}")
     world.now += 2.0
     ask(world, "r0")
-    assert len(world.sent(Recall)) == 2, "it may have been another controller's: all ranks are asked"
+    assert len(world.sent(HistoryQuery)) == 2, "it may have been another controller's: all ranks are asked"
     for node in (P, D):
         answer(world, node)
-    (told,) = answers(world)
-    assert (told.told, told.silent, told.kept) == ((), (), 2)
-    assert told.kept_s == 3.0
+    (reply,) = answers(world)
+    assert (reply.parts, reply.silent, reply.kept) == ((), (), 2)
+    assert reply.kept_s == 3.0
     ask(world, "r4")
     answer(world, P)
     answer(world, D)
@@ -183,19 +183,19 @@ def test_what_ranks_know_of_another_controllers_request_is_told() -> None:
     world = pair()
     ask(world, "theirs")
     answer(world, P)
-    answer(world, D, Mark(5, "taken", 1, "decode"))
-    assert [each.part for each in answers(world)[-1].told] == ["d/0"]
+    answer(world, D, TraceEvent(5, "taken", 1, "decode"))
+    assert [each.part for each in answers(world)[-1].parts] == ["d/0"]
 
 
 def test_a_rank_that_does_not_answer_or_is_gone_is_named() -> None:
     world = pair()
     run(world)
     ask(world)
-    answer(world, P, Mark(1, "taken", 1, "prefill"))
+    answer(world, P, TraceEvent(1, "taken", 1, "prefill"))
     world.now += WAIT_S
     world.feed(Tick())
     assert [each.silent for each in answers(world)] == [("d/0",)]
-    answer(world, D, Mark(1, "taken", 1, "decode"))
+    answer(world, D, TraceEvent(1, "taken", 1, "decode"))
     assert len(answers(world)) == 1, "too late"
     world.core.members.peers.clear()
     ask(world)
@@ -226,8 +226,8 @@ def test_the_largest_answer_fits_in_a_frame() -> None:
         world.join(node)
     ask(world, "nobody's")
     for n in range(40):
-        marks = (Mark(2**63 - 1, "w" * 32, 1_000_000, "prefill", "😀" * MAX_PHRASE),) * MAX_MARKS
-        answer(world, hello("n" * 62, n, dp_size=64), *marks)
+        events = (TraceEvent(2**63 - 1, "w" * 32, 1_000_000, "prefill", "😀" * MAX_PHRASE),) * MAX_TRACE_EVENTS
+        answer(world, hello("n" * 62, n, dp_size=64), *events)
     world.now += WAIT_S
     world.feed(Tick())
     frame = encode(answers(world)[-1])
@@ -260,9 +260,9 @@ def test_a_rank_whose_clock_is_wrong_is_put_right_by_the_quickest_pong() -> None
     world.now += 0.01
     world.feed(FromNode(peer_of(P), Pong(ping.n, 0, False, at_us=round(1e6 * (sent + 0.005 + 3600)))))
     ask(world)
-    answer(world, P, Mark(1, "taken", 1, "prefill"))
-    answer(world, D, Mark(1, "taken", 1, "decode"))
-    by_part = {each.part: each for each in answers(world)[-1].told}
+    answer(world, P, TraceEvent(1, "taken", 1, "prefill"))
+    answer(world, D, TraceEvent(1, "taken", 1, "decode"))
+    by_part = {each.part: each for each in answers(world)[-1].parts}
     assert (by_part["p/0"].offset_us, by_part["p/0"].rtt_us) == (3_600_000_000, 10_000)
     assert by_part["d/0"].rtt_us == -1
 
@@ -283,7 +283,7 @@ def test_a_trace_goes_on_to_the_ranks_and_has_a_span_where_spans_are_exported() 
     own = child_of(trace, "r/1")
     assert {dispatch.trace for dispatch in world.dispatches()} == {own, None}
     (ended,) = world.over
-    span = span_of(ended.story, 1000.0)
+    span = span_of(ended.record, 1000.0)
     assert (span.trace, span.parent, span.began_s, span.ended_s, span.error) == (own, trace, 1010.0, 1011.0, "")
     assert dict(span.attributes).items() >= {
         "gen_ai.request.model": "m", "gen_ai.usage.input_tokens": 10, "gen_ai.usage.output_tokens": 5,
@@ -301,6 +301,6 @@ def test_a_traced_request_that_fails_has_a_span_with_the_reason_and_lines_with_i
     bad = submit("r", "pair", trace=TraceContext(HEADER), instance="nobody")
     actions = core.handle(FromClient("client", bad, (prompt(10), b"")), 0.0)
     (over,) = [each for each in actions if isinstance(each, Over)]
-    assert span_of(over.story, 0.0).error.startswith("bad_rank: ")
+    assert span_of(over.record, 0.0).error.startswith("bad_rank: ")
     (note,) = [each for each in actions if hasattr(each, "event")]
     assert note.fields["trace_id"] == HEADER[3:35]

@@ -8,9 +8,9 @@ from legs_world import PROMPT, Rank, World, start
 from bus.tracecontext import child_of, parse
 from bus.wire.messages import Attach, CancelLeg, TraceContext
 from nodes.link.core import Limits
-from nodes.link.leg import MAX_LEG_MARKS
+from nodes.link.leg import MAX_LEG_EVENTS
+from nodes.link.record import span_of
 from nodes.link.runner import Dead, LegFailed
-from nodes.link.story import span_of
 
 TRACE = TraceContext("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")
 
@@ -35,9 +35,9 @@ def test_both_legs_of_a_pair_tell_their_way_in_order(pair: tuple[Rank, Rank]) ->
     assert whats(prefill) == ["taken", "began", "held", "ended"]
     assert whats(decode) == ["taken", "attached", "handed", "began", "first_token", "fetched", "ended"]
     of_prefill, of_decode = prefill.core.recall("r", 1000.0), decode.core.recall("r", 1000.0)
-    for marks in (of_prefill, of_decode):
-        assert [mark.at_us for mark in marks] == sorted(mark.at_us for mark in marks)
-        assert marks[0].at_us == round(1e6 * (1000.0 + began))
+    for events in (of_prefill, of_decode):
+        assert [mark.at_us for mark in events] == sorted(mark.at_us for mark in events)
+        assert events[0].at_us == round(1e6 * (1000.0 + began))
     assert {(mark.attempt, mark.leg) for mark in of_decode} == {(1, "decode")}
     assert of_decode[-1].detail == "length, 6 tokens"
     assert of_prefill[-1].detail == "KV cache fetched"
@@ -92,9 +92,9 @@ def test_it_remembers_as_much_as_it_is_given_memory_for() -> None:
 def test_a_reader_that_comes_and_goes_does_not_fill_the_memory() -> None:
     rank = Rank(World(), "unified", "u")
     rank.dispatch("r", PROMPT, bootstrap_room=None)
-    for n in range(3 * MAX_LEG_MARKS):
+    for n in range(3 * MAX_LEG_EVENTS):
         rank.streams.attach(b"client%d" % n, Attach("r", 1), rank.world.now)
-    assert len(whats(rank)) <= MAX_LEG_MARKS + 1
+    assert len(whats(rank)) <= MAX_LEG_EVENTS + 1
 
 
 def test_legs_that_are_traced_have_spans_where_spans_are_exported(pair: tuple[Rank, Rank]) -> None:
@@ -108,10 +108,10 @@ def test_legs_that_are_traced_have_spans_where_spans_are_exported(pair: tuple[Ra
     start(pair, "t", bootstrap_room=7)
     prefill.world.run(5.0)
     (of_prefill,), (of_decode,) = prefill.over, decode.over
-    span = span_of(of_decode.story, "d/0", "m", 1000.0)
+    span = span_of(of_decode.record, "d/0", "m", 1000.0)
     assert (span.name, span.parent, span.error) == ("pdbus decode", TRACE, "")
     assert span.trace == child_of(TRACE, "s/1/decode")
-    assert span.trace != span_of(of_prefill.story, "p/0", "m", 1000.0).trace
+    assert span.trace != span_of(of_prefill.record, "p/0", "m", 1000.0).trace
     assert dict(span.attributes).items() >= {
         "gen_ai.request.model": "m", "gen_ai.usage.input_tokens": len(PROMPT), "gen_ai.usage.output_tokens": 6,
         "gen_ai.response.finish_reasons": ["length"], "pdbus.rank": "d/0", "pdbus.rid": "s", "pdbus.attempt": 1,

@@ -32,8 +32,8 @@ NUMBERS = {"MAX_ROOMS_PER_MESSAGE": "4096", "MAX_TOKENS_PER_MESSAGE": "16384", "
 NUMBERS |= {"MAX_LOGPROBS_PER_MESSAGE": "2048", "MAX_OTHERS_PER_MESSAGE": "63"}
 NUMBERS |= {
     "MAX_WANTED": str(messages.MAX_WANTED),
-    "MAX_MARKS": str(messages.MAX_MARKS),
-    "MAX_TOLD": str(messages.MAX_TOLD),
+    "MAX_TRACE_EVENTS": str(messages.MAX_TRACE_EVENTS),
+    "MAX_TRACE_PARTS": str(messages.MAX_TRACE_PARTS),
 }
 NUMBERS |= {"1 << 19": str(1 << 19), "2**31": str(2**31), "2**32": str(2**32)}
 BOUNDS = {"max_length": "at most", "min_length": "at least", "ge": "≥", "le": "≤", "gt": ">", "lt": "<"}

@@ -9,32 +9,32 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from bus.wire.messages import Mark, Role, Told, TraceIs
+from bus.wire.messages import PartTrace, Role, TraceEvent, TraceReply
 from pdbus.trace.waterfall import Hop, as_dict, hops_of, seconds, waterfall
 
 S = 1_000_000
 AHEAD = 3600 * S  # of the decode rank's clock
 
 
-def mark(at_s: float, what: str, leg: Role | None = None, detail: str = "", attempt: int = 1) -> Mark:
-    return Mark(1_790_000_000 * S + round(at_s * S), what, attempt, leg, detail)
+def mark(at_s: float, what: str, leg: Role | None = None, detail: str = "", attempt: int = 1) -> TraceEvent:
+    return TraceEvent(1_790_000_000 * S + round(at_s * S), what, attempt, leg, detail)
 
 
-ANSWER = TraceIs(
+ANSWER = TraceReply(
     1, "controller-0",
     (
-        Told("client", (mark(-0.01, "asked", attempt=0),), 0, -1),
-        Told("controller-0", (
+        PartTrace("client", (mark(-0.01, "asked", attempt=0),), 0, -1),
+        PartTrace("controller-0", (
             mark(0.0, "received", detail="512 tokens"), mark(0.0, "queued", detail="behind 3"),
             mark(0.5, "dispatched", "prefill", "prefill-0/1"), mark(0.5, "dispatched", "decode", "decode-0/0"),
             mark(1.002, "output_reported"), mark(3.0, "done"),
         )),
-        Told("prefill-0/1", (
+        PartTrace("prefill-0/1", (
             mark(0.501, "taken", "prefill"), mark(0.6, "began", "prefill", "256 tokens cached"),
             mark(0.99, "held", "prefill"), mark(1.2, "ended", "prefill", "KV cache fetched"),
         ), 0, 400),
-        Told("decode-0/0", tuple(
-            Mark(each.at_us + AHEAD, each.what, 1, "decode", each.detail) for each in (
+        PartTrace("decode-0/0", tuple(
+            TraceEvent(each.at_us + AHEAD, each.what, 1, "decode", each.detail) for each in (
                 mark(0.502, "taken"), mark(0.55, "attached"), mark(0.995, "handed"), mark(0.996, "began"),
                 mark(1.0, "first_token"), mark(1.1, "fetched"), mark(2.999, "ended", detail="length, 100 tokens"),
             )
@@ -43,7 +43,7 @@ ANSWER = TraceIs(
 )  # fmt: skip
 
 
-def drawn(answer: TraceIs, width: int, rid: str = "r") -> list[str]:
+def drawn(answer: TraceReply, width: int, rid: str = "r") -> list[str]:
     console = Console(file=io.StringIO(), width=width, highlight=False)
     console.print(waterfall(rid, answer, width))
     assert isinstance(console.file, io.StringIO)
@@ -51,7 +51,7 @@ def drawn(answer: TraceIs, width: int, rid: str = "r") -> list[str]:
 
 
 def took(what: str, part: str = "") -> float | None:
-    (hop,) = [hop for hop in hops_of(ANSWER) if hop.mark.what == what and part in hop.part]
+    (hop,) = [hop for hop in hops_of(ANSWER) if hop.event.what == what and part in hop.part]
     return None if hop.took_s is None else round(hop.took_s, 6)
 
 
@@ -59,7 +59,7 @@ def test_marks_of_all_parts_are_in_one_order_with_clocks_put_right() -> None:
     hops = hops_of(ANSWER)
     assert [hop.at_s for hop in hops] == sorted(hop.at_s for hop in hops)
     assert hops[-1].at_s == pytest.approx(3.01)
-    order = [hop.mark.what for hop in hops if hop.part == "decode-0/0"]
+    order = [hop.event.what for hop in hops if hop.part == "decode-0/0"]
     assert order == ["taken", "attached", "handed", "began", "first_token", "fetched", "ended"]
 
 
@@ -72,12 +72,12 @@ def test_each_line_says_how_long_it_took_from_what_came_before_it_on_its_way() -
     assert took("handed") == 0.493, "a client that attaches is no step of the leg's"
     assert took("ended", "decode") == 1.899
     assert took("done") == 0.001
-    waits = [hop.took_s for hop in hops_of(ANSWER) if hop.mark.what == "dispatched"]
+    waits = [hop.took_s for hop in hops_of(ANSWER) if hop.event.what == "dispatched"]
     assert waits == [0.5, 0.5], "in the queue"
 
 
 def test_a_client_whose_clock_is_ahead_asked_when_it_was_heard() -> None:
-    late = TraceIs(1, "c", (Told("client", (mark(5.0, "asked", attempt=0),), 0, -1), ANSWER.told[1]))
+    late = TraceReply(1, "c", (PartTrace("client", (mark(5.0, "asked", attempt=0),), 0, -1), ANSWER.parts[1]))
     first = hops_of(late)[0]
     assert (first.part, first.at_s) == ("client", 0.0)
     assert any("clock not known: client" in line for line in drawn(late, 80))
@@ -98,25 +98,25 @@ def test_it_fits_and_says_all(width: int) -> None:
 
 
 def test_attempts_are_told_apart_and_failures_stand_out() -> None:
-    marks = (
+    events = (
         mark(0.0, "received"), mark(0.1, "dispatched", "unified", "u/0"),
         mark(0.4, "retried", "unified", "u/0: peer_lost: rank u/0 was restarted"),
         mark(0.4, "dispatched", "unified", "u/1", 2), mark(0.9, "failed", None, "poison: two ranks were lost", 2),
     )  # fmt: skip
-    answer = TraceIs(1, "c", (Told("c", marks),), ("u/0",))
+    answer = TraceReply(1, "c", (PartTrace("c", events),), ("u/0",))
     lines = drawn(answer, 80)
     text = " ".join(" ".join(lines).split())
     assert lines[0].startswith("r: failed after 900 ms, 2 attempts")
     assert "dispatched #2 to u/1" in text
     assert "did not answer, so what it knows is missing: u/0" in text
-    hops = {(hop.mark.what, hop.mark.attempt): hop for hop in hops_of(answer)}
+    hops = {(hop.event.what, hop.event.attempt): hop for hop in hops_of(answer)}
     assert hops["retried", 1].took_s == pytest.approx(0.3)
     assert hops["dispatched", 2].took_s == pytest.approx(0.0)
     assert hops["failed", 2].took_s == pytest.approx(0.5)
 
 
 def test_words_from_elsewhere_cannot_steer_the_terminal() -> None:
-    evil = TraceIs(1, "c", (Told("c", (mark(0.0, "\x1b[2J", detail="[bold]\x1b]0;x\x07"),)),), ("\x1b[1m",))
+    evil = TraceReply(1, "c", (PartTrace("c", (mark(0.0, "\x1b[2J", detail="[bold]\x1b]0;x\x07"),)),), ("\x1b[1m",))
     text = "\n".join(drawn(evil, 80, "\x1b[5mrid"))
     assert "\x1b" not in text
     assert "[bold]" in text
@@ -133,9 +133,9 @@ def test_as_json_everything_has_its_place() -> None:
 
 
 def test_one_mark_alone_and_none() -> None:
-    assert hops_of(TraceIs(1, "c", ())) == []
-    alone = TraceIs(1, "c", (Told("c", (mark(0.0, "received"),)),))
-    assert hops_of(alone) == [Hop("c", alone.told[0].marks[0], 0.0, None)]
+    assert hops_of(TraceReply(1, "c", ())) == []
+    alone = TraceReply(1, "c", (PartTrace("c", (mark(0.0, "received"),)),))
+    assert hops_of(alone) == [Hop("c", alone.parts[0].events[0], 0.0, None)]
     assert "still under way" in drawn(alone, 80)[0]
 
 
