@@ -17,6 +17,7 @@ SCHEMATHESIS := schemathesis==4.32.5
 EXTRAS ?= torch,serve,test,check,bench,otel
 GRAFANA_SDK := grafana-foundation-sdk==1769699998!10.1.0
 MINUTES ?= 10
+SOAK =
 SECONDS ?= 20
 SEED ?= 1
 COUNT ?= 96
@@ -172,7 +173,7 @@ test-gpu-cpu: ## The rows of test-gpu that a CPU can decide, with tiny random mo
 		PYTHONPATH=$(CURDIR) $$vllm -P tests/gpu/run.py --out $(OUT)/test-gpu --cpu --rows 1 3 4 5 7 8 --at-least 6
 
 bench-vllm: ## What the bus adds to vLLM, beside what vLLM's own HTTP server adds
-	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && PYTHONPATH=$(CURDIR) $$vllm -P -m pdbus bench vllm
+	@vllm=$$($(PYTHON) tests/real_vllm/environment.py) && PYTHONPATH=$(CURDIR) $$vllm -P -m benchmarks vllm
 
 test-k8s: setup ## The manifests of examples/kubernetes: checked, and run as processes (the first time it installs kubectl)
 	@echo "==> pytest tests/kubernetes"
@@ -194,7 +195,7 @@ test-sglang-servers: ## The plugin in real SGLang servers on this machine's CPU,
 bench-peers: setup ## SGLang's and vLLM's own dispatchers and bare brokers beside our controller (15 minutes)
 	@sglang=$$($(PYTHON) tests/real_sglang/environment.py) && vllm=$$($(PYTHON) tests/real_vllm/environment.py) && \
 		compiled=$$(cd tests/compiled && $(CURDIR)/$(BIN)/python -c 'import run; print(run.environment())') && \
-		PYTHONPATH=$(CURDIR) $(BIN)/pdbus bench peers --peer sglang=$$sglang --peer vllm=$$vllm \
+		$(BIN)/python -m benchmarks peers --peer sglang=$$sglang --peer vllm=$$vllm \
 			--peer compiled=$$compiled --out $(OUT)
 
 test-ray: ## pdbus up --ray over a real Ray cluster on this machine, nodes of it killed (3 minutes)
@@ -203,7 +204,7 @@ test-ray: ## pdbus up --ray over a real Ray cluster on this machine, nodes of it
 		PYTHONPATH=$(CURDIR) $$ray -m pytest -q --confcutdir tests/real_ray tests/real_ray
 
 bench-sglang: ## SGLang's own code with the plugin beside itself without it, on this machine's CPU (10 minutes)
-	@$(SGLANG) -m pdbus bench sglang
+	@$(SGLANG) -m benchmarks sglang
 
 check: lint types ## Lint and type checks
 
@@ -222,7 +223,7 @@ types: setup
 	@$(BIN)/mypy
 
 bench: setup ## Measure against bare ZeroMQ; tables and plots in OUT=out
-	@$(BIN)/pdbus bench --out $(OUT)
+	@$(BIN)/python -m benchmarks --out $(OUT)
 
 bench-slo: setup ## A burst in both queue orders, against processes and in virtual time (20 minutes)
 	@$(BIN)/pdbus replay --live --queue-order both --methods cache_aware --duration-s 90 --load 1.3 --seeds 5 \
@@ -306,8 +307,8 @@ test-dist: dist ## Install what dist made into an empty environment and use it t
 	@echo "==> pytest tests/release"
 	@PDBUS_DIST=dist $(BIN)/python -m pytest -q tests/release
 
-soak: setup ## Keep killing processes under load for MINUTES=10
-	@$(BIN)/pdbus soak --minutes $(MINUTES)
+soak: setup ## Keep killing processes under load for MINUTES=10; SOAK="--attackers --keys" attacks meanwhile
+	@PYTHONPATH=$(CURDIR)/tests $(BIN)/python -P -m soak --minutes $(MINUTES) $(SOAK)
 
 clean: ## Remove what the targets made
 	rm -rf $(VENV) $(OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

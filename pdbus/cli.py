@@ -20,11 +20,9 @@ COMMANDS = {
     "targets": ("pdbus.commands.targets", "targets", "Tell Prometheus where all parts have their metrics."),
     "drain": ("pdbus.commands.drain", "drain", "Let a rank finish what it has and leave."),
     "demo": ("pdbus.commands.demo", "demo", "Real prompts through two prefill and two decode ranks."),
-    "bench": ("pdbus.commands.bench", "bench", "Measure against bare ZeroMQ and HTTP."),
     "replay": ("pdbus.commands.replay", "replay", "Replay traces in virtual time and compare methods."),
     "plan": ("pdbus.commands.plan", "plan", "Find the split, methods and order that keep most SLOs of a trace."),
     "calibrate": ("pdbus.commands.calibrate", "calibrate", "Measure an engine; replay and plan go by what it finds."),
-    "soak": ("pdbus.commands.soak", "soak", "Keep killing processes under load, and count what is lost."),
     "keys": ("pdbus.commands.keys", "keys", "Make the keys that encrypt tcp connections."),
 }
 

@@ -26,7 +26,7 @@ from engine_venv import cache_root  # noqa: E402
 from pdbus_build import MODULES  # noqa: E402
 
 PACKAGES = ("bus", "controller", "nodes", "pdbus")
-BESIDE = ("tests", "docs", "examples", "builder", "pyproject.toml", "README.md")  # what tests read
+BESIDE = ("tests", "benchmarks", "docs", "examples", "builder", "pyproject.toml", "README.md")  # what tests read
 DIST = ROOT / "dist"
 BUILT_OF = DIST / ".sources"  # what `state` was when `make dist` built the wheel there
 KEPT = 3  # environments of other states of the sources

@@ -1,7 +1,7 @@
 """The compiled cores do no more than their budget, in the processor's own instructions, which hold for pure code too.
 
 Pure cores are held to theirs in `test_opcount_budgets`, by bytecode, of which compiled code has none. A budget is in
-steps of a yardstick in plain Python (`pdbus.bench.opcount.native`), so neither the machine's speed nor its load counts.
+steps of a yardstick in plain Python (`opcount.native`), so neither the machine's speed nor its load counts.
 Over budget: the path got slower; what got faster passes, and who made it so lowers the budget.
 """
 
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from opcount import native
 
+from benchmarks import scripts
 from bus import build
-from pdbus.bench import scripts
-from pdbus.bench.opcount import native
 
 BUDGETS: dict[str, tuple[Callable[[], scripts.Script], float]] = {  # a single pick, report, message or request
     "pick by total_tokens": (lambda: scripts.pick("total_tokens"), 5.7),

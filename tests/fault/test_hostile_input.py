@@ -11,6 +11,7 @@ from contextlib import ExitStack
 import pytest
 import zmq
 from fault_rig import Rig, rig
+from soak.usage import usage_of
 
 from bus.endpoints import BusAddress, ControllerAddress
 from bus.runtime.sockets import DATA_MAX, HEADER_MAX, PAYLOAD_MAX, Socket, Sockets
@@ -49,7 +50,6 @@ from bus.wire.messages import (
 )
 from nodes.own.engines.sim import sim_generate
 from pdbus.launcher import Cluster, ClusterSpec
-from pdbus.soak.usage import usage_of
 
 pytestmark = pytest.mark.fault
 BIG = 2**63 - 1

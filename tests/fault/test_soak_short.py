@@ -1,22 +1,33 @@
-"""`pdbus soak`, for moments: its exit code, its last line, and that it really broke something."""
+"""`make soak`, for moments: its exit code, its last line, and that it really broke something."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from soak.run import RSS_MAX_BYTES
 
-from pdbus.soak.run import RSS_MAX_BYTES
-
+TESTS = Path(__file__).parents[1]
 pytestmark = pytest.mark.fault
 
 
+def soak(*words: str, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "soak", *words],
+        env=os.environ | {"PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
 def test_a_short_soak_is_clean_and_says_so_on_its_last_line() -> None:
-    command = [sys.executable, "-P", "-m", "pdbus", "soak", "--minutes", "0.1", "--kill-every-s", "0.5", "--seed", "5",
-               "--unified", "0", "--concurrency", "8"]  # fmt: skip
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    ran = soak("--minutes", "0.1", "--kill-every-s", "0.5", "--seed", "5", "--unified", "0", "--concurrency", "8")
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     found = json.loads(ran.stdout.splitlines()[-1])
     assert found["accepted"] == found["completed"] + sum(found["failed"].values())
@@ -30,9 +41,10 @@ def test_a_short_soak_is_clean_and_says_so_on_its_last_line() -> None:
 
 @pytest.mark.parametrize("keys", [(), ("--keys",)])
 def test_attackers_at_the_same_time_change_nothing_of_that(keys: tuple[str, ...]) -> None:
-    command = [sys.executable, "-P", "-m", "pdbus", "soak", "--minutes", "0.1", "--kill-every-s", "2", "--seed", "6",
-               "--unified", "0", "--concurrency", "4", "--attackers", *keys]  # fmt: skip
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    ran = soak(
+        "--minutes", "0.1", "--kill-every-s", "2", "--seed", "6", "--unified", "0", "--concurrency", "4",
+        "--attackers", *keys, timeout_s=150,
+    )  # fmt: skip
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     found = json.loads(ran.stdout.splitlines()[-1])
     assert (found["duplicated"], found["lost"], found["wrong"], found["troubles"]) == (0, 0, 0, 0)
@@ -43,9 +55,7 @@ def test_attackers_at_the_same_time_change_nothing_of_that(keys: tuple[str, ...]
 
 
 def test_a_bad_setting_is_one_line() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-P", "-m", "pdbus", "soak", "--minutes", "-1"], capture_output=True, text=True, timeout=60
-    )
+    ran = soak("--minutes", "-1", timeout_s=60)
     assert ran.returncode == 2
     assert ran.stderr.count("\n") == 1
     assert "--minutes" in ran.stderr

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from fault_rig import Rig, rig
+from soak.attackers import attacking, ports_of
+from soak.attacks import Ports
+from soak.usage import usage_of
 
 from pdbus.launcher import Cluster, ClusterSpec
-from pdbus.soak.attackers import attacking, ports_of
-from pdbus.soak.attacks import Ports
-from pdbus.soak.usage import usage_of
 
 QUICK = ("--sim-base-s", "0.002", "--sim-prefill-s-per-token", "0.0001")
 

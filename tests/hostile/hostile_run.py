@@ -29,9 +29,8 @@ from statistics import median
 from typing import Any
 
 from hostile_range import Outcome, Range, firing_range
-
-from pdbus.soak.attackers import make_keys
-from pdbus.soak.attacks import ATTACKS, INSIDERS
+from soak.attackers import make_keys
+from soak.attacks import ATTACKS, INSIDERS
 
 RATIO_MAX = 3.0
 BACK_MAX_S = 1.0

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import pytest
 from hostile_range import Range, firing_range
 from hostile_run import BACK_MAX_S, RATIO_MAX, judge
-
-from pdbus.soak.attackers import make_keys
-from pdbus.soak.attacks import ATTACKS
+from soak.attackers import make_keys
+from soak.attacks import ATTACKS
 
 pytestmark = pytest.mark.fault
 MIB = 1 << 20

@@ -1,8 +1,9 @@
-"""`pdbus bench` runs, reports and leaves its files; no figure is judged here."""
+"""`python -m benchmarks` runs, reports and leaves its files; no figure is judged here."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -10,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
+
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", "-m", "pdbus", "bench", *arguments],
+        [sys.executable, "-P", "-m", "benchmarks", *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=280,

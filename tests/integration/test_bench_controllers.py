@@ -1,4 +1,4 @@
-"""`pdbus bench controllers`: several controllers over the same ranks, and ranks that are always at work."""
+"""`python -m benchmarks controllers`: several controllers over the same ranks, and ranks that are always at work."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from pdbus.bench import controllers, parts
-from pdbus.bench.busy import NUMBER
-from pdbus.bench.harness import Scope, Workspace
+from benchmarks import controllers, parts
+from benchmarks.busy import NUMBER
+from benchmarks.harness import Scope, Workspace
 from pdbus.client import Client
 
 WAIT_S = 20.0

@@ -1,4 +1,4 @@
-"""`pdbus bench peers` measures whoever is there, in one run; a made-up peer stands in for SGLang and vLLM."""
+"""`python -m benchmarks peers` measures whoever is there, in one run; a made-up peer stands in for SGLang and vLLM."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import msgpack
 import pytest
 import zmq
 
-from pdbus.bench import parts, peers
-from pdbus.bench.harness import Scope, Workspace
-from pdbus.bench.peers_parts import ID, MARK
+from benchmarks import parts, peers
+from benchmarks.harness import Scope, Workspace
+from benchmarks.peers_parts import ID, MARK
 
 SUPPORT = str(Path(__file__).parents[1] / "support")
 WAIT_MS = 20_000

@@ -22,12 +22,12 @@ import pytest
 import zmq
 from servers import ROOT, free_port_with, until
 
+from benchmarks import peers_sides
+from benchmarks.harness import Scope, Workspace
+from benchmarks.sglang_parts import Hosted, Manager
+from benchmarks.sglang_parts import generate as tokenized
 from bus import Resolver
 from controller.policies import POLICIES
-from pdbus.bench import peers_sides
-from pdbus.bench.harness import Scope, Workspace
-from pdbus.bench.sglang_parts import Hosted, Manager
-from pdbus.bench.sglang_parts import generate as tokenized
 from pdbus.sglang import engine, seams
 from pdbus.sglang.controller import ControllerSide
 from pdbus.sglang.settings import read

@@ -32,13 +32,13 @@ from real_engines import (
     until,
 )
 
+from benchmarks import peers_sides
+from benchmarks.harness import Scope, Workspace
 from bus.endpoints import BusAddress
 from bus.errors import RequestFailed
 from bus.runtime.sockets import Sockets
 from bus.wire.hashing import block_hashes
 from bus.wire.kv_events import BlockStored, parse_batch, split_frames
-from pdbus.bench import peers_sides
-from pdbus.bench.harness import Scope, Workspace
 from pdbus.client import Client
 from pdbus.launcher import Cluster
 from pdbus.text.models import text_for

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from soak.ledger import Ledger
+
 from bus.errors import PeerLost
 from bus.wire.messages import RankStatus, Role, Status, StatusQuery
 from nodes.own.engines.sim import sim_generate
@@ -18,7 +20,6 @@ from pdbus.client.options import Options, make_request, patience, where
 from pdbus.client.output import Result
 from pdbus.client.traffic import Update
 from pdbus.launcher import Cluster
-from pdbus.soak.ledger import Ledger
 
 WAIT_S = 60.0  # of a busy machine; a wait that succeeds ends with its event
 LEASE_S = 0.8

@@ -36,24 +36,26 @@ from typing import Any
 
 IMPORTED = (
     "bus.__main__", "controller.__main__", "nodes.main", "nodes.own.engines.numpy_llama", "pdbus.cli",
-    "pdbus.edge.server", "pdbus.soak.run", "numpy", "rich.live", "rich.table", "click._textwrap",
+    "pdbus.edge.server", "soak.run", "numpy", "rich.live", "rich.table", "click._textwrap",
     *(f"pdbus.commands.{name}" for name in ("up", "serve", "generate", "status", "top", "trace", "replay", "demo")),
 )  # fmt: skip
 NOT_KEPT = ("bus.__main__", "controller.__main__")  # they are to run as `__main__`
-OURS = ("bus", "controller", "nodes", "pdbus", "pytest")
+OURS = ("bus", "controller", "nodes", "pdbus", "benchmarks", "soak", "pytest")
 ROOT = Path(__file__).resolve().parents[2]
-BESIDE = {str(ROOT / "tests" / "support"), str(ROOT / "examples")}  # on PYTHONPATH they hide nothing that is imported
+BESIDE = {
+    str(folder) for folder in (ROOT, ROOT / "tests", ROOT / "tests" / "support", ROOT / "examples")
+}  # on PYTHONPATH they hide nothing that is imported
 PLOTS = ("matplotlib.pyplot", "matplotlib.backends.backend_agg")
 WANTED = {  # imported once one of these words stands in a command
-    "bench": (*PLOTS, "pdbus.commands.bench", "pdbus.bench.parts", "requests", "aiohttp"),
-    "pdbus.bench.child": tuple(
-        f"pdbus.bench.{name}" for name in ("busy", "peers_parts", "edge_parts", "client", "node")
+    "benchmarks": (*PLOTS, "benchmarks.__main__", "benchmarks.parts", "requests", "aiohttp"),
+    str(ROOT / "benchmarks" / "child.py"): tuple(
+        f"benchmarks.{name}" for name in ("busy", "peers_parts", "edge_parts", "client", "node")
     ),
     "replay": PLOTS,
     "pytest": ("pytest",),
     "torch": ("torch", "nodes.own.engines.torch_engine"),
 }
-STARTERS = ("up", "demo", "soak", "bench", "replay", "plan", "calibrate", "pytest")  # that start processes
+STARTERS = ("up", "demo", "soak", "benchmarks", "replay", "plan", "calibrate", "pytest")  # that start processes
 # Variables that an interpreter or a library reads once begin so.
 AT_START = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "OPENBLAS_", "OMP_", "MKL_", "TZ", "OTEL_", "MPL")
 LIMITS = sorted(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))

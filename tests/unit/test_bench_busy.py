@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from benchmarks.busy import NUMBER, prepared
 from bus.wire import codec
 from bus.wire.messages import PUBLICATIONS, Ack, Load, LoadReport
-from pdbus.bench.busy import NUMBER, prepared
 
 
 def test_a_prepared_frame_is_what_would_have_been_encoded() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pdbus.bench import BENCHMARKS, plot, table, vllm
-from pdbus.bench.harness import Aim, PartFailed, Row, Scope, in_child, percentile, row
-from pdbus.commands.bench import NAMES
+from benchmarks import BENCHMARKS, plot, table, vllm
+from benchmarks.__main__ import NAMES
+from benchmarks.harness import Aim, PartFailed, Row, Scope, in_child, percentile, row
 
 
 def test_a_row_is_of_medians_and_their_ratio() -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import zmq
 from patience import patience_s
+from soak.raw_zmtp import COMMAND, MORE, frame, greet, pour
 from structlog.testing import capture_logs
 
 from bus.errors import StartError
@@ -27,7 +28,6 @@ from bus.runtime.file_limit import FILES_MIN
 from bus.runtime.frames import FRAMES_MAX
 from bus.runtime.loop import Loop
 from bus.runtime.sockets import TOPIC_MAX, Sockets
-from pdbus.soak.raw_zmtp import COMMAND, MORE, frame, greet, pour
 
 WAIT_S = patience_s(120.0)
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import zmq
+from soak.usage import usage_of
 
 from bus.runtime import frames
 from bus.runtime.epochs import new_epoch
 from bus.runtime.frames import FRAMES_MAX, SKIP_MAX, name_of
 from bus.runtime.loop import FEW, SLICE_S, Loop
 from bus.runtime.sockets import HEADER_MAX, Socket, Sockets
-from pdbus.soak.usage import usage_of
 
 
 class Clock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from pdbus.bench.opcount import count
+from opcount import count
 
 
 def loop(times: int) -> int:

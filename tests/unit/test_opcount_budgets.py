@@ -9,13 +9,13 @@ from __future__ import annotations
 import sys
 
 import pytest
+from opcount import Count, count
 
+from benchmarks import scripts
+from benchmarks.controller_parts import core_of
+from benchmarks.pick import INSTANCE
 from bus.wire.messages import Welcome
 from controller.events import FromNode
-from pdbus.bench import scripts
-from pdbus.bench.controller_parts import core_of
-from pdbus.bench.opcount import Count, count
-from pdbus.bench.pick import INSTANCE
 
 BUDGETS = {  # a single pick, report, message, request or step: (instructions, calls into C), Python 3.11
     "pick by round_robin": (389, 1),

@@ -7,14 +7,14 @@ import random
 from collections import Counter
 
 import pytest
+from soak import Ledger, SoakConfig
+from soak.run import Verdict
+from soak.usage import Usage, usage_of
 
 from bus.errors import ConfigError
 from bus.wire.codes import Code
 from bus.wire.messages import FinishReason
 from pdbus.client.output import Result
-from pdbus.soak import Ledger, SoakConfig
-from pdbus.soak.run import Verdict
-from pdbus.soak.usage import Usage, usage_of
 
 EXPECTED = (4, 5, 6)
 

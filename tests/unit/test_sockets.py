@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import zmq
 from patience import patience_s
+from soak.raw_zmtp import COMMAND, frame, greet, pour
 from structlog.testing import capture_logs
 from test_service import in_a_forked_child
 
@@ -26,7 +27,6 @@ from bus.runtime.ports import free_ports
 from bus.runtime.sockets import HEADER_MAX, UNREAD, Socket, Sockets
 from controller.shell import UNREAD_LARGE
 from pdbus.client import AsyncClient, Client
-from pdbus.soak.raw_zmtp import COMMAND, frame, greet, pour
 
 WAIT_MS = int(1000 * patience_s(60.0))
 

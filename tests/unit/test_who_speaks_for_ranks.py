@@ -18,12 +18,12 @@ OTHERS = {
     "examples/load_table.py": "facts of a rank for the load table; sends nothing",
     "pdbus/lab/choosers.py": "likewise",
     "pdbus/sglang/chooser.py": "likewise, of SGLang's ranks",
-    "pdbus/bench/controller_parts.py": "what a core or a table is handed in one process; sends nothing",
-    "pdbus/bench/pick.py": "likewise",
-    "pdbus/bench/report.py": "likewise",
-    "pdbus/bench/scripts.py": "likewise",
-    "pdbus/bench/rooms_parts.py": "publications in batches of a chosen size, encoded before the clock starts",
-    "pdbus/soak/attacks.py": "a peer that forges publications, to be refused",
+    "benchmarks/controller_parts.py": "what a core or a table is handed in one process; sends nothing",
+    "benchmarks/pick.py": "likewise",
+    "benchmarks/report.py": "likewise",
+    "benchmarks/scripts.py": "likewise",
+    "benchmarks/rooms_parts.py": "publications in batches of a chosen size, encoded before the clock starts",
+    "tests/soak/attacks.py": "a peer that forges publications, to be refused",
     "tests/fault/test_hostile_input.py": "peers that lie",
     "tests/fault/test_keys_live.py": "a peer that speaks for another's rank",
     "tests/integration/test_nodes_live.py": "the peer of a node that pulls KV blocks",
@@ -51,7 +51,17 @@ def made_in(path: Path) -> set[str]:
 
 def files() -> Iterator[str]:
     """All that may open a socket: unit and property tests, and what they share, hand messages to cores."""
-    for folder in ("bus", "controller", "nodes", "pdbus", "examples", "tests/fault", "tests/integration"):
+    for folder in (
+        "bus",
+        "controller",
+        "nodes",
+        "pdbus",
+        "benchmarks",
+        "examples",
+        "tests/fault",
+        "tests/soak",
+        "tests/integration",
+    ):
         for path in sorted((ROOT / folder).rglob("*.py")):
             yield path.relative_to(ROOT).as_posix()
     yield "tests/support/raw_nodes.py"

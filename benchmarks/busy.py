@@ -1,0 +1,129 @@
+"""Node processes of thousands of ranks at work, for the `controllers` benchmark: as `benchmarks.node`, but what a rank
+says of its load is news each time, and costs this machine as little as it can. And a controller that counts.
+
+A load, or every fifth time the membership with the load, was encoded beforehand: only its numbers change. A thread of
+its own publishes them, since a loop that polls hundreds of connections has no time for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from msgspec import structs
+
+from benchmarks import node
+from benchmarks.child import Parent
+from bus.runtime import frames
+from bus.runtime.loop import Loop
+from bus.wire import codec, topics
+from bus.wire.messages import Ack, Load, Message
+from controller.config import ControllerConfig
+from controller.shell import Controller
+
+MEMBER_EVERY = 5  # publications, at 20 a second
+NUMBER = 1 << 61  # before the first load's; MessagePack writes those that follow in eight bytes too
+LEASE_S = 30.0
+_EIGHT = struct.Struct(">Q")
+
+
+def ours(parent: Parent, **settings: Any) -> None:
+    """`settings`: those of `node.ours`."""
+    node.ours(parent, make=Busy, reporting=_by_thread, **settings)
+
+
+class Counting(Controller):
+    """Knows how many publications it has read."""
+
+    read = 0
+
+    def _open(self, exits: ExitStack) -> None:
+        super()._open(exits)
+        self.loop.remove(self._sub)
+        self.loop.add(self._sub, self._published, budget=512)
+
+    def _published(self, frames: list[bytes]) -> None:
+        self.read += 1
+        self._traffic.published(frames)
+
+
+def controller(parent: Parent, bus: str, address: str) -> None:
+    """A controller, patient with ranks that share a few cores. Each command is answered with its count."""
+    config = ControllerConfig(bus=bus, controller=address, unified_method="total_tokens", lease_s=LEASE_S)
+    with Counting(config) as running:
+        parent.serve(lambda: running.read)
+
+
+class Busy(node.Rank):
+    """One rank; its `report` belongs to the thread that publishes."""
+
+    def __init__(self, *of: Any) -> None:
+        super().__init__(*of)
+        load = Load(
+            seq=0, step=NUMBER, running=1, waiting=0, waiting_tokens=0, kv_tokens=1_000, kv_capacity=node.KV_TOKENS,
+            max_running=node.MANY,
+        )  # fmt: skip
+        publisher, now = self._publisher, self._clock()
+        publisher.report(load, now)
+        said = publisher.tick(now)  # the membership
+        publisher.report(structs.replace(load, step=0), now)  # something else
+        said += publisher.tick(now + 2 * publisher.report_gap_s)  # one gap later may be an ulp too early
+        member, report = [structs.replace(each.message, seq=NUMBER) for each in said]
+        self._messages = [member, *[report] * (MEMBER_EVERY - 1)]
+        self._acks: tuple[Ack, ...] | None = None
+
+    def report(self) -> None:
+        if self._acks != self._reports.acks:
+            self._acks = self._reports.acks
+            self._prepared = [prepared(_with(message, self._acks)) for message in self._messages]
+        topic, frame, places = self._prepared[self.published % MEMBER_EVERY]
+        self.published += 1
+        for place in places:
+            _EIGHT.pack_into(frame, place, NUMBER + self.published)
+        frames.send(self._pub, (topic, bytes(frame)))
+
+    def steps(self) -> tuple[int, bool, int]:
+        number = NUMBER + self.published
+        return number, True, number
+
+
+def _with(message: Any, acks: tuple[Ack, ...]) -> Message:
+    load = structs.replace(message.load, seq=NUMBER, step=NUMBER, acks=acks)
+    changed: Message = structs.replace(message, load=load)
+    return changed
+
+
+def prepared(message: Message) -> tuple[bytes, bytearray, list[int]]:
+    """Topic, frame, and where in it NUMBER stands."""
+    frame = codec.encode(message)
+    number = re.escape(_EIGHT.pack(NUMBER))
+    return topics.of(message), bytearray(frame), [found.start() for found in re.finditer(number, frame)]
+
+
+@contextmanager
+def _by_thread(loop: Loop, ranks: Sequence[node.Rank], report_hz: float) -> Iterator[None]:
+    """Evenly spread. Who is late sends at once, but does not make up for more than an interval."""
+    over = threading.Event()
+
+    def publish() -> None:
+        due = time.monotonic()
+        for rank in itertools.cycle(ranks):
+            now = time.monotonic()
+            if due > now and over.wait(due - now):
+                return
+            rank.report()
+            due = max(due, now - 1 / report_hz) + 1 / report_hz / len(ranks)
+
+    thread = threading.Thread(target=publish, name="reports")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -1,0 +1,66 @@
+"""The inside of a benchmark's own processes: `python child.py MODULE:FUNCTION SETTINGS`.
+
+A function with a first parameter `parent` lives until stdin closes and talks through it; any other is called once,
+and its result is printed. Owns that protocol; measures nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Last: pdbus is the one that the interpreter has installed, where it has one.
+sys.path.append(str(Path(__file__).parents[1]))
+
+from bus.runtime import cli, logs
+
+STDIN = 0
+
+
+class Parent:
+    """The process that started this one: commands come from it as JSON lines, answers go back the same way."""
+
+    def __init__(self) -> None:
+        self._pending = b""
+        self.gone = False
+
+    def ready(self) -> None:
+        cli.ready()
+
+    def say(self, result: Any) -> None:
+        print(json.dumps(result), flush=True)
+
+    def commands(self) -> list[dict[str, Any]]:
+        """What has arrived; call it when STDIN is readable. Sets `gone` at the end of it."""
+        chunk = os.read(STDIN, 1 << 16)
+        self.gone = not chunk
+        *lines, self._pending = (self._pending + chunk).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def serve(self, answer: Callable[..., Any]) -> None:
+        """Answer each command with `answer(**command)` until the parent has gone."""
+        self.ready()
+        while not self.gone:
+            for command in self.commands():
+                self.say(answer(**command))
+
+
+def main() -> None:
+    logs.configure("warning", part="bench")
+    target, settings = sys.argv[1], json.loads(sys.argv[2])
+    module, _, name = target.partition(":")
+    function = getattr(importlib.import_module(f"benchmarks.{module}"), name)
+    if "parent" in inspect.signature(function).parameters:
+        function(Parent(), **settings)
+    else:
+        Parent().say(function(**settings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Our controller's core with many ranks, in this process: what `report` measures and the operation counts guard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.pick import INSTANCE
+from bus.wire import codec, topics
+from bus.wire.messages import PUBLICATIONS, Ack, Hello, Load, LoadReport
+from controller.config import ControllerConfig
+from controller.core import ControllerCore
+from controller.events import FromNode, Published
+from controller.load.groups import Metric
+
+MODEL = "m"
+
+
+def core_of(ranks: int, method: str = "total_tokens") -> ControllerCore:
+    """A controller that knows `ranks` idle unified ranks, which have reported and been picked from, at time 0."""
+    core = ControllerCore(ControllerConfig(unified_method=method), 1, 0.0)
+    for dp_rank in range(ranks):
+        hello = Hello(
+            instance=INSTANCE, dp_rank=dp_rank, epoch=1, role="unified", model=MODEL, dp_size=ranks, state="ready",
+            endpoint="ipc:///nowhere", max_context=1 << 20, kv_capacity=0, max_running=0, block_tokens=16,
+        )  # fmt: skip
+        core.handle(FromNode(dp_rank, hello), 0.0)
+        load = Load(
+            seq=1, step=0, running=0, waiting=0, waiting_tokens=0, kv_tokens=0, kv_capacity=1 << 20,
+            max_running=256, acks=(Ack(1, 0, 0),),
+        )  # fmt: skip
+        core.handle(Published(LoadReport(INSTANCE, dp_rank, 1, 1, load)), 0.0)
+    assert core.table.group("unified", MODEL).least(Metric.TOKENS) is not None
+    return core
+
+
+def publication_handler(ranks: int) -> Callable[[tuple[bytes, bytes]], None]:
+    """What the controller does with one publication: check its topic, decode, validate, apply."""
+    core = core_of(ranks)
+
+    def handle(frames: tuple[bytes, bytes]) -> None:
+        message = codec.decode(frames[1], PUBLICATIONS)
+        assert topics.of(message) == frames[0]
+        core.handle(Published(message), 0.0)
+
+    return handle
