@@ -170,7 +170,7 @@ def watch_stdin(loop: Loop, function: Callable[[], None]) -> None:
 
 
 class Rank:
-    """What a connection needs of a rank (`nodes.link.connection.Speaker`), and nothing of a rank's core."""
+    """What a connection needs of a rank (`nodes.link.connection.RankEndpoint`), and nothing of a rank's core."""
 
     def __init__(
         self, loop: Loop, sockets: Sockets, pub: Socket, config: LinkConfig, dp_rank: int, journeys: Journeys,
@@ -196,7 +196,7 @@ class Rank:
             endpoint = ControllerAddress(address).nodes
             connection = Connection(sockets, self, key, endpoint, loop.clock, lambda *_: None)
             loop.add(connection.socket, connection.receive, copied=1)
-            connection.say_hello()
+            connection.send_hello()
             self.connections.append(connection)
 
     def progress(self) -> None:
@@ -221,7 +221,7 @@ class Rank:
             self.published += 1
             self._pub.send_multipart((topics.of(publication.message), codec.encode(publication.message)))
 
-    # --- from the controller (connection.Speaker) -----------------------------------------------------------------
+    # --- from the controller (connection.RankEndpoint) ------------------------------------------------------------
 
     wall_s = 0.0
 

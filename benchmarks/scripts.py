@@ -39,7 +39,7 @@ from controller.load.table import LoadTable
 from controller.policies import Policy, make_policy
 from controller.policies.prefix_index import PrefixIndex
 from nodes.link.core import RankCore
-from nodes.link.join import Joint
+from nodes.link.driver import RankDriver
 from nodes.link.streams import Streams
 from nodes.own.blocks import BlockPool
 from nodes.own.engines.base import Engine, EngineSpec, StepPlan, StepResult
@@ -189,11 +189,11 @@ def decode_step() -> Script:
     scheduler = Scheduler(BlockPool(engine.spec.blocks, BLOCK_TOKENS), max_running=ROWS, chunk_tokens=1 << 14)
     runner = OwnRunner(cast(Engine, engine), scheduler)
     core = RankCore("unified", 0, runner.facts, streams, runner.load)
-    joint = Joint(core, runner, lambda action: None, lambda: NOW)
+    driver = RankDriver(core, runner, lambda action: None, lambda: NOW)
     for number in range(1, ROWS + 1):
         streams.attach(b"client", Attach(f"r{number}", 1), NOW)
         dispatch = Dispatch(f"r{number}", 1, "unified", 0, 1, number, 32, 32, 1000)
-        joint.carry_out(core.ingest(0, dispatch, [token_bytes([number] * 32), codec.encode(Params())], NOW))
+        driver.apply(core.ingest(0, dispatch, [token_bytes([number] * 32), codec.encode(Params())], NOW))
 
     def step() -> None:
         answer = tuple([(row.seq, 7) for row in engine.plan.rows])

@@ -46,7 +46,7 @@ MAX_OWED = 65_536  # beginnings, and ends, kept for a controller whose queue is 
 log = get_logger("node")
 
 
-class Speaker(Protocol):
+class RankEndpoint(Protocol):
     """What a connection needs of its rank."""
 
     instance: str
@@ -73,7 +73,7 @@ class Connection:
     of the rank; `unsent` counts how often the queue did not take a message."""
 
     def __init__(
-        self, sockets: Sockets, rank: Speaker, key: int, endpoint: str, clock: Callable[[], float],
+        self, sockets: Sockets, rank: RankEndpoint, key: int, endpoint: str, clock: Callable[[], float],
         rejected: Callable[[str, RemoteProtocolError, str], None],
     ) -> None:  # fmt: skip
         self.rank = rank
@@ -110,15 +110,15 @@ class Connection:
     def tick(self) -> None:
         self._send_owed()
         if self._connected() and self.welcome is not None:
-            self.say_hello()
+            self.send_hello()
         if (self._hello_owed or self._silent(0.5)) and self._clock() - self._hello_at >= HELLO_S:
-            self.say_hello()
+            self.send_hello()
 
-    def say_hello(self) -> None:
+    def send_hello(self) -> None:
         self._hello_at = self._clock()
         self._hello_owed = not self.send(self.rank.hello())
 
-    def say_bye(self) -> None:
+    def send_bye(self) -> None:
         """Behind all progress, since it ends what is not known to have ended."""
         self._bye_owed = True
         self._send_owed()
@@ -178,7 +178,7 @@ class Connection:
             rank.welcomed(self, message, again)
         elif isinstance(message, Who):
             if now - self._hello_at >= WHO_GAP_S:
-                self.say_hello()
+                self.send_hello()
         elif isinstance(message, HistoryQuery):
             self.send(HistoryReply(message.id, rank.recall(message.rid)))
         elif isinstance(message, Drain):

@@ -35,7 +35,6 @@ from bus.wire.messages import MAX_ROOM, NODE_TO_CONTROLLER, Role
 from nodes.link.actions import Cancel, Release, Start
 from nodes.link.config import LinkConfig
 from nodes.link.core import Limits
-from nodes.link.handover import FELL_BEHIND, QUEUE_MAX, HandedRunner, KnownLegs, LoadSaid, OfLeg, Said, said_of
 from nodes.link.host import Host
 from nodes.link.leg import Leg
 from nodes.link.logprobs import token_logprobs
@@ -51,6 +50,16 @@ from nodes.link.runner import (
     LegFailed,
     Output,
     RankFacts,
+)
+from nodes.link.threaded_runner import (
+    FELL_BEHIND,
+    QUEUE_MAX,
+    LegAccounting,
+    LegEvent,
+    LoadUpdate,
+    RunnerEvent,
+    ThreadedRunner,
+    event_of,
 )
 
 
@@ -116,10 +125,10 @@ class RankLink(Service):
 
     def _renew(self) -> None:
         ranks = self.config.dp_ranks
-        self._runners = {rank: HandedRunner(self._facts, self._order) for rank in ranks}
+        self._runners = {rank: ThreadedRunner(self._facts, self._order) for rank in ranks}
         self._inbox: dict[Leg | int, Order] = {}  # by leg, or by the dp_rank that drains; in order
-        self._handed = {rank: KnownLegs() for rank in ranks}  # the scheduler's side of the books
-        self._mailbox: Mailbox[tuple[int, Said]] = Mailbox(self._queue_max)  # what finds no room spills its leg
+        self._handed = {rank: LegAccounting() for rank in ranks}  # the scheduler's side of the books
+        self._mailbox: Mailbox[tuple[int, RunnerEvent]] = Mailbox(self._queue_max)  # what finds no room spills its leg
         self._host: Host | None = None
         self._draining: set[int] = set()
         self._drained.clear()
@@ -191,30 +200,30 @@ class RankLink(Service):
 
     def began(self, leg: Leg, cached_tokens: int = 0) -> None:
         """It left the queue: its computation has begun. Optional; the first output says so too."""
-        self._say(leg, lambda: Began(leg, index(cached_tokens)))
+        self._enqueue(leg, lambda: Began(leg, index(cached_tokens)))
 
     def output(
         self, leg: Leg, tokens: Sequence[int], logprobs: Sequence[tuple[float, Sequence[tuple[int, float]]]] = ()
     ) -> None:
         """Its next output tokens. Where `leg.params.logprobs` is not negative, for each its log probability and those
         of so many likeliest tokens, the first first."""
-        self._say(leg, lambda: Output(leg, tuple(map(index, tokens)), [token_logprobs(*each) for each in logprobs]))
+        self._enqueue(leg, lambda: Output(leg, tuple(map(index, tokens)), [token_logprobs(*each) for each in logprobs]))
 
     def finish(self, leg: Leg, reason: Literal["stop", "length"] = "length") -> None:
         """A decode or unified leg is over and well."""
-        self._say(leg, lambda: Finished(leg, reason))
+        self._enqueue(leg, lambda: Finished(leg, reason))
 
     def fail(self, leg: Leg, code: Code, message: str = "") -> None:
         """A leg is over, and why: `engine_failed`, where another rank may do better."""
-        self._say(leg, lambda: LegFailed(leg, code, str(message)))
+        self._enqueue(leg, lambda: LegFailed(leg, code, str(message)))
 
     def held(self, leg: Leg, first_token: int, handle: bytes, valid_s: float = FOR_EVER) -> None:
         """A prefill leg's prompt is computed and its KV cache kept; `Release` says when nobody needs it any more."""
-        self._say(leg, lambda: Held(leg, index(first_token), bytes(handle), float(valid_s)))
+        self._enqueue(leg, lambda: Held(leg, index(first_token), bytes(handle), float(valid_s)))
 
     def fetched(self, leg: Leg, seconds: float = 0.0) -> None:
         """A decode leg's KV cache is here."""
-        self._say(leg, lambda: Fetched(leg, float(seconds)))
+        self._enqueue(leg, lambda: Fetched(leg, float(seconds)))
 
     def report(
         self, dp_rank: int | None = None, *, running: int, waiting: int, waiting_tokens: int,
@@ -228,7 +237,7 @@ class RankLink(Service):
             rank = next(iter(self._handed)) if dp_rank is None else dp_rank
             try:
                 legs = self._handed[rank]
-                load = LoadSaid(
+                load = LoadUpdate(
                     index(running) - legs.running,
                     index(waiting) - legs.waiting,
                     index(waiting_tokens) - legs.waiting_tokens,
@@ -254,20 +263,20 @@ class RankLink(Service):
         if self._thread is not None:
             self.loop.call_threadsafe(partial(self._drain, "embedder"))
 
-    def _say(self, leg: Leg, make: Callable[[], OfLeg]) -> None:
+    def _enqueue(self, leg: Leg, make: Callable[[], LegEvent]) -> None:
         self.raise_if_failed()
         if type(leg) is not Leg:
             self.invalid += 1
             return
-        said = said_of(leg, make)
+        event = event_of(leg, make)
         with self._came:
-            self._handed[leg.dp_rank].note(said)
-            self._hand_over(leg.dp_rank, said)
+            self._handed[leg.dp_rank].note(event)
+            self._hand_over(leg.dp_rank, event)
 
-    def _hand_over(self, dp_rank: int, said: Said) -> None:
-        died = isinstance(said, Dead)  # which must arrive
-        leg = None if isinstance(said, Dead | LoadSaid) else said.leg  # of a lost load the next one will do
-        self.overflows += not self._mailbox.put((dp_rank, said), spills=leg, always=died)
+    def _hand_over(self, dp_rank: int, event: RunnerEvent) -> None:
+        died = isinstance(event, Dead)  # which must arrive
+        leg = None if isinstance(event, Dead | LoadUpdate) else event.leg  # of a lost load the next one will do
+        self.overflows += not self._mailbox.put((dp_rank, event), spills=leg, always=died)
 
     # --- its own thread -------------------------------------------------------------------------------------------
 
@@ -285,9 +294,9 @@ class RankLink(Service):
 
     def _take(self) -> None:
         with self._came:
-            said, spilled = self._mailbox.take(), self._mailbox.spilled()
-        for dp_rank, one in said:
-            self.invalid += not self._runners[dp_rank].hear(one)
+            events, spilled = self._mailbox.take(), self._mailbox.spilled()
+        for dp_rank, event in events:
+            self.invalid += not self._runners[dp_rank].on_event(event)
         for leg in spilled:
             self._runners[leg.dp_rank].give_up(leg, FELL_BEHIND)
 

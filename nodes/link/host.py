@@ -324,12 +324,12 @@ class Host:
     # --- turns and timers ---------------------------------------------------------------------------------------
 
     def _after_turn(self) -> None:
-        stirred = [rank for rank in self.ranks.values() if rank.joint.stirred]
-        for rank in stirred:
+        dirty = [rank for rank in self.ranks.values() if rank.driver.dirty]
+        for rank in dirty:
             rank.plan()
         self._send_tokens()  # who waits for them need not wait for what controllers are told
-        for rank in stirred:
-            rank.tell()
+        for rank in dirty:
+            rank.report()
         self._resolve(self.resolver.flush(self.now))
         if self._changed:
             self._changed = self._leaving  # to be drained then takes nothing but turns and time

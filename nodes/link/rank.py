@@ -1,7 +1,7 @@
-"""One rank of a process: its core, its runner, its connections to controllers. Carries out what the core decides.
+"""One rank of a process: its core, its runner and its connections to controllers. It executes the core's decisions.
 
-The host calls `plan` and then `tell` after every turn of the loop in which something happened to this rank: the runner
-plans; load and acknowledgements are read at one point, after the inbox, and leave with whatever else is published.
+The host calls `plan` and then `report` after every turn of the loop in which something happened to this rank. `plan`
+lets the runner plan. `report` reads load and acknowledgements at one point, after the inbox, and publishes them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from nodes.link.config import LinkConfig
 from nodes.link.connection import Connection
 from nodes.link.core import RankCore
 from nodes.link.data import KvPeers
-from nodes.link.join import Joint
+from nodes.link.driver import RankDriver
 from nodes.link.leg import Leg
 from nodes.link.record import LegRecord, span_of
 from nodes.link.runner import BlockRunner, RankFacts, Runner
@@ -134,7 +134,7 @@ class LinkedRank:
         )
         self._host = host
         self._reported_at = float("-inf")
-        self.joint = Joint(self.core, runner, self._do, host.loop.clock)
+        self.driver = RankDriver(self.core, runner, self._do, host.loop.clock)
 
     def connect(self, sockets: Sockets, endpoint: str) -> None:
         """Connect to one more controller."""
@@ -148,7 +148,7 @@ class LinkedRank:
         for connection in self.connections:
             connection.close(linger_ms=linger_ms)
 
-    # --- from controllers (connection.Speaker) ------------------------------------------------------------------
+    # --- from controllers (connection.RankEndpoint) ------------------------------------------------------------------
 
     def hello(self) -> Hello:
         host = self._host
@@ -160,7 +160,7 @@ class LinkedRank:
 
     def welcomed(self, connection: Connection, welcome: Welcome, again: bool) -> None:
         self.log.info("controller.welcomed", controller=welcome.controller, again=again)
-        self.joint.stirred = True
+        self.driver.dirty = True
         self.core.reports.welcomed(connection.key, welcome.epoch)
         if again:
             self.core.restate(connection.key)
@@ -178,15 +178,15 @@ class LinkedRank:
             restate()
 
     def dispatched(self, connection: Connection, dispatch: Dispatch, frames: list[bytes]) -> None:
-        self.joint.stirred = True  # there is something to report, also where nothing is to be done
-        self.joint.carry_out(self.core.ingest(connection.key, dispatch, frames, self._host.now))
+        self.driver.dirty = True  # there is something to report, also where nothing is to be done
+        self.driver.apply(self.core.ingest(connection.key, dispatch, frames, self._host.now))
 
     def cancelled(self, connection: Connection, cancel: CancelLeg) -> None:
-        self.joint.stirred = True  # likewise
-        self.joint.carry_out(self.core.cancel(connection.key, cancel, self._host.now))
+        self.driver.dirty = True  # likewise
+        self.driver.apply(self.core.cancel(connection.key, cancel, self._host.now))
 
     def unread(self, leg: Leg) -> None:
-        self.joint.carry_out(self.core.unread(leg, self._host.now))
+        self.driver.apply(self.core.unread(leg, self._host.now))
 
     def steps(self) -> tuple[int, bool, int]:
         return self.runner.load().step, self.runner.busy, self.publisher.load_seq
@@ -206,7 +206,7 @@ class LinkedRank:
         self.log.info("rank.draining", cause=cause, live=len(self.core))
         self._set_state("draining")
         self.core.drain()
-        self.joint.stirred = True
+        self.driver.dirty = True
 
     @property
     def said_goodbye(self) -> bool:
@@ -215,7 +215,7 @@ class LinkedRank:
 
     def abandon(self, code: Code = "shutting_down", message: str = "") -> None:
         """There is no time to finish: what still runs ends now with `code`."""
-        self.joint.carry_out(self.core.end_all(code, message, self._host.now))
+        self.driver.apply(self.core.end_all(code, message, self._host.now))
 
     def _set_state(self, state: NodeState) -> None:
         self.state = state
@@ -223,22 +223,22 @@ class LinkedRank:
         self._host.publish(self.publisher.set_state(state, self._host.now))
         for connection in self.connections:
             if state == "gone":
-                connection.say_bye()
+                connection.send_bye()
             else:
-                connection.say_hello()
+                connection.send_hello()
 
     # --- from the bus and from peers ----------------------------------------------------------------------------
 
     def located(
         self, room: int, location: Location | None, attempt: int, code: Code, found_by: FoundBy, client: str
     ) -> None:
-        self.joint.carry_out(self.core.located(room, location, attempt, code, found_by, self._host.now, client))
+        self.driver.apply(self.core.located(room, location, attempt, code, found_by, self._host.now, client))
 
     def pulled(self, peer: bytes, message: KvPull | KvDone) -> None:
-        self.joint.carry_out(self.core.pulled(peer, message, self._host.now))
+        self.driver.apply(self.core.pulled(peer, message, self._host.now))
 
     def kv_received(self, message: KvMeta | KvBlock | KvFail, data: bytes | memoryview) -> None:
-        self.joint.carry_out(self.core.kv_message(message, data, self._host.now))
+        self.driver.apply(self.core.kv_message(message, data, self._host.now))
 
     def from_bus(self, message: Message) -> None:
         self._host.publish(self.publisher.on_message(message, self._host.now))
@@ -254,7 +254,7 @@ class LinkedRank:
     def tick(self) -> None:
         now = self._host.now
         self.runner.tick(now)
-        self.joint.carry_out(self.core.tick(now))
+        self.driver.apply(self.core.tick(now))
         if now - self._reported_at >= self._host.config.report_interval_s:
             self._report(now)  # an idle rank's report is as fresh as a busy one's
         self._host.publish(self.publisher.tick(now))
@@ -264,14 +264,14 @@ class LinkedRank:
     def turn(self) -> None:
         """After the inbox was read: plan, then report."""
         self.plan()
-        self.tell()
+        self.report()
 
     def plan(self) -> None:
         """The runner's turn."""
-        self.joint.stirred = False
+        self.driver.dirty = False
         self.runner.turn(self._host.now)
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """After it: the load as it is now, and what began and ended."""
         now = self._host.now
         self._report(now)

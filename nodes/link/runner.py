@@ -1,7 +1,7 @@
 """The seam for engines: a rank takes legs, and a runner runs them. Owns the types; holds no logic.
 
 A runner is told of a leg by `start`, and says what becomes of it by events. All its methods are called on the link's
-thread, and so is `tell`; none may block. What a runner says of a leg that is over is ignored, so a late output after
+thread, and so is `emit`; none may block. What a runner says of a leg that is over is ignored, so a late output after
 a cancel does no harm. An event is made for each token, and a load for each turn, so they are msgspec's structs, which
 are made in a third of the time of dataclasses.
 """
@@ -99,7 +99,7 @@ class Dead(Struct, frozen=True):
 
 Event: TypeAlias = Began | Output | Held | Pull | Fetched | Finished | LegFailed | Stepped | CacheChanged | Dead
 EVENTS = frozenset({Began, Output, Held, Pull, Fetched, Finished, LegFailed, Stepped, CacheChanged, Dead})
-Tell: TypeAlias = Callable[[Event], None]
+Emit: TypeAlias = Callable[[Event], None]
 
 
 class Runner(Protocol):
@@ -107,7 +107,7 @@ class Runner(Protocol):
 
     facts: RankFacts
 
-    def attach(self, tell: Tell) -> None:
+    def attach(self, emit: Emit) -> None:
         """Called once, before anything else: where events go. On the link's thread only."""
 
     def start(self, leg: Leg) -> None:

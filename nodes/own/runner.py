@@ -14,6 +14,7 @@ from nodes.link.leg import Leg
 from nodes.link.runner import (
     Began,
     CacheChanged,
+    Emit,
     Fetched,
     Finished,
     Held,
@@ -22,7 +23,6 @@ from nodes.link.runner import (
     Pull,
     RankFacts,
     Stepped,
-    Tell,
 )
 from nodes.own.engines.base import Engine, EngineSpec, StepResult
 from nodes.own.kv_events import MAX_BLOCKS, KvEventLog
@@ -63,8 +63,8 @@ class OwnRunner:
         self._restating: deque[int] = deque()  # names of blocks that were cached when `restate_cache` was called
         self._fetching: dict[int, Sequence] = {}  # by the leg's `seq`, which names its sequence too
 
-    def attach(self, tell: Tell) -> None:
-        self._tell = tell
+    def attach(self, emit: Emit) -> None:
+        self._emit = emit
 
     def close(self) -> None:
         self.engine.close()
@@ -75,13 +75,13 @@ class OwnRunner:
         handle = leg.handle
         if handle is not None:  # prefill has made the first token: the client need not wait for our memory
             if leg.wants_logprobs != (handle.first_logprobs is not None):
-                self._tell(LegFailed(leg, "kv_failed", "prefill's first token came with other log probabilities"))
+                self._emit(LegFailed(leg, "kv_failed", "prefill's first token came with other log probabilities"))
                 return
-            self._tell(Began(leg))
-            self._tell(_output(leg, handle.first_token, handle.first_logprobs))
+            self._emit(Began(leg))
+            self._emit(_output(leg, handle.first_token, handle.first_logprobs))
             self._output_tokens += 1
             if handle.first_token in leg.stop_ids or leg.max_tokens == 1:
-                self._tell(Finished(leg, "stop" if handle.first_token in leg.stop_ids else "length"))
+                self._emit(Finished(leg, "stop" if handle.first_token in leg.stop_ids else "length"))
                 return
         self.scheduler.add(
             Sequence(
@@ -140,9 +140,9 @@ class OwnRunner:
         while begun:
             sequence = begun.popleft()
             assert sequence.leg is not None
-            self._tell(Began(sequence.leg, sequence.cached_tokens))
+            self._emit(Began(sequence.leg, sequence.cached_tokens))
         if self._kv_events is not None and (events := self.scheduler.pool.take_events()):
-            self._tell(CacheChanged(self._kv_events.messages(events, time.time())))
+            self._emit(CacheChanged(self._kv_events.messages(events, time.time())))
 
     def restate_cache(self) -> None:
         """A controller that knows nothing of the cache is there: say again what is cached, a message a tick."""
@@ -153,7 +153,7 @@ class OwnRunner:
         some = [self._restating.popleft() for _ in range(min(MAX_BLOCKS, len(self._restating)))]
         names = [name for name in some if self.scheduler.pool.is_cached(name)]
         if names:
-            self._tell(CacheChanged([events.restated(names, time.time())]))
+            self._emit(CacheChanged([events.restated(names, time.time())]))
 
     def tick(self, now: float) -> None:
         if self._restating and self._kv_events is not None:
@@ -186,15 +186,15 @@ class OwnRunner:
             del self._fetching[leg.seq]
             assert leg.handle is not None
             self.scheduler.start(leg.seq, leg.handle.first_token)
-            self._tell(Fetched(leg, now - sequence.fetch_began))
+            self._emit(Fetched(leg, now - sequence.fetch_began))
 
     def _pull(self, leg: Leg, spans: list[Span]) -> None:
         for first, count in spans:
-            self._tell(Pull(leg, first, count))
+            self._emit(Pull(leg, first, count))
 
     def _give_up(self, leg: Leg, failure: FetchFailed) -> None:
         self.cancel(leg)
-        self._tell(LegFailed(leg, "kv_failed", str(failure)))
+        self._emit(LegFailed(leg, "kv_failed", str(failure)))
 
     # --- the engine ---------------------------------------------------------------------------------------------
 
@@ -203,22 +203,22 @@ class OwnRunner:
             log.error("step.failed", step=result.number, error=result.error)
         if result.damaged:
             log.error("step.damaged", step=result.number, sequences=len(result.damaged))
-        tell, made = self._tell, 0
+        emit, made = self._emit, 0
         for sequence in self.scheduler.complete(result):
             leg, output, finish = sequence.leg, sequence.output, sequence.finish
             assert leg is not None
             if finish == "failed":
-                tell(LegFailed(leg, "engine_failed", result.error or DAMAGED))
+                emit(LegFailed(leg, "engine_failed", result.error or DAMAGED))
                 continue
             if sequence.hold:
-                tell(Held(leg, output[-1], first_logprobs=sequence.logprobs))
+                emit(Held(leg, output[-1], first_logprobs=sequence.logprobs))
                 continue
-            tell(_output(leg, output[-1], sequence.logprobs))
+            emit(_output(leg, output[-1], sequence.logprobs))
             made += 1
             if finish:
-                tell(Finished(leg, "stop" if finish == "stop" else "length"))
+                emit(Finished(leg, "stop" if finish == "stop" else "length"))
         self._output_tokens += made
-        tell(Stepped(result.duration_s))
+        emit(Stepped(result.duration_s))
 
 
 def _output(leg: Leg, token: int, logprobs: TokenLogprobs | None) -> Output:

@@ -7,7 +7,7 @@ Admission is strict first come, first served within a priority, by free run slot
 all blocks it can ever need (prompt and output) when it is admitted: memory is used less tightly than with growth and
 preemption, but an admitted sequence always finishes and nothing is ever computed twice. A step takes one token of
 every decoding sequence, then prompt tokens in order of admission up to `chunk_tokens` in all (chunked prefill).
-Where there are several clients they take turns in both, and none takes all (`nodes.own.line`).
+Where there are several clients they take turns in both, and none takes all (`nodes.own.admission`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Sequence as Seq
 
 from bus.wire.hashing import ROOT, block_hashes, hash_block, token_bytes
+from nodes.own.admission import AdmissionQueue, ClientUsage, StepShares
 from nodes.own.blocks import BlockPool
 from nodes.own.engines.base import Row, StepPlan, StepResult
-from nodes.own.line import Holdings, Line, Shares
 from nodes.own.sequence import SLOT_PHASES, Phase, Sequence
 
 
@@ -36,8 +36,8 @@ class Scheduler:
         self.admitted_tokens_total = 0
         self.computed_tokens_total = 0
         self._sequences: dict[int, Sequence] = {}
-        self._line = Line()  # in phase WAITING
-        self._shares = Shares()
+        self._queue = AdmissionQueue()  # in phase WAITING
+        self._shares = StepShares()
         self._running: dict[int, Sequence] = {}  # holds a slot, in order of admission
         self._admitted: list[Sequence] = []
         self.begun: deque[Sequence] = deque(maxlen=max_running)  # admitted, prompt computed here; the owner takes them
@@ -103,7 +103,7 @@ class Scheduler:
         sequence = self._sequences[seq]
         assert sequence.phase is Phase.PARKED, sequence
         sequence.phase = Phase.WAITING
-        self._line.add(sequence)
+        self._queue.add(sequence)
 
     def take_admitted(self) -> list[Sequence]:
         """Imported sequences admitted since the last call: fill their `table`, then call `start`."""
@@ -222,20 +222,20 @@ class Scheduler:
         return sequence.hashes[: (len(sequence.prompt) - 1) // self.pool.block_tokens]
 
     def _admit(self) -> None:
-        if not self._line:
+        if not self._queue:
             return
         holdings, barred = None, None
         if self._shares.several(self.step):
-            holdings = Holdings(self._sequences.values(), self._running.values(), self.max_running, self.pool.blocks)
+            holdings = ClientUsage(self._sequences.values(), self._running.values(), self.max_running, self.pool.blocks)
             barred = holdings.a_part
-        while len(self._running) < self.max_running and (sequence := self._line.head(barred)) is not None:
+        while len(self._running) < self.max_running and (sequence := self._queue.head(barred)) is not None:
             taken = self.pool.take(self.pool.blocks_for(sequence.reserve_tokens), self._reusable(sequence))
             if taken is None:
                 if holdings is None or barred == holdings.some_memory:
                     return
                 barred = holdings.some_memory  # a newcomer need not wait for memory for another's large request
                 continue
-            self._line.remove(sequence, admitted=True)
+            self._queue.remove(sequence, admitted=True)
             sequence.table, shared = taken
             sequence.committed = shared
             sequence.cached_tokens = shared * self.pool.block_tokens
@@ -291,7 +291,7 @@ class Scheduler:
         sequence.table = []
         self._held -= sequence.phase is Phase.HELD
         if sequence.phase is Phase.WAITING:
-            self._line.remove(sequence)
+            self._queue.remove(sequence)
         self._shares.left(sequence.client, self.step)
         sequence.phase = Phase.GONE
         self._running.pop(sequence.id, None)
@@ -301,7 +301,7 @@ class Scheduler:
         """AssertionError when the scheduler contradicts itself (for tests)."""
         self.pool.validate()
         live = self._sequences.values()
-        self._line.validate({s for s in live if s.phase is Phase.WAITING})
+        self._queue.validate({s for s in live if s.phase is Phase.WAITING})
         self._shares.validate(live)
         assert self._waiting_tokens == sum(s.expected for s in live)
         assert self._kv_tokens == sum(s.computed for s in live)

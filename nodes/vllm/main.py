@@ -20,7 +20,7 @@ from nodes.config import NodeConfig
 from nodes.link.runner import OVER_THE_BUS, RankFacts
 from nodes.own.engines import smollm2
 from nodes.vllm import versions
-from nodes.vllm.cores import claim_cores, keep_to
+from nodes.vllm.cpus import claim_cores, keep_to
 from nodes.vllm.devices import alone_on
 from nodes.vllm.engine import EngineThread
 from nodes.vllm.events import EventRelay

@@ -71,7 +71,7 @@ def marked(mark: str) -> list[int]:
 def kill_all(mark: str) -> None:
     """Until two looks in a row find none: one that was just forked may hide from the first.
 
-    They may end on any core. One that was kept to a core beside another engine's busy threads (nodes/vllm/cores.py) was
+    They may end on any core. One that was kept to a core beside another engine's busy threads (nodes/vllm/cpus.py) was
     seen to stand there for minutes, killed, and to end at once on another."""
     clean, end = 0, time.monotonic() + _GIVES_UP_S
     while clean < 2 and time.monotonic() < end:

@@ -24,7 +24,6 @@ from bus.wire import codec
 from bus.wire.codes import Refusal
 from bus.wire.messages import Load, TokenLogprobs
 from nodes.link.actions import Cancel, Release, Start
-from nodes.link.handover import FELL_BEHIND, QUEUE_MAX, HandedRunner, KnownLegs, LoadSaid, Said
 from nodes.link.leg import Leg
 from nodes.link.logprobs import token_logprobs
 from nodes.link.runner import (
@@ -38,15 +37,16 @@ from nodes.link.runner import (
     Output,
     RankFacts,
 )
+from nodes.link.threaded_runner import FELL_BEHIND, QUEUE_MAX, LegAccounting, LoadUpdate, RunnerEvent, ThreadedRunner
 from nodes.vllm.events import EventRelay
 from nodes.vllm.sampling import arguments
 
 STAMP_S = 1.0  # between the end of a request in the engine and the time that its last output is stamped with, at most
 MIN_VALID_S = 0.001
-LOAD_SAID_S = 0.05
-LEGS_SAY_WHY_S = 1.0  # what runs in a dead engine ends by its exception, unless the engine forgot it
+LOAD_INTERVAL_S = 0.05
+LEGS_REPORT_S = 1.0  # what runs in a dead engine ends by its exception, unless the engine forgot it
 
-_OF_THE_ENGINE = (LoadSaid, Dead)
+_OF_THE_ENGINE = (LoadUpdate, Dead)
 OnThread = Callable[[Callable[[], None]], None]
 
 
@@ -60,7 +60,7 @@ class Client(Protocol):
     ) -> AsyncGenerator[Any, None]: ...
 
 
-class VllmRunner(HandedRunner):
+class VllmRunner(ThreadedRunner):
     """One rank's. `on_engine` and `on_link` run a function on the one thread and on the other; `sampling` and `prompt`
     make what vLLM takes; `name` is unique among all starts of all ranks; `options` go with each request."""
 
@@ -81,17 +81,17 @@ class VllmRunner(HandedRunner):
         self._prioritised = prioritised
         self._clock = clock
         self.relay: EventRelay | None = None  # of its engine's KV-cache events, where they are wanted
-        self._mailbox: Mailbox[Said] = Mailbox(QUEUE_MAX)  # put in by the engine's thread, taken by the link's
+        self._mailbox: Mailbox[RunnerEvent] = Mailbox(QUEUE_MAX)  # put in by the engine's thread, taken by the link's
         # After what a step has for other legs too: each turn of the link costs.
         self._mailbox.open(lambda: asyncio.get_running_loop().call_soon(self._on_link, self._take))
         self._dead = False
         self._gone_at: float | None = None  # when its engine was first seen to be dead
         # the engine's thread alone:
-        self._known = KnownLegs()
+        self._known = LegAccounting()
         self._tasks: dict[Leg, asyncio.Task[None]] = {}
         self._steps = 0
         self._kv_usage = 0.0
-        self._load_said_at = 0.0
+        self._load_sent_at = 0.0
 
     # --- the link's thread ----------------------------------------------------------------------------------------
 
@@ -110,13 +110,13 @@ class VllmRunner(HandedRunner):
             self.relay.tick()
         if self._client.errored:
             self._gone_at = now if self._gone_at is None else self._gone_at
-            if not self._tasks or now - self._gone_at > LEGS_SAY_WHY_S:
+            if not self._tasks or now - self._gone_at > LEGS_REPORT_S:
                 self._take()  # where the last of them just said it
                 self._die("vLLM's engine core is gone")
 
     def cache_changed(self, messages: Sequence[tuple[bytes, bytes, bytes]]) -> None:
         """KV-cache events of its engine, as they are to be published."""
-        self._tell(CacheChanged(messages))
+        self._emit(CacheChanged(messages))
 
     def restate_cache(self) -> None:
         """A controller that knows nothing of the cache is there."""
@@ -124,21 +124,21 @@ class VllmRunner(HandedRunner):
             self.relay.restate()
 
     def _take(self) -> None:
-        for said in self._mailbox.take():
-            if isinstance(said, Dead):
-                self._die(said.reason)
-            elif isinstance(said, Held):  # on its way until when it is valid stood in place of how long
-                left_s = max(MIN_VALID_S, said.valid_s - self._clock())
-                self.hear(Held(said.leg, said.first_token, said.handle, left_s))
+        for event in self._mailbox.take():
+            if isinstance(event, Dead):
+                self._die(event.reason)
+            elif isinstance(event, Held):  # on its way until when it is valid stood in place of how long
+                left_s = max(MIN_VALID_S, event.valid_s - self._clock())
+                self.on_event(Held(event.leg, event.first_token, event.handle, left_s))
             else:
-                self.hear(said)
+                self.on_event(event)
         for leg in self._mailbox.spilled():
             self.give_up(leg, FELL_BEHIND)
 
     def _die(self, reason: str) -> None:
         if not self._dead:
             self._dead = True
-            self.hear(Dead(reason))
+            self.on_event(Dead(reason))
 
     # --- the engine's thread --------------------------------------------------------------------------------------
 
@@ -146,17 +146,17 @@ class VllmRunner(HandedRunner):
         """The engine has done a step; `kv_usage`: the part of its KV memory that is in use."""
         self._steps += 1
         now = self._clock()
-        if kv_usage == self._kv_usage and now - self._load_said_at < LOAD_SAID_S:
+        if kv_usage == self._kv_usage and now - self._load_sent_at < LOAD_INTERVAL_S:
             return  # an engine that waits for a KV cache steps a thousand times a second
-        self._kv_usage, self._load_said_at = kv_usage, now
+        self._kv_usage, self._load_sent_at = kv_usage, now
         kv_tokens = round(kv_usage * self.facts.kv_capacity)
-        self._say(LoadSaid(kv_tokens=kv_tokens - self._known.kv_tokens))
+        self._enqueue(LoadUpdate(kv_tokens=kv_tokens - self._known.kv_tokens))
 
-    def _say(self, said: Said) -> None:
-        if not isinstance(said, _OF_THE_ENGINE):
-            self._known.note(said)
-        leg = None if isinstance(said, _OF_THE_ENGINE) else said.leg
-        self._mailbox.put(said, spills=leg, always=isinstance(said, Dead))
+    def _enqueue(self, event: RunnerEvent) -> None:
+        if not isinstance(event, _OF_THE_ENGINE):
+            self._known.note(event)
+        leg = None if isinstance(event, _OF_THE_ENGINE) else event.leg
+        self._mailbox.put(event, spills=leg, always=isinstance(event, Dead))
 
     def _ordered(self, leg: Leg, order: Start | Cancel | Release) -> None:
         if isinstance(order, Start):
@@ -172,13 +172,13 @@ class VllmRunner(HandedRunner):
         try:
             await (self._prefill(leg) if leg.role == "prefill" else self._decode(leg))
         except Refusal as refusal:
-            self._say(LegFailed(leg, refusal.code, refusal.sentence))
+            self._enqueue(LegFailed(leg, refusal.code, refusal.sentence))
         except Exception as error:
             why = " ".join(f"{type(error).__name__}: {error.__cause__ or error}".split())[:500]
             if self._client.errored:
-                self._say(Dead(why))
+                self._enqueue(Dead(why))
             else:
-                self._say(LegFailed(leg, "bad_request" if _is_callers(error) else "engine_failed", why))
+                self._enqueue(LegFailed(leg, "bad_request" if _is_callers(error) else "engine_failed", why))
         finally:
             self._tasks.pop(leg, None)
 
@@ -198,9 +198,9 @@ class VllmRunner(HandedRunner):
             raise RuntimeError(f"vLLM handed no KV cache over: its request ended with {how}")
         stamped = getattr(out.metrics, "last_token_ts", 0.0)
         ended = stamped - STAMP_S if began <= stamped <= self._clock() else began
-        self._say(Began(leg, out.num_cached_tokens or 0))
+        self._enqueue(Began(leg, out.num_cached_tokens or 0))
         handle = codec.pack(out.kv_transfer_params)
-        self._say(Held(leg, out.outputs[0].token_ids[0], handle, ended + self._lease_s))
+        self._enqueue(Held(leg, out.outputs[0].token_ids[0], handle, ended + self._lease_s))
 
     async def _decode(self, leg: Leg) -> None:
         handle, began, came = leg.handle, self._clock(), False
@@ -214,13 +214,13 @@ class VllmRunner(HandedRunner):
                     if handle is not None:
                         if self._clock() >= handle.valid_until:
                             raise Refusal("kv_failed", "the KV cache came so late that it may be another prompt's")
-                        self._say(Fetched(leg, self._clock() - began))
-                    self._say(Began(leg, 0 if handle is not None else out.num_cached_tokens or 0))
+                        self._enqueue(Fetched(leg, self._clock() - began))
+                    self._enqueue(Began(leg, 0 if handle is not None else out.num_cached_tokens or 0))
                 if tokens:
-                    self._say(Output(leg, tuple(tokens), _logprobs(completion, leg.params.logprobs)))
+                    self._enqueue(Output(leg, tuple(tokens), _logprobs(completion, leg.params.logprobs)))
                 reason = completion.finish_reason
                 if reason in ("stop", "length"):
-                    self._say(Finished(leg, reason))
+                    self._enqueue(Finished(leg, reason))
                 elif reason is not None:
                     if handle is not None and not came:
                         raise Refusal("kv_failed", f"vLLM did not fetch the KV cache ({reason})")

@@ -59,7 +59,7 @@ from controller.core import ControllerCore
 from controller.events import FromClient, FromNode, Published, Tick, ToClient, ToNode, Undelivered, Unreachable
 from nodes.link.actions import SendBlock
 from nodes.link.core import RankCore
-from nodes.link.join import Joint
+from nodes.link.driver import RankDriver
 from nodes.link.streams import SendFailure, Streams
 from nodes.own.blocks import BlockPool
 from nodes.own.engines.base import StepPlan, StepResult
@@ -309,7 +309,7 @@ class NodeFuzz(Core):
         runner = OwnRunner(self.engine, self.scheduler)
         self.runner = runner
         self.legs = RankCore(role, 0, runner.facts, self.streams, runner.load)  # type: ignore[arg-type]
-        self.joint = Joint(self.legs, runner, self.check, self.clock)
+        self.driver = RankDriver(self.legs, runner, self.check, self.clock)
 
     def clock(self) -> float:
         return self.now
@@ -370,7 +370,7 @@ class NodeFuzz(Core):
             self.streams.tick(now)
         else:
             self.compute()
-        self.joint.carry_out(out)
+        self.driver.apply(out)
         self.runner.turn(now)
         self.flush()
 

@@ -38,7 +38,7 @@ from nodes.link.actions import (
     Unregister,
 )
 from nodes.link.core import Limits, RankCore
-from nodes.link.join import Joint
+from nodes.link.driver import RankDriver
 from nodes.link.runner import Runner
 from nodes.link.streams import Streams
 from nodes.own.blocks import BlockPool
@@ -72,7 +72,7 @@ class World(VirtualTime):
             if self.next_due <= self.now:
                 self.fire()
                 for rank in self.ranks.values():
-                    if rank.joint.stirred and not rank.dead:
+                    if rank.driver.dirty and not rank.dead:
                         rank.turn()
             else:
                 next_tick += tick_s
@@ -99,7 +99,7 @@ class Rank:
         self.streams = Streams()
         self.runner: Any = runner or OwnRunner(self.engine, self.scheduler)
         self.core = RankCore(role, 0, self.runner.facts, self.streams, self.runner.load, limits)
-        self.joint = Joint(self.core, self.runner, self._do, world.clock)
+        self.driver = RankDriver(self.core, self.runner, self._do, world.clock)
         self.tokens: dict[str, list[int]] = {}
         self.finishes: dict[str, Tokens] = {}
         self.ended: dict[tuple[str, int], list[Ended]] = {}
@@ -136,12 +136,12 @@ class Rank:
         self.streams.attach(b"client", Attach(rid, attempt, have), self.world.now)
 
     def do(self, actions: list[Action]) -> None:
-        self.joint.carry_out(actions)
+        self.driver.apply(actions)
         self.turn()
 
     def turn(self) -> None:
         """As the host's, after each turn of the loop."""
-        self.joint.stirred = False
+        self.driver.dirty = False
         self.runner.turn(self.world.now)
         self._report()
 

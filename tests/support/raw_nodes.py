@@ -99,7 +99,7 @@ class Node(Peer):
         endpoint = ControllerAddress(controller).nodes
         self._connection = Connection(sockets, self, 0, endpoint, time.monotonic, _rejected)
         super().__init__(self._connection.socket, CONTROLLER_TO_NODE)
-        self._connection.say_hello()
+        self._connection.send_hello()
 
     def react(self, frames: list[bytes]) -> None:
         self._connection.receive(frames)
@@ -122,9 +122,9 @@ class Node(Peer):
             self.pub.send_multipart((topics.of(publication.message), codec.encode(publication.message)))
 
     def bye(self) -> None:
-        self._connection.say_bye()
+        self._connection.send_bye()
 
-    # --- what the connection needs of a rank (connection.Speaker) -------------------------------------------------
+    # --- what the connection needs of a rank (connection.RankEndpoint) ------------------------------------------
 
     def hello(self) -> Hello:
         return self.info

@@ -24,13 +24,13 @@ from nodes.link.leg import Leg
 from nodes.link.runner import (
     Began,
     Dead,
+    Emit,
     Fetched,
     Finished,
     Held,
     LegFailed,
     Output,
     RankFacts,
-    Tell,
 )
 from nodes.own.engines.sim import feed, next_token
 
@@ -66,8 +66,8 @@ class VllmLike:
         self._began: set[Leg] = set()
         self._dead = False
 
-    def attach(self, tell: Tell) -> None:
-        self._tell = tell
+    def attach(self, emit: Emit) -> None:
+        self._emit = emit
 
     def start(self, leg: Leg) -> None:
         assert len(leg.prompt) == leg.prompt_tokens, "decode gets the prompt too"
@@ -124,9 +124,9 @@ class VllmLike:
         state = feed(leg.prompt)[-1]
         (self._folder / str(slot)).write_text(json.dumps(state))
         self._began.add(leg)
-        self._tell(Began(leg))
+        self._emit(Began(leg))
         handle = json.dumps({"slot": str(self._folder / str(slot))}).encode()
-        self._tell(Held(leg, next_token(state, VOCAB), handle, self._lease_s))
+        self._emit(Held(leg, next_token(state, VOCAB), handle, self._lease_s))
         self._timers.call_later(self._lease_s, lambda: self.cancel(leg))  # whoever may still want it
 
     def _pull(self, leg: Leg) -> None:
@@ -137,9 +137,9 @@ class VllmLike:
             state = json.loads(Path(json.loads(leg.handle.data)["slot"]).read_text())
         except (OSError, ValueError):
             self.cancel(leg)
-            self._tell(LegFailed(leg, "kv_failed", "the slot is gone"))
+            self._emit(LegFailed(leg, "kv_failed", "the slot is gone"))
             return
-        self._tell(Fetched(leg, PULL_S))
+        self._emit(Fetched(leg, PULL_S))
         self._decode(leg, state)
 
     def _decode(self, leg: Leg, state: int, count: int = 0) -> None:
@@ -148,16 +148,16 @@ class VllmLike:
         token = next_token(state, VOCAB)
         state = crc32(token.to_bytes(4, "little"), state)
         self._began.add(leg)
-        self._tell(Output(leg, (token,)))
+        self._emit(Output(leg, (token,)))
         if token in leg.stop_ids or count + 1 == leg.max_tokens:
             self.cancel(leg)
-            self._tell(Finished(leg, "stop" if token in leg.stop_ids else "length"))
+            self._emit(Finished(leg, "stop" if token in leg.stop_ids else "length"))
         else:
             self._timers.call_later(STEP_S, lambda: self._decode(leg, state, count + 1))
 
     def die(self) -> None:
         self._dead = True
-        self._tell(Dead("EngineDeadError"))
+        self._emit(Dead("EngineDeadError"))
 
 
 def main(role: Any, bus: str, controller: str, folder: str, instance: str, lease_s: str = "30") -> None:

@@ -18,10 +18,10 @@ from bus.wire.codec import encode
 from bus.wire.messages import Beacon, CancelLeg, Dispatch, Ended, Member, Message
 from nodes.config import NodeConfig
 from nodes.link.config import LinkConfig
-from nodes.link.handover import HandedRunner
 from nodes.link.host import GOODBYE_S, Host
 from nodes.link.leg import Identity
 from nodes.link.streams import ATTACH_GRACE_S
+from nodes.link.threaded_runner import ThreadedRunner
 from nodes.node import Node
 
 
@@ -33,7 +33,7 @@ class Rig:
         self.changes = 0
         self.loop = Loop(lambda: self.now)
         config = LinkConfig("unified", "u", 2, (0, 1), f"ipc://{folder}/b", (f"ipc://{folder}/c",), f"ipc://{folder}")
-        runners: Any = {rank: HandedRunner(FACTS, lambda leg, order: None) for rank in config.dp_ranks}
+        runners: Any = {rank: ThreadedRunner(FACTS, lambda leg, order: None) for rank in config.dp_ranks}
         self.host = Host(config, self.loop, runners, self._note)
 
     def _note(self) -> None:
@@ -146,7 +146,7 @@ def test_a_node_that_stood_still_while_it_waited_says_what_for_before_it_gives_u
     now = 0.0
     with tempfile.TemporaryDirectory(prefix="pd") as folder, capture_logs() as logs:
         at = (f"ipc://{folder}/b", (f"ipc://{folder}/c",), f"ipc://{folder}")
-        runners: Any = {0: HandedRunner(FACTS, lambda leg, order: None)}
+        runners: Any = {0: ThreadedRunner(FACTS, lambda leg, order: None)}
         loop = Loop(lambda: now)
         with Node(NodeConfig("unified", "u", 1, (0,), *at, wait_s=3.0), loop, runners) as node:
             loop.call_later(1.0, lambda: None)
@@ -172,6 +172,6 @@ def test_tokens_leave_once_all_have_planned_and_before_controllers_are_told(
     for dp_rank, rank in rig.host.ranks.items():
         note(rank.runner, "turn", f"plan {dp_rank}")
         note(rank.core, "load", f"load {dp_rank}")
-        rank.joint.stirred = True
+        rank.driver.dirty = True
     rig.turn()
     assert order == ["plan 0", "plan 1", "tokens", "load 0", "load 1"]

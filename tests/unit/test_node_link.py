@@ -104,7 +104,7 @@ def test_progress_that_the_queue_does_not_take_is_sent_later_in_order(world: Wor
 def test_the_goodbye_waits_for_the_progress_before_it(world: World) -> None:
     world.space = 0
     world.link.progress([], ENDS[:1])
-    world.link.say_bye()
+    world.link.send_bye()
     assert world.link.owes
     world.space = 10
     world.link.tick()
@@ -115,7 +115,7 @@ def test_the_goodbye_waits_for_the_progress_before_it(world: World) -> None:
 def test_news_of_a_state_is_said_again_although_the_controller_is_heard(world: World) -> None:
     world.space = 0
     world.state = "draining"
-    world.link.say_hello()
+    world.link.send_hello()
     world.space = 10
     world.now = HELLO_S
     world.link.tick()

@@ -238,7 +238,7 @@ def test_nonsense_fails_its_leg_and_the_link_lives(say: Any) -> None:
     engine.link.finish(two)
     engine.take()
     assert engine.code(bad) == "engine_failed"
-    assert "nonsense" in engine.rank.ended[bad, 1][0].message
+    assert "invalid event" in engine.rank.ended[bad, 1][0].message
     assert engine.link.invalid == 1
     assert engine.code(good) == "ok"
     assert engine.link.poll() == [Cancel(one)]

@@ -10,9 +10,9 @@ from legs_world import Rank, World
 
 from nodes.link.core import UNCLAIMED, UNCLAIMED_MIN_S
 from nodes.link.streams import ATTACH_GRACE_S, UNREAD_S
+from nodes.own.admission import HERE_STEPS, RESERVE, SHARE_MIN, SHARES
 from nodes.own.blocks import BlockPool
 from nodes.own.engines.base import StepResult
-from nodes.own.line import HERE_STEPS, RESERVE, SHARE_MIN, SHARES
 from nodes.own.scheduler import Scheduler
 from nodes.own.sequence import Phase, Sequence
 

@@ -18,7 +18,7 @@ from bus.runtime.ports import free_ports
 from controller.load.groups import exchange
 from nodes.config import NodeConfig
 from nodes.vllm import main, versions
-from nodes.vllm.cores import claim_cores, keep_to
+from nodes.vllm.cpus import claim_cores, keep_to
 from nodes.vllm.devices import alone_on
 from nodes.vllm.fingerprint import fingerprint
 

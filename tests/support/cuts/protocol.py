@@ -107,7 +107,7 @@ CUTS: tuple[Cut | Uncut, ...] = (
         "bus.broker.topology:_info", "len(known) == dp_size and ", ""),
     # 9: controller and node
     Cut("M42", "unit/test_node_link.py::test_the_first_word_and_the_answer_to_who_is_hello",
-        "nodes.link.connection:Connection.receive", "self.say_hello()", "pass"),
+        "nodes.link.connection:Connection.receive", "self.send_hello()", "pass"),
     Cut("M84", "unit/test_node_link.py::test_it_says_hello_over_each_new_connection_and_when_nothing_has_come_for_a_while",
         "nodes.link.connection:Connection.tick", " or self._silent(0.5)", ""),
     Cut("M43", "unit/test_node_link.py::test_each_ping_is_answered_with_its_number",

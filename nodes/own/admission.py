@@ -18,7 +18,7 @@ RESERVE = 8  # what it leaves of run slots and KV memory to others meanwhile: on
 HERE_STEPS = 100  # who left within so many steps counts as here
 
 
-class Line:
+class AdmissionQueue:
     """Sequences that wait to be admitted."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Line:
         assert {sequence for line in lines for level in line.values() for sequence in level.values()} == waiting
 
 
-class Holdings:
+class ClientUsage:
     """What clients hold at this moment, of run slots and of KV memory: who waits until others have had some."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Holdings:
         return self._blocks[client] > 0
 
 
-class Shares:
+class StepShares:
     """Who is here, and whose prompts a step computes. While several clients are here none gets more than a part of each
     step: whoever comes next would wait for a step that one client fills, and for another one beside it."""
 

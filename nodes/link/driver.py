@@ -14,28 +14,28 @@ from nodes.link.core import RankCore
 from nodes.link.runner import EVENTS, BlockRunner, Event, Runner
 
 
-class Joint:
-    """`do` gets every action that is not for the runner, in order. `stirred` says that something happened since the
+class RankDriver:
+    """`do` gets every action that is not for the runner, in order. `dirty` says that something happened since the
     owner last put it to False: a `turn` of the runner and a report are due."""
 
     def __init__(
         self, core: RankCore, runner: Runner, do: Callable[[Action], None], clock: Callable[[], float]
     ) -> None:
-        self.stirred = True
+        self.dirty = True
         self._core = core
         self._runner = runner
         self._do_outside = do
         self._clock = clock
         self._todo: deque[Action | Event] = deque()
         self._doing = False
-        runner.attach(self._tell)
+        runner.attach(self._receive)
 
-    def carry_out(self, actions: Iterable[Action]) -> None:
+    def apply(self, actions: Iterable[Action]) -> None:
         """Do `actions`, and what comes of them; what the runner says meanwhile waits until the one at hand is done."""
         self._todo.extend(actions)
         if self._doing or not self._todo:
             return
-        self._doing = self.stirred = True
+        self._doing = self.dirty = True
         try:
             while self._todo:
                 item = self._todo.popleft()
@@ -47,13 +47,13 @@ class Joint:
         finally:
             self._doing = False
 
-    def _tell(self, event: Event) -> None:
+    def _receive(self, event: Event) -> None:
         if self._doing:
             self._todo.append(event)
             return
-        self.stirred = True
+        self.dirty = True
         if actions := self._core.handle(event, self._clock()):  # seldom any: most events are output
-            self.carry_out(actions)
+            self.apply(actions)
 
     def _do(self, action: Action) -> None:
         if isinstance(action, Start):

@@ -1,8 +1,8 @@
-"""The hand-over between a rank on the link's thread and a scheduler on its own: who knows of which legs, and the load.
+"""The hand-over of legs, events and loads between a rank on the link's thread and a scheduler on a thread of its own.
 
-Both sides keep the same books (`KnownLegs`), a hand-over apart. What the scheduler says of its load is kept as the
-difference from its own books at that moment, so it stays right while legs come, begin and end before it says more. Owns
-no thread and no socket.
+Both sides keep the same accounts (`LegAccounting`); one side is a hand-over behind the other. A load that the scheduler
+reports is kept as the difference from the scheduler's accounts at that moment. So the sum stays right while legs come,
+begin and end before its next report. This module owns no thread and no socket.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from nodes.link.puller import MAX_HANDLE_BYTES
 from nodes.link.runner import (
     Began,
     Dead,
+    Emit,
     Fetched,
     Finished,
     Held,
@@ -27,16 +28,15 @@ from nodes.link.runner import (
     Output,
     RankFacts,
     Stepped,
-    Tell,
 )
 
 MAX_TOKEN_ID = (1 << 31) - 1
-QUEUE_MAX = 65_536  # of what a scheduler's thread has said and the link's has not taken
+QUEUE_MAX = 65_536  # events that the scheduler's thread has put in and the link's has not taken
 FELL_BEHIND = "the link to the rank's scheduler fell behind"
 
 
-class LoadSaid(Struct, frozen=True):
-    """What the scheduler says of its load; the first four less what its own books hold (so they may be negative)."""
+class LoadUpdate(Struct, frozen=True):
+    """The load that the scheduler reports. The first four are differences from its accounts: they may be negative."""
 
     running: int = 0
     waiting: int = 0
@@ -46,27 +46,27 @@ class LoadSaid(Struct, frozen=True):
     busy: bool = False
 
 
-class Nonsense(Struct, frozen=True):
-    """The scheduler said something of a leg that means nothing: the leg can't go on."""
+class InvalidEvent(Struct, frozen=True):
+    """The scheduler gave an event that no leg can have: its leg cannot continue, for the reason in `why`."""
 
     leg: Leg
     why: str
 
 
-OfLeg: TypeAlias = Began | Output | Held | Fetched | Finished | LegFailed
-Said: TypeAlias = OfLeg | Dead | LoadSaid | Nonsense
-_RUNS, _ENDS = (Output, Began, Held), (Finished, LegFailed)  # unions would be made anew for each token
+LegEvent: TypeAlias = Began | Output | Held | Fetched | Finished | LegFailed
+RunnerEvent: TypeAlias = LegEvent | Dead | LoadUpdate | InvalidEvent
+_RUNS, _ENDS = (Output, Began, Held), (Finished, LegFailed)  # a union would be built again for each token
 Orders: TypeAlias = Callable[[Leg, Start | Cancel | Release], None]
 
 
-class KnownLegs:
-    """The legs that one side knows of, and which of them run. Prompts of those that do count as KV cache."""
+class LegAccounting:
+    """The legs that one side knows, and the sums over them. The prompt of a leg that runs counts as KV cache."""
 
     def __init__(self) -> None:
         self.running = 0
         self.waiting_tokens = 0
         self.kv_tokens = 0
-        self.begun: set[Leg] = set()  # those whose scheduler has said so; it may again, where it preempts
+        self.begun: set[Leg] = set()  # legs that the scheduler has begun; it may begin one again after a preemption
         self._runs: dict[Leg, bool] = {}
 
     def __contains__(self, leg: Leg) -> bool:
@@ -84,7 +84,7 @@ class KnownLegs:
         self.waiting_tokens += leg.prompt_tokens
 
     def end(self, leg: Leg) -> None:
-        """Of one that is unknown or over: nothing."""
+        """Remove a leg; do nothing where it is unknown or over."""
         self.begun.discard(leg)
         runs = self._runs.pop(leg, None)
         if runs:
@@ -93,8 +93,8 @@ class KnownLegs:
         elif runs is not None:
             self.waiting_tokens -= leg.prompt_tokens
 
-    def note(self, event: Said) -> None:
-        """What the scheduler says, as far as it changes the books."""
+    def note(self, event: RunnerEvent) -> None:
+        """Count an event of the scheduler, where it changes the accounts."""
         if isinstance(event, _RUNS):
             leg = event.leg
             if self._runs.get(leg) is False:
@@ -106,22 +106,22 @@ class KnownLegs:
             self.end(event.leg)
 
 
-class HandedRunner:
-    """One rank's runner, whose legs run on the scheduler's thread; this object lives on the link's."""
+class ThreadedRunner:
+    """The runner of one rank whose legs run on the scheduler's thread. This object belongs to the link's thread."""
 
     def __init__(self, facts: RankFacts, order: Orders) -> None:
         self.facts = facts
         self._order = order
-        self._legs = KnownLegs()
-        self._said = LoadSaid()
+        self._legs = LegAccounting()
+        self._load = LoadUpdate()
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._admitted_tokens = 0
         self._output_tokens = 0
-        self._outputs = 0  # stands for steps where the scheduler does not tell them
+        self._outputs = 0  # used in place of the step count where the scheduler reports none
 
-    def attach(self, tell: Tell) -> None:
-        self._tell = tell
+    def attach(self, emit: Emit) -> None:
+        self._emit = emit
 
     def start(self, leg: Leg) -> None:
         self._legs.start(leg)
@@ -138,17 +138,17 @@ class HandedRunner:
 
     @property
     def busy(self) -> bool:
-        return self._said.busy
+        return self._load.busy
 
     def load(self) -> Load:
-        legs, said = self._legs, self._said
+        legs, load = self._legs, self._load
         return Load(
             seq=0,
-            running=max(0, legs.running + said.running),
-            waiting=max(0, legs.waiting + said.waiting),
-            waiting_tokens=max(0, legs.waiting_tokens + said.waiting_tokens),
-            kv_tokens=max(0, legs.kv_tokens + said.kv_tokens),
-            step=said.step or self._outputs,
+            running=max(0, legs.running + load.running),
+            waiting=max(0, legs.waiting + load.waiting),
+            waiting_tokens=max(0, legs.waiting_tokens + load.waiting_tokens),
+            kv_tokens=max(0, legs.kv_tokens + load.kv_tokens),
+            step=load.step or self._outputs,
             kv_capacity=0,
             max_running=0,
             prompt_tokens_total=self._prompt_tokens,
@@ -169,57 +169,57 @@ class HandedRunner:
 
     # --- from the scheduler, on the link's thread ---------------------------------------------------------------
 
-    def hear(self, said: Said) -> bool:
-        """False when it made no sense: its leg has failed."""
-        if type(said) is Output and said.leg in self._legs and not _nonsense_in(said, self.facts):
+    def on_event(self, event: RunnerEvent) -> bool:
+        """Count an event of the scheduler and pass it on. Return false for an invalid one: its leg has failed."""
+        if type(event) is Output and event.leg in self._legs and not _why_invalid_output(event, self.facts):
             self._outputs += 1  # one for each token, hence the short way
-            self._output_tokens += len(said.tokens)
-            self._legs.note(said)
-            self._tell(said)
-        elif isinstance(said, LoadSaid):
-            self._said = said
-            self._settle()  # it may have been said before the last leg was cancelled
-            self._tell(Stepped())
-        elif isinstance(said, Dead):
-            self._tell(said)
-        elif said.leg not in self._legs:
+            self._output_tokens += len(event.tokens)
+            self._legs.note(event)
+            self._emit(event)
+        elif isinstance(event, LoadUpdate):
+            self._load = event
+            self._settle()  # the report may be older than the cancel of the last leg
+            self._emit(Stepped())
+        elif isinstance(event, Dead):
+            self._emit(event)
+        elif event.leg not in self._legs:
             return True  # over meanwhile
-        elif why := said.why if isinstance(said, Nonsense) else _nonsense(said, self.facts):
-            self.give_up(said.leg, f"the rank's scheduler said nonsense: {type(said).__name__}: {why}")
+        elif why := event.why if isinstance(event, InvalidEvent) else _why_invalid(event, self.facts):
+            self.give_up(event.leg, f"the rank's scheduler gave an invalid event: {type(event).__name__}: {why}")
             return False
         else:
-            assert not isinstance(said, Nonsense)
-            if isinstance(said, Began) and said.leg not in self._legs.begun:
-                self._legs.begun.add(said.leg)
-                self._cached_tokens += said.cached_tokens
-                self._admitted_tokens += said.leg.prompt_tokens
-            self._legs.note(said)
+            assert not isinstance(event, InvalidEvent)
+            if isinstance(event, Began) and event.leg not in self._legs.begun:
+                self._legs.begun.add(event.leg)
+                self._cached_tokens += event.cached_tokens
+                self._admitted_tokens += event.leg.prompt_tokens
+            self._legs.note(event)
             self._settle()
-            self._tell(said)
+            self._emit(event)
         return True
 
     def give_up(self, leg: Leg, why: str) -> None:
-        """What the scheduler said of it is lost, or means nothing: it can't go on."""
+        """Fail a leg, an event of which was lost or invalid, and cancel it at the scheduler."""
         if leg in self._legs:
             self.cancel(leg)
-            self._tell(LegFailed(leg, "engine_failed", why))
+            self._emit(LegFailed(leg, "engine_failed", why))
 
     def _end(self, leg: Leg) -> None:
         self._legs.end(leg)
         self._settle()
 
     def _settle(self) -> None:
-        """Without legs nothing of ours waits or runs, in whatever way the scheduler counted them before."""
+        """Set the load to zero where no leg is left, whatever the scheduler reported before."""
         if not self._legs:
-            self._said = LoadSaid(step=self._said.step)
+            self._load = LoadUpdate(step=self._load.step)
 
 
-def _nonsense(event: OfLeg, facts: RankFacts) -> str:
-    """Why it can't be: it would go out to others as it is."""
+def _why_invalid(event: LegEvent, facts: RankFacts) -> str:
+    """Return why an event is invalid, or an empty string. A valid event goes out to other parts as it is."""
     vocab = facts.vocab_size or MAX_TOKEN_ID + 1
     match event:
         case Output():
-            return _nonsense_in(event, facts)
+            return _why_invalid_output(event, facts)
         case Began(leg, cached_tokens):
             prompt = leg.prompt_tokens
             return "" if 0 <= cached_tokens <= prompt else f"{cached_tokens} cached tokens of a prompt of {prompt}"
@@ -241,7 +241,7 @@ def _nonsense(event: OfLeg, facts: RankFacts) -> str:
             return "" if code in get_args(Code) and code != "ok" else f"with code {code!r}"
 
 
-def _nonsense_in(output: Output, facts: RankFacts) -> str:
+def _why_invalid_output(output: Output, facts: RankFacts) -> str:
     leg, tokens, logprobs = output.leg, output.tokens, output.logprobs
     vocab = facts.vocab_size or MAX_TOKEN_ID + 1
     if leg.role == "prefill":
@@ -256,9 +256,9 @@ def _nonsense_in(output: Output, facts: RankFacts) -> str:
     return f"token ids outside 0..{vocab - 1}" if tokens and not 0 <= min(tokens) <= max(tokens) < vocab else ""
 
 
-def said_of(leg: Leg, make: Callable[[], OfLeg]) -> OfLeg | Nonsense:
-    """The event that `make` makes of what an engine gave, or Nonsense where that is of no use."""
+def event_of(leg: Leg, make: Callable[[], LegEvent]) -> LegEvent | InvalidEvent:
+    """Return the event that `make` builds from what an engine gave, or InvalidEvent where it raises."""
     try:
         return make()
     except (TypeError, ValueError, OverflowError) as error:
-        return Nonsense(leg, f"{type(error).__name__}: {error}")
+        return InvalidEvent(leg, f"{type(error).__name__}: {error}")
