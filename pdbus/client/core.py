@@ -133,7 +133,7 @@ class ClientCore:
         attempt = message.attempt
         if attempt < request.submits[key].attempt:
             return []
-        said_again = attempt == request.submits[key].attempt and (request.submit_states[key] is not SubmitState.ASKED)
+        is_repeat = attempt == request.submits[key].attempt and (request.submit_states[key] is not SubmitState.ASKED)
         request.number(key, attempt)
         if message.prefill is None and message.decode is None:
             request.move_at(key, Event.QUEUED)
@@ -143,13 +143,13 @@ class ClientCore:
         request.move_at(key, Event.ACCEPTED)
         request.ran, request.no_rank_at = True, None
         request.prefill = message.prefill or request.prefill
-        if message.rid != request.rid or said_again or not request.takes(Event.ACCEPTED):
+        if message.rid != request.rid or is_repeat or not request.takes(Event.ACCEPTED):
             return []
         if len(request.ids) > request.offset and (attempt, message.decode) != (request.attached, request.decode):
             # it was begun again from its beginning, for all that its controller knew, and may be another answer
             return self._retry(request, "peer_lost", "the answer was begun again elsewhere", 0.0, now)
         request.move(Event.ACCEPTED)
-        request.heard_at = now
+        request.alive_at = now
         return self._attach(request, message.decode) if message.decode is not None else []
 
     def _done(self, request: Request, key: SubmitKey, message: Done, now: float) -> list[Action]:
@@ -176,7 +176,7 @@ class ClientCore:
             return []
         if request.wants_logprobs and len(message.logprobs) != len(message.ids):
             return []  # it keeps to no protocol: as if it were silent
-        request.heard_at = now
+        request.alive_at = now
         request.asked_again = False
         if self._silent and request.decode is not None:
             self._silent.pop((request.decode.instance, request.decode.dp_rank), None)
@@ -213,7 +213,7 @@ class ClientCore:
         if request.state is State.AWAITING_VERDICT:
             return self._retry(request, *request.stream_failure, 0.0, now) if now >= request.due_at else []
         actions = self._resend(request, now)
-        if request.state is State.RUNNING and now - request.heard_at >= SILENCE_S:
+        if request.state is State.RUNNING and now - request.alive_at >= SILENCE_S:
             actions += self._break_silence(request, now)
         return actions
 
@@ -278,7 +278,7 @@ class ClientCore:
         return [self._ask_stream(request)]
 
     def _break_silence(self, request: Request, now: float) -> list[Action]:
-        request.heard_at = now
+        request.alive_at = now
         if not request.endpoint:  # a lone prefill leg: its controller may have been replaced; so submit again
             return [self._send_submit(request, next(iter(request.submits)), now)]
         if not request.asked_again:

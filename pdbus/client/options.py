@@ -187,25 +187,25 @@ def make_request(
         raise ConfigError("with a controller for each leg, a request is a pair")
     prompt = prompt_bytes(ids)
     placed: dict[str, Any] = {}
-    said: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
     for name, value in options.items():
         if name in _OF_PARAMS:
-            said[name] = value
+            sampling[name] = value
         elif name in _OF_SUBMIT:
             placed[name] = value
     if placed.get("bootstrap_room") is None and (at.prefill is not None or leg in ("pair", "unified")):
         placed["bootstrap_room"] = rng.getrandbits(63)
-    if "seed" not in said:
-        said["seed"], said["seed_drawn"] = rng.getrandbits(32), True
-    if "stop_token_ids" in said:
-        said["stop_token_ids"] = tuple(said["stop_token_ids"])
-    if "logit_bias" in said:
-        said["logit_bias"] = tuple(said["logit_bias"].items())
+    if "seed" not in sampling:
+        sampling["seed"], sampling["seed_drawn"] = rng.getrandbits(32), True
+    if "stop_token_ids" in sampling:
+        sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+    if "logit_bias" in sampling:
+        sampling["logit_bias"] = tuple(sampling["logit_bias"].items())
     if traceparent := options.get("traceparent"):
         placed["trace"] = trace = parse(traceparent, options.get("tracestate", ""))
         if trace is None:
             raise ConfigError(f"traceparent: {traceparent!r:.80} is none, as in 00-<32 digits>-<16 digits>-01")
-    params = _checked(Params(**said))
+    params = _checked(Params(**sampling))
     block_tokens = options.get("block_tokens", block_tokens)
     header = Submit(
         rid=options.get("rid") or f"{rng.getrandbits(64):016x}",
@@ -215,7 +215,7 @@ def make_request(
         block_tokens=block_tokens,
         block_hashes=packed_hashes(prompt, block_tokens) if block_tokens else b"",
         asked_us=asked_us,
-        needs=() if said.keys().isdisjoint(_OPTIONAL_PARAMS) else params.needs,
+        needs=() if sampling.keys().isdisjoint(_OPTIONAL_PARAMS) else params.needs,
         **placed,
     )
     submits = {(at.decode, header.rid): _checked(header)}

@@ -81,7 +81,7 @@ class Request:
 
     __slots__ = (
         "asked_again", "asked_at", "attached", "began_at", "cached_tokens", "deadline_at", "decode", "due_at",
-        "endpoint", "first", "first_token_at", "found_by", "gap_at", "heard_at", "ids", "logprobs", "max_tokens",
+        "endpoint", "first", "first_token_at", "found_by", "gap_at", "alive_at", "ids", "logprobs", "max_tokens",
         "no_rank_at", "offset", "params", "prefill", "prompt", "queued", "ran", "resend_at", "resend_s", "retries",
         "rid", "state", "stop_ids", "stream_failure", "submit_states", "submits", "wants_logprobs", "withdrawn_at",
     )  # fmt: skip
@@ -119,7 +119,7 @@ class Request:
         self.stream_failure: tuple[Code, str] = ("ok", "")  # of AWAITING_VERDICT: why the stream failed
         self.endpoint = ""  # where it is attached, or empty
         self.attached = 0  # to this attempt
-        self.heard_at = 0.0
+        self.alive_at = 0.0
         self.asked_again = False  # the silent stream was
         self.gap_at = -GAP_S  # when a gap was asked for
         self.prefill: Location | None = None

@@ -155,8 +155,8 @@ class Traffic:
         if not self._flush_due:
             return
         self._flush_due = False
-        said, self._outbox = self._outbox, []
-        for action in said:
+        sends, self._outbox = self._outbox, []
+        for action in sends:
             self._send(action)
 
     def drop_results(self) -> None:

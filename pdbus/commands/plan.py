@@ -130,8 +130,8 @@ def command_of(found: Found, config: LabConfig) -> str:
     order = f" --queue-order slo --ttft-slo-s {config.slo_ttft_s:g}" if choice.queue_order == "slo" else ""
     order += f" --tpot-slo-s {config.slo_tpot_s:g}" if choice.tpot_admission else ""
     for name in ("late_tokens", "overtake_tokens") if choice.queue_order == "slo" else ():
-        if (said := getattr(config, name)) != getattr(ControllerConfig, name):
-            order += f" --{name.replace('_', '-')} {said}"
+        if (value := getattr(config, name)) != getattr(ControllerConfig, name):
+            order += f" --{name.replace('_', '-')} {value}"
     return (
         f"python -m controller --prefill-method {choice.prefill_method} --decode-method {choice.decode_method}{order}"
     )

@@ -150,8 +150,8 @@ class ChatWriter(_OpenAi):
         return self._event(answer, b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null')
 
     def more(self, answer: Answer, text: str) -> bytes:
-        said = encode(text), encode(self._logprobs(answer))
-        return self._event(answer, b'"delta":{"content":%b},"logprobs":%b,"finish_reason":null' % said)
+        encoded = encode(text), encode(self._logprobs(answer))
+        return self._event(answer, b'"delta":{"content":%b},"logprobs":%b,"finish_reason":null' % encoded)
 
     def end(self, answer: Answer) -> bytes:
         return self._event(answer, b'"delta":{},' + encode(self._ending(answer))[1:-1])
@@ -172,8 +172,8 @@ class CompletionWriter(_OpenAi):
         return b""
 
     def more(self, answer: Answer, text: str) -> bytes:
-        said = encode(text), encode(self._logprobs(answer))
-        return self._event(answer, b'"text":%b,"logprobs":%b,"finish_reason":null' % said)
+        encoded = encode(text), encode(self._logprobs(answer))
+        return self._event(answer, b'"text":%b,"logprobs":%b,"finish_reason":null' % encoded)
 
     def end(self, answer: Answer) -> bytes:
         return self._event(answer, b'"text":"",' + encode(self._ending(answer))[1:-1])

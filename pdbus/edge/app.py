@@ -280,14 +280,14 @@ class Edge:
         stream = await self._client.generate_tokens(ids, **options)
         decoder = None
         if job.text is not None:
-            skip = job.said.skip_special_tokens is not False
+            skip = job.request.skip_special_tokens is not False
             decoder = job.text.decoder(ids[-BEFORE:], skip_special_tokens=skip)
         stops = StopFinder(job.stops, include=job.include_stop)
         answer = answers.Answer(index, len(ids), index % job.n == 0)
         if "logprobs" in options:
             text = job.text
             answer.likelihoods = Likelihoods(text.token, text.token_bytes) if text is not None else Likelihoods()
-        stop_ids = frozenset(job.said.stop_token_ids or ())
+        stop_ids = frozenset(job.request.stop_token_ids or ())
         unseen = frozenset() if job.include_stop else stop_ids.union(job.end_ids)
         return Choice(answer, stream, decoder, stops, stop_ids, unseen, options.get("min_tokens", 0))
 
@@ -303,8 +303,8 @@ class Edge:
         most = self._config.max_time_s
         priority = exchange.number(b"x-request-priority") or 0
         if priority != int(priority) or abs(priority) > PRIORITY_MAX:
-            said = f"x-request-priority: a whole number from {-PRIORITY_MAX} to {PRIORITY_MAX}"
-            raise invalid("x-request-priority", said)
+            why = f"x-request-priority: a whole number from {-PRIORITY_MAX} to {PRIORITY_MAX}"
+            raise invalid("x-request-priority", why)
         return {
             "deadline_s": min(deadline_s or most, most),
             "priority": int(priority),
@@ -323,24 +323,24 @@ class Edge:
     # --- text -------------------------------------------------------------------------------------------------------
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        said = fields.read(fields.Tokenize, await exchange.body())
-        if (said.prompt is None) == (said.messages is None):
+        request = fields.read(fields.Tokenize, await exchange.body())
+        if (request.prompt is None) == (request.messages is None):
             raise invalid("prompt", "give either prompt or messages")
-        model = self.view.model(said.model)
+        model = self.view.model(request.model)
         text = await self._texts.of(model.name)
-        if said.messages is not None:
-            special = said.add_special_tokens is True
-            ids = await jobs.conversation(text, said.messages, said.add_generation_prompt, special)
+        if request.messages is not None:
+            special = request.add_special_tokens is True
+            ids = await jobs.conversation(text, request.messages, request.add_generation_prompt, special)
         else:
-            ids = await jobs.token_ids(text, said.prompt or "", said.add_special_tokens is not False)
+            ids = await jobs.token_ids(text, request.prompt or "", request.add_special_tokens is not False)
         await exchange.answer(200, encode({"count": len(ids), "max_model_len": model.max_context, "tokens": ids}))
 
     async def _detokenize(self, exchange: Exchange) -> None:
-        said = fields.read(fields.Detokenize, await exchange.body())
-        if not all(0 <= id < 2**31 for id in said.tokens):
+        request = fields.read(fields.Detokenize, await exchange.body())
+        if not all(0 <= id < 2**31 for id in request.tokens):
             raise invalid("tokens", "tokens: ids from 0 to 2147483647")
-        text = await self._texts.of(self.view.model(said.model).name)
-        prompt = await jobs.off_loop(len(said.tokens), lambda: text.decode(said.tokens))
+        text = await self._texts.of(self.view.model(request.model).name)
+        prompt = await jobs.off_loop(len(request.tokens), lambda: text.decode(request.tokens))
         await exchange.answer(200, encode({"prompt": prompt}))
 
     # --- what is served, and how it is ------------------------------------------------------------------------------

@@ -81,5 +81,7 @@ def _served(name: str, status: Status) -> ServedModel:
     missing = next((role for role in roles if role not in ready), "")
     decoding = [rank for rank in status.ranks if rank.role == roles[-1]]
     capacities = ((rank.load.kv_capacity if rank.load else 0) or rank.max_context for rank in decoding)  # 0: untold
-    context = max((min(rank.max_context, told) for rank, told in zip(decoding, capacities, strict=True)), default=0)
+    context = max(
+        (min(rank.max_context, capacity) for rank, capacity in zip(decoding, capacities, strict=True)), default=0
+    )
     return ServedModel(name, leg, block_tokens_for(status), context, missing)

@@ -50,8 +50,8 @@ class HttpError(Exception):
     def body(self) -> bytes:
         kind = TYPES.get(self.status, "rate_limit_error" if self.status == 429 else "")
         kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
-        said = _ADDRESS.sub("(address)", self.message) if self.status >= 500 else self.message  # the log has it
-        error = {"message": said, "type": kind, "param": self.param, "code": self.code}
+        message = _ADDRESS.sub("(address)", self.message) if self.status >= 500 else self.message  # the log has it
+        error = {"message": message, "type": kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
 

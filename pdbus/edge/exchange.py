@@ -58,8 +58,8 @@ class Exchange:
         self._send = send
         self._config = config
         self._clock = clock
-        said = self.headers.get(b"x-request-id", b"")
-        self.client_rid = said.decode() if _RID.fullmatch(said) else ""
+        given = self.headers.get(b"x-request-id", b"")
+        self.client_rid = given.decode() if _RID.fullmatch(given) else ""
         self.rid = self.client_rid or f"{_rng.getrandbits(128):032x}"
         origin, allowed = self.headers.get(b"origin", b""), config.cors_origins
         self._origin = origin if allowed and ("*" in allowed or origin.decode("latin-1") in allowed) else b""
@@ -82,11 +82,11 @@ class Exchange:
 
     def number(self, header: bytes) -> float | None:
         """Of a header of ours; HttpError when it is none."""
-        said = self.headers.get(header)
-        if said is None:
+        given = self.headers.get(header)
+        if given is None:
             return None
         try:
-            value = float(said)
+            value = float(given)
             if abs(value) < NUMBER_MAX:  # NaN is not
                 return value
         except ValueError:

@@ -185,25 +185,25 @@ _DECODERS: dict[type, Any] = {
 def read(kind: type[_T], body: bytes) -> _T:
     """The request in `body`; HttpError 400 that names the field at fault."""
     try:
-        said = _DECODERS[kind].decode(body)
+        request = _DECODERS[kind].decode(body)
     except msgspec.ValidationError as error:
         raise _wrong(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(None, f"the body is not JSON: {error}") from None
     if kind in (Chat, Completion):
-        _refuse(said, REFUSED, "")
+        _refuse(request, REFUSED, "")
     elif kind is Generate:
-        _refuse(said, REFUSED_BY_GENERATE, "")
-        if said.sampling_params is not None:
-            _refuse(said.sampling_params, REFUSED, "sampling_params.")
-    return said  # type: ignore[no-any-return]
+        _refuse(request, REFUSED_BY_GENERATE, "")
+        if request.sampling_params is not None:
+            _refuse(request.sampling_params, REFUSED, "sampling_params.")
+    return request  # type: ignore[no-any-return]
 
 
-def _refuse(said: Any, table: dict[str, tuple[object, ...]], path: str) -> None:
-    values = msgspec.structs.astuple(said)[-len(table) :]  # the refused fields stand last
+def _refuse(request: Any, table: dict[str, tuple[object, ...]], path: str) -> None:
+    values = msgspec.structs.astuple(request)[-len(table) :]  # the refused fields stand last
     if values.count(UNSET) == len(table):
         return
-    for name, value in zip(said.__struct_fields__[-len(table) :], values, strict=True):
+    for name, value in zip(request.__struct_fields__[-len(table) :], values, strict=True):
         if value is not UNSET and value not in table[name]:
             raise invalid(f"{path}{name}", f"{path}{name} is not supported here; leave it out", "unsupported_parameter")
 
@@ -233,15 +233,15 @@ def _passed(kind: type[Sampling]) -> tuple[tuple[str, ...], Callable[[Any], tupl
 _OF_OPENAI, _OF_GENERATE = _passed(OpenAiFields), _passed(SglSampling)
 
 
-def options_of(said: Sampling, defaults: Mapping[str, float] | None = None) -> Options:
+def options_of(request: Sampling, defaults: Mapping[str, float] | None = None) -> Options:
     """The client's options that `said` asks for, with `defaults` for what it does not say. OpenAI's default of
     `temperature` is 1."""
-    names, values_of = _OF_GENERATE if isinstance(said, SglSampling) else _OF_OPENAI
-    asked = zip(names, values_of(said), strict=True)
+    names, values_of = _OF_GENERATE if isinstance(request, SglSampling) else _OF_OPENAI
+    asked = zip(names, values_of(request), strict=True)
     options: dict[str, Any] = {name: value for name, value in asked if value is not None}
-    if isinstance(said, SglSampling):
-        _same(options, "min_tokens", "min_new_tokens", said.min_new_tokens)
-        _same(options, "seed", "sampling_seed", said.sampling_seed)
+    if isinstance(request, SglSampling):
+        _same(options, "min_tokens", "min_new_tokens", request.min_new_tokens)
+        _same(options, "seed", "sampling_seed", request.sampling_seed)
     if options.get("seed") == -1:
         del options["seed"]
     if defaults:
@@ -249,12 +249,12 @@ def options_of(said: Sampling, defaults: Mapping[str, float] | None = None) -> O
     options.setdefault("temperature", 1.0)
     if options.get("top_k") == -1:
         options["top_k"] = 0
-    if schema := _schema_of(getattr(said, "response_format", None)):
+    if schema := _schema_of(getattr(request, "response_format", None)):
         options["json_schema"] = schema
-    if (logprobs := _logprobs_of(said)) is not None:
+    if (logprobs := _logprobs_of(request)) is not None:
         options["logprobs"] = logprobs
-    if said.stop_token_ids:
-        options["stop_token_ids"] = said.stop_token_ids
+    if request.stop_token_ids:
+        options["stop_token_ids"] = request.stop_token_ids
     return options  # type: ignore[return-value]
 
 
@@ -275,39 +275,39 @@ def _schema_of(form: ResponseFormat | None) -> str:
     return msgspec.json.encode(form.json_schema.schema).decode()
 
 
-def _logprobs_of(said: Sampling) -> int | None:
+def _logprobs_of(request: Sampling) -> int | None:
     """Of how many of the likeliest tokens, beside those of the output; None: of neither."""
-    if isinstance(said, Chat):
-        name, top = "top_logprobs", said.top_logprobs or (0 if said.logprobs else None)
-        if top and not said.logprobs:
+    if isinstance(request, Chat):
+        name, top = "top_logprobs", request.top_logprobs or (0 if request.logprobs else None)
+        if top and not request.logprobs:
             raise invalid(name, "top_logprobs goes with logprobs")
     else:
-        name, top = "logprobs", getattr(said, "logprobs", None)
+        name, top = "logprobs", getattr(request, "logprobs", None)
     if top is not None and not 0 <= top <= MAX_TOP_LOGPROBS:
         raise invalid(name, f"{name}: from 0 to {MAX_TOP_LOGPROBS}, not {top}")
     return top
 
 
-def stops_of(said: Sampling) -> tuple[str, ...]:
-    stops = (said.stop,) if isinstance(said.stop, str) else tuple(said.stop or ())
+def stops_of(request: Sampling) -> tuple[str, ...]:
+    stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if not all(stops) or len(stops) > MAX_STOPS:
         raise invalid("stop", f"stop: at most {MAX_STOPS} strings, none of them empty")
     return stops
 
 
-def choices_of(said: Sampling, prompts: int) -> int:
+def choices_of(request: Sampling, prompts: int) -> int:
     """How many answers each of so many prompts gets."""
-    n = 1 if said.n is None else said.n
+    n = 1 if request.n is None else request.n
     if n < 1 or n * prompts > MAX_CHOICES:
         raise invalid("n", f"n: from 1 on, and at most {MAX_CHOICES} answers in all, not {n} for each of {prompts}")
-    if n * prompts > 1 and getattr(said, "bootstrap_room", None) is not None:
+    if n * prompts > 1 and getattr(request, "bootstrap_room", None) is not None:
         raise invalid("bootstrap_room", "bootstrap_room: a room is one request's; ask for one answer")
     return n
 
 
-def rid_of(said: OpenAiFields | Generate) -> str:
+def rid_of(request: OpenAiFields | Generate) -> str:
     """The request's id, where the body says one; empty else."""
-    named = {name: rid for name in ("rid", "request_id") if (rid := getattr(said, name, None))}
+    named = {name: rid for name in ("rid", "request_id") if (rid := getattr(request, name, None))}
     for name, rid in named.items():
         if len(rid) > RID_MAX or not rid.isascii() or not rid.isprintable():
             raise invalid(name, f"{name}: 1 to {RID_MAX} printable characters")

@@ -32,7 +32,7 @@ class Job:
     model: ServedModel
     text: ModelText | None
     prompts: list[list[int]]
-    said: fields.Sampling
+    request: fields.Sampling
     options: Options
     max_tokens: int | None
     usual_tokens: int  # where `max_tokens` is None; 0: what fits
@@ -48,8 +48,8 @@ class Job:
     def __post_init__(self) -> None:
         for ids in self.prompts:
             check_length(self.model, len(ids))
-        self.n = fields.choices_of(self.said, len(self.prompts))
-        self.stops = fields.stops_of(self.said)
+        self.n = fields.choices_of(self.request, len(self.prompts))
+        self.stops = fields.stops_of(self.request)
         if self.stops and self.text is None:
             raise invalid("stop", "stop: without a tokenizer nothing is found in texts; name stop_token_ids")
 
@@ -79,11 +79,11 @@ class Job:
     @property
     def end_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer of themselves."""
-        return () if self.text is None or self.said.ignore_eos else self.text.eos_ids
+        return () if self.text is None or self.request.ignore_eos else self.text.eos_ids
 
     def _stop_token_ids(self) -> list[int]:
         """With the model's own end tokens, so that the client library knows the end when it sees it."""
-        asked = list(self.said.stop_token_ids or ())
+        asked = list(self.request.stop_token_ids or ())
         return asked + [id for id in self.end_ids if id not in asked][: fields.MAX_STOP_TOKEN_IDS - len(asked)]
 
 
@@ -122,27 +122,27 @@ class TextLoader:
 
 
 async def chat(body: bytes, view: View, texts: TextLoader, config: EdgeConfig) -> Job:
-    said = fields.read(fields.Chat, body)
-    model = view.model(said.model)
+    request = fields.read(fields.Chat, body)
+    model = view.model(request.model)
     text = await texts.of(model.name)
-    answer = said.add_generation_prompt is not False
-    ids = await conversation(text, said.messages, answer, said.add_special_tokens is True, model)
-    most = said.max_completion_tokens if said.max_completion_tokens is not None else said.max_tokens
+    answer = request.add_generation_prompt is not False
+    ids = await conversation(text, request.messages, answer, request.add_special_tokens is True, model)
+    most = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     usual = config.chat_max_tokens or text.max_new_tokens
-    return _openai(said, model, text, [ids], most, usual, ChatWriter, config)
+    return _openai(request, model, text, [ids], most, usual, ChatWriter, config)
 
 
 async def completions(body: bytes, view: View, texts: TextLoader, config: EdgeConfig) -> Job:
-    said = fields.read(fields.Completion, body)
-    model = view.model(said.model)
-    prompts = fields.prompts_of(said.prompt, "prompt")
+    request = fields.read(fields.Completion, body)
+    model = view.model(request.model)
+    prompts = fields.prompts_of(request.prompt, "prompt")
     text = await _text_of(texts, model, prompts)
-    ids = [await token_ids(text, prompt, said.add_special_tokens is not False, model) for prompt in prompts]
-    return _openai(said, model, text, ids, said.max_tokens, COMPLETION_TOKENS, CompletionWriter, config)
+    ids = [await token_ids(text, prompt, request.add_special_tokens is not False, model) for prompt in prompts]
+    return _openai(request, model, text, ids, request.max_tokens, COMPLETION_TOKENS, CompletionWriter, config)
 
 
 def _openai(
-    said: fields.OpenAiFields,
+    request: fields.OpenAiFields,
     model: ServedModel,
     text: ModelText | None,
     prompts: list[list[int]],
@@ -151,40 +151,40 @@ def _openai(
     writer: Callable[[Head, int], Writer],
     config: EdgeConfig,
 ) -> Job:
-    told = said.stream_options
-    if told is not None and not said.stream:
+    stream_options = request.stream_options
+    if stream_options is not None and not request.stream:
         raise invalid("stream_options", "stream_options goes with stream")
     defaults = text.sampling if text is not None and config.sampling_defaults == "model" else None
     return Job(
-        model, text, prompts, said, fields.options_of(said, defaults), max_tokens, usual_tokens, bool(said.stream),
+        model, text, prompts, request, fields.options_of(request, defaults), max_tokens, usual_tokens, bool(request.stream),
         writer,
-        usage=(told.include_usage, told.continuous_usage_stats) if told is not None else (False, False),
-        include_stop=bool(said.include_stop_str_in_output), rid=fields.rid_of(said),
+        usage=(stream_options.include_usage, stream_options.continuous_usage_stats) if stream_options is not None else (False, False),
+        include_stop=bool(request.include_stop_str_in_output), rid=fields.rid_of(request),
     )  # fmt: skip
 
 
 async def generate(body: bytes, view: View, texts: TextLoader) -> Job:
-    said = fields.read(fields.Generate, body)
-    if (said.text is None) == (said.input_ids is None):
+    request = fields.read(fields.Generate, body)
+    if (request.text is None) == (request.input_ids is None):
         raise invalid("text", "give either text or input_ids")
-    model = view.model(said.model)
-    given, param = (said.text, "text") if said.text is not None else (said.input_ids, "input_ids")
+    model = view.model(request.model)
+    given, param = (request.text, "text") if request.text is not None else (request.input_ids, "input_ids")
     prompts = fields.prompts_of(given, param)
     text = await _text_of(texts, model, prompts)
-    sampling = said.sampling_params or fields.SglSampling()
+    sampling = request.sampling_params or fields.SglSampling()
     options = fields.options_of(sampling)
-    if said.routed_dp_rank is not None:
-        options["routed_dp_rank"] = said.routed_dp_rank
-    if said.disagg_prefill_dp_rank is not None:
-        options["disagg_prefill_dp_rank"] = said.disagg_prefill_dp_rank
-    rooms = [said.bootstrap_room] if isinstance(said.bootstrap_room, int) else said.bootstrap_room
+    if request.routed_dp_rank is not None:
+        options["routed_dp_rank"] = request.routed_dp_rank
+    if request.disagg_prefill_dp_rank is not None:
+        options["disagg_prefill_dp_rank"] = request.disagg_prefill_dp_rank
+    rooms = [request.bootstrap_room] if isinstance(request.bootstrap_room, int) else request.bootstrap_room
     if rooms is not None and (len(rooms) != len(prompts) or sampling.n not in (None, 1)):
         raise invalid("bootstrap_room", "bootstrap_room: one for each prompt, and one answer of each")
     batch = given is not prompts[0] or (sampling.n or 1) > 1
     return Job(
         model, text, [await token_ids(text, prompt) for prompt in prompts], sampling, options,
-        sampling.max_new_tokens, GENERATE_TOKENS, said.stream, lambda head, _: GenerateWriter(head, batch=batch),
-        rooms=rooms, rid=fields.rid_of(said),
+        sampling.max_new_tokens, GENERATE_TOKENS, request.stream, lambda head, _: GenerateWriter(head, batch=batch),
+        rooms=rooms, rid=fields.rid_of(request),
     )  # fmt: skip
 
 
@@ -207,13 +207,13 @@ async def conversation(
         raise invalid("messages", "messages is empty")
     parts = sum(len(turn.content) if isinstance(turn.content, list) else 1 for turn in messages)
     work = MESSAGE_CHARACTERS * (len(messages) + parts)
-    told: list[Any] = await off_loop(work, lambda: [fields.message_of(turn, at) for at, turn in enumerate(messages)])
-    size = sum(len(each["content"]) for each in told)
+    listed: list[Any] = await off_loop(work, lambda: [fields.message_of(turn, at) for at, turn in enumerate(messages)])
+    size = sum(len(each["content"]) for each in listed)
     _check_text(text, size, model)
 
     def fill() -> list[int]:
         try:
-            return text.chat(told, answer=answer, add_special_tokens=add_special_tokens)
+            return text.chat(listed, answer=answer, add_special_tokens=add_special_tokens)
         except ConfigError as error:
             raise invalid("messages", f"messages: {error}") from None
 

@@ -142,13 +142,13 @@ def _read(path: Path) -> dict[str, Key]:
     """By SHA-256 of the key, so that no comparison takes longer the better one guesses."""
     try:
         check_private(path)
-        said = tomllib.loads(path.read_text(encoding="utf-8"))
+        entries = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is no TOML: {error}") from None
     keys: dict[str, Key] = {}
-    for name, entry in said.items():
+    for name, entry in entries.items():
         if not isinstance(entry, dict):
             raise ConfigError(f"{path}: {name} stands outside of a [name]")
         if strange := entry.keys() - {"key", "sha256", "slo_class", *LIMITS}:

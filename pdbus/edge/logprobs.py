@@ -37,15 +37,15 @@ class Likelihoods:
 
     def completion(self) -> dict[str, Any]:
         """The chosen token stands among the likeliest, whether it is one of them or not."""
-        said: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, it in self._take():
             text = self._name(token)
             top = {self._name(other): logprob for other, logprob in it.top}
             values = (text, it.logprob, {**top, text: it.logprob} if top else None, self._offset)
-            for each, value in zip(said.values(), values, strict=True):
+            for each, value in zip(columns.values(), values, strict=True):
                 each.append(value)
             self._offset += len(text)
-        return said
+        return columns
 
     def _take(self) -> list[tuple[int, TokenLogprobs]]:
         taken, self._pending = self._pending, []

@@ -138,11 +138,11 @@ def document() -> bytes:
 @cache
 def page() -> bytes:
     """The document for people: each endpoint with its fields."""
-    said = msgspec.json.decode(document())
+    api = msgspec.json.decode(document())
     parts = [_STYLE, "<h1>pdbus serve</h1><p>The same <a href=/openapi.json>for programs</a>.</p>"]
-    schemas = said["components"]["schemas"]
+    schemas = api["components"]["schemas"]
     inner = dict(schemas)  # what fields hold, without the bodies themselves
-    for path, methods in said["paths"].items():
+    for path, methods in api["paths"].items():
         for method, it in methods.items():
             parts.append(f"<h2>{method.upper()} {path}</h2><p>{html.escape(it['summary'])}</p>")
             if "requestBody" in it:

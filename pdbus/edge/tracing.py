@@ -36,9 +36,9 @@ def follow(
 ) -> tuple[Options, Answered | None]:
     """What the client library is told of the request's trace, and the record of the edge's span, where there is one.
     Without an exporter a trace is passed on as it came."""
-    said = headers.get(b"traceparent")
+    given = headers.get(b"traceparent")
     state = headers.get(b"tracestate", b"").decode("latin-1")
-    parent = parse(said.decode("latin-1"), state) if said is not None else None
+    parent = parse(given.decode("latin-1"), state) if given is not None else None
     trace = parent
     if spans is not None:
         trace = child_of(parent, rid) if parent is not None else spans.begin(rid, f"POST {path}")

@@ -113,8 +113,8 @@ class Child:
 
     def failure(self) -> StartError:
         """Why it exited, in one line: its own error line where there is one."""
-        told = [line.partition(": error: ")[2] for line in self.last_lines() if ": error: " in line]
-        return StartError(f"{self.name}: {told[-1] if told else self.cause()}")
+        errors = [line.partition(": error: ")[2] for line in self.last_lines() if ": error: " in line]
+        return StartError(f"{self.name}: {errors[-1] if errors else self.cause()}")
 
     def cause(self) -> str:
         """How it exited and what it logged last, in one line."""

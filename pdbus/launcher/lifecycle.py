@@ -95,11 +95,11 @@ def _waiting_line(children: list[Child], waited_s: float) -> str:
     doing = ""
     for line in reversed(children[0].last_lines()):
         try:
-            said = json.loads(line)
+            entry = json.loads(line)
         except ValueError:
             continue
-        if isinstance(said, dict) and said.get("event") == "model.loading":
-            doing = f": {said.get('doing')} {said.get('percent')} %"
+        if isinstance(entry, dict) and entry.get("event") == "model.loading":
+            doing = f": {entry.get('doing')} {entry.get('percent')} %"
         break
     return f"starting {_names(children)}{doing} ({waited_s:.0f} s)"
 

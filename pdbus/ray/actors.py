@@ -41,15 +41,15 @@ class Remote:
 
 def connect(address: str) -> None:
     """Join the Ray cluster at `address`; ConfigError when there is none."""
-    said = (os.environ.get("RAY_ADDRESS") or address) if address == "auto" else address
-    host, _, port = said.rpartition(":")
+    target = (os.environ.get("RAY_ADDRESS") or address) if address == "auto" else address
+    host, _, port = target.rpartition(":")
     try:
-        if port.isdecimal() and "://" not in said:  # Ray itself tries for minutes
+        if port.isdecimal() and "://" not in target:  # Ray itself tries for minutes
             socket.create_connection((host, int(port)), CONNECT_S).close()
         ray.init(address=address, logging_level="error", log_to_driver=False)
     except (OSError, ValueError, OverflowError, RuntimeError) as error:
         reason = " ".join(str(error).split()).partition(". ")[0]
-        raise ConfigError(f"no Ray cluster at {said!r} ({reason}); start one with: ray start --head") from None
+        raise ConfigError(f"no Ray cluster at {target!r} ({reason}); start one with: ray start --head") from None
 
 
 def options(bundle: dict[str, float]) -> dict[str, Any]:

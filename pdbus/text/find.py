@@ -16,11 +16,11 @@ Place: TypeAlias = Path | Literal["bytes"]  # of a model's text: a folder of fil
 Places: TypeAlias = Mapping[str, Place]  # by model; under the empty name, of all others
 
 
-def places_of(said: Iterable[str]) -> dict[str, Place]:
+def places_of(given: Iterable[str]) -> dict[str, Place]:
     """What `--tokenizer` says: each is DIR or MODEL=DIR, where DIR may be the word `bytes`. ConfigError for a folder
     that has no tokenizer.json."""
     places: dict[str, Place] = {}
-    for each in said:
+    for each in given:
         model, _, place = each.rpartition("=")
         if place != BYTES and not (Path(place) / TOKENIZER_FILE).is_file():
             raise ConfigError(f"--tokenizer {each}: {place or '.'} has no {TOKENIZER_FILE}")

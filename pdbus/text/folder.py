@@ -42,9 +42,9 @@ class FolderText:
         with needed_by("text for a model with a vocabulary of its own"):
             import tokenizers
         try:
-            said = (folder / TOKENIZER_FILE).read_text(encoding="utf-8")
-            self._whole = tokenizers.Tokenizer.from_str(said)
-            self._plain = tokenizers.Tokenizer.from_str(said)
+            json_text = (folder / TOKENIZER_FILE).read_text(encoding="utf-8")
+            self._whole = tokenizers.Tokenizer.from_str(json_text)
+            self._plain = tokenizers.Tokenizer.from_str(json_text)
         except Exception as error:  # `tokenizers` raises Exception itself
             raise ConfigError(f"{folder} holds no tokenizer: {error}") from None
         self._plain.encode_special_tokens = True  # that is: as the text they are
@@ -58,7 +58,7 @@ class FolderText:
         added = self._whole.get_added_tokens_decoder()
         special = [token.content for token in added.values() if token.special]
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
-        self.longest_token = _longest_token(json.loads(said)["model"], added.values())
+        self.longest_token = _longest_token(json.loads(json_text)["model"], added.values())
         self._added = {id: token.content for id, token in added.items()}
         source = _template(folder, config)
         self._template = ChatTemplate(source, names) if source else None
@@ -73,7 +73,7 @@ class FolderText:
             raise ConfigError(
                 "the model has no chat template: send a text as it is (/v1/completions, `chat=False`, `--raw`)"
             )
-        marked = [{name: self._marked(said) for name, said in message.items()} for message in messages]
+        marked = [{name: self._marked(content) for name, content in message.items()} for message in messages]
         ids: list[int] = []
         for number, part in enumerate(_MARKED.split(self._template.fill(marked, answer=answer))):
             if number % 2:
@@ -123,10 +123,10 @@ class FolderText:
 
     def _end_tokens(self, folder: Path, generation: dict[str, Any], named: str | None) -> tuple[int, ...]:
         """The configuration's, and the tokenizer's own: fine-tunes name theirs in either."""
-        said = generation.get("eos_token_id")
-        if said is None:
-            said = _json(folder / "config.json").get("eos_token_id")
-        ids = said if isinstance(said, list) else [said]
+        listed = generation.get("eos_token_id")
+        if listed is None:
+            listed = _json(folder / "config.json").get("eos_token_id")
+        ids = listed if isinstance(listed, list) else [listed]
         own = self._whole.token_to_id(named) if named else None
         return tuple(dict.fromkeys(id for id in (*ids, own) if isinstance(id, int)))
 
@@ -152,10 +152,10 @@ def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
 def _template(folder: Path, config: dict[str, Any]) -> str:
     """The source of the model's chat template; empty where there is none."""
     path = folder / "chat_template.jinja"
-    said = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-    if isinstance(said, list):  # several, by name
-        said = next((each.get("template") for each in said if each.get("name") == "default"), None)
-    return said if isinstance(said, str) else ""
+    source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    if isinstance(source, list):  # several, by name
+        source = next((each.get("template") for each in source if each.get("name") == "default"), None)
+    return source if isinstance(source, str) else ""
 
 
 def _sampling(generation: dict[str, Any]) -> dict[str, float]:
@@ -173,10 +173,10 @@ def _sampling(generation: dict[str, Any]) -> dict[str, float]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    return said if isinstance(said, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _content(token: Any) -> str:

@@ -85,11 +85,11 @@ class BytesText:
 def text_for(model: str, places: Places | None = None, progress: Progress = no_progress) -> ModelText:
     """By what `places` says of `model`, else by its own files. ConfigError where there are none, when a package is
     missing, or when the files make no sense. May take seconds."""
-    said = (places or {}).get(model) or (places or {}).get("")
-    if said == BYTES or (said is None and model in BYTE_MODELS):
+    place = (places or {}).get(model) or (places or {}).get("")
+    if place == BYTES or (place is None and model in BYTE_MODELS):
         return BytesText()
-    if isinstance(said, Path):
-        return FolderText(said)
+    if isinstance(place, Path):
+        return FolderText(place)
     if model == smollm2.NAME:
         return FolderText(smollm2.converted(progress), max_new_tokens=OWN_NEW_TOKENS)
     if (folder := folder_of(model)) is not None:

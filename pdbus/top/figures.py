@@ -149,9 +149,9 @@ class Figures:
     @property
     def hits(self) -> float | None:
         """Share of the prompt tokens that prefix caches had, of ranks that tell."""
-        told = [each for each in self.ranks if each.cached_s is not None]
-        prompt_s = sum(each.prompt_s or 0.0 for each in told)
-        return sum(each.cached_s or 0.0 for each in told) / prompt_s if prompt_s else None
+        known = [each for each in self.ranks if each.cached_s is not None]
+        prompt_s = sum(each.prompt_s or 0.0 for each in known)
+        return sum(each.cached_s or 0.0 for each in known) / prompt_s if prompt_s else None
 
     @property
     def output_s(self) -> float:
@@ -242,12 +242,12 @@ def _with_load(figures: RankFigures, then: float, before: Load, now: float) -> R
     # A rank that tells nothing of what it has admitted says what it took in: of a waiting prompt both would be wrong.
     counts = bool(load.admitted_tokens_total)
     prompt_s, cached_s = rate("admitted_tokens_total" if counts else "prompt_tokens_total"), rate("cached_tokens_total")
-    tells = counts or load.cached_tokens_total > 0 or not load.prompt_tokens_total
+    reports_hits = counts or load.cached_tokens_total > 0 or not load.prompt_tokens_total
     computed_s = rate("computed_tokens_total") if counts else max(0.0, prompt_s - cached_s)
     return replace(
         figures,
         prompt_s=prompt_s if prefills else None,
-        cached_s=cached_s if prefills and tells else None,
+        cached_s=cached_s if prefills and reports_hits else None,
         computed_s=computed_s if prefills else None,
         output_s=rate("output_tokens_total"),
         busy=min(1.0, rate("busy_us_total") / 1e6) if load.busy_us_total else None,
