@@ -61,14 +61,14 @@ class Chooser(Protocol):
     def sent(self) -> Sent | None:
         """My counters for the other controllers, if I share any."""
 
-    def heard(self, sent: Sent, now: float) -> None:
+    def apply_sent(self, sent: Sent, now: float) -> None:
         """Another controller's counters arrived."""
 
     def kv_events(self, dp_rank: int, events: Sequence[KvEvent]) -> None:
         """A rank's cache changed."""
 
 
-class Deaf:
+class BaseChooser:
     """The answers of a chooser that uses none of it."""
 
     def takes(self, request: Submit) -> bool:
@@ -92,14 +92,14 @@ class Deaf:
     def sent(self) -> Sent | None:
         return None
 
-    def heard(self, sent: Sent, now: float) -> None:
+    def apply_sent(self, sent: Sent, now: float) -> None:
         pass
 
     def kv_events(self, dp_rank: int, events: Sequence[KvEvent]) -> None:
         pass
 
 
-class TableChooser(Deaf):
+class TableChooser(BaseChooser):
     """A live policy over the live load table."""
 
     def __init__(self, policy: Policy, role: Role, ranks: int, controller: int, config: LabConfig, block_tokens: int):
@@ -165,7 +165,7 @@ class TableChooser(Deaf):
         self._seq += 1
         return Sent(f"controller-{self._epoch - 1}", self._epoch, self._seq, self.table.counters())
 
-    def heard(self, sent: Sent, now: float) -> None:
+    def apply_sent(self, sent: Sent, now: float) -> None:
         self.table.apply_sent(sent, now)
 
     def kv_events(self, dp_rank: int, events: Sequence[KvEvent]) -> None:
@@ -187,7 +187,7 @@ class PowerOfTwo(Policy):
         return min(drawn, key=lambda rank: (rank.tokens, rank.requests, rank.last_turn), default=None)
 
 
-class Overwrite(Deaf):
+class Overwrite(BaseChooser):
     """Reports without acknowledgement: each one overwrites what was believed, dispatches in between are added."""
 
     def __init__(self, ranks: int, of_report: Callable[[Load], int], of_dispatch: Callable[[int], int]) -> None:
@@ -208,7 +208,7 @@ class Overwrite(Deaf):
         self._believed[dp_rank] = self._of_report(load)
 
 
-class Oracle(Deaf):
+class Oracle(BaseChooser):
     """Sees every rank as it is at this moment, requests on their way included; `cache`: and what each has cached."""
 
     def __init__(self, truth: Truth, ranks: int, *, cache: bool) -> None:

@@ -23,7 +23,7 @@ from nodes.own.engines.sim import SIM_VOCAB_SIZE, SPECIALS
 from pdbus.client.sync import Client, Stream
 from pdbus.lab.capacity import stretch
 from pdbus.lab.config import LabConfig
-from pdbus.lab.simulate import Course, Outcome, rooms_of
+from pdbus.lab.simulate import Outcome, RequestOutcome, rooms_of
 from pdbus.lab.traces import Trace, TraceRequest
 from pdbus.launcher import Cluster, ClusterSpec
 
@@ -86,7 +86,7 @@ def replay_on(
     """`trace` at its own times, on a cluster that serves nothing else. BusError when a request fails."""
     rooms = rooms_of(trace, config)
     prompts = [make_prompt(request, trace.block_tokens, number) for number, request in enumerate(trace.requests)]
-    outcome = Outcome(method, [Course(request) for request in trace.requests], config.sample_s)
+    outcome = Outcome(method, [RequestOutcome(request) for request in trace.requests], config.sample_s)
     streams: list[Stream] = []
     began = time.monotonic()
 

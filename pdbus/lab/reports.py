@@ -36,20 +36,20 @@ class Reports:
         self._loss = loss
         self._before_ingest = before_ingest
         self._next_s = rng.random() * interval_s
-        self._said = 0
+        self._made = 0
         self._coming: list[deque[tuple[float, int, Load, DecodeRun | None]]] = [deque() for _ in range(readers)]
         self._state = rank.state(before_ingest)
         rank.changed.append(self._changed)
 
-    def say(self) -> None:
+    def report_now(self) -> None:
         """Report now."""
         self.catch_up()
-        self._say(self._loop.now)
+        self._make(self._loop.now)
 
     def catch_up(self) -> None:
         """Make the reports that were due by now."""
         while self._next_s <= self._loop.now:
-            self._say(self._next_s)
+            self._make(self._next_s)
             self._next_s += self._interval_s
 
     def last(self, reader: int) -> tuple[float, Load] | None:
@@ -60,9 +60,9 @@ class Reports:
             come = coming.popleft()
         if come is None:
             return None
-        said_s, number, load, run = come
-        held = load.kv_tokens + (run.rows * run.done(said_s) if run is not None else 0)
-        return said_s + self._delay_s, replace(load, seq=number, kv_tokens=held)
+        made_s, number, load, run = come
+        held = load.kv_tokens + (run.rows * run.done(made_s) if run is not None else 0)
+        return made_s + self._delay_s, replace(load, seq=number, kv_tokens=held)
 
     def next_s(self, reader: int) -> float:
         """When the next report may come to `reader`, if nothing changes until then."""
@@ -74,14 +74,14 @@ class Reports:
         self.catch_up()  # of the state until now
         self._state = self._rank.state(self._before_ingest)
 
-    def _say(self, at_s: float) -> None:
-        self._said += 1
+    def _make(self, at_s: float) -> None:
+        self._made += 1
         come = at_s + self._delay_s <= self._loop.now
         for coming in self._coming:
             if self._rng.random() >= self._loss:
                 if come:
                     coming.clear()  # overtaken before anybody looked
-                coming.append((at_s, self._said, *self._state))
+                coming.append((at_s, self._made, *self._state))
 
 
 class Listener:

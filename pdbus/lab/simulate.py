@@ -36,7 +36,7 @@ SHARE_STEP = 0.02
 
 
 @dataclass(slots=True)
-class Course:
+class RequestOutcome:
     """What became of one request; times in seconds of the run, NaN until they are known."""
 
     request: TraceRequest
@@ -53,7 +53,7 @@ class Outcome:
     """All courses, and the true load of each prefill rank sampled over time (`load[sample][rank]`, tokens queued)."""
 
     method: str  # that chose among prefill ranks
-    courses: list[Course]
+    courses: list[RequestOutcome]
     sample_s: float  # between samples
     load: list[array[int]] = field(default_factory=list)
     decode_load: list[array[int]] = field(default_factory=list)  # likewise of decode ranks, in requests
@@ -144,7 +144,7 @@ class _Run:
         self.loop = VirtualLoop()
         self.delay_s = config.hop_s + config.report_delay_s
         self.rng = random.Random(config.seed)
-        self.courses = [Course(request) for request in trace.requests]
+        self.courses = [RequestOutcome(request) for request in trace.requests]
         self.left = len(self.courses)
         self.owner = [self.rng.randrange(config.controllers) for _ in self.courses]
         self.rooms = rooms_of(trace, config)
@@ -350,7 +350,7 @@ class _Run:
                            loss=config.report_loss, before_ingest=kind.before_ingest)  # fmt: skip
             reports.append(mine)
             if kind.report_interval_s is None:
-                rank.steps_taken.append(mine.say)
+                rank.steps_taken.append(mine.report_now)
             if self.late and role == "prefill":
                 rank.steps_taken.append(self._news)
         size = self.trace.block_tokens
@@ -382,7 +382,7 @@ class _Run:
         if sent is not None:
             for other in range(len(choosers)):
                 if other != number and self.rng.random() >= self.config.report_loss:
-                    self.loop.call_later(self.config.hop_s, self._hear, choosers[other], sent)
+                    self.loop.call_later(self.config.hop_s, self._deliver_sent, choosers[other], sent)
 
     def _restate(self, choosers: Seq[Listener], number: int) -> None:
         self._share(choosers, number)
@@ -398,8 +398,8 @@ class _Run:
             self.share_due[(id(choosers), number)] = due + self.config.sent_interval_s
             self.loop.call_at(due, self._share, choosers, number)
 
-    def _hear(self, listener: Listener, sent: Sent) -> None:
-        listener.chooser.heard(sent, self.loop.now)
+    def _deliver_sent(self, listener: Listener, sent: Sent) -> None:
+        listener.chooser.apply_sent(sent, self.loop.now)
 
     def _sample(self) -> None:
         self.outcome.load.append(array("q", (self.prefill.queued_tokens(n) for n in range(self.config.ranks))))

@@ -10,7 +10,7 @@ import pytest
 from bus.wire.hashing import block_hashes
 from pdbus.lab.config import LabConfig
 from pdbus.lab.live import LiveEngine, comparable, make_prompt, sampling, spec_of
-from pdbus.lab.simulate import Course, rooms_of, simulate
+from pdbus.lab.simulate import RequestOutcome, rooms_of, simulate
 from pdbus.lab.traces import Trace, TraceRequest
 from pdbus.launcher.spec import Addresses
 
@@ -83,5 +83,5 @@ def test_rooms_are_drawn_alike_in_virtual_time_and_live() -> None:
     trace = Trace("t", tuple(TraceRequest(0.1 * number, 100, 2) for number in range(40)))
     config = LabConfig(ranks=4, decode_ranks=4, controllers=3)
     rooms = rooms_of(trace, replace(config, controllers=1))
-    courses: list[Course] = simulate(trace, "follow_bootstrap_room", config).courses
+    courses: list[RequestOutcome] = simulate(trace, "follow_bootstrap_room", config).courses
     assert [course.prefill_rank for course in courses] == [room % 4 for room in rooms]

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from bus.wire.messages import Load
 from nodes.own.engines.timing import SimTiming
 from nodes.own.sequence import Sequence
-from pdbus.lab.choosers import Deaf
+from pdbus.lab.choosers import BaseChooser
 from pdbus.lab.clock import VirtualLoop
 from pdbus.lab.rank import VirtualRank
 from pdbus.lab.reports import Listener, Reports
@@ -28,10 +28,10 @@ class AtOnce:
         loop.call_later(rng.random() * INTERVAL_S, self._each)
 
     def _each(self) -> None:
-        self.say()
+        self.report_now()
         self._loop.call_later(INTERVAL_S, self._each)
 
-    def say(self) -> None:
+    def report_now(self) -> None:
         load = self._rank.load(before_ingest=self._before_ingest)
         for reader in range(READERS):
             if self._rng.random() >= LOSS:
@@ -59,7 +59,7 @@ def test_what_a_reader_finds_is_what_events_would_have_brought(seed: int, import
     lazy = Reports(loop, rank, random.Random(seed), READERS, interval_s=INTERVAL_S, delay_s=DELAY_S, loss=LOSS,
                    before_ingest=before_ingest)  # fmt: skip
     plain = AtOnce(loop, rank, random.Random(seed), before_ingest=before_ingest)
-    rank.steps_taken += [lazy.say, plain.say]
+    rank.steps_taken += [lazy.report_now, plain.report_now]
     numbers: list[list[int]] = [[] for _ in range(READERS)]
     found = 0
 
@@ -91,7 +91,7 @@ def test_what_a_reader_finds_is_what_events_would_have_brought(seed: int, import
 def test_a_listener_reads_before_it_decides_and_knows_when_to_ask_again() -> None:
     heard: list[tuple[int, float]] = []
 
-    class Chooser(Deaf):
+    class Chooser(BaseChooser):
         def pick(self, request: object, now: float) -> int:
             return len(heard)
 
@@ -111,7 +111,7 @@ def test_a_listener_reads_before_it_decides_and_knows_when_to_ask_again() -> Non
     listener = Listener(Chooser(), 0, reports)
     assert listener.next_s() > 2.0
     picked: list[int] = []
-    loop.call_at(1.0, reports[1].say)
+    loop.call_at(1.0, reports[1].report_now)
     loop.call_at(1.0, lambda: picked.append(listener.next_s()))
     for at_s in (2.9, 3.0, 3.1):
         loop.call_at(at_s, lambda: picked.append(listener.pick(None, loop.now)))  # type: ignore[arg-type]
