@@ -60,17 +60,17 @@ class Chooser:
 
     # --- what is heard --------------------------------------------------------------------------------------------
 
-    def heard(self, message: Message, now: float) -> int | None:
+    def on_message(self, message: Message, now: float) -> int | None:
         """A publication of one of these ranks, or a beacon of the broker. The rank that says goodbye by it: from then
         on nothing is picked here."""
         if isinstance(message, Beacon):
-            self._bus_heard(now)
+            self._note_bus(now)
             return None
         if not isinstance(message, LoadReport | Member | Rooms) or message.instance != self._instance:
             return None
         if message.epoch != self._nonce or message.dp_rank >= len(self.ranks):
             return None
-        self._bus_heard(now)
+        self._note_bus(now)
         rank = self.ranks[message.dp_rank]
         if isinstance(message, Member):
             self.table.declare(rank.key, rank.epoch, message.interval_s)
@@ -81,7 +81,7 @@ class Chooser:
             return message.dp_rank
         return None
 
-    def _bus_heard(self, now: float) -> None:
+    def _note_bus(self, now: float) -> None:
         """A beacon says as much as another rank's load: the broker is beside them, so what it carries nothing of is
         silent, be it all of them."""
         self._health.bus_heard(now)

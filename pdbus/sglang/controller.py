@@ -70,9 +70,9 @@ class Dispatching:
         else:
             self._send(controller.workers[rank], request)
 
-    def heard(self, message: Message, now: float) -> None:
+    def on_message(self, message: Message, now: float) -> None:
         with self.lock:
-            left = self._chooser.heard(message, now)
+            left = self._chooser.on_message(message, now)
         if left is not None:
             log.warning("pdbus.dispatch.by_sglang", why=f"rank {left} has left the bus")
 
@@ -129,7 +129,7 @@ class ControllerSide:
         settings = self.settings
         if here.why_not:
             return  # which the server's main process says
-        if here.nodes > 1 and not settings.told:
+        if here.nodes > 1 and not settings.nonce_given:
             raise ConfigError("its ranks are on several machines: set the same PDBUS_SGLANG_NONCE on all of them")
         method = resolve(settings.method or settings.named or here.method, here.role)
         policy = make_policy(
@@ -150,7 +150,7 @@ class ControllerSide:
             )
         bus = here.bus(settings)
         self.watch = Watch(
-            bus, _topics(settings.name, here.dp_size), dispatching.heard, dispatching.tick, keys=settings.keys,
+            bus, _topics(settings.name, here.dp_size), dispatching.on_message, dispatching.tick, keys=settings.keys,
             instance=settings.instance, more=_following(events, dispatching) if events is not None else None,
         ).start()  # fmt: skip
         controller.dispatching = dispatching

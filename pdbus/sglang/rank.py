@@ -17,7 +17,7 @@ from bus.runtime.logs import get_logger
 from bus.wire.codes import Code
 from bus.wire.messages import MAX_ROOM, Ack, Load
 
-HEARD_S = 3.0  # a broker silent for longer is taken for gone
+BROKER_LOST_S = 3.0  # a broker silent for longer is taken for gone
 MAX_QUEUED = 10_000
 HTTP_S = 5.0
 
@@ -83,9 +83,9 @@ class Rank:
         self._by_http: set[int] = set()  # of them, those that the HTTP server knows too
 
     @property
-    def heard(self) -> bool:
+    def broker_alive(self) -> bool:
         """Whether the broker is there."""
-        return self._bus.silent_s < HEARD_S
+        return self._bus.silent_s < BROKER_LOST_S
 
     def ingested(self, tokens: int) -> None:
         """A request of so many tokens was taken in."""
@@ -95,7 +95,7 @@ class Rank:
     def report(self, snapshot: Any) -> None:
         """SGLang's loop has come to where it publishes its load: `snapshot`, or None where it published none. An idle
         rank comes here all the time: what has not changed is not said again (the publisher repeats it in its time)."""
-        if self.rooms and not self.heard:
+        if self.rooms and not self.broker_alive:
             for room, address in self.rooms.items():
                 self._register_by_http(room, address)
         if snapshot is None:
@@ -112,7 +112,7 @@ class Rank:
         if fits(room):
             self.rooms[room] = address
             self._bus.register(room)
-        if self._always or not fits(room) or not self.heard:
+        if self._always or not fits(room) or not self.broker_alive:
             self._register_by_http(room, address)
 
     def drop(self, room: int, *, failed: bool) -> None:

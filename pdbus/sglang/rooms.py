@@ -13,7 +13,7 @@ from typing import Protocol
 
 from bus.wire.codes import Code
 from bus.wire.messages import Beacon, LoadReport, Location, Member, MemberKey, Message, Rooms
-from pdbus.sglang.rank import HEARD_S, fits
+from pdbus.sglang.rank import BROKER_LOST_S, fits
 
 Query = Callable[[list[int]], dict[str, int]]  # SGLang's: rooms to ranks by HTTP, the rooms as text
 REMEMBERED = 65_536  # rooms whose prefill rank is known, the last ones
@@ -37,18 +37,18 @@ class Finder(Protocol):
     def lost(self) -> dict[int, Code]: ...
 
 
-class Lives:
+class RankLiveness:
     """Which ranks of a bus have been silent for `lost_s` while others, or the broker, spoke. When the bus itself was
     away nobody is blamed for it."""
 
     def __init__(self, lost_s: float) -> None:
         self._lost_s = lost_s
-        self._heard: dict[MemberKey, float] = {}
+        self._last_at: dict[MemberKey, float] = {}
         self._left: set[MemberKey] = set()  # they said goodbye, which is no death: something of ours failed there
         self._bus_at = float("-inf")
         self._bus_since = float("-inf")
 
-    def heard(self, message: Message, now: float) -> None:
+    def on_message(self, message: Message, now: float) -> None:
         """Anything that the bus carried."""
         if not isinstance(message, Beacon | Member | LoadReport | Rooms):
             return
@@ -58,7 +58,7 @@ class Lives:
         if isinstance(message, Beacon):
             return
         key = (message.instance, message.dp_rank)
-        self._heard[key] = now
+        self._last_at[key] = now
         if isinstance(message, Member):
             (self._left.add if message.state == "gone" else self._left.discard)(key)
 
@@ -69,14 +69,14 @@ class Lives:
 
     def expect(self, key: MemberKey, now: float) -> None:
         """A room was found there: one that died before anything of it was heard is missed too. From any thread."""
-        self._heard.setdefault(key, now)
+        self._last_at.setdefault(key, now)
 
     def lost(self) -> frozenset[MemberKey]:
         """They are forgotten after an hour."""
-        heard = list(self._heard.items())
+        heard = list(self._last_at.items())
         for key, at in heard:
             if self._bus_at - at > FORGET_S:
-                self._heard.pop(key, None)
+                self._last_at.pop(key, None)
                 self._left.discard(key)
         silent = (key for key, at in heard if self._bus_at - max(at, self._bus_since) > self._lost_s)
         return frozenset(silent) - self._left
@@ -88,7 +88,7 @@ class PrefillBus:
     def __init__(
         self,
         finder: Finder,
-        lives: Lives,
+        lives: RankLiveness,
         *,
         room_s: float,
         shared: bool = False,
@@ -106,14 +106,14 @@ class PrefillBus:
         self._where: OrderedDict[int, MemberKey] = OrderedDict()
 
     @property
-    def heard(self) -> bool:
+    def broker_alive(self) -> bool:
         """Whether the broker is there."""
-        return self._finder.silent_s < HEARD_S
+        return self._finder.silent_s < BROKER_LOST_S
 
     @property
     def asked(self) -> bool:
         """Whether rooms are asked for here, and not of SGLang's HTTP server: a broker wants a moment to be heard."""
-        return self.heard or self._clock() - self._began < HEARD_S
+        return self.broker_alive or self._clock() - self._began < BROKER_LOST_S
 
     def find(self, rooms: Sequence[int], query: Query) -> dict[str, int]:
         """Of `rooms` (all that wait here), those whose prefill rank is known by now."""
@@ -145,7 +145,7 @@ class PrefillBus:
         lost, self._lost = self._lost, {}
         for room in lost:
             self._settle(room)
-        if not self.heard:
+        if not self.broker_alive:
             return {}
         return {
             room: f"bootstrap_room {room}: {REASONS.get(code, code).format(room_s=self._room_s)}"

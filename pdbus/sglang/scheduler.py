@@ -16,8 +16,8 @@ from bus.errors import BusError
 from bus.runtime.logs import get_logger
 from bus.wire import topics
 from pdbus.sglang import addresses, engine
-from pdbus.sglang.rank import HEARD_S, HttpRooms, Rank, charge_of
-from pdbus.sglang.rooms import FORGET_S, Lives, PrefillBus
+from pdbus.sglang.rank import BROKER_LOST_S, HttpRooms, Rank, charge_of
+from pdbus.sglang.rooms import FORGET_S, PrefillBus, RankLiveness
 from pdbus.sglang.settings import Settings
 from pdbus.sglang.watch import Watch
 
@@ -32,14 +32,14 @@ class Decoding:
         self.named_at = time.monotonic()  # by a request, the last one
         self._settings = settings
         self._resolver = Resolver(bus, keys=settings.keys, instance=settings.instance)
-        lives = Lives(settings.lost_s)
+        lives = RankLiveness(settings.lost_s)
         self.lost_ranks: frozenset[tuple[str, int]] = frozenset()
 
         def tick(_now: float) -> None:
             self.lost_ranks = lives.lost()
 
         self._watch = Watch(
-            bus, LIVES_TOPICS, lives.heard, tick, keys=settings.keys, instance=settings.instance
+            bus, LIVES_TOPICS, lives.on_message, tick, keys=settings.keys, instance=settings.instance
         )  # fmt: skip
         self.rooms = PrefillBus(self._resolver, lives, room_s=settings.room_s, shared=bool(settings.bus))
 
@@ -65,7 +65,7 @@ class SchedulerSide:
         self.rank: Rank | None = None
         self._publisher: Publisher | None = None
         self._http: HttpRooms | None = None
-        self._goodbye = threading.Thread(target=self._say_goodbye, name="pdbus-goodbye", daemon=True)
+        self._goodbye = threading.Thread(target=self._send_goodbye, name="pdbus-goodbye", daemon=True)
         self._tried = False
         self._thread = threading.get_ident()  # SGLang's loop runs where plugins are loaded
         self._decoding: dict[str, Decoding | None] = {}  # by bootstrap address; None: it can't be
@@ -174,7 +174,7 @@ class SchedulerSide:
             _failed("pdbus.rooms.by_sglang", error)
         return self._http is not None
 
-    def _say_goodbye(self) -> None:
+    def _send_goodbye(self) -> None:
         """On a thread, as it may take a moment. A publisher that went on would repeat the last load for ever, and the
         rank get less and less; where its own thread has failed another one says it."""
         try:
@@ -182,7 +182,7 @@ class SchedulerSide:
             self._publisher.stop()
             if self._publisher.failure is not None:
                 with self._make_publisher() as again:
-                    again.wait_ready(HEARD_S)
+                    again.wait_ready(BROKER_LOST_S)
         except Exception as error:
             _failed("pdbus.rank.said_no_goodbye", error)
 

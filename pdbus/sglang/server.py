@@ -71,7 +71,7 @@ class ServerSide:
 
         view = resolving_view(server_args)
         named = "" if view.load_balance_method == "auto" else str(view.load_balance_method)
-        nonce = self.settings.nonce if self.settings.told else new_epoch()
+        nonce = self.settings.nonce if self.settings.nonce_given else new_epoch()
         self._environ.update({DRAWN: str(nonce), NAMED: named})
         for side in (self, *self.others):
             side.settings = replace(self.settings, nonce=nonce, named=named)

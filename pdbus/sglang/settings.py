@@ -38,7 +38,7 @@ class Settings:
     instance: str = ""  # the server's name on the bus; empty: from the nonce
     http: bool = False  # register rooms with SGLang's HTTP server as well, for decode servers without the plugin
     nonce: int = 0
-    told: bool = False
+    nonce_given: bool = False
     room_s: float = 300.0  # a room that no prefill rank has registered by then ends its request
     lost_s: float = 15.0  # what waits for a prefill rank that has been silent for so long ends
 
@@ -70,7 +70,7 @@ def read(environ: Mapping[str, str]) -> Settings:
         instance=instance,
         http=_switch(environ, HTTP, False),
         nonce=_nonce(environ.get(NONCE) or environ.get(DRAWN, "")),
-        told=bool(environ.get(NONCE)),
+        nonce_given=bool(environ.get(NONCE)),
         room_s=_seconds(environ, ROOM_S, Settings.room_s, 1.0),
         lost_s=_seconds(environ, LOST_S, Settings.lost_s, 5.0),  # an idle rank speaks once a second
     )

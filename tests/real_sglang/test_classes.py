@@ -311,7 +311,7 @@ def test_a_room_is_found_by_its_real_rank_and_costs_the_scheduler_no_wait(world:
     """In plain DP SGLang registers rank 0 for every rank; this is rank 1."""
     queue = Queue(world)
     sender(world, 99)  # puts the rank on the bus, if nothing has yet
-    until(lambda: world.sides.scheduler.rank.heard, "the rank has heard the broker", WAIT_S)
+    until(lambda: world.sides.scheduler.rank.broker_alive, "the rank has heard the broker", WAIT_S)
     receivers = [queue.add(room) for room in range(100, 120)]
     for room in range(100, 120):
         sender(world, room)

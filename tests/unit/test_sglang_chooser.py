@@ -43,7 +43,7 @@ class World:
             seq=self._seqs[rank], step=1, running=running, waiting=0, waiting_tokens=waiting_tokens, kv_tokens=0,
             kv_capacity=1000, max_running=16, acks=(Ack(NONCE, *acked),),
         )  # fmt: skip
-        self.chooser.heard(LoadReport(INSTANCE, rank, NONCE, self._seqs[rank], load), self.now)
+        self.chooser.on_message(LoadReport(INSTANCE, rank, NONCE, self._seqs[rank], load), self.now)
         self.chooser.table.validate()
 
     def alive(self, *ranks: int, seconds: float) -> list[tuple[int, bool]]:
@@ -52,7 +52,7 @@ class World:
         end = self.now + seconds
         while self.now < end:
             self.now += 0.25
-            self.chooser.heard(Beacon(1, 1, 0.25), self.now)
+            self.chooser.on_message(Beacon(1, 1, 0.25), self.now)
             for rank in ranks:
                 self._seqs[rank] += 1
                 load = Load(
@@ -60,7 +60,7 @@ class World:
                     max_running=0, acks=(Ack(NONCE, self.chooser.ranks[rank].sent, 0),),
                 )  # fmt: skip
                 member = Member(INSTANCE, rank, NONCE, 1, load, "prefill", "", 2, "ready", "", False, 0, 0.25)
-                self.chooser.heard(member, self.now)
+                self.chooser.on_message(member, self.now)
             turned += self.chooser.tick(self.now)
         return turned
 
@@ -127,7 +127,7 @@ def test_reports_of_others_change_nothing() -> None:
         seq=9, step=1, running=5, waiting=0, waiting_tokens=5000, kv_tokens=0, kv_capacity=0, max_running=0
     )  # fmt: skip
     for instance, rank, epoch in (("other", 0, NONCE), (INSTANCE, 0, 1), (INSTANCE, 7, NONCE)):
-        world.chooser.heard(LoadReport(instance, rank, epoch, 1, load), 0.0)
+        world.chooser.on_message(LoadReport(instance, rank, epoch, 1, load), 0.0)
     assert [rank.tokens for rank in world.chooser.ranks] == [0, 0]
 
 
@@ -202,6 +202,6 @@ def test_where_a_rank_has_said_goodbye_sglang_chooses() -> None:
     world = World("round_robin")
     world.alive(0, 1, seconds=1)
     gone = Member(INSTANCE, 1, NONCE, 5, None, "prefill", "", 2, "gone", "", False, 0, 0.25)
-    assert world.chooser.heard(gone, world.now) == 1
-    assert world.chooser.heard(gone, world.now) is None, "once"
+    assert world.chooser.on_message(gone, world.now) == 1
+    assert world.chooser.on_message(gone, world.now) is None, "once"
     assert world.pick() is None

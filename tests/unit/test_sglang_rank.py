@@ -14,7 +14,7 @@ import pytest
 
 from bus.wire.codes import Code
 from bus.wire.messages import MAX_ROOM, Ack, Load
-from pdbus.sglang.rank import HEARD_S, HttpRooms, Rank, charge_of, load_of
+from pdbus.sglang.rank import BROKER_LOST_S, HttpRooms, Rank, charge_of, load_of
 
 NONCE = 77
 
@@ -124,7 +124,7 @@ def test_while_no_broker_is_heard_rooms_go_over_http_those_of_before_too(bus: Fa
     rank.register(5, "h:1")
     rank.register(6, "h:1")
     rank.drop(6, failed=False)
-    bus.silent_s = HEARD_S + 1
+    bus.silent_s = BROKER_LOST_S + 1
     rank.register(7, "h:2")
     for _ in range(3):
         rank.report(None)

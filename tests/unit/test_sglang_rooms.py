@@ -8,10 +8,10 @@ import pytest
 
 from bus.wire.codes import Code
 from bus.wire.messages import MAX_ROOM, Beacon, Location, Member
-from pdbus.sglang.rank import HEARD_S
-from pdbus.sglang.rooms import OTHERS_S, UNHEARD_S, Lives, PrefillBus
+from pdbus.sglang.rank import BROKER_LOST_S
+from pdbus.sglang.rooms import OTHERS_S, UNHEARD_S, PrefillBus, RankLiveness
 
-GONE = HEARD_S + 1
+GONE = BROKER_LOST_S + 1
 LOST_S = 15.0
 
 
@@ -46,7 +46,7 @@ class World:
         self.now = 100.0
         self.asked: list[list[int]] = []
         self.http: dict[str, int] = {}
-        self.lives = Lives(LOST_S)
+        self.lives = RankLiveness(LOST_S)
         self.bus = PrefillBus(self.finder, self.lives, room_s=300, shared=shared, clock=lambda: self.now)
 
     def find(self, *rooms: int) -> dict[str, int]:
@@ -86,7 +86,7 @@ def test_a_broker_that_is_not_heard_has_a_moment_and_then_http_is_asked(world: W
     world.finder.silent_s = float("inf")
     world.http = {"1": 1}
     assert world.find(1) == {}
-    world.now += HEARD_S
+    world.now += BROKER_LOST_S
     assert world.find(1) == {"1": 1}
     assert world.asked == [[1]]
 
@@ -171,27 +171,27 @@ def member(dp_rank: int) -> Member:
     return Member("p", dp_rank, 1, 1, None, "prefill", "", 2, "ready", "", False, 0, 0.25)
 
 
-def run(lives: Lives, start: float, end: float, *messages: Any) -> None:
+def run(lives: RankLiveness, start: float, end: float, *messages: Any) -> None:
     now = start
     while now < end:
         for message in messages:
-            lives.heard(message, now)
+            lives.on_message(message, now)
         now += 0.25
 
 
 def test_a_rank_that_is_silent_while_others_speak_is_lost_and_comes_back() -> None:
-    lives = Lives(LOST_S)
+    lives = RankLiveness(LOST_S)
     run(lives, 0, 5, Beacon(1, 1, 0.25), member(0), member(1))
     run(lives, 5, 5 + LOST_S, Beacon(1, 1, 0.25), member(0))
     assert lives.lost() == frozenset()
     run(lives, 5 + LOST_S, 6 + LOST_S, Beacon(1, 1, 0.25), member(0))
     assert lives.lost() == {("p", 1)}
-    lives.heard(member(1), 30.0)
+    lives.on_message(member(1), 30.0)
     assert lives.lost() == frozenset()
 
 
 def test_nobody_is_blamed_for_a_broker_that_was_away() -> None:
-    lives = Lives(LOST_S)
+    lives = RankLiveness(LOST_S)
     run(lives, 0, 5, Beacon(1, 1, 0.25), member(0), member(1))
     run(lives, 60, 60 + LOST_S, Beacon(2, 1, 0.25), member(0))
     assert lives.lost() == frozenset()
@@ -200,7 +200,7 @@ def test_nobody_is_blamed_for_a_broker_that_was_away() -> None:
 
 
 def test_with_no_news_at_all_nobody_is_lost() -> None:
-    lives = Lives(LOST_S)
+    lives = RankLiveness(LOST_S)
     run(lives, 0, 5, Beacon(1, 1, 0.25), member(0), member(1))
     assert lives.lost() == frozenset()
 
@@ -220,7 +220,7 @@ def test_a_rank_that_leaves_the_bus_is_no_dead_one_and_its_rooms_are_asked_for(w
     """Something of ours failed there; it prefills on, and registers as SGLang does."""
     gone = Member("p", 1, 1, 1, None, "prefill", "", 2, "gone", "", False, 0, 0.25)
     run(world.lives, 0, 5, Beacon(1, 1, 0.25), member(0), member(1))
-    world.lives.heard(gone, 5.0)
+    world.lives.on_message(gone, 5.0)
     world.lives.expect(("p", 1), 5.0)
     run(world.lives, 5, 10 + 2 * LOST_S, Beacon(1, 1, 0.25), member(0))
     assert world.lives.lost() == frozenset()
@@ -229,7 +229,7 @@ def test_a_rank_that_leaves_the_bus_is_no_dead_one_and_its_rooms_are_asked_for(w
     world.http = {"1": 1}
     assert world.find(1) == {"1": 1}
     assert world.asked == [[1]]
-    world.lives.heard(member(1), 10 + 2 * LOST_S)
+    world.lives.on_message(member(1), 10 + 2 * LOST_S)
     world.find(2)
     world.now += OTHERS_S
     assert world.find(2) == {}
