@@ -80,8 +80,8 @@ class Request:
     which shares its fate."""
 
     __slots__ = (
-        "asked_again", "asked_at", "attached", "began_at", "cached_tokens", "deadline_at", "decode", "due_at",
-        "endpoint", "first", "first_token_at", "found_by", "gap_at", "alive_at", "ids", "logprobs", "max_tokens",
+        "alive_at", "asked_again", "asked_at", "attached", "began_at", "cached_tokens", "deadline_at", "decode",
+        "due_at", "endpoint", "first", "first_token_at", "found_by", "gap_at", "ids", "logprobs", "max_tokens",
         "no_rank_at", "offset", "params", "prefill", "prompt", "queued", "ran", "resend_at", "resend_s", "retries",
         "rid", "state", "stop_ids", "stream_failure", "submit_states", "submits", "wants_logprobs", "withdrawn_at",
     )  # fmt: skip

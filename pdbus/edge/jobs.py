@@ -151,14 +151,14 @@ def _openai(
     writer: Callable[[Head, int], Writer],
     config: EdgeConfig,
 ) -> Job:
-    stream_options = request.stream_options
-    if stream_options is not None and not request.stream:
+    asked = request.stream_options
+    if asked is not None and not request.stream:
         raise invalid("stream_options", "stream_options goes with stream")
     defaults = text.sampling if text is not None and config.sampling_defaults == "model" else None
     return Job(
-        model, text, prompts, request, fields.options_of(request, defaults), max_tokens, usual_tokens, bool(request.stream),
-        writer,
-        usage=(stream_options.include_usage, stream_options.continuous_usage_stats) if stream_options is not None else (False, False),
+        model, text, prompts, request, fields.options_of(request, defaults), max_tokens, usual_tokens,
+        bool(request.stream), writer,
+        usage=(asked.include_usage, asked.continuous_usage_stats) if asked is not None else (False, False),
         include_stop=bool(request.include_stop_str_in_output), rid=fields.rid_of(request),
     )  # fmt: skip
 
