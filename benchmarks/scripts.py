@@ -47,7 +47,7 @@ from nodes.own.runner import OwnRunner
 from nodes.own.scheduler import Scheduler
 from pdbus.client import Piece
 from pdbus.client.core import ClientCore, Patience
-from pdbus.client.options import make_request, where
+from pdbus.client.options import controllers_of, make_request
 from pdbus.client.request import Request
 from pdbus.edge.answers import Answer, ChatWriter, Head
 from pdbus.edge.generation import Choice
@@ -212,7 +212,7 @@ def decode_step() -> Script:
     return script
 
 
-AT = where(None, None, None)
+AT = controllers_of(None, None, None)
 DECODE = Location(INSTANCE, 3, 1 << 60, "ipc:///run/user/1000/pdbus/node-3")
 
 

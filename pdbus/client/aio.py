@@ -117,7 +117,7 @@ class AsyncClient(BaseClient):
         loop = asyncio.get_running_loop()
         channel = self._channels.get(loop)
         if channel is None or channel.closed:
-            channel = LoopChannel(self._where.endpoints, self._patience, self._rng, self._keys)
+            channel = LoopChannel(self._controllers.endpoints, self._patience, self._rng, self._keys)
             over = [self._channels.pop(other, None) for other in list(self._channels) if other.is_closed()]
             self._channels[loop] = channel
             await channel.open()

@@ -19,7 +19,16 @@ from bus.wire.hashing import tokens_of
 from bus.wire.messages import DrainRank, DrainRole, Legs, Role, Status, StatusQuery, TraceQuery, TraceReply
 from pdbus.client.channel import Channel
 from pdbus.client.loop_channel import LoopChannel
-from pdbus.client.options import Options, any_rank, block_tokens_for, leg_for, make_request, model_of, patience, where
+from pdbus.client.options import (
+    Options,
+    any_rank,
+    block_tokens_for,
+    controllers_of,
+    leg_for,
+    make_request,
+    model_of,
+    patience,
+)
 from pdbus.client.output import ModelTexts, Piece, Result
 from pdbus.client.request import Request
 from pdbus.client.traffic import Sink, Update
@@ -51,7 +60,7 @@ class BaseClient:
         tokenizer: str | Path = "",
         seed: int | None = None,
     ) -> None:
-        self._where = where(controller, prefill_controller, decode_controller)
+        self._controllers = controllers_of(controller, prefill_controller, decode_controller)
         self._patience = patience(retries, connect_timeout_s, overloaded_s, no_rank_s)
         self._texts = ModelTexts(model, places_of([str(tokenizer)]) if tokenizer else None)
         self._learnt: dict[str, tuple[Legs, int]] = {}  # by model: how its requests run, and the blocks of hashes
@@ -61,21 +70,21 @@ class BaseClient:
         raise NotImplementedError
 
     def _ask_status(self, channel: AnyChannel, timeout_s: float | None) -> Future[Status]:
-        return channel.ask(self._where.decode, StatusQuery, Status, timeout_s)
+        return channel.ask(self._controllers.decode, StatusQuery, Status, timeout_s)
 
     def _ask_cluster(self, channel: AnyChannel) -> Future[Status]:
         """The status once a rank has joined; after `connect_timeout_s`, as it is."""
-        return channel.ask(self._where.decode, StatusQuery, Status, until=any_rank)
+        return channel.ask(self._controllers.decode, StatusQuery, Status, until=any_rank)
 
     def _ask_drain(self, channel: AnyChannel, instance: str, dp_rank: int, timeout_s: float | None) -> Future[Status]:
-        return channel.ask(self._where.decode, lambda id: DrainRank(id, instance, dp_rank), Status, timeout_s)
+        return channel.ask(self._controllers.decode, lambda id: DrainRank(id, instance, dp_rank), Status, timeout_s)
 
     def _ask_drain_role(self, channel: AnyChannel, role: Role, model: str, timeout_s: float | None) -> Future[Status]:
-        return channel.ask(self._where.decode, lambda id: DrainRole(id, role, model), Status, timeout_s)
+        return channel.ask(self._controllers.decode, lambda id: DrainRole(id, role, model), Status, timeout_s)
 
     def _ask_trace(self, channel: AnyChannel, rid: str, timeout_s: float | None) -> Future[TraceReply]:
         make = partial(TraceQuery, rid=rid)
-        return channel.ask(self._where.decode, make, TraceReply, timeout_s, repeat_s=TRACE_REPEAT_S)
+        return channel.ask(self._controllers.decode, make, TraceReply, timeout_s, repeat_s=TRACE_REPEAT_S)
 
     def _learn_model(self, status: Status) -> str:
         self._texts.model = model_of(status)
@@ -84,7 +93,7 @@ class BaseClient:
 
     def _knows(self, options: Options) -> bool:
         """Whether nothing has to be learnt before it is submitted."""
-        return "leg" in options or self._where.prefill is not None or self._model(options) in self._learnt
+        return "leg" in options or self._controllers.prefill is not None or self._model(options) in self._learnt
 
     def _learn_leg(self, model: str, status: Status) -> None:
         if model:
@@ -100,7 +109,7 @@ class BaseClient:
         return make_request(
             ids,
             options,
-            self._where,
+            self._controllers,
             channel.rng,
             leg=leg,
             block_tokens=block_tokens,

@@ -32,7 +32,7 @@ MAX_PROMPT_TOKENS = PAYLOAD_MAX // 4 - 1024  # leaves room for the output so far
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class Controllers:
     """The controllers: one for everything, or one for each leg of a pair (both get the same room)."""
 
     decode: str
@@ -43,15 +43,17 @@ class Where:
         return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
 
 
-def where(controller: str | None, prefill_controller: str | None, decode_controller: str | None) -> Where:
+def controllers_of(
+    controller: str | None, prefill_controller: str | None, decode_controller: str | None
+) -> Controllers:
     """ConfigError unless one is named, or both, or none (the default address)."""
     if (prefill_controller is None) != (decode_controller is None):
         raise ConfigError("prefill_controller and decode_controller go together")
     if prefill_controller is None or decode_controller is None:
-        return Where(ControllerAddress(controller or default_controller()).clients, None)
+        return Controllers(ControllerAddress(controller or default_controller()).clients, None)
     if controller is not None:
         raise ConfigError("give either controller, or prefill_controller and decode_controller")
-    return Where(ControllerAddress(decode_controller).clients, ControllerAddress(prefill_controller).clients)
+    return Controllers(ControllerAddress(decode_controller).clients, ControllerAddress(prefill_controller).clients)
 
 
 class Options(TypedDict, total=False):
@@ -161,7 +163,7 @@ def check_text(text: object) -> None:
 def make_request(
     ids: Sequence[int],
     options: Options,
-    at: Where,
+    at: Controllers,
     rng: random.Random,
     *,
     leg: Legs = "pair",

@@ -46,7 +46,7 @@ class Client(BaseClient):
     """
 
     def _start(self, keys: str | Path, seed: int | None) -> None:
-        self._channel = Channel(self._where.endpoints, self._patience, keys=keys, seed=seed)
+        self._channel = Channel(self._controllers.endpoints, self._patience, keys=keys, seed=seed)
 
     def __enter__(self) -> Client:
         return self

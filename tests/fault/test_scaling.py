@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fault_rig import CONTROLLER_ARGS, TIMING, Rig, rig
 
-from pdbus.client.options import where
+from pdbus.client.options import controllers_of
 from pdbus.launcher import Cluster, ClusterSpec
 from pdbus.launcher.child import Child
 from pdbus.launcher.spec import PartSpec
@@ -101,7 +101,7 @@ def two() -> Iterator[tuple[Rig, Rig, Child]]:
 
 def test_two_controllers_share_the_ranks_and_one_of_them_dies(two: tuple[Rig, Rig, Child]) -> None:
     first, other, child = two
-    assert where(first.cluster.controller, None, None).decode != other.controller
+    assert controllers_of(first.cluster.controller, None, None).decode != other.controller
     mine = [first.begin(60) for _ in range(12)]
     theirs = [other.begin(60) for _ in range(12)]
     first.got(mine[0], 1)

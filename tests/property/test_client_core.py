@@ -16,7 +16,7 @@ from bus.wire.hashing import tokens_of
 from bus.wire.messages import Accepted, Attach, Cancel, Detach, Failed, Location, Message, Submit, Tokens
 from nodes.own.engines.sim import sim_generate
 from pdbus.client.core import DEADLINE_GRACE_S, ClientCore, Patience
-from pdbus.client.options import Options, Where, make_request
+from pdbus.client.options import Controllers, Options, make_request
 from pdbus.client.output import Deliver, Ended, Result
 
 CONTROLLER = "ipc:///c.clients"
@@ -34,7 +34,7 @@ class World:
         self.now = 0.0
         self.core = ClientCore(Patience(retries=8, connect_timeout_s=20.0), rng)
         options = Options(rid="r", max_tokens=max_tokens, bootstrap_room=77, deadline_s=deadline_s)
-        at = Where(CONTROLLER, None if legs == 1 else CONTROLLER + "2")
+        at = Controllers(CONTROLLER, None if legs == 1 else CONTROLLER + "2")
         self.expected = sim_generate(PROMPT, max_tokens)
         self.wire: list[tuple[str, Message]] = []  # on its way to the client
         self.known: dict[str, tuple[int, Accepted]] = {}  # the controller's: attempt and answer

@@ -21,7 +21,7 @@ from nodes.link.core import Limits
 from nodes.own.engines.factory import EngineConfig
 from nodes.own.engines.timing import SimTiming
 from pdbus.client.core import Patience
-from pdbus.client.options import Options, Where, make_request
+from pdbus.client.options import Controllers, Options, make_request
 from pdbus.client.output import Result
 from simulation import laws
 from simulation.laws import Broken
@@ -195,7 +195,7 @@ class World:
         if spec.rid:
             options["rid"] = spec.rid
         apart = client.controllers[spec.prefill_controller] if spec.prefill_controller >= 0 else None
-        where = Where(client.controllers[spec.controller], apart)
+        where = Controllers(client.controllers[spec.controller], apart)
         leg = "pair" if self.spec.paired else "unified"
         request = make_request(spec.prompt, options, where, client.rng, leg=leg)  # type: ignore[arg-type]
         asked.rid = request.rid

@@ -18,7 +18,7 @@ from bus.errors import ConfigError
 from bus.wire.messages import Legs, Status, StatusQuery
 from nodes.own.engines.reference import generate_alone
 from pdbus.client.channel import Channel
-from pdbus.client.options import Options, make_request, patience, where
+from pdbus.client.options import Options, controllers_of, make_request, patience
 from pdbus.client.traffic import Update
 from pdbus.launcher import Cluster, ClusterSpec
 from soak.attackers import Attackers, make_keys, ports_of
@@ -145,7 +145,7 @@ def run(config: SoakConfig, say: Callable[[str], None]) -> Verdict:
         if config.keys:
             keys, attackers = make_keys(Path(exits.enter_context(tempfile.TemporaryDirectory(prefix="pdbus-"))))
         cluster = exits.enter_context(Cluster(replace(config.cluster(), keys=keys)))
-        at = where(cluster.controller, None, None)
+        at = controllers_of(cluster.controller, None, None)
         channel = Channel(at.endpoints, patience(RETRIES, 20.0), keys=keys, seed=config.seed)
         exits.callback(channel.stop)
         return _Soak(config, cluster, channel, prompts, rng, say, attackers).run()
@@ -187,7 +187,7 @@ class _Soak:
         self._say = say
         self._ledger = Ledger()
         self._updates: queue.SimpleQueue[tuple[str, Update]] = queue.SimpleQueue()
-        self._where = where(cluster.controller, None, None)
+        self._where = controllers_of(cluster.controller, None, None)
         self._said_at = self._began = time.monotonic()
         self._chaos = Chaos(cluster, random.Random(config.seed + 1), every_s=config.kill_every_s, say=say)
         self._attackers = Attackers(cluster, random.Random(config.seed + 2), self._ports, say)

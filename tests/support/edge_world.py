@@ -13,7 +13,7 @@ import laws
 
 from bus.wire.messages import Load, Location, RankStatus, Role, Status, TokenLogprobs
 from pdbus.client import AsyncStream, Options, Result
-from pdbus.client.options import make_request, where
+from pdbus.client.options import controllers_of, make_request
 from pdbus.client.traffic import Update
 from pdbus.edge.app import Edge
 from pdbus.edge.config import EdgeConfig
@@ -22,7 +22,7 @@ LOAD = Load(
     seq=1, step=1, running=0, waiting=0, waiting_tokens=0, kv_tokens=0, kv_capacity=2048, max_running=16
 )  # fmt: skip
 Script = Callable[[Sequence[int], Options], Iterable[Update]]
-AT = where(None, None, None)
+AT = controllers_of(None, None, None)
 
 
 def rank(instance: str, role: Role, model: str = "sim", state: str = "ready", **more: Any) -> RankStatus:

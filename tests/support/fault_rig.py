@@ -16,7 +16,7 @@ from bus.errors import PeerLost
 from bus.wire.messages import RankStatus, Role, Status, StatusQuery
 from nodes.own.engines.sim import sim_generate
 from pdbus.client.channel import Channel
-from pdbus.client.options import Options, make_request, patience, where
+from pdbus.client.options import Options, controllers_of, make_request, patience
 from pdbus.client.output import Result
 from pdbus.client.traffic import Update
 from pdbus.launcher import Cluster
@@ -38,7 +38,7 @@ class Rig:
         self.results: dict[str, Result] = {}
         self.ended_at: dict[str, float] = {}  # of those
         self.tokens: dict[str, list[int]] = {}
-        self._where = where(address or cluster.controller, None, None)
+        self._where = controllers_of(address or cluster.controller, None, None)
         self._updates: queue.SimpleQueue[tuple[str, Update]] = queue.SimpleQueue()
         self.channel = Channel(self._where.endpoints, patience(retries, WAIT_S), keys=keys or cluster.spec.keys)
         self._numbers = iter(range(1, 1_000_000))

@@ -67,7 +67,7 @@ from nodes.own.engines.sim import SimEngine
 from nodes.own.runner import OwnRunner
 from nodes.own.scheduler import Scheduler
 from pdbus.client.core import ClientCore, Patience
-from pdbus.client.options import Options, Where, make_request
+from pdbus.client.options import Controllers, Options, make_request
 from pdbus.client.output import Deliver, Ended
 
 PEERS = ("a", "b", "c")
@@ -434,7 +434,7 @@ class ClientFuzz(Core):
             options = Options(
                 rid=rid, max_tokens=rng.randint(1, 9), bootstrap_room=5, deadline_s=rng.choice((0.0, 9.0)), leg=leg
             )
-            at = Where("ipc:///c", None if leg else "ipc:///c2")
+            at = Controllers("ipc:///c", None if leg else "ipc:///c2")
             actions = self.core.begin(make_request([0] * 5, options, at, rng), self.now)
             self.begun.add(rid)
         elif dice < 0.12:

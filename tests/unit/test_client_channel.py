@@ -45,14 +45,14 @@ from bus.wire.messages import (
 from pdbus.client import AsyncClient, AsyncStream, Client, Piece, Result
 from pdbus.client.core import Patience
 from pdbus.client.loop_channel import LoopChannel
-from pdbus.client.options import make_request, where
+from pdbus.client.options import controllers_of, make_request
 from pdbus.client.output import failure
 from pdbus.client.questions import Questions
 from pdbus.client.socket_reader import BUDGET
 from pdbus.client.traffic import Traffic
 
 WAIT_MS = 30_000
-AT = where("ipc:///nobody/c", None, None)
+AT = controllers_of("ipc:///nobody/c", None, None)
 SAID = {**CLIENT_TO_CONTROLLER, **TO_NODE_DATA}
 
 

@@ -16,15 +16,15 @@ from pdbus.client.options import (
     DEFAULT_MAX_TOKENS,
     Options,
     choices,
+    controllers_of,
     make_request,
     model_of,
     patience,
     prompt_bytes,
-    where,
 )
 from pdbus.client.request import Request
 
-AT = where("ipc:///tmp/pdx/c", None, None)
+AT = controllers_of("ipc:///tmp/pdx/c", None, None)
 
 
 class Drawn(random.Random):
@@ -63,7 +63,9 @@ def test_what_not_every_rank_knows_is_named_as_a_need() -> None:
     assert params(seed=1, **chosen) == Params(
         seed=1, min_p=0.1, min_tokens=3, logit_bias=((7, -100.0),), json_schema="{}"
     )
-    pair = make_request([5], Options(ebnf="root ::= 'a'"), where(None, "ipc:///tmp/pdx/p", "ipc:///tmp/pdx/d"), Drawn())
+    pair = make_request(
+        [5], Options(ebnf="root ::= 'a'"), controllers_of(None, "ipc:///tmp/pdx/p", "ipc:///tmp/pdx/d"), Drawn()
+    )
     assert [each.needs for each in pair.submits.values()] == [("ebnf",), ("ebnf",)]
 
 
@@ -123,7 +125,7 @@ def test_the_controller_judges_the_rest() -> None:
 )
 def test_addresses(arguments: tuple[str | None, str | None, str | None]) -> None:
     with pytest.raises(ConfigError):
-        where(*arguments)
+        controllers_of(*arguments)
 
 
 def test_params_keep_their_bounds() -> None:
@@ -206,7 +208,7 @@ def test_several_answers_are_as_many_requests_of_their_own() -> None:
 
 def test_a_trace_goes_with_every_submit_of_the_request() -> None:
     parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-    at = where(None, "ipc:///tmp/pdx/p", "ipc:///tmp/pdx/d")
+    at = controllers_of(None, "ipc:///tmp/pdx/p", "ipc:///tmp/pdx/d")
     request = make_request([5], Options(traceparent=parent, tracestate="a=1"), at, Drawn(), asked_us=7)
     assert [submit.trace for submit in request.submits.values()] == [TraceContext(parent, "a=1")] * 2
     assert {submit.asked_us for submit in request.submits.values()} == {7}

@@ -26,7 +26,7 @@ from bus.wire.messages import (
     Tokens,
 )
 from pdbus.client.core import AVOID_S, SILENCE_S, USED_S, VERDICT_S, ClientCore, Patience
-from pdbus.client.options import Options, Where, make_request
+from pdbus.client.options import Controllers, Options, make_request
 from pdbus.client.output import Deliver, Ended, Result
 from pdbus.client.request import NEXT, SUBMIT_NEXT, Event, State
 
@@ -35,15 +35,15 @@ P = "ipc:///p.clients"
 RANK_0 = Location("decode-0", 0, 1, "ipc:///d0")
 RANK_1 = Location("decode-0", 1, 1, "ipc:///d1")
 PREFILL = Location("prefill-0", 3, 1, "ipc:///p3")
-ONE = Where(C, None)
+ONE = Controllers(C, None)
 
 
 class Driver:
     """Feeds a core and keeps what it did."""
 
     def __init__(
-        self, patience: Patience | None = None, *, at: Where = ONE, retries: int = 3, eos_ids: tuple[int, ...] = (),
-        **options: Any,
+        self, patience: Patience | None = None, *, at: Controllers = ONE, retries: int = 3,
+        eos_ids: tuple[int, ...] = (), **options: Any,
     ) -> None:  # fmt: skip
         self.now = 100.0
         self.core = ClientCore(patience or Patience(retries, 10.0), random.Random(1))
@@ -504,7 +504,7 @@ def test_output_that_is_whole_needs_no_other_attempt() -> None:
 
 
 def two_controllers() -> Driver:
-    return Driver(at=Where(C, P), prefill_instance="prefill-0", routed_dp_rank=1, disagg_prefill_dp_rank=3)
+    return Driver(at=Controllers(C, P), prefill_instance="prefill-0", routed_dp_rank=1, disagg_prefill_dp_rank=3)
 
 
 def test_two_controllers_get_one_room_and_their_own_ranks() -> None:
@@ -597,9 +597,9 @@ def test_a_cancel_between_two_attempts_bothers_nobody_who_is_done() -> None:
 
 def test_a_rid_is_taken_as_long_as_any_submit_of_its_request_lives() -> None:
     """One controller may serve both legs, where the second has the rid of the first with `.prefill`."""
-    d = Driver(at=Where(C, C))
+    d = Driver(at=Controllers(C, C))
     rng = random.Random(3)
-    other = make_request([5], {"rid": "r.prefill"}, Where(C, C), rng)
+    other = make_request([5], {"rid": "r.prefill"}, Controllers(C, C), rng)
     assert d.core.is_taken(other)
     d.take(d.core.cancel("r", d.now))
     assert not d.core.is_taken(other)

@@ -17,7 +17,7 @@ from bus.actions import Send
 from bus.wire.messages import Dispatch, Failed, Submit, Tokens
 from pdbus.client import AsyncStream, Options
 from pdbus.client.core import ClientCore, Patience
-from pdbus.client.options import make_request, where
+from pdbus.client.options import controllers_of, make_request
 from pdbus.client.output import Deliver, Ended
 from pdbus.client.traffic import Sink
 
@@ -40,7 +40,7 @@ class QueueClient(edge_world.ScriptedClient):
         self._answered = 0
 
     async def generate_tokens(self, ids: Sequence[int], **options: Any) -> AsyncStream:
-        request = make_request(ids, Options(**options), where("ipc:///c", None, None), random.Random(2))  # type: ignore[typeddict-item]
+        request = make_request(ids, Options(**options), controllers_of("ipc:///c", None, None), random.Random(2))  # type: ignore[typeddict-item]
         stream = AsyncStream(self, request, None, dict)  # type: ignore[arg-type]
         self._sinks[request.rid] = stream._sink
         self._take(self.core.begin(request, self.controller.now))

@@ -15,7 +15,7 @@ from bus.wire.messages import Accepted, Answer, Cancel, Failed, Found, Location,
 from nodes.link.actions import Locate
 from nodes.link.host import Host
 from pdbus.client.core import ClientCore, Patience
-from pdbus.client.options import Where, make_request
+from pdbus.client.options import Controllers, make_request
 
 PROMPT = [5, 6, 7, 8, 9]
 C, P = "ipc:///c.clients", "ipc:///p.clients"
@@ -66,7 +66,7 @@ def test_a_process_asks_again_for_the_room_of_that_try(old: Answer) -> None:
 def test_a_client_says_as_which_try_it_submits_both_legs() -> None:
     """M94: whatever attempts their controllers have made of them since."""
     core, now = ClientCore(Patience(3, 10.0), random.Random(1)), 100.0
-    request = make_request(PROMPT, {"rid": "r"}, Where(C, P), random.Random(2))
+    request = make_request(PROMPT, {"rid": "r"}, Controllers(C, P), random.Random(2))
 
     def submits(actions: Any) -> list[tuple[int, int]]:
         messages = [action.message for action in actions if hasattr(action, "message")]
@@ -84,7 +84,7 @@ def test_a_client_says_as_which_try_it_submits_both_legs() -> None:
 
 def test_a_request_at_one_controller_says_none() -> None:
     core = ClientCore(Patience(3, 10.0), random.Random(1))
-    (send,) = core.begin(make_request(PROMPT, {}, Where(C, None), random.Random(2)), 1.0)
+    (send,) = core.begin(make_request(PROMPT, {}, Controllers(C, None), random.Random(2)), 1.0)
     assert send.message.pair_attempt == 0  # type: ignore[union-attr]
 
 

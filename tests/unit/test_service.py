@@ -30,7 +30,7 @@ from controller import ControllerConfig, Dispatcher
 from controller.shell import Controller
 from pdbus.client import AsyncClient, Client
 from pdbus.client.channel import Channel
-from pdbus.client.options import Where, make_request, patience
+from pdbus.client.options import Controllers, make_request, patience
 from pdbus.client.output import Result
 from pdbus.client.request import Request
 
@@ -65,7 +65,7 @@ def controller(folder: str) -> Controller:
 
 
 def a_request(part: Channel) -> Request:
-    return make_request([1, 2], {}, Where("ipc:///x", None), part.rng)
+    return make_request([1, 2], {}, Controllers("ipc:///x", None), part.rng)
 
 
 def channel(folder: str) -> Channel:
@@ -480,7 +480,7 @@ def test_a_controller_does_not_outlive_the_broker_inside_it(folder: str, monkeyp
 
 
 def test_a_client_that_broke_ends_every_request_also_those_it_never_began(folder: str) -> None:
-    where = Where(ControllerAddress(f"{folder}/c").clients, None)
+    where = Controllers(ControllerAddress(f"{folder}/c").clients, None)
     part = channel(folder)
     ends: dict[str, object] = {}
     held, go = queue.SimpleQueue[threading.Thread](), threading.Event()
