@@ -1,8 +1,8 @@
-"""The client library: submit prompts, stream what comes, whatever happens to the ranks in between.
+"""The client library: it submits prompts and streams the output, also when ranks fail in between.
 
-`sync` and `aio` are its two faces over `base`. A request's `options` become its record (`request`); `core` moves it
-from event to event, `traffic` carries its messages, which a thread of its own (`channel`) or the caller's event loop
-(`loop_channel`) runs, and `output` is what the caller gets.
+`sync` and `aio` are its two interfaces, over `base`. The `options` of a request become its record (`request`); `core`
+decides what happens to it, `traffic` carries its messages, run by a thread of the library (`channel`) or by the
+caller's event loop (`loop_channel`), and `output` has the classes that the caller gets.
 """
 
 from pdbus.names import check_names

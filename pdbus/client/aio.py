@@ -25,12 +25,12 @@ from pdbus.client.traffic import Update
 if TYPE_CHECKING:
     from pdbus.text.models import ModelText
 
-CLOSE_S = 5.0  # for another loop to leave
+CLOSE_S = 5.0  # how long `close` waits for another loop to leave
 
 
 class AsyncClient(BaseClient):
-    """As `Client`, for asyncio: the same arguments, options and errors. Starts no thread: the event loop that uses it
-    carries its messages. Of several loops each has its own, and what it has begun ends with it.
+    """A `Client` for asyncio, with the same arguments, options and errors. Starts no thread: the event loop that uses
+    it carries its messages. Each of several loops has its own connections, and its requests end with it.
     """
 
     def _start(self, keys: str | Path, seed: int | None) -> None:
@@ -50,7 +50,7 @@ class AsyncClient(BaseClient):
         await self.close()
 
     async def close(self) -> None:
-        """Cancel what is live and leave; idempotent. In a forked child all is the parent's, and left alone."""
+        """Cancel live requests and close the connections; idempotent. Does nothing in a forked child."""
         if self._pid != os.getpid():
             return
         self._closed = True
@@ -69,7 +69,7 @@ class AsyncClient(BaseClient):
     async def generate(
         self, text: str, *, chat: bool = True, system: str | None = None, **options: Unpack[Options]
     ) -> AsyncStream:
-        """As `Client.generate`. Returns once submitted."""
+        """Submit `text`; see `Client.generate`. Returns once it is submitted."""
         check_text(text)
         check_options(options)
         channel = await self._channel()
@@ -80,24 +80,24 @@ class AsyncClient(BaseClient):
         return await self._begin(channel, ids, options, its)
 
     async def generate_tokens(self, ids: Sequence[int], **options: Unpack[Options]) -> AsyncStream:
-        """As `Client.generate_tokens`. Returns once submitted."""
+        """Submit token ids; see `Client.generate_tokens`. Returns once they are submitted."""
         check_options(options)
         return await self._begin(await self._channel(), ids, options, None)
 
     async def status(self, *, timeout_s: float | None = None) -> Status:
-        """As `Client.status`."""
+        """Return the controller's status; see `Client.status`."""
         return await asyncio.wrap_future(self._ask_status(await self._channel(), timeout_s))
 
     async def trace(self, rid: str, *, timeout_s: float | None = None) -> TraceReply:
-        """As `Client.trace`."""
+        """Return the trace of a request; see `Client.trace`."""
         return await asyncio.wrap_future(self._ask_trace(await self._channel(), rid, timeout_s))
 
     async def drain(self, instance: str, dp_rank: int, *, timeout_s: float | None = None) -> None:
-        """As `Client.drain`."""
+        """Drain a rank; see `Client.drain`."""
         await asyncio.wrap_future(self._ask_drain(await self._channel(), instance, dp_rank, timeout_s))
 
     async def drain_role(self, role: Role, model: str = "", *, timeout_s: float | None = None) -> None:
-        """As `Client.drain_role`."""
+        """Drain all ranks of a role; see `Client.drain_role`."""
         await asyncio.wrap_future(self._ask_drain_role(await self._channel(), role, model, timeout_s))
 
     async def _begin(
@@ -111,7 +111,7 @@ class AsyncClient(BaseClient):
         return stream
 
     async def _channel(self) -> LoopChannel:
-        """That of the running loop."""
+        """Return the channel of the running loop."""
         raise_if_forked(self._pid)
         self._raise_if_closed()
         loop = asyncio.get_running_loop()
@@ -125,7 +125,7 @@ class AsyncClient(BaseClient):
                 if former is not None:
                     await asyncio.to_thread(former.abandon)
             try:
-                self._raise_if_closed()  # on another thread, which may not have seen this one
+                self._raise_if_closed()  # another thread may have closed the client without seeing this channel
             except RuntimeError:
                 await channel.stop()
                 raise
@@ -137,15 +137,15 @@ class AsyncClient(BaseClient):
 
 
 class _Inbox:
-    """What has come of a request and was not read. The channel holds it, not the stream, so that it shows when nobody
-    else holds the stream any more."""
+    """The updates of a request that were not read yet. The channel holds this object and not the stream, so that the
+    stream is collected when the caller drops it."""
 
     __slots__ = ("callback", "reader", "updates")
 
     def __init__(self) -> None:
         self.updates: deque[Update] = deque()
         self.reader: asyncio.Future[None] | None = None  # waits for the next update
-        self.callback: Callable[[], None] | None = None  # instead of the reader
+        self.callback: Callable[[], None] | None = None  # called instead of waking the reader
 
     def put(self, update: Update) -> None:
         self.updates.append(update)
@@ -156,11 +156,10 @@ class _Inbox:
 
 
 class AsyncStream(BaseStream):
-    """The output of one request: `async for` gives `Piece`s; one task may iterate, any may cancel. RequestFailed at the
-    end when the request failed.
+    """The output of one request. `async for` gives `Piece`s; a request that failed raises RequestFailed at the end.
 
-    Leaving the loop early cancels the request (as does `async with`), and so does dropping the stream before its end.
-    `result` is there once the iteration ended.
+    One task may iterate, any task may cancel. Leaving the loop early cancels the request (as `async with` does), and so
+    does dropping the stream before its end. `result` is available after the iteration.
     """
 
     def __init__(
@@ -172,12 +171,12 @@ class AsyncStream(BaseStream):
 
     @property
     def result(self) -> Result | None:
-        """How the request went; None before the iteration ended."""
+        """The result of the request; None before the end of the iteration."""
         return self._result
 
     async def wait(self) -> Result:
-        """The end of the request, what was not read being dropped. Does not raise if it failed. To cancel what waits
-        cancels the request."""
+        """Wait for the end of the request, drop output that was not read, and return the result. Does not raise if the
+        request failed. Cancelling the waiting task cancels the request."""
         try:
             while await self.next() is not None:
                 pass
@@ -188,7 +187,8 @@ class AsyncStream(BaseStream):
         return self._result
 
     async def next(self) -> Piece | None:
-        """What comes next; None at the end, when `result` is there. Not to call it again doesn't cancel the request."""
+        """Return the next piece; None at the end, when `result` is available. A caller that stops calling this does not
+        cancel the request."""
         while self._result is None:
             if (piece := self.take()) is not None:
                 return piece
@@ -199,15 +199,15 @@ class AsyncStream(BaseStream):
         return None
 
     def take(self) -> Piece | None:
-        """What has come and was not read yet: None when that is nothing, which is the end where `result` is there."""
+        """Return the next piece that has come already, or None. The request has ended if `result` is available then."""
         while self._updates:
             if (piece := self._piece(self._updates.popleft())) is not None:
                 return piece
         return None
 
     def on_update(self, function: Callable[[], None] | None) -> None:
-        """Call `function` whenever something has come, on the loop's thread: for one who waits for several streams and
-        reads them with `take`. None: nobody any more."""
+        """Call `function` on the loop's thread for every update; None ends that. It serves callers that wait for
+        several streams and read them with `take`."""
         self._inbox.callback = function
 
     async def __aenter__(self) -> AsyncStream:
@@ -230,9 +230,9 @@ class AsyncStream(BaseStream):
         self._result.raise_if_failed()
 
     async def text(self) -> str:
-        """All the text (of what was not read yet). RequestFailed when the request fails."""
+        """Return all text that was not read yet. Raises RequestFailed when the request fails."""
         return "".join([piece.text async for piece in self])
 
     async def tokens(self) -> list[int]:
-        """All the token ids (of what was not read yet). RequestFailed when the request fails."""
+        """Return all token ids that were not read yet. Raises RequestFailed when the request fails."""
         return [token async for piece in self for token in piece.ids]

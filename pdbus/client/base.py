@@ -1,6 +1,6 @@
-"""What the sync and the async client share: what one knows of its cluster, and how updates become pieces.
+"""The part that `Client` and `AsyncClient` share: their knowledge of the cluster, and updates that become pieces.
 
-Starts no thread and waits for nothing: that is where the two differ.
+Starts no thread and waits for nothing; the two clients differ in that.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ TRACE_REPEAT_S = 2.0  # longer than a controller waits for its ranks
 
 
 class BaseClient:
-    """Asks the controller what it must know before it submits, each time until it knows it. See `Client`."""
+    """The common part of the clients. Before a submit it asks the controller what it does not know yet. See
+    `Client`."""
 
     def __init__(
         self,
@@ -63,7 +64,9 @@ class BaseClient:
         self._controllers = controllers_of(controller, prefill_controller, decode_controller)
         self._patience = patience(retries, connect_timeout_s, overloaded_s, no_rank_s)
         self._texts = ModelTexts(model, places_of([str(tokenizer)]) if tokenizer else None)
-        self._learnt: dict[str, tuple[Legs, int]] = {}  # by model: how its requests run, and the blocks of hashes
+        self._learnt: dict[
+            str, tuple[Legs, int]
+        ] = {}  # by model: the legs of its requests, and the block size of hashes
         self._start(keys, seed)
 
     def _start(self, keys: str | Path, seed: int | None) -> None:
@@ -73,7 +76,7 @@ class BaseClient:
         return channel.ask(self._controllers.decode, StatusQuery, Status, timeout_s)
 
     def _ask_cluster(self, channel: AnyChannel) -> Future[Status]:
-        """The status once a rank has joined; after `connect_timeout_s`, as it is."""
+        """Ask for the status once a rank has joined; after `connect_timeout_s`, for the status as it is."""
         return channel.ask(self._controllers.decode, StatusQuery, Status, until=any_rank)
 
     def _ask_drain(self, channel: AnyChannel, instance: str, dp_rank: int, timeout_s: float | None) -> Future[Status]:
@@ -92,7 +95,7 @@ class BaseClient:
         return self._texts.model
 
     def _knows(self, options: Options) -> bool:
-        """Whether nothing has to be learnt before it is submitted."""
+        """Return true if a request with `options` can be submitted without asking the controller."""
         return "leg" in options or self._controllers.prefill is not None or self._model(options) in self._learnt
 
     def _learn_leg(self, model: str, status: Status) -> None:
@@ -119,8 +122,11 @@ class BaseClient:
 
 
 class BaseStream:
-    """`rid` names the request. `forget` is called where there was no rank for it: how requests run may have changed.
-    `sink` is what the channel hands updates to; it must not hold the stream."""
+    """The common part of the streams. `rid` is the request's id.
+
+    `forget` is called when there was no rank for the request, because the roles of the cluster may have changed. The
+    channel passes updates to `sink`, which must not hold a reference to the stream.
+    """
 
     def __init__(
         self,
@@ -143,13 +149,14 @@ class BaseStream:
         self._result: Result | None = None
 
     def __del__(self) -> None:
-        """Nobody can read the output any more. May run at any moment and on any thread, so it takes no lock."""
+        """End a request whose output can no longer be read. May run on any thread at any moment, so it takes no
+        lock."""
         if getattr(self, "_result", self) is None and not self._lives_on:
             self._channel.drop(self.rid, self._sink)
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """The prompt's tokens, those of a chat template included."""
+        """The prompt's token ids, with those of a chat template."""
         return tuple(tokens_of(self._prompt))
 
     def cancel(self) -> None:
@@ -157,11 +164,12 @@ class BaseStream:
         self._channel.cancel(self.rid, self._sink)
 
     def _piece(self, update: Update) -> Piece | None:
-        """What `update` is to the reader. The last one is the result, and may have text that was held back."""
+        """Return the piece that `update` gives. The last update is the result; its piece has text that was held
+        back."""
         if isinstance(update, tuple):
             first, self._have = self._have, self._have + len(update)
             text = ""
-            if self._decoder is not None:  # what ends an output is no part of its text, special token or not
+            if self._decoder is not None:  # the token that ends an output is not part of its text
                 text = self._decoder.push(update[:-1] if update[-1] in self._stop_ids else update)
             return Piece(update, text, tuple(self._logprobs[first : self._have]) if self._logprobs else ())
         self._result = update

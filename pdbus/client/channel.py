@@ -1,7 +1,7 @@
 """The client's shell for programs with threads: a background thread that runs its traffic. Decides nothing.
 
-Callers on any thread talk to it through `begin`, `cancel` and `ask`; what comes back is handed to their callbacks on
-this thread, so a callback must only pass it on.
+Any thread may call `begin`, `cancel` and `ask`. Callbacks run on the background thread, so a callback must only pass
+its argument on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CLOSED = "this client is closed"
 
 
 class Channel(Service):
-    """`controllers` are client endpoints. Serves from its making to `stop`."""
+    """Runs from its construction to `stop`. `controllers` are client endpoints."""
 
     part = "client"
 
@@ -40,7 +40,9 @@ class Channel(Service):
         self.rng = random.Random(seed)  # any thread draws from it: a single draw is atomic
         self._controllers = controllers
         self._lock = threading.Lock()
-        self._calls: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()  # for the thread; see `_call`
+        self._calls: deque[tuple[Callable[[], None], Callable[[], None]]] = (
+            deque()
+        )  # waiting for the thread; see `_call`
         self._closed = False
         self.start()
 
@@ -48,7 +50,7 @@ class Channel(Service):
         sockets = exits.enter_context(Sockets(keys=self._keys))
         loop = self.loop
         for endpoint in self._controllers:
-            sockets.check(endpoint)  # the thread would connect later, where nobody is told
+            sockets.check(endpoint)  # here, as the thread connects later and could not raise to the caller
         self._traffic = Traffic(self._controllers, self._patience, self.rng, sockets, loop.clock, loop.add, loop.remove)
         loop.call_every(TICK_S, self._traffic.tick)
         loop.after_turn(self._traffic.flush)
@@ -56,16 +58,16 @@ class Channel(Service):
     # --- any thread ---------------------------------------------------------------------------------------------
 
     def begin(self, request: Request, sink: Sink) -> None:
-        """Start a request; `sink` gets its new token ids as they come and, once and last, its Result."""
+        """Start a request. `sink` gets its new token ids as they come, and at the end its Result."""
         self._call(lambda: self._traffic.begin(request, sink), lambda: sink(broken(request.rid)))
 
     def cancel(self, rid: str, sink: Sink | None = None) -> None:
-        """End the request (of `sink`) if it is still live; its Result comes as ever."""
+        """Cancel the request `rid` (of `sink`) if it is still live. Its Result still comes."""
         with suppress(PartFailed, RuntimeError):
             self._call(lambda: self._traffic.cancel(rid, sink), lambda: None)
 
     def drop(self, rid: str, sink: Sink) -> None:
-        """End the request of `sink` soon, which nobody reads any more. Takes no lock."""
+        """Cancel the request of `sink` at a later tick, because its output is no longer read. Takes no lock."""
         self._traffic.dropped.append((rid, sink))
 
     def ask(
@@ -77,12 +79,11 @@ class Channel(Service):
         until: Callable[[A], bool] | None = None,
         repeat_s: float = REPEAT_S,
     ) -> Future[A]:
-        """Send `make(id)` each `repeat_s` until the message of `kind` comes that answers it. ConfigError when `make`
-        takes exception to its arguments.
+        """Send `make(id)` every `repeat_s` seconds until a message of `kind` answers it; return its future.
 
-        With `until` it is sent again until the answer meets that, and the last one is the answer when time is up. The
-        future fails with PeerLost after `timeout_s` (default: `connect_timeout_s`) without any answer, or with
-        RequestFailed when the controller refuses."""
+        With `until`, ask again until an answer satisfies it; when time is up, the last answer counts. The future fails
+        with PeerLost after `timeout_s` (default: `connect_timeout_s`) without any answer, and with RequestFailed when
+        the controller refuses. Raises ConfigError when `make` rejects its arguments."""
         check_question(make, timeout_s)
         answer: Future[A] = Future()
         self._call(
@@ -92,22 +93,22 @@ class Channel(Service):
         return answer
 
     def stop(self) -> None:
-        """Cancel what is live, and leave; idempotent. Every sink has got its Result when this returns."""
+        """Cancel live requests and leave; idempotent. Every sink has its Result when this returns."""
         if not self.inherited:
             with self._lock:
                 self._closed = True
             super().stop()
 
     def _call(self, function: Callable[[], None], abandon: Callable[[], None]) -> None:
-        """Run `function` on the channel's thread, or `abandon` should that fail before."""
+        """Run `function` on the channel's thread; run `abandon` instead if the thread fails first."""
         self.raise_if_inherited()
-        with self._lock:  # so that the thread does not leave in between
+        with self._lock:  # the thread must not leave in between
             if self._closed:
                 raise RuntimeError(CLOSED)
             self.raise_if_failed()
             self._calls.append((function, abandon))
             self.loop.call_threadsafe(lambda: self._calls.popleft()[0]())
-        if self.failure is not None:  # only now, so the thread may have looked for the last time
+        if self.failure is not None:  # the thread failed just now, and may have emptied the queue before
             self._failed()
 
     # --- the channel's thread -----------------------------------------------------------------------------------

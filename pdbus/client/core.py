@@ -1,11 +1,11 @@
-"""All requests of one client, from submit to their single end. Pure: what happened and `now` in, actions out.
+"""All requests of one client, from submit to their single end. Pure: events and `now` go in, actions come out.
 
-A peer is an endpoint: `Send.peer` is where to connect, and `received` says where a message came from.
+A peer is an endpoint: `Send.peer` is the endpoint to connect to, and `received` gets the endpoint of the sender.
 
-Tokens are numbered from 0, the request's first output token, over all attempts; what is not the next one is dropped or
-asked for again, so none is delivered twice or out of order. When the rank that streams is lost, the request is
-submitted under the same rid and the next attempt: the prompt frame is prompt and output so far, `offset` counts the
-latter.
+Output tokens are numbered from 0 over all attempts. A token that is not the next one is dropped, or the missing ones
+are asked for, so no token is delivered twice or out of order. When the rank that streams is lost, the request is
+submitted again under the same rid with the next attempt: the prompt frame then has the prompt and the output so far,
+and `offset` is the number of output tokens in it.
 """
 
 from __future__ import annotations
@@ -32,25 +32,31 @@ from bus.wire.messages import (
 from pdbus.client.output import Deliver, Ended, Result
 from pdbus.client.request import GAP_S, Event, Request, State, SubmitKey, SubmitState
 
-SILENCE_S = 3.0  # a stream that shows no sign of life for so long is asked again, and then given up
-AVOID_S = 30.0  # after a rank fell silent, for so long others are asked for
-DEADLINE_GRACE_S = 0.25  # for the controller to say that a deadline passed: a cancel before that would be counted
-VERDICT_S = 2.0  # after a stream failed, how long its controller may take to say what becomes of the request
+SILENCE_S = 3.0  # a stream silent for this long is asked for again, and the next time given up
+AVOID_S = 30.0  # for this long after a rank fell silent, requests avoid it
+DEADLINE_GRACE_S = (
+    0.25  # the controller gets this long to report the deadline itself; an earlier cancel would be counted
+)
+VERDICT_S = 2.0  # after a stream failed, how long the controller may take to decide about the request
 RESEND_S = 1.0  # a submit without an answer is repeated (which is harmless), at doubling intervals
 RESEND_MAX_S = 4.0
 BACKOFF_S = 0.1
 BACKOFF_MAX_S = 2.0
-MAX_ATTEMPT = 1_000_000  # of the protocol, as
-MAX_AVOID = 16  # ranks
-USED_S = 60.0  # after its end a rid that is used again begins with another attempt, so that what is heard late is older
+MAX_ATTEMPT = 1_000_000  # the protocol's limit
+MAX_AVOID = 16  # the protocol's limit: ranks to avoid
+USED_S = 60.0  # a rid used again this soon after its end continues its attempts, so that late messages are older
 MAX_USED = 16_384
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """`retries` without a new token in between, then the failure is final; `connect_timeout_s` for a controller that
-    does not answer. Without a token yet, no try is made later than `overloaded_s` after the submit where the cluster is
-    overloaded, nor `no_rank_s` after it had no rank first."""
+    """The limits of a client's retries.
+
+    A failure is final after `retries` retries without a new token. A controller that does not answer for
+    `connect_timeout_s` counts as lost. Before the first token there are two more limits: an overloaded cluster is tried
+    until `overloaded_s` after the submit, one without a rank for the request until `no_rank_s` after the first such
+    answer.
+    """
 
     retries: int = 6
     connect_timeout_s: float = 10.0
@@ -66,26 +72,26 @@ class ClientCore:
         self._patience = patience
         self._rng = rng
         self._requests: dict[str, Request] = {}
-        self._by_key: dict[SubmitKey, Request] = {}  # where each is submitted
-        self._used: dict[str, tuple[int, float]] = {}  # rids of late: the last attempt, and when it ended
-        self._silent: dict[MemberKey, float] = {}  # ranks whose streams fell silent: until when others are asked for
+        self._by_key: dict[SubmitKey, Request] = {}  # each request by the keys of its submits
+        self._used: dict[str, tuple[int, float]] = {}  # rids that ended lately: the last attempt, and when
+        self._silent: dict[MemberKey, float] = {}  # ranks whose streams fell silent, and until when they are avoided
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def is_taken(self, request: Request) -> bool:
-        """Whether a rid of `request` belongs to a live one, at whichever controller."""
+        """Return true if a live request has a rid of `request`, at any controller."""
         return request.rid in self._requests or not self._by_key.keys().isdisjoint(request.submits)
 
     @property
     def endpoints(self) -> set[str]:
-        """Where requests are attached."""
+        """The endpoints of the nodes where requests are attached."""
         return {request.endpoint for request in self._requests.values() if request.endpoint}
 
     # --- what happens -------------------------------------------------------------------------------------------
 
     def begin(self, request: Request, now: float) -> list[Action]:
-        """Submit it. None of its rids may belong to a live one."""
+        """Submit `request`. No live request may have one of its rids."""
         assert not self.is_taken(request), f"{request.rid} is live already"
         self._requests[request.rid] = request
         self._by_key.update(dict.fromkeys(request.submits, request))
@@ -98,7 +104,7 @@ class ClientCore:
         return self._submit(request, request.first, now)
 
     def received(self, peer: str, message: Message, now: float) -> list[Action]:
-        """`message` came from the controller or node at `peer`; what comes too late means nothing."""
+        """Handle `message` of the controller or node at `peer`. A message that comes too late is ignored."""
         if isinstance(message, Tokens):
             request = self._requests.get(message.rid)
             actions = self._tokens(request, peer, message, now) if request is not None else []
@@ -119,12 +125,12 @@ class ClientCore:
         return self._done(request, key, message, now)
 
     def cancel(self, rid: str, now: float) -> list[Action]:
-        """End it, if it is live."""
+        """Cancel the request `rid` if it is live."""
         request = self._requests.get(rid)
         return self._end(request, "cancelled", now, "cancelled", "cancelled by the caller") if request else []
 
     def tick(self, now: float) -> list[Action]:
-        """Time passed: deadlines, silence, back-off. Several times a second while there are requests."""
+        """Check deadlines, silence and back-off. Called several times a second while there are requests."""
         return [action for request in list(self._requests.values()) for action in self._tick(request, now)]
 
     # --- inside: of one request ---------------------------------------------------------------------------------
@@ -146,7 +152,7 @@ class ClientCore:
         if message.rid != request.rid or is_repeat or not request.takes(Event.ACCEPTED):
             return []
         if len(request.ids) > request.offset and (attempt, message.decode) != (request.attached, request.decode):
-            # it was begun again from its beginning, for all that its controller knew, and may be another answer
+            # the controller started it from the beginning, so the answer may differ from the tokens we have
             return self._retry(request, "peer_lost", "the answer was begun again elsewhere", 0.0, now)
         request.move(Event.ACCEPTED)
         request.alive_at = now
@@ -165,17 +171,17 @@ class ClientCore:
         withdrawn_at = request.withdrawn_at.pop(key, -inf)
         answers_us = message.code == "cancelled" and now - withdrawn_at < self._patience.connect_timeout_s
         if answers_us and request.state is not State.BACKOFF:
-            return []  # what we cancelled: its controller may have given it the number that we gave to this one
+            return []  # the answer to our cancel: the controller may have used the same attempt number as we did
         request.move_at(key, Event.FAILED)
         if request.state is State.BACKOFF and (client_retries(message.code) or message.code == "cancelled"):
-            return []  # as the other submit failed already; a graver reason would be the end
+            return []  # the other submit has failed already; only a final code changes anything
         return self._retry(request, message.code, message.message, message.retry_after_s, now)
 
     def _tokens(self, request: Request, endpoint: str, message: Tokens, now: float) -> list[Action]:
         if request.state is not State.RUNNING or endpoint != request.endpoint or message.attempt != request.attached:
             return []
         if request.wants_logprobs and len(message.logprobs) != len(message.ids):
-            return []  # it keeps to no protocol: as if it were silent
+            return []  # it breaks the protocol; treat it as silent
         request.alive_at = now
         request.asked_again = False
         if self._silent and request.decode is not None:
@@ -226,7 +232,7 @@ class ClientCore:
         return [self._send_submit(request, key, now) for key in request.submits]
 
     def _send_submit(self, request: Request, key: SubmitKey, now: float) -> Send:
-        """Submit; from now on its controller may take `connect_timeout_s` to answer."""
+        """Submit, and start the `connect_timeout_s` in which the controller must answer."""
         request.move_at(key, Event.SUBMIT)
         request.asked_at[key], request.resend_s, request.resend_at = now, RESEND_S, now + RESEND_S
         return self._submit_message(request, key, now)
@@ -238,7 +244,7 @@ class ClientCore:
         return Send(key[0], request.header(key, now, avoid), request.frames())
 
     def _resend(self, request: Request, now: float) -> list[Action]:
-        """Say again what was not answered; a controller that came back knows nothing of it, another ignores it."""
+        """Repeat submits without an answer. A restarted controller needs that; any other ignores a repetition."""
         unanswered = [key for key, state in request.submit_states.items() if state is SubmitState.ASKED]
         patience_s = self._patience.connect_timeout_s
         for key in unanswered:
@@ -261,7 +267,7 @@ class ClientCore:
 
     @staticmethod
     def _ask_stream(request: Request) -> Send:
-        """For all from the first token that is missing."""
+        """Ask for the stream from the first missing token on."""
         room = request.main.bootstrap_room
         return Send(request.endpoint, Attach(request.rid, request.attached, len(request.ids), True, room))
 
@@ -279,7 +285,7 @@ class ClientCore:
 
     def _break_silence(self, request: Request, now: float) -> list[Action]:
         request.alive_at = now
-        if not request.endpoint:  # a lone prefill leg: its controller may have been replaced; so submit again
+        if not request.endpoint:  # a lone prefill leg; its controller may have been replaced, so submit again
             return [self._send_submit(request, next(iter(request.submits)), now)]
         if not request.asked_again:
             request.asked_again = True
@@ -293,9 +299,9 @@ class ClientCore:
     # --- inside: trying again, and the end ----------------------------------------------------------------------
 
     def _retry(self, request: Request, code: Code, message: str, retry_after_s: float, now: float) -> list[Action]:
-        """Submit again after a while, if that can help; else this is the end."""
+        """Submit again after a back-off if that can help; otherwise end the request."""
         if len(request.ids) >= request.max_tokens:
-            return self._end(request, "length", now)  # the last message was lost, the output is whole
+            return self._end(request, "length", now)  # only the last message was lost; the output is complete
         if request.ids and request.ids[-1] in request.stop_ids:
             return self._end(request, "stop", now)
         caller_chose = any(submit.routed_dp_rank is not None for submit in request.submits.values())
@@ -320,7 +326,7 @@ class ClientCore:
         return actions
 
     def _latest(self, request: Request, code: Code, now: float) -> float:
-        """When the last try may be made after a failure with this code."""
+        """Return the latest time for another try after a failure with this code."""
         if request.ids:
             return inf
         if code == "overloaded":
@@ -368,7 +374,7 @@ class ClientCore:
 
     @staticmethod
     def _cancel_submits(request: Request) -> list[Action]:
-        """Those that are not over."""
+        """Cancel the submits that are not over."""
         return [
             Send(key[0], Cancel(key[1], request.submits[key].bootstrap_room))
             for key, state in request.submit_states.items()

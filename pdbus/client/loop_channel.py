@@ -1,8 +1,7 @@
 """The client's shell for asyncio: its traffic, run by the caller's own event loop. Decides nothing.
 
-No thread is crossed: the task that has something to say sends it, and what comes wakes the task that waits for it.
-
-What reads its sockets is in `socket_reader`.
+No other thread takes part: the calling task sends its messages itself, and a message that comes wakes the task that
+waits for it. `socket_reader` reads the sockets.
 """
 
 from __future__ import annotations
@@ -34,8 +33,11 @@ _T = TypeVarTuple("_T")
 
 
 class LoopChannel:
-    """As `Channel`, for one event loop, which alone calls it, `cancel` excepted. Serves from `open` to `stop` or to the
-    end of the loop: `asyncio.run` then ends the asynchronous generators that it knows, and `_lifetime` is one."""
+    """A `Channel` for one event loop. Only that loop may call it, except `cancel` and `drop`.
+
+    It runs from `open` to `stop`, or to the end of the loop: `asyncio.run` then closes the asynchronous generators that
+    it knows, and `_lifetime` is one of them.
+    """
 
     def __init__(self, controllers: Sequence[str], patience: Patience, rng: random.Random, keys: Keys | None) -> None:
         self.loop = asyncio.get_running_loop()
@@ -46,7 +48,7 @@ class LoopChannel:
         self._reader = SocketReader(self.loop, self._flush, self._fail)
         self._stopping = asyncio.Lock()
         self._left = asyncio.Event()
-        self.gone: Future[None] = Future()  # its sockets are closed, by whomever
+        self.gone: Future[None] = Future()  # done once its sockets are closed
         self._ending = threading.Lock()
         self._running = self._lifetime()
         self._sockets = Sockets(keys=keys)
@@ -66,23 +68,23 @@ class LoopChannel:
         await anext(self._running)
 
     def begin(self, request: Request, sink: Sink) -> None:
-        """As `Channel.begin`."""
+        """Start a request; see `Channel.begin`."""
         self._raise_if_over()
         self._run(self._traffic.begin, request, sink)
         self._raise_if_over()
 
     def cancel(self, rid: str, sink: Sink | None = None) -> None:
-        """As `Channel.cancel`; from any thread."""
+        """Cancel a request, from any thread; see `Channel.cancel`."""
         if self.closed or self._pid != os.getpid():
             return
         if asyncio._get_running_loop() is self.loop:
             self._run(self._traffic.cancel, rid, sink)
         else:
-            with suppress(RuntimeError):  # the loop is closed, and so will this be
+            with suppress(RuntimeError):  # the loop is closed, and this channel with it
                 self.loop.call_soon_threadsafe(self.cancel, rid, sink)
 
     def drop(self, rid: str, sink: Sink) -> None:
-        """As `Channel.drop`; from any thread."""
+        """Cancel a request that is no longer read, from any thread; see `Channel.drop`."""
         self._traffic.dropped.append((rid, sink))
 
     def ask(
@@ -94,7 +96,7 @@ class LoopChannel:
         until: Callable[[A], bool] | None = None,
         repeat_s: float = REPEAT_S,
     ) -> Future[A]:
-        """As `Channel.ask`."""
+        """Ask a question; see `Channel.ask`."""
         check_question(make, timeout_s)
         self._raise_if_over()
         answer: Future[A] = Future()
@@ -102,27 +104,28 @@ class LoopChannel:
         return answer
 
     async def stop(self) -> None:
-        """Cancel what is live, and leave; idempotent. Every sink has got its Result when this returns."""
+        """Cancel live requests and leave; idempotent. Every sink has its Result when this returns."""
         async with self._stopping:
             try:
                 await self._running.aclose()
-            except RuntimeError:  # the loop's end is at it already
+            except RuntimeError:  # the end of the loop is closing it already
                 if not self.closed:
                     raise
                 await self._left.wait()
 
     def stop_soon(self) -> None:
-        """`stop`, for who waits for `gone` elsewhere. No task, which would be lost where the loop ends beside this."""
+        """Begin `stop`; the caller waits for `gone`. It makes no task, because that would be lost if the loop ends
+        now."""
         self._leave()
-        with suppress(RuntimeError):  # the loop's end is at it already
+        with suppress(RuntimeError):  # the end of the loop is closing it already
             self.loop.run_in_executor(None, self._close)
 
     def raise_if_inherited(self) -> None:
-        """As of a `Service`."""
+        """Raise PartFailed in a forked child."""
         raise_if_forked(self._pid)
 
     def abandon(self) -> None:
-        """`stop`, of a loop that does not run any more; on any thread."""
+        """Stop the channel of a loop that no longer runs; on any thread."""
         if self.loop.is_closed():
             self._traffic.drop_results()
         self._leave()
@@ -135,7 +138,7 @@ class LoopChannel:
             yield
         finally:
             self._leave()
-            # What was just said still goes out. Whoever waits may be cancelled, but not the closing.
+            # Messages just sent still leave. The waiting task may be cancelled, the closing must not be.
             try:
                 await asyncio.shield(self.loop.run_in_executor(None, self._close))
             finally:
@@ -163,7 +166,7 @@ class LoopChannel:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """A bug of ours, and the end: nobody may wait for ever."""
+        """End the client after a bug of ours, so that no caller waits without end."""
         self._failure = error
         log.error("client.failed", exc_info=error)
         self._timer.cancel()
@@ -178,7 +181,7 @@ class LoopChannel:
         self._sockets.close()
 
     def _raise_if_over(self) -> None:
-        """Who asks has waited meanwhile, and what is closed answers nobody."""
+        """Raise if the channel is closed or has failed, perhaps while the caller waited."""
         if self.closed:
             raise RuntimeError(CLOSED)
         if self._failure is not None:
@@ -191,6 +194,6 @@ class LoopChannel:
 
 
 def raise_if_forked(pid: int) -> None:
-    """PartFailed in another process than that one."""
+    """Raise PartFailed if this process is not `pid`."""
     if pid != os.getpid():
         raise PartFailed("this client is the parent process's: in a forked child, make another")

@@ -1,8 +1,8 @@
-"""What a caller says: the controllers of a client, and the options of a request, which become its record.
+"""The arguments of a caller: the controllers of a client, and the options of a request, which become its record.
 
-Owns names, defaults and their meaning, and what a client reads from a status; sends and keeps nothing. Only
-what could not be put on the wire is refused here. Everything else (an empty prompt, a rank that does not exist, a room
-out of range) is the controller's to judge, so that there is one judge.
+Owns names, defaults and their meaning, and what a client reads from a status; sends and keeps nothing. It refuses only
+what cannot be put on the wire. Everything else (an empty prompt, a rank that does not exist, a room out of range) is
+checked by the controller, so that there is one place for it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from pdbus.client.request import Request
 
 DEFAULT_MAX_TOKENS = 128
 _M = TypeVar("_M", bound=Message)
-MAX_PROMPT_TOKENS = PAYLOAD_MAX // 4 - 1024  # leaves room for the output so far, when a request is resumed
+MAX_PROMPT_TOKENS = PAYLOAD_MAX // 4 - 1024  # leaves space for the output so far when a request is resumed
 
 
 @dataclass(frozen=True, slots=True)
 class Controllers:
-    """The controllers: one for everything, or one for each leg of a pair (both get the same room)."""
+    """The controllers of a client: one for everything, or one for each leg of a pair (both get the same room)."""
 
     decode: str
     prefill: str | None
@@ -46,7 +46,8 @@ class Controllers:
 def controllers_of(
     controller: str | None, prefill_controller: str | None, decode_controller: str | None
 ) -> Controllers:
-    """ConfigError unless one is named, or both, or none (the default address)."""
+    """Return the controllers that are named: one, or one for each leg, or none (then the default address). Raises
+    ConfigError for anything else."""
     if (prefill_controller is None) != (decode_controller is None):
         raise ConfigError("prefill_controller and decode_controller go together")
     if prefill_controller is None or decode_controller is None:
@@ -57,24 +58,23 @@ def controllers_of(
 
 
 class Options(TypedDict, total=False):
-    """What `generate` takes beside the prompt.
+    """The options of a request, which `generate` takes beside the prompt.
 
     Sampling: `max_tokens` (at least 1; default 128), `temperature` (0, the default: greedy), `top_k` (0: off), `top_p`
     (above 0, to 1), `seed` (default: drawn), `stop_token_ids` (at most 64), `ignore_eos`; and what only ranks that know
     it get: `min_p`, `presence_penalty`, `frequency_penalty`, `repetition_penalty`, `min_tokens`, `logit_bias` (by token
-    id), `logprobs` (0 to 20: natural logarithms of how likely the model itself held each output token and so many
-    likeliest ones at its place), and one of `json_schema`, `regex` and `ebnf`, in the engine's dialect. Where penalties
-    of the output, or one of the last three, are set, an output that was cut off can't be resumed: the request fails.
-    Placement: `leg` (default: a pair, or unified where no rank splits), `instance` and `routed_dp_rank` of the leg that
-    decodes (or of the only leg), `prefill_instance` and `disagg_prefill_dp_rank` of prefill, `bootstrap_room` (0 to
-    2^63 - 1; default: drawn).
-    Others: `deadline_s` (seconds from the submit; 0: none), `ttft_slo_s` (the first token is wanted within it; 0: the
-    controller's own; counts where its queue order is `slo`), `tpot_slo_s` (likewise for each further token),
-    `slo_class` (a name that the controller knows both by), `priority` (-1000 to 1000, higher first), `rid` (at most 128
-    characters; default: drawn), `model`, `block_tokens` (send hashes of prompt blocks of this size, for `cache_aware`;
-    default: of the ranks' size where the controller says that it uses them; 0: none), `traceparent` and `tracestate`
-    (W3C Trace Context: whose span is the parent of those that controller and ranks export; default: none are),
-    `lives_on` (go on to the end even if this client is gone and nobody reads the output).
+    id), `logprobs` (0 to 20: natural logarithms of the model's probability of each output token, and of this many most
+    likely tokens at its place), and one of `json_schema`, `regex` and `ebnf`, in the engine's dialect. With penalties
+    of the output or one of the last three, an interrupted output cannot be resumed: the request fails. Placement: `leg`
+    (default: a pair, or unified where no rank splits), `instance` and `routed_dp_rank` of the leg that decodes (or of
+    the only leg), `prefill_instance` and `disagg_prefill_dp_rank` of prefill, `bootstrap_room` (0 to 2^63 - 1; default:
+    drawn). Others: `deadline_s` (seconds from the submit; 0: none), `ttft_slo_s` (the first token is wanted within it;
+    0: the controller's own; used where its queue order is `slo`), `tpot_slo_s` (the same for each further token),
+    `slo_class` (a name for both that the controller knows), `priority` (-1000 to 1000, higher first), `rid` (at most
+    128 characters; default: drawn), `model`, `block_tokens` (send hashes of prompt blocks of this size, for
+    `cache_aware`; default: the ranks' block size where the controller uses hashes; 0: none), `traceparent` and
+    `tracestate` (W3C Trace Context: the parent of the spans that controller and ranks export; default: no spans),
+    `lives_on` (run to the end even if this client is gone and the output is not read).
     """
 
     max_tokens: int
@@ -122,7 +122,7 @@ _OPTIONAL_PARAMS = frozenset(name for name, _ in OPTIONAL_PARAMS)
 
 
 def check_options(given: Mapping[str, object]) -> None:
-    """TypeError that names the first option which `Options` has not, and the one that is likely meant."""
+    """Raise TypeError for an option that does not exist; the message suggests the one that is likely meant."""
     if given.keys() <= _KNOWN:
         return
     for name in given:
@@ -135,8 +135,8 @@ def check_options(given: Mapping[str, object]) -> None:
 
 
 def choices(n: int, **options: Unpack[Options]) -> list[Options]:
-    """The options of each of `n` answers to one prompt, which are as many requests: `options`, but a `seed` or a `rid`
-    that was chosen is another for each. ConfigError for what several requests can't have."""
+    """Return the options of `n` requests for `n` answers to one prompt: a copy of `options` for each, with a `seed` and
+    a `rid` of its own where one was chosen. Raises ConfigError for options that several requests cannot share."""
     check_options(options)
     if n < 1:
         raise ConfigError(f"n: at least 1, not {n}")
@@ -152,7 +152,7 @@ def choices(n: int, **options: Unpack[Options]) -> list[Options]:
 
 
 def check_text(text: object) -> None:
-    """TypeError for what is no text, such as a list of chat messages."""
+    """Raise TypeError for an argument that is not a str, such as a list of chat messages."""
     if not isinstance(text, str):
         raise TypeError(
             f"generate takes the user's text as one str, not a {type(text).__name__} "
@@ -171,9 +171,11 @@ def make_request(
     eos_ids: Sequence[int] = (),
     asked_us: int = 0,
 ) -> Request:
-    """The request of prompt `ids`; ConfigError when the options cannot be meant. `leg` and `block_tokens` are what the
-    options' defaults are, `eos_ids` the tokens that end the output, `asked_us` when the caller asked (in microseconds
-    since 1970); `rng` draws room, seed and rid."""
+    """Return the request for the prompt `ids`. Raises ConfigError for invalid options.
+
+    `leg` and `block_tokens` are the defaults of these options, `eos_ids` the tokens that end the output, `asked_us` the
+    time of the call (microseconds since 1970). `rng` draws room, seed and rid.
+    """
     max_tokens = options.get("max_tokens", DEFAULT_MAX_TOKENS)
     if max_tokens < 1:
         raise ConfigError(f"max_tokens must be at least 1, not {max_tokens}")
@@ -235,7 +237,8 @@ def make_request(
 
 
 def _of_prefill(decode: Submit) -> Submit:
-    """The other submit of a pair at two controllers. One controller may serve both, so it has a rid of its own."""
+    """Return the second submit of a pair at two controllers. It has a rid of its own, as one controller may get
+    both."""
     return msgspec.structs.replace(
         decode,
         rid=f"{decode.rid}.prefill",
@@ -248,20 +251,21 @@ def _of_prefill(decode: Submit) -> Submit:
 
 
 def prompt_bytes(ids: Sequence[int]) -> bytes:
-    """The prompt frame; ConfigError for what is no list of token ids."""
+    """Return the prompt frame. Raises ConfigError for anything but a list of token ids."""
     if len(ids) > MAX_PROMPT_TOKENS:
         raise ConfigError(f"a prompt has at most {MAX_PROMPT_TOKENS} tokens, this one has {len(ids)}")
     try:
         frame = token_bytes(ids)
     except ValueError:
         raise ConfigError("token ids are integers from 0 to 2147483647") from None
-    if not frame[3::4].isascii():  # the highest bit of one is set: far quicker to see than the least id
+    if not frame[3::4].isascii():  # an id has its highest bit set; this check is much faster than min()
         raise ConfigError(f"token ids are integers from 0 to 2147483647, not {min(ids)}")
     return frame
 
 
 def _checked(message: _M) -> _M:
-    """`message` with the types and bounds of the protocol, and fit to be encoded; ConfigError says what is not."""
+    """Return `message`, checked against the types and bounds of the protocol. Raises ConfigError that names the
+    field."""
     kind = type(message)
     tag = str(kind.__struct_config__.tag)
     try:
@@ -277,7 +281,7 @@ def _checked(message: _M) -> _M:
 
 
 def _unfit(message: Message) -> str:
-    """The field that MessagePack can't say: an integer of more than 64 bits, half a surrogate pair."""
+    """Return the field that MessagePack cannot encode: an integer beyond 64 bits, or half a surrogate pair."""
     for name in message.__struct_fields__:
         try:
             msgspec.msgpack.encode(getattr(message, name))
@@ -287,13 +291,13 @@ def _unfit(message: Message) -> str:
 
 
 def any_rank(status: Status) -> bool:
-    """Whether a rank has joined, so that `status` says something of the cluster."""
+    """Return true if a rank has joined."""
     return any(rank.state != "gone" for rank in status.ranks)
 
 
 def leg_for(status: Status) -> Legs | None:
-    """What ready ranks can run: a `pair` where there are some of both legs, else `unified`; while none are ready, what
-    those that have joined will run. None while too few have joined to tell."""
+    """Return what the ready ranks can run: `pair` with ranks of both roles, else `unified`. While none are ready, the
+    ranks that have joined decide. None while too few have joined."""
     ready = {rank.role for rank in status.ranks if rank.state == "ready"}
     return _leg_of(ready) or _leg_of({rank.role for rank in status.ranks if rank.state != "gone"})
 
@@ -305,13 +309,13 @@ def _leg_of(roles: set[Role]) -> Legs | None:
 
 
 def block_tokens_for(status: Status) -> int:
-    """The block size to hash prompts with; 0 where no method in force looks at hashes, or ranks differ in it."""
+    """Return the block size for hashes of prompts; 0 where no method uses hashes, or where ranks differ in it."""
     sizes = {rank.block_tokens for rank in status.ranks if rank.role in status.uses_hashes and rank.state != "gone"}
     return sizes.pop() if len(sizes) == 1 else 0
 
 
 def model_of(status: Status) -> str:
-    """The one model that ready ranks serve, or all ranks while none is ready; ConfigError when there is none yet, or
+    """Return the one model of the ready ranks (of all ranks while none is ready). Raises ConfigError for none or
     several."""
     ready = {rank.model for rank in status.ranks if rank.state == "ready"}
     models = sorted(ready or {rank.model for rank in status.ranks if rank.state != "gone"})

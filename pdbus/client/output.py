@@ -1,6 +1,6 @@
-"""What a caller gets: pieces of output as they come, and how the request went; and text, where a tokenizer is at work.
+"""The output that a caller gets: pieces as they come, and the result of the request.
 
-Owns these shapes, and a client's tokenizers, which are loaded only when text is used.
+Owns these classes, and a client's tokenizers, which are loaded only when text is used.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class Piece(Struct, frozen=True, gc=False):
-    """Some output: token `ids`, the text they complete (empty where no tokenizer is at work), and where the option
-    `logprobs` asks for them the log probabilities of each."""
+    """A piece of output: token `ids`, the text that they complete (empty without a tokenizer), and their log
+    probabilities where the option `logprobs` asks for them."""
 
     ids: tuple[int, ...]
     text: str = ""
@@ -29,68 +29,68 @@ class Piece(Struct, frozen=True, gc=False):
 
 
 class Result(Struct, frozen=True, gc=False):
-    """How a request ended. `ids` are all output tokens, with `logprobs` of each where they were asked for; times in
-    seconds from the submit, at the client."""
+    """The result of a request. `ids` are all output tokens, `logprobs` has an entry for each where they were asked for.
+    Times are in seconds from the submit, measured at the client."""
 
     rid: str  # the request's id
     finish: FinishReason  # stop, length, cancelled or failed
     ids: tuple[int, ...]
     attempts: int  # how many: 1 when nothing went wrong
-    bootstrap_room: int | None  # None of a unified request
-    prefill: Location | None  # of the rank that computed the prompt's KV cache; None without
-    decode: Location | None  # of the rank that streamed (unified included)
-    found_by: FoundBy  # how decode learned of it: told by the controller, from the bus, or computed from the room
-    ttft_s: float  # 0 without any token
+    bootstrap_room: int | None  # None for a unified request
+    prefill: Location | None  # the rank that computed the prompt's KV cache; None: there was none
+    decode: Location | None  # the rank that streamed the output, also a unified one
+    found_by: FoundBy  # how decode found the prefill rank: from the controller, from the bus, or computed from the room
+    ttft_s: float  # 0: there was no token
     total_s: float  # to the end of the stream
     code: Code = "ok"  # why it failed; ok otherwise
     message: str = ""  # the same in one sentence
-    retry_after_s: float = 0.0  # when it failed: how long to wait before a new try (0: as one likes)
-    retryable: bool = False  # when it failed: whether a new try may go better
-    cached_tokens: int = 0  # of the prompt, from a prefix cache; 0 where no rank says, or the end did not come
+    retry_after_s: float = 0.0  # after a failure: how long to wait before a new try; 0: no advice
+    retryable: bool = False  # after a failure: whether a new try may succeed
+    cached_tokens: int = 0  # prompt tokens from a prefix cache; 0 also where no rank reported them
     logprobs: tuple[TokenLogprobs, ...] = ()
-    ran: bool = False  # a rank had it, or may have had it: its controller never said what became of it
+    ran: bool = False  # a rank had the request, or may have had it: its controller did not answer
 
     @property
     def tpot_s(self) -> float:
-        """Seconds per output token after the first; 0 with fewer than two."""
+        """Seconds per output token after the first; 0 for fewer than two tokens."""
         return (self.total_s - self.ttft_s) / (len(self.ids) - 1) if len(self.ids) > 1 else 0.0
 
     def raise_if_failed(self) -> None:
-        """RequestFailed when `finish` is `failed`."""
+        """Raise RequestFailed when `finish` is `failed`."""
         if self.finish == "failed":
             raise RequestFailed(self.code, self.message, retryable=self.retryable, retry_after_s=self.retry_after_s)
 
 
 class Deliver(Struct, frozen=True, gc=False):
-    """New output tokens, in order. Where they were asked for, `Request.logprobs` has those of each already."""
+    """An action: deliver new output tokens, in order. `Request.logprobs` already has theirs, where asked for."""
 
     rid: str
     ids: tuple[int, ...]
 
 
 class Ended(Struct, frozen=True, gc=False):
-    """The last action of every request."""
+    """An action, the last of every request: deliver its result."""
 
     rid: str
     result: Result
 
 
 def failure(rid: str, code: Code, message: str) -> Result:
-    """Of a request that never began."""
+    """Return the result of a request that never began."""
     return Result(rid, "failed", (), 1, None, None, None, "", 0.0, 0.0, code, message)
 
 
 class ModelTexts:
-    """A client's tokenizers by model, each loaded once. Any thread."""
+    """A client's tokenizers by model, each loaded once. Any thread may use it."""
 
     def __init__(self, model: str = "", places: Places | None = None) -> None:
-        self.model = model  # of text for which the caller names none; empty while it is unknown
+        self.model = model  # for text without a model named; empty while it is unknown
         self._places = places
         self._lock = threading.Lock()
         self._loaded: dict[str, ModelText] = {}
 
     def of(self, model: str) -> ModelText:
-        """ConfigError when there is no tokenizer, or its packages are missing."""
+        """Return the text of `model`. Raises ConfigError when there is no tokenizer, or when packages are missing."""
         from pdbus.text.models import text_for
 
         with self._lock:
@@ -100,7 +100,8 @@ class ModelTexts:
             return found
 
     def prompt(self, model: str, text: str, chat: bool, system: str | None) -> tuple[ModelText, list[int]]:
-        """The model's text, and the ids of the prompt that asks for an answer to `text`, or continues it."""
+        """Return the model's text, and the ids of a prompt that asks for an answer to `text` (or, without `chat`, is
+        it)."""
         its = self.of(model)
         if not chat:
             return its, its.encode(text)

@@ -1,7 +1,7 @@
-"""What a client asks another part besides requests (a status, a drain, a trace), until it is answered or too late.
+"""Questions of a client to another part (status, drain, trace), each until it is answered or its time is up.
 
-Owns the questions and the futures of those who asked; opens no socket and reads no clock. A question is any message
-with an `id`, and its answer any message with the same.
+Owns the questions and the futures of their answers; opens no socket and reads no clock. A question is any message with
+an `id`, and its answer is any message with the same `id`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from bus.errors import PeerLost, RequestFailed
 from bus.wire.messages import CONTROLLER_TO_CLIENT, Message, Refused, Status
 from bus.wire.status import join
 
-REPEAT_S = 1.0  # a question without an answer
-LOOK_AGAIN_S = 0.1  # one whose answer does not say yet what is waited for
+REPEAT_S = 1.0  # a question without an answer is sent again after this time
+LOOK_AGAIN_S = 0.1  # a question whose answer was not enough is sent again after this time
 ANSWERS = tuple(kind for kind in CONTROLLER_TO_CLIENT.values() if "id" in kind.__struct_fields__)
 
 A = TypeVar("A", bound=Message)
@@ -33,13 +33,15 @@ class _Question(Generic[A]):
     repeat_s: float
     next_at: float
     end_at: float
-    part: Status | None = None  # the answer as far as it has come, where it comes in several messages
-    seen: A | None = None  # the last whole one, which was not enough
+    part: Status | None = None  # the parts received so far of an answer in several messages
+    seen: A | None = None  # the last complete answer, which was not enough
 
 
 class Questions:
+    """The open questions of one client."""
+
     def __init__(self) -> None:
-        self._open: dict[int, _Question[Any]] = {}  # by number; one that is asked again for more gets a new number
+        self._open: dict[int, _Question[Any]] = {}  # by number; a question that is asked again gets a new one
         self._number = 0
 
     def ask(
@@ -54,13 +56,13 @@ class Questions:
         enough: Callable[[A], bool] | None = None,
         repeat_s: float = REPEAT_S,
     ) -> None:
-        """Let `tick` send `make(number)` to `peer` each `repeat_s`, until `answer` has its result, a message of `kind`,
-        or `wait_s` have passed. One that is not `enough` is asked for again, and the last one is the answer when time
-        is up."""
+        """Have `tick` send `make(number)` to `peer` every `repeat_s` seconds, until a message of `kind` becomes the
+        result of `answer` or `wait_s` seconds have passed. An answer that is not `enough` is asked for again; when time
+        is up, the last one counts."""
         self._put(_Question(peer, make, kind, answer, enough, repeat_s, now, now + wait_s))
 
     def answered(self, peer: str, message: Message, now: float) -> None:
-        """An answer came from `peer`; one that fits no open question of it means nothing."""
+        """Handle an answer of `peer`. One that belongs to no open question is ignored."""
         number: int = getattr(message, "id", 0)
         question = self._open.get(number)
         if question is None or question.peer != peer:
@@ -81,7 +83,7 @@ class Questions:
                 self._put(question)
 
     def tick(self, now: float) -> list[Send]:
-        """What is to be sent now, for the first time or again."""
+        """Return the questions to send now, for the first time or again."""
         sends: list[Send] = []
         for number, question in list(self._open.items()):
             if question.answer.done():
@@ -94,7 +96,7 @@ class Questions:
         return sends
 
     def drop(self, outcome: Exception | None = None) -> None:
-        """All of them end: with `outcome`, or cancelled."""
+        """End all questions: with `outcome`, or cancelled if it is None."""
         while self._open:
             answer = self._open.popitem()[1].answer
             if outcome is None:
@@ -110,8 +112,8 @@ class Questions:
         settle(self._open.pop(number).answer, outcome)
 
     def _unknown(self, peer: str, refused: Refused) -> None:
-        """A part that is older than this one cannot read what it does not know, so its refusal has no number; its
-        sentence ends with the tag."""
+        """Handle a refusal without a number: an older part cannot read an unknown question, and its message names the
+        tag alone."""
         for number, question in list(self._open.items()):
             tag = question.make(number).__struct_config__.tag
             if question.peer == peer and refused.code == "bad_message" and refused.message == f"tag: {tag}":
@@ -120,7 +122,7 @@ class Questions:
 
 
 def settle(answer: Future[A], outcome: A | Exception) -> None:
-    """Unless whoever asked gave up, which another thread may do at this very moment: set_result alone would raise."""
+    """Set the outcome of `answer`, unless another thread has cancelled it, perhaps at this moment."""
     if answer.done() or not answer.set_running_or_notify_cancel():
         return
     if isinstance(outcome, Exception):

@@ -1,6 +1,6 @@
-"""One request at the client: its record, and the tables that decide its next state and that of each of its submits.
+"""One request at the client: its record, and the tables that give the next state of it and of each of its submits.
 
-Owns what is kept of a request. Who is told what, and when, is for `core`.
+Owns the data of a request. Which messages are sent, and when, is decided by `core`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ SubmitKey: TypeAlias = tuple[str, Rid]  # a controller's client endpoint, and th
 
 
 class Event(Enum):
-    """What moves a request, or one of its submits, to another state."""
+    """An event that moves a request, or one of its submits, to another state."""
 
     SUBMIT = "submit"  # submitted, or submitted again
-    QUEUED = "queued"  # `accepted` without a rank: known there, and waits for one
+    QUEUED = "queued"  # `accepted` without a rank: the controller knows it, and it waits for one
     ACCEPTED = "accepted"
     DONE = "done"
     FAILED = "failed"
@@ -30,14 +30,14 @@ class Event(Enum):
     RETRY = "retry"  # to be submitted again, after a while
     END = "end"
 
-    __hash__ = object.__hash__  # Enum's own takes a call in Python; one object a member is all that counts
+    __hash__ = object.__hash__  # Enum's own is a Python function; identity is enough, as each member is one object
 
 
 class State(Enum):
     NEW = "new"
     SUBMITTED = "submitted"  # waits for `accepted`
     RUNNING = "running"  # accepted; attached, where there is a stream
-    AWAITING_VERDICT = "awaiting verdict"  # the stream failed; the controller may still mend it
+    AWAITING_VERDICT = "awaiting verdict"  # the stream failed; the controller may still retry the leg
     BACKOFF = "backoff"  # waits to be submitted again
     ENDED = "ended"
 
@@ -45,7 +45,7 @@ class State(Enum):
 
 
 class SubmitState(Enum):
-    ASKED = "asked"  # waits for its controller's answer, and is repeated until it comes
+    ASKED = "asked"  # waits for its controller's answer; repeated until it comes
     TAKEN = "taken"  # its controller gave it to a rank
     OVER = "over"  # done, or failed
 
@@ -64,7 +64,7 @@ NEXT: dict[State, dict[Event, State]] = {
     _S.ENDED: {},
 }  # fmt: skip
 SUBMIT_NEXT: dict[SubmitState, dict[Event, SubmitState]] = {
-    _L.ASKED: {  # done without `accepted`: that was lost, and with it where the output is; so it is asked again
+    _L.ASKED: {  # `done` without `accepted`: that was lost, and with it the address of the output; so submit again
         _E.SUBMIT: _L.ASKED, _E.QUEUED: _L.ASKED, _E.ACCEPTED: _L.TAKEN, _E.DONE: _L.ASKED, _E.FAILED: _L.OVER,
     },
     _L.TAKEN: {
@@ -75,9 +75,12 @@ SUBMIT_NEXT: dict[SubmitState, dict[Event, SubmitState]] = {
 
 
 class Request:
-    """A request and how it goes. Its main submit, the first and nearly always the only one, has its rid and streams the
-    tokens unless it is a lone prefill leg; its end is the request's. With a controller for each leg there is another,
-    which shares its fate."""
+    """A request and its progress.
+
+    The main submit is the first one, and nearly always the only one. It has the request's rid, it streams the tokens
+    (unless it is a lone prefill leg), and the request ends when it ends. With one controller for each leg there is a
+    second submit, which is cancelled or retried together with the main one.
+    """
 
     __slots__ = (
         "alive_at", "asked_again", "asked_at", "attached", "began_at", "cached_tokens", "deadline_at", "decode",
@@ -91,37 +94,37 @@ class Request:
         wants_logprobs: bool = False,
     ) -> None:  # fmt: skip
         self.rid = rid
-        # as they were said first, but for the number of the attempt: that is the last one submitted or heard of
+        # as they were submitted first, except for `attempt`, which is the last one submitted or seen in a message
         self.submits = submits
         self.prompt = prompt  # int32 little-endian
         self.params = params  # the frame
         self.stop_ids = stop_ids  # the tokens that are known to end the output
         self.wants_logprobs = wants_logprobs
-        self.max_tokens: int = self.main.max_tokens  # looked at with every token
+        self.max_tokens: int = self.main.max_tokens  # read for every token, so kept here
         self.state = State.NEW
         self.submit_states = dict.fromkeys(submits, SubmitState.ASKED)
-        self.queued: dict[SubmitKey, int] = {}  # the last attempt of which a controller said that it waits
-        self.withdrawn_at: dict[SubmitKey, float] = {}  # of attempts that we gave up; not answered yet
-        self.asked_at = dict.fromkeys(submits, 0.0)  # this attempt, or when its controller last said that it waits
-        self.resend_at = 0.0  # when those without an answer are said again
+        self.queued: dict[SubmitKey, int] = {}  # the last attempt that a controller reported as waiting
+        self.withdrawn_at: dict[SubmitKey, float] = {}  # when we cancelled an attempt whose answer is still missing
+        self.asked_at = dict.fromkeys(submits, 0.0)  # when this attempt was sent, or last reported as waiting
+        self.resend_at = 0.0  # when submits without an answer are sent again
         self.resend_s = 0.0
         self.ids: list[int] = []  # the output so far
-        self.logprobs: list[TokenLogprobs] = []  # of each of `ids`, where they are wanted
-        self.offset = 0  # how many of them the run goes on from that was asked for last
-        self.first = 1  # attempt
+        self.logprobs: list[TokenLogprobs] = []  # one for each of `ids`, where the request wants them
+        self.offset = 0  # how many of `ids` the last submit already had
+        self.first = 1  # the first attempt
         self.began_at = 0.0
         self.deadline_at: float | None = None
         self.first_token_at: float | None = None
         self.retries = 0  # since the last new token
-        self.due_at = 0.0  # of AWAITING_VERDICT and BACKOFF
-        self.ran = False  # a leg of it was given to a rank
-        self.no_rank_at: float | None = None  # when there was none for it first, since then
-        self.stream_failure: tuple[Code, str] = ("ok", "")  # of AWAITING_VERDICT: why the stream failed
-        self.endpoint = ""  # where it is attached, or empty
-        self.attached = 0  # to this attempt
+        self.due_at = 0.0  # the end of AWAITING_VERDICT or BACKOFF
+        self.ran = False  # a leg was dispatched to a rank
+        self.no_rank_at: float | None = None  # since when there has been no rank for it
+        self.stream_failure: tuple[Code, str] = ("ok", "")  # in AWAITING_VERDICT: why the stream failed
+        self.endpoint = ""  # of the node where it is attached; empty: nowhere
+        self.attached = 0  # the attempt that it is attached to
         self.alive_at = 0.0
-        self.asked_again = False  # the silent stream was
-        self.gap_at = -GAP_S  # when a gap was asked for
+        self.asked_again = False  # the silent stream was asked for once more
+        self.gap_at = -GAP_S  # when missing tokens were last asked for
         self.prefill: Location | None = None
         self.decode: Location | None = None
         self.found_by: FoundBy = ""
@@ -138,23 +141,23 @@ class Request:
 
     @property
     def attempt(self) -> int:
-        """The last of any submit."""
+        """The highest attempt of its submits."""
         return max([submit.attempt for submit in self.submits.values()])
 
     def begin_try(self, attempt: int) -> None:
-        """All submits are of this attempt now; those at two controllers say so, as each of these may count on."""
+        """Give all submits this attempt. Those at two controllers also name it as the pair's attempt."""
         pair_attempt = attempt if len(self.submits) > 1 else 0
         for key, submit in self.submits.items():
             self.submits[key] = msgspec.structs.replace(submit, attempt=attempt, pair_attempt=pair_attempt)
 
     def number(self, key: SubmitKey, attempt: int) -> None:
-        """The submit at `key` is of this attempt now."""
+        """Set the attempt of the submit `key`."""
         if attempt != self.submits[key].attempt:
             self.submits[key] = msgspec.structs.replace(self.submits[key], attempt=attempt)
 
     @property
     def may_run(self) -> bool:
-        """Whether a controller has not said yet what becomes of the last attempt, so that a rank may have it."""
+        """Return true while a rank may have the last attempt: its controller has not answered yet."""
         return any(
             state is SubmitState.ASKED and self.queued.get(key) != self.submits[key].attempt
             for key, state in self.submit_states.items()
@@ -169,7 +172,7 @@ class Request:
         self.state = state
 
     def takes_at(self, key: SubmitKey, event: Event) -> bool:
-        """Whether `event` means anything to the submit at `key` now; what peers say late does not."""
+        """Return true if `event` is valid for the submit `key` now. A late message of a peer is not."""
         return event in SUBMIT_NEXT[self.submit_states[key]]
 
     def move_at(self, key: SubmitKey, event: Event) -> None:
@@ -178,7 +181,7 @@ class Request:
         self.submit_states[key] = state
 
     def header(self, key: SubmitKey, now: float, avoid: tuple[MemberKey, ...] = ()) -> Submit:
-        """What is said at `key` now: the output so far follows the prompt in its frame, and ranks to avoid."""
+        """Return the header to submit now: the output so far counts as prompt, and `avoid` names ranks to avoid."""
         first, have = self.submits[key], len(self.ids)
         if not have and not avoid and now == self.began_at:
             return first
@@ -192,5 +195,5 @@ class Request:
         )
 
     def frames(self) -> tuple[bytes, bytes]:
-        """What follows the header."""
+        """Return the frames after the header: prompt with the output so far, and sampling parameters."""
         return (self.prompt + token_bytes(self.ids) if self.ids else self.prompt, self.params)

@@ -1,7 +1,7 @@
-"""What reads and writes the sockets of a client on an event loop. Decides nothing.
+"""Reads and writes the sockets of a client on an event loop. Decides nothing.
 
-The descriptor of a ZeroMQ socket says that something happened, not that there is a message, and says it once. So a
-socket is read until it is empty, and looked at again after whatever was sent, since sending takes in what happened too.
+The descriptor of a ZeroMQ socket signals once that something happened, not that there is a message. So a socket is read
+until it is empty, and checked again after each send, because sending processes pending events of the socket too.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from bus.runtime.connection_limiter import hang_up
 from bus.runtime.logs import get_logger
 from bus.runtime.sockets import Socket
 
-BUDGET = 64  # messages of a socket before others have their turn
+BUDGET = 64  # messages read from one socket before the others are read
 
 log = get_logger("client")
 Handler = Callable[[list[bytes]], None]
 
 
 class SocketReader:
-    """Each message of a watched socket goes to its handler. `flush` sends what is to be said, and is called soon after
-    `turn_soon`. What either of them raises ends the reading and goes to `failed`."""
+    """Passes each message of a watched socket to its handler. `flush` sends pending messages; it is called soon after
+    `turn_soon`. An exception of a handler or of `flush` ends the reading and is passed to `failed`."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, flush: Callable[[], None], failed: Callable[[Exception], None]
@@ -33,10 +33,10 @@ class SocketReader:
         self._flush = flush
         self._failed = failed
         self._handlers: dict[Socket, tuple[int, Handler]] = {}
-        self.closed = False  # nothing is to be read any more, and the loop may be closed too
-        self._turning = False  # `_turn` is to come
-        self._unseen: set[Socket] = set()  # to be looked at then
-        self._skipping: set[Socket] = set()  # in the midst of a message with too many frames
+        self.closed = False  # nothing is read any more; the loop may be closed too
+        self._turning = False  # `_turn` is scheduled
+        self._unseen: set[Socket] = set()  # sockets to check in the next turn
+        self._skipping: set[Socket] = set()  # sockets in the middle of a message with too many frames
 
     def watch(self, socket: Socket, handler: Handler) -> None:
         descriptor = int(socket.getsockopt(zmq.FD))
@@ -51,7 +51,7 @@ class SocketReader:
             self._loop.remove_reader(descriptor)
 
     def close(self) -> None:
-        """Watch none any more."""
+        """Stop watching all sockets."""
         self.closed = True
         for socket in list(self._handlers):
             self.unwatch(socket)
@@ -72,7 +72,7 @@ class SocketReader:
         self.turn_soon()
 
     def _turn(self) -> None:
-        """Send what was said, and look at what may have come."""
+        """Send pending messages, and read sockets that may have messages."""
         self._turning = False
         if self.closed:
             return
@@ -91,8 +91,8 @@ class SocketReader:
             self._failed(error)
 
     def _drain(self, socket: Socket, likely: bool) -> None:
-        """Read it until it is empty. To ask first whether there is a message costs less than an attempt in vain, and
-        more than one that succeeds: so not where it is `likely` that there is one."""
+        """Read `socket` until it is empty. Checking for a message first costs less than a read that fails, but more
+        than one that succeeds; so there is no check where a message is `likely`."""
         likely = likely and socket not in self._skipping
         for _ in range(BUDGET):
             watched = self._handlers.get(socket)

@@ -27,18 +27,18 @@ class Client(BaseClient):
         controller: its base address (default: the one `pdbus up` serves on).
         prefill_controller, decode_controller: instead, one controller for each leg. Both get the same room, and the
             failure of one leg cancels the other.
-        retries: how often a request is tried anew without a new token in between. Zero: every failure is final, so
-            that nothing is resumed either.
-        connect_timeout_s: how long a controller may leave a submit unanswered, or have no rank yet to tell this client
-            the model and whether prefill and decode are split.
-        overloaded_s, no_rank_s: without a token yet, how long after the submit an overloaded cluster is tried again,
-            and how long one that has no rank for the request, from when that was heard first. Default: `retries` alone
-            counts.
+        retries: how often a request is retried without a new token in between. With 0 every failure is final, and
+            nothing is resumed.
+        connect_timeout_s: how long a controller may leave a submit unanswered, or may have no rank yet (from which
+            this client learns the model, and whether prefill and decode are split).
+        overloaded_s, no_rank_s: before the first token, how long after the submit an overloaded cluster is tried
+            again, and how long after the first such answer a cluster without a rank for the request. Default: only
+            `retries` counts.
         keys: directory of CURVE keys.
-        model: for text; default: what the controller's ranks serve.
+        model: for text; default: the model that the controller's ranks serve.
         tokenizer: for text: a folder with the model's `tokenizer.json`, or the word `bytes` (default: the model's own
             files on this machine).
-        seed: of the random rids and rooms, for tests.
+        seed: for random rids and rooms, for tests.
 
     Raises ConfigError for a wrong address. `generate` and `generate_tokens` raise TypeError for an option that does not
     exist, ConfigError for a wrong value and, where they must ask the controller first, PeerLost when none answers; a
@@ -57,16 +57,17 @@ class Client(BaseClient):
         self.close()
 
     def close(self) -> None:
-        """Cancel what is live and leave; idempotent."""
+        """Cancel live requests and close the connections; idempotent."""
         self._channel.stop()
 
     def generate(
         self, text: str, *, chat: bool = True, system: str | None = None, **options: Unpack[Options]
     ) -> Stream:
-        """Submit `text`: as a user's turn in the model's chat template (after the system message `system`), or as it is
-        with `chat` false, where special tokens in it are read as such. The stream's pieces carry text. ConfigError also
-        when the model is unknown, because no rank joins the controller within `connect_timeout_s` or because ranks
-        serve several, and when it has no tokenizer or no chat template here."""
+        """Submit `text` as a user's turn in the model's chat template, after the system message `system`; the stream's
+        pieces carry text. With `chat` false, submit it as it is; special tokens in it are then read as such.
+
+        Raises ConfigError also when the model is unknown (no rank joins the controller within `connect_timeout_s`, or
+        ranks serve several), and when it has no tokenizer or no chat template on this machine."""
         check_text(text)
         check_options(options)
         model = (
@@ -81,23 +82,23 @@ class Client(BaseClient):
         return self._begin(ids, options, None)
 
     def status(self, *, timeout_s: float | None = None) -> Status:
-        """What the controller (of the decode legs) knows of its ranks. PeerLost when none answers within `timeout_s`
-        (default: `connect_timeout_s`)."""
+        """Return the status of the controller (that of the decode legs): its ranks and counts. Raises PeerLost when it
+        does not answer within `timeout_s` (default: `connect_timeout_s`)."""
         return self._ask_status(self._channel, timeout_s).result()
 
     def trace(self, rid: str, *, timeout_s: float | None = None) -> TraceReply:
-        """What controller and ranks remember of the request `rid`, as `pdbus trace` shows it. RequestFailed when the
-        controller does not tell this client, PeerLost as with `status`."""
+        """Return what controller and ranks recorded of the request `rid`, as `pdbus trace` shows it. Raises
+        RequestFailed when this client may not see it, and PeerLost as `status` does."""
         return self._ask_trace(self._channel, rid, timeout_s).result()
 
     def drain(self, instance: str, dp_rank: int, *, timeout_s: float | None = None) -> None:
-        """Let a rank finish what it has and leave. RequestFailed when the controller knows no such rank, ConfigError
-        when there can be none of that name, PeerLost as with `status`."""
+        """Drain a rank: it finishes its requests and leaves. Raises RequestFailed when the controller knows no such
+        rank, ConfigError for an invalid name, and PeerLost as `status` does."""
         self._ask_drain(self._channel, instance, dp_rank, timeout_s).result()
 
     def drain_role(self, role: Role, model: str = "", *, timeout_s: float | None = None) -> None:
-        """Let all ranks of a role, of one model or of all, finish what they have and leave; the controller does not
-        miss the role then, unless it was told to expect it. PeerLost as with `status`."""
+        """Drain all ranks of a role, of one model or of all models. The controller then does not report the role as
+        missing, unless it has the setting to expect it. Raises PeerLost as `status` does."""
         self._ask_drain_role(self._channel, role, model, timeout_s).result()
 
     def _begin(self, ids: Sequence[int], options: Options, text: ModelText | None) -> Stream:
@@ -110,11 +111,12 @@ class Client(BaseClient):
 
 
 class Stream(BaseStream):
-    """The output of one request: iterate to get `Piece`s; one thread may iterate, any may cancel. RequestFailed at the
-    end when the request failed.
+    """The output of one request. Iterate over it to get `Piece`s; a request that failed raises RequestFailed at the
+    end.
 
-    Leaving the loop early cancels the request, and so does dropping the stream before its end. `result` is there once
-    the iteration ended (also by RequestFailed). `rid` is the request's id.
+    One thread may iterate, any thread may cancel. Leaving the loop early cancels the request, and so does dropping the
+    stream before its end. `result` is available after the iteration (also after RequestFailed). `rid` is the request's
+    id.
     """
 
     def __init__(
@@ -125,7 +127,8 @@ class Stream(BaseStream):
 
     @property
     def result(self) -> Result:
-        """How the request went; waits for its end and drops what was not read. Does not raise if it failed."""
+        """The result of the request. Waits for its end and drops output that was not read. Does not raise if it
+        failed."""
         for _ in self._pieces():
             pass
         assert self._result is not None
@@ -141,11 +144,11 @@ class Stream(BaseStream):
         self._result.raise_if_failed()
 
     def text(self) -> str:
-        """All the text (of what was not read yet). RequestFailed when the request fails."""
+        """Return all text that was not read yet. Raises RequestFailed when the request fails."""
         return "".join(piece.text for piece in self)
 
     def tokens(self) -> list[int]:
-        """All the token ids (of what was not read yet). RequestFailed when the request fails."""
+        """Return all token ids that were not read yet. Raises RequestFailed when the request fails."""
         return [token for piece in self for token in piece.ids]
 
     def _pieces(self) -> Iterator[Piece]:

@@ -1,6 +1,6 @@
-"""What a client says and hears: its sockets, its core and its questions, on one thread. Decides nothing.
+"""The messages of a client: its sockets, its core and its questions, on one thread. Decides nothing.
 
-Whose thread that is, and what waits for the sockets, is for who runs it (`channel`, `loop_channel`).
+`channel` or `loop_channel` runs it, on a thread of its own or on the caller's loop, and waits for the sockets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pdbus.client.questions import ANSWERS, A, Questions
 from pdbus.client.request import Request
 
 TICK_S = 0.05
-IDLE_S = 30.0  # connections to nodes that nobody uses are closed after so long
+IDLE_S = 30.0  # a connection to a node that is unused for this long is closed
 
 log = get_logger("client")
 Update = tuple[int, ...] | Result
@@ -46,12 +46,12 @@ class _Peer:
 
 
 class Traffic:
-    """`controllers` are client endpoints; connections to nodes are made as needed.
+    """The traffic with `controllers` (client endpoints) and with nodes, to which it connects as needed.
 
-    `watch(socket, handler)` has each message that comes handed to `handler`, until `unwatch(socket)`; `send` is
-    `frames.send`, or does that and more; `tick` is called each TICK_S. What is said waits for `flush`, at the end of a
-    turn (`flush_soon` asks for it): what leaves together wakes ZeroMQ's I/O thread once, which takes more than all else
-    that a message costs. A `detach` alone asks for none: it leaves with what is said next, or at the next tick.
+    `watch(socket, handler)` passes each message of a socket to `handler`, until `unwatch(socket)`. `send` sends frames.
+    The owner calls `tick` every TICK_S. Messages wait for `flush` at the end of a turn, which `flush_soon` requests:
+    messages sent together wake ZeroMQ's I/O thread once, and the wake-up is most of a message's cost. A `detach` alone
+    requests no flush: it leaves with the next message, or at the next tick.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Traffic:
         self._send_frames = send
         self._flush_soon = flush_soon
         self._outbox: list[Send] = []
-        self._flush_due = False  # there is more in it than what can wait
+        self._flush_due = False  # the outbox has more than messages that can wait
         self._peers: dict[str, _Peer] = {}
         self._sinks: dict[str, Sink] = {}
-        self.dropped: deque[tuple[str, Sink]] = deque()  # requests that nobody reads any more; any thread appends
-        self._unread: list[tuple[str, Sink]] = []  # those that were among them at the last tick
+        self.dropped: deque[tuple[str, Sink]] = deque()  # requests that are no longer read; any thread appends
+        self._unread: list[tuple[str, Sink]] = []  # taken from `dropped` at the last tick
         self._questions = Questions()
         self._rejections = Rejections(log, Counter())
         self._look_at = clock() + LOOK_S
@@ -96,7 +96,7 @@ class Traffic:
         self._do(self._core.begin(request, self._clock()))
 
     def cancel(self, rid: str, sink: Sink | None = None) -> None:
-        """End the request; where `sink` is given, only its own, and not another of that rid."""
+        """Cancel the request `rid`; with `sink`, only if it is the request of that sink."""
         if sink is None or self._sinks.get(rid) == sink:
             self._do(self._core.cancel(rid, self._clock()))
 
@@ -139,19 +139,19 @@ class Traffic:
                     self._sockets.close_socket(peer.socket)
 
     def leave(self, why: Exception | None = None) -> None:
-        """Cancel what is live; nothing is said or heard any more. Who asked something hears `why`, or is cancelled."""
+        """Cancel live requests and close the sockets. Open questions fail with `why`, or are cancelled."""
         for rid in list(self._sinks):
             self.cancel(rid)
         self._questions.drop(why)
         self._request_flush()
         self.flush()
-        for peer in self._peers.values():  # what was just said (cancel, detach) still goes out
+        for peer in self._peers.values():  # messages just sent (cancel, detach) still leave
             self._unwatch(peer.socket)
             self._sockets.close_socket(peer.socket, linger_ms=200)
         self._peers.clear()
 
     def flush(self) -> None:
-        """Send what was said, where that was asked for."""
+        """Send the outbox, if a flush was requested."""
         if not self._flush_due:
             return
         self._flush_due = False
@@ -160,11 +160,11 @@ class Traffic:
             self._send(action)
 
     def drop_results(self) -> None:
-        """Those who waited are gone: nobody is told of anything any more."""
+        """Drop all further results, because the callers are gone."""
         self._sinks = dict.fromkeys(self._sinks, lambda update: None)
 
     def fail(self) -> None:
-        """Nobody may wait for ever because of a bug of ours."""
+        """End all requests and questions after a bug of ours, so that no caller waits without end."""
         while self._sinks:
             rid, sink = self._sinks.popitem()
             sink(broken(rid))
@@ -173,7 +173,7 @@ class Traffic:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _end_unread(self) -> None:
-        """A tick later, as a request may be dropped before the word that begins it has been heard."""
+        """Cancel dropped requests, one tick late: a request may be dropped before its `begin` has run."""
         due, self._unread = self._unread, []
         while self.dropped:
             self._unread.append(self.dropped.popleft())
@@ -203,13 +203,13 @@ class Traffic:
         except zmq.Again:
             kind = type(action.message).__name__
             rid = getattr(action.message, "rid", None)
-            log.debug("message.unsent", peer=action.peer, message=kind, rid=rid)  # the core repeats what matters
+            log.debug("message.unsent", peer=action.peer, message=kind, rid=rid)  # the core repeats it if it matters
         except (ConfigError, StartError) as error:
-            # A controller may name any endpoint as a rank's; to the core such a peer is silent.
+            # A controller may name any endpoint as a rank's. To the core such a peer is silent.
             log.warning("rank.unreachable", peer=action.peer, error=str(error))
 
     def _connect(self, endpoint: str) -> Socket:
-        """StartError where nobody can be."""
+        """Return the socket to `endpoint`. Raises StartError for an address that cannot be connected to."""
         peer = self._peers.get(endpoint)
         if peer is None:
             role: KeyRole = "controllers" if endpoint in self._controllers else "nodes"
@@ -237,8 +237,8 @@ class Traffic:
 
 
 def check_question(make: Callable[[int], Message], timeout_s: float | None) -> None:
-    """ConfigError when `make` takes exception to its arguments, what it makes can't be encoded, or the time to wait is
-    no number of seconds."""
+    """Raise ConfigError when `make` rejects its arguments, when its message cannot be encoded, or when `timeout_s` is
+    not a number of seconds."""
     try:
         codec.encode(make(0))
         wait_s = 0.0 if timeout_s is None else float(timeout_s)
