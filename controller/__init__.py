@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from controller.config import ControllerConfig
     from controller.core import ControllerCore
     from controller.dispatcher import Dispatcher
-    from controller.load.table import LoadTable
+    from controller.load.checked import LoadTable
     from controller.policies import POLICIES, Policy, PolicySettings, PrefixPolicy
     from controller.shell import Controller
 
@@ -26,7 +26,7 @@ _HOMES = {
     "ControllerConfig": "config",
     "ControllerCore": "core",
     "Dispatcher": "dispatcher",
-    "LoadTable": "load.table",
+    "LoadTable": "load.checked",
     "Policy": "policies",
     "PolicySettings": "policies",
     "PrefixPolicy": "policies",
