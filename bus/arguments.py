@@ -4,6 +4,7 @@ cannot be meant. For parts without a thread; what comes over the wire is checked
 
 from __future__ import annotations
 
+import math
 from numbers import Real
 from operator import index
 from typing import TypeVar
@@ -21,9 +22,13 @@ def seconds(value: object, name: str = "now") -> float:
     """Return `value`, a number of any library, as a finite number of seconds."""
     if not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}")
-    if not abs(value) <= LONGEST_S:
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= LONGEST_S:
         raise ValueError(f"{name} must be a finite number of seconds")
-    return float(value)
+    return number
 
 
 def count(value: object, name: str) -> int:
@@ -42,4 +47,4 @@ def message(value: object, kind: type[M]) -> M:
         convert(to_builtins(value), kind, builtin_types=(bytes,))
     except (ValidationError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{kind.__name__}: {error}") from None
-    return value  # type: ignore[return-value]
+    return value

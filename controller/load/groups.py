@@ -240,6 +240,7 @@ class Group:
             del self.ready[model]
 
     def _index(self, metric: Metric) -> LeastIndex:
+        metric = Metric(metric)  # ValueError before there is an index of what is none
         index = self._indexes[metric] = LeastIndex()
         for leaf, rank in enumerate(self.members):
             if rank is not None:

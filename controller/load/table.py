@@ -29,7 +29,7 @@ from msgspec import ValidationError, convert, to_builtins
 
 from bus.defaults import STALE_INTERVALS, STALE_S, bounded_interval_s
 from bus.timer_slots import TimerSlots
-from bus.wire.messages import Ack, Hello, Load, MemberKey, Role, Sent, SentTo
+from bus.wire.messages import MAX_ROOM, Ack, Hello, Load, MemberKey, Role, Sent, SentTo
 from controller.load.groups import Group, group_names, key_of
 from controller.load.index import NEVER
 from controller.load.rank import UNLIMITED, RankLoad
@@ -41,15 +41,8 @@ HARD_FACTOR = 4  # what cannot go elsewhere may queue at its rank up to this man
 
 
 class LoadTable:
-    """Loads of all ranks, as one controller sees them. Public, and usable without a process, thread or socket of ours
-    (examples/load_table.py): its ranks count dispatches by `controller_epoch`, any number that no other controller, and
-    no other start of this one, uses.
-
-    `now` is in seconds of any clock that never goes back, the same for all methods; requests and tokens are counts.
-    Nothing raises for what a rank reports: what makes no sense is dropped or bounded.
-
-    `request_overcommit` x `max_running` requests and `token_overcommit[role]` x `kv_capacity` tokens are a rank's
-    credit; a capacity of 0 in its hello means "not stated" and does not limit. `counts` says what was dropped and why.
+    """Loads of all ranks, as one controller sees them, for callers that have checked the arguments. A program that
+    embeds it alone has `controller.load.checked.LoadTable`.
     """
 
     def __init__(
@@ -300,8 +293,8 @@ class LoadTable:
                 rank.key[0],
                 rank.key[1],
                 rank.epoch,
-                max(0, rank.sent + rank.skew),
-                max(0, rank.sent_tokens + rank.skew_tokens),
+                min(MAX_ROOM, max(0, rank.sent + rank.skew)),  # a rank may claim to have taken in anything
+                min(MAX_ROOM, max(0, rank.sent_tokens + rank.skew_tokens)),
             )
             for rank in self.ranks.values()
             if rank.last_turn > since

@@ -12,7 +12,8 @@ from controller_world import hello, load
 from msgspec.structs import replace
 from retained import retained
 
-from bus.wire.messages import Ack, Role, Sent, SentTo
+from bus.wire import codec
+from bus.wire.messages import MAX_ROOM, PUBLICATIONS, Ack, Role, Sent, SentTo
 from controller.load.groups import Metric
 from controller.load.rank import RankLoad
 from controller.load.table import MAX_CLOSED, MAX_CONTROLLERS, SEQ_JUMP, LoadTable
@@ -45,6 +46,16 @@ def test_a_charge_raises_the_estimate_at_once_and_a_report_without_it_does_not_e
     table.apply(rank.key, 1, load(4, acks=[(ME, 1, 10)]), 0.3)
     assert (rank.requests, rank.tokens) == (0, 0)
     table.validate()
+
+
+def test_counters_can_be_sent_whatever_a_rank_claims_to_have_taken_in() -> None:
+    """Else no controller takes the whole message, with those of all other ranks."""
+    table, (rank,) = table_with(1)
+    table.charge(rank, 10)
+    table.apply(rank.key, 1, load(1, acks=[(ME, MAX_ROOM, MAX_ROOM)]), 0.0)
+    table.charge(rank, 10)
+    message = Sent("me", ME, 1, table.counters())
+    assert codec.decode(codec.encode(message), PUBLICATIONS) == message
 
 
 def test_an_old_report_is_dropped_and_counted() -> None:
