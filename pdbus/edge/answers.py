@@ -1,6 +1,6 @@
 """The bytes of answers: OpenAI's chat and text completions and SGLang's `/generate`, whole or as server-sent events.
 
-What is the same in every event of an answer is made once; a token adds its text. Pure.
+The part that is the same in every event of an answer is made once; a token adds its text. Pure.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ encode = msgspec.json.Encoder().encode
 
 @dataclass(slots=True)
 class Answer:
-    """One choice: what came so far, and how it ended. `matched` is the stop string or token that ended it."""
+    """One choice: the output so far, and its end. `matched` is the stop string or token that ended it."""
 
     index: int
     prompt_tokens: int
-    first: bool = True  # of its prompt, whose tokens count once
+    first: bool = True  # the first choice of its prompt, whose tokens count once
     text: str = ""
     ids: list[int] = field(default_factory=list)
     finish: str = ""  # stop or length
@@ -39,7 +39,7 @@ class Answer:
         return self.result.cached_tokens if self.result is not None else 0
 
     def route(self) -> dict[str, Any] | None:
-        """Who answered."""
+        """Return the ranks that answered, and the attempts; None before the end."""
         result = self.result
         if result is None:
             return None
@@ -53,13 +53,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What all choices share. `prompt_tokens` of the request: each prompt counts once."""
+    """The part that all choices share. `prompt_tokens` are those of the request: each prompt counts once."""
 
     id: str
     model: str
     prompt_tokens: int
     include_usage: bool = False
-    continuous_usage: bool = False  # in every event, of what its choice has so far
+    continuous_usage: bool = False  # in every event, for its choice so far
     created: int = field(default_factory=lambda: int(time.time()))
 
     def usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -70,30 +70,30 @@ class Head:
 
 
 class Writer(Protocol):
-    """Of one HTTP request."""
+    """Makes the bytes of one HTTP response."""
 
     def begin(self, answer: Answer) -> bytes:
-        """Before the first text of `answer`."""
+        """Return the event before the first text of `answer`."""
 
     def more(self, answer: Answer, text: str) -> bytes:
-        """`text` was added to `answer`."""
+        """Return the event for `text`, which was added to `answer`."""
 
     def end(self, answer: Answer) -> bytes:
-        """`answer` is over."""
+        """Return the event for the end of `answer`."""
 
     def close(self, answers: Sequence[Answer]) -> bytes:
-        """All are over."""
+        """Return the last events, when all answers are over."""
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
-        """All at once, not as events."""
+        """Return the response body with all answers, not as events."""
 
 
 class _OpenAi:
-    """What OpenAI's two forms share."""
+    """The common part of OpenAI's two forms."""
 
     chunk: str  # the `object` of an event
-    object: str  # of the whole
-    prefix: str  # of ids
+    object: str  # the `object` of a whole response
+    prefix: str  # of response ids
 
     def __init__(self, head: Head, choices: int) -> None:
         self._head = head
@@ -131,7 +131,7 @@ class _OpenAi:
         }
 
     def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
-        """Of the tokens since the last event."""
+        """Return the log probabilities of the tokens since the last event."""
         return self._likely(answer.likelihoods) if answer.likelihoods else None
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
@@ -186,7 +186,8 @@ class CompletionWriter(_OpenAi):
 
 
 class GenerateWriter:
-    """SGLang's: every event repeats the text and ids so far. `batch`: a list of answers, each event with an index."""
+    """Writes SGLang's form: every event repeats the text and ids so far. With `batch` the answers are a list, and each
+    event has an index."""
 
     def __init__(self, head: Head, *, batch: bool) -> None:
         self._head = head
@@ -229,7 +230,7 @@ class GenerateWriter:
 
 
 def failed(body: bytes) -> bytes:
-    """An answer that has begun cannot be taken back: its error is an event, and the last one."""
+    """Return the last event of an answer that failed after it had begun: its error."""
     return b"data: %b\n\n%b" % (body, DONE)
 
 

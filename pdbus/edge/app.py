@@ -1,6 +1,6 @@
-"""The edge as an ASGI application: endpoints, and what a request goes through on its way to the client library.
+"""The edge as an ASGI application: its endpoints, and the steps of a request on its way to the client library.
 
-Owns the tables of live exchanges and loaded tokenizers; binds no port (see `server`), speaks to no rank itself.
+Owns the tables of live exchanges and loaded tokenizers; binds no port (see `server`) and talks to no rank itself.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from pdbus.edge.tracing import Answered, follow, span_of
 from pdbus.text.decoder import BEFORE
 from pdbus.text.stops import StopFinder
 
-MAX_RESTARTS = 2  # times: a whole answer that was interrupted
-LOOK_S = 1.0  # between two looks at the cluster, the keys and who has stopped reading
+MAX_RESTARTS = 2  # how often an interrupted answer without streaming is started again
+LOOK_S = 1.0  # between two checks of the cluster, the keys, and clients that have stopped reading
 
 log = get_logger("edge")
 encode = msgspec.json.encode
@@ -45,13 +45,13 @@ encode = msgspec.json.encode
 class Route:
     method: str
     serve: Callable[[Exchange], Awaitable[None]]
-    open: bool = False  # to those without a key too
-    of_cluster: bool = True  # what it answers depends on the cluster
+    open: bool = False  # needs no key
+    of_cluster: bool = True  # its answer depends on the cluster
 
 
 class Edge:
-    """`await edge(scope, receive, send)`; `await edge.look()` each LOOK_S keeps it up to date, and raises PartFailed
-    once the client is broken for good."""
+    """The application: `await edge(scope, receive, send)`. The owner calls `await edge.look()` every LOOK_S to keep it
+    up to date; that raises PartFailed once the client library has failed for good."""
 
     def __init__(
         self, config: EdgeConfig, client: AsyncClient, clock: Callable[[], float] = time.monotonic,
@@ -115,14 +115,14 @@ class Edge:
             self.counts.requests[exchange.path if exchange.path in self._routes else "other", str(status)] += 1
 
     def reconfigure(self, config: EdgeConfig) -> None:
-        """From the next request on."""
+        """Use `config` from the next request on."""
         self._config = config
 
     def _span_of(self, answered: Answered) -> Span:
         return span_of(answered, self._wall_s)
 
     async def look(self) -> None:
-        """Ask the controller how the cluster is, read the keys again, end what nobody reads."""
+        """Ask the controller for its status, read the keys again, end exchanges whose client has stopped reading."""
         if self._keys is not None:
             self._keys.refresh()
         now = self._clock()
@@ -133,12 +133,12 @@ class Edge:
         await self._ask()
 
     def leave(self) -> None:
-        """What was asked of the controller is waited for no more."""
+        """Stop waiting for the controller's answer."""
         if self._asking is not None:
             self._asking.cancel()
 
     async def _ask(self) -> None:
-        """The controller's status now; whoever asks meanwhile gets the same answer."""
+        """Get the controller's status now. Calls at the same time share one answer."""
         if self._asking is None:
             self._asking = asyncio.create_task(self._see())
         await asyncio.shield(self._asking)
@@ -151,7 +151,7 @@ class Edge:
         except PartFailed:
             raise
         except BusError:
-            pass  # what was seen last grows old
+            pass  # the last status stays, and gets old
         finally:
             self._asking = None
 
@@ -179,7 +179,7 @@ class Edge:
         self._live[exchange] = key
         try:
             if route.of_cluster and self.view.unready(self._clock()):
-                await self._ask()  # a rank may have joined since
+                await self._ask()  # a rank may have joined meanwhile
             await route.serve(exchange)
         finally:
             del self._live[exchange]
@@ -227,7 +227,7 @@ class Edge:
         self.counts.prompt_tokens += prompt_tokens
         generation = Generation(self.counts, exchange.began_at, self._clock)
         exchange.watch(generation.cancel)
-        charged: dict[int, bool] = {}  # prompts that were submitted: whether a rank had one in an answer given up
+        charged: dict[int, bool] = {}  # submitted prompts; true: a rank ran one in an interrupted answer
         try:
             for index, (ids, options) in enumerate(requests):
                 generation.add(await self._choice(job, index, ids, options))
@@ -272,11 +272,11 @@ class Edge:
                 for choice in generation.choices:
                     charged[choice.answer.index // job.n] |= choice.ran
                 for prompt, ran in charged.items():
-                    if not ran:  # the cluster refused it, or the client left while it waited
+                    if not ran:  # no rank ran it: refused, or the client left while it waited
                         key.charge(-len(job.prompts[prompt]))
 
     async def _choice(self, job: jobs.Job, index: int, ids: list[int], options: Options) -> Choice:
-        """Asked for now."""
+        """Submit the request of one answer, and return its choice."""
         stream = await self._client.generate_tokens(ids, **options)
         decoder = None
         if job.text is not None:
@@ -292,8 +292,8 @@ class Edge:
         return Choice(answer, stream, decoder, stops, stop_ids, unseen, options.get("min_tokens", 0))
 
     def _urgency(self, exchange: Exchange) -> Options:
-        """The deadline, the SLOs of the first and of further tokens, their class, and the priority, by header; the
-        class else by key."""
+        """Return the options that headers give: deadline, SLOs, SLO class and priority. A key may give the class
+        too."""
         names = ("x-request-deadline-s", "x-ttft-slo-s", "x-tpot-slo-s")
         deadline_s, ttft_slo_s, tpot_slo_s = (self._seconds(exchange, name) for name in names)
         key = self._live[exchange]
@@ -385,8 +385,8 @@ class Edge:
 
 
 async def _stream(exchange: Exchange, generation: Generation, writer: answers.Writer) -> None:
-    """What came together is written together. The status is sent with the first event: a request that fails before it
-    gets the status that it deserves."""
+    """Write the events of an answer; those that come together are written together. The status is sent with the first
+    event, so a request that fails before that gets the status of its error."""
     begun: set[int] = set()
     left = len(generation.choices)
     while await generation.more():
@@ -404,7 +404,7 @@ async def _stream(exchange: Exchange, generation: Generation, writer: answers.Wr
                     left -= 1
             if not left:
                 events.append(writer.close(generation.answers))
-        finally:  # one that fails has had what came before
+        finally:  # also before a failure: the output that came first is written
             if data := b"".join(events):
                 if not exchange.status:
                     await exchange.events()
@@ -412,6 +412,6 @@ async def _stream(exchange: Exchange, generation: Generation, writer: answers.Wr
 
 
 def _card(model: ServedModel) -> dict[str, Any]:
-    """As OpenAI lists a model, with vLLM's `max_model_len`."""
+    """Return a model in OpenAI's form, with vLLM's `max_model_len`."""
     card = {"id": model.name, "object": "model", "created": 0, "owned_by": "pdbus", "root": model.name, "parent": None}
     return {**card, "max_model_len": model.max_context}

@@ -1,4 +1,4 @@
-"""What an edge knows of the cluster behind it, from the controller's last status. Pure."""
+"""The edge's view of its cluster, from the controller's last status. Pure."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from bus.wire.messages import Legs, RankStatus, Role, Status
 from pdbus.client.options import block_tokens_for, leg_for
 from pdbus.edge.errors import HttpError
 
-LOST_S = 5.0  # without an answer for so long the controller counts as gone
+LOST_S = 5.0  # a controller silent for this long counts as gone
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model, and what a request for it must know."""
+    """One served model, with what a request for it needs."""
 
     name: str
-    leg: Legs  # of its requests
-    block_tokens: int  # to hash prompts with; 0: nobody looks at hashes
-    max_context: int  # prompt and output of the longest request that some rank takes
-    missing: str  # the role of which no rank is ready; empty: it can serve
+    leg: Legs  # the legs of its requests
+    block_tokens: int  # block size for hashes of prompts; 0: no method uses hashes
+    max_context: int  # tokens of the longest request (prompt and output) that some rank takes
+    missing: str  # the role without a ready rank; empty: the model can be served
 
 
 class View:
-    """`seen` is the last status, of the moment `at`; None before the first."""
+    """The view at the time `at`. `seen` is the last status; None before the first."""
 
     def __init__(self, seen: Status | None = None, at: float = 0.0) -> None:
         self.seen = seen
@@ -40,14 +40,15 @@ class View:
             self.models[name] = _served(name, replace(seen, ranks=tuple(its)))
 
     def followed_by(self, seen: Status, now: float) -> View:
-        """What is known with the next status. A controller that was just started again does not know all ranks yet, and
-        its clients wait for them: what the former one knew stays until it does, or is no longer new."""
+        """Return the view after the next status. A controller that has just restarted does not know all ranks yet, so
+        the former view stays until it does, for at most LOST_S."""
         fresh = View(seen, now)
         restarted = self.seen is not None and self.seen.epoch != seen.epoch and seen.uptime_s < LOST_S
         return View(self.seen, now) if restarted and fresh.unready(now) and not self.unready(self.at) else fresh
 
     def model(self, name: str) -> ServedModel:
-        """The one that a request names, or the only one. HttpError 404 when it is not served, 503 while nothing is."""
+        """Return the model that a request names, or the only one. Raises HttpError 404 when it is not served, and 503
+        while nothing is."""
         found = self.models.get(name)
         if found is not None:
             return found
@@ -63,7 +64,7 @@ class View:
         return next(iter(self.models.values()))
 
     def unready(self, now: float) -> str:
-        """Why nothing can be served now; empty: something can."""
+        """Return the reason why nothing can be served now; empty: something can."""
         if self.seen is None:
             return "no controller has answered yet"
         if now - self.at > LOST_S:
@@ -80,7 +81,7 @@ def _served(name: str, status: Status) -> ServedModel:
     roles: tuple[Role, ...] = ("prefill", "decode") if leg == "pair" else ("unified",)
     missing = next((role for role in roles if role not in ready), "")
     decoding = [rank for rank in status.ranks if rank.role == roles[-1]]
-    capacities = ((rank.load.kv_capacity if rank.load else 0) or rank.max_context for rank in decoding)  # 0: untold
+    capacities = ((rank.load.kv_capacity if rank.load else 0) or rank.max_context for rank in decoding)  # 0: unknown
     context = max(
         (min(rank.max_context, capacity) for rank, capacity in zip(decoding, capacities, strict=True)), default=0
     )

@@ -14,27 +14,27 @@ from pdbus.text.find import Places
 
 @dataclass(frozen=True, slots=True)
 class EdgeConfig:
-    """ConfigError for what cannot be meant."""
+    """The settings of an edge. Raises ConfigError for invalid values."""
 
     http: str = "127.0.0.1:8000"  # where it listens; port 0: a free one
     controller: str = ""  # its base address; empty: the default
     keys: str = ""  # directory of CURVE keys, for tcp to the cluster
-    key_name: str = ""  # of its own key there, a client's; empty: edge, else the only one
-    api_keys: str = ""  # file of bearer keys; empty: who reaches the port may use it
+    key_name: str = ""  # the name of its own key there (a client's); empty: edge, else the only one
+    api_keys: str = ""  # file of bearer keys; empty: everyone who reaches the port may use it
     tls_cert: str = ""  # with tls_key: PEM files; empty: plain HTTP
     tls_key: str = ""
     tokenizers: Places = field(default_factory=dict)
-    sampling_defaults: Literal["model", "openai"] = "model"  # whose count where a request says nothing
-    chat_max_tokens: int = 0  # of an answer to a chat that says nothing; 0: what fits, or the model's own
-    cors_origins: tuple[str, ...] = ()  # whose pages may call it from a browser; "*": all
-    wait_s: float = WAIT_S  # for the controller to appear at the start
-    drain_s: float = 60.0  # how long requests may take to finish when it is told to leave
-    max_requests: int = 1024  # answers under way at once; beyond that 429
-    max_body_bytes: int = 16 << 20  # beyond that 413
-    max_head_bytes: int = 64 << 10  # of the request line and headers; beyond that the connection is closed
-    receive_s: float = 30.0  # for a client to send its request,
-    send_s: float = 60.0  # and to take a piece of its answer when it has stopped reading
-    max_time_s: float = 600.0  # for a request from submit to end, whatever deadline it says
+    sampling_defaults: Literal["model", "openai"] = "model"  # the defaults for parameters that a request leaves out
+    chat_max_tokens: int = 0  # for chats without a maximum; 0: what fits, or the model's own maximum
+    cors_origins: tuple[str, ...] = ()  # origins of pages that may call it from a browser; "*": all
+    wait_s: float = WAIT_S  # how long to wait for the controller at the start
+    drain_s: float = 60.0  # how long requests may take to finish when it leaves
+    max_requests: int = 1024  # answers in progress at once; more get 429
+    max_body_bytes: int = 16 << 20  # of a request; longer ones get 413
+    max_head_bytes: int = 64 << 10  # of request line and headers; longer ones close the connection
+    receive_s: float = 30.0  # how long a client may take to send its request
+    send_s: float = 60.0  # how long a client may stop reading its answer
+    max_time_s: float = 600.0  # from submit to end of a request, whatever its deadline is
     keep_alive_s: float = 75.0  # how long an idle connection is kept
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class EdgeConfig:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of `http`, which may be a port alone."""
+        """The host and port of `http`, which may be a port alone."""
         host, colon, port = self.http.rpartition(":")
         if not port.isdecimal() or int(port) > 65535 or (colon and not host):
             raise ConfigError(f"{self.http!r}: give --http a port, or a host and a port like 127.0.0.1:8000")
@@ -57,7 +57,7 @@ class EdgeConfig:
 
     @property
     def exposed(self) -> bool:
-        """Whether other machines may reach it."""
+        """True if other machines may reach it."""
         host = self.address[0]
         try:
             return not ipaddress.ip_address(host).is_loopback

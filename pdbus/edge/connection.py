@@ -1,7 +1,8 @@
-"""One connection of an HTTP client: whatever it sends is counted and timed, whatever part of a message it is.
+"""One connection of an HTTP client, with limits on the size and time of every part of a message.
 
-uvicorn and httptools parse and answer; what they leave to others stands here. A client's bytes are those of a head,
-those behind one (a body, what frames it, trailers), or of no message; and what it does not read is not kept for ever.
+uvicorn and httptools parse and answer; the limits that they leave out are here. Each byte of a client belongs to a
+head, to what follows a head (body, chunk framing, trailers), or to no message. Bytes that the client does not read are
+kept for a limited time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _FIELD = 4  # bytes of a header field beside its name and value
 
 
 class Part(Enum):
-    """Of a message: which one the next byte belongs to."""
+    """The part of a message that the next byte belongs to."""
 
     NONE = "none"
     HEAD = "head"
@@ -42,8 +43,9 @@ class Outgoing:
 
 
 class Connection(HttpToolsProtocol):
-    """Closed when a head is too long or takes too long, or what is behind it is too long or, once it is answered, takes
-    too long. `Upgrade` is ignored, and the body read: Java's HttpClient offers h2c with bodies."""
+    """A connection that closes when a head is too long or too slow, or when what follows the head is too long or, once
+    it is answered, too slow. `Upgrade` is ignored and the body read, because Java's HttpClient offers h2c with
+    bodies."""
 
     limits: EdgeConfig
 
@@ -51,13 +53,13 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._part = Part.NONE
         self._timer: asyncio.TimerHandle | None = None
-        self._came = 0  # bytes of this part, as they came
-        self._fields = 0  # of its request line, headers or trailers, as they were parsed
-        self._framing = 0  # that came behind the head without any of a body
-        self._had_body = False  # in what came last
-        self._declined = b""  # a head with an offer to upgrade, without it
-        self._sent = 0  # bytes that the client's machine took,
-        self._sent_at = 0.0  # and when it last took some
+        self._came = 0  # bytes received of this part
+        self._fields = 0  # bytes parsed of its request line, headers or trailers
+        self._framing = 0  # bytes after the head that carried no body
+        self._had_body = False  # the last data had a part of a body
+        self._declined = b""  # a head that offered an upgrade, without that header
+        self._sent = 0  # bytes that the client's machine accepted
+        self._sent_at = 0.0  # when it last accepted some
 
     # --- what the client sends --------------------------------------------------------------------------------------
 
@@ -69,7 +71,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         if self._part is Part.NONE:
-            self._time()  # a head's time begins with the first byte of whatever that is
+            self._time()  # a head's time starts with its first byte
         part, self._had_body = self._part, False
         self._came += len(data)
         try:
@@ -96,7 +98,7 @@ class Connection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count(len(name) + len(value) + _FIELD)
-        if self._part is Part.HEAD:  # else it is a trailer, which nobody asks for
+        if self._part is Part.HEAD:  # otherwise it is a trailer, which is not used
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -116,7 +118,7 @@ class Connection(HttpToolsProtocol):
             return
         self._enter(Part.NONE)
         super().on_message_complete()
-        if self.cycle.response_complete and not self.transport.is_closing():  # its answer was faster
+        if self.cycle.response_complete and not self.transport.is_closing():  # the answer came first
             self._untime()
             self._unset_keepalive_if_required()
             self.timeout_keep_alive_task = self.loop.call_later(
@@ -125,7 +127,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._part is Part.BEHIND and self.cycle.response_complete:  # nobody waits for the rest of the body
+        if self._part is Part.BEHIND and self.cycle.response_complete:  # the rest of the body is not needed
             self._unset_keepalive_if_required()
             self._time()
 
@@ -137,12 +139,12 @@ class Connection(HttpToolsProtocol):
 
     @property
     def unsent(self) -> int:
-        """Bytes that wait for the client to read."""
+        """The number of bytes that wait for the client to read."""
         waiting: int = self.transport.get_write_buffer_size()
         return waiting
 
     def stalled(self, now: float) -> bool:
-        """Whether some have waited for `send_s`, none being taken. To be asked now and then."""
+        """Return true if bytes wait and the client has accepted none for `send_s`. To be called regularly."""
         waiting = self.unsent
         sent = self.transport.written - waiting  # type: ignore[attr-defined]
         if not waiting or sent > self._sent:
@@ -156,13 +158,13 @@ class Connection(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
             head, self._declined = self._declined, b""
-            if head:  # another parser, since this one takes what follows for another protocol's
+            if head:  # a new parser, because this one expects another protocol now
                 self.parser = httptools.HttpRequestParser(self)
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
                 self._parse(head + data[offer.args[0] :])
 
     def _without_upgrade(self) -> bytes:
-        """The head that was parsed just now, without the header that makes an offer of it."""
+        """Return the head that was just parsed, without the header that offers an upgrade."""
         line = b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         fields = [b"%s: %s" % field for field in self.headers if field[0] != b"upgrade"]
         return b"\r\n".join((line, *fields, b"", b""))
@@ -190,5 +192,5 @@ class Connection(HttpToolsProtocol):
 
 
 def connections_of(config: EdgeConfig) -> type[Connection]:
-    """The class of an edge's connections: uvicorn makes them."""
+    """Return the class of an edge's connections, for uvicorn to instantiate."""
     return type("Connection", (Connection,), {"limits": config})

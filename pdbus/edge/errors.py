@@ -1,4 +1,4 @@
-"""Errors as HTTP clients know them: a status, and a body in OpenAI's shape. `bus.wire.codes` has each code's status."""
+"""Errors for HTTP clients: a status, and a body in OpenAI's form. `bus.wire.codes` has the status of each code."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from bus.wire.codes import status_of
 from pdbus.client import Options
 
 CLIENT_GONE = 499  # nginx's number: counted, never sent
-OPENAI_CODES = {"too_long": "context_length_exceeded"}  # where clients look for another name than ours
+OPENAI_CODES = {"too_long": "context_length_exceeded"}  # codes that clients know under another name
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-_ADDRESS = re.compile(r"\b(?:ipc|tcp|inproc)://[^\s,;)]+")  # of the inside of a cluster
-RETRY_AFTER_S = 1.0  # of a 429 or 503 that came without a hint
+_ADDRESS = re.compile(r"\b(?:ipc|tcp|inproc)://[^\s,;)]+")  # addresses inside a cluster
+RETRY_AFTER_S = 1.0  # for a 429 or 503 without a hint
 
 
 class HttpError(Exception):
-    """Ends a request before it has an answer. `param` names the field at fault."""
+    """An error that ends a request before its answer has begun. `param` names the field at fault."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class HttpError(Exception):
 
     @property
     def headers(self) -> tuple[tuple[bytes, bytes], ...]:
-        """Whole seconds are all that `Retry-After` knows; `retry-after-ms` is read by OpenAI's own clients."""
+        """The headers. `Retry-After` takes whole seconds; OpenAI's own clients read `retry-after-ms`."""
         if not self.retry_after_s:
             return self._headers
         seconds, ms = math.ceil(self.retry_after_s), math.ceil(self.retry_after_s * 1000)
@@ -56,17 +56,17 @@ class HttpError(Exception):
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> HttpError:
-    """A field that is wrong or that we cannot honour."""
+    """Return the error for a field that is wrong or not supported."""
     return HttpError(400, message, code=code, param=param)
 
 
 def of_bus(error: BusError) -> HttpError:
-    """What the client library raised, for an HTTP client."""
+    """Return the HTTP error for an error of the client library."""
     if isinstance(error, RequestFailed):
         status = status_of(error.code)
         code = OPENAI_CODES.get(error.code, error.code)
         return HttpError(status, error.message, code=code, retry_after_s=error.retry_after_s)
-    if isinstance(error, ConfigError):  # `make_request` begins with the option that is at fault
+    if isinstance(error, ConfigError):  # the message begins with the option at fault
         word = str(error).split(maxsplit=1)[0].rstrip(":")
         return invalid(word if word in Options.__annotations__ else None, str(error))
     return HttpError(503 if isinstance(error, PeerLost) else 500, str(error), code="peer_lost")

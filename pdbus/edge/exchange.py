@@ -1,4 +1,4 @@
-"""One HTTP request and its response, over ASGI: the limits on both, and whether anybody still waits."""
+"""One HTTP request and its response over ASGI: the limits on both, and the check whether the client still waits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
-RID_MAX = 120  # of what a client says
-RID_KEPT = 115  # of it on the bus, where a rid has 128: the rest is drawn, and tells several answers apart
-NUMBER_MAX = 1e9  # of a header
+RID_MAX = 120  # characters of a client's request id
+RID_KEPT = 115  # of them on the bus, where a rid has 128: a drawn suffix distinguishes answers
+NUMBER_MAX = 1e9  # in a header
 PRIORITY_MAX = 1000
 WATCH_AFTER_S = 0.02
 _RID = re.compile(rb"[!-~]{1,%d}" % RID_MAX)
@@ -35,7 +35,8 @@ _EVENTS = (
 
 
 class Exchange:
-    """`rid` is the client's `x-request-id`, or drawn; every response says it. `client_rid`: it is the client's."""
+    """One exchange. `rid` is the client's `x-request-id`, or drawn; every response has it. `client_rid` is empty when
+    it was drawn."""
 
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, config: EdgeConfig, clock: Callable[[], float]
@@ -45,14 +46,14 @@ class Exchange:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.status = 0  # of the response, once it has begun
         self.gone = False  # the client left
-        self.span: Answered | None = None  # of a request for answers that is traced here
+        self.span: Answered | None = None  # the span of a traced request
         self.began_at = clock()
         self.sending_since: float | None = None
         self._loop = asyncio.get_running_loop()
         task = asyncio.current_task(self._loop)
         assert task is not None
         self.task = task
-        self._gave_up = False  # to wait for the body
+        self._gave_up = False  # the time for the body is up
         self._watcher: asyncio.TimerHandle | asyncio.Task[None] | None = None
         self._receive = receive
         self._send = send
@@ -67,21 +68,21 @@ class Exchange:
     # --- the request ------------------------------------------------------------------------------------------------
 
     def use_rid(self, rid: str) -> None:
-        """The body says one too, which counts."""
+        """Use the request id of the body, which overrides the header's."""
         self.rid = self.client_rid = rid
 
     def draw_rid(self) -> str:
-        """A rid for the bus that begins with ours. Clients say the same one twice: the proxy that tries again, the
-        service that passes on what it was called with. What one asks for must never be answered with another's."""
+        """Return a rid for the bus that begins with ours. Clients may use one id twice (a proxy that retries, a service
+        that passes an id on), and one request must never get the answer of another."""
         return f"{self.rid[:RID_KEPT]}-{_rng.getrandbits(32):08x}"
 
     def check(self) -> None:
-        """HttpError for headers that make no sense."""
+        """Raise HttpError for invalid headers."""
         if b"x-request-id" in self.headers and not self.client_rid:
             raise invalid("x-request-id", f"x-request-id: 1 to {RID_MAX} printable characters")
 
     def number(self, header: bytes) -> float | None:
-        """Of a header of ours; HttpError when it is none."""
+        """Return the number in one of our headers, or None without it. Raises HttpError if it is not a number."""
         given = self.headers.get(header)
         if given is None:
             return None
@@ -94,7 +95,7 @@ class Exchange:
         raise invalid(header.decode(), f"{header.decode()}: not a number")
 
     async def body(self) -> bytes:
-        """All of it; HttpError when it is too long, takes too long, or is no JSON by its own account."""
+        """Return the whole body. Raises HttpError when it is too long or too slow, or when its type is not JSON."""
         kind = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if kind != b"application/json":
             raise HttpError(415, "send JSON, with the header Content-Type: application/json", headers=(_CLOSE,))
@@ -106,7 +107,7 @@ class Exchange:
             raise self._too_long(most)
         parts: list[bytes] = []
         size = 0
-        timer = self._loop.call_later(self._config.receive_s, self._give_up)  # a tenth of asyncio.timeout's price
+        timer = self._loop.call_later(self._config.receive_s, self._give_up)  # a tenth of the cost of asyncio.timeout
         try:
             while True:
                 message = await self._receive()
@@ -134,8 +135,8 @@ class Exchange:
         self.task.cancel()
 
     def watch(self, left: Callable[[], None]) -> None:
-        """Call `left` when the client disconnects (with the body read), until `unwatch`. Begins WATCH_AFTER_S from now:
-        most requests that are answered at once need no task that watches."""
+        """Call `left` when the client disconnects, until `unwatch`. The body must have been read. The task that watches
+        starts WATCH_AFTER_S from now, because most short requests need none."""
 
         async def watch() -> None:
             while (await self._receive())["type"] != "http.disconnect":
@@ -156,11 +157,11 @@ class Exchange:
 
     @property
     def preflight(self) -> bool:
-        """Whether a browser asks if a page that is let in may send something."""
+        """True for a CORS preflight request of an allowed page."""
         return self.method == "OPTIONS" and bool(self._origin) and b"access-control-request-method" in self.headers
 
     async def allow(self) -> None:
-        """Answer such a question: yes."""
+        """Answer a preflight request: the page may send."""
         asked = self.headers.get(b"access-control-request-headers", b"")
         await self._start(204, (*_ALLOWED, *(((b"access-control-allow-headers", asked),) if asked else ())))
         await self._send_body(b"", more=False)
@@ -179,11 +180,11 @@ class Exchange:
         await self._start(200, _EVENTS)
 
     async def event(self, data: bytes, *, last: bool = False) -> None:
-        """Returns when the client has not too much to read yet."""
+        """Send an event. Returns once the client has not too much unread."""
         await self._send_body(data, more=not last)
 
     def overdue(self, now: float) -> bool:
-        """Whether the client has stopped reading for too long."""
+        """Return true if the client has stopped reading for too long."""
         return self.sending_since is not None and now - self.sending_since > self._config.send_s
 
     async def _start(self, status: int, headers: Iterable[Header]) -> None:

@@ -1,7 +1,7 @@
-"""What a request may say: the fields of each endpoint, and those that are refused by name. Pure.
+"""The fields of a request to each endpoint, and those that are refused by name. Pure.
 
-A sampling parameter is supported when its field stands in `Sampling` under the name of the client's option, which it is
-then passed on as. Until then it stands in `refused.REFUSED`. What stands in neither is refused as unknown: no field is
+A sampling parameter is supported when `Sampling` has a field with the name of the client's option; it is then passed on
+under that name. Otherwise it is in `refused.REFUSED`. A field that is in neither is refused as unknown: no field is
 ignored.
 """
 
@@ -19,21 +19,21 @@ from pdbus.edge.errors import HttpError, invalid
 from pdbus.edge.exchange import RID_MAX
 from pdbus.edge.refused import REFUSED, REFUSED_BY_GENERATE
 
-MAX_CHOICES = 128  # of one HTTP request: prompts times n
+MAX_CHOICES = 128  # answers of one HTTP request: prompts times n
 MAX_STOPS = 16
-MAX_TOP_LOGPROBS = 20  # of the protocol
-MAX_STOP_TOKEN_IDS = 64  # of the protocol
+MAX_TOP_LOGPROBS = 20  # the protocol's limit
+MAX_STOP_TOKEN_IDS = 64  # the protocol's limit
 _T = TypeVar("_T")
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False  # vLLM's: with include_usage, in every event
-    include_obfuscation: bool | None = None  # of OpenAI's padding, of which there is none here
+    include_obfuscation: bool | None = None  # OpenAI's padding; there is none here
 
 
 class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a request of any endpoint may say of how to sample."""
+    """The sampling parameters of all endpoints."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -53,7 +53,7 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Schema(Struct, forbid_unknown_fields=True):
-    """OpenAI's way to name a JSON schema. Ranks that take one always keep to it."""
+    """A JSON schema in OpenAI's form. Ranks that support schemas always enforce them."""
 
     schema: dict[str, Any]
     name: str = ""
@@ -67,7 +67,7 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
 
 
 class OpenAiFields(Sampling, kw_only=True):
-    """What OpenAI's two endpoints share."""
+    """The fields that OpenAI's two endpoints share."""
 
     model: str = ""
     max_tokens: int | None = None
@@ -75,12 +75,12 @@ class OpenAiFields(Sampling, kw_only=True):
     stream_options: StreamOptions | None = None
     include_stop_str_in_output: bool | None = None
     response_format: ResponseFormat | None = None
-    add_special_tokens: bool | None = None  # to the prompt those that the tokenizer puts around a text
-    user: str | None = None  # these three say who asks, and so ask for nothing
+    add_special_tokens: bool | None = None  # add those that the tokenizer puts around a text
+    user: str | None = None  # accepted without effect, as the next two
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    request_id: str | None = None  # vLLM's name of the request's id,
-    rid: str | None = None  # and SGLang's
+    request_id: str | None = None  # vLLM's name for the request's id
+    rid: str | None = None  # SGLang's name for it
     bootstrap_room: int | None = None
     routed_dp_rank: int | None = None
     disagg_prefill_dp_rank: int | None = None
@@ -89,15 +89,15 @@ class OpenAiFields(Sampling, kw_only=True):
 class Part(Struct, forbid_unknown_fields=True):
     type: str
     text: str
-    cache_control: dict[str, Any] | None = None  # a hint; prefixes are cached anyway
+    cache_control: dict[str, Any] | None = None  # a hint; prefixes are always cached
 
 
 class Turn(Struct, forbid_unknown_fields=True):
-    """One message of a conversation. The null fields are what OpenAI's own package sends back of an answer."""
+    """One message of a conversation. The fields that must be null are sent back by OpenAI's own package."""
 
     role: str
     content: str | list[Part] | None = None
-    name: str | None = None  # of who speaks, for templates that look at it
+    name: str | None = None  # of the speaker, for templates that use it
     refusal: None = None
     audio: None = None
     annotations: list[None] | None = None
@@ -123,15 +123,15 @@ class Completion(OpenAiFields, kw_only=True):
 
 class SglSampling(Sampling, kw_only=True):
     max_new_tokens: int | None = None
-    min_new_tokens: int | None = None  # SGLang's name of min_tokens,
-    sampling_seed: int | None = None  # and of seed
+    min_new_tokens: int | None = None  # SGLang's name for min_tokens
+    sampling_seed: int | None = None  # SGLang's name for seed
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
 
 
 class Generate(Struct, kw_only=True, forbid_unknown_fields=True):
-    """SGLang's `/generate`. Of a batch each placement is a list, or the same for all; rooms are never the same."""
+    """SGLang's `/generate`. In a batch a placement may be a list or one value for all; rooms must be a list."""
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
@@ -145,13 +145,13 @@ class Generate(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Tokenize(Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's: of a text, or of a conversation as its template renders it."""
+    """vLLM's `/tokenize`: a text, or a conversation in the model's template."""
 
     model: str = ""
     prompt: str | None = None
     messages: list[Turn] | None = None
     add_generation_prompt: bool = True
-    add_special_tokens: bool | None = None  # default: of a text, not of a conversation
+    add_special_tokens: bool | None = None  # default: true for a text, false for a conversation
 
 
 class Detokenize(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -160,7 +160,8 @@ class Detokenize(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def _with_refused(kind: type[_T], refused: dict[str, tuple[object, ...]]) -> type[_T]:
-    """`kind` that takes the `refused` fields too, as its last, so that `read` can tell them from unknown ones."""
+    """Return `kind` with the `refused` fields added at the end, so that `read` can distinguish them from unknown
+    ones."""
     assert not set(refused) & set(kind.__struct_fields__), "a field is supported or refused"  # type: ignore[attr-defined]
     fields: list[Any] = [(name, Any, UNSET) for name in refused]
     return msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True, forbid_unknown_fields=True)  # type: ignore[return-value]
@@ -183,7 +184,7 @@ _DECODERS: dict[type, Any] = {
 
 
 def read(kind: type[_T], body: bytes) -> _T:
-    """The request in `body`; HttpError 400 that names the field at fault."""
+    """Return the request in `body`. Raises HttpError 400 that names the field at fault."""
     try:
         request = _DECODERS[kind].decode(body)
     except msgspec.ValidationError as error:
@@ -200,7 +201,7 @@ def read(kind: type[_T], body: bytes) -> _T:
 
 
 def _refuse(request: Any, table: dict[str, tuple[object, ...]], path: str) -> None:
-    values = msgspec.structs.astuple(request)[-len(table) :]  # the refused fields stand last
+    values = msgspec.structs.astuple(request)[-len(table) :]  # the refused fields are the last ones
     if values.count(UNSET) == len(table):
         return
     for name, value in zip(request.__struct_fields__[-len(table) :], values, strict=True):
@@ -209,7 +210,7 @@ def _refuse(request: Any, table: dict[str, tuple[object, ...]], path: str) -> No
 
 
 def _wrong(reason: str) -> HttpError:
-    """Of msgspec's sentences, like: Expected `int`, got `str` - at `$.max_tokens`."""
+    """Return the error for a message of msgspec, such as: Expected `int`, got `str` - at `$.max_tokens`."""
     what, _, path = reason.partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
     if what.startswith("Object contains unknown field `"):
@@ -224,7 +225,8 @@ def _wrong(reason: str) -> HttpError:
 
 
 def _passed(kind: type[Sampling]) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
-    """The fields of `kind` that become the client's option of the same name, and what gets their values."""
+    """Return the fields of `kind` that become client options of the same name, and a function that gets their
+    values."""
     others = {"model", "max_tokens", "stop_token_ids"}
     names = tuple(name for name in kind.__struct_fields__ if name in Options.__annotations__ and name not in others)
     return names, attrgetter(*names)
@@ -234,7 +236,7 @@ _OF_OPENAI, _OF_GENERATE = _passed(OpenAiFields), _passed(SglSampling)
 
 
 def options_of(request: Sampling, defaults: Mapping[str, float] | None = None) -> Options:
-    """The client's options that `said` asks for, with `defaults` for what it does not say. OpenAI's default of
+    """Return the client options of `request`, with `defaults` for those that it leaves out. OpenAI's default for
     `temperature` is 1."""
     names, values_of = _OF_GENERATE if isinstance(request, SglSampling) else _OF_OPENAI
     asked = zip(names, values_of(request), strict=True)
@@ -259,13 +261,13 @@ def options_of(request: Sampling, defaults: Mapping[str, float] | None = None) -
 
 
 def _same(options: dict[str, Any], name: str, theirs: str, value: int | None) -> None:
-    """An option that has two names in a request; HttpError when they say two things."""
+    """Set an option that has two names in a request. Raises HttpError when their values differ."""
     if value is not None and options.setdefault(name, value) != value:
-        raise invalid(theirs, f"{theirs} and {name} are the same, and say two things")
+        raise invalid(theirs, f"{theirs} and {name} are two names of one field, and their values differ")
 
 
 def _schema_of(form: ResponseFormat | None) -> str:
-    """The JSON schema that the answer is to keep to; empty: none."""
+    """Return the JSON schema for the answer; empty: none."""
     if form is None or form.type == "text":
         return ""
     if form.type == "json_object":
@@ -276,7 +278,7 @@ def _schema_of(form: ResponseFormat | None) -> str:
 
 
 def _logprobs_of(request: Sampling) -> int | None:
-    """Of how many of the likeliest tokens, beside those of the output; None: of neither."""
+    """Return how many most likely tokens get log probabilities beside the output's own; None: no log probabilities."""
     if isinstance(request, Chat):
         name, top = "top_logprobs", request.top_logprobs or (0 if request.logprobs else None)
         if top and not request.logprobs:
@@ -296,7 +298,7 @@ def stops_of(request: Sampling) -> tuple[str, ...]:
 
 
 def choices_of(request: Sampling, prompts: int) -> int:
-    """How many answers each of so many prompts gets."""
+    """Return the number of answers for each of `prompts` prompts. Raises HttpError for too many."""
     n = 1 if request.n is None else request.n
     if n < 1 or n * prompts > MAX_CHOICES:
         raise invalid("n", f"n: from 1 on, and at most {MAX_CHOICES} answers in all, not {n} for each of {prompts}")
@@ -306,18 +308,18 @@ def choices_of(request: Sampling, prompts: int) -> int:
 
 
 def rid_of(request: OpenAiFields | Generate) -> str:
-    """The request's id, where the body says one; empty else."""
+    """Return the request id of the body; empty without one."""
     named = {name: rid for name in ("rid", "request_id") if (rid := getattr(request, name, None))}
     for name, rid in named.items():
         if len(rid) > RID_MAX or not rid.isascii() or not rid.isprintable():
             raise invalid(name, f"{name}: 1 to {RID_MAX} printable characters")
     if len(set(named.values())) > 1:
-        raise invalid("rid", "rid and request_id are the same, and say two things")
+        raise invalid("rid", "rid and request_id are two names of one field, and their values differ")
     return next(iter(named.values()), "")
 
 
 def message_of(turn: Turn, at: int) -> dict[str, str]:
-    """One message as chat templates take it; parts of a text are joined as they stand."""
+    """Return one message in the form of chat templates. Text parts are joined without separators."""
     message = {"role": turn.role, "content": _content(turn, at)}
     return message | {"name": turn.name} if turn.name else message
 
@@ -337,12 +339,12 @@ def _content(turn: Turn, at: int) -> str:
 
 
 def prompts_of(prompt: str | list[Any] | None, param: str) -> list[str | list[int]]:
-    """Texts and lists of ids, one of each answer's prompt, from the four forms that a prompt may have."""
+    """Return the prompts, each a text or a list of ids, from the four forms that the field may have."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise invalid(param, f"{param} is empty")
-    if isinstance(prompt[0], int):  # the others are looked at when they are packed
+    if isinstance(prompt[0], int):  # the other elements are checked when they are packed
         return [prompt]
     kinds = {type(each) for each in prompt}
     if kinds in ({str}, {list}):

@@ -1,4 +1,4 @@
-"""The answers of one HTTP request while they are made: each a stream of the client library. Sends nothing itself."""
+"""The answers of one HTTP request in progress; each is a stream of the client library. Sends nothing itself."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Item: TypeAlias = "tuple[Choice, str, bool]"
 
 
 class Gone(Exception):
-    """Nobody waits for the answers any more: the streams were cancelled from outside."""
+    """The client has gone: the streams were cancelled from outside."""
 
 
 class Interrupted(HttpError):
-    """The answer of `choice` lost its rank, and cannot be resumed from the middle (a grammar, penalties): asked for
-    again from its beginning, it may succeed."""
+    """The answer of `choice` lost its rank and cannot be resumed in the middle (a grammar, penalties). Started again
+    from the beginning, it may succeed."""
 
     def __init__(self, choice: Choice, why: str) -> None:
         super().__init__(503, f"the answer was interrupted, and cannot be resumed: {why}", code="interrupted")
@@ -32,26 +32,26 @@ class Interrupted(HttpError):
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One answer, and what its tokens go through. `decoder` is None where ids are all that can be had."""
+    """One answer, with its decoder and stop finder. `decoder` is None without a tokenizer."""
 
     answer: Answer
     stream: AsyncStream
     decoder: Decoder | None
     stops: StopFinder
-    stop_ids: frozenset[int]  # of the request: they end the answer
-    unseen: frozenset[int] = frozenset()  # tokens that end it and are no part of its text
-    min_tokens: int = 0  # stop strings count behind so many
+    stop_ids: frozenset[int]  # the request's stop tokens, which end the answer
+    unseen: frozenset[int] = frozenset()  # tokens that end it and are not part of its text
+    min_tokens: int = 0  # stop strings are ignored in the first tokens
     last_at: float | None = None  # when its last token came
 
     @property
     def ran(self) -> bool:
-        """Whether a rank had the request, or may have had it; of one that was cancelled or is over."""
+        """True if a rank ran the request, or may have; for a choice that was cancelled or is over."""
         while self.stream.result is None and self.stream.take() is not None:
             pass
         return bool(self.answer.ids) or self.stream.result is None or self.stream.result.ran
 
     def take(self, piece: Piece) -> str:
-        """The text that `piece` adds. Sets the answer's `finish` at a stop string."""
+        """Take `piece` and return the text that it adds. Sets the answer's `finish` at a stop string."""
         ids = piece.ids
         self.answer.ids.extend(ids)
         if self.answer.likelihoods is not None:
@@ -70,7 +70,7 @@ class Choice:
         return text
 
     def end(self, finish: str) -> str:
-        """The last text, which was held back; the tokens are over, for the reason `finish`."""
+        """End the answer for the reason `finish`, and return the text that was held back."""
         text = ""
         if self.decoder is not None:
             text = self.stops.push(self.decoder.finish())
@@ -84,15 +84,15 @@ class Choice:
 
 
 class Generation:
-    """`while await generation.more(): for choice, text, last in generation.taken(): ...`: text as it comes, whichever
-    answer it belongs to, and whether it is that answer's last."""
+    """The answers of one request: `while await generation.more(): for choice, text, last in generation.taken(): ...`
+    gives text as it comes, the answer that it belongs to, and whether it is the last of that answer."""
 
     def __init__(self, counts: Counts, began_at: float, clock: Callable[[], float]) -> None:
         self.choices: list[Choice] = []
         self._counts = counts
         self._began_at = began_at
         self._clock = clock
-        self._came = True  # something did since the last look
+        self._came = True  # something came since the last `taken`
         self._waiting: asyncio.Future[None] | None = None
 
     def add(self, choice: Choice) -> None:
@@ -100,11 +100,11 @@ class Generation:
         choice.stream.on_update(self._wake)
 
     def replace(self, old: Choice, new: Choice) -> None:
-        """`new` is asked for in the place of `old`, which is over."""
+        """Put `new` in the place of `old`, which is over."""
         old.stream.on_update(None)
         self.choices[self.choices.index(old)] = new
         new.stream.on_update(self._wake)
-        self._came = True  # something of another may have, when `old` failed
+        self._came = True  # another answer may have output too, as `taken` stopped at `old`
 
     def cancel(self) -> None:
         for choice in self.choices:
@@ -112,7 +112,7 @@ class Generation:
                 choice.stream.cancel()
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Cancel all answers and stop watching their streams."""
         self.cancel()
         for choice in self.choices:
             choice.stream.on_update(None)
@@ -131,15 +131,15 @@ class Generation:
         return True
 
     def taken(self) -> Iterator[Item]:
-        """All that has come. RequestFailed or Interrupted when an answer fails, after what came before; Gone after
-        `cancel`."""
+        """Yield all that has come. Raises RequestFailed or Interrupted when an answer fails, after its output before
+        that; raises Gone after `cancel`."""
         self._came = False
         for choice in self.choices:
             answer, stream = choice.answer, choice.stream
             if answer.result is not None:
                 continue
             while (piece := stream.take()) is not None:
-                if answer.finish or not piece.ids:  # what was under way when a stop string was found
+                if answer.finish or not piece.ids:  # output that was on its way when a stop string was found
                     continue
                 self._count(choice, len(piece.ids))
                 text = choice.take(piece)
@@ -151,17 +151,17 @@ class Generation:
                 yield choice, self._end(choice, stream.result), True
 
     def _end(self, choice: Choice, result: Result) -> str:
-        """The last text of one answer, which was held back."""
+        """End one answer and return the text that was held back."""
         answer = choice.answer
         answer.result = result
         if not answer.finish:
-            if result.code == "bad_request" and result.ids:  # what was resumed is refused, what was asked for was not
+            if result.code == "bad_request" and result.ids:  # the resumed one was refused, the first was valid
                 raise Interrupted(choice, result.message)
             result.raise_if_failed()
             if result.finish == "cancelled":
                 raise Gone
         text = "" if answer.finish else choice.end(result.finish)
-        if answer.first:  # as its prompt tokens were counted
+        if answer.first:  # the prompt's tokens are counted once too
             self._counts.cached_tokens += answer.cached_tokens
         self._counts.e2e.observe(self._clock() - self._began_at)
         return text

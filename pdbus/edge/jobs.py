@@ -1,4 +1,4 @@
-"""Requests for answers, understood: the bodies of three endpoints become one `Job`, and a job the client's requests."""
+"""Requests for answers: the body of one of three endpoints becomes a `Job`, and a job becomes client requests."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from pdbus.edge.errors import OPENAI_CODES, HttpError, invalid
 from pdbus.text.find import Places
 from pdbus.text.models import ModelText, text_for
 
-COMPLETION_TOKENS, GENERATE_TOKENS = 16, 128  # of an answer whose length nobody says
-MESSAGE_CHARACTERS = 64  # what a message or a part of one costs beside its text, as so many characters of that
-AT_ONCE_CHARACTERS = 4096  # texts up to here are tokenized on the loop: less work than to hand them over
+COMPLETION_TOKENS, GENERATE_TOKENS = 16, 128  # for requests without a maximum
+MESSAGE_CHARACTERS = 64  # the cost of a message or part beside its text, in characters
+AT_ONCE_CHARACTERS = 4096  # shorter texts are tokenized on the loop, which costs less than another thread
 
 log = get_logger("edge")
 
 
 @dataclass(slots=True)
 class Job:
-    """`prompts` times `n` answers. `text` is None where ids are all that can be had."""
+    """A request for `n` answers to each of `prompts`. `text` is None without a tokenizer."""
 
     model: ServedModel
     text: ModelText | None
@@ -35,15 +35,15 @@ class Job:
     request: fields.Sampling
     options: Options
     max_tokens: int | None
-    usual_tokens: int  # where `max_tokens` is None; 0: what fits
+    usual_tokens: int  # used where `max_tokens` is None; 0: what fits
     stream: bool
-    writer: Callable[[Head, int], Writer]  # of so many answers
+    writer: Callable[[Head, int], Writer]  # for a number of answers
     n: int = 1
     stops: tuple[str, ...] = ()
-    usage: tuple[bool, bool] = (False, False)  # in the last event of a stream; in every event
+    usage: tuple[bool, bool] = (False, False)  # usage in the last event of a stream; in every event
     include_stop: bool = False
     rooms: list[int] | None = None  # one for each prompt
-    rid: str = ""  # where the body says one
+    rid: str = ""  # of the body; empty: none
 
     def __post_init__(self) -> None:
         for ids in self.prompts:
@@ -54,7 +54,7 @@ class Job:
             raise invalid("stop", "stop: without a tokenizer nothing is found in texts; name stop_token_ids")
 
     def requests(self, rid: str, urgency: Options) -> list[tuple[list[int], Options]]:
-        """The prompt and the options of each answer."""
+        """Return the prompt and the options for each answer."""
         shared: Options = {
             **self.options,
             "model": self.model.name,
@@ -78,32 +78,32 @@ class Job:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer of themselves."""
+        """The model's own tokens that end an answer."""
         return () if self.text is None or self.request.ignore_eos else self.text.eos_ids
 
     def _stop_token_ids(self) -> list[int]:
-        """With the model's own end tokens, so that the client library knows the end when it sees it."""
+        """Return the stop tokens, with the model's own end tokens, so that the client library recognises the end."""
         asked = list(self.request.stop_token_ids or ())
         return asked + [id for id in self.end_ids if id not in asked][: fields.MAX_STOP_TOKEN_IDS - len(asked)]
 
 
 class TextLoader:
-    """Tokenizers and templates by model, each loaded once and on a thread. For one event loop."""
+    """Loads tokenizers and templates by model, each once and on a thread. For one event loop."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
         self._loading: dict[str, asyncio.Task[ModelText]] = {}
 
     def begin(self, model: str) -> asyncio.Task[ModelText]:
-        """Load it, unless that was tried already."""
+        """Start to load `model`, unless that was tried already; return the task."""
         task = self._loading.get(model)
         if task is None:
             task = self._loading[model] = asyncio.create_task(self._load(model))
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # who asks is told
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # `of` raises it
         return task
 
     async def of(self, model: str) -> ModelText:
-        """HttpError when it cannot be had, after which it is tried again."""
+        """Return the text of `model`. Raises HttpError when it cannot be loaded; the next call tries again."""
         task = self.begin(model)
         if task.done():
             if task.exception() is None:
@@ -189,7 +189,7 @@ async def generate(body: bytes, view: View, texts: TextLoader) -> Job:
 
 
 async def _text_of(texts: TextLoader, model: ServedModel, prompts: list[str | list[int]]) -> ModelText | None:
-    """None where there is none and all prompts are ids: they go in and out all the same."""
+    """Return the model's text; None without a tokenizer if all prompts are ids, which need none."""
     try:
         return await texts.of(model.name)
     except HttpError:
@@ -202,7 +202,8 @@ async def conversation(
     text: ModelText, messages: list[fields.Turn], answer: bool, add_special_tokens: bool = False,
     model: ServedModel | None = None,
 ) -> list[int]:  # fmt: skip
-    """The ids of `messages` in the model's template. With `model`, HttpError where they are too long for it anyhow."""
+    """Return the ids of `messages` in the model's template. With `model`, raise HttpError where they are certainly too
+    long for it."""
     if not messages:
         raise invalid("messages", "messages is empty")
     parts = sum(len(turn.content) if isinstance(turn.content, list) else 1 for turn in messages)
@@ -224,7 +225,7 @@ async def conversation(
 async def token_ids(
     text: ModelText | None, prompt: str | list[int], add_special_tokens: bool = True, model: ServedModel | None = None
 ) -> list[int]:
-    """With `model`, HttpError where a text can't but be too long for it."""
+    """Return the ids of `prompt`. With `model`, raise HttpError where a text is certainly too long for it."""
     if not isinstance(prompt, str):
         return prompt
     assert text is not None
@@ -234,7 +235,7 @@ async def token_ids(
 
 
 def check_length(model: ServedModel, tokens: int) -> None:
-    """HttpError for a prompt that no rank takes: it is not hashed and sent to be told so."""
+    """Raise HttpError for a prompt that is too long for every rank, before it is hashed and sent."""
     if 0 < model.max_context < tokens:
         why = f"the prompt has {tokens} tokens or more, and {model.name!r} takes {model.max_context} with the answer"
         raise invalid(None, why, OPENAI_CODES["too_long"])
@@ -246,5 +247,5 @@ def _check_text(text: ModelText, characters: int, model: ServedModel | None) -> 
 
 
 async def off_loop(size: int, work: Callable[[], Any]) -> Any:
-    """`work` on a text of `size` characters: on a thread where it would hold up everybody else."""
+    """Run `work` on a text of `size` characters: on a thread if it would delay other requests."""
     return work() if size <= AT_ONCE_CHARACTERS else await asyncio.to_thread(work)

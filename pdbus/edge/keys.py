@@ -1,13 +1,13 @@
-"""Bearer keys: who may use an edge, under which name, and how much. The file is read again when it has changed.
+"""Bearer keys: the names and quotas of an edge's clients. The file is read again when it has changed.
 
     [alice]
     key = "sk-..."             # or its SHA-256: sha256 = "hex"
     requests_in_flight = 16    # this and the next two: optional
     requests_per_minute = 600
     tokens_per_minute = 200000
-    slo_class = "interactive"  # optional: of requests that name none
+    slo_class = "interactive"  # optional: for requests that name none
 
-Several edges count each for itself. Owns the file and the counts; answers nobody.
+Each of several edges counts by itself. Owns the file and the counts; sends no answers.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ log = get_logger("edge")
 
 @dataclass(slots=True)
 class Allowance:
-    """So many a minute: a bucket that fills evenly and holds one minute's worth. It may be overdrawn, and what is over
-    must be made good before anything else passes."""
+    """A token bucket: it fills evenly with `per_minute`, and holds one minute's amount. It may be overdrawn; nothing
+    else passes until it has refilled."""
 
     per_minute: int
     left: float
     at: float = 0.0
 
     def wait_s(self, now: float, least: int = 1) -> float:
-        """How long until so much is left; 0: it is."""
+        """Return the seconds until `least` is left; 0: it is left now."""
         self.left = min(self.per_minute, self.left + (now - self.at) * self.per_minute / _MINUTE_S)
         self.at = now
         return 0.0 if self.left >= least else (least - self.left) * _MINUTE_S / self.per_minute
@@ -48,7 +48,7 @@ class Allowance:
 
 @dataclass(slots=True, eq=False)
 class Key:
-    """Whoever has it, and what is left to them. 0 stands for no limit."""
+    """A key: its name, limits (0: none) and what is left of them."""
 
     name: str
     requests_in_flight: int = 0
@@ -64,8 +64,8 @@ class Key:
         self._tokens = Allowance(self.tokens_per_minute, self.tokens_per_minute)
 
     def enter(self, now: float, count: int = 1, begun: int = 0) -> None:
-        """Begin `count` requests, of which `begun` have begun. `leave` follows. HttpError 429 when a quota is used up,
-        400 when these are more than it could ever admit."""
+        """Begin `count` requests, of which `begun` have begun already; `leave` must follow. Raises HttpError 429 when a
+        quota is used up, and 400 when it could never admit this many."""
         for limit, when in ((self.requests_in_flight, "under way"), (self.requests_per_minute, "a minute")):
             if 0 < limit < count:
                 why = f"each answer is a request: {count} of them, and the key {self.name!r} may have {limit} {when}"
@@ -83,20 +83,20 @@ class Key:
         self.in_flight += more
 
     def charge(self, tokens: int) -> None:
-        """For so many taken in or put out; below 0 they are given back."""
+        """Charge for prompt or output tokens; a negative number gives them back."""
         self._tokens.left -= tokens
 
     def leave(self, count: int = 1) -> None:
-        """End so many requests."""
+        """End `count` requests."""
         self.in_flight -= count
 
     def terms(self) -> tuple[int | str, ...]:
-        """What the file says of it."""
+        """Return the limits and the SLO class of the file."""
         return self.requests_in_flight, self.requests_per_minute, self.tokens_per_minute, self.slo_class
 
 
 class Keys:
-    """Of one file. ConfigError when it holds none, or others may read it."""
+    """The keys of one file. Raises ConfigError when it holds none, or when others may read it."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -104,14 +104,14 @@ class Keys:
         self._keys = _read(self._path)
 
     def find(self, authorization: bytes) -> Key | None:
-        """Whose `Authorization: Bearer ...` it is; None: nobody's."""
+        """Return the key of a header `Authorization: Bearer ...`; None: there is no such key."""
         scheme, _, token = authorization.partition(b" ")
         if scheme.lower() != b"bearer":
             return None
         return self._keys.get(hashlib.sha256(token.strip()).hexdigest())
 
     def refresh(self) -> None:
-        """Look at the file. One that makes no sense is logged, and the keys stay as they were."""
+        """Read the file again if it has changed. An invalid file is logged, and the keys stay as they were."""
         stamp = _stamp(self._path)
         if stamp == self._stamp:
             return
@@ -125,7 +125,7 @@ class Keys:
         for digest, key in fresh.items():
             known = before.get(key.name)
             if known is not None and known.terms() == key.terms():
-                fresh[digest] = known  # with what it has used
+                fresh[digest] = known  # keeps its counts
         self._keys = fresh
         log.info("api_keys.read", keys=len(fresh))
 
@@ -139,7 +139,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def _read(path: Path) -> dict[str, Key]:
-    """By SHA-256 of the key, so that no comparison takes longer the better one guesses."""
+    """Return the keys of a file by the SHA-256 of each, so that the time of a look-up tells nothing about a key."""
     try:
         check_private(path)
         entries = tomllib.loads(path.read_text(encoding="utf-8"))

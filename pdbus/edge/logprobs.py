@@ -1,4 +1,4 @@
-"""How likely the tokens of an answer were, in OpenAI's two forms. Pure."""
+"""Log probabilities of an answer's tokens, in OpenAI's two forms. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from bus.wire.messages import TokenLogprobs
 
 
 class Likelihoods:
-    """Of one answer. `name` is the text of a token by itself, `bytes_of` its UTF-8; without them tokens are named by
-    their ids, as vLLM does. `chat` and `completion` tell what has come since the last
-    call, in the form of these endpoints."""
+    """The log probabilities of one answer.
+
+    `name` gives the text of a token by itself, `bytes_of` its UTF-8; without them tokens are named by their ids, as
+    vLLM does. `chat` and `completion` return what has come since the last call, in the form of that endpoint.
+    """
 
     def __init__(
         self, name: Callable[[int], str] = "token_id:{}".format, bytes_of: Callable[[int], bytes] | None = None
@@ -19,10 +21,10 @@ class Likelihoods:
         self._name = name
         self._bytes_of = bytes_of
         self._pending: list[tuple[int, TokenLogprobs]] = []
-        self._offset = 0  # in characters, of the next token
+        self._offset = 0  # of the next token, in characters
 
     def __bool__(self) -> bool:
-        """Whether there is anything to tell."""
+        """Return true if there is something to return."""
         return bool(self._pending)
 
     def add(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
@@ -36,7 +38,7 @@ class Likelihoods:
         return {"content": content, "refusal": None}
 
     def completion(self) -> dict[str, Any]:
-        """The chosen token stands among the likeliest, whether it is one of them or not."""
+        """Return the form of text completions. The chosen token is listed among the most likely ones in any case."""
         columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token, it in self._take():
             text = self._name(token)
@@ -53,6 +55,6 @@ class Likelihoods:
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._name(token)
-        part = "\ufffd" in text and self._bytes_of is not None  # of a character
+        part = "\ufffd" in text and self._bytes_of is not None  # a part of a character
         data = self._bytes_of(token) if part else text.encode()  # type: ignore[misc]
         return {"token": text, "logprob": logprob, "bytes": list(data)}

@@ -1,4 +1,4 @@
-"""What an edge counts, and its page for Prometheus."""
+"""The counts of an edge, and its page for Prometheus."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECONDS = (  # for LLMs: half a millisecond to ten minutes
 
 
 class Counts:
-    """Of one edge, on its loop's thread."""
+    """The counts of one edge. Used on its loop's thread alone."""
 
     def __init__(self) -> None:
         self.ttft = Histogram(SECONDS)
@@ -30,7 +30,7 @@ class Counts:
         self.registry = registry(self.snapshot)
 
     def token_gap(self, gap_s: float, tokens: int) -> None:
-        """`tokens` came together, so long after those before them."""
+        """Count `tokens` that came together, `gap_s` seconds after the ones before."""
         each = gap_s / tokens
         self.inter_token.buckets[bisect.bisect_left(SECONDS, each)] += tokens
         self.inter_token.total += gap_s
@@ -42,10 +42,10 @@ class Counts:
         )
         yield Metric("pdbus_edge_requests_total", "HTTP requests answered", "counter", answered)
         yield labelled("counter", "pdbus_edge_errors_total", "answers that failed", "code", self.errors)
-        yield gauge("pdbus_edge_requests_in_flight", "answers under way", self.in_flight)
-        yield counter("pdbus_edge_prompt_tokens_total", "tokens taken in", self.prompt_tokens)
-        yield counter("pdbus_edge_generation_tokens_total", "tokens put out", self.generation_tokens)
+        yield gauge("pdbus_edge_requests_in_flight", "answers in progress", self.in_flight)
+        yield counter("pdbus_edge_prompt_tokens_total", "prompt tokens received", self.prompt_tokens)
+        yield counter("pdbus_edge_generation_tokens_total", "output tokens sent", self.generation_tokens)
         yield counter("pdbus_edge_cached_tokens_total", "prompt tokens from a prefix cache", self.cached_tokens)
-        yield histogram("pdbus_edge_time_to_first_token_seconds", "request read to first token", self.ttft.frozen())
-        yield histogram("pdbus_edge_inter_token_latency_seconds", "between two tokens", self.inter_token.frozen())
-        yield histogram("pdbus_edge_e2e_request_latency_seconds", "request read to last token", self.e2e.frozen())
+        yield histogram("pdbus_edge_time_to_first_token_seconds", "from request to first token", self.ttft.frozen())
+        yield histogram("pdbus_edge_inter_token_latency_seconds", "between output tokens", self.inter_token.frozen())
+        yield histogram("pdbus_edge_e2e_request_latency_seconds", "from request to last token", self.e2e.frozen())

@@ -16,22 +16,22 @@ from pdbus.edge.keys import SLO_CLASS_MAX
 from pdbus.edge.refused import REFUSED
 
 _POSTS: dict[str, tuple[type, str]] = {
-    "/v1/chat/completions": (fields.Chat, "An answer to a conversation, as OpenAI's chat completions."),
+    "/v1/chat/completions": (fields.Chat, "Answer a conversation, as OpenAI's chat completions."),
     "/v1/completions": (fields.Completion, "Continue prompts: texts or lists of token ids."),
-    "/generate": (fields.Generate, "SGLang's: texts or token ids in, text and token ids out."),
+    "/generate": (fields.Generate, "SGLang's generate: texts or token ids in, text and token ids out."),
     "/tokenize": (fields.Tokenize, "The token ids of a text or a conversation."),
     "/detokenize": (fields.Detokenize, "The text of token ids."),
 }
 _GETS: dict[str, tuple[str, str]] = {
     "/v1/models": ("The models that ranks serve.", "application/json"),
-    "/load": ("Every rank's load, as its controller knows it.", "application/json"),
+    "/load": ("The load of every rank, as the controller knows it.", "application/json"),
     "/health": ("200 while the process lives.", "text/plain"),
-    "/ping": ("The same.", "text/plain"),
-    "/version": ("Of this edge.", "application/json"),
+    "/ping": ("200 while the process lives, as /health.", "text/plain"),
+    "/version": ("The version of this edge.", "application/json"),
     "/ready": ("200 while there is a ready rank for each role, else 503 and why not.", "text/plain"),
-    "/metrics": ("For Prometheus.", "text/plain"),
+    "/metrics": ("Metrics for Prometheus.", "text/plain"),
 }
-_OPEN = ("/health", "/ping", "/version", "/ready", "/metrics")  # to those without a key too
+_OPEN = ("/health", "/ping", "/version", "/ready", "/metrics")  # need no key
 _STATUSES = {
     "400": "a field is wrong or not supported; `param` names it",
     "401": "no valid key",
@@ -40,10 +40,10 @@ _STATUSES = {
     "409": "a live request has that id, or that room",
     "413": "the body is too long",
     "415": "not JSON",
-    "429": "a quota is used up, or the cluster is: Retry-After says when to come again",
+    "429": "a quota is used up, or the cluster is overloaded: Retry-After says when to try again",
     "500": "a rank or the edge failed",
     "501": "the edge has no tokenizer for the model",
-    "503": "nothing can serve it now: Retry-After",
+    "503": "nothing can serve it now: Retry-After says when to try again",
     "504": "its deadline passed",
 }
 
@@ -59,7 +59,7 @@ _RID = _header(
 _HEADERS = [
     _RID,
     _header(
-        "x-request-deadline-s", "Seconds after which nobody wants the answer any more.",
+        "x-request-deadline-s", "Seconds after which the answer is no longer wanted.",
         type="number", exclusiveMinimum=0, exclusiveMaximum=NUMBER_MAX,
     ),
     _header(
@@ -67,19 +67,19 @@ _HEADERS = [
         type="number", exclusiveMinimum=0, exclusiveMaximum=NUMBER_MAX,
     ),
     _header(
-        "x-tpot-slo-s", "Likewise for each further token, on average.",
+        "x-tpot-slo-s", "Seconds within which each further token is wanted, on average.",
         type="number", exclusiveMinimum=0, exclusiveMaximum=NUMBER_MAX,
     ),
-    _header("x-slo-class", "A name that the controller knows both by.", type="string", maxLength=SLO_CLASS_MAX),
+    _header("x-slo-class", "The name of two SLOs that the controller knows.", type="string", maxLength=SLO_CLASS_MAX),
     _header("x-request-priority", "Higher goes first.", type="integer", minimum=-PRIORITY_MAX, maximum=PRIORITY_MAX),
-    _header("traceparent", "Of W3C Trace Context; what is none is ignored.", type="string"),
-    _header("tracestate", "Likewise, passed on as it is.", type="string"),
+    _header("traceparent", "W3C Trace Context; an invalid value is ignored.", type="string"),
+    _header("tracestate", "W3C Trace Context; passed on unchanged.", type="string"),
 ]  # fmt: skip
 
 
 @cache
 def document() -> bytes:
-    """The OpenAPI 3.1 document, as JSON."""
+    """Return the OpenAPI 3.1 document as JSON."""
     kinds = [kind for kind, _ in _POSTS.values()]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     components["Error"] = {
@@ -137,11 +137,11 @@ def document() -> bytes:
 
 @cache
 def page() -> bytes:
-    """The document for people: each endpoint with its fields."""
+    """Return the document as an HTML page: each endpoint with its fields."""
     api = msgspec.json.decode(document())
     parts = [_STYLE, "<h1>pdbus serve</h1><p>The same <a href=/openapi.json>for programs</a>.</p>"]
     schemas = api["components"]["schemas"]
-    inner = dict(schemas)  # what fields hold, without the bodies themselves
+    inner = dict(schemas)  # the types of fields, without the bodies themselves
     for path, methods in api["paths"].items():
         for method, it in methods.items():
             parts.append(f"<h2>{method.upper()} {path}</h2><p>{html.escape(it['summary'])}</p>")
@@ -162,7 +162,7 @@ def page() -> bytes:
 
 
 def _fields(schema: dict[str, Any]) -> str:
-    """As a table, those first that are required."""
+    """Return the fields as a table, required ones first."""
     required = schema.get("required", ())
     rows = (
         f"<tr><td><code>{name}</code><td>{html.escape(_type(kind))}<td>{'required' if name in required else ''}"
@@ -189,7 +189,7 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def rank_row(rank: RankStatus) -> dict[str, Any]:
-    """One rank on `/load`."""
+    """Return one rank in the form of `/load`."""
     load = rank.load
     return {
         "rank": f"{rank.instance}/{rank.dp_rank}",

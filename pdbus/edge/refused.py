@@ -1,9 +1,7 @@
-"""Fields of requests that are not supported, and so refused by name: each with the values that ask for nothing.
+"""The request fields that are refused by name because they are not supported, each with the values that are harmless.
 
-They are OpenAI's, vLLM's and SGLang's, whose programs send them with their defaults too.
-
-The one place to change when a parameter becomes real: take its line out here, and give it its type in `fields.Sampling`
-under the name of the client's option.
+They are fields of OpenAI, vLLM and SGLang, whose programs send them with default values too. To support a parameter,
+remove its line here and add it to `fields.Sampling` under the name of the client's option.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "mm_processor_kwargs": (None,),
     "modalities": (None, ['text']),
     "no_stop_trim": (None, False),
-    "parallel_tool_calls": (None, True, False),  # of tools, which are refused
+    "parallel_tool_calls": (None, True, False),  # belongs to tools, which are refused
     "prediction": (None,),
     "priority": (None, 0),  # engines disagree about its direction: see the header x-request-priority
     "prompt_embeds": (None,),
@@ -56,7 +54,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "repetition_detection": (None,),
     "return_cached_tokens_details": (None, False),
     "return_flat_raw_output_top_logprobs": (None, False),
-    "return_flat_raw_top_logprobs_b64": (None, True, False),  # of what is refused
+    "return_flat_raw_top_logprobs_b64": (None, True, False),  # belongs to a refused field
     "return_hidden_states": (None, False),
     "return_input_ids_in_sglext": (None, False),
     "return_meta_info": (None, False),
@@ -94,7 +92,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
     "truncate_prompt_tokens": (None,),
-    "truncation_side": (None, "left", "right"),  # of truncate_prompt_tokens
+    "truncation_side": (None, "left", "right"),  # belongs to truncate_prompt_tokens
     "use_audio_in_video": (None, False),
     "use_beam_search": (None, False),
     "verbosity": (None,),
@@ -139,9 +137,9 @@ REFUSED_BY_GENERATE: dict[str, tuple[object, ...]] = {  # SGLang's names
     "mm_processor_kwargs": (None,),
     "modalities": (None, []),
     "multi_item_delimiter_indices": (None,),
-    "n": (None, 1),  # stands in sampling_params
+    "n": (None, 1),  # supported in sampling_params
     "need_wait_for_mm_inputs": (None, False),
-    "no_logs": (None, False, True),  # of texts, which no log here has
+    "no_logs": (None, False, True),  # logs of texts, which do not exist here
     "no_stop_trim": (None, False),
     "num_items_assigned": (None,),
     "positional_embed_overrides": (None,),

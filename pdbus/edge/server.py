@@ -1,6 +1,6 @@
-"""The process around an edge: its port, its life, its signals. HTTP itself is uvicorn's and httptools'.
+"""The process around an edge: its port, start and end, and signals. uvicorn and httptools speak HTTP.
 
-What they leave to others is in `connection`.
+The limits that they do not enforce are in `connection`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from pdbus.edge.connection import Connection, connections_of
 
 BACKLOG = 2048
 PROGRESS_S = 2.0
-OVERLOADED_S = 1.0  # so long an overloaded cluster is tried again for a request: its client backs off better
-NO_RANK_S = 5.0  # for a rank that is started again to come back
+OVERLOADED_S = 1.0  # how long an overloaded cluster is retried; longer back-off is the client's
+NO_RANK_S = 5.0  # how long to wait for a restarting rank
 
 log = get_logger("edge")
 
 
 class EdgeClient(AsyncClient):
-    """With a client's key, and never with an admin's that lies beside it."""
+    """A client that uses a client's key, never an admin's key in the same directory."""
 
     def __init__(self, controller: str, config: EdgeConfig) -> None:
         self._config = config
@@ -57,9 +57,11 @@ def serve(
     config: EdgeConfig, ready: Callable[[str], None], waiting: Callable[[str], None] = lambda line: None,
     spans: Spans | None = None,
 ) -> None:  # fmt: skip
-    """Until SIGTERM or SIGINT, which lets requests finish; a second one does not. `ready` gets the URL once the
-    controller has answered. StartError when it does not within `wait_s`, or the port is taken; PartFailed when the
-    client library breaks, since nothing can be served then."""
+    """Serve until SIGTERM or SIGINT. The first signal lets requests finish, a second one does not. `ready` gets the URL
+    once the controller has answered.
+
+    Raises StartError when the controller does not answer within `wait_s` or the port is taken, and PartFailed when the
+    client library fails, because nothing can be served then."""
     uvloop.run(_serve(config, ready, waiting, spans))
 
 
@@ -94,7 +96,8 @@ async def _serve(
 
 
 def listen(config: EdgeConfig) -> socket.socket:
-    """The bound port. StartError when it is taken, ConfigError when the host is none of ours."""
+    """Bind the port and return its socket. Raises StartError when it is taken, ConfigError when the host is not
+    ours."""
     host, port = config.address
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -116,7 +119,7 @@ async def _look(edge: Edge, server: Server) -> None:
         except PartFailed:
             server.leave()
             raise
-        except Exception:  # a bug of ours must not blind the edge for good
+        except Exception:  # a bug of ours must not stop these checks for good
             log.exception("edge.look_failed")
         await asyncio.sleep(max(0.05 if edge.view.seen is None else LOOK_S, began + LOOK_S - loop.time()))
 
@@ -138,7 +141,7 @@ async def _until_seen(
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, with the limits of `config` and signals that every part of ours understands alike."""
+    """uvicorn's server with the limits of `config` and the signals of all our parts."""
 
     def __init__(self, config: EdgeConfig, edge: Edge) -> None:
         options: dict[str, Any] = {
@@ -149,7 +152,7 @@ class Server(uvicorn.Server):
             "lifespan": "off",
             "interface": "asgi3",
             "log_config": None,
-            "log_level": "critical",  # what matters is logged by the edge
+            "log_level": "critical",  # the edge logs what matters
             "access_log": False,
             "server_header": False,
             "date_header": False,
@@ -170,7 +173,8 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """The first lets requests finish, the second does not. SIGHUP reads the settings again."""
+        """Handle signals: the first one to leave lets requests finish, the second does not. SIGHUP reads the settings
+        again."""
         loop = asyncio.get_running_loop()
         handlers = {signal.SIGTERM: self.leave, signal.SIGINT: self.leave}
         if self.reload is not None:
@@ -184,15 +188,15 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def reconfigure(self, changed: Mapping[str, Any]) -> None:
-        """Settings by name (`RELOADS`). ConfigError for what can't be meant, and nothing is changed."""
+        """Change settings by name (`RELOADS`). Raises ConfigError for invalid values, and then changes nothing."""
         fields = {name: value for name, value in changed.items() if name != "log_level"}
         self._config = replace(self._config, **fields)
         self.config.timeout_graceful_shutdown = int(self._config.drain_s)
         self._edge.reconfigure(self._config)
 
     def cut_off(self, now: float) -> None:
-        """Abort the connections of clients that have stopped reading, whether anybody still writes to them or not: what
-        is closed otherwise waits for them to take the rest."""
+        """Abort the connections of clients that have stopped reading, even if nothing is written to them any more. A
+        normal close would wait for the client to read the rest."""
         for connection in list(self.server_state.connections):
             if isinstance(connection, Connection) and connection.stalled(now):
                 log.warning("client.stopped_reading", left=connection.unsent)

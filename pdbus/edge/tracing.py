@@ -1,4 +1,4 @@
-"""Traces at the edge: what a request's headers say of its trace, what the cluster is told, and the edge's own span."""
+"""Traces at the edge: the trace context of a request's headers, the one for the cluster, and the edge's own span."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completio
 
 
 class Answered(Struct, gc=False):
-    """A traced request for answers. Times are the edge's clock."""
+    """A traced request. Times are on the edge's clock."""
 
     rid: str
     path: str
@@ -34,8 +34,8 @@ class Answered(Struct, gc=False):
 def follow(
     headers: Mapping[bytes, bytes], rid: str, path: str, model: str, began_at: float, spans: Spans | None
 ) -> tuple[Options, Answered | None]:
-    """What the client library is told of the request's trace, and the record of the edge's span, where there is one.
-    Without an exporter a trace is passed on as it came."""
+    """Return the trace options for the client library, and the record of the edge's span if there is one. Without an
+    exporter the trace context is passed on unchanged."""
     given = headers.get(b"traceparent")
     state = headers.get(b"tracestate", b"").decode("latin-1")
     parent = parse(given.decode("latin-1"), state) if given is not None else None
@@ -50,7 +50,7 @@ def follow(
 
 
 def span_of(answered: Answered, wall_s: float) -> Span:
-    """`wall_s` makes seconds since 1970 of the edge's clock."""
+    """Return the span of an answered request. `wall_s` is added to the edge's clock to get seconds since 1970."""
     attributes: dict[str, Any] = {
         "http.request.method": "POST",
         "http.route": answered.path,
