@@ -61,7 +61,9 @@ def _resources_option(role: str) -> Callable[[Any], Any]:
 @click.option("--unified", type=click.IntRange(0), default=0, help="Ranks that do both, instead.")
 @click.option("--ranks-per-process", type=click.IntRange(1), default=1, show_default=True, help="Ranks that share one.")
 @click.option(
-    "--model", default="smollm2", show_default=True, help="smollm2, tiny or sim; with --engine vllm what vLLM takes."
+    "--model",
+    default="",
+    help="smollm2, tiny or sim; with --engine vllm what vLLM takes.  [default: sim with --engine sim, else smollm2]",
 )
 @click.option(
     "--engine",

@@ -52,7 +52,7 @@ class ClusterSpec:
     decode_method: str = "auto"  # among decode ranks
     unified_method: str = "auto"  # among unified ranks
     engine: str = "torch"  # of the nodes: torch, numpy or sim
-    model: str = "smollm2"  # that they serve
+    model: str = ""  # that they serve; empty: sim with the engine sim, else smollm2
     transport: Literal["ipc", "tcp"] = "ipc"  # between the parts
     host: str = "127.0.0.1"  # where tcp ports are bound
     controllers: Literal["one", "per_instance"] = "one"  # per_instance: requests go to two
@@ -79,6 +79,8 @@ class ClusterSpec:
     gpus: tuple[str, ...] = ()  # of each node process, in their order, as CUDA_VISIBLE_DEVICES names them; empty: all
 
     def __post_init__(self) -> None:
+        if not self.model:
+            object.__setattr__(self, "model", "sim" if self.engine == "sim" else "smollm2")
         for name in ("prefill", "decode", "unified"):
             if getattr(self, name) < 0 or getattr(self, f"{name}_instances") < 1:
                 raise ConfigError(f"{name} ranks must be 0 or more, in 1 or more instances")

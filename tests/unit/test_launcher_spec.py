@@ -165,3 +165,11 @@ def test_an_engines_own_arguments_come_last_behind_a_dash() -> None:
     ported = parts(dataclasses.replace(spec, metrics_port=7000))["unified-0/0"]
     assert option(ported, "--metrics-port") == [str(ported.metrics_port)]
     assert ported.args[-3:] == ("--", "--dtype", "float32")
+
+
+@pytest.mark.parametrize(
+    ("said", "model"), [({"engine": "sim"}, "sim"), ({}, "smollm2"), ({"engine": "sim", "model": "mine"}, "mine")]
+)
+def test_a_cluster_of_the_sim_engine_serves_its_own_model(said: dict[str, str], model: str) -> None:
+    """Its vocabulary is its own: no text of another model's tokenizer fits it."""
+    assert ClusterSpec(unified=1, **said).model == model
