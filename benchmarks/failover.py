@@ -95,7 +95,7 @@ class _Killer:
 
     def _submit(self) -> str:
         rid = f"r{time.monotonic_ns()}"
-        submit = Submit(rid, "unified", PROMPT_TOKENS, 2, lives_on=True)
+        submit = Submit(rid, "unified", PROMPT_TOKENS, 2, continue_on_disconnect=True)
         self._dealer.send_multipart([codec.encode(submit), bytes(4 * PROMPT_TOKENS), codec.encode(Params())])
         self._rids.append(rid)
         return rid

@@ -436,7 +436,7 @@ class Dispatch(Message, frozen=True, tag="dispatch"):
     deadline_s: Seconds = 0.0  # left when sent; 0: none
     priority: Priority = 0
     client: KeyName = ""  # whose request it is: who alone may attach
-    lives_on: bool = False  # as in `Submit`
+    continue_on_disconnect: bool = False  # as in `Submit`
     trace: TraceContext | None = None  # likewise
     pair_attempt: Count = 0  # that of the submit
 
@@ -537,7 +537,7 @@ class Submit(Message, frozen=True, tag="submit"):
     block_tokens: Count = 0
     block_hashes: Annotated[bytes, Meta(max_length=1 << 19)] = b""  # 8 bytes a full prompt block
     needs: Annotated[tuple[Word, ...], Meta(max_length=64)] = ()  # sampling parameters that its ranks must know
-    lives_on: bool = False  # it goes on to its end when its client is gone and nobody reads its output
+    continue_on_disconnect: bool = False  # it goes on to its end when its client is gone and nobody reads its output
     ttft_slo_s: Seconds = 0.0  # its first token is to be there by then; 0: what the controller takes for usual
     tpot_slo_s: Seconds = 0.0  # each further token is to take no longer, on average; 0: likewise
     slo_class: Word = ""  # the controller knows by it what is meant by these two, where they are 0

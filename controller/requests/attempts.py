@@ -132,7 +132,7 @@ class Attempts:
             0.0 if request.deadline_at is None else max(0.001, request.deadline_at - now),
             0 if request.client else submit.priority,  # a client's word, which counts among its own requests
             request.client,
-            submit.lives_on,
+            submit.continue_on_disconnect,
             request.trace,
             submit.pair_attempt,
         )

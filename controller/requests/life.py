@@ -177,7 +177,12 @@ class Life:
         connection that stands: its rank looks after that.) Its ranks answer the same attempt with what they are told
         here: a client whose link was cut, and whose submit came late, says it again."""
         request = self.requests.get(rid)
-        if request is not None and request.peer == peer and request.tries == 1 and not request.submit.lives_on:
+        if (
+            request is not None
+            and request.peer == peer
+            and request.tries == 1
+            and not request.submit.continue_on_disconnect
+        ):
             self._counts["abandoned"] += 1
             self._fail(request, "cancelled", "its client is gone", now, out, withdraw="overloaded")
 

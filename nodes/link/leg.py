@@ -106,7 +106,7 @@ class Leg:
     said_room: int | None = None  # that of its submit, also of a unified leg; None: it has none
     trace: TraceContext | None = None  # of a request that is traced
     trace_events: list[tuple[float, str, str]] = field(default_factory=list)  # what happened to it, when, and a detail
-    lives_on: bool = False  # whether anybody reads its output or not
+    continue_on_disconnect: bool = False  # whether anybody reads its output or not
     owner: int = 0  # the connection whose controller hears of it
     state: LegState = LegState.RUNNING  # moved by `step` alone
     ingested_at: float = 0.0  # on this process's monotonic clock, as all times here
@@ -262,7 +262,7 @@ def leg_of(
         ingested_at=now,
         client=dispatch.client,
         said_room=dispatch.bootstrap_room,
-        lives_on=dispatch.lives_on,
+        continue_on_disconnect=dispatch.continue_on_disconnect,
         trace=dispatch.trace,
     )
 

@@ -232,13 +232,15 @@ class Streams:
         return [
             leg
             for leg in self._legs.values()
-            if leg.reader is None and not (leg.finish or leg.lives_on) and now - leg.unread_since >= UNREAD_S
+            if leg.reader is None
+            and not (leg.finish or leg.continue_on_disconnect)
+            and now - leg.unread_since >= UNREAD_S
         ]
 
     @staticmethod
     def unclaimed_s(leg: Leg, now: float) -> float:
         """For how long a leg that lives has been waiting for a client to come and read it; 0: it need not."""
-        claimed = leg.reader is not None or leg.lost or leg.lives_on or leg.role == "prefill"
+        claimed = leg.reader is not None or leg.lost or leg.continue_on_disconnect or leg.role == "prefill"
         return 0.0 if claimed else now - leg.unread_since
 
     # --- inside -------------------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ class BaseStream:
         self._channel = channel
         self._decoder = text.decoder(tokens_of(request.prompt[-4 * BEFORE :])) if text is not None else None
         self._stop_ids = request.stop_ids
-        self._lives_on = request.main.lives_on
+        self._continue_on_disconnect = request.main.continue_on_disconnect
         self._logprobs = request.logprobs  # the channel's thread appends to it, and then delivers the tokens
         self._have = 0  # tokens that became pieces
         self._sink = sink
@@ -151,7 +151,7 @@ class BaseStream:
     def __del__(self) -> None:
         """End a request whose output can no longer be read. May run on any thread at any moment, so it takes no
         lock."""
-        if getattr(self, "_result", self) is None and not self._lives_on:
+        if getattr(self, "_result", self) is None and not self._continue_on_disconnect:
             self._channel.drop(self.rid, self._sink)
 
     @property

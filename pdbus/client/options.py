@@ -74,7 +74,7 @@ class Options(TypedDict, total=False):
     128 characters; default: drawn), `model`, `block_tokens` (send hashes of prompt blocks of this size, for
     `cache_aware`; default: the ranks' block size where the controller uses hashes; 0: none), `traceparent` and
     `tracestate` (W3C Trace Context: the parent of the spans that controller and ranks export; default: no spans),
-    `lives_on` (run to the end even if this client is gone and the output is not read).
+    `continue_on_disconnect` (run to the end even if this client is gone and the output is not read).
     """
 
     max_tokens: int
@@ -108,7 +108,7 @@ class Options(TypedDict, total=False):
     rid: str
     model: str
     block_tokens: int
-    lives_on: bool
+    continue_on_disconnect: bool
     traceparent: str
     tracestate: str
 

@@ -74,7 +74,7 @@ const READ = {
       rid: [rid], attempt: [attempt], leg: [role], dp_rank: [dpRank], controller_epoch: [epoch], number: [count],
       charge: [count], prompt_tokens: [count], max_tokens: [count], offset: [count, 0], bootstrap_room: [maybe(room), null],
       prefill: [maybe(location), null], prefill_instance: [str(0, 64), ""], disagg_prefill_dp_rank: [maybe(dpRank), null],
-      deadline_s: [seconds, 0], priority: [int(-1000, 1001), 0], client: [key, ""], lives_on: [bool, false],
+      deadline_s: [seconds, 0], priority: [int(-1000, 1001), 0], client: [key, ""], continue_on_disconnect: [bool, false],
       trace: [maybe(trace), null],
     }),
     cancel_leg: struct({

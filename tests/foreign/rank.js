@@ -191,7 +191,7 @@ function begin(message, prompt, params) {
     else deliver(leg);
   }, Number(asked["token-ms"]));
   if (message.deadline_s) leg.deadline = setTimeout(() => finish(leg, "failed", "deadline"), 1000 * message.deadline_s);
-  if (!message.lives_on) unread(leg);
+  if (!message.continue_on_disconnect) unread(leg);
   for (const [connection, waiting] of early) {
     if (!waiting.has(rid)) continue;
     const attach = waiting.get(rid);

@@ -238,7 +238,7 @@ def test_a_link_and_a_dispatcher_in_another_with_start_as_new(place: Place) -> N
     def run(rids: list[str]) -> None:
         until(lambda: any(rank.state == "ready" for rank in dispatcher.status().ranks), "the rank is ready")
         for rid in rids:
-            assert dispatcher.dispatch(rid, PROMPT, max_tokens=1, lives_on=True)
+            assert dispatcher.dispatch(rid, PROMPT, max_tokens=1, continue_on_disconnect=True)
         ended: list[Any] = []
         while len(ended) < len(rids):
             answers = dispatcher.poll(WAIT_S)

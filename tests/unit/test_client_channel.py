@@ -274,8 +274,10 @@ def test_what_lives_on_goes_on_when_its_stream_is_dropped() -> None:
         def drop(rid: str, sink: Any) -> None:
             dropped.append(rid)
 
-    for name, lives_on in (("on", True), ("off", False)):
-        request = make_request([5], {"rid": name, "lives_on": lives_on}, AT, random.Random(1))
+    for name, continue_on_disconnect in (("on", True), ("off", False)):
+        request = make_request(
+            [5], {"rid": name, "continue_on_disconnect": continue_on_disconnect}, AT, random.Random(1)
+        )
         AsyncStream(Silent(), request, None, dict)  # type: ignore[arg-type]
     assert dropped == ["off"]
 

@@ -122,8 +122,8 @@ def test_limits_count_by_key_however_many_connections_it_has() -> None:
 
 
 def test_a_client_that_is_gone_when_its_request_is_placed_is_not_served(world: World) -> None:
-    for rid, lives_on in (("gone", False), ("stays", True), ("read elsewhere", False)):
-        world.submit(submit(rid, lives_on=lives_on), peer=ALICE)  # type: ignore[arg-type]
+    for rid, continue_on_disconnect in (("gone", False), ("stays", True), ("read elsewhere", False)):
+        world.submit(submit(rid, continue_on_disconnect=continue_on_disconnect), peer=ALICE)  # type: ignore[arg-type]
     (request,) = [one for one in world.core.life.requests.values() if one.rid == "read elsewhere"]
     request.tries = 2
     for rid in ("gone", "stays", "read elsewhere", "unknown"):
@@ -159,7 +159,7 @@ def test_only_its_client_reads_a_stream() -> None:
 def test_what_nobody_reads_any_more_is_given_up_unless_it_is_to_live_on() -> None:
     streams = Streams()
     rids = ("never read", "lives on", "left", "read", "gone", "over")
-    legs = {rid: unified_leg(rid, lives_on=rid == "lives on") for rid in rids}
+    legs = {rid: unified_leg(rid, continue_on_disconnect=rid == "lives on") for rid in rids}
     for leg in legs.values():
         streams.open(leg, 0.0)
     for rid in ("left", "read", "gone"):

@@ -172,7 +172,7 @@ def live(rank: Rank) -> set[str]:
 
 def test_what_nobody_came_to_read_goes_when_another_client_comes(rank: Rank) -> None:
     begin(rank, "left", "clients/mallory")
-    begin(rank, "stays", "clients/mallory", lives_on=True)
+    begin(rank, "stays", "clients/mallory", continue_on_disconnect=True)
     begin(rank, "read", "clients/mallory")
     rank.read("read")
     rank.world.run(2 * ATTACH_GRACE_S)
