@@ -37,7 +37,7 @@ class Pulse:
     declared: NodeState
     known: bool  # its load is known: it reported, or it said hello with nothing running
     said_hello_at: float
-    heard_at: float
+    last_seen_at: float
     reported_at: float
     interval_s: float = 0.0  # within which it says that it will publish again
     step: int = -1
@@ -92,7 +92,7 @@ class Health:
         if pulse is None or pulse.epoch != epoch:
             pulse = self.pulses[key] = Pulse(key, epoch, declared, idle, now, now, now, step_at=now, state_at=now)
         pulse.declared = declared
-        pulse.heard_at = now
+        pulse.last_seen_at = now
         pulse.cut_at = None
         return pulse
 
@@ -100,7 +100,7 @@ class Health:
         """Anything at all came over its connection."""
         pulse = self.pulses.get(key)
         if pulse is not None:
-            pulse.heard_at = now
+            pulse.last_seen_at = now
 
     def moved(self, key: MemberKey, step: int, busy: bool, now: float) -> None:
         """Its step counter, from a pong or a report; these overtake each other, so only a rise counts as movement."""
@@ -159,7 +159,7 @@ class Health:
         draining = pulse.declared == "draining" or pulse.drain
         if pulse.cut_at is not None and not (draining and self.may_return(pulse, now)):
             return "lost"
-        if now - pulse.heard_at > self._lease_s:
+        if now - pulse.last_seen_at > self._lease_s:
             return "lost"
         if pulse.busy and now - pulse.step_at > self.hang_s:
             return "hung"
@@ -190,7 +190,7 @@ class Health:
         if away_s > self._pause_s:
             self._woke_at = now
             for pulse in self.pulses.values():
-                pulse.heard_at = min(now, pulse.heard_at + away_s)
+                pulse.last_seen_at = min(now, pulse.last_seen_at + away_s)
                 pulse.step_at = min(now, pulse.step_at + away_s)
         return [change for key in list(self.pulses) if (change := self.assess(key, now))]
 
@@ -219,4 +219,4 @@ class Health:
 
     def quiet_s(self, key: MemberKey, now: float) -> float:
         """How long its connection has carried nothing."""
-        return now - self.pulses[key].heard_at
+        return now - self.pulses[key].last_seen_at

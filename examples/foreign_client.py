@@ -69,12 +69,12 @@ def generate(endpoint: str, prompt: list[int], max_tokens: int, *, leg: str, tim
     try:
         submit = encode("submit", rid, leg, len(prompt), max_tokens, room)  # the other fields take their defaults
         controller.send_multipart([submit, struct.pack(f"<{len(prompt)}i", *prompt), encode("params")])
-        heard_at = time.monotonic()
+        last_seen_at = time.monotonic()
         while not finished:  # `done` may come before or after; the output ends with `finish`
             ready = dict(poller.poll(250))
             if ready:
-                heard_at = time.monotonic()
-            elif time.monotonic() - heard_at > timeout_s:
+                last_seen_at = time.monotonic()
+            elif time.monotonic() - last_seen_at > timeout_s:
                 who = "the controller" if rank is None else "the rank that decodes"
                 raise Silent(f"{who} has said nothing for {timeout_s:g} s")
             if controller in ready:

@@ -65,7 +65,7 @@ class Leg:
     states: list[int] = field(default_factory=list)  # the KV cache, one state a token
     reader: bytes | None = None  # unified: who reads; prefill: who pulls
     sent: int = 0
-    heard_at: float = 0.0  # prefill: of who pulls
+    last_seen_at: float = 0.0  # prefill: of who pulls
     finish: str = ""
     code: str = "ok"
     closed_at: float = 0.0
@@ -310,7 +310,7 @@ class Rank:
         if leg.attempt > attempt:  # a sign of life that names ours
             self.send_meta(Leg(self.controllers[0], "", leg.attempt, room, [], 0, 0, reader=peer))
             return
-        leg.reader, leg.heard_at = peer, now()
+        leg.reader, leg.last_seen_at = peer, now()
         if first == 0:
             self.send_meta(leg)
         for index in range(first, min(first + count, -(-len(leg.states) // BLOCK))):
@@ -336,7 +336,7 @@ class Rank:
                 leg.states.append(crc32(struct.pack("<i", token), leg.states[-1] if leg.states else 0))
             leg.ids.append(3 + leg.states[-1] % (VOCABULARY - 3))
             if len(leg.ids) == 1:
-                leg.heard_at = now()
+                leg.last_seen_at = now()
                 self.report(leg, started=True)
                 if leg.room is not None and leg.reader is not None:
                     self.send_meta(leg)
@@ -349,7 +349,7 @@ class Rank:
     def each_second(self) -> None:
         for leg in list(self.legs.values()):
             if leg.alive and leg.room is not None:
-                if leg.ids and now() - leg.heard_at > (10 if leg.reader else 60):
+                if leg.ids and now() - leg.last_seen_at > (10 if leg.reader else 60):
                     self.end(leg, "decode_failed")  # nobody pulls, or who pulled has gone
             elif leg.alive:
                 self.send_tokens(leg)

@@ -166,18 +166,18 @@ def serve(
         runners = dict(zip(config.dp_ranks, opened.runners, strict=True))
         with Node(config, loop, runners, opened.figures, exporter) as node:
             nodes.append(node)
-            node.run(_say_ready)
+            node.run(_print_ready)
 
 
 def _progress() -> Progress:
     """A sign of progress each second."""
-    began = said = time.monotonic()
+    began = logged_at = time.monotonic()
 
     def progress(what: str, fraction: float) -> None:
-        nonlocal said
+        nonlocal logged_at
         now = time.monotonic()
-        if now - said >= 1.0:
-            said = now
+        if now - logged_at >= 1.0:
+            logged_at = now
             log.info("model.loading", doing=what, percent=round(100 * fraction), seconds=round(now - began, 1))
 
     return progress
@@ -187,7 +187,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
     sys.exit(0)
 
 
-def _say_ready(node: Node) -> None:
+def _print_ready(node: Node) -> None:
     config = node.config
     cli.ready(
         part="node",

@@ -21,7 +21,7 @@ from nodes.metrics import NodeFigures, snapshot
 
 RELOADS = ("max-waiting", "hold-s", "trace-bytes", "drain-s", "log-level")  # settings that may change while it runs
 CHECK_S = 0.25  # for deadlines; what changes is looked at in the same turn
-SAY_WAITING_S = 2.0
+LOG_WAITING_S = 2.0
 
 log = get_logger("node")
 
@@ -51,7 +51,7 @@ class Node:
         self.host = Host(config, loop, runners, self._check, spans)
         self._figures_of_runners = figures
         self._on_ready: Callable[[Node], None] | None = None
-        self._began = self._said = loop.clock()
+        self._began = self._logged_at = loop.clock()
         self._drain_began: float | None = None
         self._left = False
         self._stop_metrics: Callable[[], None] = lambda: None
@@ -144,8 +144,8 @@ class Node:
             self.host.serving = True
             on_ready(self)
             return
-        if now - self._said >= SAY_WAITING_S:  # also where the time is up, on a machine that stood still meanwhile
-            self._said = now
+        if now - self._logged_at >= LOG_WAITING_S:  # also where the time is up, on a machine that stood still meanwhile
+            self._logged_at = now
             left_s = max(0.0, round(self.config.wait_s - (now - self._began), 1))
             log.info("node.waiting", waits_for=missing, waited_s=round(now - self._began, 1), gives_up_in_s=left_s)
         if late:

@@ -44,7 +44,7 @@ from bus.wire.messages import (
 RESTATE_FIRST_S = 0.02
 RESTATE_AGAIN_S = 0.1
 RESTATE_MAX_S = 2.0
-CONFLICTS_TOLD = 64  # per publication; the rest are counted
+CONFLICTS_SENT_MAX = 64  # per publication; the rest are counted
 NOTES_REMEMBERED = 1024
 
 Action: TypeAlias = Send | Publish | Note
@@ -154,7 +154,7 @@ class BrokerCore:
         return [Note("member.changed", fields=fields)]
 
     def _on_rooms(self, message: Rooms, now: float) -> list[Action]:
-        rank = self.ranks.hear(message.instance, message.dp_rank, message.epoch, now)
+        rank = self.ranks.seen(message.instance, message.dp_rank, message.epoch, now)
         if rank is None or rank.is_gone():
             self.counts["rooms_ignored"] += 1
             return []
@@ -183,7 +183,7 @@ class BrokerCore:
                     for watcher in watches.take(claim.room):
                         found.setdefault(watcher, {}).setdefault(claim.attempt, []).append(claim.room)
                         self.counts["watches_answered"] += 1
-            elif outcome == "conflict" and len(actions) < 2 * CONFLICTS_TOLD:
+            elif outcome == "conflict" and len(actions) < 2 * CONFLICTS_SENT_MAX:
                 actions += self._conflict(claim, owner, now)
         for drop in message.drop:
             if drop.code == "ok":

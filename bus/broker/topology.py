@@ -23,8 +23,17 @@ class KnownRank:
     """All the broker knows of one rank."""
 
     __slots__ = (
-        "dp_rank", "epoch", "heard_at", "instance", "lease_s", "member", "owner", "restate_after_s", "restate_at",
-        "retired", "rooms_seq",
+        "dp_rank",
+        "epoch",
+        "instance",
+        "last_seen_at",
+        "lease_s",
+        "member",
+        "owner",
+        "restate_after_s",
+        "restate_at",
+        "retired",
+        "rooms_seq",
     )  # fmt: skip
 
     def __init__(self, instance: str, dp_rank: int, epoch: int, now: float) -> None:
@@ -32,7 +41,7 @@ class KnownRank:
         self.dp_rank = dp_rank
         self.epoch = epoch
         self.retired: deque[int] = deque(maxlen=_EPOCHS_REMEMBERED)
-        self.heard_at = now
+        self.last_seen_at = now
         self.lease_s = SILENT_INTERVALS  # until it says how often it speaks
         self.member: Member | None = None  # None: it has published, but not introduced itself
         self.owner: Owner | None = None
@@ -44,7 +53,7 @@ class KnownRank:
         return self.member is not None and self.member.state == "gone"
 
     def is_silent(self, now: float) -> bool:
-        return now - self.heard_at > self.lease_s
+        return now - self.last_seen_at > self.lease_s
 
     def is_ready(self, now: float) -> bool:
         return self.member is not None and self.member.state == "ready" and not self.is_silent(now)
@@ -78,7 +87,7 @@ class Membership:
 
     # --- what is heard ----------------------------------------------------------------------------------------------
 
-    def hear(self, name: str, dp_rank: int, epoch: int, now: float) -> KnownRank | None:
+    def seen(self, name: str, dp_rank: int, epoch: int, now: float) -> KnownRank | None:
         """The rank that speaks, alive now; a new epoch starts its record afresh. None: an old epoch, or no space."""
         instance = self._instances.get(name)
         rank = instance.ranks.get(dp_rank) if instance else None
@@ -98,7 +107,7 @@ class Membership:
             rank.member = None
             rank.rooms_seq = 0
             rank.restate_at = None
-        rank.heard_at = now
+        rank.last_seen_at = now
         return rank
 
     def refusal(self, member: Member, now: float) -> str:
@@ -125,7 +134,7 @@ class Membership:
         if reason := self.refusal(member, now):
             self.counts[reason] += 1
             return None
-        rank = self.hear(member.instance, member.dp_rank, member.epoch, now)
+        rank = self.seen(member.instance, member.dp_rank, member.epoch, now)
         if rank is None:
             return None
         rank.member = member
@@ -141,7 +150,7 @@ class Membership:
 
     def forget(self, now: float) -> list[KnownRank]:
         """Remove the ranks that have been away for long; the caller retires what they owned."""
-        away = [rank for rank in self if now - rank.heard_at > rank.lease_s + FORGET_S]
+        away = [rank for rank in self if now - rank.last_seen_at > rank.lease_s + FORGET_S]
         for rank in away:
             instance = self._instances[rank.instance]
             del instance.ranks[rank.dp_rank]
@@ -177,7 +186,7 @@ def _info(name: str, instance: Instance, now: float) -> InstanceInfo:
                 epoch=rank.epoch,
                 state=rank.member.state,
                 endpoint=rank.member.endpoint,
-                age_s=max(0.0, now - rank.heard_at),
+                age_s=max(0.0, now - rank.last_seen_at),
             )
             for rank in known
             if rank.member

@@ -92,8 +92,8 @@ class Publisher(Service):
         self._rejections = Rejections(log, self.rejected)
         self._mailbox: Mailbox[_Command] = Mailbox(queue_max)
         self._newest: Load | None = None
-        self._heard = threading.Event()
-        self._heard_at = -math.inf
+        self._connected = threading.Event()
+        self._last_seen_at = -math.inf
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -115,8 +115,8 @@ class Publisher(Service):
         self._core = self._make_core(epoch=self.epoch)
         self._core.counts = counts
         self._mailbox.clear()
-        self._newest, self._heard_at = None, -math.inf
-        self._heard.clear()
+        self._newest, self._last_seen_at = None, -math.inf
+        self._connected.clear()
 
     def leave(self) -> None:
         """Publish the goodbye, after which the rank has no rooms, and stop."""
@@ -125,16 +125,16 @@ class Publisher(Service):
         self.loop.stop()
 
     def _failed(self) -> None:
-        self._heard.set()
+        self._connected.set()
 
     _ended = _failed
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until the broker has been heard. For start-up, not for a scheduler's loop."""
         self.raise_if_inherited()
-        heard = self._heard.wait(timeout_s)
+        connected = self._connected.wait(timeout_s)
         self.raise_if_failed()
-        return heard
+        return connected
 
     # --- for the scheduler's loop: nothing here blocks; PartFailed once the thread has failed, and nothing else -------
 
@@ -172,7 +172,7 @@ class Publisher(Service):
     @property
     def silent_s(self) -> float:
         """How long ago the broker was heard; infinite before it ever was."""
-        return math.inf if self._heard_at == -math.inf else self.loop.clock() - self._heard_at
+        return math.inf if self._last_seen_at == -math.inf else self.loop.clock() - self._last_seen_at
 
     @property
     def counts(self) -> dict[str, int]:
@@ -247,10 +247,10 @@ class Publisher(Service):
         except RemoteProtocolError as error:
             self._rejections.note(self.address.subscribe, error)
             return
-        now = self._heard_at = self.loop.clock()  # nobody else has anything to say here
+        now = self._last_seen_at = self.loop.clock()  # nobody else has anything to say here
         self._publish(self._core.on_message(message, now))
         if self._core.broker_epoch:
-            self._heard.set()
+            self._connected.set()
         self._pace()
 
     def _publish(self, publications: list[Publish]) -> None:

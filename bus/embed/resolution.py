@@ -105,7 +105,7 @@ class ResolverCore:
 
     def __init__(self, *, max_wants: int = 65_536) -> None:
         self.broker_epoch = 0  # 0: no beacon heard yet
-        self.broker_heard_at: float | None = None
+        self.broker_seen_at: float | None = None
         ends = ("told", "computed", "asked", "lost", "cancelled")  # with `pending`, as many as were `wanted`
         self.counts = dict.fromkeys(("wanted", *ends, "queries", "topology_queries", "stale", "old"), 0)
         self._max_wants = max_wants
@@ -194,7 +194,7 @@ class ResolverCore:
             self._reacted_at = now
             return self._on_topology(message, now)
         if isinstance(message, Beacon):
-            self.broker_heard_at = self._reacted_at = now
+            self.broker_seen_at = self._reacted_at = now
             if message.epoch != self.broker_epoch:
                 self.broker_epoch = message.epoch
                 self._fetching.clear()

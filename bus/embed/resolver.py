@@ -67,7 +67,7 @@ class Resolver(Service):
         self._lost: dict[int, Code] = {}
         self._lock = threading.Lock()  # of the queue and the two dicts above; held for moments only
         self._settled = threading.Event()
-        self._heard = threading.Event()
+        self._connected = threading.Event()
         self._ticking = False
 
     # --- life -------------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ class Resolver(Service):
         counts, self._core = self._core.counts, ResolverCore(max_wants=self._wants_max)
         self._core.counts = counts
         self._ticking = False
-        self._heard.clear()
+        self._connected.clear()
         self._settled.clear()
 
     def leave(self) -> None:
@@ -98,7 +98,7 @@ class Resolver(Service):
         self.loop.stop()
 
     def _failed(self) -> None:
-        self._heard.set()
+        self._connected.set()
         self._settled.set()
 
     def _ended(self) -> None:
@@ -110,9 +110,9 @@ class Resolver(Service):
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until the broker has been heard. For start-up, not for a scheduler's loop."""
         self.raise_if_inherited()
-        heard = self._heard.wait(timeout_s)
+        connected = self._connected.wait(timeout_s)
         self.raise_if_failed()
-        return heard
+        return connected
 
     # --- for the scheduler's loop: nothing here blocks; PartFailed once the thread has failed, and nothing else -------
 
@@ -174,8 +174,8 @@ class Resolver(Service):
     @property
     def silent_s(self) -> float:
         """How long ago the broker was heard; infinite before it ever was."""
-        heard_at = self._core.broker_heard_at
-        return float("inf") if heard_at is None else self.loop.clock() - heard_at
+        last_seen_at = self._core.broker_seen_at
+        return float("inf") if last_seen_at is None else self.loop.clock() - last_seen_at
 
     @property
     def counts(self) -> dict[str, int]:
@@ -225,7 +225,7 @@ class Resolver(Service):
             return
         self._do(self._core.on_message(message, self.loop.clock()))
         if self._core.broker_epoch:
-            self._heard.set()
+            self._connected.set()
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:

@@ -36,7 +36,7 @@ _STOP, _WATCH = b"stop", b"watch"
 _NO_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _CAME, _LEFT = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
 _EVENTS = _CAME | _LEFT
-_SAID = struct.Struct("=Hi")  # an event and its descriptor
+_EVENT = struct.Struct("=Hi")  # an event and its descriptor
 _BYTES_ACKED, _BYTES_RECEIVED = 120, 128  # where struct tcp_info has tcpi_bytes_acked and tcpi_bytes_received
 _SO_PEEK_OFF, _PEEK_FROM = 42, (1 << 31) - 1  # socket(7); far beyond what a connection says in its life
 
@@ -48,7 +48,7 @@ class _Peer:
     bound: _Bound
     source: str  # the process (ipc) or the host (tcp) it belongs to
     began: float
-    said_bytes: int = 0
+    sent_bytes: int = 0
     took_bytes: int = 0  # a listener, when it was looked at last
     took_at: float = 0.0  # when that was another number, or nothing was left for it to take
 
@@ -94,21 +94,21 @@ class ConnectionLimiter:
         monitor.setsockopt(zmq.RCVHWM, 1)  # some 1,000 events with ZeroMQ's own end: it accepts so many ahead of us
         monitor.connect(endpoint)
         self._coming.append((monitor, _Bound(domain, listeners)))
-        self._tell(_WATCH)
+        self._wake(_WATCH)
 
     def hang_up_on(self, domain: str, sources: set[str] | None) -> None:
         """Cut off all that come from these sources (None: all), as soon as the thread gets to it."""
         self._leaving.append((domain, sources))
-        self._tell(_WATCH)
+        self._wake(_WATCH)
 
     def close(self) -> None:
-        self._tell(_STOP)
+        self._wake(_STOP)
         self._thread.join(5)
         self._talk.close()
 
     # --- its own thread ---------------------------------------------------------------------------------------------
 
-    def _tell(self, what: bytes) -> None:
+    def _wake(self, what: bytes) -> None:
         with self._context.socket(zmq.PUSH) as caller:
             caller.setsockopt(zmq.LINGER, 1000)
             caller.connect(f"inproc://doors-{id(self)}")
@@ -147,8 +147,8 @@ class ConnectionLimiter:
         bound = self._bound[monitor]
         with suppress(zmq.Again):
             while True:
-                said, endpoint = monitor.recv_multipart(zmq.NOBLOCK)
-                kind, number = _SAID.unpack(said)  # under attack these come by the thousand
+                event, endpoint = monitor.recv_multipart(zmq.NOBLOCK)
+                kind, number = _EVENT.unpack(event)  # under attack these come by the thousand
                 if kind == _LEFT:
                     self._left(bound, number)
                 elif kind == _CAME:
@@ -196,8 +196,8 @@ class ConnectionLimiter:
             for bound in self._bound.values():
                 peer = bound.peers.get(number) if bound.listeners else None
                 if peer is not None:
-                    peer.said_bytes = _said(number, peer.said_bytes)
-                    if peer.said_bytes > TALK_MAX + TALK_PER_S * (now - peer.began):
+                    peer.sent_bytes = _bytes_received(number, peer.sent_bytes)
+                    if peer.sent_bytes > TALK_MAX + TALK_PER_S * (now - peer.began):
                         self._cut(bound, number, peer.source, "too_many_subscriptions")
 
     def _look(self, now: float) -> None:
@@ -263,7 +263,7 @@ def _count_reads(number: int) -> None:
         socket.detach()
 
 
-def _said(number: int, so_far: int) -> int:
+def _bytes_received(number: int, so_far: int) -> int:
     """Bytes that have come over this connection; over ipc those since `_count_reads`, read or not."""
     try:
         socket = unix.socket(fileno=number)

@@ -135,8 +135,8 @@ def _structlog() -> Any:
     return structlog
 
 
-def adopt(library: str, say: Callable[[str], None], every_s: float) -> None:
-    """From now on what `library` logs (a warning or worse) goes to `say`, at most one line each `every_s`."""
+def adopt(library: str, log_line: Callable[[str], None], every_s: float) -> None:
+    """From now on what `library` logs (a warning or worse) goes to `log_line`, at most one line each `every_s`."""
 
     class Adopted(logging.Handler):
         next_at = 0.0
@@ -144,7 +144,7 @@ def adopt(library: str, say: Callable[[str], None], every_s: float) -> None:
         def emit(self, record: logging.LogRecord) -> None:
             if time.monotonic() >= self.next_at:
                 self.next_at = time.monotonic() + every_s
-                say(record.getMessage())
+                log_line(record.getMessage())
 
     theirs = logging.getLogger(library)
     theirs.handlers, theirs.propagate = [Adopted(logging.WARNING)], False

@@ -133,9 +133,9 @@ class _Handler(BaseHTTPRequestHandler):
             encode, kind = choose_encoder(self.headers.get("Accept", ""))
             self._answer(200, encode(board.registry), kind)
         elif path == "/health":
-            self._tell(board.unhealthy())
+            self._answer_health(board.unhealthy())
         elif path == "/ready":
-            self._tell(board.unready())
+            self._answer_health(board.unready())
         elif path == "/targets" and board.targets is not None:
             self._answer(200, board.targets, "application/json")
         else:
@@ -144,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def _tell(self, trouble: str) -> None:
+    def _answer_health(self, trouble: str) -> None:
         self._answer(503 if trouble else 200, f"{trouble or 'ok'}\n".encode())
 
     def _answer(self, status: int, body: bytes, kind: str = "text/plain; charset=utf-8") -> None:

@@ -36,8 +36,8 @@ class Reload:
             self._leave()
             return
         try:
-            said = settings.reread(self._context)
-            changed = {name: value for name, value in said.items() if value != self._in_force[name]}
+            values = settings.reread(self._context)
+            changed = {name: value for name, value in values.items() if value != self._in_force[name]}
             may = settings.reloadable(self._context)
             taken = {name: changed[name] for name in changed.keys() & may.keys()}
             self._apply(taken)

@@ -24,7 +24,7 @@ from bus.wire.messages import TraceContext
 
 QUEUE_MAX = 8192  # records that wait for the thread; more are dropped, and counted
 CLOSE_S = 2.0  # for the last ones to leave
-SAY_S = 10.0  # between two lines of what the SDK complains about
+LOG_S = 10.0  # between two lines of what the SDK complains about
 OTEL_EXTRA = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 
 log = get_logger("spans")
@@ -124,11 +124,11 @@ def provider_of(exporter: Any, part: str, resource: Mapping[str, str]) -> Any:
             return self.trace_id
 
     ours = {SERVICE_NAME: f"pdbus-{part}", SERVICE_INSTANCE_ID: resource.get("name", ""), "pdbus.part": part}
-    said = Resource.create({}).attributes  # of the standard variables; they go before ours, where somebody set them
-    named = {SERVICE_NAME: said[SERVICE_NAME]} if "OTEL_SERVICE_NAME" in os.environ else {}
+    standard = Resource.create({}).attributes  # of the standard variables; they go before ours, where somebody set them
+    named = {SERVICE_NAME: standard[SERVICE_NAME]} if "OTEL_SERVICE_NAME" in os.environ else {}
     extra = {f"pdbus.{name}": value for name, value in resource.items() if value}
     provider = TracerProvider(
-        resource=Resource({**said, **ours, **extra, **named}), id_generator=Ids(), shutdown_on_exit=False
+        resource=Resource({**standard, **ours, **extra, **named}), id_generator=Ids(), shutdown_on_exit=False
     )
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider
@@ -158,7 +158,7 @@ def exporter(endpoint: str, part: str, **resource: str) -> Spans | None:
     if why:
         log.warning("spans.off", why=why)
         return None
-    adopt("opentelemetry", lambda why: log.warning("spans.unsent", why=why[:300]), SAY_S)
+    adopt("opentelemetry", lambda why: log.warning("spans.unsent", why=why[:300]), LOG_S)
     to = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces") if endpoint else OTLPSpanExporter()
     return Spans(provider_of(to, part, resource))
 

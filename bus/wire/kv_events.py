@@ -96,8 +96,8 @@ def parse_batch(payload: bytes) -> Batch:
     dp_rank = batch[2] if len(batch) > 2 else None
     if dp_rank is not None and (type(dp_rank) is not int or not 0 <= dp_rank < 65_536):
         raise RemoteProtocolError("schema", f"dp_rank {dp_rank!r}"[:100])
-    said = batch[3] if len(batch) > 3 and type(batch[3]) is dict else {}
-    left_out = tuple((name, said[name]) for name in LEFT_OUT if type(said.get(name)) is int and said[name] > 0)
+    extra = batch[3] if len(batch) > 3 and type(batch[3]) is dict else {}
+    left_out = tuple((name, extra[name]) for name in LEFT_OUT if type(extra.get(name)) is int and extra[name] > 0)
     return Batch(tuple(one for event in batch[1] for one in _events(event)), dp_rank, left_out)
 
 

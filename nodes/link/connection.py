@@ -85,7 +85,7 @@ class Connection:
         self._clock = clock
         self._rejected = rejected
         self._sockets = sockets
-        self._heard_at = float("-inf")
+        self._last_seen_at = float("-inf")
         self._hello_at = float("-inf")
         self._hello_owed = False
         self._bye_owed = False
@@ -100,7 +100,7 @@ class Connection:
         return self._silent(1.0)
 
     def _silent(self, leases: float) -> bool:
-        return self.welcome is None or self._clock() - self._heard_at > leases * (self.welcome.lease_s or LEASE_S)
+        return self.welcome is None or self._clock() - self._last_seen_at > leases * (self.welcome.lease_s or LEASE_S)
 
     @property
     def owes(self) -> bool:
@@ -162,7 +162,7 @@ class Connection:
             self._rejected("controller", error, self.endpoint)
             return
         now = self._clock()
-        self._heard_at = now
+        self._last_seen_at = now
         rank = self.rank
         if isinstance(message, Dispatch):
             rank.dispatched(self, message, frames[1:])

@@ -230,9 +230,9 @@ class RankCore:
                 leg.add_event("fetched", now)
                 return self.puller.done(leg)
             case Finished():
-                return self._end(leg, "ok", event.reason, now, said=True)
+                return self._end(leg, "ok", event.reason, now, by_runner=True)
             case LegFailed():
-                return self._end(leg, event.code, _sendable(event.message), now, said=True)
+                return self._end(leg, event.code, _sendable(event.message), now, by_runner=True)
         return []
 
     def tick(self, now: float) -> list[Action]:
@@ -334,15 +334,15 @@ class RankCore:
         self.first_token_s.append(leg.first_token_s)
         self.reports.started(leg)
 
-    def _end(self, leg: Leg, code: Code, message: str, now: float, *, said: bool = False) -> list[Action]:
-        """The only way out. With `ok`, `message` is the finish reason; `said`: the runner said so itself."""
+    def _end(self, leg: Leg, code: Code, message: str, now: float, *, by_runner: bool = False) -> list[Action]:
+        """The only way out. With `ok`, `message` is the finish reason; `by_runner`: the runner said so itself."""
         was = leg.state
         end = leg.end(code, message, now)
         self.legs.remove(leg)
         actions: list[Action] = []
         if was is LegState.HOLDING:
             actions.append(Release(leg))
-        elif was is LegState.RUNNING and not said:
+        elif was is LegState.RUNNING and not by_runner:
             actions.append(Cancel(leg))
         if leg.role == "prefill":
             actions += self.sender.close(leg)

@@ -137,7 +137,7 @@ class Host:
 
     def missing(self) -> list[str]:
         """What is not there yet, of what the ranks need to serve."""
-        joined = self.resolver.broker_heard_at is not None and all(r.on_the_bus for r in self.ranks.values())
+        joined = self.resolver.broker_seen_at is not None and all(r.on_the_bus for r in self.ranks.values())
         missing = [] if joined else [f"the bus at {self.config.bus}"]
         for key, base in enumerate(self.config.controllers):
             if any(rank.connections[key].welcome is None for rank in self.ranks.values()):
@@ -146,7 +146,7 @@ class Host:
 
     def can_serve(self) -> bool:
         """Whether the bus is there, and for each rank a controller."""
-        there = self.resolver.broker_heard_at is not None and all(r.on_the_bus for r in self.ranks.values())
+        there = self.resolver.broker_seen_at is not None and all(r.on_the_bus for r in self.ranks.values())
         return there and all(any(each.welcome for each in rank.connections) for rank in self.ranks.values())
 
     def unready(self) -> str:
@@ -175,7 +175,7 @@ class Host:
         if len(ended) < len(ranks):
             return False
         left_s = self.now - max(ended)
-        if not all(rank.said_goodbye for rank in ranks) and left_s < GOODBYE_S:
+        if not all(rank.bye_sent for rank in ranks) and left_s < GOODBYE_S:
             return False  # it is said again with each interval
         return not self.streams.untaken(self.now) or left_s >= STREAM_GRACE_S
 
@@ -286,7 +286,7 @@ class Host:
             self.reject("bus", error)
             return
         if isinstance(message, Beacon):
-            if self.resolver.broker_heard_at is None:
+            if self.resolver.broker_seen_at is None:
                 self.changed()
             self._resolve(self.resolver.on_message(message, self.now))
             for rank in self.ranks.values():

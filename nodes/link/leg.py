@@ -103,7 +103,7 @@ class Leg:
     handle: KvHandle | None = None  # decode: the KV cache to fetch
 
     client: str = ""  # the key whose request it is; empty: there are none
-    said_room: int | None = None  # that of its submit, also of a unified leg; None: it has none
+    submit_room: int | None = None  # that of its submit, also of a unified leg; None: it has none
     trace: TraceContext | None = None  # of a request that is traced
     trace_events: list[tuple[float, str, str]] = field(default_factory=list)  # what happened to it, when, and a detail
     continue_on_disconnect: bool = False  # whether anybody reads its output or not
@@ -152,7 +152,7 @@ class Leg:
     handle_data: bytes = b""  # opaque
     valid_until: float = FOR_EVER  # fetched later, it may be another prompt's
 
-    heard_at: float = 0.0  # when the rank at the other end of the KV cache's way gave a sign of life
+    last_seen_at: float = 0.0  # when the rank at the other end of the KV cache's way gave a sign of life
 
     @property
     def live(self) -> bool:
@@ -167,7 +167,7 @@ class Leg:
     @property
     def identity(self) -> Identity:
         """Whose leg it is."""
-        return Identity(self.client, self.said_room, self.prompt_tokens - self.offset)
+        return Identity(self.client, self.submit_room, self.prompt_tokens - self.offset)
 
     @property
     def about(self) -> dict[str, object]:
@@ -261,7 +261,7 @@ def leg_of(
         state=LegState.LOCATING if role == "decode" else LegState.RUNNING,
         ingested_at=now,
         client=dispatch.client,
-        said_room=dispatch.bootstrap_room,
+        submit_room=dispatch.bootstrap_room,
         continue_on_disconnect=dispatch.continue_on_disconnect,
         trace=dispatch.trace,
     )

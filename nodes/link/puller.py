@@ -77,7 +77,7 @@ class KvPuller:
             self._counts["kv_client_unsaid"] += 1
         if leg.kv_attempt != message.attempt:
             return self._other_attempt(leg, message, now)
-        leg.heard_at = now
+        leg.last_seen_at = now
         if isinstance(message, KvFail):
             code = end_of_other("decode", message.code) if leg.state is LegState.ASKING else "kv_failed"
             return self._end(leg, code, message.message or f"the prefill rank says {message.code}", now)
@@ -112,7 +112,7 @@ class KvPuller:
         """Signs of life, and what comes of their absence."""
         if not leg.kv_wanted:
             return []
-        if now - leg.heard_at >= PREFILL_SILENT_S:
+        if now - leg.last_seen_at >= PREFILL_SILENT_S:
             return self._end(leg, "prefill_failed", "the prefill rank does not answer", now)
         return self._ask(leg, now) if now - leg.asked_at >= ASK_S else []
 
@@ -132,7 +132,7 @@ class KvPuller:
         leg.location, leg.kv_attempt, leg.kv_wanted = location, attempt, True
         if leg.found_by != "told":
             leg.add_event("located", now, leg.found_by)
-        leg.heard_at = now
+        leg.last_seen_at = now
         return self._ask(leg, now)
 
     def _ask(self, leg: Leg, now: float) -> list[Action]:
@@ -153,7 +153,7 @@ class KvPuller:
             return self._ask(leg, now)
         if message.attempt > leg.kv_attempt:
             return self._end(leg, "prefill_failed", "a newer attempt prefills the room", now)
-        leg.heard_at = now  # its dispatch is on the way there
+        leg.last_seen_at = now  # its dispatch is on the way there
         return []
 
     def _handed(self, leg: Leg, meta: KvMeta, data: bytes, now: float) -> list[Action]:
@@ -165,7 +165,7 @@ class KvPuller:
             return self._end(leg, "kv_failed", f"the prefill rank's KV cache {theirs} is not ours {ours}", now)
         if (facts.kv_transfer == OVER_THE_BUS) == bool(data) or len(data) > MAX_HANDLE_BYTES:
             return self._end(leg, "kv_failed", f"a handle of {len(data)} bytes for {facts.kv_transfer!r}", now)
-        valid_until = _said_at(leg, meta) + meta.valid_s if meta.valid_s else FOR_EVER
+        valid_until = _sent_at(leg, meta) + meta.valid_s if meta.valid_s else FOR_EVER
         if valid_until - now < facts.handle_margin_s:
             left_s = max(0.0, valid_until - now)
             why = f"the KV cache lapses in {left_s:.3g} s; fetching it may take {facts.handle_margin_s:g} s"
@@ -185,7 +185,7 @@ class KvPuller:
         self.waiting_tokens -= leg.prompt_tokens
 
 
-def _said_at(leg: Leg, meta: KvMeta) -> float:
+def _sent_at(leg: Leg, meta: KvMeta) -> float:
     """When `meta` was sent at the earliest: after the pull that it names, or after the first where it names none. It
     may have been long on its way, or waited here while this process stood still."""
     return leg.asks[meta.asked - 1] if 0 < meta.asked <= len(leg.asks) else leg.asks[0]

@@ -209,7 +209,7 @@ class LinkedRank:
         self.driver.dirty = True
 
     @property
-    def said_goodbye(self) -> bool:
+    def bye_sent(self) -> bool:
         """Whether the bus has carried our goodbye, and every controller's queue has taken it."""
         return self.on_the_bus == "gone" and not any(connection.owes for connection in self.connections)
 

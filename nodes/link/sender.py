@@ -61,7 +61,7 @@ class KvSender:
         """The room's prompt will be computed here. The caller has closed a lower attempt's."""
         assert not self.holds(leg)
         self._legs.put(leg.room, leg.client, leg)
-        leg.heard_at = now
+        leg.last_seen_at = now
         parked = self._parked.find(leg.room, leg.client)
         if parked is not None and parked.attempt <= leg.attempt:
             self._parked.pop(leg.room, parked.client)
@@ -70,7 +70,7 @@ class KvSender:
 
     def held(self, leg: Leg, first_token: int, data: bytes, valid_s: float, now: float) -> list[Send]:
         """The prompt is computed; whoever asked is told."""
-        leg.first_token, leg.handle_data, leg.valid_until, leg.heard_at = first_token, data, now + valid_s, now
+        leg.first_token, leg.handle_data, leg.valid_until, leg.last_seen_at = first_token, data, now + valid_s, now
         late = list(leg.pullers)[1:] if data else []
         for peer in late:
             del leg.pullers[peer]
@@ -108,7 +108,7 @@ class KvSender:
                 return [self._given_away(peer, leg)]
             if len(leg.pullers) >= MAX_PULLERS:
                 leg.pullers.pop(next(iter(leg.pullers)))
-        leg.heard_at = now
+        leg.last_seen_at = now
         leg.pullers[peer] = pull.asked or leg.pullers.get(peer, 0)
         if not ready:
             return [Send(peer, self._not_ready(pull, pull.attempt))]
@@ -138,9 +138,9 @@ class KvSender:
             for leg in self._legs
             if leg.state is LegState.HOLDING
             and (
-                now - leg.heard_at >= PULLER_SILENT_S  # while a puller lives, it says so, and may renew the handle
+                now - leg.last_seen_at >= PULLER_SILENT_S  # while a puller lives, it says so, and may renew the handle
                 if leg.pullers
-                else now >= min(leg.heard_at + self.hold_s, leg.valid_until)
+                else now >= min(leg.last_seen_at + self.hold_s, leg.valid_until)
             )
         ]
         answers: list[Send] = []

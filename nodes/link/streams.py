@@ -311,7 +311,7 @@ class Streams:
 
 def _meant(request: Attach, leg: Leg) -> bool:
     """Whether `leg` is the one, or a later attempt of it."""
-    rooms = request.room, leg.said_room
+    rooms = request.room, leg.submit_room
     return request.attempt <= leg.attempt and (None in rooms or rooms[0] == rooms[1])
 
 

@@ -18,7 +18,7 @@ from bus.errors import StartError
 
 
 @contextmanager
-def alone_on(folder: Path, devices: Sequence[str], wait_s: float, say: Callable[[str], None]) -> Iterator[None]:
+def alone_on(folder: Path, devices: Sequence[str], wait_s: float, on_wait: Callable[[str], None]) -> Iterator[None]:
     """Hold the locks of `devices`, in one order for all engines. Says when it waits for another's; StartError after
     `wait_s` seconds of that."""
     with ExitStack() as held:
@@ -30,7 +30,7 @@ def alone_on(folder: Path, devices: Sequence[str], wait_s: float, say: Callable[
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                say(device)
+                on_wait(device)
                 _wait(lock, device, wait_s)
         yield
 

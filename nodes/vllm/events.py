@@ -25,17 +25,17 @@ Frames = tuple[bytes, bytes, bytes]
 
 
 class EventRelay:
-    """`received` for each message of the engine's stream, `tick` 20 times a second; `tell` gets what to publish."""
+    """`received` for each message of the engine's stream, `tick` 20 times a second; `publish` gets what to publish."""
 
-    def __init__(self, instance: str, dp_rank: int, tell: Callable[[Sequence[Frames]], None]) -> None:
+    def __init__(self, instance: str, dp_rank: int, publish: Callable[[Sequence[Frames]], None]) -> None:
         self.counts: Counter[str] = Counter()
-        self._said: Counter[str] = Counter()
+        self._published_counts: Counter[str] = Counter()
         self._topic = topics.for_rank(topics.KV, instance, dp_rank)
         self._dp_rank = dp_rank
-        self._tell = tell
+        self._publish_frames = publish
         self._names = Translator(self.counts)
         self._expected = 0
-        self._told = 0
+        self._next_number = 0
         self._block_tokens = 1
         self._restating: deque[Hash] = deque()  # the engine's hashes of blocks that had names when `restate` was called
 
@@ -50,8 +50,8 @@ class EventRelay:
                 maps += self._maps(event)
         except RemoteProtocolError:
             maps.append(self._forget("kv_unreadable"))
-        left_out = dict(self.counts - self._said)
-        self._said = self.counts.copy()
+        left_out = dict(self.counts - self._published_counts)
+        self._published_counts = self.counts.copy()
         for part in _parts(maps) if maps or not left_out else ([],):
             self._publish(part, *([left_out] if left_out else []))
             left_out = {}
@@ -67,9 +67,9 @@ class EventRelay:
             self._publish([_event(names, None, (), self._block_tokens)])
 
     def _publish(self, maps: Sequence[dict[str, Any]], *more: dict[str, int]) -> None:
-        number, self._told = self._told, self._told + 1
+        number, self._next_number = self._next_number, self._next_number + 1
         payload = codec.pack([time.time(), maps, self._dp_rank, *more])
-        self._tell([(self._topic, number.to_bytes(8, "big"), payload)])
+        self._publish_frames([(self._topic, number.to_bytes(8, "big"), payload)])
 
     def _forget(self, why: str) -> dict[str, Any]:
         self.counts[why] += 1

@@ -103,11 +103,11 @@ def _engine(
 
     thread = EngineThread(build, lambda client: client.shutdown(), lambda: keep_to(cores, reaper.processes()))
     with Reaper() as reaper, ExitStack() as stack:
-        with alone_on(Path(runtime_dir()), versions.devices(args), config.wait_s, _say_wait):
+        with alone_on(Path(runtime_dir()), versions.devices(args), config.wait_s, _log_wait):
             engine = stack.enter_context(thread)
         keep_to(cores, reaper.processes())
         facts, lease_s = versions.facts_of(engine.client), versions.lease_s(engine.client)
-        say_loaded(facts)
+        log_loaded(facts)
         for index, dp_rank in enumerate(config.dp_ranks):
             runner = VllmRunner(
                 rank_facts(facts, lease_s),
@@ -185,11 +185,11 @@ def _set_missing(variables: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
-def _say_wait(device: str) -> None:
+def _log_wait(device: str) -> None:
     log.info("engine.waits", gpu=device, until="another engine on it has loaded")
 
 
-def say_loaded(facts: versions.Facts) -> None:
+def log_loaded(facts: versions.Facts) -> None:
     """One line of what an operator compares with `vllm serve`."""
     log.info(
         "engine.loaded", model=facts.model, max_context=facts.max_context, kv_capacity=facts.kv_capacity,

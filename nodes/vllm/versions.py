@@ -194,8 +194,8 @@ def check_one_process(given: Any) -> None:
     """ConfigError where vLLM's arguments couple this engine with those of other processes: these meet once, as they
     start, and one that is started again alone would never join them."""
     for name in SEVERAL_PROCESSES:
-        said = getattr(given, name, None)
-        if said is not None and said is not False:
+        value = getattr(given, name, None)
+        if value is not None and value is not False:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(
                 f"{option}: the ranks of an engine are in one process here (--ranks-per-process, --dp-rank)"

@@ -188,14 +188,14 @@ def test_what_a_subscriber_says_is_counted_in_bytes_whether_it_was_read_or_not(d
                 connection_limiter._count_reads(accepted.fileno())
                 peer.sendall(bytes(TALK_MAX))
                 until(
-                    lambda: connection_limiter._said(accepted.fileno(), 0) == TALK_MAX,
+                    lambda: connection_limiter._bytes_received(accepted.fileno(), 0) == TALK_MAX,
                     "it is counted before it is read",
                 )
                 assert accepted.recv(1000) == bytes(1000)
-                assert connection_limiter._said(accepted.fileno(), 0) == TALK_MAX
+                assert connection_limiter._bytes_received(accepted.fileno(), 0) == TALK_MAX
                 peer.sendall(b"x")
                 until(
-                    lambda: connection_limiter._said(accepted.fileno(), 0) == TALK_MAX + 1,
+                    lambda: connection_limiter._bytes_received(accepted.fileno(), 0) == TALK_MAX + 1,
                     "what comes later adds to it",
                 )
 

@@ -38,7 +38,7 @@ def test_a_rank_silent_past_its_lease_is_not_ready() -> None:
     table.introduce(member(1), 2.0)
     assert info(table, 3.0).ready
     assert not info(table, 3.1).ready
-    table.hear("prefill-0", 0, 1, 3.2)
+    table.seen("prefill-0", 0, 1, 3.2)
     assert info(table, 3.2).ready, "any publication is a sign of life"
 
 
@@ -59,7 +59,7 @@ def test_an_old_epoch_does_not_come_back() -> None:
     table.introduce(member(epoch=5), 0.0)
     table.introduce(member(epoch=3), 1.0)
     assert table.introduce(member(epoch=5), 1.1) is None
-    assert table.hear("prefill-0", 0, 5, 1.2) is None
+    assert table.seen("prefill-0", 0, 5, 1.2) is None
     assert info(table, 1.2).ranks[0].epoch == 3
     assert table.counts["stale_epoch"] == 2
 
@@ -117,7 +117,7 @@ def test_infos_of_all_or_of_one() -> None:
     table = Membership()
     table.introduce(member(instance="b", dp_size=1), 0.0)
     table.introduce(member(instance="a", dp_size=1, role="decode"), 0.0)
-    table.hear("heard-only", 0, 1, 0.0)
+    table.seen("heard-only", 0, 1, 0.0)
     assert [each.instance for each in table.infos("", 0.0)] == ["a", "b"]
     assert [each.instance for each in table.infos("b", 0.0)] == ["b"]
     assert table.infos("nobody", 0.0) == ()

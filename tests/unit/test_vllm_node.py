@@ -245,7 +245,7 @@ def test_a_loaded_engine_says_how_it_runs(monkeypatch: pytest.MonkeyPatch) -> No
     client = client_of()
     client.vllm_config.use_v2_model_runner = True
     client.vllm_config.scheduler_config.async_scheduling = True
-    main.say_loaded(versions.facts_of(client))
+    main.log_loaded(versions.facts_of(client))
     assert said.items() >= {"event": "engine.loaded", "model_runner": "v2", "async_scheduling": True}.items()
     assert said.keys() >= {"kv_capacity", "max_running", "step_tokens", "block_tokens"}
 

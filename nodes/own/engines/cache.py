@@ -14,7 +14,7 @@ from typing import IO
 from bus.errors import ConfigError
 
 LOOK_AGAIN_S = 0.2
-_TOLD_BYTES = 128
+_PROGRESS_BYTES = 128
 Progress = Callable[[str, float], None]  # (what is being done, fraction done)
 
 
@@ -44,15 +44,15 @@ def made_once(name: str, make: Callable[[Path, Progress], None], progress: Progr
         target.parent.mkdir(parents=True, exist_ok=True)
         with _opened(target.parent / f".{name}.lock") as lock:
             while not _locked(lock):
-                progress(*_told(lock))
+                progress(*_read_progress(lock))
                 time.sleep(LOOK_AGAIN_S)
 
-            def tell(what: str, fraction: float) -> None:
-                _tell(lock, what, fraction)
+            def report(what: str, fraction: float) -> None:
+                _write_progress(lock, what, fraction)
                 progress(what, fraction)
 
             if not target.is_dir():
-                _make(target, lambda part: make(part, tell))
+                _make(target, lambda part: make(part, report))
     except OSError as error:
         raise ConfigError(
             f"cannot write the model cache {target.parent} ({error.strerror or error}); "
@@ -74,14 +74,14 @@ def _locked(lock: IO[bytes]) -> bool:
     return True
 
 
-def _tell(lock: IO[bytes], what: str, fraction: float) -> None:
+def _write_progress(lock: IO[bytes], what: str, fraction: float) -> None:
     lock.seek(0)
-    lock.write(f"{fraction:.3f} {what}".encode().ljust(_TOLD_BYTES))  # of one size, so that nobody reads half of it
+    lock.write(f"{fraction:.3f} {what}".encode().ljust(_PROGRESS_BYTES))  # of one size, so that nobody reads half of it
 
 
-def _told(lock: IO[bytes]) -> tuple[str, float]:
+def _read_progress(lock: IO[bytes]) -> tuple[str, float]:
     lock.seek(0)
-    fraction, _, what = lock.read(_TOLD_BYTES).decode().strip().partition(" ")
+    fraction, _, what = lock.read(_PROGRESS_BYTES).decode().strip().partition(" ")
     return (f"another process is {what}", float(fraction)) if what else ("waiting for another process", 0.0)
 
 

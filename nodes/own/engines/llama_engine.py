@@ -125,7 +125,7 @@ class LlamaEngine:
     def _run(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
         tokens: tuple[tuple[int, int], ...] = ()
-        said: tuple[tuple[int, TokenLogprobs], ...] = ()
+        log_probabilities: tuple[tuple[int, TokenLogprobs], ...] = ()
         damaged: tuple[int, ...] = ()
         error = ""
         try:
@@ -137,14 +137,14 @@ class LlamaEngine:
                 asked, logits = [each for each in asked if each[0] not in damaged], logits[whole]
             sampled = sample(logits, [(params, output_index) for _, params, output_index in asked])
             tokens = tuple((seq, token) for (seq, _, _), token in zip(asked, sampled, strict=True))
-            said = tuple(
+            log_probabilities = tuple(
                 (seq, logprobs(row, token, params.logprobs))
                 for row, (seq, params, _), token in zip(logits, asked, sampled, strict=True)
                 if params.logprobs >= 0
             )
         except Exception as failure:
             error = " ".join(f"{type(failure).__name__}: {failure}".split())[:500]
-        return StepResult(plan.number, tokens, time.perf_counter() - began, error, said, damaged)
+        return StepResult(plan.number, tokens, time.perf_counter() - began, error, log_probabilities, damaged)
 
     def _inject(self, plan: StepPlan) -> None:
         fault = self._faults.fed(plan.rows) if self._faults else ""

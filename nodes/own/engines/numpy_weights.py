@@ -19,8 +19,8 @@ from nodes.own.engines.numpy_llama import Array, NumpyLlama
 def _load_smollm2(progress: Progress) -> NumpyLlama:
     path = smollm2.converted(progress) / smollm2.WEIGHTS_FILE
     try:
-        told, arrays = mapped(path)
-        return NumpyLlama(smollm2.read_config(told), arrays)
+        metadata, arrays = mapped(path)
+        return NumpyLlama(smollm2.read_config(metadata), arrays)
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise StartError(f"the cached model {path} cannot be read ({error}); delete {path.parent} and retry") from None
 
@@ -39,7 +39,7 @@ def mapped(path: Path) -> tuple[dict[str, str], dict[str, Array]]:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     start = 8 + int.from_bytes(data[:8], "little")
     head = json.loads(data[8:start])
-    told = head.pop("__metadata__", {})
+    metadata = head.pop("__metadata__", {})
     arrays = {}
     for name, tensor in head.items():
         if tensor["dtype"] != "F32":
@@ -47,7 +47,7 @@ def mapped(path: Path) -> tuple[dict[str, str], dict[str, Array]]:
         first, end = tensor["data_offsets"]
         flat = numpy.frombuffer(data, numpy.float32, (end - first) // 4, start + first)
         arrays[name] = flat.reshape(tensor["shape"])
-    return told, arrays
+    return metadata, arrays
 
 
 LOADERS: dict[str, Callable[[Progress], NumpyLlama]] = {smollm2.NAME: _load_smollm2, "tiny": _load_tiny}
