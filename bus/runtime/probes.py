@@ -11,6 +11,7 @@ import json
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
@@ -21,7 +22,7 @@ from prometheus_client.exposition import choose_encoder
 from bus.errors import StartError
 from bus.runtime.logs import get_logger
 from bus.runtime.loop import Loop
-from bus.runtime.metrics import Metric, registry
+from bus.runtime.metrics import Metric, gauge, registry
 
 GATHER_S = 1.0
 HEALTHY_S = 5.0  # an idle loop turns each second
@@ -79,7 +80,8 @@ class Board:
 
     def keep(self) -> None:
         """On the loop's thread."""
-        self._metrics = tuple(self._gather())
+        made = gauge("pdbus_page_timestamp_seconds", "when the part last made its figures, since 1970", time.time())
+        self._metrics = (*self._gather(), made)
         self._trouble = self._unready()
         if self._targets is not None:
             self.targets = json.dumps(self._targets()).encode()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -137,21 +138,46 @@ class Rule:
 
 
 def span(world: World, chapter: str) -> tuple[float, float]:
-    """Of a record: its last sample is the chapter's end."""
+    """Of a record: its last sample is the chapter's end, and before its first each part has answered."""
     now = world.chapters[chapter]
-    return now.end - int((now.end - now.start) / SCRAPE_S) * SCRAPE_S, now.end
+    return now.end - int((now.end - now.start) / SCRAPE_S - 1) * SCRAPE_S, now.end
 
 
 def recorded(world: World, selector: str, chapter: str) -> Record:
+    """Where a part did not answer a scrape its series stay what they were: it was busy."""
     start, end = span(world, chapter)
-    series = []
-    for each in world.recorded(selector, start, end):
-        values: Values = [None] * (round((end - start) / SCRAPE_S) + 1)
-        for at, value in each["values"]:
-            values[round((at - start) / SCRAPE_S)] = float(value)
-        series.append((dict(each["metric"]), values))
-    assert series, f"nothing was recorded of {selector}"
+
+    def of(selector: str) -> list[tuple[Labels, Values]]:
+        series = []
+        for each in world.recorded(selector, start, end):
+            values: Values = [None] * (round((end - start) / SCRAPE_S) + 1)
+            for at, value in each["values"]:
+                values[round((at - start) / SCRAPE_S)] = float(value)
+            series.append((dict(each["metric"]), values))
+        assert series, f"nothing was recorded of {selector}"
+        return series
+
+    answered = {labels["instance"]: values for labels, values in of("up")}
+    series = of(selector)
+    for labels, values in series:
+        part = answered[labels.get("controller", labels["instance"])]
+        for at in range(len(values)):
+            if values[at] is None and not part[at]:
+                values[at] = values[at - 1] if at else next(value for value in values if value is not None)
     return Record(series)
+
+
+def gone_once(record: Record, after: int, *instances: str) -> Record:
+    """`up`, where these parts were killed after that sample and came back; who else did not answer was busy."""
+
+    def change(labels: Labels, values: Values) -> Values:
+        if labels["instance"] not in instances:
+            return [1.0] * len(values)
+        first = values.index(0.0, after)
+        back = values.index(1.0, first)
+        return [float(not first <= at < back) for at in range(len(values))]
+
+    return record._each(change)
 
 
 def sample(world: World, chapter: str, moment: str) -> int:
@@ -168,7 +194,8 @@ def of(name: str, *keys: str, record: Record) -> Labels:
 
 
 def part_down(world: World) -> Rule:
-    record = recorded(world, 'up{job="pdbus"}', "lost")
+    killed = sample(world, "lost", "killed")
+    record = gone_once(recorded(world, 'up{job="pdbus"}', "lost"), killed, "decode-0", "decode-1")
     spans = [record.where(lambda value: value == 0, instance=f"decode-{n}") for n in range(2)]
     down, both = min(first for first, _ in spans), min(end for _, end in spans)
     back = max(end for _, end in spans)
@@ -295,7 +322,7 @@ def reports_late(world: World) -> Rule:
     ages = recorded(world, "pdbus_controller_report_age_seconds", "pause")
     ready = recorded(world, "pdbus_controller_ready", "pause")
     oldest = max(value or 0 for _, values in ages.only(instance="decode-1").series for value in values)
-    late = ages.changed(lambda value: value * 4, instance="decode-1")
+    late = ages.changed(lambda value: value * 4 if value > oldest / 2 else value, instance="decode-1")
     (_, end) = late.where(lambda value: value > 5, instance="decode-1")
     return Rule(
         lambda labels: f"{labels['instance']}/{labels['dp_rank']} has not reported its load for N s.",
@@ -311,8 +338,10 @@ def reports_late(world: World) -> Rule:
 def acknowledgements_lag(world: World) -> Rule:
     record = recorded(world, "pdbus_controller_acknowledgement_seconds_bucket", "pause")
     (first, _) = record.grows(instance="decode-1")
-    counted = {labels["le"] for labels, values in record.series if (values[-1] or 0) > (values[0] or 0)}
-    upper = min(float(bound) for bound in counted)
+    counted: Counter[float] = Counter()
+    for labels, values in record.only(instance="decode-1").series:
+        counted[float(labels["le"])] += int((values[-1] or 0) - (values[0] or 0))
+    upper = min(bound for bound, count in counted.items() if count == max(counted.values()))
     return Rule(
         lambda labels: f"{labels['instance']}/{labels['dp_rank']} takes N s to take in what it is sent.",
         rings=(Case(record.then(10), 10, first + 7, ({"instance": "decode-1", "dp_rank": "0"},)),),

@@ -2,7 +2,8 @@
 
 `EXPECTED[title][legend]` has one or more `Look`s: at the end of a chapter, or at a moment in it, the panel's query (its
 `$__rate_interval` being the time since the chapter began) shows these lines, by the text that Grafana writes beside
-them, each within its bounds. What is not expected is 0, NaN or not drawn. Tolerances are those of the functions below.
+them, each within its bounds. What is not expected is 0, NaN or not drawn. Tolerances are those of the functions below:
+of counts by the scrapes that there were, of times by what a client saw and the engine's own model.
 """
 
 from __future__ import annotations
@@ -24,15 +25,14 @@ from metrics_world import (
     IN_VAIN,
     KNOCKS,
     KV_BYTES,
+    LEASE_S,
     LONG,
     LONG_SHARED,
     NOISE,
     OUTPUT,
     OVER,
-    PAGE_S,
     PREFILL,
     QUEUED,
-    SCRAPE_S,
     SHORT,
     SHORT_SHARED,
     SLO_S,
@@ -64,11 +64,15 @@ def about(value: float, share: float = 0.05) -> Bounds:
     return value * (1 - share), value * (1 + share)
 
 
-def a_second(count: float, chapter: Chapter, moment: str = "") -> Bounds:
-    """So many since the chapter began. Prometheus sees the first and the last scrape in it, and makes up for a scrape's
-    time at either end, in which nothing happened here: 3 % less, or that much more (and 3 %)."""
-    long_s = (chapter.at[moment] if moment else chapter.end) - chapter.start
-    return count / long_s * 0.97, count / (long_s - 2 * SCRAPE_S) * 1.03
+def perhaps(bounds: Bounds) -> Bounds:
+    """Up to that, or not drawn."""
+    return -1.0, bounds[1]
+
+
+def a_second(count: float, chapter: Chapter) -> Bounds:
+    """So many since the chapter began. Prometheus sees what came between the first and the last scrape in it, which was
+    all, and may make up for the time at either end, in which nothing happened here."""
+    return count / chapter.long_s * 0.9999, count / chapter.scraped_s * 1.0001
 
 
 def seconds(low_s: float, high_s: float) -> Bounds:
@@ -84,24 +88,29 @@ def quantile(q: float, least: Iterable[float], most: Iterable[float]) -> Bounds:
     return seconds(low[max(0, at - 2)], high[min(len(high) - 1, at + 1)])
 
 
-def jitter_s(sent: list[Sent]) -> float:
-    """By how much this machine is late, at most: what a client waited longer than the engine's step. A controller hears
-    of a token by another way than the client, as late."""
-    return max(each.ttft_s - computed_s(each) for each in sent)
+def late_s(sent: list[Sent]) -> float:
+    """By how much this machine is late, at most: twice what a client waited longer than the engine's steps take. A
+    controller hears of a token by another way than the client, as late."""
+    return 2 * max(each.total_s - computed_s(each) - (OUTPUT - 1) * DECODE_STEP_S for each in sent)
 
 
 def ttft(q: float, sent: list[Sent]) -> Bounds:
     """Not less than the engine's step takes, nor more than the client saw."""
-    late_s = jitter_s(sent)
-    return quantile(q, map(computed_s, sent), [each.ttft_s + late_s for each in sent])
+    late = late_s(sent)
+    return quantile(q, map(computed_s, sent), [each.ttft_s + late for each in sent])
 
 
 def tpot(q: float, sent: list[Sent]) -> Bounds:
     """Not more than all that the client saw but the prompt's step. The first token may be heard of late, so that it
-    seems less than a step: not by half."""
-    late_s = jitter_s(sent)
-    most = [(each.total_s - computed_s(each) + late_s) / (OUTPUT - 1) for each in sent]
-    return quantile(q, [DECODE_STEP_S * 0.6] * len(sent), most)
+    seems less than a step."""
+    late, steps = late_s(sent), OUTPUT - 1
+    most = [(each.total_s - computed_s(each) + late) / steps for each in sent]
+    return quantile(q, [max(0.0, DECODE_STEP_S - late / steps)] * len(sent), most)
+
+
+def side_by_side(sent: list[Sent]) -> int:
+    """How many of them were under way at once, at most."""
+    return max(sum(other.began_s <= each.began_s <= other.began_s + other.total_s for other in sent) for each in sent)
 
 
 def of_a_rank(sent: Iterable[Sent], name: str) -> list[Sent]:
@@ -139,26 +148,34 @@ def computed_s(each: Sent) -> float:
 
 
 def busy(chapter: Chapter) -> Lines:
-    """A prompt has a step to itself, and each output token but the first; two that meet share theirs, which spares one
-    at most: 25 % less."""
-    lines = by_rank("prefill", lambda sent: a_second(sum(map(computed_s, sent)), chapter))(chapter)
-    lines |= by_rank("decode", lambda sent: a_second(len(sent) * (OUTPUT - 1) * DECODE_STEP_S, chapter))(chapter)
-    return {name: (low * 0.75, high) for name, (low, high) in lines.items()}
+    """A prompt has a step, and each output token but the first; those that are under way together may share theirs. No
+    rank works for a request longer than its client waits."""
+
+    def between(work_s: Callable[[Sent], float], waited_s: Callable[[Sent], float]) -> Callable[[list[Sent]], Bounds]:
+        return lambda sent: (
+            a_second(sum(map(work_s, sent)) / side_by_side(sent), chapter)[0],
+            a_second(sum(map(waited_s, sent)), chapter)[1],
+        )
+
+    lines = by_rank("prefill", between(computed_s, lambda each: each.ttft_s))(chapter)
+    return lines | by_rank("decode", between(lambda _: (OUTPUT - 1) * DECODE_STEP_S, lambda each: each.total_s))(
+        chapter
+    )
 
 
 def steps(chapter: Chapter) -> Lines:
-    """The longest, by the model of the sim engine; two prompts may meet."""
-    lines = by_rank("prefill", lambda sent: seconds(max(map(computed_s, sent)), 2 * max(map(computed_s, sent))))(
-        chapter
-    )
-    return lines | by_rank("decode", lambda sent: seconds(DECODE_STEP_S, DECODE_STEP_S))(chapter)
+    """The longest is not less than by the model of the sim engine, nor more than its client waited."""
+    lines = by_rank(
+        "prefill", lambda sent: seconds(max(map(computed_s, sent)), max(each.ttft_s for each in sent))
+    )(chapter)  # fmt: skip
+    return lines | by_rank("decode", lambda sent: seconds(DECODE_STEP_S, max(each.total_s for each in sent)))(chapter)
 
 
 def ttft_by_rank(chapter: Chapter) -> Lines:
     """A prefill rank's is from its own step to what the client saw; a decode rank's is the client's."""
     lines = by_rank("decode", lambda sent: ttft(0.99, sent))(chapter)
     return lines | by_rank(
-        "prefill", lambda sent: seconds(max(map(computed_s, sent)), max(each.ttft_s for each in sent) + jitter_s(sent))
+        "prefill", lambda sent: seconds(max(map(computed_s, sent)), max(each.ttft_s for each in sent) + late_s(sent))
     )(chapter)
 
 
@@ -183,10 +200,14 @@ def wanted(prefill: int, decode: int) -> Callable[[Chapter], Lines]:
     }
 
 
-def streamed(chapter: Chapter) -> Bounds:
-    """Tokens in the memory of decode rank 0 while its streams run: what came in the age of a page may be missing."""
-    have = STREAMS * (SHORT - 1) + chapter.facts["streamed"]
-    return have - STREAMS * (PAGE_S + SCRAPE_S) / DECODE_STEP_S, have + STREAMS * 2
+def streamed(chapter: Chapter, unsaid_s: float = 0.0) -> Bounds:
+    """Tokens in the memory of decode rank 0 while its streams run: no fewer than their clients had before the page was
+    made, but for `unsaid_s`, and no more than steps can have made since these asked."""
+    prompts, made = STREAMS * (SHORT - 1), chapter.facts["streaming_s"] / DECODE_STEP_S + 2
+    return (
+        prompts + max(0.0, chapter.facts["streamed before"] - STREAMS * unsaid_s / DECODE_STEP_S),
+        prompts + STREAMS * made,
+    )
 
 
 def scaled(bounds: Bounds, by: float) -> Bounds:
@@ -194,18 +215,41 @@ def scaled(bounds: Bounds, by: float) -> Bounds:
 
 
 def fresh(chapter: Chapter) -> Lines:
-    """All report four times a second, and pages are as old as they may be."""
-    return dict.fromkeys(RANKS, (0.0, 1.5))
+    """All report four times a second, however late; who is silent for a lease is lost."""
+    return dict.fromkeys(RANKS, (0.0, LEASE_S / 2))
 
 
 def stale(chapter: Chapter) -> Lines:
-    stopped_s = chapter.facts["stopped_s"]
-    return fresh(chapter) | {"decode-1/0": (stopped_s - PAGE_S - SCRAPE_S, stopped_s + 1.5)}
+    """As old as the stop was when the page was made: a report may have been on its way, or be as old as it may."""
+    low, high = chapter.facts["shown_s"] - 0.5, chapter.facts["stopped_s"] + LEASE_S / 2
+    return fresh(chapter) | {"decode-1/0": (low, high)}
 
 
 def lag(chapter: Chapter) -> Bounds:
-    """As long as the rank was stopped; acknowledgements are looked at from a moment on that comes each second."""
-    return seconds(chapter.facts["stopped_s"] - 1.1, chapter.facts["stopped_s"] + 0.9)
+    """As long as the rank was stopped after the request was sent, and no longer than its client waited for the first
+    token. Acknowledgements are looked at from a moment on that comes each second, and come with reports."""
+    (sent,) = chapter.sent
+    late = sent.ttft_s - chapter.facts["stopped_s"]
+    return seconds(chapter.facts["stopped_s"] - 1.1 - 2 * late, sent.ttft_s + 0.5)
+
+
+def waited(q: float) -> Callable[[Chapter], Lines]:
+    """The first token came after the stop, but no later than at its client."""
+
+    def bounds(chapter: Chapter) -> Bounds:
+        (sent,) = chapter.sent
+        return seconds(chapter.facts["stopped_s"] - 0.1, sent.ttft_s + 0.5)
+
+    return line(f"p{q:g}", bounds)
+
+
+def went_on(q: float) -> Callable[[Chapter], Lines]:
+    """The stop is no part of a time per output token: what is left is three steps, and how late they were."""
+    return lambda chapter: {
+        f"p{q:g}": seconds(
+            0.0, (max(each.total_s for each in chapter.sent) - chapter.facts["stopped_s"]) / (OUTPUT - 1)
+        )
+    }
 
 
 def regret(chapter: Chapter) -> Lines:
@@ -220,8 +264,8 @@ def line(name: str, bounds: Callable[[Chapter], Bounds]) -> Callable[[Chapter], 
     return lambda chapter: {name: bounds(chapter)}
 
 
-def each_second(name: str, count: float, moment: str = "") -> Callable[[Chapter], Lines]:
-    return line(name, lambda chapter: a_second(count, chapter, moment))
+def each_second(name: str, count: float) -> Callable[[Chapter], Lines]:
+    return line(name, lambda chapter: a_second(count, chapter))
 
 
 NONE: Callable[[Chapter], Lines] = lambda chapter: {}  # noqa: E731
@@ -236,15 +280,18 @@ EXPECTED: dict[str, dict[str, list[Look]]] = {
         "{{code}}": [
             Look("steady", NONE),
             Look("queue", lambda now: {
-                "cancelled": a_second(AT_THE_RANK + OVER + STREAMS, now), "deadline": a_second(HELD_BACK, now)}),
-            Look("restart", each_second("peer_lost", CACHES)),
+                "cancelled": a_second(AT_THE_RANK + OVER + HELD_BACK + STREAMS, now),
+                "deadline": a_second(HELD_BACK, now)}),
+            # A lone leg that hears nothing for 3 s is submitted once more: the rank may be gone by then.
+            Look("restart", lambda now: {
+                "peer_lost": a_second(CACHES, now), "no_rank": perhaps(a_second(CACHES, now))}),
             Look("lost", lambda now: {"peer_lost": a_second(4, now), "no_rank": a_second(IN_VAIN, now)}),
         ],
     },
     "Time to first token": {
         f"p{q:g}": [
             Look("steady", line(f"p{q:g}", lambda now, q=q: ttft(q / 100, now.sent))),
-            Look("pause", line(f"p{q:g}", lag)),
+            Look("pause", waited(q)),
         ]
         for q in (50, 90, 99)
     },
@@ -254,12 +301,13 @@ EXPECTED: dict[str, dict[str, list[Look]]] = {
             Look("queue", each_second("missed", HELD_BACK)),
             Look("lost", each_second("missed", IN_VAIN / 2)),
         ],
-        "exempt": [Look("steady", NONE), Look("lost", NONE)],
+        "exempt": [Look("steady", NONE), Look("queue", each_second("exempt", HELD_BACK)), Look("lost", NONE)],
     },
     "Time per output token": {
         f"p{q:g}": [
             Look("steady", line(
-                f"p{q:g}", lambda now, q=q: tpot(q / 100, now.sent)))
+                f"p{q:g}", lambda now, q=q: tpot(q / 100, now.sent))),
+            Look("pause", went_on(q)),
         ]
         for q in (50, 90, 99)
     },
@@ -324,7 +372,8 @@ EXPECTED: dict[str, dict[str, list[Look]]] = {
         RANK: [
             Look("queue", lambda now: {
                 "prefill-1/0": exactly(QUEUED * AT_THE_RANK),
-                "decode-1/0": exactly(QUEUED * (AT_THE_RANK - ALONE)), "decode-0/0": streamed(now)}, "queued"),
+                "decode-1/0": exactly(QUEUED * (AT_THE_RANK - ALONE)),
+                "decode-0/0": streamed(now, LEASE_S / 2)}, "queued"),
         ],
     },
     "Prompt tokens queued": {
@@ -397,7 +446,7 @@ def faults(expected: Lines, shown: Lines) -> list[str]:
     for name in sorted(expected.keys() | shown.keys()):
         value = shown.get(name, (math.nan, math.nan))[0]
         low, high = expected.get(name, (0.0, 0.0))
-        if math.isnan(value) and name not in expected:
+        if math.isnan(value) and (name not in expected or low < 0):
             continue
         if not low <= value <= high:
             found.append(f"{name!r} is {value:g}, not {low:g} to {high:g}")

@@ -1,6 +1,10 @@
 """A cluster with two controllers, an edge and keys, a Prometheus that scrapes it twice a second, and traffic that this
 module makes and remembers: what the dashboard shows of it is held against that memory, never against metrics.
 
+A machine may be busy. So the story goes on by events, never because some time should do: a chapter's quiet moments
+are those at which Prometheus has a page of each part that was made later, by the stamp it bears. What took how long is
+remembered with the rest, and so is which scrapes came through.
+
 The story, told once by `World.run`; each chapter has a quiet moment before and after it:
 
 - `steady`: pairs at both controllers and the edge, short ones to ranks 0 and long ones to ranks 1.
@@ -36,28 +40,29 @@ from bus.endpoints import BusAddress, ControllerAddress
 from bus.runtime.keys import add_key, give_key, load_keys, new_keys
 from bus.runtime.ports import free_ports
 from bus.runtime.sockets import Sockets
+from controller.observe import REGRET_MAX_PER_S
 from nodes.own.engines.timing import SimTiming
 from pdbus.client import Client
 from pdbus.launcher import Cluster, ClusterSpec
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "observability"
-WAIT_S = 60.0  # of a busy machine; a wait that succeeds ends with its event
+WAIT_S = 120.0  # of a busy machine; a wait that succeeds ends with its event
 SCRAPE_S = 0.5
-PAGE_S = 1.5  # a part makes its page anew each second; this is more than any is old
+SETTLED_S = 0.2  # for what nobody waits for: reports, rooms
 PARTS = 8  # broker, two controllers, four nodes, the edge
 HANG = 510  # a step that is fed this token never ends
 DECODE_STEP_S = 0.025
 PREFILL = SimTiming()
 BLOCK = 16
 KV_BYTES = 64  # of a token
-DECODE_KV, DECODE_RUNNING, PREFILL_RUNNING = 4_096, 8, 4
+DECODE_KV, DECODE_RUNNING, PREFILL_RUNNING = 16_384, 8, 4
 LEASE_S, PAUSE_S, SLO_S = 6.0, 4.0, 1.0
 SHORT, SHORT_SHARED, LONG, LONG_SHARED, OUTPUT = 128, 64, 2_000, 400, 4
 QUEUED, OVER, HELD_BACK = 200, 5, 2  # tokens of a prompt that queues; how many wait at each controller
-STREAMS, STREAM_TOKENS = 3, 1_000
+STREAMS, STREAM_TOKENS = 3, 5_000  # which takes them longer than anybody reads
 AT_THE_RANK = 2 * PREFILL_RUNNING  # its credits: the overcommit's default is 2
 ALONE = 6  # of them are prefill legs without a decode leg
-DEADLINE_S = 5.0
+DEADLINE_S = 1.5
 CACHES, KNOCKS, NOISE, IN_VAIN = 3, 8, 20, 8
 
 
@@ -74,9 +79,10 @@ class Sent:
     kind: str  # short, long, ...
     by: str  # controller-0, controller-1 or edge
     tokens: int = 0  # received
+    began_s: float = field(default_factory=time.monotonic)
     ttft_s: float = 0.0
     total_s: float = 0.0  # to the last token
-    code: str = ""
+    code: str = ""  # empty: it goes on
     prefill: str = ""  # the ranks, as instance/dp_rank
     decode: str = ""
 
@@ -90,6 +96,7 @@ class Chapter:
     sent: list[Sent] = field(default_factory=list)
     at: dict[str, float] = field(default_factory=dict)  # further moments, by name
     facts: dict[str, float] = field(default_factory=dict)  # what was done or received at them
+    scraped_s: float = 0.0  # from the first to the last scrape in it, at the part of which that is the least
 
     @property
     def long_s(self) -> float:
@@ -224,10 +231,16 @@ class World:
             return 0
 
     def seen(self, parts: int = PARTS) -> float:
-        """Wait until Prometheus has a page of each of so many parts that was made after this call; that moment."""
-        now = time.time()
-        query = f"min(timestamp(up) and up == 1) > {now + PAGE_S:.3f} and count(up == 1) == {parts}"
-        (first,) = poll_for(lambda: self.ask(query, time.time()), "all parts are scraped once more")
+        """Wait until Prometheus has a page of each of so many parts that was made after this call, and controllers know
+        of each request that has ended; that moment. An edge makes its page when it is asked."""
+        after = time.time() + SETTLED_S
+        live = sum(not each.code for chapter in self.chapters.values() for each in chapter.sent)
+        query = (
+            f"min(timestamp(up) and up == 1) and count(up == 1 and timestamp(up) > {after:.3f}) == {parts}"
+            f" and count(pdbus_page_timestamp_seconds > {after:.3f}) == {parts - 1}"
+            f" and sum(pdbus_controller_requests) == {live}"
+        )
+        (first,) = poll_for(lambda: self.ask(query, time.time()), f"pages of {parts} parts, and {live} requests")
         self._scraped = float(first["value"][1]) - SCRAPE_S / 2
         return float(first["value"][0])
 
@@ -236,13 +249,19 @@ class World:
         self.seen()
         return self._scraped
 
+    def _scraped_s(self, start: float, end: float) -> float:
+        spans = []
+        for each in self.ask(f"up[{(end - start) * 1000:.0f}ms]", end):
+            good = [at for at, value in each["values"] if value == "1"]
+            spans.append(good[-1] - good[0])
+        return min(spans)
+
     # --- traffic ------------------------------------------------------------------------------------------------
 
     def send(self, kind: str, by: int, ids: list[int], rank: int, **options: Any) -> Future[Sent]:
         """To a controller, with the instances of both roles named; its output is read on a thread."""
         sent = Sent(kind, f"controller-{by}", prefill=f"prefill-{rank}/0", decode=f"decode-{rank}/0")
         self._now.sent.append(sent)
-        began = time.monotonic()
         where = {"leg": "pair", "prefill_instance": f"prefill-{rank}", "instance": f"decode-{rank}"}
         if options.get("leg") == "prefill":
             where = {"instance": f"prefill-{rank}"}
@@ -260,7 +279,7 @@ class World:
             else:
                 sent.code = stream.result.code
             if times:
-                sent.ttft_s, sent.total_s = times[0] - began, times[-1] - began
+                sent.ttft_s, sent.total_s = times[0] - sent.began_s, times[-1] - sent.began_s
             return sent
 
         future = self._readers.submit(read)
@@ -280,7 +299,7 @@ class World:
         )
 
         def read() -> Sent:
-            began, times = time.monotonic(), []
+            times = []
             with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
                 for line in answer:
                     if line.startswith(b"data:") and b"[DONE]" not in line:
@@ -288,7 +307,7 @@ class World:
                         route = json.loads(line.removeprefix(b"data:"))["meta_info"]["pdbus"]
                 sent.code = "ok" if answer.status == 200 else str(answer.status)
             sent.tokens = OUTPUT
-            sent.ttft_s, sent.total_s = times[0] - began, times[-1] - began
+            sent.ttft_s, sent.total_s = times[0] - sent.began_s, times[-1] - sent.began_s
             sent.prefill, sent.decode = route["prefill"], route["decode"]
             return sent
 
@@ -306,6 +325,7 @@ class World:
             began = time.monotonic()
             getattr(self, f"_{name}")(self._now)
             self._now.end = self.seen()
+            self._now.scraped_s = self._scraped_s(self._now.start, self._now.end)
             print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr)
 
     def _steady(self, now: Chapter, seconds: int = 12) -> None:
@@ -330,9 +350,11 @@ class World:
         future = self.send("paused", 0, prompt(7, SHORT, SHORT_SHARED), 1)
         _until(time.monotonic() + PAUSE_S)
         now.at["going on"] = time.time()
+        (page,) = self.ask('max(pdbus_page_timestamp_seconds{part="controller"})', now.at["going on"])
         self.cluster.kill(part, signal.SIGCONT)
         assert future.result(WAIT_S).code == "ok"
         now.facts["stopped_s"] = now.at["going on"] - now.at["stopped"]
+        now.facts["shown_s"] = float(page["value"][1]) - now.at["stopped"]
 
     def _queue(self, now: Chapter) -> None:
         streams = [
@@ -350,12 +372,14 @@ class World:
             queued.append(self.send("queued", 0, ids, 1, **alone))
             self._taken_in(number + 1)  # so that each report acknowledges one
         waiting = [self.send("queued", 0, prompt(500 + number, QUEUED, 0), 1) for number in range(OVER)]
+        waiting += [self.send("queued", 1, prompt(700 + number, QUEUED, 0), 1) for number in range(HELD_BACK)]
+        now.facts["streamed before"] = sum(each.tokens for each in now.sent if each.kind == "stream")
+        now.at["queued"] = self.seen()
+        now.facts["streaming_s"] = time.monotonic() - min(each.began_s for each in now.sent)
         late = [
             self.send("late", 1, prompt(900 + number, QUEUED, 0), 1, deadline_s=DEADLINE_S)
             for number in range(HELD_BACK)
         ]
-        now.at["queued"] = self.seen()
-        now.facts["streamed"] = sum(each.tokens for each in now.sent if each.kind == "stream")
         assert [future.result(WAIT_S).code for future in late] == ["deadline"] * HELD_BACK
         for future in (*waiting, *queued, *streams):
             future.stream.cancel()  # type: ignore[attr-defined]
@@ -371,6 +395,7 @@ class World:
             return all((rank.outstanding, rank.in_flight_requests) == (wanted[rank.instance], 0) for rank in ranks)
 
         poll_for(taken_in, "a leg is acknowledged")
+        time.sleep(1 / REGRET_MAX_PER_S)  # the next one is looked at again
 
     def _restart(self, now: Chapter) -> None:
         for start in range(3):

@@ -11,7 +11,7 @@ import yaml
 from metrics_alerts import CASES, alone, unit_tests
 from metrics_world import EXAMPLES, WAIT_S, World
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 RULES = (EXAMPLES / "alerts.yml").read_text(encoding="utf-8")
 
 

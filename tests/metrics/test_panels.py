@@ -10,7 +10,7 @@ import pytest
 from metrics_panels import EXPECTED, TwoLines, drawn, faults
 from metrics_world import EXAMPLES, World
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 PLANTED = [  # what a slip of the pen makes of a query
     ("Requests", 'event="done"', 'event="submitted"'),

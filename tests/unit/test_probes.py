@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -68,6 +69,17 @@ def ask(port: int, path: str, method: str = "GET", host: str = HOST) -> tuple[in
         return answer.status, answer.read().decode()
     finally:
         connection.close()
+
+
+def test_the_figures_say_when_they_were_made(part: Part) -> None:
+    def stamp() -> float:
+        return float(re.search(r"^pdbus_page_timestamp_seconds (\S+)$", ask(part.port, "/metrics")[1], re.M)[1])  # type: ignore[index]
+
+    first = stamp()
+    assert first == stamp() <= time.time()
+    later = time.time()
+    part.turn(probes.GATHER_S)
+    assert later <= stamp() <= time.time()
 
 
 def test_metrics_are_what_the_loop_left_last(part: Part) -> None:
