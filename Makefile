@@ -85,7 +85,7 @@ endif
 
 test: setup check-torch ## Run the tests (they mostly wait: five at a time, each through files in a row)
 	@echo "==> pytest"
-	@$(BIN)/python -m pytest -q -n 5 --dist worksteal $(AGAIN) --ignore tests/hostile --ignore tests/hosts --ignore tests/foreign --ignore tests/metrics --ignore tests/streams
+	@$(BIN)/python -m pytest -q -n 5 --dist worksteal -o cache_dir=.pytest_cache/$@ $(AGAIN) --ignore tests/hostile --ignore tests/hosts --ignore tests/foreign --ignore tests/metrics --ignore tests/streams
 
 test-pythons: ## All of that with each Python from 3.11 to 3.14 that is here (the first time each installs everything)
 	@$(PYTHON) tests/support/pythons.py | while read -r version python; do \
@@ -99,7 +99,7 @@ test-newest: ## Unit and property tests with the newest Python that is here, wit
 
 test-cores: setup
 	@echo "==> pytest tests/unit tests/property"
-	@$(BIN)/python -m pytest -q -n 3 --dist worksteal $(AGAIN) tests/unit tests/property
+	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -o cache_dir=.pytest_cache/$@ $(AGAIN) tests/unit tests/property
 
 test-hostile: setup ## The attacks in short (a minute; hostile has them in full)
 	@echo "==> pytest tests/hostile"
