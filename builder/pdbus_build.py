@@ -101,7 +101,7 @@ def _cores(place: Path) -> list[Extension]:
             "--ignore-missing-imports",
             "--follow-imports=silent",  # what is wrong in modules that stay as they are is nothing to stop for
         ],
-        opt_level="2",
+        opt_level=os.environ.get("MYPYC_OPT_LEVEL", "2"),  # 0: slower cores in half the time, as tests of a build want
         debug_level="0",
         multi_file=True,
         target_dir=str(place / "c"),
