@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from typed import Typed
+
 from nodes.own.engines.sim import sim_generate
 from pdbus.text.models import text_for
 
@@ -43,7 +45,8 @@ def test_several_machines_serve_a_client(tmp_path: Path) -> None:
     scp = tmp_path / "scp"
     scp.write_text(f'#!/bin/sh\nexec cp -r "$2" {tmp_path}/$(echo $3 | tr : /)\n')
     scp.chmod(0o755)
-    env = {**os.environ, "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    warm = Typed()
+    env = {**os.environ, "PATH": f"{tmp_path}:{warm.folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
     def run(script: str) -> str:
         done = subprocess.run(
@@ -52,8 +55,9 @@ def test_several_machines_serve_a_client(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    run(typed.pop("client"))
     with ExitStack() as parts:
+        parts.callback(warm.close)
+        run(typed.pop("client"))
         for host, line in typed.items():
             program, *arguments = shlex.split(line.replace("\\\n", " "))
             command = [sys.executable, "-P", *([] if program == "python" else ["-m", "pdbus"]), *arguments]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
-import shlex
 import subprocess
-import sys
+from contextlib import closing
 from pathlib import Path
+
+from typed import Typed
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,6 +22,7 @@ def blocks(section: str) -> list[list[str]]:
 
 def run(line: str, directory: Path) -> None:
     """A command as it stands on the page, `pdbus` being this checkout's."""
-    line = re.sub(r"^pdbus ", f"{shlex.quote(sys.executable)} -P -m pdbus ", line)
-    done = subprocess.run(["sh", "-ec", line], cwd=directory, capture_output=True, text=True)
+    with closing(Typed()) as typed:
+        env = os.environ | {"PATH": f"{typed.folder}:{os.environ['PATH']}"}
+        done = subprocess.run(["sh", "-ec", line], cwd=directory, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
