@@ -12,7 +12,8 @@ from bus.runtime.keys import add_key, give_key, new_keys, revoke_key
 from pdbus.launcher import Cluster, ClusterSpec
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
-TOKENS = 1200  # each at 5 ms at least: none of it ends by itself before a lease
+TOKENS = 300  # each at STEP_S at least: none of it ends by itself before a lease
+STEP_S = "0.02"
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
@@ -24,7 +25,7 @@ def test_a_client_leaves_the_streams_of_a_revoked_node(tmp_path: Path, transport
     give_key(keys, "clients", "alice", tmp_path / "alice")
     spec = ClusterSpec(
         prefill=1, decode=1, decode_instances=2, engine="sim", model="sim", transport=transport,
-        keys=str(keys), node_args=TIMING, controller_args=CONTROLLER_ARGS,
+        keys=str(keys), node_args=(*TIMING, "--sim-base-s", STEP_S), controller_args=CONTROLLER_ARGS,
     )  # fmt: skip
     with Cluster(spec) as cluster:
         rig = Rig(cluster, keys="" if listed else str(tmp_path / "alice"))
