@@ -6,9 +6,7 @@ import math
 from typing import Any
 
 import msgpack
-import wire_strategies as wire
-from hypothesis import given
-from hypothesis import strategies as st
+import wire_cases as wire
 
 from bus.errors import RemoteProtocolError
 from bus.wire import codec
@@ -31,86 +29,102 @@ def check(frame: bytes, table: Table) -> Message | None:
     return message
 
 
-@wire.cheap_fuzz
-@given(st.binary(max_size=200), st.sampled_from(sorted(wire.TABLES)))
-def test_random_bytes(noise: bytes, table: str) -> None:
+CHEAP = 5 * wire.EXAMPLES  # of inputs that cost little to make
+CHANGES = ["flip", "cut", "insert", "delete", "double"]
+
+
+def test_random_bytes() -> None:
     """M10."""
-    check(noise, wire.TABLES[table])
+    for case in wire.cases(CHEAP):
+        with case:
+            check(case.note(case.bytes_of(200)), wire.TABLES[case.one(sorted(wire.TABLES))])
 
 
-@wire.cheap_fuzz
-@given(st.binary(max_size=200))
-def test_random_bytes_behind_a_good_version(noise: bytes) -> None:
+def test_random_bytes_behind_a_good_version() -> None:
     """M10."""
-    check(b"\x01" + noise, wire.ALL)
+    for case in wire.cases(CHEAP):
+        with case:
+            check(b"\x01" + case.note(case.bytes_of(200)), wire.ALL)
 
 
-@wire.cheap_fuzz
-@given(st.sampled_from(sorted(wire.ALL)), st.binary(max_size=120), st.integers(0, 40))
-def test_random_fields_behind_a_good_tag(tag: str, noise: bytes, count: int) -> None:
+def test_random_fields_behind_a_good_tag() -> None:
     """M10."""
-    head = msgpack.packb([tag, *[None] * count])
-    check(b"\x01" + head[: len(head) - count] + noise, wire.ALL)
+    for case in wire.cases(CHEAP):
+        with case:
+            tag, noise, count = case.one(wire.TAGS), case.note(case.bytes_of(120)), case.note(case.randint(0, 40))
+            head = msgpack.packb([tag, *[None] * count])
+            check(b"\x01" + head[: len(head) - count] + noise, wire.ALL)
 
 
-@st.composite
-def damaged(draw: st.DrawFn) -> bytes:
-    frame = bytearray(codec.encode(draw(wire.any_message())))
-    for _ in range(draw(st.integers(1, 4))):
-        at = draw(st.integers(0, max(0, len(frame) - 1)))
-        match draw(st.sampled_from(["flip", "cut", "insert", "delete", "double"])):
+def damaged(case: wire.Case) -> bytes:
+    frame = bytearray(codec.encode(case.any_message()))
+    for _ in range(case.randint(1, 4)):
+        at = case.note(case.randint(0, max(0, len(frame) - 1)))
+        match case.one(CHANGES):
             case "flip" if frame:
-                frame[at] ^= draw(st.integers(1, 255))
+                frame[at] ^= case.randint(1, 255)
             case "cut":
                 del frame[at:]
             case "insert":
-                frame[at:at] = draw(st.binary(min_size=1, max_size=8))
+                frame[at:at] = case.randbytes(case.randint(1, 8))
             case "delete":
-                del frame[at : at + draw(st.integers(1, 4))]
+                del frame[at : at + case.randint(1, 4)]
             case "double":
                 frame += frame[at:]
     return bytes(frame)
 
 
-@wire.fuzz
-@given(damaged())
-def test_damaged_frames(frame: bytes) -> None:
+def test_damaged_frames() -> None:
     """M10."""
-    check(frame, wire.ALL)
+    for case in wire.cases():
+        with case:
+            check(case.note(damaged(case)), wire.ALL)
 
 
-_leaves = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats()
-    | st.text(max_size=6)
-    | st.binary(max_size=6)
-    | st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=4))
-    | st.builds(msgpack.Timestamp, st.integers(0, 2**40), st.integers(0, 999_999_999))
-)
-_trees = st.recursive(
-    _leaves,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
-    max_leaves=8,
-)
+def anything(case: wire.Case, depth: int = 3) -> Any:
+    """Whatever MessagePack has; a tree where there is `depth`."""
+    match case.randrange(8 + 2 * (depth > 0)):
+        case 0:
+            return None
+        case 1:
+            return case.random() < 0.5
+        case 2:
+            return case.number(-(2**63), 2**64 - 1)
+        case 3:
+            ends = (math.inf, -math.inf, math.nan)
+            return (
+                case.choice(ends)
+                if case.randrange(2)
+                else case.float_of(-1.7976931348623157e308, 1.7976931348623157e308)
+            )
+        case 4:
+            return case.text(0, 6)
+        case 5:
+            return case.bytes_of(6)
+        case 6:
+            return msgpack.ExtType(case.randint(0, 127), case.bytes_of(4))
+        case 7:
+            return msgpack.Timestamp(case.number(0, 2**40), case.number(0, 999_999_999))
+        case 8:
+            return [anything(case, depth - 1) for _ in range(case.randint(0, 4))]
+    return {case.text(0, 3): anything(case, depth - 1) for _ in range(case.randint(0, 3))}
 
 
-@wire.fuzz
-@given(wire.any_message(), st.data())
-def test_one_field_replaced_by_anything(message: Message, data: st.DataObject) -> None:
+def test_one_field_replaced_by_anything() -> None:
     """M6 M10 M11: wrong types are refused, never coerced; what passes has exactly the declared type."""
-    array = msgpack.unpackb(codec.encode(message)[1:])
-    if len(array) == 1:
-        return
-    at = data.draw(st.integers(1, len(array) - 1))
-    value = data.draw(_trees)
-    array[at] = value
-    decoded = check(b"\x01" + msgpack.packb(array), wire.ALL)
-    if decoded is not None and not isinstance(value, list | dict):
-        kept: Any = getattr(decoded, type(decoded).__struct_fields__[at - 1])
-        assert kept == value
-        assert isinstance(kept, bool) == isinstance(value, bool)
-        assert isinstance(kept, str) == isinstance(value, str)
-        assert isinstance(kept, bytes) == isinstance(value, bytes)
-        assert not isinstance(kept, float) or math.isfinite(kept)
+    for case in wire.cases():
+        with case:
+            message = case.any_message()
+            array = msgpack.unpackb(codec.encode(message)[1:])
+            if len(array) == 1:
+                continue
+            at, value = case.note(case.randint(1, len(array) - 1)), case.note(anything(case))
+            array[at] = value
+            decoded = check(b"\x01" + msgpack.packb(array), wire.ALL)
+            if decoded is not None and not isinstance(value, list | dict):
+                kept: Any = getattr(decoded, type(decoded).__struct_fields__[at - 1])
+                assert kept == value
+                assert isinstance(kept, bool) == isinstance(value, bool)
+                assert isinstance(kept, str) == isinstance(value, str)
+                assert isinstance(kept, bytes) == isinstance(value, bytes)
+                assert not isinstance(kept, float) or math.isfinite(kept)
