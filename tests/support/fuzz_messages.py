@@ -4,7 +4,7 @@ they hit what lives in a core; and the same after damage on the wire."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -66,47 +66,51 @@ def _of(kind: inspect.Type) -> Draw:
             inside = kind.gt is None
             few = [value for value in (low if inside else None, high, 0.25, 1.0, 30.0) if value is not None]
             few = [value for value in few if low <= value <= high]
-            return lambda rng: float(rng.choice(few))
+            return _one_of([float(value) for value in few])
         case inspect.Metadata(type=inspect.StrType(), extra={"alphabet": alphabet}):
-            values = ENDPOINTS if alphabet is ENDPOINT else NAMES
-            return lambda rng: rng.choice(values)
+            return _one_of(ENDPOINTS if alphabet is ENDPOINT else NAMES)
         case inspect.StrType(pattern=str()):
             return lambda rng: f"00-{rng.choice('01') * 32}-{rng.choice('01') * 16}-0{rng.choice('01')}"
         case inspect.StrType():
-            texts = [text for text in TEXTS if len(text) >= (kind.min_length or 0)]
-            return lambda rng: rng.choice(texts)
+            return _one_of([text for text in TEXTS if len(text) >= (kind.min_length or 0)])
         case inspect.BytesType():
-            return lambda rng: rng.randbytes(rng.choice((0, 3, 8, 16)))
+            size = _one_of((0, 3, 8, 16))
+            return lambda rng: rng.randbytes(size(rng))
         case inspect.LiteralType():
-            values_of = list(kind.values)
-            return lambda rng: rng.choice(values_of)
+            return _one_of(kind.values)
         case inspect.UnionType():
-            several = [_of(each) for each in kind.types]
-            return lambda rng: rng.choice(several)(rng)
+            either = _one_of([_of(each) for each in kind.types])
+            return lambda rng: either(rng)(rng)
         case inspect.TupleType():
             items = [_of(each) for each in kind.item_types]
-            return lambda rng: tuple(item(rng) for item in items)
+            return lambda rng: tuple([item(rng) for item in items])
         case inspect.VarTupleType():
             item = _of(kind.item_type)
             least, most = kind.min_length or 0, min(kind.max_length or 30, 30)
-            counts = [count for count in (0, 1, 1, 2, 3, most) if least <= count <= most]
-            return lambda rng: tuple(item(rng) for _ in range(rng.choice(counts)))
+            counts = _one_of([count for count in (0, 1, 1, 2, 3, most) if least <= count <= most])
+            return lambda rng: tuple([item(rng) for _ in range(counts(rng))])
         case inspect.DictType():
             key, value = _of(kind.key_type), _of(kind.value_type)
             return lambda rng: {key(rng): value(rng) for _ in range(rng.randrange(3))}
     raise AssertionError(f"no way to draw {kind}")
 
 
+def _one_of(values: Sequence[Any]) -> Draw:
+    """As `choice`, of which there are millions, in a fourth of its time."""
+    count = len(values)
+    return lambda rng: values[int(rng.random() * count)]
+
+
 def _integer(kind: inspect.IntType) -> Draw:
     low = kind.gt + 1 if kind.gt is not None else kind.ge if kind.ge is not None else -(2**63)
     high = kind.lt - 1 if kind.lt is not None else kind.le if kind.le is not None else 2**63 - 1
     near = max(low, 0) if high >= 0 else low
-    few = [near + step for step in range(6) if near + step <= high]
+    few = _one_of([near + step for step in range(6) if near + step <= high])
 
     def draw(rng: random.Random) -> int:
         dice = rng.random()
         if dice < 0.85:
-            return rng.choice(few)
+            return few(rng)
         return rng.choice((low, high)) if dice < 0.95 else rng.randint(low, high)
 
     return draw
