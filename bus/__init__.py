@@ -1,8 +1,8 @@
-"""The bus: messages, sockets, publications and the bootstrap broker. Knows neither nodes nor controller.
+"""The bus: messages, sockets, publications and the bootstrap broker. It knows neither nodes nor controller.
 
-What an engine embeds stands here; the cores under it are in `bus.embed.publications` and `bus.embed.resolution`, the
-wire in `bus.wire.messages` and `docs/protocol.md`. Names are loaded when they are first used, so importing the package
-is cheap.
+This package has the names that an engine embeds. The cores under them are in `bus.embed.publications` and
+`bus.embed.resolution`, the wire is in `bus.wire.messages` and `docs/protocol.md`. Names are loaded when they are
+first used, so importing the package is cheap.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the pure cores ask their shells to do. Owns the vocabulary; must not do any of it. Events and actions, here and
-in each core, are frozen trees that the garbage collector need not look at.
+"""The actions that pure cores ask their shells to do. This module owns the vocabulary only.
 
-A core is `handle(event, now) -> list[Action]`: no sockets, clocks, threads or global random inside; `now` is
-seconds on a monotonic clock.
+A core is `handle(event, now) -> list[Action]`: no sockets, clocks, threads or global random numbers inside; `now` is
+seconds on a monotonic clock. Events and actions, here and in each core, are frozen trees that the garbage collector
+need not look at.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bus.wire.messages import Message
 
 
 class Send(Struct, frozen=True, gc=False):
-    """Send `message`, then `frames` untouched, to `peer` (a routing id, or a name the shell resolves)."""
+    """Send `message`, then `frames` unchanged, to `peer` (a routing id, or a name that the shell resolves)."""
 
     peer: Any
     message: Message
@@ -30,7 +30,7 @@ class Publish(Struct, frozen=True, gc=False):
 
 
 class Note(Struct, frozen=True, gc=False):
-    """A log line: `event` is noun.past_verb."""
+    """A log line: `event` has the form noun.past_verb."""
 
     event: str
     level: str = "info"

@@ -1,5 +1,7 @@
-"""Check what a caller hands over, before anything is changed: TypeError for another type, ValueError for a value that
-cannot be meant. For parts without a thread; what comes over the wire is checked by `bus.wire.codec`.
+"""Checks of a caller's arguments, before anything is changed: TypeError for another type, ValueError for an invalid
+value.
+
+They are for parts without a thread; `bus.wire.codec` checks what comes over the wire.
 """
 
 from __future__ import annotations

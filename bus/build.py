@@ -1,4 +1,4 @@
-"""Which build of pdbus runs: its version, and whether its cores are compiled (docs/performance.md)."""
+"""The build of pdbus that runs: its version, and whether its cores are compiled (docs/performance.md)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CORES: Literal["pure", "compiled"] = "pure" if isinstance(TimerSlots.add, Functi
 
 
 def version() -> str:
-    """`unknown` where pdbus runs from its sources and is not installed."""
+    """Return the installed version; `unknown` where pdbus runs from its sources and is not installed."""
     from importlib import metadata  # takes longer to load than most commands that don't ask
 
     try:

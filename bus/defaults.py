@@ -1,6 +1,6 @@
-"""Defaults that more than one part rests on: what one promises, another counts on. Durations in seconds.
+"""Defaults that more than one part relies on: one part promises what another expects. Durations are in seconds.
 
-What a single part has to itself stands in its own config; command lines take their defaults from the configs.
+The defaults of a single part are in its own config; command lines take their defaults from the configs.
 """
 
 from __future__ import annotations
@@ -29,5 +29,5 @@ TRACE_BYTES = 8 << 20  # of requests that are over, remembered by each controlle
 
 
 def bounded_interval_s(declared_s: float) -> float:
-    """A rank's interval as others count with it: nobody declares itself fresh for ever."""
+    """Return the interval that others assume for a rank, bounded: a rank cannot declare itself alive without end."""
     return min(INTERVAL_MAX_S, max(INTERVAL_MIN_S, declared_s))

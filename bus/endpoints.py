@@ -1,7 +1,8 @@
-"""Addresses. A user names one base address a part; the sockets' endpoints are derived from it here.
+"""Addresses. A user names one base address a part; this module derives the sockets' endpoints from it.
 
-`ipc:///dir/bus` gives `ipc:///dir/bus.pub`, ...; `tcp://host:5550` gives that port and the ones after it. Owns the
-rules for directories and loopback, and what may be wrong with an address that does not answer; must not open sockets.
+`ipc:///dir/bus` gives `ipc:///dir/bus.pub`, ...; `tcp://host:5550` gives that port and the ones after it. This
+module owns the rules for directories and loopback, and the reasons why an address may not answer; it must not open
+sockets.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from bus.errors import ConfigError
 
-MARK = "#"  # before whose a port is: the name of a key in a controller's address, the key itself in a rank's endpoint
+MARK = "#"  # separates the owner's key: its name in a controller's address, the key itself in a rank's endpoint
 KEY_CHARS = 40  # of Z85
 _OWNER = re.compile(MARK + r"[A-Za-z0-9._-]{1,64}")
 _DATA_DIR = re.compile(r"/[!-~]{0,79}")  # with a socket's name behind it, it is an endpoint on the wire
@@ -28,7 +29,8 @@ WILDCARDS = ("", "*", "0.0.0.0", "::")
 
 
 def runtime_dir() -> Path:
-    """The default directory of ipc sockets: `$PDBUS_DIR`, else one under the user's runtime or temp directory."""
+    """Return the default directory of ipc sockets: `$PDBUS_DIR`, else one under the user's runtime or temp
+    directory."""
     if chosen := os.environ.get("PDBUS_DIR"):
         return Path(chosen)
     base = os.environ.get("XDG_RUNTIME_DIR")
@@ -36,7 +38,7 @@ def runtime_dir() -> Path:
 
 
 def private_dir(path: Path) -> Path:
-    """Make `path` with mode 0700; ConfigError when it is somebody else's or open to others."""
+    """Make `path` with mode 0700; ConfigError when it belongs to another user or is open to others."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = path.stat()
@@ -50,9 +52,9 @@ def private_dir(path: Path) -> Path:
 
 
 def check_dir(path: Path) -> None:
-    """ConfigError where another user may listen at the sockets in `path`: the directory is neither ours nor root's, or
-    others may put files there (beside a sticky bit they may, as in /tmp). A group may write to what is root's, as
-    Kubernetes' `fsGroup` has it. Our own default directory is made, before anybody else does."""
+    """ConfigError where another user may listen at the sockets in `path`: the directory is neither ours nor root's,
+    or others may put files there (allowed beside a sticky bit, as in /tmp). A group may write to what is root's, as
+    Kubernetes' `fsGroup` does. Our own default directory is made first, before another user can make it."""
     if path == runtime_dir():
         with suppress(OSError):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,7 +71,7 @@ def check_dir(path: Path) -> None:
 
 
 def split_owner(endpoint: str) -> tuple[str, str]:
-    """An address or endpoint without what it says of whose it is, and that: a key, the name of one, or nothing."""
+    """Split an address or endpoint into the address itself and its owner: a key, the name of a key, or nothing."""
     if endpoint[-KEY_CHARS - 1 : -KEY_CHARS] == MARK:  # a key may hold a mark
         return endpoint[: -KEY_CHARS - 1], endpoint[-KEY_CHARS:]
     at = endpoint.rfind(MARK)
@@ -77,20 +79,20 @@ def split_owner(endpoint: str) -> tuple[str, str]:
 
 
 def split_port(host: str) -> tuple[str, str]:
-    """`host:port` apart; the port is empty where there is none. An IPv6 address stands in brackets."""
+    """Split `host:port`; the port is empty where there is none. An IPv6 address stands in brackets."""
     name, colon, port = host.rpartition(":")
     return (name, port) if colon and port and "]" not in port else (host, "")
 
 
 def why_no_data_dir(path: str) -> str:
-    """What is wrong with a directory for data sockets, whose paths are told to peers; empty where nothing is."""
+    """Return why a directory cannot hold data sockets, whose paths are sent to peers; empty where it can."""
     if _DATA_DIR.fullmatch(path):
         return ""
     return "name a directory by an absolute path of at most 80 bytes, without spaces and letters beyond ASCII"
 
 
 def check_base(base: str) -> str:
-    """`base` as it came, or ConfigError with what is wrong with it."""
+    """Return `base` unchanged, or ConfigError with what is wrong with it."""
     scheme, _, rest = base.partition("://")
     if scheme == "ipc":
         if not rest.startswith("/"):
@@ -107,7 +109,7 @@ def check_base(base: str) -> str:
 
 
 def is_exposed(endpoint: str) -> bool:
-    """Whether `endpoint` can be reached from another machine."""
+    """Return true if `endpoint` can be reached from another machine."""
     scheme, _, rest = endpoint.partition("://")
     if scheme != "tcp":
         return False
@@ -121,8 +123,9 @@ def is_exposed(endpoint: str) -> bool:
 
 
 def advertised(host: str, port: int, base: str) -> str:
-    """`host:port` by which others reach a port of the part that serves at `base`; empty for port 0. Where it listens on
-    all of its machine's addresses, the one in `base` is taken, if there is one, else the machine's name."""
+    """Return the `host:port` by which others reach a port of the part that serves at `base`; empty for port 0. Where
+    the part listens on all addresses of its machine, take the host in `base`, if there is one, else the machine's
+    name."""
     if not port:
         return ""
     if host.strip("[]") in WILDCARDS:
@@ -133,7 +136,7 @@ def advertised(host: str, port: int, base: str) -> str:
 
 
 def unresolved(base: str) -> str:
-    """What to say of a host in `base` that cannot be resolved now; empty when it can, or none is needed. May take
+    """Return why the host in `base` cannot be resolved now; empty when it can, or none is needed. It may take
     seconds."""
     scheme, _, rest = base.partition("://")
     if scheme != "tcp":
@@ -149,7 +152,7 @@ def unresolved(base: str) -> str:
 
 
 def why_silent(base: str, keys: str) -> str:
-    """What to look at when nobody answers at `base`, asked with the keys in `keys` (empty: none)."""
+    """Return what to check when no part answers at `base`, for a caller with the keys in `keys` (empty: none)."""
     if reason := unresolved(base):
         return reason
     if keys:
@@ -177,24 +180,24 @@ class BusAddress:
 
     @property
     def publish(self) -> str:
-        """SUB: publishers connect here."""
+        """The SUB socket to which publishers connect."""
         return _derive(self.base, "pub", 0)
 
     @property
     def subscribe(self) -> str:
-        """PUB: subscribers connect here."""
+        """The PUB socket to which subscribers connect."""
         return _derive(self.base, "sub", 1)
 
     @property
     def bootstrap(self) -> str:
-        """ROUTER: queries and watches."""
+        """The ROUTER socket for queries and watches."""
         return _derive(self.base, "bootstrap", 2)
 
 
 @dataclass(frozen=True)
 class ControllerAddress:
-    """A controller's two ROUTER sockets (tcp: two ports from the base on). `tcp://host:5560#NAME` says which of several
-    controllers' keys is to be met there."""
+    """A controller's two ROUTER sockets (tcp: two ports from the base on). `tcp://host:5560#NAME` names the
+    controller's key that this address must prove, where there are several."""
 
     base: str
 
@@ -203,12 +206,12 @@ class ControllerAddress:
 
     @property
     def clients(self) -> str:
-        """ROUTER: clients connect here."""
+        """The ROUTER socket to which clients connect."""
         return self._derive("clients", 0)
 
     @property
     def nodes(self) -> str:
-        """ROUTER: ranks connect here."""
+        """The ROUTER socket to which ranks connect."""
         return self._derive("nodes", 1)
 
     def _derive(self, suffix: str, step: int) -> str:
@@ -217,10 +220,10 @@ class ControllerAddress:
 
 
 def default_bus() -> str:
-    """The broker's base address unless one is named: ipc, in `runtime_dir`."""
+    """Return the broker's default base address: ipc, in `runtime_dir`."""
     return f"ipc://{runtime_dir()}/bus"
 
 
 def default_controller() -> str:
-    """A controller's, likewise."""
+    """Return a controller's default base address: ipc, in `runtime_dir`."""
     return f"ipc://{runtime_dir()}/controller"

@@ -1,6 +1,7 @@
-"""Latencies counted by upper bound: a status carries the counts, Prometheus scrapes them, `pdbus top` reads quantiles.
+"""Latencies counted by upper bound: a status carries the counts, Prometheus scrapes them, `pdbus top` reads
+quantiles.
 
-Counts only grow, so whoever looks twice knows the latencies in between: the difference of the two. Pure.
+Counts only grow, so the difference of two readings has the latencies between them. Pure.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ BOUNDS_S = (
 
 
 class Histogram:
-    """Counts of observed values by upper bound; for one thread, which hands out `frozen()` copies."""
+    """Counts of observed values by upper bound. It belongs to one thread, which gives out `frozen()` copies."""
 
     __slots__ = ("bounds", "buckets", "total")
 
@@ -44,20 +45,20 @@ class Distribution(NamedTuple):
 
 
 def trimmed(counts: Sequence[int]) -> tuple[int, ...]:
-    """Without the zeros at the end, as counts travel."""
+    """Return the counts without the zeros at the end, the form in messages."""
     last = next((at for at in range(len(counts), 0, -1) if counts[at - 1]), 0)
     return tuple(counts[:last])
 
 
 def since(counts: Sequence[int], before: Sequence[int]) -> tuple[int, ...]:
-    """What the same counter counted after `before`; one that counts less was begun anew."""
+    """Return what the same counter counted after `before`. A counter that is lower than before was started again."""
     more = [count - (before[at] if at < len(before) else 0) for at, count in enumerate(counts)]
     return tuple(more) if len(before) <= len(counts) and min(more, default=0) >= 0 else tuple(counts)
 
 
 def quantile(counts: Sequence[int], q: float) -> float | None:
-    """The value below which the share `q` of them lies, in seconds; within a bucket by a straight line. None: nothing
-    was counted. What lies beyond the last bound is taken for that."""
+    """Return the value, in seconds, below which the share `q` of the counts lies; within a bucket by linear
+    interpolation. None: nothing was counted. Values beyond the last bound count as that bound."""
     wanted = q * sum(counts)
     if not wanted:
         return None

@@ -1,4 +1,4 @@
-"""What a part remembers of requests that are over, for whoever asks what became of one (`pdbus trace`). Pure."""
+"""The records that a part keeps of requests that are over, for `pdbus trace`. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _R = TypeVar("_R", bound=Struct)
 
 
 class History(Generic[_R]):
-    """The last records of a `kind` (a Struct that is encoded as an array, whose first field is the rid), as many as fit
-    into `max_bytes`; 0: none.
+    """The last records of a `kind`, as many as fit into `max_bytes`; 0: none. A kind is a Struct that is encoded as
+    an array and whose first field is the rid.
 
-    They are kept encoded: that is smaller, and bytes are nothing that the garbage collector has to walk through, again
-    and again (docs/performance.md).
+    The records are kept encoded: that is smaller, and the garbage collector does not walk through bytes
+    (docs/performance.md).
     """
 
     def __init__(self, kind: type[_R], max_bytes: int) -> None:
@@ -33,12 +33,12 @@ class History(Generic[_R]):
         return len(self._kept)
 
     def of(self, rid: str) -> list[_R]:
-        """What is remembered of this request, the oldest first."""
+        """Return the records of this request, the oldest first."""
         name, at = self._encode(rid), self._rid_at
         return [self._decoder.decode(record) for record in self._kept if record.startswith(name, at)]
 
     def named(self, beginning: str, most: int) -> list[str]:
-        """Rids that begin so, each once, of the `most` newest records that have one, the newest first."""
+        """Return the rids that begin so, each once, of the `most` newest records with such a rid, the newest first."""
         head = beginning.encode()
         found: dict[str, None] = {}
         for record in reversed(self._kept):
@@ -55,7 +55,7 @@ class History(Generic[_R]):
         return self._decoder.decode(self._kept[0]) if self._kept else None
 
     def limit(self, max_bytes: int) -> None:
-        """From now on so many."""
+        """Set the limit from now on, and drop the oldest records beyond it."""
         self._max_bytes = max_bytes
         self._trim()
 

@@ -1,4 +1,4 @@
-"""What is due when: the one structure that the cores keep times in. Reads no clock."""
+"""Due times: the one structure in which the cores keep times. It reads no clock."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ K = TypeVar("K", bound=Hashable)
 
 
 class TimerSlots(Generic[K]):
-    """Keys in slots of `step_s`, so that adding and removing are O(1) and leave nothing. A key is taken once its time
-    has come, never before and at most a slot late. Who adds a key knows its time and says it again to remove it."""
+    """Keys with due times, in slots of `step_s`, so that adding and removing are O(1) and leave nothing behind. A
+    key is taken when its time has come, never before and at most a slot late. To remove a key, the caller gives the
+    time with which it was added."""
 
     def __init__(self, now: float = 0.0, *, step_s: float = 0.05) -> None:
         self._step_s = step_s
@@ -31,7 +32,7 @@ class TimerSlots(Generic[K]):
                 del self._slots[number]
 
     def discard(self, key: K) -> None:
-        """Remove it, whenever it is due, if it is there. Looks everywhere: for what happens seldom."""
+        """Remove the key if it is there, whatever its time. This searches all slots, so use it for rare events."""
         for number, slot in list(self._slots.items()):
             if key in slot:
                 del slot[key]
@@ -39,7 +40,7 @@ class TimerSlots(Generic[K]):
                     del self._slots[number]
 
     def take(self, now: float, most: int | None = None) -> list[K]:
-        """Take out those whose time has come, `most` of them at most: the rest comes with the next call."""
+        """Remove and return the keys whose time has come, `most` of them at most; the rest comes with the next call."""
         end = int(now / self._step_s) + 1
         if end - self._next > len(self._slots):  # a long pause: look at what is there
             numbers = sorted(number for number in self._slots if number < end)

@@ -1,7 +1,7 @@
-"""W3C Trace Context: what a header says, the context that a span of ours hands on, and what a span tells. Pure.
+"""W3C Trace Context: reading its headers, and the contexts and ids of our own spans. Pure.
 
-A span's id follows from its parent's and from what it is a span of: so cores need no random numbers, and a request that
-is submitted or dispatched again as it was keeps its spans.
+A span's id is computed from its parent's id and from what the span describes. So cores need no random numbers, and a
+request that is submitted or dispatched again unchanged keeps its spans.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STATE_MAX = 512  # characters; a longer tracestate is dropped, as the recommenda
 
 
 class Span(Struct, frozen=True, gc=False):
-    """Times in seconds since 1970. `error`: why it went wrong; empty: it didn't."""
+    """A span; times are in seconds since 1970. `error` is the reason of a failure, else empty."""
 
     name: str
     kind: Literal["SERVER", "CLIENT", "CONSUMER", "INTERNAL"]
@@ -34,7 +34,8 @@ class Span(Struct, frozen=True, gc=False):
 
 
 def parse(traceparent: str, tracestate: str = "") -> TraceContext | None:
-    """What the two headers say; None where that is nothing. Of a later version what is known of it counts."""
+    """Return the context in the two headers; None where they are invalid. Of a later version, the known part is
+    used."""
     found = _HEADER.fullmatch(traceparent.strip())
     if found is None:
         return None
@@ -46,30 +47,30 @@ def parse(traceparent: str, tracestate: str = "") -> TraceContext | None:
 
 
 def root_of(trace_id: int, seed: str, *, sampled: bool) -> TraceContext:
-    """Of a new trace, whose first span is that of `seed`."""
+    """Return the context of a new trace, whose first span is that of `seed`."""
     return TraceContext(f"00-{trace_id:032x}-{_span_id('', seed)}-{int(sampled):02x}")
 
 
 def child_of(parent: TraceContext, seed: str) -> TraceContext:
-    """What the span of `seed` (a rid, an attempt and a leg, say) hands on as its own."""
+    """Return the context of the span of `seed` (for example a rid, an attempt and a leg) under `parent`."""
     version, trace_id, span_id, flags = parent.traceparent.split("-")
     handed = f"{version}-{trace_id}-{_span_id(span_id, seed)}-{flags}"
     return TraceContext(handed, parent.tracestate)
 
 
 def ids_of(context: TraceContext) -> tuple[int, int]:
-    """Trace and span id."""
+    """Return trace id and span id."""
     _, trace_id, span_id, _ = context.traceparent.split("-")
     return int(trace_id, 16), int(span_id, 16)
 
 
 def trace_id_of(context: TraceContext) -> str:
-    """As logs have it."""
+    """Return the trace id in the form that logs use."""
     return context.traceparent.split("-")[1]
 
 
 def is_sampled(context: TraceContext) -> bool:
-    """Whether whoever began the trace wants it recorded."""
+    """Return true if the sender that began the trace wants it recorded."""
     return bool(int(context.traceparent[-2:], 16) & 1)
 
 

@@ -1,4 +1,4 @@
-"""The bootstrap broker: rooms with a TTL, watches, topology. `core` decides; `shell` has the sockets."""
+"""The bootstrap broker: rooms with a TTL, watches and topology. `core` decides; `shell` has the sockets."""
 
 from bus.broker.shell import Broker, BrokerConfig
 

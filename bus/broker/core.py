@@ -1,8 +1,8 @@
-"""What the broker decides: rooms, watches, topology and resync joined. Pure; must not touch sockets or the clock.
+"""The broker's pure core: it joins rooms, watches, topology and resync. It must not touch sockets or the clock.
 
-`BrokerCore.handle(event, now) -> actions`. A publication is believed only for the rank of its topic. Registrations
-are soft state: a gap in a publisher's `seq`, or a publisher the broker does not know, makes it ask for a restatement
-(`resync`), at first after RESTATE_FIRST_S, since a restatement is often on its way already, then ever more rarely.
+`BrokerCore.handle(event, now) -> actions`. A publication counts only for the rank that its topic names. Registrations
+are soft state. When the core sees a gap in a publisher's `seq`, or an unknown publisher, it asks for a restatement
+(`resync`): first after RESTATE_FIRST_S, because a restatement is often on its way already, then at growing intervals.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ class BrokerCore:
         self._noted: set[tuple[str, ...]] = set()
 
     def reconfigure(self, beacon_s: float, max_rooms: int) -> None:
-        """From now on. Rooms that are held stay."""
+        """Apply new settings. Rooms that are held stay."""
         self.limits = replace(self.limits, beacon_s=beacon_s, max_rooms=max_rooms)
         self.rooms.max_rooms = max_rooms
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Every action that `event` calls for. Never raises on anything a peer can cause."""
+        """Return every action that `event` calls for, in order. It raises on nothing that a peer can cause."""
         if isinstance(event, Published):
             return self._on_publication(event.topic, event.message, now)
         if isinstance(event, Asked):
@@ -99,16 +99,16 @@ class BrokerCore:
 
     @property
     def needs_ticks(self) -> bool:
-        """Whether there is anything that a tick may end; if not, a tick for each beacon is enough."""
+        """Return true while a tick may end something; if false, one tick for each beacon is enough."""
         return bool(self.rooms.size or self.watches.size or self._restating)
 
     @property
     def behind(self) -> bool:
-        """Whether the next tick is wanted soon: the sweep of ended rooms is not through."""
+        """Return true if the sweep of ended rooms is not complete, so that the next tick should come soon."""
         return self.rooms.behind
 
     def tally(self) -> dict[str, int]:
-        """Plain numbers for status and metrics; gauges are `rooms_alive`, `rooms_held`, `watches`, `ranks`."""
+        """Return the numbers for status and metrics. `rooms_alive`, `rooms_held`, `watches` and `ranks` are gauges."""
         rooms = {f"rooms_{name}": value for name, value in self.rooms.counts.items()}
         refused = {f"members_{name}": value for name, value in self.ranks.counts.items()}
         return {
@@ -209,7 +209,7 @@ class BrokerCore:
             yield Publish(conflict)
 
     def _owner(self, rank: KnownRank, endpoint: str) -> Owner:
-        """The owner of the rank's claims in its present epoch; the one of an earlier epoch is retired."""
+        """Return the owner of the rank's claims in its present epoch. The owner of an earlier epoch is retired."""
         owner = rank.owner
         if owner is None or owner.location.epoch != rank.epoch:
             if owner is not None:
@@ -221,7 +221,7 @@ class BrokerCore:
         return owner
 
     def _want_restatement(self, rank: KnownRank, now: float | None) -> None:
-        """Ask `rank` to restate its rooms, soon; None: no longer."""
+        """Plan a request to `rank` to restate its rooms; None cancels it."""
         key = (rank.instance, rank.dp_rank)
         if now is None:
             rank.restate_at = None

@@ -1,4 +1,4 @@
-"""What the broker's core is told. Owns these shapes only."""
+"""The input events of the broker's core. This module owns these shapes only."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class Published(Struct, frozen=True, gc=False):
 
 
 class Asked(Struct, frozen=True, gc=False):
-    """`peer` asked over the bootstrap socket."""
+    """`peer` sent a request over the bootstrap socket."""
 
     peer: Peer
     message: Message
 
 
 class Unreachable(Struct, frozen=True, gc=False):
-    """A send to `peer` found nobody."""
+    """A send failed because `peer` is not connected."""
 
     peer: Peer
 
 
 class Tick(Struct, frozen=True, gc=False):
-    """Time passed. Wanted every few tens of milliseconds while `needs_ticks`, else for each beacon."""
+    """Time has passed. A tick comes every few tens of milliseconds while `needs_ticks`, else with each beacon."""
 
 
 Event: TypeAlias = Published | Asked | Unreachable | Tick

@@ -1,13 +1,15 @@
-"""The rooms the broker knows: which rank prefills which `bootstrap_room`, each for exactly its TTL.
+"""The rooms that the broker knows: which rank prefills which `bootstrap_room`, each for exactly its TTL.
 
-Owns claims, their precedence and their expiry. Must not know watches, members or sockets; `now` comes in.
+This module owns claims, their precedence and their expiry. It knows no watches, members or sockets; `now` is an
+argument.
 
-A claim counts until `registered + ttl_s` and not a moment longer, because every look-up compares. Memory is given
-back by a sweep that goes round the shards once per `ttl_s / SWEEPS_PER_TTL` (less often if its budget is too small for
-that), so each claim is visited at most SWEEPS_PER_TTL times in its life (amortised O(1)), refreshing is one dict
-store, and a turn's work is bounded.
-Shards also keep dict resizing short. Claims made by one message share one object, and neither they nor the shards
-are tracked by the garbage collector, so a million rooms cost neither a collector pause nor much beyond the dict.
+A claim counts until `registered + ttl_s` and no longer, because every look-up compares the times. A sweep frees the
+memory. It goes round the shards once per `ttl_s / SWEEPS_PER_TTL` (less often if its budget is too small for that). So
+it visits each claim at most SWEEPS_PER_TTL times (amortised O(1)), a refresh is one dict store, and the work of one
+turn is bounded.
+
+Shards also keep dict resizing short. The claims of one message share one object. The garbage collector tracks neither
+claims nor shards, so a million rooms cause no collector pause and need little memory beyond the dict.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from bus.wire.messages import Attempt, Location, Lost, Room
 SHARDS = 2039  # prime, so that rooms made as k * dp_size + rank spread too
 SWEEPS_PER_TTL = 16
 EXPIRE_BUDGET = 512  # per call of `expire`, in claims looked at: under a millisecond, even out of cold memory
-REMOVAL_COST = 8  # removing a claim takes about as long as looking at so many
+REMOVAL_COST = 8  # removing a claim takes as long as looking at about 8
 
 Outcome = Literal["new", "refreshed", "replaced", "stale", "conflict", "full"]
 TAKEN: frozenset[str] = frozenset({"new", "refreshed", "replaced"})
 
 
 class Owner:
-    """One start of one rank, as the author of claims; `RoomTable.retire` ends it."""
+    """One start of one rank, as the owner of claims. `RoomTable.retire` ends it."""
 
     __slots__ = ("holds", "live", "location", "rooms")
 
@@ -42,7 +44,7 @@ class Owner:
 
 
 class Claim(Struct, frozen=True, gc=False):
-    """`owner` says the room is its own, as `attempt`; a `code` other than ok: it says that no KV cache will come."""
+    """A rank's claim to own the room, as `attempt`. A `code` other than ok states that no KV cache will come."""
 
     attempt: int
     owner: Owner
@@ -74,7 +76,7 @@ class RoomTable:
     # --- look-up --------------------------------------------------------------------------------------------------
 
     def find(self, room: Room, now: float) -> Claim | None:
-        """The claim on `room` that counts at `now`; its `code` may be a failure."""
+        """Return the claim on `room` that counts at `now`, or None. Its `code` may be a failure."""
         claim = self._shards[room % SHARDS].get(room)
         if claim is None or claim.expires_at <= now or not claim.owner.live:
             return None
@@ -83,7 +85,7 @@ class RoomTable:
     def sort(
         self, rooms: Iterable[Room], now: float
     ) -> tuple[dict[tuple[Owner, Attempt], list[Room]], list[Lost], list[Room]]:
-        """What `find` says of many rooms: those held, by owner and attempt; those failed; those nobody holds."""
+        """Sort rooms by what `find` returns: held (by owner and attempt), failed, and unknown."""
         held: dict[tuple[Owner, Attempt], list[Room]] = {}
         failed: list[Lost] = []
         missing: list[Room] = []
@@ -105,17 +107,18 @@ class RoomTable:
     # --- claims ---------------------------------------------------------------------------------------------------
 
     def register(self, owner: Owner, room: Room, attempt: int, now: float) -> Outcome:
-        """`owner` claims `room`: the higher attempt wins, the same from the same owner refreshes."""
+        """Claim `room` for `owner`. The higher attempt wins; the same attempt of the same owner is a refresh."""
         return self._claim(owner, room, attempt, now, "ok")
 
     def fail(self, owner: Owner, room: Room, attempt: int, code: Code, now: float) -> Outcome:
-        """`owner` says why no KV cache will come, so that whoever asks is told at once; any later claim replaces it."""
+        """Record why no KV cache of `owner` will come for `room`. Queries get this code at once; any later claim
+        replaces it."""
         outcome = self._claim(owner, room, attempt, now, code)
         self.counts["failed"] += outcome in TAKEN
         return outcome
 
     def drop(self, owner: Owner, room: Room, attempt: int) -> bool:
-        """`owner` is done with `room` (this attempt and older ones); somebody else's claim stays."""
+        """Remove the owner's claim on `room` (this attempt and older ones). A claim of another owner stays."""
         shard = self._shards[room % SHARDS]
         claim = shard.get(room)
         if claim is None or claim.owner is not owner or claim.attempt > attempt:
@@ -125,7 +128,7 @@ class RoomTable:
         return True
 
     def retire(self, owner: Owner) -> None:
-        """All claims of `owner` are void from now on; the sweep gives their memory back soon."""
+        """Make all claims of `owner` void at once. The sweep frees their memory soon."""
         if owner.live:
             owner.live = owner.holds = False
             self.alive -= owner.rooms
@@ -146,7 +149,7 @@ class RoomTable:
                 self.counts["stale"] += 1
                 return "stale"
             if attempt == old.attempt and not mine and old.owner.holds and old.code == "ok":
-                if code != "ok":  # a failure of somebody else's room
+                if code != "ok":  # a failure that another rank reports of this room
                     self.counts["stale"] += 1
                     return "stale"
                 self.counts["conflicts"] += 1
@@ -175,11 +178,11 @@ class RoomTable:
 
     @property
     def behind(self) -> bool:
-        """Whether the last call of `expire` ran out of budget."""
+        """Return true if the last call of `expire` ran out of budget."""
         return self._owed >= 1.0
 
     def expire(self, now: float, budget: int = EXPIRE_BUDGET) -> int:
-        """Give back the memory of claims that ended, as far as `budget` goes. Returns how many were removed."""
+        """Free the memory of ended claims, looking at `budget` claims at most. Return how many were removed."""
         elapsed_s = max(0.0, now - self._swept_at)
         self._swept_at = now
         self._owed = min(float(SHARDS), self._owed + elapsed_s * SHARDS * SWEEPS_PER_TTL / self.ttl_s)

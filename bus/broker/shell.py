@@ -1,15 +1,15 @@
-"""The broker's shell: the C proxy for publications, the bootstrap ROUTER, the clock. Decides nothing.
+"""The broker's shell: the C proxy for publications, the bootstrap ROUTER and the clock. It decides nothing.
 
 `Broker` runs on a thread of its own (`with Broker("ipc:///dir/bus") as broker:`) or, for `python -m bus`, on the
-caller's (`open`, `loop.run`, `close`). Publications are forwarded by `zmq.proxy` on one more thread, outside Python,
-from a SUB of all our topics to a PUB: subscriptions go no further than the broker, and cost publishers nothing. The
-broker's own PUB and SUB reach the proxy over inproc, so it sees what every other subscriber sees. While nobody
-watches a room, publications change nothing that anybody could see until somebody asks, so they rest (`Loop.rest`):
-read before the next question is answered, or with the next tick.
+caller's (`open`, `loop.run`, `close`). `zmq.proxy` forwards publications on one more thread, outside Python, from a SUB
+of all our topics to a PUB. So subscriptions go no further than the broker and cost publishers nothing. The broker's own
+PUB and SUB reach the proxy over inproc, so the broker sees what every other subscriber sees. While no room is watched,
+publications have no visible effect until the next question, so reading them is deferred (`Loop.rest`): they are read
+before the next question is answered, or with the next tick.
 
-With keys the loop forwards them itself, because only who receives from a connection can tell whose key it proved: a
-rank's publications need the key of its instance, a controller's its own. (A thread of Python for it would wait for the
-loop's thread with every message.)
+With keys the loop forwards publications itself, because only the receiving socket knows which key a connection has
+proved. A rank's publications need the key of its instance, a controller's need its own. (A Python thread for this would
+wait for the loop's thread with every message.)
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from bus.wire.codes import refusal_of
 from bus.wire.messages import PUBLICATIONS, TO_BROKER, BrokerStatusQuery, Message, Query, Refused, Topology
 
 TICK_S = 0.025
-IDLE_TICK_S = 0.25  # what rests is not left for longer
-BEHIND_TICK_S = 0.002  # a long sweep goes in short turns, with room for questions between them
+IDLE_TICK_S = 0.25  # deferred publications wait no longer than this
+BEHIND_TICK_S = 0.002  # a long sweep is done in short turns, with time for questions between them
 _PUB_INSIDE = "inproc://publish"
 _SUB_INSIDE = "inproc://subscribe"
 _GAUGES = ("rooms_alive", "rooms_held", "watches", "ranks")
@@ -57,17 +57,18 @@ log = get_logger("broker")
 
 @dataclass(frozen=True)
 class BrokerConfig:
-    """`address` is a base (`bus.endpoints`); `keys` a directory of CURVE keys, empty for none; times in seconds."""
+    """The broker's settings. `address` is a base (`bus.endpoints`); `keys` is a directory of CURVE keys, empty for
+    none; times are in seconds."""
 
     address: str
-    room_ttl_s: float = defaults.ROOM_TTL_S  # a room that nobody refreshes lives so long: 0.01 s to a day
-    beacon_s: float = defaults.BEACON_S  # between beacons, by which everybody else knows that it lives: 0.01 to 60 s
+    room_ttl_s: float = defaults.ROOM_TTL_S  # the lifetime of a room that is not refreshed: 0.01 s to a day
+    beacon_s: float = defaults.BEACON_S  # between beacons, which show that the broker lives: 0.01 to 60 s
     max_rooms: int = defaults.MAX_ROOMS  # held at once; one more is refused
     max_rooms_per_publisher: int = 200_000  # of them, those of one rank
     max_watches: int = 262_144  # rooms asked for and not known yet, in all
     max_watches_per_peer: int = 65_536  # of one asking connection
-    metrics_port: int = 0  # serves Prometheus metrics; 0: nowhere
-    metrics_host: str = defaults.METRICS_HOST  # where it serves them
+    metrics_port: int = 0  # the port that serves Prometheus metrics; 0: none
+    metrics_host: str = defaults.METRICS_HOST  # the address of that port
     spin_us: int = 0  # how long to poll after a message before sleeping, while messages come as densely
     keys: str = ""
 
@@ -85,7 +86,7 @@ class BrokerConfig:
 
 
 class Broker(Service):
-    """Embedded: `with Broker(address) as broker:`; StartError on entry if an endpoint is taken."""
+    """An embedded broker: `with Broker(address) as broker:`. It raises StartError on entry if an endpoint is taken."""
 
     part = "broker"
 
@@ -147,7 +148,8 @@ class Broker(Service):
     # --- in ---------------------------------------------------------------------------------------------------------
 
     def _on_incoming(self, frames: list[bytes]) -> None:
-        """A publication straight from its publisher, whose key says under which topics it may publish."""
+        """Forward and read a publication that came straight from its publisher, if the publisher's key allows its
+        topic."""
         topic = frames[0]
         if not topic.startswith(publishes(key_of(topic))):
             self._reject(topic, RemoteProtocolError("not_yours", f"topic {bytes(topic[:100])!r}"))
@@ -200,7 +202,8 @@ class Broker(Service):
         self.loop.rest(self._sub, not self.core.watches.size)
 
     def _tick(self) -> float | None:
-        """Often while something may end, else for beacons and what rests: an idle broker hardly wakes."""
+        """Handle a tick and return the seconds to the next one: short while something may end, else long, so that an
+        idle broker hardly wakes."""
         self._handle(Tick())
         if not self.core.needs_ticks:
             return None
@@ -244,7 +247,7 @@ class Broker(Service):
         return "" if self._proxy is None or self._proxy.is_alive() else "publications are not forwarded"
 
     def reconfigure(self, changed: Mapping[str, Any]) -> None:
-        """Settings by name, from now on (on the loop's thread). ConfigError for what can't be meant."""
+        """Apply new settings, by name, on the loop's thread. ConfigError for an invalid value."""
         config = replace(self.config, **{name: value for name, value in changed.items() if name != "log_level"})
         self.config = config
         self.core.reconfigure(config.beacon_s, config.max_rooms)
@@ -273,7 +276,7 @@ class Broker(Service):
 
 
 def _forward(into: Socket, out: Socket) -> None:
-    """Until the Context ends; both sockets belong to this thread from its start on."""
+    """Forward messages until the Context ends. Both sockets belong to this thread from its start."""
     try:
         zmq.proxy(into, out)
     except zmq.ContextTerminated:

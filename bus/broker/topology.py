@@ -1,7 +1,7 @@
-"""Who is on the bus: instances, their ranks, each rank's epochs and lease. Pure; must not know rooms or sockets.
+"""The members of the bus: instances, their ranks, and each rank's epochs and lease. Pure; it knows no rooms or sockets.
 
-Epochs are random, so the newest one is the one heard of last; the epochs before it are remembered for a while, so
-that a message delayed from an earlier start does not bring it back.
+Epochs are random, so the newest epoch is the one that was seen last. Earlier epochs are remembered for a while, so that
+a delayed message of an earlier start does not bring it back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _EPOCHS_REMEMBERED = 8
 
 
 class KnownRank:
-    """All the broker knows of one rank."""
+    """The record of one rank."""
 
     __slots__ = (
         "dp_rank",
@@ -42,7 +42,7 @@ class KnownRank:
         self.epoch = epoch
         self.retired: deque[int] = deque(maxlen=_EPOCHS_REMEMBERED)
         self.last_seen_at = now
-        self.lease_s = SILENT_INTERVALS  # until it says how often it speaks
+        self.lease_s = SILENT_INTERVALS  # until the rank states its interval
         self.member: Member | None = None  # None: it has published, but not introduced itself
         self.owner: Owner | None = None
         self.rooms_seq = 0  # of its last Rooms message
@@ -60,7 +60,7 @@ class KnownRank:
 
 
 class Instance:
-    """Ranks that agree on role, model and dp_size."""
+    """The ranks of one instance, which agree on role, model and dp_size."""
 
     __slots__ = ("ranks", "shape")
 
@@ -85,10 +85,11 @@ class Membership:
         instance = self._instances.get(key[0])
         return instance.ranks.get(key[1]) if instance else None
 
-    # --- what is heard ----------------------------------------------------------------------------------------------
+    # --- signs of life ----------------------------------------------------------------------------------------------
 
     def seen(self, name: str, dp_rank: int, epoch: int, now: float) -> KnownRank | None:
-        """The rank that speaks, alive now; a new epoch starts its record afresh. None: an old epoch, or no space."""
+        """Record a sign of life and return the rank. A new epoch starts its record again. None: an old epoch, or no
+        space."""
         instance = self._instances.get(name)
         rank = instance.ranks.get(dp_rank) if instance else None
         if rank is None:
@@ -111,7 +112,7 @@ class Membership:
         return rank
 
     def refusal(self, member: Member, now: float) -> str:
-        """Why `member` contradicts the rest of its instance (a key of `counts`), or an empty string."""
+        """Return why `member` contradicts the rest of its instance (a key of `counts`), or an empty string."""
         if member.dp_rank >= member.dp_size:
             return "bad_rank"
         instance = self._instances.get(member.instance)
@@ -126,11 +127,11 @@ class Membership:
         )  # fmt: skip
         others = (rank for rank in instance.ranks.values() if rank.dp_rank != member.dp_rank)
         if reason and not any(rank.member and not rank.is_gone() and not rank.is_silent(now) for rank in others):
-            return ""  # nobody is left to disagree with: the instance was deployed anew
+            return ""  # no other rank is left: the instance was deployed again
         return reason
 
     def introduce(self, member: Member, now: float) -> KnownRank | None:
-        """Take in what a rank says of itself; None when it is refused, with the reason counted."""
+        """Record a rank's membership and return the rank; None when it is refused, with the reason counted."""
         if reason := self.refusal(member, now):
             self.counts[reason] += 1
             return None
@@ -149,7 +150,7 @@ class Membership:
         return rank
 
     def forget(self, now: float) -> list[KnownRank]:
-        """Remove the ranks that have been away for long; the caller retires what they owned."""
+        """Remove the ranks that have been away for long, and return them. The caller retires their claims."""
         away = [rank for rank in self if now - rank.last_seen_at > rank.lease_s + FORGET_S]
         for rank in away:
             instance = self._instances[rank.instance]
@@ -159,10 +160,10 @@ class Membership:
                 del self._instances[rank.instance]
         return away
 
-    # --- what is told -------------------------------------------------------------------------------------------------
+    # --- descriptions -------------------------------------------------------------------------------------------------
 
     def infos(self, name: str, now: float) -> tuple[InstanceInfo, ...]:
-        """One instance, or all of them for an empty name."""
+        """Return the description of one instance, or of all instances for an empty name."""
         names = [name] if name else sorted(self._instances)
         known = ((each, self._instances.get(each)) for each in names)
         return tuple(_info(each, instance, now) for each, instance in known if instance and instance.shape)

@@ -1,7 +1,7 @@
-"""Who waits for which room, until when. Owns watches and their deadlines; must not know rooms' owners or sockets.
+"""The watches: which peer waits for which room, until when. This module knows no rooms' owners and no sockets.
 
-A watch is `(peer, query id, room)`; asking again moves its deadline. Adding, taking and removing are O(1) and nothing
-stale is kept: a watch ends at its deadline or up to GRAIN_S later.
+A watch is `(peer, query id, room)`; the same query again moves its deadline. Adding, taking and removing are O(1), and
+no ended watch is kept: a watch ends at its deadline or up to GRAIN_S later.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Watches:
         return room in self._by_room
 
     def fits(self, peer: Peer, count: int) -> bool:
-        """Whether `peer` may watch `count` rooms more."""
+        """Return true if `peer` may watch `count` more rooms."""
         held = len(self._by_peer.get(peer, ()))
         return held + count <= self._max_per_peer and self.size + count <= self._max_total
 
@@ -45,7 +45,7 @@ class Watches:
         self._due.add((peer, query, room), deadline)
 
     def take(self, room: Room) -> list[tuple[Peer, int]]:
-        """End all watches of `room`: the (peer, query id) of each."""
+        """End all watches of `room` and return the (peer, query id) of each."""
         watchers = self._by_room.pop(room, None)
         if watchers is None:
             return []
@@ -55,7 +55,7 @@ class Watches:
         return list(watchers)
 
     def drop(self, peer: Peer, rooms: Iterable[Room]) -> int:
-        """`peer` no longer waits for `rooms`, under whichever query."""
+        """End the watches of `peer` for `rooms`, under all query ids. Return how many ended."""
         dropped = 0
         for room in rooms:
             for who, query in [key for key in self._by_room.get(room, ()) if key[0] == peer]:
@@ -64,14 +64,14 @@ class Watches:
         return dropped
 
     def forget(self, peer: Peer) -> int:
-        """`peer` has gone, and with it all its watches."""
+        """End all watches of a peer that is gone. Return how many ended."""
         held = list(self._by_peer.get(peer, ()))
         for query, room in held:
             self._end(peer, query, room)
         return len(held)
 
     def due(self, now: float, budget: int = 4096) -> list[Watch]:
-        """End the watches whose deadline has passed, `budget` at most."""
+        """End the watches whose deadline has passed, `budget` at most, and return them."""
         ended = self._due.take(now, budget)
         for watch in ended:
             self._end(*watch)

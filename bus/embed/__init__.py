@@ -1,1 +1,3 @@
-"""What an engine embeds: publications of a rank, and finding rooms; each a thread over a pure core."""
+"""The two parts that an engine embeds: a rank's publications, and the look-up of rooms. Each is a thread over a pure
+core.
+"""

@@ -1,9 +1,9 @@
-"""What one rank publishes, and when: registrations, load, membership, restatements. Pure; must not touch sockets.
+"""The publications of one rank: registrations, load, membership and restatements. Pure; it must not touch sockets.
 
-`PublisherCore`'s methods return publications to send, in order. Registrations and drops of one turn leave together
-at `flush`, with the load piggybacked; `tick` (every few tens of milliseconds) flushes, refreshes rooms before their
-TTL runs out, repeats the membership and restates what is live when the broker asks or is new. A rank without work
-and rooms speaks less often, and says so (`Member.interval_s`); what changes is published at once all the same.
+`PublisherCore`'s methods return publications to send, in order. Registrations and drops of one turn leave together at
+`flush`, with the load piggybacked. `tick` (every few tens of milliseconds) flushes, refreshes rooms before their TTL
+ends, repeats the membership, and restates the live rooms when the broker asks or is new. A rank without work and rooms
+publishes less often, and states its interval (`Member.interval_s`); each change is still published at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from bus.wire.messages import (
 
 CHUNK = 1024  # registrations in a message: decoding and applying one takes the broker about a millisecond
 CHUNKS_PER_FLUSH = 4  # of a restatement or refresh, so that a turn stays short
-REPORT_GAP_S = 0.05  # a changing load is published at most this often, unless said otherwise
+REPORT_GAP_S = 0.05  # the shortest time between two loads, unless the caller sets another
 RESTATE_GAP_S = 0.05
 IDLE_AFTER_INTERVALS = 4  # a rank is idle when nothing has changed for so many
 MAX_ATTEMPT = 1_000_000
@@ -45,7 +45,7 @@ LIVES = 10  # a room that is never dropped is refreshed for this many TTLs, then
 
 
 class _Live:
-    """A room registered and not dropped; times are of the first and the latest registration."""
+    """A room that is registered and not dropped; the times are those of the first and the latest registration."""
 
     __slots__ = ("attempt", "refreshed_at", "since")
 
@@ -56,7 +56,7 @@ class _Live:
 
 
 class PublisherCore:
-    """One rank's publications; `on_conflict` hears of rooms that another rank claims too."""
+    """The publications of one rank. `on_conflict` is called for each room that another rank claims too."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class PublisherCore:
         self.room_ttl_s = room_ttl_s
         self.state: NodeState = state
         self.follow_bootstrap_room = follow_bootstrap_room
-        self.broker_epoch = 0  # 0: no beacon heard yet
+        self.broker_epoch = 0  # 0: no beacon has come yet
         self.conflicts: deque[Conflict] = deque(maxlen=1024)
         self.counts = dict.fromkeys(("registered", "dropped", "refreshed", "restated", "evicted", "invalid"), 0)
         self._on_conflict = on_conflict
@@ -111,19 +111,19 @@ class PublisherCore:
 
     @property
     def load_seq(self) -> int:
-        """Of the newest load: none was published with a higher one."""
+        """The number of the newest load: no load was published with a higher one."""
         return self._load_seq
 
     @property
     def live_rooms(self) -> int:
-        """Registered and not dropped."""
+        """The number of rooms that are registered and not dropped."""
         return len(self._live)
 
-    # --- what the scheduler says --------------------------------------------------------------------------------
+    # --- from the scheduler -------------------------------------------------------------------------------------
 
     def register(self, room: Any, attempt: Any, now: float) -> list[Publish]:
-        """`room` is ours, as `attempt`: integers, or it is counted as `invalid`. Leaves at the next flush; refreshed
-        until it is dropped."""
+        """Register `room`, as `attempt`; a value that is no integer is counted as `invalid`. The registration leaves at
+        the next flush and is refreshed until it is dropped."""
         if not _valid(room, attempt):
             self.counts["invalid"] += 1
             return []
@@ -142,7 +142,7 @@ class PublisherCore:
         return self._overflow(now)
 
     def drop(self, room: Any, attempt: Any, code: Code, now: float) -> list[Publish]:
-        """We are done with `room`: `ok`, or why no KV cache will come. Leaves at the next flush."""
+        """Drop `room` with `ok`, or with the code that says why no KV cache will come. It leaves at the next flush."""
         if not _valid(room, attempt):
             self.counts["invalid"] += 1
             return []
@@ -157,7 +157,8 @@ class PublisherCore:
         return self._overflow(now)
 
     def report(self, load: Load, now: float) -> list[Publish]:
-        """The newest load wins. Leaves with what is sent next, or alone when due; its `seq` is stamped here."""
+        """Replace the load that is published. It leaves with the next message, or alone when due; its `seq` is set
+        here."""
         old = self._load
         self._load_seq += 1
         self._load = structs.replace(load, seq=self._load_seq)
@@ -167,7 +168,7 @@ class PublisherCore:
         return []
 
     def set_state(self, state: NodeState, now: float) -> list[Publish]:
-        """Published at once when it changes; `gone` is the goodbye, after which the rank has no rooms."""
+        """Publish a changed state at once. `gone` is the last state, after which the rank has no rooms."""
         if state == self.state:
             return []
         out = self.flush(now)
@@ -179,20 +180,20 @@ class PublisherCore:
         return [*out, self._member(now)]
 
     def set_follow(self, flag: bool, now: float) -> list[Publish]:
-        """Whether `bootstrap_room % dp_size` finds the rank of every room of this instance."""
+        """Set and publish whether `bootstrap_room % dp_size` gives the rank of every room of this instance."""
         if flag == self.follow_bootstrap_room:
             return []
         self.follow_bootstrap_room = flag
         return [self._member(now)]
 
     def goodbye(self, now: float) -> list[Publish]:
-        """The rank leaves: it has no rooms from here on."""
+        """Publish that the rank leaves. It has no rooms from here on."""
         return self.set_state("gone", now)
 
-    # --- what the broker says -----------------------------------------------------------------------------------
+    # --- from the broker ----------------------------------------------------------------------------------------
 
     def on_message(self, message: Message, now: float) -> list[Publish]:
-        """A beacon, or something addressed to this rank; anything else is ignored."""
+        """Handle a beacon or a message that is addressed to this rank; any other message is ignored."""
         if isinstance(message, Beacon):
             if message.epoch != self.broker_epoch:
                 self.broker_epoch = message.epoch
@@ -215,7 +216,7 @@ class PublisherCore:
     # --- time -----------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Publish]:
-        """Everything that is due: restatement, refreshes, membership, and `flush`."""
+        """Return everything that is due: restatement, refreshes, membership, and `flush`."""
         out: list[Publish] = []
         if self._restate_wanted:
             out += self._restate(now)
@@ -227,7 +228,7 @@ class PublisherCore:
         return out + self.flush(now)
 
     def due_s(self, now: float) -> float:
-        """How long until `tick` has anything to do."""
+        """Return the seconds until `tick` has anything to do."""
         if self._registering or self._dropping or self._restating or self._member_sent_at is None:
             return 0.0
         due = self._member_sent_at + min(self._promised_s, self._interval_s(now))
@@ -240,7 +241,7 @@ class PublisherCore:
         return max(0.0, due - now)
 
     def flush(self, now: float) -> list[Publish]:
-        """Send what this turn collected: one Rooms message (load piggybacked), else the load alone when it is due."""
+        """Send what this turn collected: one Rooms message (with the load), or the load alone when it is due."""
         out = self._restatement(now)
         while self._registering or self._dropping:
             out.append(self._rooms_message(now))
@@ -261,7 +262,7 @@ class PublisherCore:
         return age_s >= (self.report_gap_s if self._load_changed else self._interval_s(now))
 
     def _interval_s(self, now: float) -> float:
-        """How often this rank speaks although nothing changes."""
+        """Return how often this rank publishes although nothing changes, in seconds."""
         load = self._load
         working = bool(self._live) or (load is not None and load.running + load.waiting > 0)
         if working or now - self._changed_at < IDLE_AFTER_INTERVALS * self.interval_s:
@@ -269,7 +270,8 @@ class PublisherCore:
         return IDLE_INTERVALS * self.interval_s
 
     def _take_load(self, now: float) -> Load | None:
-        """The newest load. Said again it is a report too: a scheduler without work has nothing new to say."""
+        """Return the newest load if one may go out. The same load again is a report too: an idle scheduler has no newer
+        one."""
         if self._load is not None:
             if self._load_seq == self._load_sent_seq:
                 self._load_seq += 1
@@ -282,7 +284,7 @@ class PublisherCore:
     # --- messages -------------------------------------------------------------------------------------------------
 
     def _overflow(self, now: float) -> list[Publish]:
-        """A turn that collects very much does not wait for its end."""
+        """Flush within the turn if the turn has collected very much."""
         return [self._rooms_message(now)] if len(self._registering) + len(self._dropping) >= 2 * CHUNK else []
 
     def _rooms_message(self, now: float) -> Publish:
@@ -314,7 +316,7 @@ class PublisherCore:
     # --- live rooms -----------------------------------------------------------------------------------------------
 
     def _refresh(self, now: float) -> None:
-        """Register again the rooms whose TTL is half over; forget those that nobody ever dropped."""
+        """Register again the rooms whose TTL is half over, and forget those that were never dropped."""
         for _ in range(CHUNK * CHUNKS_PER_FLUSH):
             room, live = next(iter(self._live.items()), (0, None))
             if live is None or now - live.refreshed_at < self.room_ttl_s / 2:
@@ -329,7 +331,7 @@ class PublisherCore:
             self.counts["refreshed"] += 1
 
     def _restate(self, now: float) -> list[Publish]:
-        """Membership, then all live rooms, over as many flushes as that takes; at least one message, so seqs meet."""
+        """Publish the membership, then all live rooms, over several flushes; at least one message, so seqs match."""
         if self._restated_at is not None and now - self._restated_at < RESTATE_GAP_S:
             self._restate_wanted = True
             return []
@@ -356,7 +358,7 @@ class PublisherCore:
 
 
 def integer(value: object) -> int | None:
-    """An integer of whichever library; None for what is none."""
+    """Return `value` as an int, from the integer type of any library; None if it is no integer."""
     try:
         return int(index(value))  # type: ignore[arg-type]
     except TypeError:
@@ -364,7 +366,7 @@ def integer(value: object) -> int | None:
 
 
 def _valid(room: object, attempt: object) -> bool:
-    """One bad number would make the broker drop the whole message it travels in."""
+    """Return true if both numbers fit the protocol. One invalid number would make the broker drop the whole message."""
     if not isinstance(room, int) or not isinstance(attempt, int):
         return False
     return 0 <= room <= MAX_ROOM and 1 <= attempt <= MAX_ATTEMPT

@@ -1,7 +1,7 @@
-"""A rank's publications from an engine's process: a thread of its own, nothing that blocks in the engine's.
+"""A rank's publications from an engine's process: a thread of its own, and no call that blocks the engine's thread.
 
-`Publisher` hands what the scheduler says over a bounded queue to a thread that owns the sockets; what to publish is
-decided by `PublisherCore` (`bus.embed.publications`, usable alone on a loop one already has).
+`Publisher` puts the scheduler's calls into a bounded queue for a thread that owns the sockets. `PublisherCore`
+(`bus.embed.publications`, usable alone on the caller's own loop) decides what to publish.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ log = get_logger("publisher")
 
 
 class Publisher(Service):
-    """`with Publisher(bus, instance="prefill-0", dp_rank=0, role="prefill") as publisher: publisher.register(room)`.
+    """A rank's publisher: `with Publisher(bus, instance="prefill-0", dp_rank=0, role="prefill") as publisher:
+    publisher.register(room)`.
 
-    ConfigError on a bad argument. What it could not take, and what made no sense, is in `counts`.
-    When another process publishes for the same rank later on, the broker ignores this one, which is not told.
-    One thing reaches the engine as an exception: PartFailed, from every call once the thread has failed (`failure`), as
-    no room of this rank is found any more and no load of it known. Who would rather go on alone catches it.
+    ConfigError for an invalid argument. `counts` has what could not be queued and what was invalid. When another
+    process publishes for the same rank later, the broker ignores this one, without notice to it. Only one exception
+    reaches the engine: PartFailed, from every call once the thread has failed (`failure`). Then the bus finds no room
+    of this rank and knows no load of it. An engine that can work without the bus catches it.
     """
 
     part = "publisher"
@@ -130,7 +131,7 @@ class Publisher(Service):
     _ended = _failed
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until the broker has been heard. For start-up, not for a scheduler's loop."""
+        """Wait until the broker's first message has come; false after `timeout_s`. For start-up only: it blocks."""
         self.raise_if_inherited()
         connected = self._connected.wait(timeout_s)
         self.raise_if_failed()
@@ -139,30 +140,31 @@ class Publisher(Service):
     # --- for the scheduler's loop: nothing here blocks; PartFailed once the thread has failed, and nothing else -------
 
     def register(self, room: int, attempt: int = 1) -> None:
-        """`room` is (or will be) prefilled here. What is no integer counts as `invalid`, as does one out of range."""
+        """Register `room`: it is or will be prefilled here. A value that is no integer or out of range counts as
+        `invalid`."""
         self._hand_over(("register", integer(room), integer(attempt)))
 
     def drop(self, room: int, attempt: int = 1, code: Code = "ok") -> None:
-        """Done with `room`; a `code` other than ok tells whoever waits for it that no KV cache will come."""
+        """Drop `room`. A `code` other than ok is sent to each rank that waits for it: no KV cache will come."""
         self._hand_over(("drop", integer(room), integer(attempt), code))
 
     def report(self, load: Load) -> None:
-        """The scheduler's load now (`seq` is stamped on the way). A gauge: only the newest is published, and it is
-        said again each interval."""
+        """Publish the scheduler's load (its `seq` is set on the way). It is a gauge: only the newest is published, and
+        it is repeated each interval."""
         self.raise_if_failed()
         self._newest = load
         self._mailbox.ring()
 
     def set_state(self, state: NodeState) -> None:
-        """What dispatchers are told of the rank: only a `ready` one gets work."""
+        """Publish the rank's state. Only a `ready` rank gets work."""
         self._hand_over(("state", state))
 
     def set_follow(self, flag: bool) -> None:
-        """Whether `bootstrap_room % dp_size` finds the rank of every room of this instance."""
+        """Publish whether `bootstrap_room % dp_size` gives the rank of every room of this instance."""
         self._hand_over(("follow", flag))
 
     def take_conflicts(self) -> list[Conflict]:
-        """Rooms that another rank claims too, since the last call."""
+        """Return the rooms that another rank claimed too since the last call."""
         self.raise_if_failed()
         taken: list[Conflict] = []
         while self._core.conflicts:
@@ -171,14 +173,14 @@ class Publisher(Service):
 
     @property
     def silent_s(self) -> float:
-        """How long ago the broker was heard; infinite before it ever was."""
+        """The seconds since the broker's last message; infinite before the first."""
         return math.inf if self._last_seen_at == -math.inf else self.loop.clock() - self._last_seen_at
 
     @property
     def counts(self) -> dict[str, int]:
-        """What happened so far by name: rooms `registered`, `dropped`, `refreshed`, `restated`, `evicted` (never
-        dropped); what was not taken (`overflows`: the queue was full) or made no sense (`invalid`); messages of others
-        dropped, by reason (`rejected_*`). And how many rooms are registered now (`live_rooms`)."""
+        """The counts so far, by name: rooms `registered`, `dropped`, `refreshed`, `restated`, `evicted` (never
+        dropped); calls that were not taken (`overflows`: the queue was full) or were `invalid`; messages of others that
+        were dropped, by reason (`rejected_*`); and the rooms registered now (`live_rooms`)."""
         core = self._core
         return {
             **core.counts,
@@ -202,12 +204,12 @@ class Publisher(Service):
         if load is not None:
             try:
                 self._core.report(convert(to_builtins(load), Load), now)
-            except (ValueError, TypeError) as error:  # msgspec's own, and of text that is no Unicode
+            except (ValueError, TypeError) as error:  # raised by msgspec, and for text that is not Unicode
                 self._refuse(f"load: {error}")
         for command in commands:
             try:
                 self._publish(self._carry_out(command, now))
-            except (ValueError, TypeError) as error:  # msgspec's own, and of text that is no Unicode
+            except (ValueError, TypeError) as error:  # raised by msgspec, and for text that is not Unicode
                 self._refuse(f"{command}: {error}")
         self._publish(self._core.flush(now))
         self._pace()
@@ -227,12 +229,12 @@ class Publisher(Service):
             log.warning("publication.refused", why=why[:200])
 
     def _tick(self) -> None:
-        """When the next thing is due, not before: this is the engine's process."""
+        """Publish what is due, and set the timer to the next due time: this thread runs in the engine's process."""
         self._publish(self._core.tick(self.loop.clock()))
         self._timer = self.loop.call_later(self._due_s(), self._tick)
 
     def _pace(self) -> None:
-        """Something has changed: it may be due sooner."""
+        """Set the next tick again: after a change something may be due sooner."""
         due_s = self._due_s()
         if self.loop.clock() + due_s < self._timer.due:
             self._timer.cancel()
@@ -247,7 +249,7 @@ class Publisher(Service):
         except RemoteProtocolError as error:
             self._rejections.note(self.address.subscribe, error)
             return
-        now = self._last_seen_at = self.loop.clock()  # nobody else has anything to say here
+        now = self._last_seen_at = self.loop.clock()  # only the broker's messages come here
         self._publish(self._core.on_message(message, now))
         if self._core.broker_epoch:
             self._connected.set()
@@ -264,7 +266,7 @@ class Publisher(Service):
 
 
 def _check(core: PublisherCore) -> None:
-    """What it will publish about itself has to be right, or nobody listens."""
+    """Check this rank's own description by encoding it; ConfigError if subscribers would reject it."""
     try:
         member = Member(
             core.instance, core.dp_rank, core.epoch, 1, None, core.role, core.model, core.dp_size, core.state,

@@ -1,9 +1,9 @@
-"""Which prefill rank holds a room: told, computed or asked, in that order. Pure; must not touch sockets.
+"""The look-up of a room's prefill rank: told by the caller, computed, or asked of the broker, in that order. Pure.
 
-`ResolverCore`'s methods return actions: `Send("broker", message)` for the bootstrap DEALER, and `Resolved`, exactly
-one for every room that an asker wants. Rooms wanted in one turn leave in one query at `flush`. What was asked is asked
-again when the broker does not react or restarts; each want's deadline is kept here too, so a dead broker delays nothing
-for ever. Askers (the decode ranks of a process) may want the same room, each in its own way and for its own time.
+`ResolverCore`'s methods return actions: `Send("broker", message)` for the bootstrap DEALER, and `Resolved`, exactly one
+for every room that an asker wants. The wants of one turn leave in one query at `flush`. A query is repeated when the
+broker does not react or restarts. The core also keeps each want's deadline, so a dead broker never delays a want
+without end. Askers (the decode ranks of a process) may want the same room, each in its own way and for its own time.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ WATCH_AGAIN_S = 5.0  # a watch that the broker confirmed is asked for again, sho
 STALE_AGAIN_S = 0.05  # the broker knows an older attempt only
 TOPOLOGY_AGAIN_S = 0.25  # while what is needed is not there
 TOPOLOGY_OLD_S = 2.0  # older than this, it is fetched again before it is used
-FETCH_WAIT_S = 1.0  # a want waits so long for that at most
-SILENT_S = 3.0  # a broker that said nothing for so long: the last topology is used at once
+FETCH_WAIT_S = 1.0  # the longest wait of a want for that
+SILENT_S = 3.0  # after this silence of the broker the last topology is used at once
 MAX_WATCH_S = 3600.0
 QUERY_ID = 1  # always the same, so that asking again moves a watch and never doubles it
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The end of one want: where its room is prefilled and as which attempt, or None and the `code` that says why."""
+    """The end of one want: the location and attempt of the room, or None and the `code` that says why."""
 
     room: int
     at: Location | None  # where; None when it failed
@@ -86,7 +86,7 @@ class _Want:
 
 
 class _Known:
-    """One instance's topology as last fetched."""
+    """One instance's topology as it was fetched last."""
 
     __slots__ = ("at", "info", "ranks")
 
@@ -97,14 +97,14 @@ class _Known:
 
 
 class ResolverCore:
-    """Finds the prefill rank of each room wanted, without sockets: gives Publish and Send actions, and `Resolved` ends.
+    """The look-up of rooms without sockets: it returns Publish and Send actions, and one `Resolved` for each want.
 
     It computes the rank where an instance follows bootstrap rooms; else it asks the broker, for all rooms of a turn in
-    one query. Lost answers, a restarted broker and a rank that is started anew are its own trouble.
+    one query. It handles lost answers, a restarted broker and a restarted rank by itself.
     """
 
     def __init__(self, *, max_wants: int = 65_536) -> None:
-        self.broker_epoch = 0  # 0: no beacon heard yet
+        self.broker_epoch = 0  # 0: no beacon has come yet
         self.broker_seen_at: float | None = None
         ends = ("told", "computed", "asked", "lost", "cancelled")  # with `pending`, as many as were `wanted`
         self.counts = dict.fromkeys(("wanted", *ends, "queries", "topology_queries", "stale", "old"), 0)
@@ -115,22 +115,22 @@ class ResolverCore:
         self._unwatch: list[int] = []
         self._known: dict[str, _Known] = {}
         self._listed_at = float("-inf")  # when all instances were fetched
-        self._reacted_at = float("-inf")  # when the broker last said anything
+        self._reacted_at = float("-inf")  # when the broker's last message came
         self._missing: set[str] = set()  # instances whose topology is wanted; "" is all of them
         self._fetching: dict[str, tuple[int, float]] = {}  # -> id and time of the latest query
         self._next_id = QUERY_ID + 1
 
     @property
     def pending(self) -> int:
-        """Wants without an end so far."""
+        """The number of wants without an end so far."""
         return self._pending
 
     @property
     def idle(self) -> bool:
-        """Whether `tick` has nothing to wait for."""
+        """True while `tick` has nothing to wait for."""
         return not (self._wants or self._unwatch or self._new)
 
-    # --- what the scheduler says --------------------------------------------------------------------------------
+    # --- from the scheduler -------------------------------------------------------------------------------------
 
     def want(
         self,
@@ -147,8 +147,8 @@ class ResolverCore:
         """Find `room`, as `attempt` or newer, within `deadline_s` (an hour at most). A room that the same asker wants
         again replaces its earlier want.
 
-        `dp_rank`: the caller told which rank of `prefill_instance` it is (of the only one, if that is empty).
-        `max_age_s`: while the broker is silent, use no topology that is older; without it, use the last one.
+        `dp_rank`: the caller knows the rank of `prefill_instance` (or of the only instance, if that is empty).
+        `max_age_s`: while the broker is silent, use no older topology; without it, use the last one.
         """
         self.counts["wanted"] += 1
         if not isinstance(room, int) or not 0 <= room <= MAX_ROOM:
@@ -170,23 +170,24 @@ class ResolverCore:
         return []
 
     def cancel(self, room: int, asker: Hashable = 0) -> None:
-        """`asker` no longer wants `room`; nothing more is said of it."""
+        """Cancel the asker's want of `room`; it gets no `Resolved`."""
         want = self._of(room, asker)
         if want is not None:
             self._cancel(want)
 
     def abandon(self, code: Code) -> list[Action]:
-        """Nobody will look for what is still wanted: each want ends with `code`."""
+        """End every want with `code`, because no result will be collected any more."""
         return [self._settle(want, Resolved(want.room, None, 0, code, "", want.asker)) for want in self._all()]
 
     def forget(self, instance: str) -> None:
-        """What was cached of `instance` proved wrong (a restarted rank): fetch it anew before it is used again."""
+        """Drop the cached topology of `instance` after it proved wrong (a restarted rank). It is fetched again before
+        use."""
         self._known.pop(instance, None)
 
-    # --- what the broker says -----------------------------------------------------------------------------------
+    # --- from the broker ----------------------------------------------------------------------------------------
 
     def on_message(self, message: Message, now: float) -> list[Action]:
-        """An answer, a topology, a beacon or a publication of rooms; anything else is ignored."""
+        """Handle an answer, a topology, a beacon or a publication of rooms; any other message is ignored."""
         if isinstance(message, Answer):
             self._reacted_at = now
             return self._on_answer(message, now)
@@ -246,7 +247,8 @@ class ResolverCore:
     # --- time -----------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Action]:
-        """End what is past its deadline, ask again what is due, and `flush`. Wanted every few tens of milliseconds."""
+        """End the wants past their deadline, repeat the queries that are due, and `flush`. Call it every few tens of
+        milliseconds."""
         out: list[Action] = []
         for want in self._all():
             if now >= want.deadline:
@@ -260,7 +262,7 @@ class ResolverCore:
         return out + self.flush(now)
 
     def flush(self, now: float) -> list[Action]:
-        """Send what this turn collected: topology wanted, rooms no longer watched, one query of all rooms wanted."""
+        """Send what this turn collected: topology queries, rooms no longer watched, one query of all rooms wanted."""
         out: list[Action] = []
         if not (self._missing or self._unwatch or self._new):  # asked each turn of a node's loop
             return out
@@ -289,7 +291,8 @@ class ResolverCore:
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _locate(self, want: _Want, now: float) -> Resolved | None:
-        """From the topology alone: the rank told, or `room % dp_size`. None: not known (yet), or to be asked for."""
+        """Return the result from the topology alone: the rank that was told, or `room % dp_size`. None: unknown, or to
+        be asked."""
         known = self._instance(want)
         if known is None:
             several = not want.instance and want.dp_rank is not None and len(self._prefill_names()) > 1
@@ -319,7 +322,7 @@ class ResolverCore:
         return Resolved(want.room, at, max(1, want.attempt), "ok", by, want.asker, age_s)
 
     def _silent(self, want: _Want, now: float) -> bool:
-        """Whether the broker does not answer, as far as `want` can wait to find out."""
+        """Return true if the broker does not answer for longer than `want` can wait."""
         return now - self._reacted_at >= SILENT_S or now - want.since >= FETCH_WAIT_S
 
     def _instance(self, want: _Want) -> _Known | None:
@@ -338,11 +341,11 @@ class ResolverCore:
         return [want for wants in self._wants.values() for want in wants]
 
     def _asking(self, room: int) -> list[_Want]:
-        """Those whose room the broker must find, as no rank was told."""
+        """Return the wants whose room the broker must find, because no rank was told."""
         return [want for want in self._wants.get(room, ()) if want.dp_rank is None]
 
     def _prune(self, now: float) -> None:
-        """Keep nothing of instances that are neither wanted nor known: clients make up names."""
+        """Drop cached instances that are neither wanted nor known: clients may invent names."""
         of_use = self._known.keys() | {want.instance for want in self._all()}
         self._missing &= of_use
         self._fetching = {
@@ -361,7 +364,7 @@ class ResolverCore:
         self.counts["cancelled"] += 1
 
     def _leave(self, want: _Want) -> None:
-        """It is over; the watch of its room, too, unless another asker waits for it."""
+        """Remove an ended want, and the watch of its room unless another asker waits for it."""
         others = self._wants[want.room]
         others.remove(want)
         if not others:

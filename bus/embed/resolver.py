@@ -1,7 +1,8 @@
-"""Finding rooms from a decode engine's process: a thread of its own, nothing that blocks in the engine's.
+"""The look-up of rooms from a decode engine's process: a thread of its own, and no call that blocks the engine's
+thread.
 
-`Resolver` hands wants over a bounded queue to a thread that owns the sockets and collects the results for `poll`;
-how a room is found is decided by `ResolverCore` (`bus.embed.resolution`, usable alone on a loop one already has).
+`Resolver` puts wants into a bounded queue for a thread that owns the sockets and collects the results for `poll`.
+`ResolverCore` (`bus.embed.resolution`, usable alone on the caller's own loop) finds the rooms.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ log = get_logger("resolver")
 
 
 class Resolver(Service):
-    """`with Resolver(bus) as resolver: resolver.want(room); ...; for room, at in resolver.poll().items(): ...`.
+    """A resolver: `with Resolver(bus) as resolver: resolver.want(room); ...; for room, at in resolver.poll().items():
+    ...`.
 
-    Every room wanted shows up once, in `poll` or in `lost`. Should the thread fail (`failure`), what came before is
-    still handed out; then every call raises PartFailed. At a stop, what is still wanted is lost as `shutting_down`.
-    `instance` names its key where `keys` has several of nodes.
+    Every room wanted appears once, in `poll` or in `lost`. If the thread fails (`failure`), earlier results are still
+    returned; then every call raises PartFailed. At a stop, open wants are lost as `shutting_down`. `instance` names the
+    key to use where the directory `keys` has keys of several nodes.
     """
 
     part = "resolver"
@@ -55,7 +57,7 @@ class Resolver(Service):
         self, bus: str | BusAddress, *, keys: str = "", instance: str = "", wants_max: int = WANTS_MAX
     ) -> None:
         self.address = BusAddress(bus) if isinstance(bus, str) else bus
-        self.invalid = 0  # rooms of which nothing can be said: they are no keys of a dict
+        self.invalid = 0  # rooms that cannot be reported, because they are no keys of a dict
         self.overflows = 0  # wants dropped because results are not collected
         self.rejected: Counter[str] = Counter()
         self._core = ResolverCore(max_wants=wants_max)
@@ -92,7 +94,7 @@ class Resolver(Service):
         self._settled.clear()
 
     def leave(self) -> None:
-        """Lose what is still wanted, and stop."""
+        """Lose every open want, and stop."""
         self._drain()
         self._do(self._core.abandon("shutting_down"))
         self.loop.stop()
@@ -108,7 +110,7 @@ class Resolver(Service):
         self._failed()
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until the broker has been heard. For start-up, not for a scheduler's loop."""
+        """Wait until the broker's first message has come; false after `timeout_s`. For start-up only: it blocks."""
         self.raise_if_inherited()
         connected = self._connected.wait(timeout_s)
         self.raise_if_failed()
@@ -125,22 +127,23 @@ class Resolver(Service):
         dp_rank: int | None = None,
         max_age_s: float = math.inf,
     ) -> None:
-        """Find `rooms`. With `dp_rank` the caller was told the rank, so that only its address is sought. While the
-        broker is silent, what it said last is used, if it is not older than `max_age_s`.
+        """Find `rooms`. With `dp_rank` the caller knows the rank, and only its address is looked up. While the broker
+        is silent, its last topology is used, if it is not older than `max_age_s`.
 
-        Rooms that are no integers from 0 to 2^63-1 are lost as `bad_room`; a bad argument loses all rooms of the call
-        as `bad_request`."""
+        Rooms that are no integers from 0 to 2^63-1 are lost as `bad_room`; an invalid argument loses all rooms of the
+        call as `bad_request`.
+        """
         try:
             how = _arguments(attempt, prefill_instance, dp_rank, deadline_s, max_age_s)
         except (TypeError, ValueError, OverflowError):
             how = None
         self.raise_if_inherited()
         with self._lock:
-            self.raise_if_failed()  # so that nothing is queued when the thread has left
+            self.raise_if_failed()  # so that nothing is queued after the thread has ended
             for room in rooms:
                 number = integer(room)
                 if len(self._found) + len(self._lost) >= 2 * self._wants_max:
-                    self.overflows += 1  # nobody polls
+                    self.overflows += 1  # the results are not collected
                 elif number is None or how is None:
                     self._lose(room, "bad_room" if number is None else "bad_request")
                 elif not self._mailbox.put((number, how)):
@@ -154,7 +157,7 @@ class Resolver(Service):
             self.invalid += 1
 
     def poll(self) -> dict[int, Location]:
-        """Where the rooms found since the last call are."""
+        """Return the locations of the rooms found since the last call."""
         if self.inherited or not self._found:
             self.raise_if_failed()
             return {}
@@ -163,7 +166,7 @@ class Resolver(Service):
         return found
 
     def lost(self) -> dict[int, Code]:
-        """The rooms given up since the last call, and why (`unknown_room`: nobody registered it in time)."""
+        """Return the rooms given up since the last call, with codes (`unknown_room`: it was not registered in time)."""
         if self.inherited or not self._lost:
             self.raise_if_failed()
             return {}
@@ -173,15 +176,15 @@ class Resolver(Service):
 
     @property
     def silent_s(self) -> float:
-        """How long ago the broker was heard; infinite before it ever was."""
+        """The seconds since the broker's last message; infinite before the first."""
         last_seen_at = self._core.broker_seen_at
         return float("inf") if last_seen_at is None else self.loop.clock() - last_seen_at
 
     @property
     def counts(self) -> dict[str, int]:
-        """What happened so far by name: rooms found, by how (`told`, `computed`, `asked`), or `lost`; what it took
-        (`queries`, `topology_queries`; `stale`: answers about an older attempt); wants that nobody collects
-        (`overflows`) or that make no sense (`invalid`); messages dropped, by reason (`rejected_*`)."""
+        """The counts so far, by name: rooms found, by how (`told`, `computed`, `asked`), or `lost`; queries sent
+        (`queries`, `topology_queries`; `stale`: answers about an older attempt); wants whose result was not collected
+        (`overflows`) or that are `invalid`; messages dropped, by reason (`rejected_*`)."""
         return {
             **self._core.counts,
             "overflows": self.overflows,
@@ -190,7 +193,7 @@ class Resolver(Service):
         }
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until something was found or lost; for tests and programs that have nothing else to do."""
+        """Wait until a room was found or lost. For tests, and for programs that have nothing else to do."""
         self.raise_if_inherited()
         if self.failure is None and not self.stopped and self._settled.wait(timeout_s):
             self._settled.clear()
@@ -202,7 +205,7 @@ class Resolver(Service):
     # --- its own thread ---------------------------------------------------------------------------------------------
 
     def _pace(self) -> None:
-        """Ticks while anything is wanted; with nothing to find this thread sleeps: it is the engine's process."""
+        """Run ticks while a room is wanted; without one this thread sleeps, because it runs in the engine's process."""
         if not self._ticking and not self._core.idle:
             self._ticking = True
             self.loop.call_later(TICK_S, self._tick)
@@ -257,9 +260,9 @@ def _read_answer(frames: Sequence[bytes]) -> Message:
 def _arguments(
     attempt: int, prefill_instance: str, dp_rank: int | None, deadline_s: float, max_age_s: float
 ) -> dict[str, Any]:
-    """As the core takes them; TypeError, ValueError or OverflowError where they make no sense."""
+    """Return the arguments as the core takes them; TypeError, ValueError or OverflowError where they are invalid."""
     if not isinstance(prefill_instance, str) or (prefill_instance and NAME.fullmatch(prefill_instance) is None):
-        raise ValueError("prefill_instance is no name")
+        raise ValueError("prefill_instance is not a valid name")
     return {
         "attempt": index(attempt),
         "prefill_instance": str(prefill_instance),  # a subclass of str cannot be encoded

@@ -1,1 +1,1 @@
-"""What every process of ours runs on: loop, sockets, keys, services, logs, metrics, command lines."""
+"""The base of every pdbus process: loop, sockets, keys, services, logs, metrics and command lines."""

@@ -1,8 +1,10 @@
-"""Whose public keys may connect, and as whom: `allow/<role>/<name>.key` of a key directory, as they are now.
+"""The list of public keys that may connect, and their names: `allow/<role>/<name>.key` of a key directory, always up
+to date.
 
-A handshake of a listed key costs one `stat`, that of a stranger one for each file; files are read when they changed.
-Edits, new files and deletions count from the next handshake on. A folder that can't be listed changes nothing: it
-holds what it held, but for files that are seen to be gone. Owns that cache; judges keys and nothing else.
+A handshake of a listed key costs one `stat`, that of an unknown key one for each file; a file is read when it has
+changed. Edits, new files and deletions count from the next handshake on. While a folder cannot be listed, its keys
+stay as they were, except those of files that are seen to be gone. This module owns that cache; it judges keys and
+nothing else.
 """
 
 from __future__ import annotations
@@ -29,21 +31,23 @@ log = get_logger("bus")
 
 
 class _File(NamedTuple):
-    """What was read of a file: `key` is None where it holds none. `stamp` is None when it must be read again."""
+    """The content of a file when it was read: `key` is None where it holds none. `stamp` is None when the file must
+    be read again."""
 
     stamp: Stamp | None
     key: bytes | None
 
 
 class Allowlist:
-    """Reads the disk when asked; for one thread. A file that holds no key is skipped and logged once."""
+    """The keys of all roles. It reads the disk when it is asked, on one thread. A file that holds no key is skipped
+    and logged once."""
 
     def __init__(self, directory: Path, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._folders = {role: Folder(directory / "allow" / role, clock_ns) for role in ROLES}
         self._revoked = {role: Folder(directory / "revoked" / role, clock_ns) for role in ROLES}
 
     def admits(self, key: bytes, domain: str) -> str:
-        """The name, `<role>/<name>`, under which `key` (Z85) may connect to `domain`; empty: it may not."""
+        """Return the name, `<role>/<name>`, under which `key` (Z85) may connect to `domain`; empty if it may not."""
         roles = DOMAINS.get(domain, ())
         for ask in (Folder.still_holds, Folder.holds):
             for role in roles:
@@ -52,16 +56,16 @@ class Allowlist:
         return ""
 
     def listed(self, key: bytes) -> str:
-        """The name under which `key` is listed in any role, if it is: who may connect, but perhaps elsewhere."""
+        """Return the name of `key` if any role lists it: it may connect, but perhaps to another domain."""
         return _name_in(self._folders, key)
 
     def revoked(self, key: bytes) -> str:
-        """The name under which `key` was revoked here, if it was."""
+        """Return the name under which `key` was revoked here, or an empty string."""
         return _name_in(self._revoked, key)
 
 
 class Folder:
-    """The keys of one role. `keys` are those by name as they were read last."""
+    """The keys of one role. `keys` has them by name, as they were read last."""
 
     def __init__(self, path: Path, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self.keys: dict[str, bytes] = {}
@@ -72,8 +76,8 @@ class Folder:
         self._read = True  # by the last look; once there has been one that could
 
     def still_holds(self, key: bytes) -> str:
-        """Under which name `key` is listed, if its file is there and unchanged; none may only mean that nobody has
-        looked."""
+        """Return the name of `key` if its file is there and unchanged. An empty string may mean that the file was
+        not read yet."""
         name = self._names.get(key, "")
         try:
             file = f"{name}.key"
@@ -82,12 +86,12 @@ class Folder:
             return ""
 
     def holds(self, key: bytes) -> str:
-        """Under which name `key` is listed, if it is: looks at all files, and reads those that changed."""
+        """Return the name of `key` if it is listed. This looks at all files, and reads those that have changed."""
         self.read()
         return self._names.get(key, "")
 
     def read(self) -> bool:
-        """Look at all files; False where the folder can't be listed."""
+        """Look at all files; return false where the folder cannot be listed."""
         files: dict[str, _File] = {}
         error: OSError | None = None
         try:
@@ -111,7 +115,7 @@ class Folder:
         return error is None
 
     def _note(self, error: OSError | None) -> None:
-        """Log that the list can't be read any more, and that it can be again; not that there never was one."""
+        """Log when the list can no longer be read, and when it can be read again; but not when there never was one."""
         if error is None:
             if not self._read:
                 log.warning("allowlist.readable", path=str(self._path))
@@ -151,7 +155,8 @@ def _name_in(folders: Mapping[KeyRole, Folder], key: bytes) -> str:
 
 
 def _stamp(status: os.stat_result) -> Stamp:
-    """What a change of a file changes: its time of change cannot be set, as that of modification can."""
+    """Return what shows that a file has changed. Its change time cannot be set by a user, unlike its modification
+    time."""
     return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, status.st_dev
 
 
@@ -166,7 +171,7 @@ def _is_gone(path: Path) -> bool:
 
 
 def read_key(path: Path) -> bytes:
-    """The key in a file, 40 characters of Z85. ConfigError when there is none."""
+    """Return the key in a file, 40 characters of Z85. ConfigError when there is none."""
     try:
         key = path.read_text("ascii").strip().encode()
         zmq.utils.z85.decode(key)

@@ -1,5 +1,8 @@
-"""What every main shares: one-line errors, exit codes (0 clean, 2 bad setting, 3 no start, 4 a start that another one
-has replaced, 130 interrupted), READY, types of options, and text that is safe for a terminal."""
+"""The parts that every main shares: one-line errors, exit codes, the READY line, option types, and text that is safe
+for a terminal.
+
+Exit codes: 0 clean, 2 bad setting, 3 no start, 4 a start that another start has replaced, 130 interrupted.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ _NoArguments: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())  # since 
 
 
 def run(command: click.Command, program: str) -> None:
-    """Run `command` and leave; whatever a user can cause is one line on stderr and a non-zero exit."""
+    """Run `command` and exit. Each error that a user can cause is one line on stderr and a non-zero exit code."""
     _make_streams_safe()
     raise_file_limit()
     try:
@@ -77,7 +80,7 @@ def _run(command: click.Command, program: str) -> NoReturn:
 
 
 def _make_streams_safe() -> None:
-    """What stdout and stderr cannot encode is replaced, and where one is closed its output goes nowhere."""
+    """Replace what stdout and stderr cannot encode; where one of them is closed, discard its output."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -87,7 +90,7 @@ def _make_streams_safe() -> None:
 
 
 def _forget_unwritten_errors() -> None:
-    """What stderr could not take (full disk, closed pipe) would make the exit code 120 at the interpreter's end."""
+    """Drop what stderr could not take (full disk, closed pipe): otherwise the interpreter would exit with code 120."""
     try:
         sys.stderr.flush()
     except (OSError, ValueError):
@@ -101,20 +104,21 @@ def _fail(program: str, message: str, code: int) -> NoReturn:
 
 
 def printable(text: str) -> str:
-    """`text` from elsewhere, for a terminal: what would control the terminal, or turn the direction of writing, is
+    """Return `text` safe for a terminal: characters that control the terminal or change the writing direction are
     written out (`\\x1b`). Line ends and tabs stay."""
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def ready(**facts: object) -> None:
-    """The one line a launcher waits for: `READY key=value ...` on stdout. The start is over: what it made stays, so no
-    collection of garbage needs to look at it from now on."""
+    """Print the line that a launcher waits for: `READY key=value ...` on stdout. The start is over and its objects
+    stay, so the garbage collector does not look at them from now on."""
     gc.freeze()
     print(" ".join(["READY", *(f"{key}={value}" for key, value in facts.items())]), flush=True)
 
 
 def leave_with_parent(leave: Callable[[], None]) -> None:
-    """When stdin is a pipe whose other end closes, the parent has gone: call `leave` (from a helper thread)."""
+    """Call `leave` (from a helper thread) when stdin is a pipe whose other end closes: then the parent process has
+    gone."""
     if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
         return
 
@@ -133,13 +137,13 @@ def leave_with_parent(leave: Callable[[], None]) -> None:
 
 
 def setting(config: object, flag: str, **settings: Any) -> Callable[[Any], Any]:
-    """The option for the field of `config` that it is named after, with the default of that field."""
+    """Return the option for a field of `config`. The option has the name and the default of that field."""
     name = flag.removeprefix("--").replace("-", "_")
     return click.option(flag, **{"default": getattr(config, name), "show_default": True} | settings)
 
 
 class Seconds(click.FloatRange):
-    """An option's type: a duration of at least `min` seconds, and no NaN or infinity."""
+    """An option type: a duration of at least `min` seconds; NaN and infinity are refused."""
 
     name = "seconds"
 

@@ -1,9 +1,10 @@
-"""Who is connected to the endpoints of a part, how many may be, and who is cut off. ZeroMQ takes every connection that
-the process has descriptors for, so each bound socket's monitor tells a thread here of those that come and go.
+"""The connections to a part's endpoints: it counts them, bounds them and cuts peers off.
 
-Owns that thread and the counting of connections; keys are judged in `bus.runtime.security`, messages elsewhere. A
-connection is cut off by shutting its descriptor down, which ZeroMQ sees as a peer that left; before that it is looked
-up again, as the descriptor may have been closed and be another connection's by now.
+ZeroMQ accepts every connection while the process has descriptors. So a thread here reads the monitor of each bound
+socket, which reports connections that open and close. This module owns that thread and the counts. Keys are judged
+in `bus.runtime.security`, messages elsewhere. A connection is cut off by shutting down its descriptor, which ZeroMQ
+sees as a peer that left. Before that the descriptor is checked again, because it may belong to another connection by
+now.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from bus.runtime.file_limit import file_limit
 from bus.runtime.logs import get_logger
 
 EACH_MAX = 8192  # twice as many ranks as there may be
-TALK_MAX = 1 << 16  # bytes a listener may say: some 2,000 subscriptions
+TALK_MAX = 1 << 16  # bytes a listener may send: some 2,000 subscriptions
 TALK_PER_S = 256  # heartbeats, encrypted
 LOOK_S = 1.0  # between looks at what listeners leave unread
-UNREAD_S = 10.0  # a listener that takes nothing for so long, of what is there for it, is gone for all we know
+UNREAD_S = 10.0  # a listener that reads nothing for this long, although messages wait, is taken for gone
 CUTS_LOGGED = 1000
 _STOP, _WATCH = b"stop", b"watch"
 _NO_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -38,7 +39,7 @@ _CAME, _LEFT = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
 _EVENTS = _CAME | _LEFT
 _EVENT = struct.Struct("=Hi")  # an event and its descriptor
 _BYTES_ACKED, _BYTES_RECEIVED = 120, 128  # where struct tcp_info has tcpi_bytes_acked and tcpi_bytes_received
-_SO_PEEK_OFF, _PEEK_FROM = 42, (1 << 31) - 1  # socket(7); far beyond what a connection says in its life
+_SO_PEEK_OFF, _PEEK_FROM = 42, (1 << 31) - 1  # socket(7); far beyond what a connection sends in its life
 
 log = get_logger("bus")
 
@@ -55,7 +56,7 @@ class _Peer:
 
 @dataclass(slots=True, eq=False)
 class _Bound:
-    """A bound socket. Who connects to one of `listeners` has little to say, its subscriptions, and much to read."""
+    """A bound socket. Peers of a socket with `listeners` send little (their subscriptions) and read much."""
 
     domain: str
     listeners: bool
@@ -64,7 +65,8 @@ class _Bound:
 
 
 class ConnectionLimiter:
-    """`on_refused(domain, endpoint)` hears, on this thread, of each peer that broke the handshake off."""
+    """The limiter of one Context. It calls `on_refused(domain, endpoint)`, on its thread, for each peer that broke
+    off the handshake."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], on_refused: Callable[[str, str], None] | None = None
@@ -76,17 +78,17 @@ class ConnectionLimiter:
         self._context = context
         self._bound: dict[zmq.Socket[bytes], _Bound] = {}  # by their monitors
         self._coming: deque[tuple[zmq.Socket[bytes], _Bound]] = deque()  # on their way to the thread
-        self._leaving: deque[tuple[str, set[str] | None]] = deque()  # likewise
+        self._leaving: deque[tuple[str, set[str] | None]] = deque()  # to be cut off by the thread
         self._numbers = itertools.count()
         self._orders = context.socket(zmq.PULL)
         self._orders.setsockopt(zmq.LINGER, 0)
         self._orders.bind(f"inproc://doors-{id(self)}")
-        self._talk = select.epoll()  # edges: nothing to do while nobody says anything
+        self._talk = select.epoll()  # edge-triggered: no work while no peer sends
         self._thread = threading.Thread(target=self._run, name="doors", daemon=True)
         self._thread.start()
 
     def watch(self, socket: zmq.Socket[bytes], domain: str, *, listeners: bool = False) -> None:
-        """From now on; before the socket is bound."""
+        """Watch `socket` from now on. Call this before the socket is bound."""
         events = _EVENTS | (_NO_HANDSHAKE if self._on_refused is not None else 0)
         endpoint = f"inproc://bound-{id(self)}-{next(self._numbers)}"
         socket.monitor(endpoint, events)
@@ -97,7 +99,7 @@ class ConnectionLimiter:
         self._wake(_WATCH)
 
     def hang_up_on(self, domain: str, sources: set[str] | None) -> None:
-        """Cut off all that come from these sources (None: all), as soon as the thread gets to it."""
+        """Cut off all connections from these sources (None: all), as soon as the thread gets to it."""
         self._leaving.append((domain, sources))
         self._wake(_WATCH)
 
@@ -138,7 +140,7 @@ class ConnectionLimiter:
                 if listened and (now := time.monotonic()) >= look_at:
                     look_at = now + LOOK_S
                     self._look(now)
-            except Exception:  # a bug of ours; with nobody to read the monitors ZeroMQ would come to a stand
+            except Exception:  # a bug of ours; if the monitors were not read, ZeroMQ would block
                 log.exception("doors.failed")
         for monitor in (*self._bound, *(monitor for monitor, _ in self._coming), self._orders):
             monitor.close(linger=0)
@@ -178,7 +180,7 @@ class ConnectionLimiter:
                 del bound.by_source[peer.source]
 
     def _cut_newest_of_most(self, bound: _Bound, endpoint: str) -> None:
-        """The source with most connections loses its newest: the established ones of everybody else stay."""
+        """Cut off the newest connection of the source that has most: connections of all other sources stay."""
         most = max(bound.by_source, key=lambda source: bound.by_source[source])
         number = next(number for number in reversed(bound.peers) if bound.peers[number].source == most)
         self._cut(bound, number, endpoint, "too_many_connections")
@@ -190,7 +192,7 @@ class ConnectionLimiter:
                     self._cut(bound, number, peer.source, "key_revoked")
 
     def _listen(self) -> None:
-        """Somebody on a bound of listeners says something: count it."""
+        """Count the bytes that peers of listening sockets have sent."""
         now = time.monotonic()
         for number, _ in self._talk.poll(0):
             for bound in self._bound.values():
@@ -201,7 +203,8 @@ class ConnectionLimiter:
                         self._cut(bound, number, peer.source, "too_many_subscriptions")
 
     def _look(self, now: float) -> None:
-        """Whoever takes nothing makes ZeroMQ keep what is published for it, ten thousand messages of any size."""
+        """Cut off peers that read nothing: ZeroMQ would keep up to ten thousand messages of any size for each of
+        them."""
         for bound in self._bound.values():
             for number, peer in list(bound.peers.items()) if bound.listeners else ():
                 took, left = _taken(number)
@@ -220,7 +223,7 @@ class ConnectionLimiter:
 
 
 def hang_up(number: int, source: str) -> None:
-    """Shut the connection with this descriptor down, if it is still that source's."""
+    """Shut down the connection with this descriptor, if it still belongs to that source."""
     with suppress(OSError, ValueError):  # ValueError: -1
         socket = unix.socket(fileno=number)
         try:
@@ -231,7 +234,7 @@ def hang_up(number: int, source: str) -> None:
 
 
 def _origin(socket: unix.socket) -> str:
-    """Whose connection it is, as ZeroMQ writes it in a message's Peer-Address."""
+    """Return the other side of a connection, in the form of a ZeroMQ message's Peer-Address."""
     if socket.family == unix.AF_UNIX:
         pid, uid, gid = struct.unpack("3i", socket.getsockopt(unix.SOL_SOCKET, unix.SO_PEERCRED, 12))
         return f"localhost:{uid}:{gid}:{pid}"
@@ -239,7 +242,7 @@ def _origin(socket: unix.socket) -> str:
 
 
 def _source(number: int, endpoint: str) -> str | None:
-    """Whose connection to `endpoint` this is; None when it is none (any more)."""
+    """Return the source of a connection to `endpoint`; None when the descriptor is no such connection (any more)."""
     try:
         socket = unix.socket(fileno=number)
         try:
@@ -253,8 +256,8 @@ def _source(number: int, endpoint: str) -> str | None:
 
 
 def _count_reads(number: int) -> None:
-    """Have the kernel count what is read of this connection from now on, where it is ipc. Of a unix socket it counts no
-    bytes, but moves the offset at which one may peek towards the front by each byte that is read (socket(7))."""
+    """Make the kernel count the bytes that are read from this connection, where it is ipc. A unix socket has no such
+    count, but each byte that is read moves its peek offset towards the front (socket(7))."""
     socket = unix.socket(fileno=number)
     try:
         if socket.family == unix.AF_UNIX:
@@ -264,7 +267,7 @@ def _count_reads(number: int) -> None:
 
 
 def _bytes_received(number: int, so_far: int) -> int:
-    """Bytes that have come over this connection; over ipc those since `_count_reads`, read or not."""
+    """Return the bytes received over this connection; over ipc those since `_count_reads`, read or not."""
     try:
         socket = unix.socket(fileno=number)
         try:
@@ -281,8 +284,8 @@ def _bytes_received(number: int, so_far: int) -> int:
 
 
 def _taken(number: int) -> tuple[int, int]:
-    """Bytes that the other side's kernel has taken of this connection, and those that wait for it to; over ipc nobody
-    counts them."""
+    """Return the bytes that the peer's kernel has acknowledged, and those that still wait. Over ipc they are not
+    counted: 0, 0."""
     try:
         socket = unix.socket(fileno=number)
         try:

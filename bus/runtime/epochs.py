@@ -1,4 +1,4 @@
-"""Fresh random epochs, one for each start of a node, broker or controller; and when its clock began."""
+"""Random epochs, one for each start of a node, broker or controller, and the offset of its clock."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def new_epoch() -> int:
 
 
 def wall_s(clock: Callable[[], float]) -> float:
-    """What to add to `clock()` to get seconds since 1970. Taken once: a step of the machine's clock later would tear
-    apart what happened in a row."""
+    """Return the seconds to add to `clock()` to get the time since 1970. Call it once: a later step of the machine's
+    clock would move events apart that happened one after another."""
     return time.time() - clock()

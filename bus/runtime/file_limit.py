@@ -1,4 +1,4 @@
-"""How many files this process may open: each connection takes one. Owns the limit; counts nothing."""
+"""The limit on open files of this process: each connection takes one. This module owns the limit and counts nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FILES_WANTED = 65_536
 
 
 def raise_file_limit() -> None:
-    """Let this process open as many files as it may, up to FILES_WANTED. For programs of ours, at their start."""
+    """Raise the limit to FILES_WANTED, or as far as the system allows. Our programs call it at their start."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, FILES_WANTED)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -21,7 +21,7 @@ def raise_file_limit() -> None:
 
 
 def file_limit() -> int:
-    """How many files this process may open. StartError when they are too few for a part that others connect to."""
+    """Return the limit on open files. StartError when it is too low for a part that accepts connections."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = FILES_WANTED if soft == resource.RLIM_INFINITY else min(soft, FILES_WANTED)
     if limit < FILES_MIN:

@@ -1,7 +1,8 @@
-"""Frames out of and into a socket, at the least price in Python: what `send_multipart` and `recv_multipart` do, minus
-their looking for options that we don't use, which costs more than moving a small frame does.
+"""Frames out of and into a socket at the lowest cost in Python.
 
-Owns no socket; must not wait, decode or decide. Both raise what pyzmq raises, zmq.Again above all.
+These functions do what `send_multipart` and `recv_multipart` do, without the checks for options that we do not use;
+those cost more than moving a small frame. This module owns no socket; it must not wait, decode or decide. The
+functions raise what pyzmq raises, above all zmq.Again.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ except (AttributeError, OSError):
 
 
 def send(socket: Socket, frames: Sequence[Any]) -> None:
-    """Send one message of `frames`: bytes are copied (below some 64 KiB cheaper than sharing), a zmq.Frame is shared.
+    """Send one message of `frames`: bytes are copied (below some 64 KiB that is cheaper than sharing), a zmq.Frame
+    is shared.
 
     EAGAIN when the peer's queue is full, EHOSTUNREACH from a ROUTER whose peer is gone: then nothing was sent.
     """
@@ -52,8 +54,8 @@ def send(socket: Socket, frames: Sequence[Any]) -> None:
 
 
 def name_of(first: bytes) -> str:
-    """For logs, whom a message came from by its first frame: the name of a key, a topic, or a ROUTER's own id in
-    disguise, since those to come follow from it."""
+    """Return the sender of a message for logs, from its first frame: the name of a key, a topic, or a disguised form
+    of a ROUTER's own id (the id itself would show which ids come next)."""
     if key := key_of(first):
         return key
     if first.startswith(b"\0"):
@@ -62,8 +64,8 @@ def name_of(first: bytes) -> str:
 
 
 class TooManyFrames(Exception):
-    """A message goes on beyond FRAMES_MAX: `skip` what is left of it. `descriptor` and `source` are its
-    connection's (-1 and empty over inproc)."""
+    """A message has more than FRAMES_MAX frames: `skip` the rest. `descriptor` and `source` are those of its
+    connection (-1 and empty over inproc)."""
 
     def __init__(self, frame: zmq.Frame) -> None:
         super().__init__()
@@ -73,10 +75,10 @@ class TooManyFrames(Exception):
 
 
 def receive(socket: Socket, copied: int = ALL, keyed: bool = False, routed: bool = False) -> list[Any]:
-    """One message: its first `copied` frames (at least one) as bytes, the others as they are, zmq.Frames.
+    """Return one message: its first `copied` frames (at least one) as bytes, the others as zmq.Frames.
 
-    Of a `keyed` socket the first is Known: it says whose key the sender's connection proved. `routed`: the socket is a
-    ROUTER. TooManyFrames where it has more than FRAMES_MAX.
+    The first frame from a `keyed` socket is Known: it has the key that the sender's connection proved. `routed`: the
+    socket is a ROUTER. TooManyFrames where the message has more than FRAMES_MAX frames.
     """
     if routed and not keyed:  # what a ROUTER puts before a message is never all of it
         frames: list[Any] = [_receive(socket, _NOW)]
@@ -94,17 +96,19 @@ def receive(socket: Socket, copied: int = ALL, keyed: bool = False, routed: bool
 
 
 def _known(frame: zmq.Frame) -> Known:
-    """ZMQError where there is no key, which cannot be: the socket lets nobody in without one."""
+    """Return the frame with its sender's key. ZMQError where there is none, which cannot happen: the socket accepts
+    no connection without a key."""
     known = Known(frame.bytes)
     known.key = str(frame.get("User-Id"))
     return known
 
 
 def skip(socket: Socket) -> bool:
-    """Throw away what is left of a message, SKIP_MAX frames at most; False when there is more of it.
+    """Drop the rest of a message, SKIP_MAX frames at most; return false when more frames are left.
 
-    Until its end nobody else is served who shares the socket, so this is not done frame by frame: libzmq copies many in
-    one call, for the caller to free, and libc frees them in one, in a seventh of the time.
+    Until the message ends, no other peer of the socket is served, so this is not done frame by frame: libzmq copies
+    many frames in one call, for the caller to free, and libc frees them in one call. That takes a seventh of the
+    time.
     """
     if _receive_many is None:
         return any(not _receive(socket, _NOW, False).more for _ in range(SKIP_MAX))
@@ -121,5 +125,5 @@ def skip(socket: Socket) -> bool:
 
 
 def has_message(socket: Socket) -> bool:
-    """Whether `receive` would find one."""
+    """Return true if `receive` would find a message."""
     return bool(zmq_poll([(socket, zmq.POLLIN)], 0))

@@ -1,6 +1,7 @@
-"""What a part takes in: messages of peers that it must drop, and items of other threads.
+"""The intake of a part: peers' messages that it must drop, and items of other threads.
 
-`Rejections` is the one rule for counting and logging dropped messages, `Mailbox` the one way into a loop's thread.
+`Rejections` is the one rule for counting and logging dropped messages. `Mailbox` is the one way into a loop's
+thread.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ Item = TypeVar("Item")
 
 
 class Rejections:
-    """Counts each dropped message in `counts`, under `prefix` and its reason, and logs the first of each peer, up to
-    PEERS_REMEMBERED peers."""
+    """The dropped messages. It counts each in `counts`, under `prefix` and its reason, and logs the first of each
+    peer, for up to PEERS_REMEMBERED peers."""
 
     def __init__(
         self, log: Any, counts: Counter[str], *, prefix: str = "", event: str = "message.rejected", **fields: Any
@@ -33,7 +34,7 @@ class Rejections:
         self._peers: set[str] = set()
 
     def note(self, peer: str, error: ProtocolError) -> None:
-        """`peer` sent a message that `error` turns down."""
+        """Count, and log if it is the first, a message of `peer` that `error` rejects."""
         self._counts[f"{self._prefix}{error.reason}"] += 1
         if peer not in self._peers and len(self._peers) < PEERS_REMEMBERED:
             self._peers.add(peer)
@@ -42,11 +43,11 @@ class Rejections:
 
 
 class Mailbox(Generic[Item]):
-    """Items that any thread puts in, `most` at once, for the thread of a loop, which takes all there are. Nothing here
-    blocks.
+    """A bounded queue of at most `most` items, which any thread puts in and the thread of a loop takes, all at once.
+    No method blocks.
 
-    The owner of the loop opens it with `wake`, which must have the loop's thread call `take` soon; it is called once
-    for all that is put in before the next `take`.
+    The owner of the loop opens it with `wake`, which must make the loop's thread call `take` soon. `wake` is called
+    once for all items that are put in before the next `take`.
     """
 
     def __init__(self, most: int) -> None:
@@ -58,24 +59,24 @@ class Mailbox(Generic[Item]):
         self._wake: Callable[[], object] | None = None
 
     def open(self, wake: Callable[[], object]) -> None:
-        """From now on there is a thread that takes; it is woken for what was put in before."""
+        """Start to wake the taking thread; it is woken at once for items that were put in before."""
         self._wake = wake
         if self._rung:
             wake()
 
     def close(self) -> None:
-        """There is no such thread any more."""
+        """Stop waking: there is no taking thread any more."""
         self._wake = None
 
     def clear(self) -> None:
-        """Forget what was put in."""
+        """Drop all items."""
         self._items.clear()
         self._spilled = {}
         self._rung = False
 
     def put(self, item: Item, *, spills: Any = None, always: bool = False) -> bool:
-        """False: there was no room, and `item` is lost; `spills`, if given, is remembered then. What is put in `always`
-        finds room."""
+        """Put `item` in. Return false where there is no room: `item` is lost, and `spills`, if given, is kept for
+        `spilled`. With `always` there is room."""
         if not always and len(self._items) >= self._most:
             if spills is not None:
                 with self._lock:
@@ -87,19 +88,19 @@ class Mailbox(Generic[Item]):
         return True
 
     def ring(self) -> None:
-        """Have the thread come, if only to look for what its owner keeps elsewhere."""
+        """Wake the taking thread, even without an item."""
         if not self._rung:
             self._rung = True
             if self._wake is not None:
                 self._wake()
 
     def take(self) -> list[Item]:
-        """What was put in since the last call, in order; the loop's thread alone may call it."""
+        """Return the items put in since the last call, in order. Only the loop's thread may call it."""
         self._rung = False  # before it looks, so that none which comes now is forgotten
         return [self._items.popleft() for _ in range(len(self._items))]
 
     def spilled(self) -> list[Any]:
-        """What was remembered of lost items since the last call, each once, in order."""
+        """Return the `spills` of lost items since the last call, each once, in order."""
         if not self._spilled:
             return []
         with self._lock:

@@ -1,4 +1,4 @@
-"""Ctrl-C while a program is still importing its modules: it leaves at once, without a traceback.
+"""Ctrl-C while a program still imports its modules: the process exits at once, without a traceback.
 
 A main calls `leave_at_once` before it imports anything else, so this module needs nothing heavy itself.
 """
@@ -13,13 +13,14 @@ EXIT_INTERRUPTED = 130
 
 
 def leave_at_once() -> None:
-    """From here on SIGINT ends the process with 130, until another handler is set. Stays ignored where it is."""
+    """End the process with 130 on SIGINT from here on, until another handler is set. SIGINT stays ignored where it
+    is ignored."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _leave)
 
 
 def raise_again() -> None:
-    """End `leave_at_once`: SIGINT is a KeyboardInterrupt, for code that tidies up."""
+    """End `leave_at_once`: SIGINT raises KeyboardInterrupt again, for code that tidies up."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,10 +1,11 @@
-"""CURVE keys on disk, and what an operator does with them.
+"""CURVE keys on disk, and an operator's operations on them.
 
-A key directory has the public keys of all who may connect, in `allow/<role>/<name>.key`, and in
-`secrets/<role>/<name>.secret` those secrets that its owner needs: all of them where the keys are made, one in what is
-taken to another machine. `revoked/<role>/<name>.key` are those that nobody makes again unasked. All are Z85 text. A
-part proves with its own key who it is, whether it binds or connects.
-Owns making and reading these files; who gets in is judged in `bus.runtime.security`.
+A key directory has three folders of Z85 text files. `allow/<role>/<name>.key` has the public keys that may connect.
+`secrets/<role>/<name>.secret` has the secrets that the directory's owner needs: all of them where the keys are made,
+one in a directory for another machine. `revoked/<role>/<name>.key` has revoked keys, which are not made again unless
+asked for. A part proves its identity with its own key, whether it binds or connects.
+
+This module owns making and reading these files; `bus.runtime.security` judges connections.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ EDGE = "edge"  # the key of an HTTP edge, a client's, where no other is chosen
 
 @dataclass(frozen=True)
 class Keys:
-    """One part's key, and the list it judges others by. `name` is `<role>/<name>`."""
+    """One part's key, and the list by which it judges other keys. `name` is `<role>/<name>`."""
 
     directory: Path
     name: str
@@ -36,7 +37,8 @@ class Keys:
     secret: bytes
 
     def of_port(self, role: KeyRole, name: str) -> bytes:
-        """The key that the port of a broker or controller must prove; `name` may be empty where one is listed."""
+        """Return the key that the port of a broker or controller must prove; `name` may be empty where only one is
+        listed."""
         folder = self.directory / "allow" / role
         if name:
             return read_key(folder / f"{name}.key")
@@ -44,14 +46,17 @@ class Keys:
         if len(names) == 1:
             return read_key(folder / f"{names[0]}.key")
         if not names:
-            raise ConfigError(f"{folder} lists nobody: copy allow/ from where the keys were made")
+            raise ConfigError(f"{folder} lists no key: copy allow/ from where the keys were made")
         raise ConfigError(f"{folder} lists {', '.join(names)}: write which at the end of the address, as #{names[0]}")
 
 
 def load_keys(directory: Path | str, *roles: KeyRole, name: str = "", default: str = "") -> Keys:
-    """The key of this part in `directory`: that of `name`, else of `default` if it is there, else the only one of the
-    first of these roles that has any. ConfigError when there is none, or it is malformed or readable by others, or
-    others may write to the lists of whom to let in."""
+    """Return the key of this part in `directory`: that of `name`, else of `default` if it is there, else the only
+    key of the first of these roles that has any.
+
+    ConfigError when there is no such key, when it is malformed or other users may read it, or when other users may
+    write to the lists.
+    """
     path = Path(directory)
     _check_lists(path)
     role = roles[-1].removesuffix("s")
@@ -77,7 +82,7 @@ def load_keys(directory: Path | str, *roles: KeyRole, name: str = "", default: s
 
 def new_keys(directory: Path, nodes: Sequence[str] = ()) -> None:
     """Make the keys of a cluster in `directory`: of its broker, one controller, an operator, an HTTP edge, and these
-    nodes. Makes none where one of the names is no name."""
+    nodes. Make none if one of the names is invalid."""
     if (directory / "secrets").exists():
         raise ConfigError(f"{directory} already holds keys; choose an empty directory")
     for name in nodes:
@@ -95,7 +100,7 @@ def new_keys(directory: Path, nodes: Sequence[str] = ()) -> None:
 
 
 def add_key(directory: Path, role: KeyRole, name: str) -> None:
-    """Make a key and list it; its secret stays here until it is given away."""
+    """Make a key and list it. Its secret stays here until it is given away."""
     _check_name(name)
     listed = directory / "allow" / role / f"{name}.key"
     if listed.exists():
@@ -112,8 +117,8 @@ def add_key(directory: Path, role: KeyRole, name: str) -> None:
 
 
 def give_key(directory: Path, role: KeyRole, name: str, out: Path) -> None:
-    """Move the secret of a key to `out`, with the public keys it needs beside it; where it is there, renew those. The
-    secret of a key that was replaced since gives way to the new one."""
+    """Move the secret of a key to `out`, together with the public keys that its holder needs; renew those if `out`
+    is there. A newer secret replaces the one of an earlier key."""
     listed = read_key(_listed(directory, role, name))
     here, there = (each / "secrets" / role / f"{name}.secret" for each in (directory, out))
     if not there.exists() or zmq.curve_public(_read_secret(there)) != listed:
@@ -139,7 +144,7 @@ def give_key(directory: Path, role: KeyRole, name: str, out: Path) -> None:
 
 
 def files_of(keys: Keys) -> dict[str, bytes]:
-    """The files that the part with these keys needs on another machine, by their path in its directory there."""
+    """Return the files that the part with these keys needs on another machine, by their path in its directory there."""
     role, name = keys.name.split("/")
     files = {f"secrets/{role}/{name}.secret": keys.secret}
     for each in _lists_of(role):
@@ -149,7 +154,7 @@ def files_of(keys: Keys) -> dict[str, bytes]:
 
 
 def ensure_keys(directory: Path, controllers: Sequence[str], nodes: Sequence[str], *, edge: bool = False) -> None:
-    """Add what keys of these parts were never made. One that was revoked is made again by `add_key` alone."""
+    """Make the missing keys of these parts. A revoked key is made again by `add_key` only."""
     wanted: dict[KeyRole, Sequence[str]] = {
         "controllers": controllers, "nodes": nodes, "clients": (EDGE,) if edge else (),
     }  # fmt: skip
@@ -160,7 +165,7 @@ def ensure_keys(directory: Path, controllers: Sequence[str], nodes: Sequence[str
 
 
 def revoke_key(directory: Path, role: KeyRole, name: str) -> None:
-    """Take a key off the list; parts that read this directory cut its connections within a second."""
+    """Take a key off the list. Parts that read this directory cut its connections within a second."""
     listed = _listed(directory, role, name)
     public = listed.read_bytes().strip()
     _remove(listed)
@@ -171,7 +176,7 @@ def revoke_key(directory: Path, role: KeyRole, name: str) -> None:
 
 
 def listed_keys(directory: Path) -> Iterator[tuple[KeyRole, str, bytes]]:
-    """Role, name and public key of all that are listed. ConfigError where there is no list."""
+    """Return role, name and public key of every listed key. ConfigError where there is no list."""
     if not (directory / "allow").is_dir():
         raise ConfigError(f"{directory} holds no list of keys; make one with: pdbus keys new {directory}")
     for role in ROLES:
@@ -185,7 +190,7 @@ def _check_name(name: str) -> None:
 
 
 def _lists_of(role: str) -> tuple[KeyRole, ...]:
-    """Whose public keys the holder of such a key needs."""
+    """Return the roles whose public keys the holder of such a key needs."""
     return ("brokers", "controllers") if role in ("clients", "admins") else ROLES
 
 
@@ -197,24 +202,24 @@ def _listed(directory: Path, role: KeyRole, name: str) -> Path:
 
 
 def check_private(path: Path) -> None:
-    """ConfigError when others than we may read the file; OSError when it can't be looked at."""
+    """ConfigError when other users may read the file; OSError when it cannot be examined."""
     status = path.stat()
     if _is_open(stat.S_IMODE(status.st_mode), status.st_uid, os.getuid()):
         raise ConfigError(f"{path} is readable by others; run: chmod 600 {path}")
 
 
 def _is_open(mode: int, owner: int, we: int) -> bool:
-    """Root's file may be read by its group: that is how Kubernetes (`fsGroup`) and systemd (`LoadCredential`) hand a
-    secret to a process that is not root's."""
+    """Return true if other users may read the file. The group may read a file of root: so Kubernetes (`fsGroup`) and
+    systemd (`LoadCredential`) hand a secret to a process that is not root's."""
     return bool(mode & (0o037 if owner == 0 != we else 0o077))
 
 
 def _check_lists(directory: Path) -> None:
-    """ConfigError where others may put a key on a list, or change one. What is mounted read-only has any mode: the
-    folder of a ConfigMap has 0777. A group may write to what is root's, as Kubernetes' `fsGroup` has it."""
+    """ConfigError where other users may add or change a listed key. Any mode is allowed on a read-only mount: the
+    folder of a ConfigMap has 0777. A group may write to what is root's, as Kubernetes' `fsGroup` does."""
     lists = [directory, *((directory / "allow").joinpath(each) for each in ("", *ROLES))]
     for path in (*lists, *(file for folder in lists[2:] for file in folder.glob("*.key"))):
-        with suppress(OSError):  # a list that does not exist admits nobody
+        with suppress(OSError):  # a list that does not exist admits no key
             info = path.stat()
             others = 0o002 if info.st_uid == 0 else 0o022
             if info.st_mode & others and not os.statvfs(path).f_flag & os.ST_RDONLY:
@@ -228,7 +233,8 @@ def _read_secret(path: Path) -> bytes:
 
 
 def _make_dirs(base: Path, inside: str) -> None:
-    """`base` and what is inside it, each for its owner alone. ConfigError where another user may put a key, too."""
+    """Make `base` and the folders inside it, each for its owner alone. ConfigError where another user may add a key,
+    too."""
     path = base
     try:
         for parent in reversed(base.absolute().parents):
@@ -247,8 +253,8 @@ def _make_dirs(base: Path, inside: str) -> None:
 
 
 def _write(path: Path, key: bytes, mode: int) -> None:
-    """The whole file appears at once (a part may be reading the list), and never in the place of another."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")  # no .key: nobody reads it
+    """Write a whole file at once (a part may be reading the list), never over an existing one."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")  # not named .key: it is not read as one
     try:
         with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(key + b"\n")

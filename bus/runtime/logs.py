@@ -1,8 +1,8 @@
-"""Where events go: structlog for a process of ours (stderr), the host's own logging for a part that it embeds.
+"""The log: structlog for a process of ours (stderr), the host program's own logging for a part that it embeds.
 
-`get_logger` is for all of pdbus. Its events go to structlog where somebody has configured it (a main with `configure`,
-or the host), else to stdlib `logging` under `pdbus.*`, which prints nothing until the host asks for it. An event that
-cannot be written (disk full, pipe closed) is counted and forgotten: no part ends because of its log.
+`get_logger` is for all of pdbus. Events go to structlog where it is configured (by a main with `configure`, or by
+the host), else to stdlib `logging` under `pdbus.*`, which prints nothing until the host asks for it. An event that
+cannot be written (disk full, pipe closed) is counted and dropped: no part ends because of its log.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _counting = threading.Lock()
 
 
 class Logger:
-    """Events of one part, as `log.info("node.registered", instance=..., dp_rank=...)`; `bind` adds keys to them all.
+    """The logger of one part: `log.info("node.registered", instance=..., dp_rank=...)`; `bind` adds keys to all its
+    events.
 
-    Never raises for what becomes of an event. Nothing is looked up before an event happens, so that the host may
-    configure its logging after it has imported us.
+    It never raises because an event cannot be written. It looks nothing up before an event happens, so that the host
+    may configure its logging after it has imported us.
     """
 
     __slots__ = ("_bound", "_name", "_stdlib")
@@ -54,12 +55,12 @@ class Logger:
         self._write("error", logging.ERROR, event, fields)
 
     def exception(self, event: str, **fields: object) -> None:
-        """An error, with the traceback of the exception being handled."""
+        """Log an error, with the traceback of the exception that is being handled."""
         self._write("exception", logging.ERROR, event, fields)
 
     def _write(self, method: str, level: int, event: str, fields: dict[str, object]) -> None:
         try:
-            structlog = sys.modules.get("structlog")  # nobody has configured what nobody has imported
+            structlog = sys.modules.get("structlog")  # what is not imported is not configured
             if structlog is not None and structlog.is_configured():
                 getattr(structlog.get_logger(self._name), method)(event, **self._bound | fields)
             elif self._stdlib.isEnabledFor(level):
@@ -72,18 +73,18 @@ class Logger:
 
 
 def get_logger(part: str) -> Logger:
-    """The logger of one part: `pdbus.<part>`."""
+    """Return the logger of one part: `pdbus.<part>`."""
     return Logger(f"{_ROOT}.{part}")
 
 
 def lost() -> int:
-    """How many events of this process could not be written."""
+    """Return the number of events of this process that could not be written."""
     return _lost
 
 
 def configure(level: str = "info", **bound: object) -> None:
-    """Once, in a main: events go to stderr, readable on a terminal, JSON lines otherwise. `bound` keys (part, instance,
-    dp_rank) appear on every line."""
+    """Configure the log, once, in a main: events go to stderr, readable on a terminal, as JSON lines otherwise. The
+    `bound` keys (part, instance, dp_rank) appear on every line."""
     structlog = _structlog()
     terminal = sys.stderr.isatty()
     renderer: Any = structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()
@@ -104,7 +105,7 @@ def configure(level: str = "info", **bound: object) -> None:
 
 
 def _harmless(logger: object, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """For a terminal: what a peer has said must not control it. JSON escapes by itself."""
+    """Write out what could control a terminal, where a peer's text is logged to one. JSON escapes it anyway."""
     for key, value in event.items():
         if key != "exception":
             event[key] = _CONTROLS.sub(_written_out, value) if isinstance(value, str) else value
@@ -116,14 +117,14 @@ def _written_out(found: re.Match[str]) -> str:
 
 
 def set_level(level: str) -> None:
-    """From now on, in a process that called `configure`."""
+    """Set the level from now on, in a process that called `configure`."""
     structlog = _structlog()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())))
 
 
 def _structlog() -> Any:
-    """Imported late, and without rich, of which it would take a quarter of a process's start for tracebacks that
-    `configure` does not have it make."""
+    """Return structlog, imported late. Its import of rich is prevented: that takes a quarter of a process's start,
+    for tracebacks that `configure` does not use."""
     if "structlog" not in sys.modules and "rich" not in sys.modules:
         sys.modules["rich"] = None  # type: ignore[assignment]
         try:
@@ -136,7 +137,7 @@ def _structlog() -> Any:
 
 
 def adopt(library: str, log_line: Callable[[str], None], every_s: float) -> None:
-    """From now on what `library` logs (a warning or worse) goes to `log_line`, at most one line each `every_s`."""
+    """Pass what `library` logs (warnings or worse) to `log_line` from now on, at most one line each `every_s`."""
 
     class Adopted(logging.Handler):
         next_at = 0.0

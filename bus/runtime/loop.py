@@ -1,14 +1,16 @@
-"""A poll loop: sockets, timers, wake-ups from other threads, signals. Owns waiting; decides nothing.
+"""A poll loop: sockets, timers, wake-ups from other threads, signals. It owns the waiting and decides nothing.
 
-One thread runs a Loop and owns every socket added to it. Each turn drains at most `budget` messages a socket, for some
-SLICE_S at most, so that no peer can starve another or the timers, then runs what is due, then the `after_turn` hooks
-(batching). A message of too many frames is thrown away, some thousands of them a turn, and its sender cut off.
+One thread runs a Loop and owns every socket added to it. Each turn handles at most `budget` messages a socket, for
+about SLICE_S at most, so that no peer can starve another or the timers. Then it runs the timers that are due, then
+the `after_turn` hooks (batching). A message of too many frames is dropped, some thousands of frames a turn, and its
+sender is cut off.
 
-A socket whose news matter only once something has to be decided may rest: it wakes nobody, and is read first thing in
-whichever turn comes next. That costs a socket of many small messages no wake-up of its own, and none of them is missed.
+A socket may rest if its messages matter only once something must be decided. Then its messages cause no wake-up, and
+it is read first in the next turn that has another cause. So a socket of many small messages costs no wake-ups, and
+no message is missed.
 
-With `spin_s` a loop to which two events came within so long of each other polls for the next one, until so long after
-the last, before it sleeps: a sleeping thread takes longer to wake than a small message to handle. Timers are no events.
+With `spin_s` the loop polls before it sleeps, while two events come within that time of each other: waking a thread
+takes longer than handling a small message. Timers are no such events.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ log = get_logger("bus")
 
 
 class Timer:
-    """A pending call; `cancel()` forgets it."""
+    """A pending call; `cancel()` removes it."""
 
     __slots__ = ("active", "due", "function", "interval_s")
 
@@ -84,7 +86,7 @@ class Loop:
         self, socket: Socket, handler: Handler, *, budget: int = 128, copied: int = ALL, keyed: bool = False
     ) -> None:
         """Call `handler(frames)` for each message: the first `copied` frames are bytes, the others (large payloads)
-        zmq.Frames; where peers prove keys (`keyed`) the first is Known."""
+        zmq.Frames. With `keyed`, where peers prove keys, the first frame is Known."""
         self._handlers[socket] = (handler, budget, copied, keyed, socket.type == zmq.ROUTER)
         self._poller.register(socket, zmq.POLLIN)
 
@@ -95,7 +97,8 @@ class Loop:
         self._poller.unregister(socket)
 
     def rest(self, socket: Socket, resting: bool) -> None:
-        """Whether `socket` waits for a turn that something else causes (a timer, at the latest), or wakes the loop."""
+        """Set whether `socket` rests: it then waits for a turn with another cause (a timer, at the latest) and does
+        not wake the loop."""
         if resting is (socket in self._resting):
             return
         if resting:
@@ -112,7 +115,8 @@ class Loop:
         return self._schedule(Timer(self.clock() + interval_s, function, interval_s))
 
     def call_threadsafe(self, function: Callable[[], None]) -> None:
-        """Run `function` on the loop's thread, soon. The only method other threads may call, besides `stop`."""
+        """Run `function` on the loop's thread, soon. Besides `stop`, this is the only method that other threads may
+        call."""
         self._calls.append(function)
         self._wake()
 
@@ -122,7 +126,7 @@ class Loop:
     # --- life ---------------------------------------------------------------------------------------------------
 
     def on_signals(self, function: Callable[[int], None], *numbers: int) -> None:
-        """Main thread only: the handler merely wakes the loop, which then calls `function(number)` itself."""
+        """Handle signals (main thread only): the handler merely wakes the loop, which then calls `function(number)`."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self._signals.append(number)
@@ -137,7 +141,7 @@ class Loop:
         self._wake()
 
     def run(self) -> None:
-        """Until `stop()`. An exception in a handler is our bug: it ends the loop and reaches the caller."""
+        """Run until `stop()`. An exception in a handler is our bug: it ends the loop and reaches the caller."""
         while not self._stopping.is_set():
             self.turn()
 
@@ -152,7 +156,7 @@ class Loop:
 
     @property
     def still_s(self) -> float:
-        """How long ago it turned last (0 before it begins); any thread may ask."""
+        """The seconds since the loop's last turn (0 before the first). Any thread may ask."""
         return 0.0 if self._turned_at is None else self.clock() - self._turned_at
 
     def turn(self) -> None:
@@ -175,7 +179,7 @@ class Loop:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _wait(self) -> list[tuple[Any, int]]:
-        """The awake sockets with something to read; none when a timer is due."""
+        """Return the awake sockets that have something to read; none when a timer is due."""
         timeout_ms = self._timeout_ms()
         if not self._spin_s:
             return self._poller.poll(timeout_ms)
@@ -194,7 +198,7 @@ class Loop:
         return ready
 
     def _drain(self, socket: Any) -> bool:
-        """Handle what has come, as far as the socket's budget goes; False: there may be more."""
+        """Handle the messages that have come, within the socket's budget; return false if there may be more."""
         handler, budget, copied, keyed, routed = self._handlers[socket]
         if socket in self._skipping:
             if not skip(socket):

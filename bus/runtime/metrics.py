@@ -1,7 +1,7 @@
-"""Prometheus metrics of a part, off its request path: the form of a snapshot, which `bus.runtime.probes` serves.
+"""Prometheus metrics of a part: the form of a snapshot, which `bus.runtime.probes` serves.
 
-Must not be called on a request's way; a part counts in plain ints and
-`Histogram`s, and builds its snapshot about once a second.
+This is not called while a request is served. A part counts in plain ints and `Histogram`s, and builds its snapshot
+about once a second.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`name` as it is scraped (`pdbus_<part>_<what>_<unit|total>`); every sample has the same label names.
+    """A metric, with its `name` in Prometheus (`pdbus_<part>_<what>_<unit|total>`); all its samples have the same
+    label names.
 
-    A `histogram`'s samples hold Distributions, the others' hold numbers.
+    The samples of a `histogram` hold Distributions, those of other kinds hold numbers.
     """
 
     name: str
@@ -58,7 +59,7 @@ def gauge(name: str, help: str, value: float) -> Metric:
 def labelled(
     kind: Literal["counter", "gauge"], name: str, help: str, label: str, values: Mapping[str, float]
 ) -> Metric:
-    """One sample for each key of `values`, the key being the value of `label`."""
+    """Return a metric with one sample for each key of `values`; the key is the value of `label`."""
     return Metric(name, help, kind, tuple(Sample(value, {label: key}) for key, value in values.items()))
 
 
@@ -67,8 +68,8 @@ def histogram(name: str, help: str, value: Distribution) -> Metric:
 
 
 def registry(snapshot: Snapshot, labels: Mapping[str, str] | None = None) -> CollectorRegistry:
-    """For Prometheus: each scrape reads `snapshot()`, which should return the last tuple that the loop has left.
-    `labels`: of the whole part, on each sample of it."""
+    """Return a Prometheus registry: each scrape reads `snapshot()`, which should return the tuple that the loop
+    built last. `labels` go to each sample of the part."""
     made = CollectorRegistry()
     made.register(_Reader(snapshot, labels or {}))
     return made

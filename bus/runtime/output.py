@@ -1,5 +1,4 @@
-"""Streams for a command that outlives whoever reads what it says. Owns what becomes of output that cannot be written:
-nothing, and the command goes on."""
+"""Output streams for a command that must outlive the reader of its output. Output that cannot be written is dropped."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ from typing import Any
 
 
 class Unfailing:
-    """A text stream in which writing never fails: what the stream below cannot take (a full disk, a pipe without a
-    reader, a closed terminal) is lost, and what comes after it is tried again."""
+    """A text stream in which a write never fails: what the stream below cannot take (full disk, closed pipe or
+    terminal) is lost, and the next write is tried again."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -29,5 +28,5 @@ class Unfailing:
 
 
 def outlive_readers() -> None:
-    """From here on nothing about stdout or stderr raises, whoever writes to them."""
+    """Make writes to stdout and stderr never raise from here on, in all code of the process."""
     sys.stdout, sys.stderr = Unfailing(sys.stdout), Unfailing(sys.stderr)

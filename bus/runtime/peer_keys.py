@@ -1,8 +1,8 @@
-"""Whether the ports that a part connects to still prove a listed key. ZeroMQ keeps the key that a socket had when it
-connected, also through reconnects, so the list has to be looked at again.
+"""The keys of the ports that a part connects to: a check that each port's key is still listed.
 
-Owns what is connected with which key, and lets go of it; lists are read in `bus.runtime.allowlist`, sockets made and
-closed in `bus.runtime.sockets`.
+ZeroMQ keeps the key that a socket had when it connected, also through reconnects, so the list must be read again.
+This module owns the connections and their keys, and drops them. Lists are read in `bus.runtime.allowlist`, sockets
+made and closed in `bus.runtime.sockets`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Port:
     missed: int = 0
 
     def key_in(self, listed: dict[str, bytes]) -> bytes | None:
-        """The key that the port has to prove by this list."""
+        """Return the key that the port must prove according to this list, or None."""
         if self.name:
             return listed.get(self.name)
         if self.key in listed.values():
@@ -43,15 +43,16 @@ class _Port:
 
 
 class PeerKeys:
-    """`look()` each LOOK_S disconnects sockets from ports whose key is no longer listed, and connects them again where
-    the same name has another key. A list that can't be read changes nothing. For the thread that owns the sockets."""
+    """The connections with keys. `look()`, each LOOK_S, disconnects sockets from ports whose key is no longer
+    listed, and connects them again where the same name has another key. A list that cannot be read changes nothing.
+    Only the thread that owns the sockets may call it."""
 
     def __init__(self, directory: Path) -> None:
         self._lists = {role: Folder(directory / "allow" / role) for role in ROLES}
         self._ports: dict[Socket, _Port] = {}
 
     def connected(self, socket: Socket, endpoint: str, role: KeyRole, name: str, key: bytes) -> None:
-        """`name` is that of the key; empty: the only one of that role, or any node's."""
+        """Record a connection. `name` is that of the key; empty: the only key of that role, or any node's."""
         self._ports[socket] = _Port(endpoint, role, name, key)
 
     def closed(self, socket: Socket) -> None:

@@ -1,4 +1,4 @@
-"""Free tcp ports, for those who must name one before it is bound."""
+"""Free tcp ports, for a program that must name one before it is bound."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _PORTS = range(20_000, 32_000)  # below the usual ephemeral range, so that no ou
 
 
 def free_ports(host: str, count: int) -> int:
-    """The first of `count` ports in a row that nobody listens on. StartError where there are none, or where the address
-    is not this machine's."""
+    """Return the first of `count` free ports in a row. StartError where there are none, or where the address is not
+    this machine's."""
     host = socket_host(host)
     _check(host)
     rng = random.SystemRandom()
@@ -24,8 +24,8 @@ def free_ports(host: str, count: int) -> int:
 
 
 def hold(host: str, port: int) -> bool:
-    """Whether the number is this process's, as long as it lives, among all that ask here before they listen: UDP's port
-    stands for it, which nobody wants. False also where somebody listens already. StartError as for `free_ports`."""
+    """Reserve a port number for the life of this process, among all programs that call this before they listen. The
+    UDP port of that number marks it. Return false if it is reserved or in use. StartError as in `free_ports`."""
     host = socket_host(host)
     _check(host)
     if not _is_free(host, port):
@@ -40,12 +40,12 @@ def hold(host: str, port: int) -> bool:
 
 
 def socket_host(host: str) -> str:
-    """As sockets take it: an IPv6 address without the brackets that it has in an endpoint."""
+    """Return the host in the form for sockets: an IPv6 address without the brackets that it has in an endpoint."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def _check(host: str) -> None:
-    """A taken port is not the same as an address that is none, or another machine's."""
+    """StartError for an invalid address, or that of another machine; a port in use raises nothing."""
     with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((host, 0))

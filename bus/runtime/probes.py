@@ -1,8 +1,9 @@
-"""The HTTP port of a part: `/metrics` for Prometheus, `/health` and `/ready` for whoever supervises it; at a controller
+"""The HTTP port of a part: `/metrics` for Prometheus, `/health` and `/ready` for a supervisor, and at a controller
 `/targets`, where Prometheus finds all parts (`http_sd`).
 
-A thread of its own answers from what the part's loop left about once a second, so that nobody who asks holds up a
-request. Plain HTTP and no keys: it tells names and counts, changes nothing, and is open to all who reach the port.
+A thread of its own answers, from the data that the part's loop leaves about once a second, so that a probe delays no
+request. It speaks plain HTTP without keys: it shows names and counts, changes nothing, and answers everyone who can
+reach the port.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ def serve(
     loop: Loop, host: str, port: int, gather: Callable[[], Iterable[Metric]], unready: Callable[[], str] = lambda: "",
     targets: Callable[[], list[dict[str, Any]]] | None = None, labels: Mapping[str, str] | None = None,
 ) -> Callable[[], None]:  # fmt: skip
-    """Serve until what is returned is called. StartError if the port is taken.
+    """Serve until the returned function is called. StartError if the port is taken.
 
-    `gather`, `unready` (why the part can't do its work now; empty: it can) and `targets` (as `http_sd` has them) are
-    called on the loop's thread. `labels`: of the whole part, on each sample of it.
+    `gather`, `unready` (why the part cannot work now; empty: it can) and `targets` (in the form of `http_sd`) are
+    called on the loop's thread. `labels` go to each sample of the part.
     """
     board = Board(loop, gather, unready, targets, labels)
     board.keep()
@@ -63,7 +64,7 @@ def serve(
 
 
 class Board:
-    """What the loop leaves, and what follows from it for those who ask."""
+    """The data that the loop leaves for probes, and the answers that follow from it."""
 
     def __init__(
         self, loop: Loop, gather: Callable[[], Iterable[Metric]], unready: Callable[[], str],
@@ -79,7 +80,7 @@ class Board:
         self.registry = registry(lambda: self._metrics, labels)
 
     def keep(self) -> None:
-        """On the loop's thread."""
+        """Store fresh data, on the loop's thread."""
         made = gauge("pdbus_page_timestamp_seconds", "when the part last made its figures, since 1970", time.time())
         self._metrics = (*self._gather(), made)
         self._trouble = self._unready()
@@ -87,12 +88,12 @@ class Board:
             self.targets = json.dumps(self._targets()).encode()
 
     def unhealthy(self) -> str:
-        """Why the part should be started anew; empty: it lives."""
+        """Return why the part should be restarted; empty: it lives."""
         still_s = self._loop.still_s
         return f"its loop has not turned for {still_s:.1f} s" if still_s > HEALTHY_S else ""
 
     def unready(self) -> str:
-        """Why nothing should be sent here now; empty: it can serve."""
+        """Return why no request should be sent here now; empty: it can serve."""
         return self.unhealthy() or self._trouble
 
 
@@ -158,4 +159,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """A probe each few seconds is no event."""
+        """Log nothing: a probe each few seconds is no event."""

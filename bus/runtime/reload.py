@@ -1,6 +1,6 @@
-"""SIGHUP: the settings are read again, and those that may change while a part runs are put into force.
+"""SIGHUP: the settings are read again, and those that may change while a part runs take effect.
 
-Owns what changed since; what a change means is the part's.
+This module owns the comparison with the settings in force; the part decides what a change means.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ log = logs.get_logger("settings")
 
 
 class Reload:
-    """Of the running command; call it on SIGHUP. `apply` gets what changed, by parameter name, and may raise
-    ConfigError to have none of it. `leave` is called instead where the signal says that the terminal is gone from which
-    the part was started."""
+    """The reload of the running command's settings: call it on SIGHUP. `apply` gets the changed settings, by
+    parameter name, and may raise ConfigError to refuse them. `leave` is called instead when the signal means that
+    the terminal that started the part is gone."""
 
     def __init__(self, apply: Callable[[dict[str, Any]], None], leave: Callable[[], None]) -> None:
         self._context = click.get_current_context()
@@ -56,13 +56,13 @@ class Reload:
 def on_signals(
     loop: Loop, apply: Callable[[dict[str, Any]], None], leave: Callable[[], None], other: Callable[[int], None]
 ) -> None:
-    """SIGHUP reloads the running command's settings, as `Reload` does; the other signals go to `other`."""
+    """Let SIGHUP reload the running command's settings, as `Reload` does; the other signals call `other`."""
     reload = Reload(apply, leave)
     loop.on_signals(lambda number: reload() if number == signal.SIGHUP else other(number), *cli.SIGNALS)
 
 
 def _has_terminal() -> bool:
-    """Whether a terminal controls this process."""
+    """Return true if a terminal controls this process."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:

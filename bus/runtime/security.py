@@ -1,7 +1,8 @@
-"""The handler that asks the allowlist who may connect (ZeroMQ RFC 26/CURVEZMQ, 27/ZAP), and whether they still may.
+"""The handler that decides by the allowlist which keys may connect (ZeroMQ RFC 26/CURVEZMQ, 27/ZAP), and cuts off
+revoked ones.
 
-Owns that decision and the memory of whom it let in; `bus.rights` says which roles may connect to which socket, keys on
-disk are read in `bus.runtime.keys`, sockets configured in `bus.runtime.sockets`.
+This module owns that decision and remembers the keys that it let in. `bus.rights` has the roles for each socket,
+`bus.runtime.keys` reads keys from disk, and `bus.runtime.sockets` configures sockets.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 LOGGED_MAX = 100  # lines a minute of refusals of a domain, of those of strangers, and of admissions; all are counted
 MINUTE_S = 60.0
 LOOK_MS = 1000  # how long a key that is taken off the list keeps its connections
-SOURCES_MAX = 64  # remembered of a key; of one with more, whoever is connected there is cut off
+SOURCES_MAX = 64  # remembered of a key; where a key has more, all connections of the domain are cut off
 # Connections of one key. A ROUTER numbers each, and aborts when it comes to a number that a peer has claimed: one that
 # holds 8,192 claims needs 3 hours on average at this rate.
 HANDSHAKES, HANDSHAKES_PER_S = 8192, 50
@@ -34,13 +35,14 @@ log = get_logger("bus")
 
 
 class Lines:
-    """So many of a kind may be logged in a minute, and the first of the next says how many were left out. Pure."""
+    """A limit on log lines: so many of a kind in a minute, and the first of the next minute says how many were left
+    out. Pure."""
 
     def __init__(self) -> None:
         self._logged: dict[str, tuple[float, int, int]] = {}  # by kind: since when, how many, and how many not
 
     def one(self, kind: str, now: float) -> int:
-        """How many were left out since the last that was logged; -1 where this one is left out too."""
+        """Return how many lines were left out since the last that was logged; -1 if this one is left out too."""
         since, logged, left_out = self._logged.get(kind, (now, 0, 0))
         if now - since >= MINUTE_S:
             since, logged = now, 0
@@ -52,11 +54,11 @@ class Lines:
 
 
 class Gatekeeper:
-    """The ZAP handler of one Context, on a thread of its own: CURVE keys on the list get in, all else is refused. What
-    a peer says then carries its key's name (User-Id).
+    """The ZAP handler of one Context, on a thread of its own: it lets listed CURVE keys in and refuses everything
+    else. The messages of a peer then carry its key's name (User-Id).
 
-    `on_revoked(domain, sources)` hears, on that thread, where a key was connected from that is no longer on the list;
-    None: from too many places to tell.
+    It calls `on_revoked(domain, sources)`, on that thread, with the sources of a connected key that is no longer
+    listed; None: too many sources to remember.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
@@ -78,11 +80,12 @@ class Gatekeeper:
         self._thread.start()
 
     def guards(self, domain: str) -> None:
-        """Count from 0 on who is refused there: a series that is born with a count has no increase of it."""
+        """Start the count of refused peers of `domain` at 0: a Prometheus series that starts above 0 shows no
+        increase."""
         self.refused.setdefault(domain, 0)
 
     def no_handshake(self, domain: str, endpoint: str) -> None:
-        """Count a peer that failed before there was a key to judge: plaintext, another protocol, noise."""
+        """Count a peer that failed before it showed a key: plaintext, another protocol, noise."""
         self._refuse(domain, endpoint, "no CURVE handshake")
 
     def close(self) -> None:
@@ -111,7 +114,7 @@ class Gatekeeper:
                 return
 
     def answer(self, request: list[bytes]) -> list[bytes]:
-        """The reply to one ZAP request (RFC 27): 200 for an allowed CURVE key, 400 for anything else."""
+        """Return the reply to one ZAP request (RFC 27): 200 for an allowed CURVE key, 400 for anything else."""
         version, number, domain, address, _, mechanism = (request + [b""] * 6)[:6]
         at, source = domain.decode(errors="replace"), address.decode(errors="replace")
         if mechanism == b"CURVE" and len(request) == 7:
@@ -132,7 +135,7 @@ class Gatekeeper:
         return [version or b"1.0", number, b"400", b"not on the allowlist", b"", b""]
 
     def look(self) -> None:
-        """Cut off whoever is no longer on the list, or is there as somebody else."""
+        """Cut off each peer whose key is no longer listed, or is listed under another name."""
         for (key, domain), (name, sources) in list(self._admitted.items()):
             if self._allowlist.admits(key, domain) != name:
                 del self._admitted[key, domain]

@@ -1,6 +1,6 @@
-"""A part that runs on a thread of its own inside another program, or on the caller's as a program.
+"""A part that runs on a thread of its own inside another program, or on the caller's thread as a program.
 
-Owns the thread, its end, and what became of it; what is opened, served and closed is the part's.
+This module owns the thread, its end, and the failure. The part itself opens, serves and closes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from bus.runtime.loop import Loop
 
 
 class Service:
-    """`with Part(...) as part:` serves until the block ends (StartError on entry where an endpoint is taken). A program
-    calls `open`, `loop.run` and `close` itself. A part that was stopped, or that failed, starts as a new one in another
-    `with`, under an epoch of its own; between the two, and where that start fails, every call raises PartFailed.
+    """A part's life: `with Part(...) as part:` serves until the block ends (StartError on entry where an endpoint is
+    taken). A program calls `open`, `loop.run` and `close` itself. A part that was stopped, or that failed, starts as
+    a new one in another `with`, under an epoch of its own; between the two, and where that start fails, every call
+    raises PartFailed.
 
-    Any thread may start it and any may stop it, one at a time, but its own. A part that serves is not started again.
+    Any thread except its own may start and stop it, one at a time. A part that serves cannot be started again.
 
-    An exception on the part's thread is a bug of ours. It ends the part, which closes what it had open, and is
-    `failure` from then on; whoever waits for the part wakes, and every later call to it raises PartFailed.
+    An exception on the part's thread is a bug of ours. It ends the part, which closes what it had open. `failure`
+    then holds it; threads that wait for the part wake, and every later call raises PartFailed.
 
-    A process that is forked has a copy of an open part without its thread. There every call raises PartFailed, `stop`
-    and `close` leave what is the parent's alone, and `start` or `open` makes a new part of the same arguments.
+    A forked process has a copy of an open part without its thread. There every call raises PartFailed, `stop` and
+    `close` do not touch what is the parent's, and `start` or `open` makes a new part from the same arguments.
     """
 
     part: str  # names the thread and the log lines
@@ -39,7 +40,7 @@ class Service:
     opened = False  # it serves, or has served
     stopped = False  # it has served, and does not now
     _thread: threading.Thread | None = None
-    _turn: threading.Lock  # of who starts it or stops it
+    _turn: threading.Lock  # held while a thread starts or stops the part
     _exits = ExitStack()  # what an open part has to close, the last one first
     _made_of: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -51,26 +52,27 @@ class Service:
     # --- the part's -------------------------------------------------------------------------------------------------
 
     def _open(self, exits: ExitStack) -> None:
-        """Bind and connect everything, and leave with `exits` what closes it. Whatever it raises, that is closed."""
+        """Bind and connect everything, and register with `exits` what closes it. If this raises, everything
+        registered is closed."""
         raise NotImplementedError
 
     def _renew(self) -> None:
-        """It is opened once more: forget what was of its former life. What it counted, it counts on."""
+        """Reset the state of the part's former life before it is opened again. Its counts go on."""
 
     def _failed(self) -> None:
-        """The thread has failed (`failure` says why) and all is closed: wake who waits."""
+        """Wake threads that wait: the part's thread has failed (`failure` says why) and all is closed."""
 
     def _ended(self) -> None:
-        """The part was stopped, and is `stopped`: end what came too late for its thread."""
+        """Finish after the part was stopped (`stopped`): end what came too late for its thread."""
 
     def leave(self) -> None:
-        """Say what is to be said at the end, and stop `loop` (on its thread)."""
+        """Send the last messages and stop `loop` (on its thread)."""
         self.loop.stop()
 
     # --- life -------------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Make `loop`, bind and connect everything. What raises leaves nothing open."""
+        """Make `loop`, bind and connect everything. An exception leaves nothing open."""
         if self.inherited:
             (args, kwargs), turn = self._made_of, self._turn
             self.__dict__.clear()
@@ -87,11 +89,11 @@ class Service:
         self.failure, self.stopped, self.opened = None, False, True
 
     def close(self) -> None:
-        """What `open` opened; idempotent. Only when `loop` no longer runs."""
+        """Close what `open` opened; idempotent. Call it only when `loop` no longer runs."""
         self._exits.close()
 
     def start(self) -> Self:
-        """Open, and serve from a thread of its own. StartError if it serves already, which it then goes on to do."""
+        """Open, and serve on a thread of its own. StartError if it serves already; then it goes on serving."""
         self._raise_if_own()
         with self._turn:
             if self._thread is not None:
@@ -110,8 +112,8 @@ class Service:
             return self
 
     def stop(self) -> None:
-        """Leave; idempotent. Sockets, threads and the Context are gone when it returns. RuntimeError on the part's own
-        thread, which cannot wait for itself."""
+        """Stop; idempotent. Sockets, threads and the Context are gone when it returns. RuntimeError on the part's
+        own thread, which cannot wait for itself."""
         self._raise_if_own()
         with self._turn:
             if self._thread is not None:
@@ -127,8 +129,8 @@ class Service:
             raise RuntimeError(f"the {self.part}'s own thread can neither start nor stop it")
 
     def raise_if_failed(self) -> None:
-        """PartFailed if the part's thread has failed, was stopped, or runs in the process that this one was forked
-        from."""
+        """Raise PartFailed if the part's thread has failed, was stopped, or runs in the parent of this forked
+        process."""
         self.raise_if_inherited()
         if self.failure is not None:
             why = f"{type(self.failure).__name__}: {self.failure}"
@@ -137,13 +139,13 @@ class Service:
             raise PartFailed(f"the {self.part} of this process was stopped: start it again, or make another one")
 
     def raise_if_closed(self) -> None:
-        """PartFailed if the part does not serve: it failed, was stopped or was not started yet."""
+        """Raise PartFailed if the part does not serve: it failed, was stopped or was not started yet."""
         self.raise_if_failed()
         if not self.opened:
             raise PartFailed(f"the {self.part} of this process was not started yet: call it in a `with` block of it")
 
     def raise_if_inherited(self) -> None:
-        """PartFailed in a forked child: before the locks of the part are taken, which nobody may release there."""
+        """Raise PartFailed in a forked child, before a lock of the part is taken that no thread would release there."""
         if self.inherited:
             raise PartFailed(f"this {self.part} is the parent process's: in a forked child, make another")
 
@@ -163,7 +165,7 @@ class Service:
             self.failure = error
             log.exception(f"{self.part}.failed")
             try:
-                self.close()  # an endpoint that nobody serves is worse than none
+                self.close()  # an endpoint that is bound but not served is worse than none
             except Exception:
                 log.exception(f"{self.part}.close_failed")
             self._failed()

@@ -1,9 +1,9 @@
-"""Settings of a command: its options, which the environment and a file (TOML) may give as well.
+"""The settings of a command: its options, which the environment and a file (TOML) may give as well.
 
-`command` stands in for `click.command` and knows no setting by itself. What gives a value, each before the next: the
-flag; the environment, as `PDBUS_<SECTION>_<OPTION>`; the file that `--config` names, in the table `[<section>]`; the
-default. What all parts of a cluster have in common (`SHARED`) may stand in `[cluster]`, and without a section in the
-environment. Owns these names, and where each value came from.
+`command` replaces `click.command` and knows no setting by itself. A value comes from the first of these that has it:
+the flag; the environment, as `PDBUS_<SECTION>_<OPTION>`; the file that `--config` names, in the table `[<section>]`;
+the default. Settings that all parts of a cluster have in common (`SHARED`) may stand in `[cluster]`, and without a
+section in the environment. This module owns these names, and where each value came from.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SECTIONS = {  # every table that a file may have, and whose it is
     "controller": "`python -m controller`",
     "node": "`python -m nodes.prefill`, `.decode` and `.unified`",
     "prefill": "`python -m nodes.prefill`, before `node`",
-    "decode": "`python -m nodes.decode`, likewise",
-    "unified": "`python -m nodes.unified`, likewise",
+    "decode": "`python -m nodes.decode`, before `node`",
+    "unified": "`python -m nodes.unified`, before `node`",
     "up": "`pdbus up`",
     "serve": "`pdbus serve`",
     "generate": "`pdbus generate`",
@@ -48,18 +48,18 @@ _FILE, _PLACES, _PRINT, _ARGUMENTS = (f"pdbus.settings.{name}" for name in ("fil
 def command(
     *sections: str, reloads: Iterable[str] = (), cls: type[click.Command] | None = None, **attributes: Any
 ) -> Callable[[Callable[..., Any]], click.Command]:
-    """A click command (`cls`, else `Command`) whose options are settings of `sections`, the last of which wins. Those
-    of `reloads` may change while it runs (`bus.runtime.reload`)."""
+    """Return a decorator for a click command (`cls`, else `Command`) whose options are settings of `sections`; the
+    last section wins. Those of `reloads` may change while the command runs (`bus.runtime.reload`)."""
     return click.command(cls=cls or Command, sections=sections, reloads=reloads, **attributes)
 
 
 def config_file() -> str:
-    """The file that the running command was given; empty: none."""
+    """Return the file that the running command was given, or an empty string."""
     return str(click.get_current_context().meta.get(_FILE, ""))
 
 
 def settings_of(command: click.Command) -> Iterator[tuple[str, click.Option]]:
-    """The options that file and environment may give, with the names that they have in a file."""
+    """Return the options that file and environment may give, with their names in a file."""
     for option in command.params:
         if isinstance(option, click.Option):
             name = max(option.opts, key=len).removeprefix("--")
@@ -68,7 +68,8 @@ def settings_of(command: click.Command) -> Iterator[tuple[str, click.Option]]:
 
 
 def reread(ctx: click.Context) -> dict[str, Any]:
-    """What the command would be called with now. ConfigError or click.UsageError where it would not start."""
+    """Return the values with which the command would be called now. ConfigError or click.UsageError where it would
+    not start."""
     command = ctx.command
     assert isinstance(command, Command)
     command.check_environment()
@@ -76,21 +77,21 @@ def reread(ctx: click.Context) -> dict[str, Any]:
 
 
 def reloadable(ctx: click.Context) -> dict[str, str]:
-    """The parameters of the running command that may change, with the names of their settings."""
+    """Return the parameters of the running command that may change, with the names of their settings."""
     command = ctx.command
     assert isinstance(command, Command)
     return {str(command.settings[name].name): name for name in command.reloads}
 
 
 def names(ctx: click.Context, parameters: Iterable[str]) -> list[str]:
-    """The settings of these parameters."""
+    """Return the setting names of these parameters."""
     command = ctx.command
     assert isinstance(command, Command)
     return [name for name, option in command.settings.items() if option.name in set(parameters)]
 
 
 class Command(click.Command):
-    """Reads its options from file and environment too; see `command`."""
+    """A click command that reads its options from file and environment too; see `command`."""
 
     def __init__(
         self, *arguments: Any, sections: tuple[str, ...], reloads: Iterable[str] = (), **attributes: Any
@@ -136,7 +137,7 @@ class Command(click.Command):
         return None
 
     def _read(self, ctx: click.Context, option: click.Parameter, path: str | None) -> None:
-        """What the file says, where click looks for defaults."""
+        """Store the file's values where click looks for defaults."""
         if not path:
             return
         ctx.meta[_FILE], ctx.meta[_PLACES], values = path, {}, {}
@@ -158,7 +159,7 @@ class Command(click.Command):
         return "flag" if source is ParameterSource.COMMANDLINE else "default"
 
     def check_environment(self) -> None:
-        """ConfigError for a variable that would be one of ours if there were such a setting."""
+        """ConfigError for a variable with a name of ours that is not a setting."""
         known = {name for setting in self.settings for name in variables(self.sections, setting)}
         for variable in sorted(os.environ.keys() - known):
             for section in self.sections:
@@ -168,7 +169,7 @@ class Command(click.Command):
 
 
 def variables(sections: Iterable[str], name: str) -> list[str]:
-    """The environment's names for a setting, the one that wins first."""
+    """Return the environment variables for a setting, the one that wins first."""
     option = name.replace("-", "_").upper()
     own = [f"PDBUS_{section.upper()}_{option}" for section in reversed(tuple(sections))]
     return own + ([f"PDBUS_{option}"] if name in SHARED else [])
@@ -179,7 +180,8 @@ def _remember(ctx: click.Context, option: click.Parameter, value: bool) -> None:
 
 
 def _values(path: str, sections: tuple[str, ...], settings: Iterable[str]) -> Iterator[tuple[str, str, Any]]:
-    """(table, setting, value) of the file, what wins last. ConfigError for what it should not say."""
+    """Return (table, setting, value) of the file, the winning ones last. ConfigError for an entry that is not
+    allowed."""
     try:
         with open(path, "rb") as file:
             tables = tomllib.load(file)
@@ -203,7 +205,7 @@ def _values(path: str, sections: tuple[str, ...], settings: Iterable[str]) -> It
 
 
 def _as_text(option: click.Option, value: Any, where: str) -> Any:
-    """As a command line would say it, so that it is checked in the same way."""
+    """Return a value as command line text, so that it is checked in the same way."""
     values = value if isinstance(value, list) and option.multiple else [value]
     if any(isinstance(each, bool) != option.is_flag or isinstance(each, list | dict) for each in values):
         wanted = "true or false" if option.is_flag else "a number or a text"

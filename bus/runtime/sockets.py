@@ -1,8 +1,9 @@
-"""Sockets, and the only place that sets their options.
+"""The sockets of a part. Only this module sets socket options.
 
 Every queue is bounded (HWM), nothing lingers, no frame may exceed `MAXMSGSIZE`, connections are counted
-(`bus.runtime.connection_limiter`), dead TCP peers are found by ZMTP heartbeats. A part has one `Sockets` object (one
-Context) and closes it in the same `with`; the thread that made a socket owns it. Must not send, receive or decide.
+(`bus.runtime.connection_limiter`), and ZMTP heartbeats find dead TCP peers. A part has one `Sockets` object (one
+Context) and closes it in the same `with`; the thread that made a socket owns it. This module must not send, receive
+or decide.
 """
 
 from __future__ import annotations
@@ -53,10 +54,11 @@ Socket = zmq.Socket[bytes]
 
 
 class Sockets:
-    """Makes, binds, connects and closes the sockets of one part."""
+    """The sockets of one part: it makes, binds, connects and closes them."""
 
     def __init__(self, *, keys: Keys | None = None, io_threads: int = 1, max_sockets: int = 4096) -> None:
-        """With `keys`, every connection is CURVE-encrypted and every port takes listed keys alone."""
+        """Make the Context. With `keys`, every connection is CURVE-encrypted and every port accepts listed keys
+        only."""
         self.context: zmq.Context[Socket] = zmq.Context(io_threads=io_threads)
         self.context.set(zmq.MAX_SOCKETS, max_sockets)
         self._pid = os.getpid()
@@ -77,7 +79,7 @@ class Sockets:
         self.close()
 
     def close(self) -> None:
-        """Close and unlink what is open. In a forked child all of it is the parent's, and left alone."""
+        """Close and unlink what is open. In a forked child everything is the parent's and stays untouched."""
         if os.getpid() != self._pid:
             return
         for path, inode in self._bound:  # ZeroMQ leaves them behind
@@ -95,18 +97,18 @@ class Sockets:
 
     @property
     def refused(self) -> dict[str, int]:
-        """How many peers were turned away at the handshake, by domain."""
+        """The number of peers refused at the handshake, by domain."""
         return dict(self.gatekeeper.refused) if self.gatekeeper is not None else {}
 
     def look(self) -> None:
-        """Let go of ports whose key is no longer listed, and meet those that have another: each LOOK_S of
-        `bus.runtime.peer_keys`, by the thread that owns the connecting sockets."""
+        """Disconnect from ports whose key is no longer listed, and connect to those that have another key: each
+        LOOK_S of `bus.runtime.peer_keys`, on the thread that owns the connecting sockets."""
         if self._peer_keys is not None:
             self._peer_keys.look()
 
     def check(self, endpoint: str) -> None:
-        """ConfigError where another user could pass for whom we look for at `endpoint`; with keys a port proves whose
-        it is."""
+        """ConfigError where another user could take the place of the peer at `endpoint`. With keys a port proves its
+        identity."""
         if self._keys is None and endpoint.startswith("ipc://"):
             check_dir(Path(split_owner(endpoint)[0].removeprefix("ipc://")).parent)
 
@@ -136,20 +138,20 @@ class Sockets:
         return self._connect(socket, connect)
 
     def bus_in(self, topics: tuple[bytes, ...], *bind: str) -> Socket:
-        """Where publishers connect. What is under none of `topics` stays with them."""
+        """Return the socket to which publishers connect. Only messages under one of `topics` come here."""
         socket = self._new(zmq.SUB, HEADER_MAX)
         for topic in topics:
             socket.setsockopt(zmq.SUBSCRIBE, topic)
         return self._bind_all(socket, bind, "publish")
 
     def bus_out(self, *bind: str) -> Socket:
-        """Where subscribers connect: all they may send is subscriptions, which go no further."""
+        """Return the socket to which subscribers connect: all they may send is subscriptions, which go no further."""
         socket = self._new(zmq.PUB, TOPIC_MAX)
         socket.setsockopt(zmq.RCVHWM, SUBSCRIPTIONS_READ)
         return self._bind_all(socket, bind, "subscribe", listeners=True)
 
     def dealer(self, connect: str, *, maximum: int = HEADER_MAX, hwm: int = HWM, role: KeyRole = "brokers") -> Socket:
-        """`role` says whose port it is, where there are keys."""
+        """Return a connecting DEALER. `role` is that of the port's key, where there are keys."""
         return self._connect(self._new(zmq.DEALER, maximum, hwm), connect, role)
 
     def router(
@@ -161,11 +163,12 @@ class Sockets:
         domain: Domain = "data",
         answers_one_frame: bool = False,
     ) -> Socket:
-        """`ROUTER_MANDATORY`: sending to a peer that is gone raises EHOSTUNREACH, to a full one EAGAIN.
+        """Return a bound ROUTER. With `ROUTER_MANDATORY`, a send to a peer that is gone raises EHOSTUNREACH, to a
+        full one EAGAIN.
 
-        Of each connection `unread` messages are read ahead: times `maximum`, the memory that it may take. `domain` says
-        whose keys may connect where there are keys. Where all messages sent here have one frame
-        (`answers_one_frame`), no peer chooses its routing id (`_number_all`).
+        `unread` messages of each connection are read ahead: times `maximum`, that is the memory that a connection
+        may take. `domain` gives the keys that may connect, where there are keys. Where all messages sent here have
+        one frame (`answers_one_frame`), no peer chooses its routing id (`_number_all`).
         """
         _seed_routing_ids()
         socket = self._new(zmq.ROUTER, maximum, hwm)
@@ -179,11 +182,11 @@ class Sockets:
     def ephemeral_router(
         self, host: str, *, maximum: int = DATA_MAX, hwm: int = HWM, answers_one_frame: bool = False
     ) -> tuple[Socket, str]:
-        """A ROUTER of one process: `host` is `ipc:///path` or `tcp://address:port` (used as they are), or `tcp://address`
-        (any port).
+        """Return a ROUTER of one process and its endpoint: `host` is `ipc:///path` or `tcp://address:port` (used as
+        they are), or `tcp://address` (any port).
 
-        A path `.../node-1f` is taken to be used once, so what dead processes left as `.../node-*` is removed. With
-        keys, the end of the endpoint says which one this port proves.
+        A path `.../node-1f` is used once, so `.../node-*` files of dead processes are removed. With keys, the end of
+        the endpoint names the key that this port proves.
         """
         if host.startswith("ipc://"):
             _remove_dead(Path(host.removeprefix("ipc://")))
@@ -194,7 +197,8 @@ class Sockets:
         return socket, f"{endpoint}{MARK}{self._keys.public.decode()}" if self._keys is not None else endpoint
 
     def connections(self, socket: Socket) -> Callable[[], bool]:
-        """For a socket that connects: asks whether a connection was made since the last call; the first one counts."""
+        """Return a function for a connecting socket: it returns true if a connection was made since its last call,
+        also the first."""
         monitor: Socket = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         monitor.setsockopt(zmq.LINGER, 0)
         self._open.append(monitor)
@@ -268,7 +272,7 @@ class Sockets:
                 log.warning(
                     "endpoint.exposed",
                     endpoint=endpoint,
-                    risk="whoever reaches this port can use it, unencrypted; give --keys DIR (pdbus keys new DIR)",
+                    risk="anyone who reaches this port can use it, unencrypted; give --keys DIR (pdbus keys new DIR)",
                 )
             try:
                 socket.bind(endpoint)
@@ -291,28 +295,30 @@ class Sockets:
 
 @cache
 def _seed_routing_ids() -> None:
-    """A ROUTER numbers its peers from libc's `rand()` on, which libzmq (4.3.5) does not seed, and aborts when it comes
-    to a number that a peer has chosen for itself: so nobody shall know where it begins."""
+    """Seed libc's `rand()`, from which a ROUTER numbers its peers. libzmq (4.3.5) does not seed it, and aborts when
+    it comes to a number that a peer has chosen for itself. So no peer may know where the numbers begin."""
     ctypes.CDLL(None).srand(ctypes.c_uint(int.from_bytes(os.urandom(4))))
 
 
 def _number_all(socket: Socket) -> None:
-    """Have a bound ROUTER number every peer, whatever id the peer claims.
+    """Make a bound ROUTER number every peer, whatever id the peer claims.
 
-    ROUTER_RAW makes it do so, and send each frame as a message of its own; connections still speak ZMTP, because each
-    endpoint keeps the options the socket had when it was bound. Set back, so that an empty frame hangs up on nobody.
+    ROUTER_RAW does so, and sends each frame as a message of its own; connections still speak ZMTP, because each
+    endpoint keeps the options that the socket had when it was bound. The option is set back afterwards, so that an
+    empty frame closes no connection.
     """
     socket.setsockopt(zmq.ROUTER_RAW, 1)
     socket.setsockopt(zmq.ROUTER_RAW, 0)
 
 
 def _watch_peers(socket: Socket, endpoint: str, *, binds: bool) -> None:
-    """Over tcp a dead peer's silence looks like any other; on one machine the kernel closes what a process leaves.
+    """Set heartbeats. Over tcp a dead peer looks like a silent one; on one machine the kernel closes what a process
+    leaves.
 
-    Who connects pings, and says with each ping how long its silence may last. Who binds only answers, and the kernel
-    looks after peers that do not ping: libzmq (4.3.5) aborts when it is to ping a peer that left with its queue full.
-    It forgets how long a peer's silence may last when another message comes before the next ping, so the kernel looks
-    after all that do not take what is sent.
+    The connecting side pings, and states with each ping how long its silence may last. The bound side only answers,
+    and the kernel watches peers that do not ping: libzmq (4.3.5) aborts when it must ping a peer that left with its
+    queue full. It forgets the stated silence when another message comes before the next ping, so the kernel also
+    watches all peers that do not read.
     """
     if not endpoint.startswith("tcp://"):
         return
@@ -331,13 +337,13 @@ def _watch_peers(socket: Socket, endpoint: str, *, binds: bool) -> None:
 
 
 def _refuse_taken(endpoint: str, path: Path) -> None:
-    """ZeroMQ would silently steal an ipc path from a live process: look whether somebody answers there first."""
+    """StartError if a live process answers at this ipc path: ZeroMQ would take the path from it without an error."""
     if path.exists() and not _is_dead(path):
         raise StartError(f"{endpoint} is taken: stop what runs there or choose another address")
 
 
 def _remove_dead(fresh: Path) -> None:
-    """Remove the sockets beside `fresh` that are named like it and have lost their process."""
+    """Remove the sockets beside `fresh` with similar names whose process is dead."""
     kind, dash, _ = fresh.name.rpartition("-")
     if not dash or not fresh.parent.is_dir():
         return
@@ -351,7 +357,7 @@ def _remove_dead(fresh: Path) -> None:
 
 
 def _is_dead(path: Path) -> bool:
-    """Whether no process listens at `path` any more. One whose queue of connections is full lives."""
+    """Return true if no process listens at `path` any more. A process whose queue of connections is full lives."""
     with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:

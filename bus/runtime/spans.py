@@ -1,7 +1,7 @@
-"""Spans to an OpenTelemetry collector, made on a thread of their own when what they tell of is over.
+"""Spans for an OpenTelemetry collector, made on a thread of their own after what they describe is over.
 
-Whoever serves requests only hands over a record and the function that turns it into a `Span`. The SDK (extra `otel`) is
-imported here alone, and reads the standard variables: OTEL_EXPORTER_OTLP_*, OTEL_TRACES_SAMPLER,
+The serving thread only hands over a record and the function that turns it into a `Span`. Only this module imports
+the SDK (extra `otel`), which reads the standard variables: OTEL_EXPORTER_OTLP_*, OTEL_TRACES_SAMPLER,
 OTEL_RESOURCE_ATTRIBUTES, OTEL_BSP_* and so on.
 """
 
@@ -24,7 +24,7 @@ from bus.wire.messages import TraceContext
 
 QUEUE_MAX = 8192  # records that wait for the thread; more are dropped, and counted
 CLOSE_S = 2.0  # for the last ones to leave
-LOG_S = 10.0  # between two lines of what the SDK complains about
+LOG_S = 10.0  # between two log lines with the SDK's warnings
 OTEL_EXTRA = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 
 log = get_logger("spans")
@@ -39,7 +39,7 @@ otlp_endpoint_option = click.option(
 
 
 class Spans:
-    """`provider` is the SDK's; what it needs is done on the thread of this."""
+    """The exporter of one process. `provider` is the SDK's; all its work is done on this exporter's thread."""
 
     def __init__(self, provider: Any) -> None:
         self._provider = provider
@@ -51,7 +51,7 @@ class Spans:
         self._thread.start()
 
     def begin(self, rid: str, name: str) -> TraceContext:
-        """The span of a request that came without a trace: the sampler decides whether it is recorded."""
+        """Return the span of a request that came without a trace: the sampler decides whether it is recorded."""
         from opentelemetry.sdk.trace.sampling import Decision
 
         trace_id = secrets.randbits(128) or 1
@@ -59,14 +59,14 @@ class Spans:
         return root_of(trace_id, rid, sampled=sampled)
 
     def add(self, record: _R, span_of: Callable[[_R], Span]) -> None:
-        """From any thread; returns at once."""
+        """Hand a record over, from any thread; this returns at once."""
         if self._records.qsize() < QUEUE_MAX:
             self._records.put((span_of, record))
         else:
             self.dropped += 1
 
     def close(self) -> None:
-        """What was handed over still leaves, if that takes no longer than CLOSE_S."""
+        """Send what was handed over, within CLOSE_S, and stop."""
         self._records.put(None)
         self._thread.join(CLOSE_S)
         if self.dropped:
@@ -106,14 +106,14 @@ class Spans:
 
 
 def provider_of(exporter: Any, part: str, resource: Mapping[str, str]) -> Any:
-    """The SDK's, which sends spans in batches through `exporter`."""
+    """Return the SDK's provider, which sends spans in batches through `exporter`."""
     from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
     from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
     class Ids(RandomIdGenerator):
-        """The ids of the span that is made next: its children were told them long ago."""
+        """The id generator: it gives the next span the ids that its children already have."""
 
         trace_id = span_id = 0
 
@@ -124,7 +124,7 @@ def provider_of(exporter: Any, part: str, resource: Mapping[str, str]) -> Any:
             return self.trace_id
 
     ours = {SERVICE_NAME: f"pdbus-{part}", SERVICE_INSTANCE_ID: resource.get("name", ""), "pdbus.part": part}
-    standard = Resource.create({}).attributes  # of the standard variables; they go before ours, where somebody set them
+    standard = Resource.create({}).attributes  # from the standard variables; where they are set, they win over ours
     named = {SERVICE_NAME: standard[SERVICE_NAME]} if "OTEL_SERVICE_NAME" in os.environ else {}
     extra = {f"pdbus.{name}": value for name, value in resource.items() if value}
     provider = TracerProvider(
@@ -135,9 +135,12 @@ def provider_of(exporter: Any, part: str, resource: Mapping[str, str]) -> Any:
 
 
 def exporter(endpoint: str, part: str, **resource: str) -> Spans | None:
-    """What sends the spans of this process to `endpoint`, or to the one that the standard variables name; None where
-    neither says any. ConfigError when `endpoint` is said and the SDK is not installed; where only a variable is, which
-    may be meant for others, a line in the log."""
+    """Return the exporter of this process's spans to `endpoint`, or to the endpoint of the standard variables; None
+    where neither is set.
+
+    ConfigError when `endpoint` is given and the SDK is not installed. Where only a variable is set, which may be
+    meant for other programs, the missing SDK is a line in the log.
+    """
     env = os.environ
     named = env.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or env.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     off = env.get("OTEL_SDK_DISABLED", "").lower() == "true" or env.get("OTEL_TRACES_EXPORTER") == "none"
@@ -165,7 +168,7 @@ def exporter(endpoint: str, part: str, **resource: str) -> Spans | None:
 
 @contextmanager
 def exporting(endpoint: str, part: str, **resource: str) -> Iterator[Spans | None]:
-    """What `exporter` gives; closed at the end."""
+    """Give the result of `exporter`, and close it at the end."""
     spans = exporter(endpoint, part, **resource)
     try:
         yield spans

@@ -1,4 +1,4 @@
-"""A tick that comes often while something may end by itself, and seldom while nothing can."""
+"""A tick that comes often while something may end by itself, and rarely while nothing can."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from bus.runtime.loop import Loop, Timer
 
 
 class Ticker:
-    """Calls `tick()` again and again: it returns the seconds until the next call, or None where nothing can happen by
-    itself; then the next comes after `idle_s`, unless the ticker is woken before."""
+    """A repeated call of `tick()`, which returns the seconds until the next call, or None where nothing can happen
+    by itself. Then the next call comes after `idle_s`, unless the ticker is woken before."""
 
     def __init__(self, loop: Loop, tick: Callable[[], float | None], idle_s: float) -> None:
         self.dozing = True
@@ -19,7 +19,7 @@ class Ticker:
         self._timer: Timer | None = None
 
     def wake(self, pause_s: float = 0.0) -> None:
-        """Tick at once, or after `pause_s`, whatever it waits for."""
+        """Tick at once, or after `pause_s`, instead of at the planned time."""
         if self._timer is not None:
             self._timer.cancel()
         self.dozing = False

@@ -1,5 +1,8 @@
-"""How much a peer gets: of bytes of large answers, say, since a short question may have a long answer and queues are
-bounded in messages. Pure: time is an argument. Must not send, and does not know who reads."""
+"""Token buckets that bound what each peer gets, such as bytes of large answers.
+
+A short question may have a long answer, and queues are bounded in messages only. Pure: time is an argument; this
+module does not send.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,15 @@ PEERS_MAX = 16_384
 
 
 class TokenBuckets:
-    """Each peer may have `burst` at once and `per_s` more each second; what is no larger than `free` is not counted."""
+    """One token bucket for each peer: `burst` at once and `per_s` more each second. A size of at most `free` is not
+    counted."""
 
     def __init__(self, burst: int = BURST, per_s: int = PER_S, free: int = LARGE) -> None:
         self._burst, self._per_s, self._free = burst, per_s, free
         self._taken: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()  # taken, as of when; the latest last
 
     def allows(self, peer: Hashable, size: int, now: float) -> bool:
-        """Whether `peer` may have `size` more now; if so it is taken from its ration."""
+        """Return true if `peer` may have `size` more now; then take it from its bucket."""
         if size <= self._free:
             return True
         taken, since = self._taken.get(peer, (0.0, now))

@@ -1,12 +1,12 @@
 """Messages to bytes and back: the only part of pdbus that uses `msgpack`.
 
 A message frame is one version byte (`0x01`) followed by a MessagePack array `[tag, field, ...]`. Decoding checks
-size and version, parses with MessagePack's own limits, looks the tag up in the table of the socket it came from,
-and validates types and bounds (`msgspec.convert`, strict). What fails raises RemoteProtocolError with a `reason`
-fit for a metric label: `size`, `version`, `syntax`, `tag`, `schema`. Must not log, count or send.
+size and version, parses with MessagePack's own limits, looks the tag up in the table of the socket it came from, and
+validates types and bounds (`msgspec.convert`, strict). A failure raises RemoteProtocolError with a `reason` that
+fits a metric label: `size`, `version`, `syntax`, `tag`, `schema`. This module must not log, count or send.
 
-Nearly every frame is the very bytes that `encode` makes of a valid message. Those take a short way: read and
-validated in one pass, and proved to hold nothing else by being encoded again (docs/performance.md).
+Nearly every frame has the same bytes that `encode` gives for a valid message. Such frames take a short way: they are
+read and validated in one pass, and encoded again to prove that they hold nothing else (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 def encode(message: Message) -> bytes:
-    """One frame. Raises LocalProtocolError when the message is too large to be taken by a peer."""
+    """Return one frame. LocalProtocolError when the message is larger than a peer accepts."""
     frame = VERSION_BYTE + _pack(message)
     if len(frame) > MAX_HEADER_BYTES:
         raise LocalProtocolError("size", f"{type(message).__name__} takes {len(frame)} bytes")
@@ -37,7 +37,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frame: bytes, table: Table) -> Message:
-    """The message in `frame`, one of `table`'s kinds, or RemoteProtocolError."""
+    """Return the message in `frame`, which must be of one of `table`'s kinds; else RemoteProtocolError."""
     size = len(frame)
     if size < 3 or size > MAX_HEADER_BYTES:
         raise RemoteProtocolError("size", f"{size} bytes")
@@ -54,14 +54,14 @@ def decode(frame: bytes, table: Table) -> Message:
 
 
 def readable(table: Table) -> Table:
-    """From now on `decode` takes it: a table of your own, those of `bus.wire.messages` are."""
+    """Prepare a table for `decode`. The tables of `bus.wire.messages` are prepared already."""
     kinds: Any = Union[tuple(table.values())]  # noqa: UP007
     table.read = msgspec.msgpack.Decoder(kinds).decode
     return table
 
 
 def _judge(body: bytes, table: Table) -> Message:
-    """The long way: a message of a newer or another implementation, or RemoteProtocolError."""
+    """Return the message by the long way, as for a newer or a foreign peer; else RemoteProtocolError."""
     try:
         fields: Any = msgpack.unpackb(body, strict_map_key=True, max_array_len=MAX_ARRAY, max_ext_len=0)
     except Exception as error:  # msgpack raises ValueError, its own classes, UnicodeDecodeError, RecursionError
@@ -78,13 +78,13 @@ def _judge(body: bytes, table: Table) -> Message:
 
 
 def pack(value: Any) -> bytes:
-    """Plain MessagePack without our version byte, for formats that are not ours (engines' KV-cache events)."""
+    """Return plain MessagePack without our version byte, for formats that are not ours (engines' KV-cache events)."""
     packed: bytes = msgpack.packb(value)
     return packed
 
 
 def unpack(data: bytes) -> Any:
-    """The inverse of `pack`, of what other people's programs sent: builtins only, sizes bounded, or
+    """Return the value of MessagePack bytes from a foreign program: builtins only, sizes bounded; else
     RemoteProtocolError (`size`, `syntax`)."""
     if len(data) > MAX_HEADER_BYTES:
         raise RemoteProtocolError("size", f"{len(data)} bytes")

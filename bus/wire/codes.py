@@ -1,4 +1,4 @@
-"""Every failure code and what it means: who may try again, how loud it is logged, which HTTP status it has.
+"""Every failure code and its meaning: which part tries again, at which level it is logged, and its HTTP status.
 
 Owns that meaning: one row a code, and no other module may keep a set of codes of its own (`tests/unit/test_codes.py`
 looks for them). `docs/protocol.md` (section 14) and `docs/failures.md` have the same rows. Pure.
@@ -53,13 +53,13 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a code means to each part.
+    """The meaning of a code to each part.
 
-    - `client`: who sends the same request again. `library`: the client library does, up to its `retries`, and the
-      caller may afterwards. `caller`: it may succeed later, and only the caller knows when. `none`: it fails again.
+    - `client`: the part that sends the same request again. `library`: the client library does, up to its `retries`;
+      after that the caller may. `caller`: it may succeed later, and only the caller knows when. `none`: it fails again.
     - `controller`: another attempt at other ranks may mend it, as long as the client has seen no token of this one.
     - `severity`: the level of the controller's `request.failed`. `warning`: a part of the cluster is broken; `info`:
-      the cluster is busy or has no rank; `debug`: a client got it wrong or chose it, and could fill the log.
+      the cluster is busy or has no rank; `debug`: a client's mistake or choice, which could fill the log.
     - `status`: the HTTP status at an edge.
     - `hint_s`: seconds after which a new try may be worth it, where a controller has no better estimate; 0: no hint.
     - `rank_may_return`: a request refused with it waits while a controller expects ranks back at any moment.
@@ -99,7 +99,7 @@ MEANINGS: dict[Code, Meaning] = {
     "kv_failed": Meaning("library", True, "warning", 503, kept_by=("decode",)),
     "prefill_failed": Meaning("library", True, "warning", 503),
     "decode_failed": Meaning("library", True, "warning", 503),
-    # A client hears of `engine_failed` once as many ranks failed it as a controller tries: one more would fail too.
+    # A client gets `engine_failed` after as many ranks failed it as a controller tries: one more would fail too.
     "engine_failed": Meaning("none", True, "warning", 500),
     "poison": Meaning("none", False, "warning", 500),
     # `fenced` ends one run of a request, which may go on elsewhere; it says nothing against another try.

@@ -1,8 +1,8 @@
-"""Hashes of prompt blocks, so that clients, controllers and nodes name the same prefix alike.
+"""Hashes of prompt blocks, by which clients, controllers and nodes give the same prefix the same name.
 
 A block's hash covers its own tokens and, through its parent's hash, every token before it: equal hashes mean equal
-prefixes. 64-bit BLAKE2b, unsigned. Beside them the checksum of KV blocks on the wire. Owns the rules; must not cache
-anything.
+prefixes. It is 64-bit BLAKE2b, unsigned. The checksum of KV blocks on the wire is here too. This module owns the
+rules; it must not cache anything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _empty = blake2b(digest_size=8)
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """`tokens` as int32 little-endian, the form of a prompt frame. ValueError for what is no int32."""
+    """Return `tokens` as int32 little-endian, the form of a prompt frame. ValueError for a value that does not fit."""
     if isinstance(tokens, array) and tokens.typecode == "i" and sys.byteorder == "little":
         return tokens.tobytes()
     try:
@@ -29,7 +29,8 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
 
 
 def tokens_of(frame: bytes) -> array[int]:
-    """The inverse of `token_bytes`. ValueError when the size is not a multiple of 4."""
+    """Return the tokens of a prompt frame: the inverse of `token_bytes`. ValueError when the size is not a multiple
+    of 4."""
     tokens = array("i")
     tokens.frombytes(frame)
     if sys.byteorder == "big":
@@ -38,17 +39,17 @@ def tokens_of(frame: bytes) -> array[int]:
 
 
 def hash_block(parent: int, block: bytes) -> int:
-    """The hash of one full block (int32 little-endian token ids) that follows the prefix named `parent`."""
+    """Return the hash of one full block (int32 little-endian token ids) that follows the prefix named `parent`."""
     return int.from_bytes(blake2b(parent.to_bytes(8, "little") + block, digest_size=8).digest(), "little")
 
 
 def block_hashes(tokens: Sequence[int], block_tokens: int) -> list[int]:
-    """The hash chain of the full blocks of `tokens`; a last partial block has none."""
+    """Return the hash chain of the full blocks of `tokens`; a last partial block has no hash."""
     return unpack_hashes(packed_hashes(token_bytes(tokens), block_tokens)).tolist()
 
 
 def packed_hashes(prompt: bytes, block_tokens: int) -> bytes:
-    """`block_hashes` of tokens that are packed already, as in a prompt frame, in the form of `pack_hashes`."""
+    """Return the `block_hashes` of a prompt frame, in the form of `pack_hashes`."""
     size = block_tokens * 4
     digest = ROOT.to_bytes(8, "little")  # of the parent: its hash, little-endian
     digests: list[bytes] = []
@@ -61,12 +62,12 @@ def packed_hashes(prompt: bytes, block_tokens: int) -> bytes:
 
 
 def pack_hashes(hashes: Sequence[int]) -> bytes:
-    """As `Submit.block_hashes` carries them: 8 bytes little-endian each."""
+    """Return hashes in the form of `Submit.block_hashes`: 8 bytes little-endian each."""
     return b"".join(value.to_bytes(8, "little") for value in hashes)
 
 
 def unpack_hashes(packed: bytes) -> array[int]:
-    """The inverse of `pack_hashes`; trailing bytes that make no whole hash are ignored."""
+    """Return the hashes: the inverse of `pack_hashes`. Trailing bytes that are no whole hash are ignored."""
     hashes = array("Q", packed[: len(packed) // 8 * 8])
     if sys.byteorder == "big":
         hashes.byteswap()
@@ -74,6 +75,6 @@ def unpack_hashes(packed: bytes) -> array[int]:
 
 
 def block_crc32(room: int, attempt: int, index: int, data: bytes | memoryview) -> int:
-    """The checksum of `KvBlock` (docs/protocol.md, section 12): it covers the block's place as well as its bytes, so a
-    mix-up shows."""
+    """Return the checksum of `KvBlock` (docs/protocol.md, section 12). It covers the block's place as well as its
+    bytes, so that a block in the wrong place is found."""
     return crc32(data, crc32(struct.pack("<QII", room, attempt, index)))

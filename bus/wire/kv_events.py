@@ -1,10 +1,10 @@
-"""KV-cache events as vLLM and SGLang publish them, parsed strictly. Owns the format; keeps no state.
+"""KV-cache events as vLLM and SGLang publish them, parsed strictly. This module owns the format and keeps no state.
 
-Frames `[topic, seq, payload]`, `seq` 8 bytes big-endian; the payload is MessagePack `[ts, [event ...], dp_rank]` (the
-last may be missing). An event is a map with a `type`, or in older builds an array that begins with it. Block hashes are
-opaque: signed or unsigned 64-bit integers, or bytes. What is not known is skipped where the format allows it
-(further elements and keys, unknown event types) and refused otherwise: RemoteProtocolError. Nodes of ours append to the
-payload a map of what they left out: counts by the names of LEFT_OUT.
+Frames are `[topic, seq, payload]`, `seq` 8 bytes big-endian; the payload is MessagePack `[ts, [event ...], dp_rank]`
+(the last may be missing). An event is a map with a `type`, or in older builds an array that begins with it. Block
+hashes are opaque: signed or unsigned 64-bit integers, or bytes. Unknown parts are skipped where the format allows it
+(further elements and keys, unknown event types) and refused otherwise: RemoteProtocolError. Our own nodes append to
+the payload a map with what they left out: counts by the names of LEFT_OUT.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _PARTIAL = (
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """`hashes` name consecutive blocks of `block_tokens` tokens each, the first of which follows `parent`.
+    """Consecutive blocks, named by `hashes`, of `block_tokens` tokens each; the first of them follows `parent`.
 
-    `plain` is False where more than the tokens made the hashes (an adapter, a salt): no request of ours can name them.
-    `group` is the engine's number for the layers whose blocks these are; `serves` is False where they are in another
-    medium than the device's memory, or are of layers that do not look at the whole prompt.
+    `plain` is False where more than the tokens made the hashes (an adapter, a salt): no request of ours can name
+    such blocks. `group` is the engine's number for the layers of these blocks. `serves` is False where they are in
+    another medium than the device's memory, or belong to layers that do not attend to the whole prompt.
     """
 
     hashes: tuple[Hash, ...]
@@ -53,7 +53,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """`serves` is False where the device's memory still has what it had."""
+    """Blocks that were removed. `serves` is False where the device's memory still has them."""
 
     hashes: tuple[Hash, ...]
     group: int | None = None
@@ -76,7 +76,7 @@ class Batch:
 
 
 def split_frames(frames: Sequence[bytes]) -> tuple[int, bytes]:
-    """`(seq, payload)` of a live or replayed message: its last two frames, whatever comes before them.
+    """Return `(seq, payload)` of a live or replayed message: its last two frames, whatever comes before them.
 
     The end of a replay has `seq` -1 and may have an empty payload.
     """
@@ -89,7 +89,7 @@ def split_frames(frames: Sequence[bytes]) -> tuple[int, bytes]:
 
 
 def parse_batch(payload: bytes) -> Batch:
-    """The events of one message, in order."""
+    """Return the events of one message, in order."""
     batch = codec.unpack(payload)
     if type(batch) is not list or len(batch) < 2 or type(batch[1]) is not list:
         raise RemoteProtocolError("schema", "not [ts, events, dp_rank]")
@@ -143,8 +143,8 @@ def _events(event: Any) -> tuple[KvEvent, ...]:
 
 
 def _without_keys(keys: Any, count: int) -> int:
-    """How many of `count` blocks come before the first that an extra key made; vLLM gives an entry a block, mostly
-    None."""
+    """Return how many of `count` blocks come before the first with an extra key. vLLM gives one entry for each
+    block, mostly None."""
     if type(keys) is not list or len(keys) != count:
         return 0
     return next((number for number, each in enumerate(keys) if each), count)

@@ -1,13 +1,13 @@
-"""Other engines' block hashes to ours, and what of a rank's cache has changed by our names (`bus.wire.hashing`). Owns
-the mapping of one rank; bounded; knows nothing of sockets.
+"""The translation of another engine's block hashes to ours (`bus.wire.hashing`), for the cache changes of one rank.
+Bounded; it knows no sockets.
 
-Their hashes are opaque, but a stored block comes with its tokens and its parent, so the name that `bus.wire.hashing`
-gives the same prefix can be computed. Blocks whose parent is unknown (it came before we listened, or was given up), and
-those made of more than tokens, can't be named and are left out.
+Foreign hashes are opaque, but a stored block comes with its tokens and its parent, so our name for the same prefix
+can be computed. Blocks whose parent is unknown (stored before we listened, or forgotten), and blocks made of more
+than tokens, cannot be named and are left out.
 
-An engine with layers of several kinds has a block of each group of layers by one hash. A prefix is taken for cached as
-far as the first group that attends to all of it has blocks on the device: blocks of other groups and other media, which
-come and go on their own, are left out too.
+An engine with layers of several kinds has, under one hash, a block for each group of layers. A prefix counts as
+cached as far as the first group that attends to all of it has blocks on the device. Blocks of other groups and other
+media, which come and go on their own, are left out too.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ class Removed(Struct, frozen=True, gc=False):
 
 
 class Cleared(Struct, frozen=True, gc=False):
-    """Nothing is cached, or nothing is known, any more."""
+    """The cache is empty, or its content is unknown."""
 
 
 Changes: TypeAlias = tuple[Stored | Removed | Cleared, ...]
 
 
 class Translator:
-    """`changes` in the order of the events. `counts` gets `kv_blocks_unnamed`: blocks that could not be named, and
-    `kv_blocks_elsewhere`: those of another group or medium than the one that hits go by."""
+    """The translator of one rank. Give `changes` the events in their order. `counts` gets `kv_blocks_unnamed`
+    (blocks that could not be named) and `kv_blocks_elsewhere` (blocks of another group or medium than those that
+    decide a hit)."""
 
     def __init__(self, counts: Counter[str], max_blocks: int = MAX_BLOCKS) -> None:
         self._counts = counts
@@ -55,15 +56,15 @@ class Translator:
         self._further.clear()
 
     def name(self, theirs: Hash | None) -> int | None:
-        """What we call a block, or the beginning (None); None for one that can't be named."""
+        """Return our name of a block, or of the beginning (None); None for a block that cannot be named."""
         return ROOT if theirs is None else self._ours.get(theirs)
 
     def known(self) -> list[Hash]:
-        """Their hashes of all blocks that have a name, those that were of use longest ago first."""
+        """Return the foreign hashes of all blocks that have a name, the least recently used first."""
         return list(self._ours)
 
     def changes(self, events: Sequence[KvEvent]) -> Changes:
-        """What the events mean for the prefix index. Blocks that engines name one by one go there together."""
+        """Return the events' changes for the prefix index. Consecutive single blocks are joined into one change."""
         found: list[tuple[type[Stored | Removed] | None, list[int]]] = []
         for event in events:
             kind, names = found[-1] if found else (None, [])
@@ -85,7 +86,7 @@ class Translator:
         return tuple(Cleared() if kind is None else kind(tuple(names)) for kind, names in found)
 
     def _stored(self, event: BlockStored) -> tuple[int, list[int]]:
-        """Our name of the parent, and those of the blocks."""
+        """Return our names of the parent and of the blocks."""
         if event.serves and self._group is None:
             self._group = event.group
         if not event.serves or event.group != self._group:
@@ -112,7 +113,7 @@ class Translator:
         return follows, names
 
     def _removed(self, event: BlockRemoved) -> list[int]:
-        """Our names of the blocks of which no copy is left."""
+        """Return our names of the blocks of which no copy is left."""
         names: list[int] = []
         if not event.serves or event.group != self._group:
             return names

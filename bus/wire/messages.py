@@ -1,8 +1,8 @@
 """Every message of the protocol, typed and immutable, in one place.
 
-Owns shapes and bounds; must not encode, send or decide anything. On the wire each is a MessagePack array whose
-first element is the tag below (`bus.wire.codec`, `docs/protocol.md`). Fields are only ever appended, with a default,
-so that old and new peers understand each other within one protocol version.
+This module owns shapes and bounds; it must not encode, send or decide anything. On the wire each message is a
+MessagePack array whose first element is the tag below (`bus.wire.codec`, `docs/protocol.md`). Fields are only ever
+appended, with a default, so that old and new peers understand each other within one protocol version.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MAX_TOKENS_PER_MESSAGE = 16384
 MAX_OTHERS_PER_MESSAGE = 63  # streams whose tokens come along with those of another
 MAX_LOGPROBS_PER_MESSAGE = 2048  # each of the largest possible: two thirds of a frame
 MAX_DP_SIZE = 4096
-MAX_TRACE_EVENTS = 64  # of one part and one request, and
-MAX_TRACE_PARTS = 16  # parts: all together fit in a frame
+MAX_TRACE_EVENTS = 64  # of one part and one request; with MAX_TRACE_PARTS they all fit in one frame
+MAX_TRACE_PARTS = 16
 MAX_PHRASE = 192
 MAX_WANTED = 256
 
@@ -58,7 +58,7 @@ KeyName: TypeAlias = Annotated[str, Meta(max_length=80)]  # `clients/alice`; emp
 Priority: TypeAlias = Annotated[int, Meta(ge=-1000, le=1000)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
 Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
-LogProb: TypeAlias = Annotated[float, Meta(ge=-9999, le=0)]  # -9999: of what cannot be
+LogProb: TypeAlias = Annotated[float, Meta(ge=-9999, le=0)]  # -9999: impossible
 Grammar: TypeAlias = Annotated[str, Meta(max_length=65536)]  # opaque here; an engine's own dialect
 LatencyCounts: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=64)]  # by bound of `bus.histogram`
 Sentence: TypeAlias = Annotated[str, Meta(max_length=1024)]
@@ -70,7 +70,8 @@ MemberKey: TypeAlias = tuple[str, int]  # (instance, dp_rank)
 
 
 class Message(Struct, frozen=True, array_like=True, gc=False):
-    """Base of all messages: immutable, an array on the wire. Trees, so the garbage collector need not look at them."""
+    """The base of all messages: immutable, an array on the wire. Messages are trees, so the garbage collector need
+    not look at them."""
 
 
 _SEEN_MAX = 65_536
@@ -79,7 +80,7 @@ _names, _endpoints = _seen[NAME], _seen[ENDPOINT]
 
 
 def _check(alphabet: re.Pattern[str], text: str) -> None:
-    """ValueError, which decoding turns into its own error."""
+    """Check `text`; ValueError, which decoding turns into its own error."""
     if alphabet.fullmatch(text) is None:
         raise ValueError(f"{text[:80]!r} does not match {alphabet.pattern}")
     if len(_seen[alphabet]) < _SEEN_MAX:
@@ -87,7 +88,7 @@ def _check(alphabet: re.Pattern[str], text: str) -> None:
 
 
 class _Named(Message, frozen=True):
-    """Has an `instance`, which must be a Name."""
+    """A message with an `instance`, which must be a Name."""
 
     def __post_init__(self) -> None:
         if self.instance not in _names:  # type: ignore[attr-defined]
@@ -95,7 +96,7 @@ class _Named(Message, frozen=True):
 
 
 class _At(Message, frozen=True):
-    """Has an `endpoint`."""
+    """A message with an `endpoint`."""
 
     def __post_init__(self) -> None:
         if self.endpoint not in _endpoints:  # type: ignore[attr-defined]
@@ -103,7 +104,7 @@ class _At(Message, frozen=True):
 
 
 class _NamedAt(Message, frozen=True):
-    """Has both."""
+    """A message with an `instance` and an `endpoint`."""
 
     def __post_init__(self) -> None:
         if self.instance not in _names:  # type: ignore[attr-defined]
@@ -113,7 +114,7 @@ class _NamedAt(Message, frozen=True):
 
 
 class _OfController(Message, frozen=True):
-    """Has a `controller`, which must be a Name."""
+    """A message with a `controller`, which must be a Name."""
 
     def __post_init__(self) -> None:
         if self.controller not in _names:  # type: ignore[attr-defined]
@@ -121,7 +122,7 @@ class _OfController(Message, frozen=True):
 
 
 class Location(_NamedAt, frozen=True):
-    """Where a rank is: `endpoint` is its data socket, `epoch` this start of it."""
+    """The place of a rank: `endpoint` is its data socket, `epoch` names this start of it."""
 
     instance: Name
     dp_rank: DpRank
@@ -133,7 +134,7 @@ class Location(_NamedAt, frozen=True):
 
 
 class Ack(Message, frozen=True):
-    """What a node has ingested from one controller since the node's epoch began (cumulative)."""
+    """The work that a node has ingested from one controller since the node's epoch began (cumulative)."""
 
     controller_epoch: Epoch  # names the controller
     dispatches: Count  # ingested, cancelled ones included
@@ -141,7 +142,7 @@ class Ack(Message, frozen=True):
 
 
 class Load(Message, frozen=True, kw_only=True):
-    """What a scheduler says of itself, read with `acks` at one point of its loop, after it ingested its inbox."""
+    """A scheduler's load, read together with `acks` at one point of its loop, after it ingested its inbox."""
 
     seq: Count  # rises with every report of this epoch
     step: Count  # forward steps completed; stands still when the engine hangs
@@ -172,7 +173,7 @@ class LoadReport(_Named, frozen=True, tag="load"):
 
 
 class Registration(Message, frozen=True):
-    """`room` is (or will be) prefilled by the sender, as this attempt of its request."""
+    """The sender prefills `room`, or will, as this attempt of its request."""
 
     room: Room
     attempt: Attempt = 1
@@ -187,7 +188,8 @@ class Drop(Message, frozen=True):
 
 
 class Rooms(_NamedAt, frozen=True, tag="rooms"):
-    """Rooms registered and dropped since the last one; a `snapshot` answers a resync and restates live rooms."""
+    """The rooms registered and dropped since the last message; a `snapshot` answers a resync and restates live
+    rooms."""
 
     instance: Name
     dp_rank: DpRank
@@ -201,7 +203,8 @@ class Rooms(_NamedAt, frozen=True, tag="rooms"):
 
 
 class Member(_NamedAt, frozen=True, tag="member"):
-    """Who the sender is, at least each `interval_s`; `rooms_seq` lets the broker notice a lost last message."""
+    """The sender's description, published at least each `interval_s`. By `rooms_seq` the broker notices a lost last
+    message."""
 
     instance: Name
     dp_rank: DpRank
@@ -227,7 +230,7 @@ class SentTo(_Named, frozen=True):
 
 
 class Sent(_OfController, frozen=True, tag="sent"):
-    """A controller's cumulative sent counters: state, not events."""
+    """A controller's cumulative counters of what it sent: state, not events."""
 
     controller: Name
     epoch: Epoch
@@ -237,12 +240,12 @@ class Sent(_OfController, frozen=True, tag="sent"):
 
 
 class Beacon(Message, frozen=True, tag="beacon"):
-    """The broker lives; a new epoch asks every publisher to state its membership and rooms again."""
+    """The broker lives. A new epoch asks every publisher to state its membership and rooms again."""
 
     epoch: Epoch
     seq: Count
     interval_s: Seconds
-    metrics: HostPort = ""  # where the broker's are
+    metrics: HostPort = ""  # where the broker's metrics are
 
 
 class Resync(_Named, frozen=True, tag="resync"):
@@ -269,7 +272,8 @@ class Conflict(_Named, frozen=True, tag="conflict"):
 
 
 class Query(Message, frozen=True, tag="query"):
-    """Where were these rooms prefilled? With `watch_s` > 0 the misses are watched and pushed when known."""
+    """A question for the ranks that prefill these rooms. With `watch_s` > 0, unknown rooms are watched and sent when
+    known."""
 
     id: Count
     rooms: Annotated[tuple[Room, ...], Meta(min_length=1, max_length=MAX_ROOMS_PER_MESSAGE)]
@@ -285,7 +289,7 @@ class Found(Message, frozen=True):
 
 
 class Lost(Message, frozen=True):
-    """No location: `unknown_room` (deadline passed) or the reason its prefill leg gave."""
+    """A room without a location: `unknown_room` (deadline passed), or the reason that its prefill leg gave."""
 
     room: Room
     code: Code
@@ -293,7 +297,7 @@ class Lost(Message, frozen=True):
 
 
 class Answer(Message, frozen=True, tag="answer"):
-    """`pending` rooms are being watched; a later Answer with the same id settles each of them."""
+    """The answer to a query. `pending` rooms are watched; a later Answer with the same id settles each of them."""
 
     id: Count
     found: Annotated[tuple[Found, ...], Meta(max_length=MAX_ROOMS_PER_MESSAGE)] = ()
@@ -346,7 +350,7 @@ class BrokerStatus(Message, frozen=True, tag="broker_counts"):
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """The request before it was not understood or not allowed; the connection stays usable."""
+    """The message before it was invalid or not allowed; the connection stays usable."""
 
     code: Code
     message: Sentence
@@ -357,7 +361,7 @@ class Refused(Message, frozen=True, tag="refused"):
 
 
 class Hello(_NamedAt, frozen=True, kw_only=True, tag="hello"):
-    """A node introduces itself: first message on a connection, repeated on `who`, on each change of state."""
+    """A node introduces itself: first message on a connection, repeated on `who` and on each change of state."""
 
     instance: Name
     dp_rank: DpRank
@@ -372,15 +376,17 @@ class Hello(_NamedAt, frozen=True, kw_only=True, tag="hello"):
     max_running: Count
     block_tokens: Count
     running: Annotated[tuple[tuple[Rid, Attempt], ...], Meta(max_length=65536)] = ()  # what it still runs
-    started_us: Count = 0  # when this epoch began, since 1970: tells which of two starts is the later. 0: not said
+    started_us: Count = 0  # when this epoch began, since 1970: shows which of two starts is the later. 0: unknown
     wants_prompt: bool = False  # decode: its dispatches carry the prompt frame too
     kv_transfer: Word = "blocks"  # how KV caches travel; prefill and decode ranks that differ are never paired
-    kv_layout: Layout = ""  # model revision, dtype, block shape ...: likewise, unless one of them does not say
+    kv_layout: Layout = (
+        ""  # model revision, dtype, block shape ...; it must be equal too, unless one of the two is empty
+    )
     params: Annotated[
         tuple[Word, ...], Meta(max_length=64)
     ] = ()  # sampling parameters it knows of those that not every rank does
     metrics: HostPort = ""  # where those of its process are
-    # whose the legs of `running` are: the first so many this key's, the next so many that one's; of more: not said
+    # the owners of `running`, in its order: (key, number of legs) each; legs beyond that have no stated owner
     clients: Annotated[tuple[tuple[KeyName, Count], ...], Meta(max_length=256)] = ()
 
 
@@ -393,24 +399,24 @@ class Welcome(_OfController, frozen=True, tag="welcome"):
 
 
 class Who(Message, frozen=True, tag="who"):
-    """The receiver does not know you (it restarted, or you reconnected): say hello again."""
+    """The receiver does not know the sender (it restarted, or the connection is new): send hello again."""
 
 
 class Ping(Message, frozen=True, tag="ping"):
     n: Count
-    restate: bool = False  # KV events of this rank were missed: it is to name again what it has cached
+    restate: bool = False  # KV events of this rank were missed: it shall name again what it has cached
 
 
 class Pong(Message, frozen=True, tag="pong"):
     n: Count
     step: Count
     busy: bool
-    load_seq: Count = 0  # of the newest load that the rank has made, published or not. 0: it does not say
-    at_us: Count = 0  # when it was said, by the node's clock. 0: it does not say
+    load_seq: Count = 0  # of the newest load that the rank has made, published or not. 0: unknown
+    at_us: Count = 0  # when it was sent, by the node's clock. 0: unknown
 
 
 class TraceContext(Message, frozen=True):
-    """Of a request that is traced, as W3C Trace Context has it: whose span is the parent of what follows."""
+    """The W3C Trace Context of a traced request: its span is the parent of the following spans."""
 
     traceparent: Traceparent
     tracestate: Tracestate = ""
@@ -430,15 +436,15 @@ class Dispatch(Message, frozen=True, tag="dispatch"):
     max_tokens: Count
     offset: Count = 0  # output tokens the client already has; streaming starts at this index
     bootstrap_room: Room | None = None
-    prefill: Location | None = None  # told: where the prefill leg runs
-    prefill_instance: InstanceOrEmpty = ""  # for `room % dp_size` when not told
-    disagg_prefill_dp_rank: DpRank | None = None  # told by the caller, location to be looked up
+    prefill: Location | None = None  # the prefill leg's rank, where the controller knows it
+    prefill_instance: InstanceOrEmpty = ""  # for `room % dp_size` where `prefill` is missing
+    disagg_prefill_dp_rank: DpRank | None = None  # given by the caller; the location must be looked up
     deadline_s: Seconds = 0.0  # left when sent; 0: none
     priority: Priority = 0
-    client: KeyName = ""  # whose request it is: who alone may attach
+    client: KeyName = ""  # the owner of the request; only this key may attach
     continue_on_disconnect: bool = False  # as in `Submit`
-    trace: TraceContext | None = None  # likewise
-    pair_attempt: Count = 0  # that of the submit
+    trace: TraceContext | None = None  # as in `Submit`
+    pair_attempt: Count = 0  # as in `Submit`
 
 
 class CancelLeg(Message, frozen=True, tag="cancel_leg"):
@@ -446,7 +452,7 @@ class CancelLeg(Message, frozen=True, tag="cancel_leg"):
     attempt: Attempt  # this and all older attempts
     code: Code = "cancelled"
     if_unfetched: bool = False  # decode: only while its KV cache is still to be fetched (the prefill rank is lost)
-    client: KeyName = ""  # who asks for it, where the controller does not know whose request it is
+    client: KeyName = ""  # the key that asks for it, where the controller does not know the request's owner
     room: Room | None = None  # of its submit: a leg of another room is another request's. None: not known
 
 
@@ -469,7 +475,7 @@ class Ended(Message, frozen=True):
 
 
 class Progress(_Named, frozen=True, tag="progress"):
-    """Node to controller, at most one per step: legs that produced their first output, legs that ended."""
+    """Node to controller, at most one per step: legs that produced their first output, and legs that ended."""
 
     instance: Name
     dp_rank: DpRank
@@ -485,14 +491,15 @@ class Bye(_Named, frozen=True, tag="bye"):
 
 
 class HistoryQuery(Message, frozen=True, tag="recall"):
-    """What do you remember of `rid`?"""
+    """A question for the rank's record of `rid`."""
 
     id: Count
     rid: Rid
 
 
 class TraceEvent(Message, frozen=True):
-    """Something happened to a request at `at_us` (microseconds since 1970, by the clock of who says it)."""
+    """An event in the life of a request, at `at_us` (microseconds since 1970, by the clock of the part that records
+    it)."""
 
     at_us: Count
     what: Word
@@ -512,12 +519,13 @@ class HistoryReply(Message, frozen=True, tag="recalled"):
 
 
 class Submit(Message, frozen=True, tag="submit"):
-    """Frames: header, prompt (int32 little-endian token ids), params (`Params`). The controller reads the header.
+    """A request. Frames: header, prompt (int32 little-endian token ids), params (`Params`). The controller reads the
+    header.
 
-    `routed_dp_rank` fixes this leg's rank (in a pair: the decode leg's); `disagg_prefill_dp_rank` fixes the
-    prefill leg's rank in a pair and tells a decode leg where its prefill ran. `instance` and `prefill_instance`
-    name instances where there are several. Without `model` it runs the one that ready ranks serve; while they serve
-    several it fails with `no_rank`.
+    `routed_dp_rank` fixes this leg's rank (in a pair: the decode leg's). `disagg_prefill_dp_rank` fixes the prefill
+    leg's rank in a pair, and gives a lone decode leg the rank of its prefill. `instance` and `prefill_instance` name
+    instances where there are several. Without `model` the request gets the model that ready ranks serve; while they
+    serve several, it fails with `no_rank`.
     """
 
     rid: Rid
@@ -537,21 +545,21 @@ class Submit(Message, frozen=True, tag="submit"):
     block_tokens: Count = 0
     block_hashes: Annotated[bytes, Meta(max_length=1 << 19)] = b""  # 8 bytes a full prompt block
     needs: Annotated[tuple[Word, ...], Meta(max_length=64)] = ()  # sampling parameters that its ranks must know
-    continue_on_disconnect: bool = False  # it goes on to its end when its client is gone and nobody reads its output
-    ttft_slo_s: Seconds = 0.0  # its first token is to be there by then; 0: what the controller takes for usual
-    tpot_slo_s: Seconds = 0.0  # each further token is to take no longer, on average; 0: likewise
-    slo_class: Word = ""  # the controller knows by it what is meant by these two, where they are 0
+    continue_on_disconnect: bool = False  # run to the end even if the client is gone and the output is not read
+    ttft_slo_s: Seconds = 0.0  # wanted time to the first token; 0: the controller's default
+    tpot_slo_s: Seconds = 0.0  # wanted time per further token, on average; 0: the controller's default
+    slo_class: Word = ""  # the name of the class from which these two come, where they are 0
     trace: TraceContext | None = None  # where it is traced
-    asked_us: Count = 0  # when its caller asked for it, microseconds since 1970 by the client's clock. 0: not said
-    # (instance, dp_rank) of ranks whose streams its client does not get; it goes elsewhere as long as there are others
+    asked_us: Count = 0  # when the caller asked, microseconds since 1970 by the client's clock. 0: unknown
+    # (instance, dp_rank) of ranks whose streams do not reach the client: other ranks are preferred
     avoid: Annotated[tuple[tuple[InstanceOrEmpty, DpRank], ...], Meta(max_length=16)] = ()
-    # of one leg, whose other one is at another controller: the attempt as which its client submitted both; each
-    # controller may count on. 0: not said
+    # for a single leg whose other leg is at another controller: the attempt with which the client submitted
+    # both; each controller may count on from there. 0: unknown
     pair_attempt: Count = 0
 
 
 class Params(Message, frozen=True, tag="params"):
-    """How the engine samples; opaque to the controller. Temperature 0 is greedy."""
+    """The engine's sampling parameters; opaque to the controller. Temperature 0 is greedy."""
 
     temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
     top_k: Annotated[int, Meta(ge=0, le=2**31)] = 0
@@ -569,13 +577,15 @@ class Params(Message, frozen=True, tag="params"):
     json_schema: Grammar = ""
     regex: Grammar = ""
     ebnf: Grammar = ""
-    logprobs: Annotated[int, Meta(ge=-1, le=20)] = -1  # of the output, and of so many likeliest tokens; -1: none
+    logprobs: Annotated[
+        int, Meta(ge=-1, le=20)
+    ] = -1  # of each output token, and of this many most likely tokens; -1: none
     # Every rank may look at it, and none need know it, so it is not among `needs`.
-    seed_drawn: bool = False  # nobody chose the seed: an engine to which one costs may draw as it likes
+    seed_drawn: bool = False  # the seed was drawn, not chosen: an engine for which a seed is costly may ignore it
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Those set here that not every rank knows, by name."""
+        """The names of the parameters set here that not every rank knows."""
         return tuple(name for name, default in OPTIONAL_PARAMS if getattr(self, name) != default)
 
 
@@ -585,7 +595,7 @@ OPTIONAL_PARAMS: tuple[tuple[str, object], ...] = tuple(
 
 
 class Accepted(Message, frozen=True, tag="accepted"):
-    """The request was dispatched; attach to `decode.endpoint` for its tokens. Comes again on a new attempt."""
+    """The request was dispatched; attach to `decode.endpoint` for its tokens. It is sent again for a new attempt."""
 
     rid: Rid
     attempt: Attempt
@@ -604,7 +614,7 @@ class Failed(Message, frozen=True, tag="failed"):
 
 
 class Done(Message, frozen=True, tag="done"):
-    """The request is over and well; `legs` are those that ended with `ok`, a lost prefill leg is not among them."""
+    """The request has ended well; `legs` are those that ended with `ok`, so a lost prefill leg is not among them."""
 
     rid: Rid
     attempt: Attempt
@@ -613,7 +623,7 @@ class Done(Message, frozen=True, tag="done"):
 
 class Cancel(Message, frozen=True, tag="cancel"):
     rid: Rid
-    room: Room | None = None  # of its submit: a request of another room is another's. None: not said
+    room: Room | None = None  # of its submit: a request with another room is another request. None: unknown
 
 
 class StatusQuery(Message, frozen=True, tag="status"):
@@ -640,8 +650,8 @@ class RankStatus(_NamedAt, frozen=True):
     ended_total: Count
     failed_total: Count
     block_tokens: Count = 0  # of its KV blocks; what `Submit.block_hashes` must be made with to be of use there
-    state_age_s: AgeSeconds = -1.0  # it has been in this state for so long; -1: not said
-    epoch_age_s: AgeSeconds = -1.0  # since this start of it introduced itself; -1: not said
+    state_age_s: AgeSeconds = -1.0  # time in this state; -1: unknown
+    epoch_age_s: AgeSeconds = -1.0  # since this start introduced itself; -1: unknown
     restarts: Count = 0  # starts of it that took the place of an earlier one since the controller began
     ttft_counts: LatencyCounts = ()  # since the controller began: time to first token,
     tpot_counts: LatencyCounts = ()  # and time per output token after the first
@@ -657,7 +667,7 @@ class Scraped(Message, frozen=True):
 
 
 class WantedRole(Message, frozen=True):
-    """A role of a model (empty: of any) that ought to be served, and how many ranks are ready for it."""
+    """A role of a model (empty: of any) that should be served, and how many ranks are ready for it."""
 
     role: Role
     model: Model
@@ -674,21 +684,21 @@ class Status(_OfController, frozen=True, tag="status_is"):
     counts: dict[str, int]
     ranks: Annotated[tuple[RankStatus, ...], Meta(max_length=MAX_DP_SIZE)]
     remaining: Count = 0  # ranks that further messages of this id bring
-    uses_hashes: Annotated[tuple[Role, ...], Meta(max_length=3)] = ()  # whose methods look at `Submit.block_hashes`
+    uses_hashes: Annotated[tuple[Role, ...], Meta(max_length=3)] = ()  # roles whose methods use `Submit.block_hashes`
     scraped: Annotated[tuple[Scraped, ...], Meta(max_length=64)] = ()  # parts without ranks that have metrics
     wanted: Annotated[tuple[WantedRole, ...], Meta(max_length=MAX_WANTED)] = ()
 
 
 class TraceQuery(Message, frozen=True, tag="trace"):
-    """An operator asks what became of a request."""
+    """An operator's question for the history of a request."""
 
     id: Count
     rid: Rid
 
 
 class PartTrace(Message, frozen=True):
-    """What one part remembers of a request. `offset_us`: how far its clock is ahead of the controller's, known to
-    within half of `rtt_us` (-1: nobody knows)."""
+    """The events of a request that one part remembers. `offset_us`: how far its clock is ahead of the controller's,
+    known to within half of `rtt_us` (-1: unknown)."""
 
     part: KeyName
     events: Annotated[tuple[TraceEvent, ...], Meta(max_length=MAX_TRACE_EVENTS)]
@@ -703,14 +713,16 @@ class TraceReply(_OfController, frozen=True, tag="trace_is"):
     controller: Name
     parts: Annotated[tuple[PartTrace, ...], Meta(max_length=MAX_TRACE_PARTS)]
     silent: Annotated[tuple[KeyName, ...], Meta(max_length=256)] = ()  # ranks that did not answer, or the first of them
-    kept: Count = 0  # requests that the controller remembers,
-    kept_s: Seconds = 0.0  # of so long
-    rid: Annotated[str, Meta(max_length=128)] = ""  # of which it is told; empty: not said, the one that was asked for
-    others: Annotated[tuple[Rid, ...], Meta(max_length=64)] = ()  # that begin so too, the newest first
+    kept: Count = 0  # requests that the controller remembers
+    kept_s: Seconds = 0.0  # the time that they span
+    rid: Annotated[str, Meta(max_length=128)] = ""  # the request of this trace; empty: the one that was asked for
+    others: Annotated[
+        tuple[Rid, ...], Meta(max_length=64)
+    ] = ()  # other rids that begin with the one asked for, the newest first
 
 
 class DrainRank(_Named, frozen=True, tag="drain_rank"):
-    """An operator asks the controller to drain one rank."""
+    """An operator's order to drain one rank."""
 
     id: Count
     instance: Name
@@ -718,7 +730,7 @@ class DrainRank(_Named, frozen=True, tag="drain_rank"):
 
 
 class DrainRole(Message, frozen=True, tag="drain_role"):
-    """An operator asks the controller to drain a role's ranks, of one model or of all (empty), and to miss none."""
+    """An operator's order to drain a role's ranks, of one model or of all (empty), and not to expect them back."""
 
     id: Count
     role: Role
@@ -739,14 +751,15 @@ class Attach(Message, frozen=True, tag="attach"):
 
 
 class TokenLogprobs(Message, frozen=True):
-    """How likely the model itself held an output token, by natural logarithm: before temperature, penalties, cuts."""
+    """The model's own probability of an output token, as a natural logarithm: before temperature, penalties and
+    cuts."""
 
     logprob: LogProb  # of the token
     top: Annotated[tuple[tuple[TokenId, LogProb], ...], Meta(max_length=20)] = ()  # the likeliest there, first first
 
 
 class MoreTokens(Message, frozen=True):
-    """Tokens of another request, in the same words as `Tokens`."""
+    """Tokens of another request, with the same fields as `Tokens`."""
 
     rid: Rid
     attempt: Attempt
@@ -754,7 +767,7 @@ class MoreTokens(Message, frozen=True):
     ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS_PER_MESSAGE)]
 
     def alone(self) -> Tokens:
-        """As a message of their own."""
+        """Return these tokens as a message of their own."""
         return Tokens(self.rid, self.attempt, self.start, self.ids)
 
 
@@ -779,7 +792,7 @@ class Tokens(Message, frozen=True, tag="tokens"):
 
 
 class Detach(Message, frozen=True, tag="detach"):
-    """I have all I want of `rid`: forget its output."""
+    """The reader has all it wants of `rid`: forget its output."""
 
     rid: Rid
     attempt: Attempt
@@ -798,7 +811,8 @@ class KvPull(Message, frozen=True, tag="kv_pull"):
 
 
 class KvMeta(Message, frozen=True, tag="kv_meta"):
-    """Followed by one frame, the engine's own handle, where KV caches do not travel as blocks."""
+    """The description of a KV cache; one frame follows, the engine's own handle, where KV caches do not travel as
+    blocks."""
 
     room: Room
     attempt: Attempt
@@ -808,7 +822,9 @@ class KvMeta(Message, frozen=True, tag="kv_meta"):
     block_tokens: Count
     layout: Layout  # must equal the receiver's own
     ready: bool = True  # false: a sign of life while the prompt is still being computed; the rest says nothing yet
-    valid_s: Seconds = 0.0  # how long the KV cache is kept yet, whoever asks; 0: as long as it is asked for
+    valid_s: Seconds = (
+        0.0  # how long the KV cache is still kept, whether it is pulled or not; 0: as long as it is pulled
+    )
     asked: Count = 0  # of the receiver's last pull that had come when this was sent: it is no older than that pull
     cached_tokens: Count = 0  # how much of the prompt came from the prefix cache
     first_logprobs: TokenLogprobs | None = None  # of `first_token`, if they were asked for and decode streams it
@@ -816,7 +832,8 @@ class KvMeta(Message, frozen=True, tag="kv_meta"):
 
 
 class KvBlock(Message, frozen=True, tag="kv_block"):
-    """Followed by one raw frame. `crc32` covers `room`, `attempt`, `index` and the bytes (see docs/protocol.md)."""
+    """One KV block; one raw frame follows. `crc32` covers `room`, `attempt`, `index` and the bytes (see
+    docs/protocol.md)."""
 
     room: Room
     attempt: Attempt
@@ -841,11 +858,12 @@ class KvFail(Message, frozen=True, tag="kv_fail"):
     client: KeyName = ""  # as in `kv_pull`
 
 
-# --- who may say what to whom: one table per socket, so a port takes nothing that is not meant for it ----------
+# --- one table of messages per socket, so that a port accepts no others --------------------------------------
 
 
 class Table(dict[str, type[Message]]):
-    """What may come over a socket, by tag. `read` decodes and checks the bytes of any of them (`bus.wire.codec`)."""
+    """The messages that may come over a socket, by tag. `read` decodes and checks the bytes of any of them
+    (`bus.wire.codec`)."""
 
     __slots__ = ("read",)
     read: Callable[[bytes], Message]

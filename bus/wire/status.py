@@ -1,4 +1,4 @@
-"""A controller's status in as many messages as it takes, and one again. Pure; must not send."""
+"""A controller's status: split into several messages, and joined again. Pure; it must not send."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RANKS_PER_MESSAGE = 512  # with the longest names that is half a frame
 
 
 def split(status: Status) -> list[Status]:
-    """Messages to send in this order; each says how many ranks are still to come."""
+    """Return the messages to send, in this order; each states how many ranks are still to come."""
     ranks = status.ranks
     starts = range(0, max(1, len(ranks)), RANKS_PER_MESSAGE)
     parts = [ranks[at : at + RANKS_PER_MESSAGE] for at in starts]
@@ -23,7 +23,7 @@ def split(status: Status) -> list[Status]:
 
 
 def without_loads(status: Status) -> Status:
-    """What a client needs to know: which ranks there are, of what, and in what state."""
+    """Return what a client needs to know of a status: which ranks there are, their roles and their states."""
     ranks = tuple(
         RankStatus(
             rank.instance, rank.dp_rank, rank.role, rank.model, rank.state, rank.epoch, "", rank.max_context, -1.0,
@@ -35,8 +35,8 @@ def without_loads(status: Status) -> Status:
 
 
 def targets(status: Status) -> list[dict[str, Any]]:
-    """Where the metrics of all parts are, in the format of Prometheus's `file_sd` and `http_sd`. Labels are those that
-    the metrics themselves have; ranks that share a process have one target."""
+    """Return the addresses of all parts' metrics, in the format of Prometheus's `file_sd` and `http_sd`. Labels are
+    those of the metrics themselves; ranks that share a process have one target."""
     found: dict[str, dict[str, str]] = {}
     for scraped in status.scraped:
         found[scraped.metrics] = {"part": scraped.part, "instance": scraped.name or scraped.part}
@@ -51,7 +51,8 @@ def targets(status: Status) -> list[dict[str, Any]]:
 
 
 def join(before: Status | None, part: Status) -> Status:
-    """What came so far and `part`; complete when `remaining` is 0. A part that does not continue it starts anew."""
+    """Return the parts so far joined with `part`; the status is complete when `remaining` is 0. A `part` that does
+    not continue it starts it again."""
     if before is None or before.remaining != len(part.ranks) + part.remaining:
         return part
     return replace(part, ranks=before.ranks + part.ranks)

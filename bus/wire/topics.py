@@ -1,7 +1,7 @@
 """Topics of the PUB/SUB bus: `kind/instance/dp_rank/`, so that a prefix subscribes to a kind, an instance or a rank.
 
-The closing slash keeps rank 1 from matching rank 10. A publication is two frames: its topic, its message. Must not
-count, log or act.
+The closing slash keeps rank 1 from matching rank 10. A publication is two frames: its topic and its message. This
+module must not count, log or act.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def for_rank(prefix: bytes, instance: str, dp_rank: int) -> bytes:
 
 
 def of(message: Message) -> bytes:
-    """The topic `message` must travel under."""
+    """Return the topic under which `message` must be published."""
     prefix = _PREFIX.get(type(message))
     if prefix is not None:
         return for_rank(prefix, message.instance, message.dp_rank)  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ def of(message: Message) -> bytes:
 
 
 def read(frames: Sequence[bytes]) -> Message:
-    """The message of a publication. RemoteProtocolError as of `decode`, or `frames` or `topic`."""
+    """Return the message of a publication. RemoteProtocolError as in `decode`, or with `frames` or `topic`."""
     if len(frames) != 2:
         raise RemoteProtocolError("frames", f"{len(frames)} frames")
     message = decode(frames[1], PUBLICATIONS)

@@ -5,11 +5,11 @@ Someone who reads English as a second language understands each sentence at once
 1. A docstring is a sentence: it begins with a verb in the imperative ("Return the ...") or with its subject ("The
    rank's load is ..."). A class's or module's may also be a noun phrase that says what the thing is. None begins with
    a word of NO_BEGINNING, because then it can be understood only after the signature.
-2. No text holds a word or phrase of NO_PHRASES. `who` stands after a person alone: a machine is *it*.
+2. No text holds a word or phrase of NO_PHRASES. `who` stands only after a person (or in quotes): a machine is *it*.
 3. No class, function, parameter or attribute has a word of NO_NAMES in its name: functions that send are called `send`,
    that log `log`, that enqueue `enqueue`.
 
-NOT_YET = ("bus", "nodes", "controller", "pdbus", "benchmarks", "docs", "README.md")
+NOT_YET lists the folders and files that do not keep to this yet. A line goes when what it names is clean.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ PERSONS = {
     "reader", "readers", "someone", "those", "user", "users",
 }  # fmt: skip
 
-NOT_YET = ("bus", "nodes", "controller", "pdbus", "benchmarks", "docs", "README.md")
+NOT_YET = ("nodes", "controller", "pdbus", "benchmarks", "docs", "README.md")
 
 _phrases = re.compile(r"\b(" + "|".join(re.escape(phrase) for phrase in NO_PHRASES) + r")\b", re.IGNORECASE)
-_who = re.compile(r"(\w*)\W{0,3}\bwho\b(?!-)", re.IGNORECASE)
+_who = re.compile(r"(\w*)\W{0,3}(?<![`'\"])\bwho\b(?!-)", re.IGNORECASE)
 
 Violation = tuple[int, str, str]  # line, rule, words
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
