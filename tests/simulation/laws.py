@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from simulation.process import ControllerProcess
     from simulation.world import Asked, World
 
-LOST = frozenset({"crash", "pause", "hang", "twice"})  # of a node: its controllers lose its ranks
-FORGET = frozenset({"crash", "leave", "twice", "hang", "drain"})  # who wanted a leg may be gone, its rank held up
+LOST = frozenset({"crash", "pause", "hang", "twice", "revoke"})  # of a node: its controllers lose its ranks
+FORGET = frozenset(
+    {"crash", "leave", "twice", "hang", "drain", "revoke"}
+)  # who wanted a leg may be gone, its rank held up
 NEVER = frozenset({"duplicate_room", "too_long", "bad_room", "bad_rank", "bad_request", "bad_message", "empty_prompt"})
 RID_S = 130.0  # for so long ranks remember the ends of a rid
 EARLY_S, EARLY_TRIES = 4.0, 3  # a failure that a new try may mend is final after so long, or so many tries
@@ -26,6 +28,7 @@ WAITS_S = 2.0  # beside a rank that would take it
 KNOWS_S = 4.0  # until controllers and ranks that reach each other agree on what runs
 STEADY_S = 2.0  # a lease may be as short as a connection that flaps is away
 SILENT_S = 5.0
+LET_GO_S = 20.0  # after a key was let go of nothing of its is computed
 AT_REST = ("beacon", "ping", "pong", "member", "load", "sent", "rooms", "hello", "welcome", "query", "topology",
            "resync", "who")  # fmt: skip
 
@@ -100,6 +103,26 @@ def end(world: World, asked: Asked) -> None:
                 raise broken("nobody gives up early", "")
 
 
+def end_unread(world: World, asked: Asked, code: str) -> None:
+    """A dispatch has ended with `code`: may it? Its tokens are read elsewhere."""
+    why = ""
+    if code in NEVER:
+        why = "nothing is wrong with it"
+    elif code == "cancelled" and not asked.cancelled:
+        why = "nobody cancelled it"
+    elif code == "deadline" and (not asked.spec.deadline_s or world.now - asked.began < asked.spec.deadline_s - 0.01):
+        why = "it has no deadline, or that is not over"
+    elif code == "duplicate_rid":
+        namesakes = [other for other in world.asked if other.rid == asked.rid and other is not asked]
+        if not any(each.ended is None or each.ended > asked.began - RID_S for each in namesakes):
+            why = "nobody else has its rid"
+    elif code not in ("ok", "cancelled", "deadline"):
+        felt = [fault for since, until, fault in world.befell if since <= world.now and until >= asked.began]
+        why = "" if felt else "nothing has befallen anybody"
+    if why:
+        raise Broken("no end without a cause", f"{asked.rid} (request {asked.spec.number}), {code}: {why}", asked.rid)
+
+
 def at_any_moment(world: World) -> None:
     """Cores agree with themselves and, before long, with each other; nobody waits beside a rank that would take it."""
     for process in world.processes:
@@ -109,6 +132,19 @@ def at_any_moment(world: World) -> None:
         if controller.alive and controller.paused_until <= world.now:
             _work_conservation(world, controller)
     _agreement(world)
+    for name, since in world.revoked.items():
+        if world.now - since > LET_GO_S:
+            _let_go_of(world, world.by_name[name].key)
+
+
+def _let_go_of(world: World, key: str) -> None:
+    """No rank runs anything for a client whose key was revoked long ago."""
+    for node in world.nodes:
+        if node.alive and not world.felt(node.name):
+            for number, rank in node.part.host.ranks.items():
+                for leg in rank.core.legs:
+                    if leg.client == key and not leg.lives_on:
+                        raise Broken("a revoked key is let go of", f"{node.name}/{number} runs {leg} of {key}", leg.rid)
 
 
 def _agreement(world: World) -> None:
@@ -181,7 +217,8 @@ def _work_conservation(world: World, controller: ControllerProcess) -> None:
 def message_at_rest(world: World, frames: list[bytes], ends: str) -> None:
     """Once all is over an idle cluster says only that it lives."""
     tag, *fields = message_in(frames)
-    if tag not in AT_REST:
+    looks = tag in ("status", "status_is") and "edge-" in ends  # an edge does, each second
+    if tag not in AT_REST and not looks:
         raise Broken("an idle cluster is silent", f"{ends}: {tag} {fields}")
 
 
@@ -200,14 +237,16 @@ def at_rest(world: World) -> None:
             if (node.config.instance, number) in there:
                 raise Broken("at rest", f"{node.name} and {there[node.config.instance, number].name} both live")
             there[node.config.instance, number] = node
-            runner: Any = rank.runner
-            held = len(rank.core), len(runner.scheduler), runner.scheduler.pool.held
+            held = len(rank.core), *node.held(number)
             if any(held):
                 raise Broken(
-                    "at rest", f"{node.name}/{number} has (legs, sequences, blocks) {held}: {list(rank.core.legs)}"
+                    "at rest", f"{node.name}/{number} has (legs, sequences, ...) {held}: {list(rank.core.legs)}"
                 )
     for controller in world.controllers:
         _controller_at_rest(controller, there)
+    for process in world.processes:
+        if process.alive and (left := process.left_over()):
+            raise Broken("at rest", f"{process.name} has {left}")
     broker = world.broker.part.core.tally()
     if broker["watches"]:
         raise Broken("at rest", f"the broker has {broker}")

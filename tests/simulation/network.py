@@ -42,6 +42,7 @@ class Pipe:
         "flight",
         "id",
         "inbox",
+        "key",
         "outbox",
         "peer",
         "retry_s",
@@ -61,6 +62,7 @@ class Pipe:
         self.topics: tuple[bytes, ...] = ()  # of a PUB: what the peer wants
         self.retry_s = RECONNECT_S
         self.stalled_until = 0.0
+        self.key = ""  # that the peer has proved, where there are keys
 
 
 class SimSocket:
@@ -80,6 +82,7 @@ class SimSocket:
         self.routes: dict[bytes, Pipe] = {}
         self.ready: deque[Pipe] = deque()  # with something to read, each once; they take turns
         self.handshakes = 0
+        self.key = ""  # of whom the message came that was read last
         self.proxy: Callable[[Frames], None] | None = None  # takes what comes at once, as `zmq.proxy` does
 
     # --- as zmq.Socket ------------------------------------------------------------------------------------------
@@ -115,6 +118,7 @@ class SimSocket:
             raise zmq.Again()
         pipe = self.ready.popleft()
         frames = pipe.inbox.popleft()
+        self.key = pipe.key
         if pipe.inbox:
             self.ready.append(pipe)
         if pipe.peer is not None and pipe.peer.outbox:
@@ -139,6 +143,7 @@ class Network:
         self.speed = Speed()
         self.cut: dict[tuple[str, str], float] = {}  # (from, to) process: until when nothing passes
         self.slow: dict[str, tuple[float, float]] = {}  # process: seconds added to what it sends, and until when
+        self.banned: set[str] = set()  # processes whose key is on no list
         self.lost = 0  # messages that were on their way when their connection ended
         self.on_message: Callable[[Pipe, Frames], None] | None = None  # who watches hears of each that arrives
         self._at = at
@@ -248,8 +253,11 @@ class Network:
             self._at(socket.process.paused_until, lambda: self._try(pipe))
             return
         listener = self._listeners.get(socket.endpoint)
-        reachable = listener is not None and not any(
-            self._blocked_until(a, b) > now for a, b in ((socket, listener), (listener, socket))
+        unlisted = {socket.process.name, listener.process.name} & self.banned if listener is not None else ()
+        reachable = (
+            listener is not None
+            and not unlisted
+            and not any(self._blocked_until(a, b) > now for a, b in ((socket, listener), (listener, socket)))
         )
         if listener is None or not reachable:
             self._at(now + pipe.retry_s * (0.5 + self.rng.random() / 2), lambda: self._try(pipe))
@@ -270,6 +278,7 @@ class Network:
         self._names += 1
         other = Pipe(listener, b"\0" + self._names.to_bytes(4, "big"))
         pipe.peer, other.peer = other, pipe
+        pipe.key, other.key = listener.process.key, socket.process.key
         pipe.arrives_at = other.arrives_at = self.clock()
         listener.pipes[other] = None
         if listener.type == zmq.ROUTER:

@@ -36,6 +36,7 @@ class Process:
         self.world = world
         self.name = name
         self.host = host
+        self.key = ""  # its name; empty: there are none
         self.alive = False
         self.starts = 0
         self.paused_until = 0.0
@@ -57,6 +58,10 @@ class Process:
 
     def validate(self) -> None:
         """AssertionError where its cores contradict themselves."""
+
+    def left_over(self) -> str:
+        """Return what it has though all is over."""
+        return ""
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -139,7 +144,7 @@ class BrokerProcess(Process):
     kind = "broker"
 
     def _open(self, exits: ExitStack) -> None:
-        self.part = Broker(BrokerConfig(self.world.bus))
+        self.part = Broker(BrokerConfig(self.world.bus, keys=self.world.keys))
         self.part.open()
         self.loop = self.part.loop  # type: ignore[assignment]
         exits.callback(self.part.close)
@@ -155,7 +160,9 @@ class ControllerProcess(Process):
         self.waits: dict[Any, float] = {}  # lanes whose head waits beside ranks that would take it, and since when
 
     def _open(self, exits: ExitStack) -> None:
-        config = ControllerConfig(name=self.name, bus=self.world.bus, controller=self.base, **self._settings)
+        config = ControllerConfig(
+            name=self.name, bus=self.world.bus, controller=self.base, keys=self.world.keys, **self._settings
+        )  # fmt: skip
         self.part = Controller(config)
         self.part.open()
         self.loop = self.part.loop  # type: ignore[assignment]
@@ -207,6 +214,11 @@ class NodeProcess(Process):
         self.failure = self.part.failure or self.part.host.failure
         self.stop()
         self.world.node_left(self)
+
+    def held(self, number: int) -> tuple[int, ...]:
+        """Return what a rank has of requests: sequences, and blocks."""
+        scheduler = self.part.host.ranks[number].runner.scheduler  # type: ignore[attr-defined]
+        return len(scheduler), scheduler.pool.held
 
     def validate(self) -> None:
         for number, rank in self.part.host.ranks.items():

@@ -82,9 +82,9 @@ def minimized(spec: Spec, name: str) -> Spec:
     return spec
 
 
-def _one(plain: bool, seed: int) -> dict[str, Any]:
+def _one(how: tuple[bool, bool], seed: int) -> dict[str, Any]:
     began = time.process_time()
-    spec = draw(seed, not plain)
+    spec = draw(seed, *how)
     world, error = trial(spec)
     pairs = {tuple(sorted((a.kind, b.kind))) for a, b in combinations(spec.faults, 2) if abs(a.at_s - b.at_s) < MEET_S}
     return {
@@ -94,8 +94,8 @@ def _one(plain: bool, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _all(seeds: Iterable[int], jobs: int, plain: bool) -> Iterator[dict[str, Any]]:
-    one = partial(_one, plain)
+def _all(seeds: Iterable[int], jobs: int, how: tuple[bool, bool]) -> Iterator[dict[str, Any]]:
+    one = partial(_one, how)
     if jobs == 1:
         yield from map(one, seeds)
         return
@@ -118,11 +118,13 @@ def main() -> None:
     parser.add_argument("--state", type=Path, help="a campaign's: what it names is not run again")
     parser.add_argument("--first", action="store_true", help="stop at the first that breaks, and tell no more of it")
     parser.add_argument("--plain", action="store_true", help="without troubles: what old seeds meant")
+    parser.add_argument("--guests", action="store_true", help="with what others embed: dispatchers, resolvers, links")
     parser.add_argument("--story", action="store_true", help="tell what happened, break or not")
     options = parser.parse_args()
     state = _State(options.state)
+    how = not options.plain, options.guests
     left = [seed for seed in options.seeds if not state.has(seed)]
-    for done in _all(left, options.jobs, options.plain):
+    for done in _all(left, options.jobs, how):
         state.add(done)
         if done["broke"]:
             print(f"seed {done['seed']}: {done['broke']}: {done['what']}", flush=True)
@@ -133,9 +135,9 @@ def main() -> None:
     print(state.summary())
     for broken in state.tally["broken"][:3]:
         if len(left) == 1 or not options.state:
-            _tell(draw(broken["seed"], not options.plain), broken["broke"])
+            _tell(draw(broken["seed"], *how), broken["broke"])
     if options.story and len(left) == 1 and not state.tally["broken"]:
-        print("\n".join(told(draw(left[0], not options.plain), "")))
+        print("\n".join(told(draw(left[0], *how), "")))
     sys.exit(1 if state.tally["broken"] else 0)
 
 

@@ -27,6 +27,7 @@ import bus.runtime.sockets
 import controller.shell
 import nodes.link.host
 import nodes.link.rank
+from bus.rights import Known
 from bus.runtime.loop import Loop
 from bus.runtime.sockets import DATA_MAX, HEADER_MAX, HWM, UNREAD
 from simulation.network import SimSocket
@@ -87,13 +88,13 @@ class _Awake:
 class SimSockets:
     """What shells use of `bus.runtime.sockets.Sockets`."""
 
-    keyed = False
     refused: ClassVar[dict[str, int]] = {}  # nobody: there are no keys here
     gatekeeper = doors = None
 
     def __init__(self, process: Process, **settings: Any) -> None:
         self._process = process
         self._network = process.world.network
+        self.keyed = process.world.spec.keyed
         process.sockets.append(self)
         self.open: list[SimSocket] = []
 
@@ -181,6 +182,9 @@ def send(socket: SimSocket, frames: Sequence[Any]) -> None:
 
 def _receive(socket: SimSocket, copied: int = 1 << 30, keyed: bool = False, routed: bool = False) -> list[Any]:
     frames: list[Any] = socket.get()
+    if keyed:
+        known = frames[0] = Known(frames[0])
+        known.key = socket.key
     for number in range(copied, len(frames)):
         frames[number] = zmq.Frame(frames[number])
     return frames
@@ -224,6 +228,7 @@ def installed(world: World) -> Iterator[None]:
                 put(module, name, replaced[value])
     for module in (bus.broker.shell, bus.embed.publisher, bus.embed.resolver, controller.shell, nodes.link.host):
         put(module, "Sockets", lambda **settings: SimSockets(world.running, **settings))
+        put(module, "load_keys", lambda *_, **settings: SimpleNamespace(name=world.running.key))
     put(bus.runtime.service, "Loop", lambda **settings: SimLoop(world.running))
     put(bus.broker.shell, "threading", SimpleNamespace(Thread=_Proxy))
     drawn = random.Random(world.spec.seed)

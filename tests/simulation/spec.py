@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 Kind = Literal[
     "crash", "pause", "reset_one", "reset_all", "cut", "cut_one_way", "slow", "drain", "leave", "hang", "fail_steps",
-    "clock", "twice", "flap",
+    "clock", "twice", "flap", "revoke",
 ]  # fmt: skip
 FAULTS: tuple[Kind, ...] = get_args(Kind)
 OVER_TCP = ("cut", "cut_one_way")
@@ -32,6 +32,16 @@ class NodeSpec:
     dp_size: int
     first: int
     ranks: int
+    linked: bool = False  # an engine with a scheduler of its own, behind a RankLink
+
+
+@dataclass(frozen=True, slots=True)
+class Guest:
+    """What others embed, in a process of its own."""
+
+    name: str
+    host: str
+    kind: Literal["dispatcher", "resolver", "edge", "foreign", "intruder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,7 @@ class RequestSpec:
     cancel_s: float = 0.0
     deadline_s: float = 0.0
     rid: str = ""  # empty: the client draws one
+    by: str = ""  # the name of a guest that asks for it
     prefill_controller: int = -1  # of a pair at two controllers; -1: there is one for both legs
 
 
@@ -59,6 +70,7 @@ class Fault:
     sends or is sent is late. `drain`, `leave`: told to leave, and started again. `hang`: its engines end no step more.
     `fail_steps`: they fail some. `clock`: that of its host steps by `for_s`, back or forth. `twice`: a second start of
     the same ranks, while the first one lives. `flap`: its connections stall for a moment and are reset, over and over.
+    `revoke`: its key is on no list for so long; others let go of it, and let it in again when it is listed again.
     """
 
     at_s: float
@@ -92,6 +104,8 @@ class Spec:
     faults: tuple[Fault, ...]
     busy_s: float
     quiet_s: float = 12.0
+    guests: tuple[Guest, ...] = ()
+    keyed: bool = False  # each process proves a key, and clients have one each
 
     @property
     def bound_s(self) -> float:
@@ -105,10 +119,11 @@ class Spec:
         return ["broker", *(f"controller-{n}" for n in range(self.controllers)), *(node.name for node in self.nodes)]
 
 
-def draw(seed: int, troubles: bool = True) -> Spec:
-    """The trial of `seed`; without `troubles` as it was before there were any, for seeds that broke then."""
+def draw(seed: int, troubles: bool = True, guests: bool = False) -> Spec:
+    """The trial of `seed`; without `troubles` or `guests` as it was before these, for seeds that broke then."""
     spec = _plain(seed)
-    return with_troubles(spec, random.Random(f"{seed} troubles")) if troubles else spec
+    spec = with_troubles(spec, random.Random(f"{seed} troubles")) if troubles else spec
+    return with_guests(spec, random.Random(f"{seed} guests")) if guests else spec
 
 
 def _plain(seed: int) -> Spec:
@@ -172,7 +187,7 @@ def _with_events(spec: Spec, rng: random.Random) -> Spec:
 
 
 def _fault(spec: Spec, rng: random.Random) -> Fault:
-    kinds = [each for each in FAULTS if each != "flap"]  # that belongs to the troubles
+    kinds = [each for each in FAULTS if each not in ("flap", "revoke")]  # of the troubles, and of keys
     kind = rng.choice(kinds if spec.tcp else [each for each in kinds if each not in OVER_TCP])
     at_s = round(rng.uniform(0.6, spec.busy_s), 6)
     for_s = round(rng.choice((0.1, 0.5, 1.0, 2.0, 4.0, 8.0)) * rng.uniform(0.5, 1.5), 6)
@@ -241,3 +256,40 @@ def _trouble(spec: Spec, rng: random.Random) -> list[Fault]:
         faults.append(Fault(round(at_s, 6), kind, first, round(rng.choice((0.5, 1.0, 2.0, 4.0, 8.0)), 6), second))
         at_s += rng.expovariate(1.0)
     return faults
+
+
+def with_guests(spec: Spec, rng: random.Random) -> Spec:
+    """The same world with parts that others embed (dispatchers, resolvers, engines behind rank links), edges, clients
+    of another make and, where there are keys, one who meddles with what is others'; some faults are theirs."""
+    hosts = [f"h{n}" for n in range(spec.hosts)]
+    keyed = rng.random() < 0.4
+    counts = {"dispatcher": (0, 0, 1, 2), "edge": (0, 1), "foreign": (0, 1)}
+    counts |= {"resolver": (0, 1, 2)} if spec.paired else {}
+    counts |= {"intruder": (0, 1, 1)} if keyed else {}
+    guests = tuple(
+        Guest(f"{kind}-{n}", rng.choice(hosts), kind)  # type: ignore[arg-type]
+        for kind, some in counts.items()
+        for n in range(rng.choice(some))
+    )
+    share = rng.choice((0.0, 1.0)) if spec.paired else rng.choice((0.0, 0.5, 1.0))
+    nodes = tuple(replace(each, linked=rng.random() < share) for each in spec.nodes)
+    askers = [each.name for each in guests if each.kind in ("dispatcher", "edge", "foreign")]
+    requests = []
+    for each in spec.requests:
+        theirs = askers and rng.random() < 0.4
+        requests.append(replace(each, by=rng.choice(askers), prefill_controller=-1) if theirs else each)
+    faults = list(spec.faults)
+    names = [*(each.name for each in guests), *(each.name for each in nodes if each.linked)]
+    for _ in range(rng.choice((0, 1, 2, 3)) if names else 0):
+        kind: Kind = rng.choice(("crash", "pause", "reset_all", "reset_one", "flap", "slow"))
+        at_s, for_s = rng.uniform(0.6, spec.busy_s), rng.choice((0.2, 1.0, 4.0))
+        faults.append(Fault(round(at_s, 6), kind, rng.choice(names), for_s))
+    names = [f"client-{n}" for n in range(spec.clients)] + [each.name for each in nodes]
+    for _ in range(rng.choice((0, 1, 1, 2)) if keyed else 0):
+        at_s, for_s = rng.uniform(0.6, spec.busy_s), rng.choice((1.0, 4.0, 30.0))
+        faults.append(Fault(round(at_s, 6), "revoke", rng.choice(names), for_s))
+    faults.sort(key=lambda fault: fault.at_s)
+    return replace(
+        spec, nodes=nodes, guests=guests, requests=tuple(requests), faults=tuple(faults), keyed=keyed,
+        busy_s=max([spec.busy_s, *(fault.at_s + fault.for_s for fault in faults if fault.kind == "revoke")]),
+    )  # fmt: skip

@@ -24,16 +24,19 @@ from pdbus.client.core import Patience
 from pdbus.client.options import Controllers, Options, make_request
 from pdbus.client.output import Result
 from simulation import laws
+from simulation.embedded import DispatcherProcess, LinkProcess, ResolverProcess
 from simulation.laws import Broken
 from simulation.network import SILENCE_S, Network, Pipe
 from simulation.process import BrokerProcess, ClientProcess, ControllerProcess, NodeProcess, Process
 from simulation.runtime import installed
 from simulation.spec import VOCAB, Fault, NodeSpec, RequestSpec, Spec
 from simulation.story import ends_of
+from simulation.strangers import EdgeProcess, ForeignProcess, IntruderProcess
 
 CHECK_S = 0.1
 HUNG_S = 14.0  # until who supervises a node whose engine hangs kills it
 STALL_S = (0.02, 0.6)  # of connections that flap, and between two stalls
+LOOKS_S = (0.0, 2.0)  # until a key that was taken from the lists is let go of
 RESTART_S = (0.05, 1.5)  # until who supervises a process that died starts it again
 
 
@@ -50,10 +53,19 @@ class Asked:
         self.began = world.now
         self.ended: float | None = None
         self._world = world
+        self.room: int | None = None
+        self.over = False  # of who hears of its end alone
+        self.process: Process | None = None  # whose it is
 
     @property
     def lives(self) -> bool:
-        return self.result is None and not self.abandoned
+        return self.result is None and not self.abandoned and not self.over
+
+    def end(self, code: str) -> None:
+        """Note that it is over, as one whose tokens are read elsewhere."""
+        self.over, self.ended = True, self._world.now
+        self._world.counts[f"unread {code}"] += 1
+        laws.end_unread(self._world, self, code)
 
     def update(self, update: tuple[int, ...] | Result) -> None:
         if self.result is not None:
@@ -88,7 +100,10 @@ class World:
         self.clocks: dict[str, float] = {}  # by how much a host's is ahead
         self.unsteady: dict[str, float] = {}  # processes that others may not hear, or late: until when
         self.salts = {0, 1, 2} if spec.fickle else {0}
+        self.goodbyes: dict[tuple[str, int, int], float] = {}  # of starts of ranks: when they left
         self.bus = self._address("broker", 5550)
+        self.keys = "keys" if spec.keyed else ""
+        self.revoked: dict[str, float] = {}  # whose key is on no list, since when
         self._build()
 
     # --- time ---------------------------------------------------------------------------------------------------
@@ -161,14 +176,38 @@ class World:
             ControllerProcess(self, f"controller-{n}", rng.choice(hosts), base, settings)
             for n, base in enumerate(bases)
         ]
-        self.nodes = [NodeProcess(self, each.name, each.host, self._node(each, bases)) for each in spec.nodes]
+        guests = [each for each in spec.guests if each.kind == "dispatcher"]
+        for each in guests:
+            base = self._address(each.name, 5560)
+            bases.append(base)
+            self.controllers.append(DispatcherProcess(self, each.name, each.host, base, settings))
+        self.nodes: list[Any] = [
+            (LinkProcess if each.linked else NodeProcess)(self, each.name, each.host, self._node(each, bases))
+            for each in spec.nodes
+        ]
+        bases = bases[: spec.controllers]
+        self.resolvers = [
+            ResolverProcess(self, each.name, each.host) for each in spec.guests if each.kind == "resolver"
+        ]
         clients = tuple(ControllerAddress(base).clients for base in bases)
         patience = Patience(retries=spec.retries)
         self.clients = [
             ClientProcess(self, f"client-{n}", rng.choice(hosts), clients, patience) for n in range(spec.clients)
         ]
-        self.processes: list[Process] = [self.broker, *self.controllers, *self.nodes, *self.clients]
+        self.guests: list[Process] = []
+        for each in spec.guests:
+            if each.kind == "edge":
+                self.guests.append(EdgeProcess(self, each.name, each.host, clients, patience))
+            elif each.kind in ("foreign", "intruder"):
+                made = ForeignProcess if each.kind == "foreign" else IntruderProcess
+                self.guests.append(made(self, each.name, each.host, clients))
+        self.processes: list[Process] = [
+            self.broker, *self.controllers, *self.nodes, *self.clients, *self.resolvers,
+            *self.guests,
+        ]  # fmt: skip
         self.by_name = {process.name: process for process in self.processes}
+        for process in self.processes if spec.keyed else ():
+            process.key = key_of(process)
 
     def _node(self, each: NodeSpec, controllers: list[str]) -> NodeConfig:
         spec = self.spec
@@ -178,16 +217,20 @@ class World:
             role=each.role, instance=each.instance, dp_size=each.dp_size,  # type: ignore[arg-type]
             dp_ranks=tuple(range(each.first, each.first + each.ranks)), bus=self.bus, controllers=tuple(controllers),
             data=f"tcp://{each.name}" if spec.tcp else "ipc:///sim", engine=engine, max_running=spec.max_running,
-            chunk_tokens=spec.chunk_tokens, limits=Limits(hold_s=10.0), drain_s=5.0, wait_s=8.0,
+            chunk_tokens=spec.chunk_tokens, limits=Limits(hold_s=10.0), drain_s=5.0, wait_s=8.0, keys=self.keys,
         )  # fmt: skip
 
     # --- requests -----------------------------------------------------------------------------------------------
 
     def _ask(self, spec: RequestSpec) -> None:
-        client = self.clients[spec.client]
-        if not client.alive:
+        client = self.by_name.get(spec.by) if spec.by else self.clients[spec.client]
+        if client is None or not client.alive:
+            return
+        if not isinstance(client, ClientProcess):
+            self._ask_otherwise(spec, client)
             return
         asked = Asked(self, spec)
+        asked.process = client
         self.asked.append(asked)
         options: Options = {"max_tokens": spec.max_tokens, "ignore_eos": True}
         if spec.deadline_s:
@@ -198,13 +241,40 @@ class World:
         where = Controllers(client.controllers[spec.controller], apart)
         leg = "pair" if self.spec.paired else "unified"
         request = make_request(spec.prompt, options, where, client.rng, leg=leg)  # type: ignore[arg-type]
-        asked.rid = request.rid
+        asked.rid, asked.room = request.rid, request.main.bootstrap_room
         client.call(lambda: client.traffic.begin(request, asked.update))
         if spec.cancel_s:
             self.at(self.now + spec.cancel_s, lambda: self._cancel(client, asked))
+        room = request.main.bootstrap_room
+        for resolver in self.resolvers if room is not None and self.spec.paired else ():
+            told = self.rng.random() < 0.5
+            size = next(node.dp_size for node in self.spec.nodes if node.role == "prefill")
+            resolver.want(room, self.rng.randrange(size) if told else None, self.rng.choice((0.5, 2.0, 5.0)))
+
+    def _ask_otherwise(self, spec: RequestSpec, process: Process) -> None:
+        """A dispatcher asks, or a client of another make. It draws the rid, for each has a table of its own."""
+        if process.paused_until > self.now:
+            return
+        asked = Asked(self, spec)
+        asked.process, asked.rid = process, f"{process.name}-{spec.number}"
+        self.asked.append(asked)
+        if isinstance(process, DispatcherProcess):
+            process.ask(asked, "pair" if self.spec.paired else "unified")
+        else:
+            assert isinstance(process, ForeignProcess)
+            process.ask(asked)
+        if spec.cancel_s:
+            self.at(self.now + spec.cancel_s, lambda: self._cancel_otherwise(process, asked))
+
+    def _cancel_otherwise(self, process: Any, asked: Asked) -> None:
+        if asked.lives and process.alive and process.paused_until <= self.now:
+            asked.cancelled = True
+            process.cancel(asked)
 
     def _cancel(self, client: ClientProcess, asked: Asked) -> None:
-        if asked.result is None and not asked.abandoned:
+        if isinstance(client, EdgeProcess):
+            client.call(lambda: client.drop(asked) if asked.lives else None)
+        elif asked.result is None and not asked.abandoned:
             asked.cancelled = True
             client.call(lambda: client.traffic.cancel(asked.rid, asked.update))
 
@@ -242,7 +312,7 @@ class World:
             case "flap":
                 self._flap(process, self.now + fault.for_s)
             case "drain":
-                assert isinstance(process, NodeProcess)
+                assert isinstance(process, NodeProcess | LinkProcess)
                 if process.alive and process.ready:
                     process.drain()
                 lasts_s = 10.0
@@ -252,7 +322,7 @@ class World:
                     self._restart(process)
                 lasts_s = RESTART_S[1]
             case "hang":
-                assert isinstance(process, NodeProcess)
+                assert isinstance(process, NodeProcess | LinkProcess)
                 if process.alive:
                     for engine in process.engines:
                         engine.hang()
@@ -260,16 +330,19 @@ class World:
                     self.at(self.now + HUNG_S, lambda: self._crash(process) if process.starts == start else None)
                 lasts_s = HUNG_S + RESTART_S[1]
             case "fail_steps":
-                assert isinstance(process, NodeProcess)
+                assert isinstance(process, NodeProcess | LinkProcess)
                 for engine in process.engines if process.alive else ():
                     engine.fails += self.rng.randint(1, 4)
             case "clock":
                 self.clocks[process.host] = self.clocks.get(process.host, 0.0) + fault.for_s
                 lasts_s = 0.0
+            case "revoke":
+                self._revoke(process, fault.for_s)
+                lasts_s = LOOKS_S[1] + fault.for_s
             case "twice":
-                assert isinstance(process, NodeProcess)
+                assert isinstance(process, NodeProcess | LinkProcess)
                 self._again(process)
-        if fault.kind in ("pause", "cut", "cut_one_way", "slow", "flap"):
+        if fault.kind in ("pause", "cut", "cut_one_way", "slow", "flap", "revoke"):
             for name in filter(None, (fault.who, fault.other)):
                 self.unsteady[name] = max(self.unsteady.get(name, 0.0), self.now + lasts_s)
         self.befell.append((self.now, self.now + lasts_s + 15.0, fault))
@@ -284,14 +357,32 @@ class World:
         if again < until:
             self.at(again, lambda: self._flap(process, until))
 
+    def _revoke(self, process: Process, for_s: float) -> None:
+        """Others let go of it within two looks at their lists, and let it in again when its key is there again."""
+
+        def let_go() -> None:
+            self.network.banned.add(process.name)
+            self.revoked[process.name] = self.now
+            for pipe in self.network.connections(process):
+                if pipe.peer is not None and pipe.socket.process is not pipe.peer.socket.process:
+                    self.network.reset(pipe)
+            self.at(self.now + for_s, back)
+
+        def back() -> None:
+            self.network.banned.discard(process.name)
+            self.revoked.pop(process.name, None)
+
+        if process.name not in self.revoked:
+            low, high = LOOKS_S
+            self.at(self.now + low + (high - low) * self.rng.random(), let_go)
+
     def _crash(self, process: Process) -> None:
         if not process.alive:
             return
         process.crash()
-        if isinstance(process, ClientProcess):
-            for asked in self.asked:
-                if asked.result is None and self.clients[asked.spec.client] is process:
-                    asked.abandoned = True
+        for asked in self.asked:
+            if asked.lives and asked.process is process:
+                asked.abandoned = True
         self._restart(process)
 
     def _restart(self, process: Process) -> None:
@@ -302,16 +393,19 @@ class World:
             lambda: process.start() if not process.alive and process.starts == start else None,
         )
 
-    def _again(self, node: NodeProcess) -> None:
-        twin = NodeProcess(self, f"{node.name}'{len(self.nodes)}", node.host, node.config)
+    def _again(self, node: Any) -> None:
+        twin = type(node)(self, f"{node.name}'{len(self.nodes)}", node.host, node.config)
         self.nodes.append(twin)
         self.processes.append(twin)
         self.by_name[twin.name] = twin
+        twin.key = node.key
         twin.start()
 
-    def node_left(self, node: NodeProcess) -> None:
+    def node_left(self, node: Any) -> None:
         """It was drained, has failed, or was replaced, which who supervises it leaves at that."""
         node.replaced = isinstance(node.failure, Replaced)
+        for number, rank in node.part.host.ranks.items():
+            self.goodbyes[node.config.instance, number, rank.epoch] = self.now
         if not node.replaced:
             self._restart(node)
 
@@ -330,6 +424,10 @@ class World:
         if self.spec.tcp:
             self.at(self.now + SILENCE_S + self.rng.random(), look)
 
+    def felt(self, name: str) -> bool:
+        """Return whether a fault may be felt at a process now: one that befell it, or what it speaks with."""
+        return any(until > self.now and name in (fault.who, fault.other) for _, until, fault in self.befell)
+
     def _check(self) -> None:
         laws.at_any_moment(self)
         self.at(self.now + CHECK_S, self._check)
@@ -337,3 +435,12 @@ class World:
     def _silent_now(self, pipe: Pipe, frames: list[bytes]) -> None:
         self._watcher(pipe, frames)
         laws.message_at_rest(self, frames, ends_of(pipe))
+
+
+def key_of(process: Process) -> str:
+    """Return the name of its key."""
+    if isinstance(process, BrokerProcess | ControllerProcess):
+        return f"{process.kind}s/{process.name}"
+    if isinstance(process, NodeProcess | LinkProcess):
+        return f"nodes/{process.config.instance}"
+    return "nodes/decode" if isinstance(process, ResolverProcess) else f"clients/{process.name}"
