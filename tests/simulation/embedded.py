@@ -81,7 +81,7 @@ class DispatcherProcess(ControllerProcess):
         with self.world.runs(self):
             taken = self.dispatcher.dispatch(
                 asked.rid, frames, leg=leg, max_tokens=spec.max_tokens, bootstrap_room=room,  # type: ignore[arg-type]
-                deadline_s=spec.deadline_s, lives_on=True,
+                deadline_s=spec.deadline_s, continue_on_disconnect=True,
             )  # fmt: skip
         if taken == (asked.rid in self.dispatched):
             raise Broken(

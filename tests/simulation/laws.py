@@ -143,7 +143,7 @@ def _let_go_of(world: World, key: str) -> None:
         if node.alive and not world.felt(node.name):
             for number, rank in node.part.host.ranks.items():
                 for leg in rank.core.legs:
-                    if leg.client == key and not leg.lives_on:
+                    if leg.client == key and not leg.continue_on_disconnect:
                         raise Broken("a revoked key is let go of", f"{node.name}/{number} runs {leg} of {key}", leg.rid)
 
 

@@ -20,7 +20,7 @@ from bus.errors import BusError
 from bus.wire.messages import Status, StatusQuery
 from pdbus.client.channel import Channel
 from pdbus.client.core import Patience
-from pdbus.client.options import Options, Where, make_request
+from pdbus.client.options import Controllers, Options, make_request
 from pdbus.launcher.child import Child
 from pdbus.launcher.spec import PartSpec
 from simulation.scenario import STEP_S, WAIT_S, Asked, Shape
@@ -115,7 +115,7 @@ class ProcessStage:
     # --- as a Stage ---------------------------------------------------------------------------------------------
 
     def begin(self, name: str, prompt: tuple[int, ...], options: Options, at: int, prefill_at: int | None) -> Asked:
-        where = Where(self._clients[at], None if prefill_at is None else self._clients[prefill_at])
+        where = Controllers(self._clients[at], None if prefill_at is None else self._clients[prefill_at])
         request = make_request(prompt, options, where, self._channel.rng, leg=self.shape.leg)  # type: ignore[arg-type]
         asked = Asked(name, prompt, options["max_tokens"], request)
         self._asked.append(asked)

@@ -64,6 +64,7 @@ class Asked:
     ids: list[int] = field(default_factory=list)
     result: Result | None = None
     ends: int = 0
+    process: None = None  # the simulation's laws ask whose it is: a client's that does not crash
 
     def update(self, update: tuple[int, ...] | Result) -> None:
         if isinstance(update, Result):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from pdbus.client.options import Options, Where, make_request
+from pdbus.client.options import Controllers, Options, make_request
 from simulation import laws
 from simulation.runtime import installed
 from simulation.scenario import STEP_S, WAIT_S, Asked, Shape
@@ -57,7 +57,7 @@ class SimulatedStage:
         client = self.world.clients[0]
         apart = None if prefill_at is None else client.controllers[prefill_at]
         leg: Any = self.shape.leg
-        request = make_request(prompt, options, Where(client.controllers[at], apart), client.rng, leg=leg)
+        request = make_request(prompt, options, Controllers(client.controllers[at], apart), client.rng, leg=leg)
         asked = Asked(name, prompt, options["max_tokens"], request)
         asked_of_world: Any = asked
         self.world.asked.append(asked_of_world)

@@ -221,7 +221,13 @@ class Simulated:
 
     def _process(self, name: str) -> Any:
         return SimpleNamespace(
-            name=name, host=name, paused_until=0.0, woken=lambda: None, readable=lambda socket: None, now=self._time
+            name=name,
+            key="",
+            host=name,
+            paused_until=0.0,
+            woken=lambda: None,
+            readable=lambda socket: None,
+            now=self._time,
         )
 
     def _at(self, when: float, function: Callable[[], None]) -> None:

@@ -1,0 +1,54 @@
+"""Worlds in which others take part (`--guests`): what must hold holds, and is seen where it does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import cuts
+import pytest
+
+RUN = "import cuts, sys; cuts.cut_hook.install({0!r}, {1!r}, {2!r}); from simulation.run import main; main()"
+# what is put in another's place, and a seed in which that is seen, as which law
+PUT_BACK = (
+    ("bus.rights:owns", 'not owner or key_of(peer) in ("", owner)', "True", 5, "nobody reads another key's tokens"),
+    (
+        "controller.requests.life:Life.cancel",
+        'client not in ("", request.client)',
+        "False",
+        2,
+        "no end without a cause",
+    ),
+)
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    """Return the exit code and what was said, in a process of its own, since trials are the same where hashes are."""
+    path = os.pathsep.join(str(cuts.ROOT / each) for each in ("tests", "tests/support"))
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cuts.ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_what_must_hold_holds_for_those_who_take_part() -> None:
+    """Of keys, an intruder, resolvers, a dispatcher, rank links, an edge and a foreign client each is there."""
+    code, said = run("-m", "simulation.run", "2:6", "--guests", "--first")
+    assert code == 0, said
+    for each in ("intruder told", "resolved", "unread ok", "fault revoke"):
+        assert each in said, said
+
+
+@pytest.mark.parametrize(("symbol", "old", "new", "seed", "law"), PUT_BACK, ids=lambda each: str(each)[:30])
+def test_a_right_that_is_not_looked_at_is_seen(symbol: str, old: str, new: str, seed: int, law: str) -> None:
+    code, said = run("-c", RUN.format(symbol, old, new), str(seed), "--guests", "--first")
+    assert code == 1, said
+    assert f"seed {seed}: {law}" in said
