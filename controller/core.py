@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from bus.actions import Note, Publish
 from bus.rights import key_of, may
-from bus.wire.kv_names import Removed, Stored
 from bus.wire.messages import (
     MAX_DP_SIZE,
     Beacon,
@@ -47,6 +46,7 @@ from bus.wire.messages import (
     Who,
 )
 from bus.wire.status import split, without_loads
+from controller.balancer import Balancer
 from controller.config import ControllerConfig
 from controller.events import (
     Action,
@@ -70,7 +70,6 @@ from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.members import Loss, Members
 from controller.observe import Regret, Scrapes, rank_status
-from controller.placement import Placement
 from controller.policies import Policy, PolicySettings, make_policy
 from controller.policies.prefix_index import PrefixIndex
 from controller.policies.registry import guarded
@@ -106,9 +105,9 @@ class ControllerCore:
         self.policies = {role: self._policy(role, (policies or {}).get(role)) for role in config.methods}
         self.uses_hashes = tuple(role for role, policy in self.policies.items() if policy.uses_hashes)
         self.late = LateBinding(config.late_tokens, config.tpot_slo_s) if config.queue_order == "slo" else None
-        placement = Placement(self.table, self.policies, self.late)
-        self.life = Life(config, epoch, self.table, placement, self.counts, now, self.members.suspects)
-        self.life.young = self.health.young(now)
+        self.balancer = Balancer(self.table, self.policies, self.late, self.members.suspects)
+        self.balancer.settled, self.balancer.young = False, self.health.young(now)
+        self.life = Life(config, epoch, self.balancer, self.counts, now)
         self.scrapes = Scrapes(Scraped("controller", config.name, config.metrics))
         self.inquiries = Inquiries(config.name, self.members, self.life, wall_s)
         self._started_at = now
@@ -136,7 +135,7 @@ class ControllerCore:
         elif type(event) is FromClient:
             message = event.message
             if type(message) is Submit:
-                if not self.life.settled:
+                if not self.balancer.settled:
                     self._settle(now)
                 if self.late is not None:
                     self.life.by_tick = self._by_tick
@@ -179,18 +178,18 @@ class ControllerCore:
     @property
     def needs_ticks(self) -> bool:
         """Whether a tick is wanted each few tens of milliseconds; if not, a few times a second will do."""
-        return bool(self.life.requests or self.members.suspects) or not self.life.settled or self.table.shared
+        return bool(self.life.requests or self.members.suspects) or not self.balancer.settled or self.table.shared
 
     @property
     def waiting(self) -> bool:
         """Whether a publication may let something happen at once; if not, it is news only to the next decision."""
-        return bool(self.life.queue.requests) or not self.life.settled
+        return bool(self.life.queue.requests) or not self.balancer.settled
 
     @property
     def unready(self) -> str:
         """Why requests would not be served now; empty: each role that ranks are here for or that is wanted has a ready
         one, or enough of them have: unified, or prefill and decode. What is declared must have one."""
-        if not self.life.settled:
+        if not self.balancer.settled:
             return "waiting for the ranks' first reports"
         ready: dict[str, bool] = {}
         for rank in self.table.ranks.values():
@@ -367,7 +366,7 @@ class ControllerCore:
         for loss in losses:
             if self.table.ranks.get(loss.rank.key) is not loss.rank or self.members.state(loss.rank) in DEAD:
                 # its cache is gone with it, as far as can be told
-                self.policies[loss.rank.info.role].forgotten(loss.rank)
+                self.balancer.emptied(loss.rank)
                 if loss.rank.follower is not None:
                     loss.rank.follower.missed = True  # should the same start come back
                 self.life.table.inherited.forget(loss.rank)
@@ -392,9 +391,7 @@ class ControllerCore:
 
     def _on_load(self, message: LoadReport | Rooms | Member, load: Load, now: float, out: list[Action]) -> None:
         key = message.instance, message.dp_rank
-        if self.late is not None and (rank := self.table.ranks.get(key)) is not None and rank.epoch == message.epoch:
-            self.late.heard(rank, load, now)
-        rank = self.table.take_in(key, message.epoch, load, now)
+        rank = self.balancer.report(key, message.epoch, load, now)
         if rank is not None:
             if not rank.candidate and rank.was_candidate and rank.asked is None:  # seldom: dispatches fill it sooner
                 self.members.ping(rank, now, out)
@@ -415,14 +412,7 @@ class ControllerCore:
         if rank is None:
             self.counts["cache_unknown"] += 1
             return
-        policy = self.policies[rank.info.role]
-        for change in event.changes:
-            if isinstance(change, Stored):
-                policy.stored(rank, change.hashes)
-            elif isinstance(change, Removed):
-                policy.removed(rank, change.hashes)
-            else:
-                policy.forgotten(rank)
+        self.balancer.cache(rank, event.changes)
 
     def _on_engine_load(self, event: EngineLoad, now: float, out: list[Action]) -> None:
         """Without an acknowledgement all that can be done is to overwrite: what was sent counts as ingested."""
@@ -441,21 +431,19 @@ class ControllerCore:
     # --- time -------------------------------------------------------------------------------------------------
 
     def _settle(self, now: float) -> None:
-        if not self.life.settled:
-            self.life.settled = self.health.settled(now)
+        if not self.balancer.settled:
+            self.balancer.settled = self.health.settled(now)
 
     def _on_tick(self, now: float, out: list[Action]) -> None:
         self._settle(now)
-        self.table.age(now)
-        for policy in self.policies.values():
-            policy.tick(now)
+        self.balancer.tick(now)
         self.life.expire(now, out)
         self.inquiries.tick(now, out)
         if self.config.shed == "hopeless" and self.life.queue.requests:
             self.life.shed(now, out)
         if now >= self._sweep_at:
             self._sweep_at = now + self.config.lease_s / 12
-            self.life.young = self.health.young(now)
+            self.balancer.young = self.health.young(now)
             self._lose(self.members.sweep(now, out), now, out)
         if self.members.suspects:
             self._lose(self.members.give_up(now, out), now, out)

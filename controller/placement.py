@@ -1,4 +1,4 @@
-"""Which rank runs a leg: the caller's choice, else the method's. Pure; charges nothing.
+"""Which rank runs a leg: the caller's choice, else the method's. Pure; charges nothing. `controller.balancer` asks it.
 
 `place` returns a rank, or None when the leg should wait for credit, or raises Refusal. Credit is a rank's alone, not a
 request's: one request may overshoot it, and the node queues what does not fit yet.
@@ -26,73 +26,52 @@ Suits: TypeAlias = Callable[[RankLoad], bool]  # whether a rank can do what a le
 
 
 class Placement:
-    """Chooses by `policies` among the ranks of `table`. `learns` are those that want to know of ends."""
+    """Chooses by `policies` among the ranks of `table`."""
 
     def __init__(self, table: LoadTable, policies: Mapping[Role, Policy], late: LateBinding | None = None) -> None:
         self._table = table
         self._late = late  # None: at once
         self._policies = policies
-        self._charges = _overriding("charge", policies)
-        self._watches = _overriding("dispatched", policies)
-        self.learns = _overriding("ended", policies)
 
-    def charge(self, role: Role, rank: RankLoad, submit: Submit) -> int:
-        """What a leg at `rank` is charged: its prompt, where no policy knows better. What decode may produce nobody
-        knows."""
-        policy = self._charges.get(role)
-        return submit.prompt_tokens if policy is None else policy.charge(rank, submit)
-
-    def dispatched(self, role: Role, rank: RankLoad, submit: Submit, now: float) -> None:
-        """A leg went to `rank`, whoever chose it: a policy that learns from that does."""
-        if submit.routed_dp_rank is not None or submit.disagg_prefill_dp_rank is not None:
-            rank.routed_total += target_of(role, submit)[1] is not None
-        if role in self._watches:
-            self._watches[role].dispatched(rank, submit, now)
-
-    def check(self, role: Role, submit: Submit, model: str = "") -> str:
-        """The model that this leg is to run: `model`, which the leg before it runs, the one that the submit names, or
-        the only one that is live. Raises Refusal when the leg can run nowhere, whoever is alive and however long it
-        waits, and when several models are live."""
-        instance, dp_rank = target_of(role, submit)
-        model = model or submit.model
-        group = self._table.group(role, model, instance)
-        facts = group.facts()
+    def check(self, role: Role, submit: Submit, group: Group, dp_rank: int | None) -> Group:
+        """Return the ranks of the model that this leg is to run: `group`, which has those of the names that the caller
+        gave, or of the only model that is live. Raises Refusal when the leg can run nowhere, whichever rank is alive
+        and however long it waits, and when several models are live."""
+        facts, meant = group.facts(), group
         largest, models = facts.largest, facts.models
         if not models:
-            self._nobody(role, submit, model, instance)
+            self._nobody(role, submit, group.model, group.instance)
         if dp_rank is not None:
             rank = self._pinned(group, role, dp_rank)
-            model, largest = rank.info.model, rank.largest
-        elif not model:
+            meant, largest = self._table.group(role, rank.info.model, group.instance), rank.largest
+        elif not group.model:
             if len(models) == 1:
                 (model,) = models
+                meant = self._table.group(role, model, group.instance)
             else:
-                model = self._live_model(submit)
-                largest = self._table.group(role, model, instance).facts().largest
+                meant = self._table.group(role, self._live_model(submit), group.instance)
+                largest = meant.facts().largest
         _check_length(role, submit, largest)
         if submit.needs and not facts.params.issuperset(submit.needs):
             self._check_needs(role, submit, group)
-        return model
+        return meant
 
     def place(
-        self, role: Role, submit: Submit, avoid: tuple[RankLoad, ...] = (), model: str = "",
-        prefill: RankLoad | None = None, barred: Container[RankLoad] = (),
+        self, role: Role, submit: Submit, group: Group, dp_rank: int | None, other: Group | None = None,
+        prefill: RankLoad | None = None, avoid: tuple[RankLoad, ...] = (), barred: Container[RankLoad] = (),
     ) -> RankLoad | None:  # fmt: skip
-        """The rank for a leg, or None to wait. `avoid` names ranks to shun while there are others; `model` is what
-        `check` said; `prefill` is where the leg before it goes; those that are `barred` are not for the method to
-        choose."""
-        instance, dp_rank = target_of(role, submit)
-        model = model or submit.model
-        group = self._table.group(role, model, instance)
+        """Return the rank for a leg, or None to wait. `group` has the ranks of its model, and `other` those of the
+        decode leg where this is one of a pair, whose prefill leg goes to `prefill`. `avoid` names ranks to shun while
+        there are others; those that are `barred` are not for the method to choose."""
         if dp_rank is not None:
-            return self._of_caller(role, submit, group, dp_rank, self._suits(role, submit, group, model, prefill))
+            return self._of_caller(role, submit, group, dp_rank, self._suits(submit, group, other, prefill))
         if not group.ready:
-            raise Refusal("no_rank", f"no live {role} rank{_of(model)} can take this now")
+            raise Refusal("no_rank", f"no live {role} rank{_of(group.model)} can take this now")
         policy = self._policies[role]
         if policy.fixed:
-            return self._of_room(role, submit, group, self._suits(role, submit, group, model, prefill))
-        wants = submit.leg == "pair" or submit.needs  # more of a rank than that it is large enough
-        suits = self._suits(role, submit, group, model, prefill) if wants else None
+            return self._of_room(role, submit, group, self._suits(submit, group, other, prefill))
+        wants = other is not None or submit.needs  # more of a rank than that it is large enough
+        suits = self._suits(submit, group, other, prefill) if wants else None
         if not avoid and suits is None and not barred:
             chosen = self._pick(role, group, submit)
             if chosen is None or context_of(role, submit) <= chosen.largest:
@@ -131,23 +110,6 @@ class Placement:
                 shunned = rank.key
         ranks = (*targets, submit.prefill_instance, submit.needs, shunned, too_small)
         return Lane(model, roles, ranks, all(dp_rank is not None for _, dp_rank in targets))
-
-    @property
-    def held_by_wish(self) -> bool:
-        """Whether what was last to be placed waits for the time per token that it wishes, and for nothing else."""
-        return self._late is not None and self._late.held_by_wish
-
-    def work(self, submit: Submit) -> int:
-        """Prompt tokens that the first leg's rank will have to compute, as far as is known."""
-        return self._policies[ROLES[submit.leg][0]].work(submit)
-
-    def first_token_s(self, submit: Submit, model: str, work: int) -> float:
-        """How soon the first token of a prompt with `work` tokens to compute could come, if it went to a rank now."""
-        role = ROLES[submit.leg][0]
-        if self._late is None or role == "decode":
-            return 0.0
-        group = self._table.group(role, model, target_of(role, submit)[0])
-        return self._late.first_token_s(group.least(Metric.TOKENS), work)
 
     def _of_caller(self, role: Role, submit: Submit, group: Group, dp_rank: int, suits: Suits | None) -> RankLoad:
         """The rank that the caller named, credit or not."""
@@ -201,16 +163,19 @@ class Placement:
 
     # --- what not every rank can do ---------------------------------------------------------------------------
 
-    def _suits(self, role: Role, submit: Submit, group: Group, model: str, prefill: RankLoad | None) -> Suits | None:
-        """What a rank must be for this leg, apart from large enough; None, nearly always: all of `group` are that."""
+    @staticmethod
+    def _suits(submit: Submit, group: Group, other: Group | None, prefill: RankLoad | None) -> Suits | None:
+        """Return what a rank must be for this leg, apart from large enough; None, nearly always: all of `group` are
+        that."""
         facts, needs = group.facts(), submit.needs
-        paired, kinds = submit.leg == "pair", facts.kv_kinds
-        if paired:
-            other = self._table.group("decode", model, submit.instance)
+        paired, kinds = other is not None, facts.kv_kinds
+        if other is not None:
             kinds = other.facts().kv_kinds if prefill is None else frozenset((prefill.kv_kind,))
         if kinds == facts.kv_kinds and len(kinds) == 1 and (not needs or facts.params.issuperset(needs)):
             return None
-        if paired and prefill is None:  # prefill goes where some decode rank can follow, at once if there is one
+        if (
+            other is not None and prefill is None
+        ):  # prefill goes where some decode rank can follow, at once if there is one
             ranks = [rank for rank in other.members if rank is not None and rank.ready]
             kinds = frozenset(rank.kv_kind for rank in [rank for rank in ranks if rank.candidate] or ranks) or kinds
         return lambda rank: (
@@ -275,11 +240,6 @@ class Placement:
         if submit.model and (models := self._table.group(role).ready):
             raise Refusal("bad_request", f"model {submit.model} is not served; {', '.join(sorted(models))} is")
         raise Refusal("no_rank", f"no {role} rank{_of(model)} has joined")
-
-
-def _overriding(hook: str, policies: Mapping[Role, Policy]) -> dict[Role, Policy]:
-    """Those with a `hook` of their own: the others need no call at every request."""
-    return {role: each for role, each in policies.items() if getattr(type(each), hook) is not getattr(Policy, hook)}
 
 
 def target_of(role: Role, submit: Submit) -> tuple[str, int | None]:

@@ -1,6 +1,6 @@
 """The record of one rank (one start of it): facts, last report, counters, estimate. Decides nothing.
 
-`controller.load.table` changes its numbers, but for `routed_total`, which is `controller.placement`'s. What is no
+`controller.load.table` changes its numbers, but for `routed_total`, which is `controller.balancer`'s. What is no
 number belongs to who uses it: `peer`, `asked` and `clock` to `controller.members`, `work` and `latencies` to
 `controller.requests.life`,
 `inherited` to `controller.requests.table`, `follower` to `controller.feeds.nodes`.

@@ -1,40 +1,39 @@
-"""An attempt of a request, from its placing to its withdrawal: which ranks get its legs, and what they are told.
+"""An attempt of a request, from its placing to its withdrawal: its legs, and what their ranks and its client are told.
 
-Owns the legs and what is charged for them; what becomes of a request, and what its client hears, is for
+Owns the legs; `controller.balancer` chooses their ranks, and what becomes of a request is for
 `controller.requests.life`. Pure: what must be sent is appended to `out`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
 from math import inf
 
+from bus.actions import Note
 from bus.wire.codes import Code
-from bus.wire.messages import Attempt, CancelLeg, Dispatch, Ended, Location, MemberKey, Rid, Role
-from controller.events import Action, ToNode
+from bus.wire.messages import Accepted, Attempt, CancelLeg, Dispatch, Location, MemberKey, Rid
+from controller.balancer import Balancer
+from controller.events import Action, ToClient, ToNode
 from controller.load.rank import RankLoad
-from controller.load.table import LoadTable
-from controller.placement import Placement
 from controller.requests.lanes import Lane
-from controller.requests.request import MAX_ATTEMPT, ROLES, LegRun, LegState, Request, State
+from controller.requests.request import MAX_ATTEMPT, ROLES, LegRun, LegState, Request, State, about_of
 from controller.requests.table import HeldLeg, RequestTable
 
 
 class Attempts:
-    """Of the requests in `table`, at the ranks of `loads`. Dispatches are numbered under `epoch`."""
+    """The attempts of the requests in `table`, at the ranks of `balancer`. Dispatches are numbered under `epoch`."""
 
-    def __init__(
-        self, epoch: int, table: RequestTable, loads: LoadTable, placement: Placement, counts: Counter[str]
-    ) -> None:
+    def __init__(self, epoch: int, table: RequestTable, balancer: Balancer, counts: Counter[str]) -> None:
         self._epoch = epoch
         self._table = table
-        self._loads = loads
-        self._placement = placement
-        self._learns = placement.learns
+        self._balancer = balancer
+        self._loads = balancer.table
         self._counts = counts
         self._apart: list[Request] = []  # dispatched as such; may be over
         self.by_tick = False  # what waits is dispatched with ticks alone
+        self.trace = False  # a log line for each
 
     # --- begin ------------------------------------------------------------------------------------------------
 
@@ -45,71 +44,86 @@ class Attempts:
 
     def lane(self, request: Request) -> Lane:
         """Where it waits, if it does."""
-        lane = self._placement.lane(request.submit, request.model, request.avoid)
+        lane = self._balancer.lane(request.submit, request.model, request.avoid)
         return lane._replace(apart=True) if request.apart else lane
 
     def place(self, request: Request, now: float, out: list[Action]) -> bool:
-        """Dispatch `request` if its legs have ranks; False: it waits. Raises Refusal where waiting does not help."""
-        submit = request.submit
-        roles = ROLES[submit.leg]
-        if not request.tries:
-            held = self._table.inherited.of(submit.rid, request.client)
+        """Dispatch `request` if its legs have ranks, and tell its client where; False: it waits. Raises Refusal where
+        waiting does not help."""
+        held = None
+        if not request.tries and self._balancer.settled:
+            held = self._table.inherited.of(request.rid, request.client)
             if held and self._adopt(request, held, now, out):
                 return True
-            for role in roles:
-                request.model = self._placement.check(role, submit, request.model)
-            if held:
-                self._disown(request, out)
         queue = self._table.queue
-        if queue.requests and request.lane is None and queue.waits(self.lane(request), competing=self.by_tick):
-            return False
-        chosen: list[tuple[Role, RankLoad]] = []
-        prefill: RankLoad | None = None
+        in_turn: Callable[[str], bool] | None = None
+        if held or (queue.requests and request.lane is None):
+            in_turn = partial(self._in_turn, request, held, out)
         barred: Container[RankLoad] = self._with_one_apart() if request.apart else ()
-        for role in roles:
-            rank = self._placement.place(role, submit, request.avoid, request.model, prefill, barred)
-            if rank is None:
-                return False
-            chosen.append((role, rank))
-            prefill = rank
-        self._dispatch(request, chosen, now, out)
-        return True
+        request.model, legs, refusal = self._balancer.place(
+            request.submit, now, request.model, request.avoid, barred, not request.tries, in_turn
+        )
+        if refusal is not None:
+            raise refusal
+        if legs:
+            request.step("dispatched")
+            self._dispatch(request, legs, now, out)
+            return True
+        return False
+
+    def _in_turn(self, request: Request, held: list[HeldLeg] | None, out: list[Action], model: str) -> bool:
+        """It can be served by some rank of `model`: what nodes still run of it ends. Return whether no other request
+        that waits goes before it."""
+        request.model = model
+        if held:
+            self._disown(request, out)
+        queue = self._table.queue
+        return request.lane is not None or not queue.waits(self.lane(request), competing=self.by_tick)
 
     def _with_one_apart(self) -> set[RankLoad]:
         """The ranks with a request that is `apart` and has no token yet."""
         self._apart = [request for request in self._apart if request.state is State.RUNNING]
         return {leg.rank for request in self._apart for leg in request.legs if leg.state is LegState.RUNNING}
 
-    def _dispatch(self, request: Request, chosen: list[tuple[Role, RankLoad]], now: float, out: list[Action]) -> None:
+    def _dispatch(self, request: Request, legs: tuple[LegRun, ...], now: float, out: list[Action]) -> None:
         submit = request.submit
         if request.lane is not None:
             self._table.queue.remove(request, served=True)
-        request.step("dispatched")
-        request.tries += 1
         if request.apart:
             self._apart.append(request)
-        last = chosen[-1][0]
+        request.tries += 1
+        request.legs = legs
         prefill: Location | None = None
-        for role, rank in chosen:
-            charge = self._placement.charge(role, rank, submit)
-            leg = LegRun(role, rank, charge, now, role == last)
-            request.legs += (leg,)
+        for leg in legs:
+            role, rank = leg.role, leg.rank
             rank.work[submit.rid] = request, leg
-            number = self._loads.charge(rank, charge)
-            self._placement.dispatched(role, rank, submit, now)
             frames = request.frames
             if role == "decode":
                 if not rank.info.wants_prompt:
                     frames = frames[1:]
                 if submit.leg == "decode":
                     prefill = self._prefill_of(request)
-            out.append(ToNode(rank.peer, self._header(request, leg, number, prefill, now), frames))
+            out.append(ToNode(rank.peer, self._header(request, leg, prefill, now), frames))
             if role == "prefill":
                 prefill = rank.location
         self._counts["redispatched" if request.dispatched else "dispatched"] += 1
         request.dispatched = True
+        self.accept(request, out)
+        if self.trace:
+            out.append(Note("request.dispatched", "debug", about_of(request)))
 
-    def _header(self, request: Request, leg: LegRun, number: int, prefill: Location | None, now: float) -> Dispatch:
+    def accept(self, request: Request, out: list[Action]) -> None:
+        """Tell its client that it is known here, and where it runs."""
+        prefill = decode = None
+        for leg in request.legs:
+            if leg.role == "prefill":
+                prefill = leg.rank.location
+            else:
+                decode = leg.rank.location
+        accepted = Accepted(request.rid, request.attempt, request.submit.bootstrap_room, prefill, decode)
+        out.append(ToClient(request.peer, accepted))
+
+    def _header(self, request: Request, leg: LegRun, prefill: Location | None, now: float) -> Dispatch:
         """Of one leg. `prefill` tells a decode leg where its prefill is; without it a lone decode leg gets what its
         caller said, for the node to look up."""
         submit = request.submit
@@ -120,7 +134,7 @@ class Attempts:
             leg.role,
             leg.rank.key[1],
             self._epoch,
-            number,
+            leg.number,
             leg.charge,
             submit.prompt_tokens,
             submit.max_tokens,
@@ -157,16 +171,17 @@ class Attempts:
         attempt = max([leg.attempt for leg in held])
         roles = ROLES[submit.leg]
         newest = {leg.rank.info.role: leg.rank for leg in held if leg.attempt == attempt}
-        legs = [(role, newest[role]) for role in roles if role in newest]
+        legs = tuple([(role, newest[role]) for role in roles if role in newest])
         if not legs or legs[-1][0] != roles[-1] or attempt < request.attempt:
             return False
         model = legs[-1][1].info.model
-        if not all(rank.info.model == model and self._placement.may_run(role, submit, rank) for role, rank in legs):
+        if not all(rank.info.model == model and self._balancer.may_run(role, submit, rank) for role, rank in legs):
             return False
         self._end_inherited(request, out, [rank for _, rank in legs])
         self._counts["adopted"] += 1
         request.attempt, request.model, request.came_at = attempt, model, inf
-        self._dispatch(request, legs, now, out)
+        request.step("dispatched")
+        self._dispatch(request, self._balancer.place(submit, now, model, at=legs).legs, now, out)
         return True
 
     def _disown(self, request: Request, out: list[Action]) -> None:
@@ -186,25 +201,17 @@ class Attempts:
 
     # --- end --------------------------------------------------------------------------------------------------
 
-    def over(self, leg: LegRun, request: Request, ended: Ended | None = None, now: float = 0.0) -> None:
-        """`ended` is what its rank said; None: it is given up."""
-        ok = ended is not None and ended.code == "ok"
-        if ok:
-            leg.step("done")
-            leg.ended = ended
-        else:
-            leg.step("given up")
+    def give_up(self, leg: LegRun, request: Request) -> None:
+        """A leg ends without a word of its rank: it is lost, or withdrawn."""
         del leg.rank.work[request.rid]
-        self._loads.end(leg.rank, leg.charge, ok=ok)
-        if self._learns:
-            self._learn(leg, request, ended, now)
+        leg.step("given up")
+        self._balancer.ended(leg, request.submit)
 
-    def undo(self, leg: LegRun, request: Request, now: float) -> None:
+    def undo(self, leg: LegRun, request: Request) -> None:
         """Its dispatch never left this process."""
-        self._loads.undo(leg.rank, leg.charge)
         leg.step("given up")
         del leg.rank.work[request.rid]
-        self._learn(leg, request, None, now)
+        self._balancer.unsent(leg, request.submit)
 
     def cancel(self, request: Request, code: Code, out: list[Action], *, if_unfetched: bool = False) -> None:
         """Tell the ranks of the legs that still run."""
@@ -219,7 +226,7 @@ class Attempts:
         self.cancel(request, code, out)
         for leg in request.legs:
             if leg.state is LegState.RUNNING:
-                self.over(leg, request)
+                self.give_up(leg, request)
 
     def validate(self, live: Iterable[Request]) -> None:
         """Ranks and requests agree on what runs (tests call this after each event)."""
@@ -229,11 +236,6 @@ class Attempts:
             mine = [leg for leg, _ in running if leg.rank is rank]
             assert rank.outstanding == len(mine) == len(rank.work), rank
             assert rank.outstanding_tokens == sum(leg.charge for leg in mine), rank
-
-    def _learn(self, leg: LegRun, request: Request, ended: Ended | None, now: float) -> None:
-        policy = self._learns.get(leg.role)
-        if policy is not None:
-            policy.ended(leg.rank, request.submit, ended, 0.0 if ended is None else now - leg.began)
 
 
 def work_of(rank: RankLoad, rid: Rid, attempt: Attempt) -> tuple[Request, LegRun] | None:

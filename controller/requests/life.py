@@ -7,7 +7,7 @@ ranks, `controller.requests.table` keeps what is alive. Pure: what must be sent 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
@@ -18,7 +18,6 @@ from bus.rights import key_of, may
 from bus.tracecontext import child_of
 from bus.wire.codes import LEG_FAILED, MEANINGS, Code, Refusal, is_retryable
 from bus.wire.messages import (
-    Accepted,
     Cancel,
     CancelLeg,
     Done,
@@ -28,16 +27,14 @@ from bus.wire.messages import (
     Rid,
     Submit,
 )
+from controller.balancer import Balancer
 from controller.config import ControllerConfig
 from controller.events import Action, Over, ToClient, ToNode
 from controller.load.rank import RankLoad
-from controller.load.table import LoadTable
-from controller.placement import Placement
 from controller.requests.attempts import Attempts, work_of
 from controller.requests.losses import Losses
 from controller.requests.record import record_of
 from controller.requests.request import (
-    ROLES,
     LegRun,
     LegState,
     Request,
@@ -59,37 +56,30 @@ TOO_LATE = "its first token can no longer come in time"
 
 
 class Life:
-    """Live requests by rid. `settled` False holds everything back in the queue (the picture is still empty); while
-    `young`, no refusal is final that rests on who is there, since ranks may be missing."""
+    """Live requests by rid, at the ranks of `balancer`."""
 
     def __init__(
         self,
         config: ControllerConfig,
         epoch: int,
-        loads: LoadTable,
-        placement: Placement,
+        balancer: Balancer,
         counts: Counter[str],
         now: float,
-        suspects: Collection[RankLoad] = (),
     ) -> None:
         self._config = config
-        self._suspects = suspects  # ranks that may come back at any moment
         self._slo_classes = SloClasses(config.slo_classes) if config.queue_order == "slo" else None
         self._counts = counts
         self._ends_s = 0.0  # recent ends a second
         self._ends = 0
         self._told = self._untold = 0  # log lines since the last measure
         self.table = RequestTable(config, now)
-        self._loads = loads
-        self._placement = placement
-        self._attempts = Attempts(epoch, self.table, loads, placement, counts)
-        self.losses = Losses(config, self.table, loads, self._attempts, counts, self._leg_failed, self._try_again)
+        self._balancer = balancer
+        self._attempts = Attempts(epoch, self.table, balancer, counts)
+        self.losses = Losses(config, self.table, balancer, self._attempts, counts, self._leg_failed, self._try_again)
         self._unclear = self.losses.unclear
         self.requests = self.table.requests
         self.queue = self.table.queue
-        self.settled = False
-        self.young = True
-        self.trace = False  # a log line for each request
+        self._trace = False
         self._wishing: dict[str, float] = {}  # clients that wait, or waited, for a TPOT of their own, since when
         if self._slo_classes is not None:  # a series that is born with a count has no increase of it
             counts.update(dict.fromkeys(("ttft_slo", "ttft_slo_kept", "ttft_slo_missed", "ttft_slo_exempt"), 0))
@@ -109,6 +99,15 @@ class Life:
     @by_tick.setter
     def by_tick(self, value: bool) -> None:
         self._attempts.by_tick = value
+
+    @property
+    def trace(self) -> bool:
+        """Whether each request has log lines."""
+        return self._trace
+
+    @trace.setter
+    def trace(self, value: bool) -> None:
+        self._trace = self._attempts.trace = value
 
     # --- from clients -----------------------------------------------------------------------------------------
 
@@ -148,7 +147,7 @@ class Life:
         try:
             if request.losses or self._unclear.at or self._unclear.attempts:
                 self.losses.check(request)
-            if not self._place(request, now, out):
+            if not self._attempts.place(request, now, out):
                 self._enqueue(request, now, out)
         except Refusal as refusal:
             self._fail(request, refusal.code, refusal.sentence, now, out)
@@ -217,9 +216,9 @@ class Life:
         """Dispatch from the queue what there is credit for."""
         for request in self.queue.turns(lambda request: self._in_time(request, now)):
             try:
-                if not self._place(request, now, out) and self._placement.held_by_wish:
+                if not self._attempts.place(request, now, out) and self._balancer.held_by_wish:
                     if self._gives_up_wish(request, now):
-                        self._place(request, now, out)
+                        self._attempts.place(request, now, out)
                     else:
                         request.aside = True
             except Refusal as refusal:
@@ -274,7 +273,9 @@ class Life:
     def _reattach(self, live: Request, peer: Any, out: list[Action]) -> None:
         self._counts["reattached"] += 1
         self.table.move(live, peer)
-        self._accept(live, out)  # without ranks if it waits: it is known, so that its client does not take us for dead
+        self._attempts.accept(
+            live, out
+        )  # without ranks if it waits: it is known, so that its client does not take us for dead
 
     def _supersede(self, live: Request, peer: Any, now: float, out: list[Action]) -> None:
         self._counts["superseded"] += 1
@@ -286,7 +287,7 @@ class Life:
 
     def _enqueue(self, request: Request, now: float, out: list[Action]) -> None:
         if self._config.queue_order == "slo":
-            request.work = self._placement.work(request.submit)
+            request.work = self._balancer.work(request.submit)
             if self._config.shed == "hopeless" and not self._in_time(request, now):
                 raise Refusal("overloaded", TOO_LATE)
         while not self.queue.has_room(request.frames_bytes):
@@ -302,35 +303,7 @@ class Life:
     def _in_time(self, request: Request, now: float) -> bool:
         """Whether its first token would come in time if it went to a rank now."""
         due = request.first_due
-        return due == inf or now + self._placement.first_token_s(request.submit, request.model, request.work) <= due
-
-    def _place(self, request: Request, now: float, out: list[Action]) -> bool:
-        """Dispatch it and tell its client where; False: it waits. Raises Refusal where waiting does not help."""
-        try:
-            if not self.settled or not self._attempts.place(request, now, out):
-                return False
-        except Refusal as refusal:
-            meaning, roles = MEANINGS[refusal.code], ROLES[request.submit.leg]
-            if meaning.rank_may_return and any(rank.info.role in roles for rank in self._suspects):
-                return False
-            if self.young and meaning.needs_all_ranks:
-                sentence = f"{refusal.sentence}; but this controller has just begun, and ranks may be missing"
-                raise Refusal("no_rank", sentence) from None
-            raise
-        self._accept(request, out)
-        if self.trace:
-            out.append(Note("request.dispatched", "debug", about_of(request)))
-        return True
-
-    def _accept(self, request: Request, out: list[Action]) -> None:
-        prefill = decode = None
-        for leg in request.legs:
-            if leg.role == "prefill":
-                prefill = leg.rank.location
-            else:
-                decode = leg.rank.location
-        accepted = Accepted(request.rid, request.attempt, request.submit.bootstrap_room, prefill, decode)
-        out.append(ToClient(request.peer, accepted))
+        return due == inf or now + self._balancer.first_token_s(request.submit, request.model, request.work) <= due
 
     # --- inside: end ------------------------------------------------------------------------------------------
 
@@ -347,16 +320,21 @@ class Life:
             self.table.release_payload(request)
 
     def _ended(self, request: Request, leg: LegRun, ended: Ended, now: float, out: list[Action]) -> None:
-        self._attempts.over(leg, request, ended, now)
-        if leg.state is LegState.DONE:
+        del leg.rank.work[request.rid]
+        if self._balancer.ended(leg, request.submit, ended, now):
+            leg.step("done")
+            leg.ended = ended
             if leg.answers and request.state is State.RUNNING:
                 self._output(request, leg, now)
             _measure(request, leg, ended, now)
-        elif not is_spare(leg, request):
+            self._finish(request, now, out)
+            return
+        leg.step("given up")
+        if is_spare(leg, request):
+            self._finish(request, now, out)
+        else:
             sentence = ended.message or f"the {leg.role} leg ended with {ended.code}"
             self._leg_failed(request, leg, ended.code, sentence, now, out)
-            return
-        self._finish(request, now, out)
 
     def _finish(self, request: Request, now: float, out: list[Action]) -> None:
         """Done, once every leg is over."""
@@ -369,9 +347,11 @@ class Life:
         self._counts["done"] += 1
         self._ends += 1
         out.append(ToClient(request.peer, Done(request.rid, request.attempt, done)))
-        if self.trace:
+        if self._trace:
             out.append(Note("request.done", "debug", about_of(request)))
-        self._forget(request, now, "ok", "", out)
+        record = self.table.remove(request, now)
+        if self.spans and request.trace is not None:
+            out.append(Over(record))
 
     def _leg_failed(
         self, request: Request, leg: LegRun, code: Code, sentence: str, now: float, out: list[Action]
@@ -405,7 +385,7 @@ class Life:
         request.legs = ()
         request.apart = self.losses.is_apart(request)
         try:
-            if not self._place(request, now, out):
+            if not self._attempts.place(request, now, out):
                 self._enqueue(request, now, out)
         except Refusal as refusal:
             self._fail(request, code, f"{sentence}; then: {refusal.sentence}", now, out)
@@ -422,12 +402,10 @@ class Life:
     def _forget(
         self, request: Request, now: float, code: Code, why: str, out: list[Action], *, failed: bool = False
     ) -> None:
-        """It is over: all that stays is its story."""
+        """It did not end well: all that stays is its record."""
         if request.first_due != inf:
             self._no_first_token(code)
-        self.table.remove(request, failed=failed)
-        record = record_of(request, now, code, why)
-        self.table.history.add(record)
+        record = self.table.remove(request, now, code, why, failed=failed)
         if self.spans and request.trace is not None:
             out.append(Over(record))
 
@@ -446,12 +424,12 @@ class Life:
         self._tell("request.failed", level, about | {"code": code, "why": sentence}, out)
 
     def _tell(self, event: str, level: str, fields: dict[str, Any], out: list[Action]) -> None:
-        if level == "info" and not self.trace:
+        if level == "info" and not self._trace:
             if self._told >= TOLD_MAX:
                 self._untold += 1
                 return
             self._told += 1
-        if level != "debug" or self.trace:
+        if level != "debug" or self._trace:
             out.append(Note(event, level, fields))
 
 

@@ -12,10 +12,10 @@ from typing import TypeAlias
 
 from bus.wire.codes import Code, Refusal
 from bus.wire.messages import Attempt, CancelLeg, Dispatch, Rid
+from controller.balancer import Balancer
 from controller.config import ControllerConfig
 from controller.events import Action, ToNode
 from controller.load.rank import RankLoad
-from controller.load.table import LoadTable
 from controller.members import Loss
 from controller.requests.attempts import Attempts, work_of
 from controller.requests.request import MAX_ATTEMPT, LegRun, Request, State
@@ -30,12 +30,12 @@ class Losses:
     `again` with a leg whose request must be dispatched once more."""
 
     def __init__(
-        self, config: ControllerConfig, table: RequestTable, loads: LoadTable, attempts: Attempts,
+        self, config: ControllerConfig, table: RequestTable, balancer: Balancer, attempts: Attempts,
         counts: Counter[str], failed: Failed, again: Failed,
     ) -> None:  # fmt: skip
         self._config = config
         self._table = table
-        self._loads = loads
+        self._balancer = balancer
         self._attempts = attempts
         self._counts = counts
         self._failed = failed
@@ -62,7 +62,7 @@ class Losses:
                 out.append(ToNode(rank.peer, CancelLeg(rid, request.attempt, "fenced", room=room)))
             else:
                 self.unclear.untold(rid, request.attempt, request.submit.bootstrap_room)
-            self._attempts.over(leg, request)
+            self._attempts.give_up(leg, request)
             if loss.died:
                 request.losses += 1
             elif loss.died is None:
@@ -76,7 +76,7 @@ class Losses:
             return
         request, leg = work
         self._counts["undelivered"] += 1
-        self._attempts.undo(leg, request, now)
+        self._attempts.undo(leg, request)
         sentence = f"rank {rank.key[0]}/{rank.key[1]} lost its connection"
         if request.state is not State.RUNNING or request.attempt >= MAX_ATTEMPT:
             self._failed(request, leg, "peer_lost", sentence, now, out)
@@ -101,10 +101,10 @@ class Losses:
         self._counts["undelivered"] += 1
         work = work_of(rank, dispatch.rid, dispatch.attempt)
         if work is None:
-            self._loads.undo(rank, dispatch.charge, given_up=True)
+            self._balancer.unsent_late(rank, dispatch.charge)
         else:
             request, leg = work
-            self._attempts.undo(leg, request, now)
+            self._attempts.undo(leg, request)
             sentence = f"rank {rank.key[0]}/{rank.key[1]} takes no more messages"
             self._failed(request, leg, "overloaded", sentence, now, out)
 

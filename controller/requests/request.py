@@ -62,12 +62,13 @@ LEG_NEXT: dict[tuple[LegState, Literal["done", "given up"]], LegState] = {
 class LegRun:
     """One leg of one attempt at one rank (one start of it)."""
 
-    __slots__ = ("answers", "began", "charge", "ended", "first_at", "rank", "role", "state")
+    __slots__ = ("answers", "began", "charge", "ended", "first_at", "number", "rank", "role", "state")
 
-    def __init__(self, role: Role, rank: RankLoad, charge: int, began: float, answers: bool) -> None:
+    def __init__(self, role: Role, rank: RankLoad, charge: int, number: int, began: float, answers: bool) -> None:
         self.role: Role = role
         self.rank = rank
-        self.charge = charge
+        self.charge = charge  # tokens
+        self.number = number  # of its dispatch, at its rank
         self.began = began  # dispatched at
         self.answers = answers  # its output is what the client waits for
         self.first_at = inf  # its first output was reported at

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from bus.history import History
 from bus.timer_slots import TimerSlots
-from bus.wire.codes import Refusal
+from bus.wire.codes import Code, Refusal
 from bus.wire.messages import Attempt, Rid, Role
 from controller.config import ControllerConfig
 from controller.load.rank import RankLoad
 from controller.requests.order import ArrivalOrder, SloOrder
 from controller.requests.queue import CentralQueue
-from controller.requests.record import RequestRecord
+from controller.requests.record import RequestRecord, record_of
 from controller.requests.request import MAX_ATTEMPT, Request, State
 
 INHERITED_S = 60.0
@@ -113,8 +113,11 @@ class RequestTable:
         self.payload_bytes -= request.frames_bytes
         request.frames, request.frames_bytes = (), 0
 
-    def remove(self, request: Request, *, failed: bool = False) -> None:
-        """It has ended. If it `failed`, the ranks it lost are remembered, should its client come back with it."""
+    def remove(
+        self, request: Request, now: float, code: Code = "ok", why: str = "", *, failed: bool = False
+    ) -> RequestRecord:
+        """It has ended, with `code`: return the record of it, which stays. If it `failed`, the ranks it lost are
+        remembered, should its client come back with it."""
         if request.lane is not None:
             self.queue.remove(request)
         request.step("over")
@@ -134,6 +137,9 @@ class RequestTable:
                 del self._over[next(iter(self._over))]
         if failed and request.losses:
             self._keep_losses(request.rid, request.submit.offset, request.losses)
+        record = record_of(request, now, code, why)
+        self.history.add(record)
+        return record
 
     def blame(self, rid: Rid, offset: int) -> None:
         """A rank has died with `rid`, which may be over: it had no token beyond `offset` there."""

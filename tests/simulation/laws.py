@@ -193,7 +193,7 @@ def _steady(world: World, process: Process) -> bool:
 
 def _work_conservation(world: World, controller: ControllerProcess) -> None:
     core = controller.part.core
-    if not core.life.settled or core.config.queue_order != "arrival":
+    if not core.balancer.settled or core.config.queue_order != "arrival":
         return
     free = {(rank.info.model, rank.info.role) for rank in core.table.ranks.values() if rank.candidate}
     avoiding = {request.lane for request in core.life.queue if request.avoid}  # some ranks are none for these

@@ -41,6 +41,7 @@ TESTS = {  # of which room, with which tests under tests/; others hold these as 
                             "unit/test_policies_plugged_in.py"],
     "controller/requests": ["unit/test_queue_central.py", *WORLD],
     "controller/core.py": CORE,
+    "controller/balancer.py": ["unit/test_capabilities.py", "unit/test_same_decisions.py", *POLICY, *WORLD],
     "controller/placement.py": ["unit/test_capabilities.py", *POLICY, *WORLD],
     "controller/members.py": CORE,
     "nodes/link": ["unit/test_streams.py", "unit/test_kv_fetch.py", "unit/test_rank_link.py", *LEGS,

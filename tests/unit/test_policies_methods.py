@@ -8,11 +8,11 @@ from controller_world import hello, load, submit
 
 from bus.errors import ConfigError
 from bus.wire.codes import Refusal
+from bus.wire.messages import Submit
+from controller.balancer import Balancer
 from controller.config import ControllerConfig
-from controller.load.groups import Metric, Subset
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
-from controller.placement import Placement
 from controller.policies import POLICIES, make_policy, resolve
 
 
@@ -138,44 +138,50 @@ def test_a_bad_setting_is_one_clear_line(field: str, value: object) -> None:
 
 
 class TestPlacement:
-    def place(self, table: LoadTable, method: str = "round_robin", **wish: object) -> Placement:
-        return Placement(table, {"unified": make_policy(method)})
+    def balancer(self, table: LoadTable, method: str = "round_robin") -> Balancer:
+        return Balancer(table, {"unified": make_policy(method), "decode": make_policy(method)})
+
+    def rank(self, balancer: Balancer, request: Submit, *avoid: RankLoad) -> RankLoad | None:
+        """Where its only leg goes; raises what it is refused with."""
+        placed = balancer.place(request, 0.0, avoid=avoid)
+        if placed.refusal is not None:
+            raise placed.refusal
+        return placed.legs[0].rank if placed.legs else None
 
     def test_the_callers_rank_wins_even_without_credit(self) -> None:
         table, ranks = table_of(2)
-        placement = self.place(table)
+        balancer = self.balancer(table)
         for _ in range(20):  # credit is 8
-            assert placement.place("unified", submit(routed_dp_rank=1)) is ranks[1]
-            table.charge(ranks[1], 1)
+            assert self.rank(balancer, submit(routed_dp_rank=1)) is ranks[1]
 
     def test_a_rank_beyond_all_bounds_refuses_even_its_caller(self) -> None:
         table, ranks = table_of(1)
         for _ in range(32):
             table.charge(ranks[0], 1)
         with pytest.raises(Refusal, match="has 32 requests") as error:
-            self.place(table).place("unified", submit(routed_dp_rank=0))
+            self.rank(self.balancer(table), submit(routed_dp_rank=0))
         assert error.value.code == "overloaded"
 
     @pytest.mark.parametrize("dp_rank", [-1, 2, 10**30])
     def test_a_rank_outside_the_instance_is_refused(self, dp_rank: int) -> None:
         table, _ = table_of(2)
         with pytest.raises(Refusal, match=r"outside 0\.\.1 of i0") as error:
-            self.place(table).check("unified", submit(routed_dp_rank=dp_rank))
+            self.rank(self.balancer(table), submit(routed_dp_rank=dp_rank))
         assert error.value.code == "bad_rank"
 
     def test_a_rank_of_several_instances_needs_a_name(self) -> None:
         table, ranks = table_of(2, instances=2)
         with pytest.raises(Refusal, match="name one of i0, i1") as error:
-            self.place(table).place("unified", submit(routed_dp_rank=1))
+            self.rank(self.balancer(table), submit(routed_dp_rank=1))
         assert error.value.code == "bad_rank"
-        assert self.place(table).place("unified", submit(instance="i1", routed_dp_rank=1)) is ranks[3]
+        assert self.rank(self.balancer(table), submit(instance="i1", routed_dp_rank=1)) is ranks[3]
 
     def test_a_rank_that_is_not_ready_or_has_not_joined_is_unavailable(self) -> None:
         table, ranks = table_of(2, dp_size=3)
         table.set_ready(ranks[0], False)
         for dp_rank in (0, 2):
             with pytest.raises(Refusal) as error:
-                self.place(table).place("unified", submit(routed_dp_rank=dp_rank))
+                self.rank(self.balancer(table), submit(routed_dp_rank=dp_rank))
             assert error.value.code == "rank_unavailable"
 
     def test_a_request_too_large_for_one_rank_goes_to_another(self) -> None:
@@ -183,60 +189,48 @@ class TestPlacement:
         small, large = table.open(hello("i", 0, max_context=50)), table.open(hello("i", 1, max_context=500))
         for rank in (small, large):
             table.set_ready(rank, True)
-        placement = self.place(table)
+        balancer = self.balancer(table)
         for _ in range(3):
-            assert placement.place("unified", submit(prompt_tokens=80)) is large
+            assert self.rank(balancer, submit(prompt_tokens=80)) is large
         with pytest.raises(Refusal, match="500") as error:
-            placement.check("unified", submit(prompt_tokens=500))
+            self.rank(balancer, submit(prompt_tokens=500))
         assert error.value.code == "too_long"
 
     def test_ranks_to_avoid_are_avoided_while_there_are_others(self) -> None:
         table, (a, b) = table_of(2)
-        placement = self.place(table)
-        assert {placement.place("unified", submit(), (a,)) for _ in range(3)} == {b}
+        balancer = self.balancer(table)
+        assert {self.rank(balancer, submit(), a) for _ in range(3)} == {b}
         table.set_ready(b, False)
-        assert placement.place("unified", submit(), (a,)) is a
+        assert self.rank(balancer, submit(), a) is a
 
     def test_a_request_without_a_room_is_bad_where_the_room_picks_the_rank(self) -> None:
         table, (_, b) = table_of(2)
-        placement = self.place(table, "follow_bootstrap_room")
+        balancer = self.balancer(table, "follow_bootstrap_room")
         with pytest.raises(Refusal, match="the request has none") as error:
-            placement.place("unified", submit(bootstrap_room=None))
+            self.rank(balancer, submit(bootstrap_room=None))
         assert error.value.code == "bad_room"
-        assert placement.place("unified", submit(bootstrap_room=None, routed_dp_rank=1)) is b  # the caller's rank wins
-        assert placement.place("unified", submit(bootstrap_room=3)) is b
+        assert self.rank(balancer, submit(bootstrap_room=None, routed_dp_rank=1)) is b  # the caller's rank wins
+        assert self.rank(balancer, submit(bootstrap_room=3)) is b
 
     def test_who_serves_nothing_of_it_is_said(self) -> None:
         table, _ = table_of(1)
-        placement = Placement(table, {"unified": make_policy("round_robin"), "decode": make_policy("round_robin")})
-        for role, wish, code in (
+        balancer = self.balancer(table)
+        for leg, wish, code in (
             ("decode", {}, "no_rank"),
             ("decode", {"instance": "i0"}, "bad_rank"),
             ("unified", {"instance": "nope"}, "bad_rank"),
             ("unified", {"model": "other"}, "bad_request"),
         ):
-            request = submit(**wish)  # type: ignore[arg-type]
             with pytest.raises(Refusal) as error:
-                placement.check(role, request)  # type: ignore[arg-type]
-            assert error.value.code == code, (role, wish)
+                self.rank(balancer, submit(leg=leg, **wish))  # type: ignore[arg-type]
+            assert error.value.code == code, (leg, wish)
 
     def test_several_live_models_need_a_name(self) -> None:
         table, _ = table_of(1)
         other = table.open(hello("j", model="other"))
-        assert self.place(table).check("unified", submit()) == "m"  # j/0 is not ready yet
+        balancer = self.balancer(table)
+        assert balancer.place(submit(), 0.0).model == "m"  # j/0 is not ready yet
         table.set_ready(other, True)
         with pytest.raises(Refusal, match="m, other") as error:
-            self.place(table).check("unified", submit())
+            self.rank(balancer, submit())
         assert error.value.code == "no_rank"
-        assert self.place(table).check("unified", submit(model="other")) == "other"
-        assert self.place(table).check("unified", submit(instance="j", routed_dp_rank=0)) == "other"
-
-
-def test_a_subset_agrees_with_its_group() -> None:
-    table, ranks = table_of(4)
-    for n, rank in enumerate(ranks):
-        table.apply(rank.key, 1, load(1, running=n % 3, kv_tokens=(n * 7) % 5), 0.0)
-    group = table.group("unified")
-    for metric in Metric:
-        assert Subset(ranks).least(metric) is group.least(metric)
-    assert [dict(m) for m in Subset(ranks).instances()] == [dict(m) for m in group.instances()]

@@ -139,7 +139,7 @@ CUTS: tuple[Cut | Uncut, ...] = (
         "controller.placement:Placement._suits", "rank.params.issuperset(needs) and", ""),
     # 10: client and controller
     Cut("M52", "unit/test_controller_submits.py::TestPair::test_both_legs_are_dispatched_and_decode_is_told_where_prefill_runs",
-        "controller.requests.life:Life._accept", "out.append(ToClient(request.peer, accepted))", "pass"),
+        "controller.requests.attempts:Attempts.accept", "out.append(ToClient(request.peer, accepted))", "pass"),
     Cut("M53", "unit/test_controller_submits.py::TestPair::test_it_is_done_when_both_legs_have_ended",
         "controller.requests.life:Life._finish", "leg.state is LegState.RUNNING", "False"),
     Cut("M54", "unit/test_controller_ends.py::TestRetries::test_a_mendable_failure_before_any_output_goes_elsewhere_under_the_next_attempt",

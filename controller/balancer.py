@@ -1,0 +1,202 @@
+"""The balancer: the ranks of a submit's legs, all at once, and all that the choice of the next one rests on.
+
+It is the only way from requests, reports and caches to load table, policies and late binding; controller, lab and the
+SGLang plugin use it. It owns the order in which these are called, and what a leg is charged; `controller.placement`
+knows which ranks may run a leg. Pure: time is an argument. Requests wait elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Mapping
+from typing import NamedTuple, TypeAlias
+
+from bus.wire.codes import MEANINGS, Refusal
+from bus.wire.kv_names import Changes, Removed, Stored
+from bus.wire.messages import Ended, Hello, Load, MemberKey, Role, Submit
+from controller.late import LateBinding
+from controller.load.groups import Metric
+from controller.load.rank import RankLoad
+from controller.load.table import LoadTable
+from controller.placement import Placement, target_of
+from controller.policies import Policy
+from controller.requests.request import ROLES, LegRun
+
+Seats: TypeAlias = tuple[tuple[Role, RankLoad], ...]  # the ranks of a request's legs
+
+
+class Placed(NamedTuple):
+    """The answer to a submit: all of its legs, charged, in the order of `ROLES`. Without legs it waits, or `refusal`
+    says why waiting does not help. `model` is the one that all its attempts run, empty while that is open."""
+
+    model: str
+    legs: tuple[LegRun, ...] = ()
+    refusal: Refusal | None = None
+
+
+class Balancer:
+    """Balances over the ranks of `table` by one policy for each role. While not `settled` everything waits (the picture
+    is still empty); while `young`, no refusal is final that rests on which ranks are there, since some may be missing.
+    `suspects` are ranks that may come back at any moment: where one of them could take a request, it waits."""
+
+    def __init__(
+        self, table: LoadTable, policies: Mapping[Role, Policy], late: LateBinding | None = None,
+        suspects: Collection[RankLoad] = (),
+    ) -> None:  # fmt: skip
+        self.table = table
+        self.policies = policies
+        self.late = late  # None: requests go to ranks at once
+        self.settled = True
+        self.young = False
+        self._suspects = suspects
+        self._placement = Placement(table, policies, late)
+        self.lane = self._placement.lane
+        self.may_run = self._placement.may_run
+        self._charges = _overriding("charge", policies)
+        self._watches = _overriding("dispatched", policies)
+        self._learns = _overriding("ended", policies)
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def place(
+        self, submit: Submit, now: float, model: str = "", avoid: tuple[RankLoad, ...] = (),
+        barred: Container[RankLoad] = (), check: bool = True, in_turn: Callable[[str], bool] | None = None,
+        at: Seats = (),
+    ) -> Placed:  # fmt: skip
+        """Choose and charge the ranks of all legs of `submit`, or of none. `model` is that of its attempts before this
+        one, which were checked, so `check` may be False. `avoid` names ranks to shun while there are others; those that
+        are `barred` are not for the policy to choose. `in_turn` is asked before ranks are, with the model that the
+        request runs: False lets it wait. `at` names ranks that were chosen elsewhere: these are charged."""
+        if not at:
+            if not self.settled:
+                return Placed(model)
+            placement, roles, decode = self._placement, ROLES[submit.leg], None
+            role = roles[0]
+            try:
+                instance, dp_rank = target_of(role, submit)
+                group = self.table.group(role, model or submit.model, instance)
+                if check:
+                    group = placement.check(role, submit, group, dp_rank)
+                model = group.model
+                if submit.leg == "pair":
+                    instance, decode_rank = target_of("decode", submit)
+                    decode = self.table.group("decode", model, instance)
+                    if check:
+                        decode = placement.check("decode", submit, decode, decode_rank)
+                if in_turn is not None and not in_turn(model):
+                    return Placed(model)
+                first = placement.place(role, submit, group, dp_rank, decode, None, avoid, barred)
+                if first is None:
+                    return Placed(model)
+                at = ((role, first),)
+                if decode is not None:
+                    second = placement.place("decode", submit, decode, decode_rank, decode, first, avoid, barred)
+                    if second is None:
+                        return Placed(model)
+                    at = ((role, first), ("decode", second))
+            except Refusal as refusal:
+                return Placed(model, (), self._stands(refusal, roles))
+        legs: tuple[LegRun, ...] = ()
+        for role, rank in at:
+            tokens = self._charges[role].charge(rank, submit) if role in self._charges else submit.prompt_tokens
+            number = self.table.charge(rank, tokens)
+            legs += (LegRun(role, rank, tokens, number, now, role != "prefill" or submit.leg == "prefill"),)
+            if submit.routed_dp_rank is not None or submit.disagg_prefill_dp_rank is not None:
+                rank.routed_total += target_of(role, submit)[1] is not None
+            if role in self._watches:
+                self._watches[role].dispatched(rank, submit, now)
+        return Placed(model, legs)
+
+    def ended(self, leg: LegRun, submit: Submit, end: Ended | None = None, now: float = 0.0) -> bool:
+        """A leg is over: `end` is what its rank said; None: it was given up. Return whether it ended well."""
+        ok = end is not None and end.code == "ok"
+        self.table.end(leg.rank, leg.charge, ok=ok)
+        if leg.role in self._learns:
+            self._learns[leg.role].ended(leg.rank, submit, end, 0.0 if end is None else now - leg.began)
+        return ok
+
+    def unsent(self, leg: LegRun, submit: Submit) -> None:
+        """The dispatch of a leg never left this process."""
+        self.table.undo(leg.rank, leg.charge)
+        if leg.role in self._learns:
+            self._learns[leg.role].ended(leg.rank, submit, None, 0.0)
+
+    def unsent_late(self, rank: RankLoad, charge: int) -> None:
+        """Nor did one whose leg has been ended already."""
+        self.table.undo(rank, charge, given_up=True)
+
+    def work(self, submit: Submit) -> int:
+        """Return the prompt tokens that the first leg's rank will have to compute, as far as is known."""
+        return self.policies[ROLES[submit.leg][0]].work(submit)
+
+    def first_token_s(self, submit: Submit, model: str, work: int) -> float:
+        """Return how soon the first token of a prompt with `work` tokens to compute could come, if it went to a rank
+        now."""
+        role = ROLES[submit.leg][0]
+        if self.late is None or role == "decode":
+            return 0.0
+        group = self.table.group(role, model, target_of(role, submit)[0])
+        return self.late.first_token_s(group.least(Metric.TOKENS), work)
+
+    @property
+    def held_by_wish(self) -> bool:
+        """Whether what was last to be placed waits for the time per token that it wishes, and for nothing else."""
+        return self.late is not None and self.late.held_by_wish
+
+    # --- ranks ------------------------------------------------------------------------------------------------
+
+    def opened(self, info: Hello, *, ready: bool = False) -> RankLoad:
+        """A start of a rank is there. Returns its record, which takes the place of that of an earlier start."""
+        rank = self.table.open(info)
+        if ready:
+            self.table.set_ready(rank, True)
+        return rank
+
+    def closed(self, rank: RankLoad) -> None:
+        """A rank is gone for good."""
+        self.table.close(rank)
+        self.emptied(rank)
+
+    def emptied(self, rank: RankLoad) -> None:
+        """Its cache is gone, as far as can be told."""
+        self.policies[rank.info.role].forgotten(rank)
+
+    def report(self, key: MemberKey, epoch: int, load: Load, now: float) -> RankLoad | None:
+        """Take in what a rank reports of itself (`LoadTable.take_in`)."""
+        late = self.late
+        if late is not None and (rank := self.table.ranks.get(key)) is not None and rank.epoch == epoch:
+            late.heard(rank, load, now)
+        return self.table.take_in(key, epoch, load, now)
+
+    def cache(self, rank: RankLoad, changes: Changes) -> None:
+        """Its cache changed."""
+        policy = self.policies[rank.info.role]
+        for change in changes:
+            if isinstance(change, Stored):
+                policy.stored(rank, change.hashes)
+            elif isinstance(change, Removed):
+                policy.removed(rank, change.hashes)
+            else:
+                policy.forgotten(rank)
+
+    def tick(self, now: float) -> None:
+        """Time goes on: reports grow old, and policies forget."""
+        self.table.age(now)
+        for policy in self.policies.values():
+            policy.tick(now)
+
+    # --- inside -----------------------------------------------------------------------------------------------
+
+    def _stands(self, refusal: Refusal, roles: tuple[Role, ...]) -> Refusal | None:
+        """Return the refusal as it is to be told, or None where the request waits, since a suspect could take it."""
+        meaning = MEANINGS[refusal.code]
+        if meaning.rank_may_return and any(rank.info.role in roles for rank in self._suspects):
+            return None
+        if self.young and meaning.needs_all_ranks:
+            sentence = f"{refusal.sentence}; but this controller has just begun, and ranks may be missing"
+            return Refusal("no_rank", sentence)
+        return refusal
+
+
+def _overriding(hook: str, policies: Mapping[Role, Policy]) -> dict[Role, Policy]:
+    """Return those with a `hook` of their own: the others need no call at every request."""
+    return {role: each for role, each in policies.items() if getattr(type(each), hook) is not getattr(Policy, hook)}
