@@ -7,11 +7,11 @@ knows which ranks may run a leg. Pure: time is an argument. Requests wait elsewh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from bus.wire.codes import MEANINGS, Refusal
-from bus.wire.kv_names import Changes, Removed, Stored
+from bus.wire.kv_names import Cleared, Removed, Stored
 from bus.wire.messages import Ended, Hello, Load, MemberKey, Role, Submit
 from controller.late import LateBinding
 from controller.load.groups import Metric
@@ -51,6 +51,7 @@ class Balancer:
         self._placement = Placement(table, policies, late)
         self.lane = self._placement.lane
         self.may_run = self._placement.may_run
+        self.pick = self._placement.pick
         self._charges = _overriding("charge", policies)
         self._watches = _overriding("dispatched", policies)
         self._learns = _overriding("ended", policies)
@@ -167,7 +168,7 @@ class Balancer:
             late.heard(rank, load, now)
         return self.table.take_in(key, epoch, load, now)
 
-    def cache(self, rank: RankLoad, changes: Changes) -> None:
+    def cache(self, rank: RankLoad, changes: Sequence[Stored | Removed | Cleared]) -> None:
         """Its cache changed."""
         policy = self.policies[rank.info.role]
         for change in changes:

@@ -73,13 +73,13 @@ class Placement:
         wants = other is not None or submit.needs  # more of a rank than that it is large enough
         suits = self._suits(submit, group, other, prefill) if wants else None
         if not avoid and suits is None and not barred:
-            chosen = self._pick(role, group, submit)
+            chosen = self.pick(role, group, submit)
             if chosen is None or context_of(role, submit) <= chosen.largest:
                 return chosen
-        return self._pick(role, self._some(role, submit, group, suits, avoid, barred), submit)
+        return self.pick(role, self._some(role, submit, group, suits, avoid, barred), submit)
 
-    def _pick(self, role: Role, view: View, submit: Submit) -> RankLoad | None:
-        """By the method; None also while the request is better kept in the queue."""
+    def pick(self, role: Role, view: View, submit: Submit) -> RankLoad | None:
+        """Return the policy's choice among `view`, or None; None also while the request is better kept in the queue."""
         late, policy = self._late, self._policies[role]
         if late is None:
             return policy.pick(view, submit, submit.prompt_tokens)

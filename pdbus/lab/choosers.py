@@ -13,13 +13,16 @@ from typing import Protocol
 
 from bus.errors import BusError
 from bus.wire.hashing import unpack_hashes
-from bus.wire.messages import Ended, Hello, Load, MemberKey, Role, Sent, Submit
+from bus.wire.kv_names import Removed, Stored
+from bus.wire.messages import Ended, Hello, Load, Role, Sent, Submit
+from controller.balancer import Balancer
 from controller.late import LateBinding
 from controller.load.groups import Metric, View
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.policies import Policy, PolicySettings, make_policy
 from controller.policies.registry import find, unknown
+from controller.requests.request import LegRun
 from nodes.own.blocks import BlockStored, KvEvent
 from pdbus.lab.config import LabConfig
 
@@ -100,42 +103,42 @@ class BaseChooser:
 
 
 class TableChooser(BaseChooser):
-    """A live policy over the live load table."""
+    """A live policy in a live balancer, for the ranks of one role. With `late`, requests wait until it takes them."""
 
-    def __init__(self, policy: Policy, role: Role, ranks: int, controller: int, config: LabConfig, block_tokens: int):
-        self.policy = policy
-        self._instance = role
+    def __init__(
+        self, policy: Policy, role: Role, ranks: int, controller: int, config: LabConfig, block_tokens: int,
+        *, late: bool = False,
+    ) -> None:  # fmt: skip
+        self._role: Role = role
         self._epoch = controller + 1
         self._seq = 0
-        self.table = LoadTable(self._epoch, stale_s=config.stale_s)
         slo = config.queue_order == "slo"
         self._late = LateBinding(config.late_tokens, config.slo_tpot_s if slo and config.tpot_admission else 0.0)
+        self.table = LoadTable(self._epoch, stale_s=config.stale_s)
+        self.balancer = Balancer(self.table, {role: policy}, self._late if late else None)
         memory = config.decode_kv_tokens if slo and role == "decode" else 0  # 0: no matter
-        self._live: dict[str, tuple[Submit, int, float]] = {}  # by rid: what was dispatched, its charge, and when
-        self._keys: list[MemberKey] = [(role, dp_rank) for dp_rank in range(ranks)]
+        self._live: dict[str, tuple[Submit, LegRun]] = {}  # by rid
+        self._ranks = []
         for dp_rank in range(ranks):
             hello = Hello(
                 instance=role, dp_rank=dp_rank, epoch=EPOCH, role=role, model="sim", dp_size=ranks, state="ready",
                 endpoint="", max_context=0, kv_capacity=memory, max_running=0, block_tokens=block_tokens,
             )  # fmt: skip
-            self.table.set_ready(self.table.open(hello), True)
+            self._ranks.append(self.balancer.opened(hello, ready=True))
         self._group = self.table.group(role)
 
     def pick(self, request: Submit, now: float) -> tuple[int, int]:
-        self.table.age(now)
-        self.policy.tick(now)
+        self.balancer.tick(now)
         rank = self._pick(request)
         if rank is None:  # which only a `fixed` one may say: ranks without stated limits are always candidates
             raise BusError(f"a policy has no rank for request {request.rid}, though all are there")
-        charge = self.policy.charge(rank, request)
-        self.table.charge(rank, charge)
-        self.policy.dispatched(rank, request, now)
-        self._live[request.rid] = request, charge, now
-        return rank.key[1], charge
+        (leg,) = self.balancer.place(request, now, at=((self._role, rank),)).legs
+        self._live[request.rid] = request, leg
+        return rank.key[1], leg.charge
 
     def _pick(self, request: Submit) -> RankLoad | None:
-        rank = self.policy.pick(self._group, request, request.prompt_tokens)
-        return self._late.decoding(self._group, rank, request) if self._instance == "decode" else rank
+        """The trace's requests are pairs; this is the one leg that goes to these ranks."""
+        return self.balancer.pick(self._role, self._group, request)
 
     def takes(self, request: Submit) -> bool:
         return self._pick(request) is not None
@@ -146,20 +149,17 @@ class TableChooser(BaseChooser):
         return rank.tokens
 
     def work(self, request: Submit) -> int:
-        return self.policy.work(request)
+        return self.balancer.policies[self._role].work(request)
 
     def first_token_s(self, work: int) -> float:
         return self._late.first_token_s(self._group.least(Metric.TOKENS), work)
 
     def ended(self, dp_rank: int, ended: Ended, now: float) -> None:
-        rank = self.table.ranks[self._keys[dp_rank]]
-        request, charge, began = self._live.pop(ended.rid)
-        self.table.end(rank, charge)
-        self.policy.ended(rank, request, ended, now - began)
+        request, leg = self._live.pop(ended.rid)
+        self.balancer.ended(leg, request, ended, now)
 
     def report(self, dp_rank: int, load: Load, now: float) -> None:
-        self._late.heard(self.table.ranks[self._keys[dp_rank]], load, now)
-        self.table.take_in(self._keys[dp_rank], EPOCH, load, now)
+        self.balancer.report(self._ranks[dp_rank].key, EPOCH, load, now)
 
     def sent(self) -> Sent | None:
         self._seq += 1
@@ -169,10 +169,8 @@ class TableChooser(BaseChooser):
         self.table.apply_sent(sent, now)
 
     def kv_events(self, dp_rank: int, events: Sequence[KvEvent]) -> None:
-        rank = self.table.ranks[self._keys[dp_rank]]
-        for event in events:
-            changed = self.policy.stored if isinstance(event, BlockStored) else self.policy.removed
-            changed(rank, (event.block_hash,))
+        changes = [(Stored if isinstance(event, BlockStored) else Removed)((event.block_hash,)) for event in events]
+        self.balancer.cache(self._ranks[dp_rank], changes)
 
 
 class PowerOfTwo(Policy):
@@ -286,4 +284,5 @@ def build_chooser(
         return Overwrite(ranks, lambda load: 4 * load.waiting + load.running, lambda tokens: 4)
     settings = PolicySettings(role, config.cache_weight, f"{config.seed}/{controller}")
     policy = PowerOfTwo(settings) if name == "power_of_two" else make_policy(LATE.get(name, name), settings)
-    return TableChooser(policy, role, ranks, controller, config, block_tokens)
+    late = name in LATE or config.queue_order == "slo"
+    return TableChooser(policy, role, ranks, controller, config, block_tokens, late=late)
