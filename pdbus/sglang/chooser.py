@@ -1,27 +1,42 @@
-"""Which of a server's ranks gets a request: the load table, a policy, and who lives. Pure; time is an argument.
+"""Which of a server's ranks gets a request: a balancer, and which ranks live. Pure; time is an argument.
 
 The ranks are opened at the start, by the nonce that they share with the DP controller, so nothing has to be heard
 before the first dispatch. What they publish then overwrites what is believed of them. This controller never learns that
-a request is over, only that it was taken in: from then on the rank's own reports count it.
+a request is over, only that it was taken in: from then on the rank's own reports count it. That is its end for the
+policy (`Policy.ended`): code `ok`, no output tokens, and the seconds from its dispatch to the report that acknowledged
+it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from bus.defaults import LEASE_S
 from bus.wire.hashing import packed_hashes, token_bytes
-from bus.wire.kv_names import Changes, Cleared, Removed, Stored
-from bus.wire.messages import Beacon, Hello, Load, LoadReport, Member, Message, Role, Rooms, Submit
+from bus.wire.kv_names import Changes
+from bus.wire.messages import Ack, Beacon, Ended, Hello, Load, LoadReport, Member, Message, Role, Rooms, Submit
+from controller.balancer import Balancer, Placed
 from controller.health import Health
-from controller.load.groups import Subset, View
 from controller.load.rank import RankLoad
 from controller.load.table import LoadTable
 from controller.policies import Policy
+from controller.requests.request import LegRun
 from pdbus.sglang.rank import charge_of, fits
 
 NEVER_S = 1e9  # a forward step may take as long as it likes
+MAX_SENT = 4096  # dispatches to one rank that are remembered until it acknowledges them
+
+
+class _Sent(NamedTuple):
+    """A dispatch, and the tokens of all up to it that its rank was charged."""
+
+    leg: LegRun
+    tokens: int
+    submit: Submit
 
 
 class Chooser:
@@ -39,24 +54,27 @@ class Chooser:
         block_tokens: int = 0,
         lease_s: float = LEASE_S,
     ) -> None:
-        self.policy = policy
         self.table = LoadTable(nonce)
+        self._balancer = Balancer(self.table, {role: policy})
+        self._role: Role = role
+        self._uses_hashes = policy.uses_hashes
         self._instance = instance
         self._nonce = nonce
         self._block_tokens = block_tokens
         self._health = Health(lease_s=lease_s, hang_s=NEVER_S, settle_s=0.0, now=now)
         self.left: set[int] = set()  # ranks that said goodbye: something of ours failed there, and SGLang goes on
+        self._silent: set[int] = set()
+        self._inactive: frozenset[int] = frozenset()  # ranks that SGLang does not count as active
+        self._sent: list[deque[_Sent]] = [deque() for _ in range(dp_size)]  # by rank: what it has not acknowledged
         self.ranks: list[RankLoad] = []
         for dp_rank in range(dp_size):
             hello = Hello(
                 instance=instance, dp_rank=dp_rank, epoch=nonce, role=role, model="", dp_size=dp_size, state="ready",
                 endpoint="", max_context=0, kv_capacity=0, max_running=0, block_tokens=block_tokens,
             )  # fmt: skip
-            rank = self.table.open(hello)
-            self.table.set_ready(rank, True)
+            rank = self._balancer.opened(hello, ready=True)
             self._health.hello(rank.key, nonce, "ready", idle=True, now=now)
             self.ranks.append(rank)
-        self._group = self.table.group(role)
 
     # --- what is heard --------------------------------------------------------------------------------------------
 
@@ -89,15 +107,7 @@ class Chooser:
 
     def changed(self, dp_rank: int, changes: Changes) -> None:
         """A rank's KV events, by our names."""
-        rank = self.ranks[dp_rank]
-        for change in changes:
-            if isinstance(change, Stored):
-                self.policy.stored(rank, change.hashes)
-            elif isinstance(change, Removed):
-                self.policy.removed(rank, change.hashes)
-            else:
-                assert isinstance(change, Cleared)
-                self.policy.forgotten(rank)
+        self._balancer.cache(self.ranks[dp_rank], changes)
 
     def tick(self, now: float) -> list[tuple[int, bool]]:
         """Several times a lease. The ranks that turned silent (False) or are heard again (True)."""
@@ -105,13 +115,13 @@ class Chooser:
         for rank in self.ranks:
             self._health.heard(rank.key, now)  # there is no connection of its own to be lost
         for change in self._health.sweep(now):
-            rank = self.table.ranks[change.key]
-            ready = change.new != "silent"
-            if rank.ready != ready:
-                self.table.set_ready(rank, ready)
-                turned.append((rank.info.dp_rank, ready))
-        self.table.age(now)
-        self.policy.tick(now)
+            dp_rank = change.key[1]
+            heard = change.new != "silent"
+            if heard == (dp_rank in self._silent):
+                (self._silent.discard if heard else self._silent.add)(dp_rank)
+                self._set_ready(dp_rank)
+                turned.append((dp_rank, heard))
+        self._balancer.tick(now)
         return turned
 
     # --- what is dispatched ---------------------------------------------------------------------------------------
@@ -121,36 +131,45 @@ class Chooser:
         where no rank of these lives, as far as is known, or one has left the bus: SGLang's own way is as good then."""
         if self.left:
             return None
+        if self._inactive or len(able) < len(self.ranks):
+            before, self._inactive = self._inactive, frozenset(range(len(self.ranks))).difference(able)
+            for dp_rank in before ^ self._inactive:
+                self._set_ready(dp_rank)
         submit = self._submit(request)
-        view: View = self._group
-        if len(able) < len(self.ranks):
-            view = Subset([rank for rank in self.ranks if rank.info.dp_rank in able])
-        rank = self.policy.pick(view, submit, submit.prompt_tokens)
-        if rank is None or not rank.ready:
-            return None
-        self._charge(rank, submit, now)
-        return rank.info.dp_rank
+        placed = self._balancer.place(submit, now)
+        return self._keep(submit, placed) if placed.legs else None
 
     def chosen(self, request: Any, dp_rank: int, now: float) -> None:
         """Somebody else sent `request` to `dp_rank`: it counts all the same."""
-        self._charge(self.ranks[dp_rank], self._submit(request), now)
+        submit = self._submit(request)
+        self._keep(submit, self._balancer.place(submit, now, at=((self._role, self.ranks[dp_rank]),)))
 
-    def _charge(self, rank: RankLoad, submit: Submit, now: float) -> None:
-        self.table.charge(rank, submit.prompt_tokens)
-        self.policy.dispatched(rank, submit, now)
+    def _set_ready(self, dp_rank: int) -> None:
+        self.table.set_ready(self.ranks[dp_rank], dp_rank not in self._silent and dp_rank not in self._inactive)
+
+    def _keep(self, submit: Submit, placed: Placed) -> int:
+        """Until its rank acknowledges it. The oldest of too many are given up."""
+        (leg,) = placed.legs
+        dp_rank = leg.rank.info.dp_rank
+        sent = self._sent[dp_rank]
+        sent.append(_Sent(leg, leg.rank.sent_tokens, submit))
+        if len(sent) > MAX_SENT:
+            oldest = sent.popleft()
+            self._balancer.ended(oldest.leg, oldest.submit)
+        return dp_rank
 
     def _submit(self, request: Any) -> Submit:
         room = getattr(request, "bootstrap_room", None)
         tokens: Sequence[int] = request.input_ids or ()
         hashes = b""
-        if self.policy.uses_hashes and self._block_tokens:
+        if self._uses_hashes and self._block_tokens:
             try:
                 hashes = packed_hashes(token_bytes(tokens), self._block_tokens)
             except ValueError:  # ids that stand for images are no token ids
                 pass
         return Submit(
             rid=request.rid or "",
-            leg="unified",
+            leg=self._role,
             prompt_tokens=charge_of(request),
             max_tokens=0,
             bootstrap_room=room if fits(room) else None,
@@ -159,10 +178,20 @@ class Chooser:
         )
 
     def _report(self, rank: RankLoad, load: Load, now: float) -> None:
-        if self.table.take_in(rank.key, rank.epoch, load, now) is None:
+        sent = self._sent[rank.info.dp_rank]
+        acks = tuple([self._as_charged(rank, ack) if ack.controller_epoch == self._nonce else ack for ack in load.acks])
+        if self._balancer.report(rank.key, rank.epoch, replace(load, acks=acks), now) is None:
             return
         self._health.report(rank.key, load, now, rank.interval_s)
-        tokens = rank.newly_acked_tokens
-        for _ in range(rank.newly_acked):
-            self.table.end(rank, tokens)
-            tokens = 0
+        while sent and sent[0].leg.number <= rank.acked:
+            leg, _, submit = sent.popleft()
+            self._balancer.ended(leg, submit, Ended(submit.rid, 1, self._role, "ok"), now)
+
+    def _as_charged(self, rank: RankLoad, ack: Ack) -> Ack:
+        """A rank acknowledges whole prompts, of so many dispatches. Return what these were charged."""
+        tokens = rank.acked_tokens
+        for sent in self._sent[rank.info.dp_rank]:
+            if sent.leg.number > ack.dispatches - rank.skew:
+                break
+            tokens = sent.tokens
+        return Ack(self._nonce, ack.dispatches, tokens + rank.skew_tokens)

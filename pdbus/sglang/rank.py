@@ -40,7 +40,7 @@ def fits(room: object) -> bool:
 
 
 def charge_of(request: Any) -> int:
-    """The tokens that a request counts for; DP controller and rank must come to the same."""
+    """Return the tokens of a request's prompt."""
     return len(request.input_ids or ())
 
 

@@ -156,7 +156,6 @@ CHOSEN = {
 
 
 CASES = [(side, role, method) for side in SIDES for role in ("unified", "prefill") for method in POLICIES]
-CASES.remove(("sglang", "prefill", "cache_aware"))  # there the whole prompt is charged
 
 
 @pytest.mark.parametrize(("side", "role", "method"), CASES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 from bus.wire.hashing import block_hashes
 from bus.wire.kv_names import Cleared, Removed, Stored
 from bus.wire.messages import MAX_ROOM, Ack, Beacon, Load, LoadReport, Member, Role
-from controller.policies import POLICIES, PolicySettings, make_policy
-from pdbus.sglang.chooser import Chooser
+from controller.policies import POLICIES, Policy, PolicySettings, make_policy
+from pdbus.sglang.chooser import MAX_SENT, Chooser
 
 NONCE, INSTANCE, PAGE = 99, "s", 16
 
@@ -22,14 +23,16 @@ def request(tokens: int | list[int] = 10, room: int | None = 0, rid: str = "r") 
 
 
 class World:
-    def __init__(self, method: str, *, dp_size: int = 2, role: Role = "prefill", page: int = PAGE) -> None:
+    def __init__(self, method: str | Policy, *, dp_size: int = 2, role: Role = "prefill", page: int = PAGE) -> None:
         self.now = 0.0
         self._seqs = [0] * dp_size
+        policy = make_policy(method, PolicySettings(role=role)) if isinstance(method, str) else method
         self.chooser = Chooser(
-            make_policy(method, PolicySettings(role=role)), instance=INSTANCE, role=role, dp_size=dp_size, nonce=NONCE,
+            policy, instance=INSTANCE, role=role, dp_size=dp_size, nonce=NONCE,
             now=self.now, block_tokens=page,
         )  # fmt: skip
         self.all = list(range(dp_size))
+        self.taken = [0] * dp_size
 
     def pick(self, tokens: int | list[int] = 10, able: list[int] | None = None, **fields: Any) -> int | None:
         picked = self.chooser.pick(request(tokens, **fields), self.all if able is None else able, self.now)
@@ -129,6 +132,71 @@ def test_reports_of_others_change_nothing() -> None:
     for instance, rank, epoch in (("other", 0, NONCE), (INSTANCE, 0, 1), (INSTANCE, 7, NONCE)):
         world.chooser.on_message(LoadReport(instance, rank, epoch, 1, load), 0.0)
     assert [rank.tokens for rank in world.chooser.ranks] == [0, 0]
+
+
+Ends = list[tuple[str, int, str | None, float]]
+
+
+@pytest.fixture
+def own_policy(tmp_path: Path) -> tuple[Policy, Ends]:
+    """The policy of docs/own-policy.md, which learns from ends, and those: rid, dp_rank, code, seconds."""
+    text = (Path(__file__).parents[2] / "docs" / "own-policy.md").read_text(encoding="utf-8")
+    (tmp_path / "quickest.py").write_text(text.partition("```python\n")[2].partition("```")[0])
+    policy: Any = make_policy(f"{tmp_path / 'quickest.py'}:Quickest")
+    learn, ends = policy.policy.ended, Ends()
+
+    def ended(rank: Any, submit: Any, end: Any, took_s: float) -> None:
+        ends.append((submit.rid, rank.info.dp_rank, end and end.code, took_s))
+        learn(rank, submit, end, took_s)
+
+    policy.policy.ended = ended
+    return policy, ends
+
+
+def test_a_policy_that_learns_from_ends_learns_from_acknowledgements(own_policy: tuple[Policy, Ends]) -> None:
+    """Rank 0 takes in what it gets within a tenth of a second, rank 1 within one."""
+    policy, ends = own_policy
+    world = World(policy)
+    picked: list[int] = []
+    coming: list[tuple[float, int]] = []
+    for _ in range(40):
+        rank = world.pick(100)
+        assert rank is not None
+        picked.append(rank)
+        coming.append((world.now + (0.1, 1.0)[rank], rank))
+        world.now += 0.25
+        for _, taken in [each for each in coming if each[0] <= world.now]:
+            world.taken[taken] += 1
+            world.report(taken, (world.taken[taken], 100 * world.taken[taken]))
+        coming = [each for each in coming if each[0] > world.now]
+    assert len(ends) + len(coming) == 40
+    assert {(rank, code, took_s) for _, rank, code, took_s in ends} == {(0, "ok", 0.25), (1, "ok", 1.0)}
+    assert picked.count(0) > 30, "the slow one is tried, and then left alone"
+
+
+def test_an_end_is_told_once_and_what_is_never_acknowledged_is_given_up(own_policy: tuple[Policy, Ends]) -> None:
+    policy, ends = own_policy
+    world = World(policy, dp_size=1)
+    for number in range(MAX_SENT + 3):
+        world.chooser.chosen(request(rid=f"r{number}"), 0, world.now)
+    assert [(rid, code) for rid, _, code, _ in ends] == [("r0", None), ("r1", None), ("r2", None)]
+    del ends[:]
+    world.report(0, (5, 50))
+    world.report(0, (5, 50))
+    assert [(rid, code) for rid, _, code, _ in ends] == [("r3", "ok"), ("r4", "ok")]
+    rank = world.chooser.ranks[0]
+    assert (rank.in_flight, rank.in_flight_tokens) == (MAX_SENT - 2, 10 * (MAX_SENT - 2))
+
+
+def test_a_rank_is_charged_what_it_will_have_to_compute() -> None:
+    """As by a controller: it caches most of the prompt, and acknowledges all of it."""
+    world = World("cache_aware")
+    world.chooser.changed(1, (Stored(tuple(block_hashes(PROMPT, PAGE))),))
+    assert world.pick([*PROMPT, 1, 2, 3]) == 1
+    rank = world.chooser.ranks[1]
+    assert rank.tokens == 3
+    world.report(1, (1, len(PROMPT) + 3))
+    assert (rank.tokens, rank.in_flight_tokens, rank.outstanding) == (0, 0, 0)
 
 
 # --- who lives --------------------------------------------------------------------------------------------------------
