@@ -1,8 +1,9 @@
-"""The scheduler processes: blocks, batching, legs, KV transfer, token streams, engines. Knows `bus`, not `controller`.
+"""The scheduler processes: blocks, batching, legs, KV transfer, token streams and engines. This package knows `bus`,
+not `controller`.
 
 `nodes.link` connects ranks to controllers, clients and each other; `nodes.own` is the engine that comes with pdbus.
-`Node` is one process with one or several of its ranks (`python -m nodes.prefill|decode|unified`), `RankLink` what an
-engine with a scheduler of its own embeds. Names are loaded when they are first used, torch when its engine is built.
+`Node` is one process with one or several of its ranks (`python -m nodes.prefill|decode|unified`). An engine with a
+scheduler of its own embeds `RankLink`. Names are loaded when they are first used, torch when its engine is built.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A node process's settings, built once from argv. Owns defaults and checks."""
+"""A node process's settings, built once from the command line. This module owns defaults and checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nodes.own.engines.factory import EngineConfig
 
 @dataclass(frozen=True)
 class NodeConfig(LinkConfig):
-    """The link's settings, and the node's own. A step computes up to `chunk_tokens` tokens of at most `max_running`
+    """The settings of the link and of the node. A step computes up to `chunk_tokens` tokens of at most `max_running`
     requests."""
 
     engine: Any = field(default_factory=EngineConfig)  # what computes: settings of an engine of `nodes.engines`
@@ -38,7 +38,7 @@ class NodeConfig(LinkConfig):
 
     @property
     def metrics(self) -> str:
-        """Where others find its metrics; empty: nowhere."""
+        """The address of this process's metrics; empty: it has none."""
         return advertised(self.metrics_host, self.metrics_port, self.data)
 
     def _called(self, name: str) -> str:
@@ -46,7 +46,7 @@ class NodeConfig(LinkConfig):
 
 
 def parse_ranks(values: tuple[str, ...]) -> tuple[int, ...]:
-    """`("0", "2-4")` to (0, 2, 3, 4). ConfigError on anything else."""
+    """Return the ranks in text like `("0", "2-4")`: (0, 2, 3, 4). ConfigError for anything else."""
     ranks: list[int] = []
     for value in values:
         first, dash, last = value.partition("-")

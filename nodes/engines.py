@@ -1,7 +1,8 @@
-"""The engines that a node can run, by the name that `--engine` takes: what each needs, its settings, how it is opened.
+"""The engines that a node can run, by the name that `--engine` takes: their needs and settings, and how to open
+them.
 
-Owns the registry and knows no engine. One is named here (BUILT_IN) or, from outside, by an entry point of the group
-`pdbus.engines`; the name leads to an EngineKind, which is imported when it is asked for.
+This module owns the registry and knows no engine. An engine is named here (BUILT_IN) or, from outside, by an entry
+point of the group `pdbus.engines`. The name leads to an EngineKind, which is imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """How `pdbus demo` runs it: ranks of each role, models that it has, its own arguments, variables for the nodes, and
-    the engine of ours (`torch` or `numpy`) that computes every answer again."""
+    """The way `pdbus demo` runs an engine: the ranks of each role, its models, its own arguments, variables for the
+    nodes, and the engine of ours (`torch` or `numpy`) that computes every answer again for comparison."""
 
     models: tuple[str, ...]
     ranks: int = 2
@@ -60,10 +61,10 @@ def nothing_to_prepare(model: str, progress: Progress) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineKind:
-    """What the node, `pdbus up`, `calibrate`, `replay` and `demo` have to know of an engine.
+    """An engine, as the node, `pdbus up`, `calibrate`, `replay` and `demo` need to know it.
 
-    - `settings(options, arguments)` makes `NodeConfig.engine` of the node's options by name and of what follows `--`.
-      ConfigError for what cannot be meant.
+    - `settings(options, arguments)` makes `NodeConfig.engine` from the node's options by name and the arguments after
+      `--`. ConfigError for invalid ones.
     - `opened(config, loop, progress)` loads it, `progress(what, fraction)` meanwhile, and closes it at the end of the
       `with`. The runners' events come on the thread of `loop`. ConfigError or StartError when that cannot begin.
     - `prepare(model, progress)` does once what each machine needs before a rank loads `model`. ConfigError for what is
@@ -87,12 +88,12 @@ class EngineKind:
 
 
 def names() -> tuple[str, ...]:
-    """All engines there are, those from outside last."""
+    """Return the names of all engines, those from outside last."""
     return (*BUILT_IN, *sorted(_outside()))
 
 
 def kind_of(name: str) -> EngineKind:
-    """The engine of that name. ConfigError where there is none, or where it cannot be imported."""
+    """Return the engine of that name. ConfigError where there is none, or where it cannot be imported."""
     if name in BUILT_IN:
         module, _, attribute = BUILT_IN[name].partition(":")
         kind: EngineKind = getattr(import_module(module), attribute)
@@ -102,7 +103,7 @@ def kind_of(name: str) -> EngineKind:
         raise ConfigError(f"there is no engine {name!r}; choose one of {', '.join(names())}")
     try:
         found = entry.load()
-    except Exception as error:  # whatever somebody else's module raises
+    except Exception as error:  # a foreign module may raise anything
         raise ConfigError(f"the engine {name!r} ({entry.value}) cannot be loaded: {error}") from error
     if not isinstance(found, EngineKind):
         raise ConfigError(f"the engine {name!r} ({entry.value}) is no nodes.EngineKind")
@@ -117,7 +118,7 @@ def check_arguments(name: str, arguments: Sequence[str]) -> None:
 
 
 class EngineName(click.Choice[str]):
-    """The type of an option: the name of an engine, but of none of `without`."""
+    """The type of an option: the name of an engine, except those in `without`."""
 
     def __init__(self, *without: str) -> None:
         super().__init__([name for name in BUILT_IN if name not in without])

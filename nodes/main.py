@@ -70,7 +70,7 @@ def command(role: Role) -> click.Command:
     @cli.setting(Limits(), "--max-waiting", type=click.IntRange(1), help="More waiting requests are refused.")
     @cli.setting(NodeConfig, "--report-interval-s", type=cli.Seconds(), help="A load report at least this often.")
     @cli.setting(NodeConfig, "--room-ttl-s", type=cli.Seconds(), help="The broker's: rooms are refreshed in time.")
-    @cli.setting(Limits(), "--hold-s", type=cli.Seconds(0.1), help="A KV cache nobody pulls is kept this long.")
+    @cli.setting(Limits(), "--hold-s", type=cli.Seconds(0.1), help="A KV cache that is not pulled is kept this long.")
     @cli.setting(
         NodeConfig, "--wait-s", type=cli.Seconds(), help="Give up when bus and controllers are not there by then."
     )
@@ -115,7 +115,7 @@ def _serve(role: Role, engine_args: tuple[str, ...], options: dict[str, Any], ex
 
 
 def _check_options(engine: str) -> None:
-    """ConfigError for options that mean nothing to `engine`, and for a model that it lacks."""
+    """ConfigError for options that `engine` does not use, and for a model that it lacks."""
     kind = engines.kind_of(engine)
     context = click.get_current_context()
     given = {name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
@@ -127,7 +127,7 @@ def _check_options(engine: str) -> None:
 
 
 def config_from(role: Role, options: dict[str, Any], engine_args: Sequence[str] = ()) -> NodeConfig:
-    """Parsed options to a checked config; ConfigError with one line otherwise."""
+    """Return the checked config of the parsed options; ConfigError, in one line, for an invalid one."""
     kind = engines.kind_of(options["engine"])
     return NodeConfig(
         role=role,
@@ -154,7 +154,7 @@ def config_from(role: Role, options: dict[str, Any], engine_args: Sequence[str] 
 def serve(
     config: NodeConfig, kind: EngineKind, *, watch_parent: bool = False, exporter: spans.Spans | None = None
 ) -> None:
-    """Load, connect, run until drained. ConfigError or StartError when that can't begin."""
+    """Load, connect, and run until drained. ConfigError or StartError when that cannot begin."""
     loop = Loop()
     nodes: list[Node] = []
     if watch_parent:
@@ -170,7 +170,7 @@ def serve(
 
 
 def _progress() -> Progress:
-    """A sign of progress each second."""
+    """Return a function that logs progress once a second."""
     began = logged_at = time.monotonic()
 
     def progress(what: str, fraction: float) -> None:

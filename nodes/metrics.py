@@ -1,7 +1,7 @@
-"""What a node process shows to Prometheus, read off its counters once a second, off a request's way.
+"""A node process's Prometheus metrics, read off its counters once a second, not while a request is served.
 
-Every metric has the labels `instance`, `dp_rank` and `role`. What is counted for a process as a whole has all its ranks
-there, as in `0,1`. No request is ever a label.
+Every metric has the labels `instance`, `dp_rank` and `role`. A count of the process as a whole names all its ranks
+there, as in `0,1`. A request is never a label.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NodeFigures:
         self._of: dict[tuple[str, int], Histogram] = {}
 
     def take(self, what: str, ranks: Mapping[int, LinkedRank]) -> dict[str, Distribution]:
-        """One of `LATENCIES` so far, with what the ranks have noted since the last time."""
+        """Return one of `LATENCIES` so far, including the ranks' values since the last call."""
         taken = {}
         for dp_rank, rank in ranks.items():
             core, histogram = rank.core, self._of.setdefault((what, dp_rank), Histogram())
@@ -45,7 +45,7 @@ class NodeFigures:
 
 
 def snapshot(host: Host, figures: NodeFigures) -> Iterator[Metric]:
-    """All of them, labelled."""
+    """Return all metrics, with their labels."""
     config = host.config
     usual = {"instance": config.instance, "dp_rank": ",".join(map(str, host.ranks)), "role": config.role}
     for metric in (*_of_ranks(host.ranks, figures), *_of_process(host)):

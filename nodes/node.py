@@ -1,4 +1,6 @@
-"""The node process: linked ranks and their runners on a loop; signals, readiness, metrics. Decides nothing."""
+"""The node process: linked ranks and their runners on a loop, with signals, readiness and metrics. It decides
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ log = get_logger("node")
 
 
 def on_signals(loop: Loop, node: Callable[[], Node]) -> None:
-    """They go to `node`, which is made by the time the loop runs."""
+    """Let signals call `node`, which is built by the time the loop runs."""
     reload.on_signals(
         loop,
         lambda changed: node().reconfigure(changed),
@@ -37,8 +39,8 @@ def on_signals(loop: Loop, node: Callable[[], Node]) -> None:
 
 
 class Node:
-    """`with Node(config, loop, runners) as node: node.run(on_ready)`; `runners` by dp_rank, `figures`: metrics of
-    theirs."""
+    """A node: `with Node(config, loop, runners) as node: node.run(on_ready)`. `runners` are by dp_rank; `figures`
+    are their metrics."""
 
     def __init__(
         self, config: NodeConfig, loop: Loop, runners: Mapping[int, Runner],
@@ -74,8 +76,8 @@ class Node:
     # --- life ---------------------------------------------------------------------------------------------------
 
     def run(self, on_ready: Callable[[Node], None]) -> None:
-        """Until drained or stopped. StartError when the bus or all controllers are not there within `wait_s`; Replaced
-        when one of our ranks was started again elsewhere; EngineDied when a runner is dead."""
+        """Run until drained or stopped. StartError when the bus or all controllers are missing after `wait_s`;
+        Replaced when one of our ranks was started again elsewhere; EngineDied when a runner is dead."""
         self._on_ready = on_ready
         self.loop.run()
         failure = self.failure or self.host.failure
@@ -83,7 +85,7 @@ class Node:
             raise failure
 
     def on_signal(self, number: int) -> None:
-        """The first drains, the second leaves at once."""
+        """Drain on the first signal, leave at once on the second."""
         if self._drain_began is not None or self._on_ready is not None:
             self._left = True
             self.loop.stop()
@@ -91,7 +93,7 @@ class Node:
         self.drain(signal.Signals(number).name)
 
     def reconfigure(self, changed: Mapping[str, Any]) -> None:
-        """Settings by name (`RELOADS`). ConfigError for what can't be meant, and nothing is changed."""
+        """Apply new settings by name (`RELOADS`). ConfigError for an invalid value; then nothing changes."""
         of_limits = {name: value for name, value in changed.items() if name in Limits.__dataclass_fields__}
         limits = dataclasses.replace(self.config.limits, **of_limits)
         drain_s = changed.get("drain_s", self.config.drain_s)
@@ -100,18 +102,18 @@ class Node:
             rank.core.reconfigure(limits)
 
     def drain(self, cause: str) -> None:
-        """All ranks: take nothing new, finish what runs, say goodbye; the loop then stops."""
+        """Let all ranks refuse new legs, finish those that run, and leave; the loop then stops."""
         if self._drain_began is None:
             self._drain_began = self.loop.clock()
         self.host.drain(cause)
 
     def leave(self) -> None:
-        """At once; may be called from any thread."""
+        """Leave at once; any thread may call it."""
         self._left = True
         self.loop.stop()
 
     def close(self) -> None:
-        """Sockets, threads and engines; when the loop no longer runs."""
+        """Close sockets, threads and engines. Call it only when the loop no longer runs."""
         self._stop_metrics()
         self.host.close(linger_ms=0 if self._left else LINGER_MS)
         self.loop.close()
@@ -128,7 +130,7 @@ class Node:
         if draining_s >= self.config.drain_s:
             for rank in self.host.ranks.values():
                 rank.abandon()
-        hangs = self.host.failure is not None and draining_s >= STREAM_GRACE_S  # an engine that hangs holds nobody up
+        hangs = self.host.failure is not None and draining_s >= STREAM_GRACE_S  # a hung engine must not delay the exit
         if hangs or self.host.drained():
             self.loop.stop()
 

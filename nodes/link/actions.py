@@ -1,4 +1,6 @@
-"""What the core of a rank asks its shell to do, besides sending and logging. Owns the vocabulary alone."""
+"""The actions that a rank's core asks of its shell, besides sending and logging. This module owns the vocabulary
+only.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ class Unlocate(Struct, frozen=True, gc=False):
 
 
 class PublishFrames(Struct, frozen=True, gc=False):
-    """Publish what the runner made, as it is."""
+    """Publish the runner's frames unchanged."""
 
     messages: Sequence[tuple[bytes, ...]]
 
@@ -60,13 +62,13 @@ class Start(Struct, frozen=True, gc=False):
 
 
 class Cancel(Struct, frozen=True, gc=False):
-    """The leg is over before the runner said so."""
+    """Stop the leg: it is over before the runner ended it."""
 
     leg: Leg
 
 
 class Release(Struct, frozen=True, gc=False):
-    """Nobody needs the KV cache that the leg holds."""
+    """Free the KV cache that the leg holds: it is not needed any more."""
 
     leg: Leg
 
@@ -90,13 +92,13 @@ class TakeBlock(Struct, frozen=True, gc=False):
 
 
 class Leave(Struct, frozen=True, gc=False):
-    """The runner is dead: the rank is over, for `reason`."""
+    """The runner is dead: the rank ends, for `reason`."""
 
     reason: str
 
 
 class Over(Struct, frozen=True, gc=False):
-    """A leg that is traced is over: `record` becomes a span."""
+    """A traced leg is over: `record` becomes a span."""
 
     record: LegRecord
 

@@ -1,4 +1,6 @@
-"""What the ranks of a process share: who they are, and where they find the rest. Checked once, here alone."""
+"""The settings that all ranks of a process share: their identity, and the addresses of the other parts. Only this
+module checks them.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ ROLES: tuple[Role, ...] = ("prefill", "decode", "unified")
 
 @dataclass(frozen=True)
 class LinkConfig:
-    """`data` is where the data socket goes: `ipc:///directory`, `tcp://host` (on any free port) or `tcp://host:port`.
-    Durations in seconds. ConfigError on whatever a controller or the bus would refuse."""
+    """The shared settings. `data` is the address of the data socket: `ipc:///directory`, `tcp://host` (on any free
+    port) or `tcp://host:port`. Durations are in seconds. ConfigError for every value that a controller or the bus
+    would refuse."""
 
     role: Role  # of all ranks here: prefill, decode or unified
     instance: str  # their name together, 1 to 64 of letters, digits, '.', '_' and '-'
@@ -58,7 +61,7 @@ class LinkConfig:
 
     @property
     def metrics(self) -> str:
-        """Where others find the metrics of its process; empty: nowhere."""
+        """The address of the process's metrics; empty: it has none."""
         return ""
 
     def _check_data(self) -> None:
@@ -84,5 +87,5 @@ class LinkConfig:
             raise ConfigError(f"{self._called(name)} must lie between 0.01 s and a day, not {value}")
 
     def _called(self, name: str) -> str:
-        """What whoever gave the setting `name` calls it."""
+        """Return the user's name of the setting `name`."""
         return name

@@ -1,8 +1,8 @@
-"""One rank's connection to one controller: hello, liveness, what comes in and goes out. Owns its DEALER.
+"""One rank's connection to one controller: hello, liveness, and all messages in both directions. It owns its DEALER.
 
-A controller may come late, vanish and return: the rank says hello until it is welcomed, and again over each new
-connection, which a controller cannot tell from a stranger's, and when it has heard nothing for half a lease. Requests
-of a vanished controller go on. What became of them is kept until the queue takes it.
+A controller may start late, vanish and return. The rank sends hello until it is welcomed. It sends it again over
+each new connection, because the controller cannot know which rank is behind it, and after half a lease of silence.
+Requests of a vanished controller go on. Their results are kept until the queue takes them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ log = get_logger("node")
 
 
 class RankEndpoint(Protocol):
-    """What a connection needs of its rank."""
+    """The interface of a rank that its connection needs."""
 
     instance: str
     dp_rank: int
@@ -60,7 +60,7 @@ class RankEndpoint(Protocol):
     def cancelled(self, connection: Connection, cancel: CancelLeg) -> None: ...
     def drain(self, cause: str) -> None: ...
     def steps(self) -> tuple[int, bool, int]:
-        """(forward steps done, whether one is under way, seq of the newest load)"""
+        """Return (forward steps done, whether one is running, seq of the newest load)."""
         ...
 
     def restate_cache(self) -> None: ...
@@ -69,8 +69,8 @@ class RankEndpoint(Protocol):
 
 
 class Connection:
-    """`key` names it to the rank's core as the owner of legs; `fenced` says why the controller does not take this start
-    of the rank; `unsent` counts how often the queue did not take a message."""
+    """The connection. `key` names it to the rank's core as the owner of legs. `fenced` is the reason why the
+    controller refuses this start of the rank. `unsent` counts messages that the queue did not take."""
 
     def __init__(
         self, sockets: Sockets, rank: RankEndpoint, key: int, endpoint: str, clock: Callable[[], float],
@@ -96,7 +96,7 @@ class Connection:
 
     @property
     def silent(self) -> bool:
-        """Never welcomed, or nothing heard for a lease."""
+        """True if the controller never welcomed the rank, or was silent for a lease."""
         return self._silent(1.0)
 
     def _silent(self, leases: float) -> bool:
@@ -104,7 +104,7 @@ class Connection:
 
     @property
     def owes(self) -> bool:
-        """Whether progress or the goodbye waits for space in the queue."""
+        """True while progress or the goodbye waits for space in the queue."""
         return bool(self._started or self._ended or self._bye_owed)
 
     def tick(self) -> None:
@@ -119,20 +119,20 @@ class Connection:
         self._hello_owed = not self.send(self.rank.hello())
 
     def send_bye(self) -> None:
-        """Behind all progress, since it ends what is not known to have ended."""
+        """Send the goodbye behind all progress, because it ends every leg that is not known to have ended."""
         self._bye_owed = True
         self._send_owed()
 
     def progress(self, started: list[tuple[str, int]], ended: list[Ended]) -> None:
-        """Legs that began and legs that ended. Of more than MAX_OWED the oldest are dropped: who owns them has heard
-        nothing for as long, and hears of the remembered ends when it welcomes us again."""
+        """Send which legs began and which ended. Beyond MAX_OWED the oldest are dropped: their controller was silent
+        all that time, and gets the remembered ends when it welcomes the rank again."""
         self._started += started
         self._ended += ended
         self._send_owed()
         del self._started[:-MAX_OWED], self._ended[:-MAX_OWED]
 
     def _send_owed(self) -> None:
-        """Send what is owed: one message, or a few when there is very much to tell, as far as the queue takes it."""
+        """Send what is owed: one message, or a few when there is much, as far as the queue takes it."""
         rank = self.rank
         while self._started or self._ended:
             started, ended = self._started[:MAX_STARTED_PER_MESSAGE], self._ended[:MAX_ENDED_PER_MESSAGE]
@@ -143,7 +143,7 @@ class Connection:
             self._bye_owed = not self.send(Bye(rank.instance, rank.dp_rank, rank.epoch))
 
     def send(self, message: Message) -> bool:
-        """False when the queue is full: the same may be sent later."""
+        """Send a message; return false when the queue is full: the caller may send it again later."""
         try:
             self.socket.send(encode(message), zmq.NOBLOCK)
         except (zmq.Again, LocalProtocolError) as error:

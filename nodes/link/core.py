@@ -1,9 +1,10 @@
-"""All legs of one rank: what it takes in, what it turns down, how each leg ends. Pure; the shell does the actions.
+"""All legs of one rank: which dispatches it takes and refuses, and how each leg ends. Pure; the shell does the
+actions.
 
-Every leg ends exactly once and is reported once to the controller that owns it (`reports`). Everything that was
-dispatched is acknowledged, in order, taken or not, which is what the controller's load invariant rests on.
-A decode leg goes to its runner only when its KV cache is ready to be fetched: before, it holds no memory, so prefill
-and decode ranks cannot wait for each other's memory in a circle; and a handle that lapses never waits in a queue here.
+Every leg ends exactly once and is reported once to the controller that owns it (`reports`). Every dispatch is
+acknowledged, in order, whether it was taken or not; the controller's load invariant relies on that. A decode leg
+goes to its runner only when its KV cache is ready to be fetched: before, it holds no memory, so prefill and decode
+ranks cannot wait for each other's memory in a circle, and a handle that expires never waits in a queue here.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ MAX_CLIENTS = 256  # that a hello names
 
 
 class RankCore:
-    """The core of one rank. `owner` is any number that names the connection a dispatch came over; `runner_load` reads
-    the runner's load as it is now."""
+    """The core of one rank. `owner` is any number that names the connection of a dispatch; `runner_load` returns the
+    runner's load as it is now."""
 
     def __init__(
         self, role: Role, dp_rank: int, facts: RankFacts, streams: Streams, runner_load: Callable[[], Load],
@@ -83,8 +84,8 @@ class RankCore:
         self.spans = False  # whether legs that are traced have a span, which the shell exports
         self.puller = KvPuller(facts, self.counts, self._end)
         self.first_token_s: deque[float] = deque(maxlen=4096)  # of legs that began, until the owner takes them
-        self.fetch_s: deque[float] = deque(maxlen=4096)  # of KV caches fetched, likewise
-        self.step_s: deque[float] = deque(maxlen=4096)  # of forward steps, likewise
+        self.fetch_s: deque[float] = deque(maxlen=4096)  # seconds of each KV fetch since the last snapshot
+        self.step_s: deque[float] = deque(maxlen=4096)  # seconds of each forward step since the last snapshot
         self._runner_load = runner_load
         self._load_seq = 0
 
@@ -94,7 +95,7 @@ class RankCore:
     # --- from the controller ------------------------------------------------------------------------------------
 
     def ingest(self, owner: int, dispatch: Dispatch, frames: Sequence[bytes], now: float) -> list[Action]:
-        """Take in one dispatch, or turn it down; either way it is acknowledged."""
+        """Take in one dispatch, or refuse it; it is acknowledged in both cases."""
         actions: list[Action] = []
         counted = self.reports.acknowledge(dispatch)
         if counted != "counted":
@@ -127,7 +128,8 @@ class RankCore:
         return actions + self._begin(leg, dispatch, now)
 
     def cancel(self, owner: int, cancel: CancelLeg, now: float) -> list[Action]:
-        """End `attempt` and older ones; what is not here is remembered as cancelled, in case it comes late."""
+        """End `attempt` and older ones. An attempt that is not here is remembered as cancelled, in case it comes
+        late."""
         leg = self.legs.get(cancel.rid)
         if leg is not None and leg.client and cancel.client not in ("", leg.client):
             return []
@@ -146,25 +148,26 @@ class RankCore:
         return []
 
     def unread(self, leg: Leg, now: float) -> list[Action]:
-        """Its client is gone and nobody has read its output for a while: it would hold memory for nobody."""
+        """End a leg whose client is gone and whose output was not read for a while: it would hold memory for no use."""
         return self._end(leg, "cancelled", "its client is gone", now)
 
     def reconfigure(self, limits: Limits) -> None:
-        """From now on. What is here already stays."""
+        """Apply new limits. Legs that are here stay."""
         self.legs.limits = limits
         self.sender.hold_s = limits.hold_s
         self.history.limit(limits.trace_bytes)
 
     def drain(self) -> None:
-        """Take nothing new from now on."""
+        """Refuse every new dispatch from now on."""
         self.draining = True
 
     def end_all(self, code: Code, message: str, now: float) -> list[Action]:
-        """Whatever lives here ends now."""
+        """End all legs that live here."""
         return [action for leg in self.legs for action in self._end(leg, code, message, now)]
 
     def restate(self, owner: int) -> None:
-        """`owner`'s controller may have missed reports: repeat what began and how the remembered ones ended."""
+        """Send again to `owner` which legs began and how the remembered ones ended: its controller may have missed
+        reports."""
         self.reports.restate(owner, self.legs)
 
     # --- KV caches: decode pulls, prefill sends -----------------------------------------------------------------
@@ -192,7 +195,7 @@ class RankCore:
     # --- what the runner says -----------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """What is said of a leg that is over counts for nothing."""
+        """Handle an event of the runner and return actions. An event of a leg that is over has no effect."""
         if type(event) is Output:  # one for each token, hence the short way
             leg = event.leg
             if leg.state is not LegState.ENDED:
@@ -236,7 +239,7 @@ class RankCore:
         return []
 
     def tick(self, now: float) -> list[Action]:
-        """A few times a second: deadlines, signs of life, silence, places that nobody uses."""
+        """Handle deadlines, signs of life, silence and unused places. Call it a few times a second."""
         actions = self._make_room(now)
         for leg in self.legs:
             if leg.deadline is not None and now >= leg.deadline:
@@ -249,8 +252,8 @@ class RankCore:
         return actions + answers
 
     def _make_room(self, now: float) -> list[Action]:
-        """While legs wait for a place, or other clients have legs here, those go that nobody has come to read, of a key
-        that has many of them the sooner. The code lets a client that is merely late try again."""
+        """End legs whose output is not read, while other legs wait for a place or other clients have legs here;
+        first those of a key with many of them. Their code lets a client that is merely late try again."""
         unclaimed = {leg: since_s for leg in self.legs if (since_s := self.streams.unclaimed_s(leg, now))}
         if not unclaimed:
             return []
@@ -258,7 +261,7 @@ class RankCore:
         if not several and not self._runner_load().waiting:
             return []
         count = Counter(leg.client for leg in unclaimed if leg.client and several)
-        why = "nobody came to read it, and others want its place"
+        why = "its output was not read, and other legs need its place"
         return [
             action
             for leg, since_s in unclaimed.items()
@@ -269,7 +272,7 @@ class RankCore:
     # --- what the controller and the bus are told ---------------------------------------------------------------
 
     def running(self) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
-        """`(rid, attempt)` of its legs, key by key, and how many are each key's (of those that have most)."""
+        """Return `(rid, attempt)` of the legs, key by key, and how many legs each key has (for the keys with most)."""
         count = Counter(leg.client for leg in self.legs)
         clients = count.most_common()
         place = {client: at for at, (client, _) in enumerate(clients)}
@@ -277,7 +280,7 @@ class RankCore:
         return tuple([(leg.rid, leg.attempt) for leg in legs]), tuple(clients[:MAX_CLIENTS])
 
     def figures(self) -> Load:
-        """The runner's load and what waits here."""
+        """Return the runner's load plus the legs that wait here."""
         load, puller = self._runner_load(), self.puller
         if not puller.waiting:
             return load
@@ -285,7 +288,7 @@ class RankCore:
         return replace(load, waiting=waiting, waiting_tokens=tokens)
 
     def load(self) -> Load:
-        """Read it after the inbox was ingested: load and acknowledgements are then of one moment."""
+        """Return the load. Read it after the inbox was ingested: then load and acknowledgements are of one moment."""
         self._load_seq += 1
         facts = self.facts
         return replace(
@@ -294,7 +297,7 @@ class RankCore:
         )  # fmt: skip
 
     def recall(self, rid: str, wall_s: float) -> tuple[TraceEvent, ...]:
-        """What happened to its legs here; `wall_s` makes seconds since 1970 of this process's clock."""
+        """Return the events of a request's legs here. `wall_s` turns this process's clock into seconds since 1970."""
         leg = self.legs.get(rid)
         records = [*self.history.of(rid), *([record_of(leg)] if leg is not None else [])]
         return tuple([mark for record in records for mark in trace_events_of(record, wall_s)][-MAX_TRACE_EVENTS:])
@@ -302,7 +305,7 @@ class RankCore:
     # --- inside: a leg's beginning ------------------------------------------------------------------------------
 
     def _take(self, dispatch: Dispatch, frames: Sequence[bytes], now: float) -> Leg:
-        """The leg, if there is space for it; Refusal otherwise."""
+        """Return the leg, if there is space for it; else raise Refusal."""
         if self.draining:
             raise Refusal("draining", "this rank is draining")
         leg = leg_of(dispatch, frames, role=self.role, dp_rank=self.dp_rank, facts=self.facts, now=now)
@@ -335,7 +338,8 @@ class RankCore:
         self.reports.started(leg)
 
     def _end(self, leg: Leg, code: Code, message: str, now: float, *, by_runner: bool = False) -> list[Action]:
-        """The only way out. With `ok`, `message` is the finish reason; `by_runner`: the runner said so itself."""
+        """End a leg; there is no other way out. With `ok`, `message` is the finish reason. `by_runner`: the runner
+        ended it itself."""
         was = leg.state
         end = leg.end(code, message, now)
         self.legs.remove(leg)
@@ -368,12 +372,12 @@ class RankCore:
 
 
 def _sendable(text: str) -> str:
-    """An engine's, without halves of surrogate pairs: no message can say them."""
+    """Return an engine's text without halves of surrogate pairs, which no message can hold."""
     return text.encode(errors="replace").decode()
 
 
 def _about(dispatch: Dispatch) -> dict[str, object]:
-    """What its log lines say, as those of the leg it becomes (`Leg.about`)."""
+    """Return the log fields of a dispatch, the same as those of the leg that it becomes (`Leg.about`)."""
     about: dict[str, object] = {"rid": dispatch.rid, "attempt": dispatch.attempt, "leg": dispatch.leg}
     about["room"] = dispatch.bootstrap_room
     return about if dispatch.trace is None else about | {"trace_id": trace_id_of(dispatch.trace)}

@@ -1,4 +1,5 @@
-"""Other nodes, as those whose KV caches are pulled and who are served. Owns these sockets; decides nothing about legs.
+"""The connections to other nodes whose KV caches are pulled, and the sending of blocks. This module owns these
+sockets; it decides nothing about legs.
 
 Blocks travel as ZeroMQ frames, straight out of the engine's memory where they are large, over one DEALER per peer,
 which all ranks of the process share.
@@ -44,8 +45,8 @@ class _Peer:
 
 
 class KvPeers:
-    """`router` is the process's data ROUTER, over which pulls come in and blocks go out. Nothing here blocks or raises
-    for what a peer does."""
+    """The data connections of a process. `router` is its data ROUTER, over which pulls come in and blocks go out. No
+    method blocks, or raises because of a peer."""
 
     def __init__(self, sockets: Sockets, loop: Loop, router: Socket, *, linger_ms: int = 500) -> None:
         self.sent_bytes = 0
@@ -60,7 +61,7 @@ class KvPeers:
         self._peers: dict[str, _Peer] = {}
 
     def request(self, endpoint: str, message: KvPull | KvDone, deliver: Deliver) -> None:
-        """Send it to the node at `endpoint`; what that says of the room goes to `deliver` too, until a KvDone."""
+        """Send a message to the node at `endpoint`. Answers for its room go to `deliver` too, until a KvDone."""
         peer = self._peer(endpoint)
         if peer is None:
             if isinstance(message, KvPull):
@@ -80,7 +81,7 @@ class KvPeers:
             self.rejected["unsent"] += isinstance(message, KvDone)  # a pull is repeated
 
     def serve(self, block: SendBlock, data: memoryview) -> None:
-        """Send one block to a peer that pulled it; it asks again if it does not arrive."""
+        """Send one block to a peer that pulled it. If it does not arrive, the peer asks again."""
         leg = block.leg
         crc32 = block_crc32(leg.room, leg.attempt, block.index, data)
         header = encode(KvBlock(leg.room, leg.attempt, block.index, block.tokens, crc32, leg.client))
@@ -91,7 +92,7 @@ class KvPeers:
             self.unsent_blocks += 1
 
     def tick(self, now: float) -> None:
-        """Close the connections over which nothing is pulled, nor was lately."""
+        """Close the connections that are not used for pulls, and were not lately."""
         for endpoint, peer in list(self._peers.items()):
             if not peer.pulls and now - peer.used_at >= IDLE_S:
                 self._close_peer(endpoint)
@@ -119,7 +120,8 @@ class KvPeers:
         return peer
 
     def _use(self, endpoint: str) -> tuple[bool, float]:
-        """The least is the first to go; one that is pulled from goes last, and is opened anew with its next pull."""
+        """Return the order of closing, lowest first. A connection with a pull goes last, and its next pull opens it
+        again."""
         peer = self._peers[endpoint]
         return bool(peer.pulls), peer.used_at
 
@@ -148,7 +150,8 @@ class KvPeers:
 
 
 def send_answer(router: Socket, answer: Send) -> bool:
-    """Send one small message over a ROUTER without blocking; False when the peer is gone or its queue is full."""
+    """Send one small message over a ROUTER without blocking; return false when the peer is gone or its queue is
+    full."""
     try:
         send(router, (answer.peer, encode(answer.message), *answer.frames))
     except zmq.ZMQError:

@@ -1,6 +1,7 @@
-"""A rank's core and its runner, joined: what the core asks of the runner is done, what the runner says the core hears.
+"""A rank's core and its runner, connected: the runner does the core's actions, and the core handles the runner's
+events.
 
-Pure as far as the runner is: the live ranks, the tests in memory and the fuzz all stand on it.
+Pure as far as the runner is: the live ranks, the tests in memory and the fuzz tests all use it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from nodes.link.runner import EVENTS, BlockRunner, Event, Runner
 
 
 class RankDriver:
-    """`do` gets every action that is not for the runner, in order. `dirty` says that something happened since the
-    owner last put it to False: a `turn` of the runner and a report are due."""
+    """The driver of one rank. `do` gets every action that is not for the runner, in order. `dirty` is set when
+    something happened since the owner cleared it: then a `turn` of the runner and a report are due."""
 
     def __init__(
         self, core: RankCore, runner: Runner, do: Callable[[Action], None], clock: Callable[[], float]
@@ -31,7 +32,8 @@ class RankDriver:
         runner.attach(self._receive)
 
     def apply(self, actions: Iterable[Action]) -> None:
-        """Do `actions`, and what comes of them; what the runner says meanwhile waits until the one at hand is done."""
+        """Do `actions`, and what follows from them. Events that the runner emits meanwhile wait until the current
+        action is done."""
         self._todo.extend(actions)
         if self._doing or not self._todo:
             return
@@ -52,7 +54,7 @@ class RankDriver:
             self._todo.append(event)
             return
         self.dirty = True
-        if actions := self._core.handle(event, self._clock()):  # seldom any: most events are output
+        if actions := self._core.handle(event, self._clock()):  # rarely any: most events are output
             self.apply(actions)
 
     def _do(self, action: Action) -> None:

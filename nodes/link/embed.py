@@ -1,7 +1,7 @@
 """`RankLink`: the ranks of an engine that has a scheduler of its own, linked to controllers, clients and the bus.
 
-Owns a thread with the sockets and the hand-over between it and the scheduler's: bounded, never blocking, never raising
-into the scheduler's loop but PartFailed. What is to be decided, the same cores decide as in a node of ours.
+It owns a thread with the sockets, and the hand-over between that thread and the scheduler's: bounded, never blocking,
+and raising only PartFailed into the scheduler's loop. The same cores decide as in a node of ours.
 
     with RankLink(bus, controllers=[controller], role="unified", instance="mine", facts=RankFacts(...)) as link:
         while not link.drained:
@@ -10,8 +10,8 @@ into the scheduler's loop but PartFailed. What is to be decided, the same cores 
             link.output(leg, [token]); link.finish(leg, "length")      # as the scheduler's step gives them
             link.report(running=2, waiting=1, waiting_tokens=80)       # optional: else the legs are counted
 
-Load and acknowledgements are of one moment: a `report` speaks of the legs that `poll` had handed over when it was made
-and that were not over, and the link adds what has come, begun and ended since.
+Load and acknowledgements are of one moment: a `report` counts the legs that `poll` had returned when it was made
+and that were not over, and the link adds the legs that have come, begun and ended since.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from nodes.link.threaded_runner import (
 
 
 class Draining(Struct, frozen=True, gc=False):
-    """Nothing more will come for rank `dp_rank`; the link is `drained` when its legs are over."""
+    """Rank `dp_rank` gets no more legs; the link is `drained` when its legs are over."""
 
     dp_rank: int
 
@@ -73,11 +73,10 @@ Order: TypeAlias = Start | Cancel | Release | Draining
 
 
 class RankLink(Service):
-    """`data` is where peers and clients reach this process: `ipc:///directory`, `tcp://host` (on any free port) or
-    `tcp://host:port`. ConfigError on a bad argument, StartError on entry where an endpoint is taken. `overflows` counts
-    what the hand-over could not take, `invalid` what made no sense; a leg that lost something by either fails, and is
-    cancelled here.
-    """
+    """The ranks of one engine. `data` is the address for peers and clients of this process: `ipc:///directory`,
+    `tcp://host` (on any free port) or `tcp://host:port`. ConfigError for an invalid argument, StartError on entry
+    where an endpoint is taken. `overflows` counts what the hand-over could not take, `invalid` the invalid calls; a
+    leg that lost something by either fails, and is cancelled at the scheduler."""
 
     part = "rank_link"
 
@@ -142,7 +141,8 @@ class RankLink(Service):
         exits.callback(mailbox.close)
 
     def leave(self) -> None:
-        """Without `drain` first: what still runs ends with `shutting_down`, which clients send elsewhere."""
+        """Stop without waiting: what still runs ends with `shutting_down`, and clients send it elsewhere. Call
+        `drain` first to finish it."""
         assert self._host is not None
         self._take()
         self._host.drain("leave")
@@ -161,7 +161,8 @@ class RankLink(Service):
     _ended = _failed
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until bus and controllers have been heard. For start-up, not for a scheduler's loop."""
+        """Wait for the bus and the controllers; return false after `timeout_s`. For start-up, not for a scheduler's
+        loop."""
         self.raise_if_inherited()
         joined = self._joined.wait(timeout_s)
         self.raise_if_failed()
@@ -169,20 +170,22 @@ class RankLink(Service):
 
     @property
     def left(self) -> BusError | None:
-        """Why the link drains by itself, if it does: its ranks were started again elsewhere, or `die` was called."""
+        """The reason why the link drains by itself, if it does: its ranks were started again elsewhere, or `die` was
+        called."""
         return self._host.failure if self._host is not None else None
 
     @property
     def drained(self) -> bool:
-        """All ranks have said goodbye, and what they produced has been read (or had its time); or the link stopped."""
+        """True when all ranks have left and their output has been read (or its time is over), or when the link has
+        stopped."""
         return self._drained.is_set()
 
     # --- for the scheduler, from any thread: nothing here blocks (but `poll`, for as long as it is told); PartFailed
     # once the link's thread has failed, and nothing else ----------------------------------------------------------
 
     def poll(self, timeout_s: float = 0.0) -> list[Order]:
-        """What has come since the last call. A leg's `dp_rank` says whose it is. A Cancel may speak of a leg that the
-        scheduler has finished meanwhile. Nothing comes of a link that was stopped: it is `drained`."""
+        """Return the orders since the last call, waiting for one up to `timeout_s`. A leg's `dp_rank` is its rank. A
+        Cancel may name a leg that the scheduler has just finished. A stopped link gives no orders: it is `drained`."""
         self.raise_if_inherited()
         with self._came:
             if not self._inbox and timeout_s > 0 and not self._drained.is_set():
@@ -199,39 +202,40 @@ class RankLink(Service):
         return orders
 
     def began(self, leg: Leg, cached_tokens: int = 0) -> None:
-        """It left the queue: its computation has begun. Optional; the first output says so too."""
+        """Report that a leg's computation has begun. Optional: its first output implies it."""
         self._enqueue(leg, lambda: Began(leg, index(cached_tokens)))
 
     def output(
         self, leg: Leg, tokens: Sequence[int], logprobs: Sequence[tuple[float, Sequence[tuple[int, float]]]] = ()
     ) -> None:
-        """Its next output tokens. Where `leg.params.logprobs` is not negative, for each its log probability and those
-        of so many likeliest tokens, the first first."""
+        """Send a leg's next output tokens. If `leg.params.logprobs` is not negative, `logprobs` has, for each token,
+        its log probability and those of that many most likely tokens, the likeliest first."""
         self._enqueue(leg, lambda: Output(leg, tuple(map(index, tokens)), [token_logprobs(*each) for each in logprobs]))
 
     def finish(self, leg: Leg, reason: Literal["stop", "length"] = "length") -> None:
-        """A decode or unified leg is over and well."""
+        """Finish a decode or unified leg that ended well."""
         self._enqueue(leg, lambda: Finished(leg, reason))
 
     def fail(self, leg: Leg, code: Code, message: str = "") -> None:
-        """A leg is over, and why: `engine_failed`, where another rank may do better."""
+        """Fail a leg with a code, such as `engine_failed`, after which another rank may do better."""
         self._enqueue(leg, lambda: LegFailed(leg, code, str(message)))
 
     def held(self, leg: Leg, first_token: int, handle: bytes, valid_s: float = FOR_EVER) -> None:
-        """A prefill leg's prompt is computed and its KV cache kept; `Release` says when nobody needs it any more."""
+        """Report that a prefill leg's prompt is computed and its KV cache kept. `Release` comes when it is not
+        needed any more."""
         self._enqueue(leg, lambda: Held(leg, index(first_token), bytes(handle), float(valid_s)))
 
     def fetched(self, leg: Leg, seconds: float = 0.0) -> None:
-        """A decode leg's KV cache is here."""
+        """Report that a decode leg's KV cache has been fetched."""
         self._enqueue(leg, lambda: Fetched(leg, float(seconds)))
 
     def report(
         self, dp_rank: int | None = None, *, running: int, waiting: int, waiting_tokens: int,
         kv_tokens: int | None = None, step: int = 0, busy: bool = False,
     ) -> None:  # fmt: skip
-        """The scheduler's own figures (of the first of `dp_ranks` unless said), of all legs that `poll` has handed over
-        and that are not over. `step`: forward steps done; one that stands still while `busy` is taken for a hang.
-        `kv_tokens`: as counted, unless said."""
+        """Report the scheduler's own figures of one rank (default: the first of `dp_ranks`), for all legs that
+        `poll` has returned and that are not over. `step`: forward steps done; while `busy`, a step count that does
+        not rise is taken for a hang. `kv_tokens` None: as counted by the link."""
         self.raise_if_failed()
         with self._came:
             rank = next(iter(self._handed)) if dp_rank is None else dp_rank
@@ -251,14 +255,14 @@ class RankLink(Service):
                 self._hand_over(rank, load)
 
     def die(self, reason: str) -> None:
-        """The engine is gone for good: every leg ends now, and the ranks say goodbye."""
+        """End every leg now, because the engine is dead; the ranks leave."""
         self.raise_if_failed()
         with self._came:
             for rank in self._handed:
                 self._hand_over(rank, Dead(str(reason)))
 
     def drain(self) -> None:
-        """Take nothing new, finish what runs, say goodbye; then `drained`."""
+        """Take no new legs, finish those that run, and leave; then the link is `drained`."""
         self.raise_if_failed()
         if self._thread is not None:
             self.loop.call_threadsafe(partial(self._drain, "embedder"))
@@ -283,7 +287,7 @@ class RankLink(Service):
     def _order(self, leg: Leg, order: Start | Cancel | Release) -> None:
         with self._came:
             if isinstance(order, Cancel) and isinstance(self._inbox.get(leg), Start):
-                del self._inbox[leg]  # the scheduler never hears of it
+                del self._inbox[leg]  # the scheduler never sees it
                 return
             self._inbox[leg] = order
             self._came.notify_all()
@@ -305,7 +309,7 @@ class RankLink(Service):
         self._host.drain(cause)
 
     def _look(self) -> None:
-        """What has become of the ranks."""
+        """Check the state of the ranks, and pass changes to the scheduler."""
         host = self._host
         assert host is not None
         if not self._joined.is_set() and not host.missing():

@@ -1,6 +1,6 @@
-"""What a rank says of itself, and how it hands over a KV cache: the part of `nodes.link.runner` that legs need too.
+"""A rank's description of itself, and a KV cache's hand-over: the records of `nodes.link.runner` that legs need too.
 
-Owns two records and their words; holds no logic.
+This module owns the two records; it holds no logic.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ OVER_THE_BUS = "blocks"  # RankFacts.kv_transfer of runners that serve and take 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """What a rank says of itself in `hello`. Sizes in tokens; 0: not stated, and not checked."""
+    """A rank's description in `hello`. Sizes are in tokens; 0: not stated, and not checked."""
 
     model: str  # its name; a request that names another goes elsewhere
     max_context: int  # prompt and output together

@@ -1,6 +1,6 @@
-"""The sockets that all linked ranks of a process share, on a loop that somebody runs. Decides nothing.
+"""The sockets that all linked ranks of a process share, on a loop that the caller runs. It decides nothing.
 
-One PUB, one SUB, one bootstrap DEALER and one data ROUTER serve all ranks of the process; each rank has a DEALER of
+One PUB, one SUB, one bootstrap DEALER and one data ROUTER serve all ranks of the process. Each rank has a DEALER of
 its own to each controller, so a connection is a rank.
 """
 
@@ -61,14 +61,15 @@ log = get_logger("node")
 
 
 class EngineDied(BusError):
-    """A runner is dead for good. The process leaves, and whoever supervises it starts it anew."""
+    """A runner is dead. The process exits, and its supervisor starts it again."""
 
 
 class Host:
-    """`runners` has one runner for each dp_rank that this process hosts. All methods are for the loop's thread.
+    """The host of the ranks in one process. `runners` has one runner for each dp_rank here. All methods are for the
+    loop's thread.
 
-    `on_change` is called at the end of each turn that may have changed what `missing`, `drained` or the ranks' states
-    say.
+    `on_change` is called at the end of each turn that may have changed the result of `missing` or `drained`, or a
+    rank's state.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Host:
         loop.after_turn(self._after_turn)
 
     def close(self, *, linger_ms: int = LINGER_MS) -> None:
-        """Sockets and Context are gone when it returns; the loop is the caller's."""
+        """Close sockets and Context. They are gone when it returns; the loop is the caller's."""
         for rank in self.ranks.values():
             rank.close(linger_ms=linger_ms)
         if linger_ms:
@@ -136,7 +137,7 @@ class Host:
     # --- life ---------------------------------------------------------------------------------------------------
 
     def missing(self) -> list[str]:
-        """What is not there yet, of what the ranks need to serve."""
+        """Return what the ranks still need before they can serve."""
         joined = self.resolver.broker_seen_at is not None and all(r.on_the_bus for r in self.ranks.values())
         missing = [] if joined else [f"the bus at {self.config.bus}"]
         for key, base in enumerate(self.config.controllers):
@@ -145,12 +146,12 @@ class Host:
         return missing
 
     def can_serve(self) -> bool:
-        """Whether the bus is there, and for each rank a controller."""
+        """Return true if the bus is connected, and a controller for each rank."""
         there = self.resolver.broker_seen_at is not None and all(r.on_the_bus for r in self.ranks.values())
         return there and all(any(each.welcome for each in rank.connections) for rank in self.ranks.values())
 
     def unready(self) -> str:
-        """Why no leg can come here now; empty: one can."""
+        """Return why no leg can come here now; empty: one can."""
         if not self.serving and (missing := self.missing()):
             return f"waiting for {' and '.join(missing)}"
         ranks = self.ranks.values()
@@ -160,16 +161,17 @@ class Host:
         return f"no controller speaks to dp_rank {', '.join(deaf)}" if deaf else ""
 
     def fenced(self) -> str:
-        """Why a controller does not take one of our ranks, if it has said so."""
+        """Return why a controller refuses one of our ranks, or an empty string."""
         return next((each.fenced for rank in self.ranks.values() for each in rank.connections if each.fenced), "")
 
     def drain(self, cause: str) -> None:
-        """All ranks: take nothing new, finish what runs, say goodbye. `drained` is then true."""
+        """Let all ranks refuse new legs, finish those that run, and leave. `drained` is true after that."""
         for rank in self.ranks.values():
             rank.drain(cause)
 
     def drained(self) -> bool:
-        """Every rank has said goodbye and been heard, and readers have taken the end of their streams (or had time)."""
+        """Return true if every rank has left and the bus has carried it, and readers have taken the end of their
+        streams (or had time)."""
         ranks = self.ranks.values()
         ended = [rank.drained_at for rank in ranks if rank.drained_at is not None]
         if len(ended) < len(ranks):
@@ -200,7 +202,7 @@ class Host:
             self.unsent_publications += 1
 
     def answer(self, send: Send) -> None:
-        """To a peer of the data ROUTER; a peer that is gone asks again if it returns."""
+        """Send an answer to a peer of the data ROUTER. A peer that is gone asks again if it returns."""
         send_answer(self._router, send)
 
     def locate(self, dp_rank: int, want: Locate) -> None:
@@ -221,21 +223,20 @@ class Host:
         self.resolver.cancel(want.room, (dp_rank, want.client))
 
     def reject(self, socket: str, error: RemoteProtocolError, peer: str = "") -> None:
-        """Count a bad message; log the first of each peer."""
+        """Count an invalid message; log the first of each peer."""
         if socket not in self._rejections:
             self._rejections[socket] = Rejections(log, self.rejected, prefix=f"{socket}:", socket=socket)
         self._rejections[socket].note(peer or socket, error)
 
     def runner_died(self, dp_rank: int, reason: str) -> None:
-        """Its legs have ended; the other ranks of the process finish theirs."""
+        """Drain the process after a runner died: its legs have ended, and the other ranks finish theirs."""
         log.error("runner.died", dp_rank=dp_rank, reason=reason)
         self.failure = self.failure or EngineDied(f"{self.config.instance}/{dp_rank}: its engine died: {reason}")
         self.drain("a runner died")
 
     def superseded(self, why: str) -> None:
-        """A later start of one of our ranks has taken its place: the process leaves as a whole, and what runs here ends
-        at once. Before it has served it goes on asking instead: the other may be dead, and its clock have been ahead.
-        """
+        """End all legs and leave, because a later start of one of our ranks has taken its place. Before this process
+        has served, it goes on asking instead: the other start may be dead and its clock may have been ahead."""
         if not self.serving or self.failure is not None:
             return
         log.warning("node.superseded", why=why)
@@ -245,7 +246,7 @@ class Host:
             rank.abandon()
 
     def changed(self) -> None:
-        """What the owner of this process looks at: a rank's state, whether it is welcome, what the bus says of it."""
+        """Note that a rank's state, its welcome or the bus's view of it may have changed."""
         self._changed = True
 
     # --- what comes in ------------------------------------------------------------------------------------------
@@ -327,7 +328,7 @@ class Host:
         dirty = [rank for rank in self.ranks.values() if rank.driver.dirty]
         for rank in dirty:
             rank.plan()
-        self._send_tokens()  # who waits for them need not wait for what controllers are told
+        self._send_tokens()  # before the reports to controllers, so that readers do not wait for those
         for rank in dirty:
             rank.report()
         self._resolve(self.resolver.flush(self.now))

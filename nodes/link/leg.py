@@ -1,5 +1,6 @@
-"""The legs at a rank: the record of one, the table of its life, what a dispatch must be to become one, and whether
-there is space for one more. Pure."""
+"""The legs at a rank: a leg's record, the table of its states, the checks of a dispatch, and the limit on legs.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ MAX_LEG_EVENTS = 24
 
 
 class LegState(enum.Enum):
-    """Where a leg is. Decode legs begin at LOCATING, the others at RUNNING."""
+    """The state of a leg. Decode legs begin at LOCATING, the others at RUNNING."""
 
     LOCATING = "locating"  # decode: which rank prefills the room?
     ASKING = "asking"  # decode: that rank was asked for the KV cache, and has not finished the prompt yet
@@ -61,30 +62,31 @@ NEXT: dict[tuple[Role, LegState, Step], LegState] = {
 
 
 class Identity(NamedTuple):
-    """Which request it is of all that its rid may name, one after the other or at two controllers at a time. What is
-    None is not known, and agrees with anything."""
+    """The identity of a request among all with its rid, which may follow each other or run at two controllers. A
+    field that is None is unknown, and agrees with every value."""
 
     client: str | None
     room: int | None
     prompt_tokens: int | None  # without the output so far, which grows
 
     def agrees(self, other: Identity) -> bool:
-        """Whether they may be one request."""
+        """Return true if both may be the same request."""
         return all(mine is None or its is None or mine == its for mine, its in zip(self, other, strict=True))
 
 
 def identity_of(dispatch: Dispatch) -> Identity:
-    """What is asked for."""
+    """Return the identity of the request that is dispatched."""
     return Identity(dispatch.client, dispatch.bootstrap_room, dispatch.prompt_tokens - dispatch.offset)
 
 
 class IllegalStep(AssertionError):
-    """A bug of ours, or of a runner; the message tells what the leg was doing."""
+    """A bug of ours, or of a runner; the message has the leg's state."""
 
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """What a runner is given, and all that the link knows of it (from `owner` on; a runner leaves that alone)."""
+    """One leg: what a runner is given, and what the link keeps of it (from `owner` on; a runner must not touch
+    that)."""
 
     rid: str  # the request's id
     attempt: int  # of the request, from 1 on
@@ -103,11 +105,11 @@ class Leg:
     handle: KvHandle | None = None  # decode: the KV cache to fetch
 
     client: str = ""  # the key whose request it is; empty: there are none
-    submit_room: int | None = None  # that of its submit, also of a unified leg; None: it has none
+    submit_room: int | None = None  # the room of its submit, also of a unified leg; None: it has none
     trace: TraceContext | None = None  # of a request that is traced
     trace_events: list[tuple[float, str, str]] = field(default_factory=list)  # what happened to it, when, and a detail
-    continue_on_disconnect: bool = False  # whether anybody reads its output or not
-    owner: int = 0  # the connection whose controller hears of it
+    continue_on_disconnect: bool = False  # run to the end even if the output is not read
+    owner: int = 0  # the connection of the controller that gets its reports
     state: LegState = LegState.RUNNING  # moved by `step` alone
     ingested_at: float = 0.0  # on this process's monotonic clock, as all times here
     started: bool = False  # its first output exists
@@ -121,17 +123,17 @@ class Leg:
     message: str = ""  # the same in a sentence
     ended_at: float = 0.0  # when
 
-    # decode and unified: its output, and who reads it (streams)
+    # decode and unified: its output, and its reader (streams)
     output: list[int] = field(default_factory=list)  # kept until the reader has all of it
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each of `output`, where they are wanted
     reader: bytes | None = None  # the client that is sent the output, by its connection
     unread_since: float = 0.0  # while it has no reader
     lost: bool = False  # the reader's connection is gone: it may attach again over another
-    detached: bool = False  # its reader has said that it wants no more of it
+    detached: bool = False  # its reader has detached: it wants no more
     shares: bool = False  # the reader takes its tokens in a message together with those of other requests
     sent: int = 0  # the next token to send, counted from the request's first output token
     sent_at: float = 0.0  # when something was sent last
-    finish_sent: bool = False  # the reader was told of the end
+    finish_sent: bool = False  # the end was sent to the reader
     blocked_until: float = 0.0  # the reader's queue was full
 
     # decode: its way to the KV cache (puller)
@@ -144,66 +146,69 @@ class Leg:
     asks: list[float] = field(default_factory=list)  # when it was asked for the handle, each time
 
     # prefill: the KV cache that it holds (sender); the last four as the runner said them
-    pullers: dict[bytes, int] = field(default_factory=dict)  # who asked for it, with the number of their last pull
+    pullers: dict[bytes, int] = field(
+        default_factory=dict
+    )  # the peers that asked for it, with the number of their last pull
     registered: int = 0  # the attempt under which the bus knows its room, which other clients may name too
-    given: bool = False  # a decode rank was told of it; an engine's own connector serves one alone
+    given: bool = False  # its meta was sent to a decode rank; an engine's own connector serves only one
     first_token: int = 0  # sampled with the prompt
     first_logprobs: TokenLogprobs | None = None  # of it
     handle_data: bytes = b""  # opaque
-    valid_until: float = FOR_EVER  # fetched later, it may be another prompt's
+    valid_until: float = FOR_EVER  # a later fetch may give another prompt's cache
 
-    last_seen_at: float = 0.0  # when the rank at the other end of the KV cache's way gave a sign of life
+    last_seen_at: float = 0.0  # when the rank at the other end of the KV transfer gave a sign of life
 
     @property
     def live(self) -> bool:
-        """Not over yet."""
+        """True until the leg is over."""
         return self.state is not LegState.ENDED
 
     def add_event(self, what: str, now: float, detail: str = "") -> None:
-        """Remember it for who asks what became of the leg: the first things, for one that goes to and fro."""
+        """Record an event of the leg, for `pdbus trace`. Beyond MAX_LEG_EVENTS nothing is recorded."""
         if len(self.trace_events) < MAX_LEG_EVENTS:
             self.trace_events.append((now, what, detail))
 
     @property
     def identity(self) -> Identity:
-        """Whose leg it is."""
+        """The identity of the leg's request."""
         return Identity(self.client, self.submit_room, self.prompt_tokens - self.offset)
 
     @property
     def about(self) -> dict[str, object]:
-        """What each log line of it says; the rank is said by whoever writes it."""
+        """The fields of each log line about this leg; the logger adds the rank."""
         room = None if self.room == NO_ROOM else self.room
         about: dict[str, object] = {"rid": self.rid, "attempt": self.attempt, "leg": self.role, "room": room}
         return about if self.trace is None else about | {"trace_id": trace_id_of(self.trace)}
 
     @property
     def produced(self) -> int:
-        """The token after the last of `output`, counted as `sent` is."""
+        """The index after the last token of `output`, counted as `sent` is."""
         return self.offset + len(self.output)
 
     @property
     def owes(self) -> bool:
-        """Whether there is something to send to its reader."""
+        """True while something is still to be sent to the reader."""
         unsent = self.sent - self.offset < len(self.output) or (self.finish and not self.finish_sent)
         return bool(unsent) and self.reader is not None
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether each output token comes with its log probabilities."""
+        """True if each output token must come with its log probabilities."""
         return self.params.logprobs >= 0
 
     def step(self, step: Step) -> None:
-        """Move on as the table says."""
+        """Change the state according to the table; IllegalStep where the table has no such step."""
         to = NEXT.get((self.role, self.state, step))
         if to is None:
             raise IllegalStep(
                 f"{self.role} leg {self.rid}/{self.attempt} is {self.state.value} and cannot be {step} "
-                f"(started {self.started}, {len(self.output)} tokens, found by {self.found_by or 'nobody'})"
+                f"(started {self.started}, {len(self.output)} tokens, found by {self.found_by or 'nothing'})"
             )
         self.state = to
 
     def end(self, code: Code, message: str, now: float) -> Ended:
-        """It is over: what its controller is told. With `ok`, `message` says why a decode or unified leg stopped."""
+        """End the leg and return the end for its controller. With `ok`, `message` is why a decode or unified leg
+        stopped."""
         self.step("over")
         self.code, self.message, self.ended_at = code, "" if code == "ok" else message[:1024], now
         if code == "ok":
@@ -229,7 +234,7 @@ class Leg:
 def leg_of(
     dispatch: Dispatch, frames: Sequence[bytes], *, role: Role, dp_rank: int, facts: RankFacts, now: float
 ) -> Leg:
-    """The leg that `dispatch` asks for, or Refusal. `frames` are those after the header."""
+    """Return the leg that `dispatch` asks for, or raise Refusal. `frames` are those after the header."""
     if dispatch.leg != role:
         raise Refusal("bad_request", f"a {dispatch.leg} leg for a {role} rank")
     if dispatch.dp_rank != dp_rank:
@@ -303,7 +308,7 @@ def _payload(dispatch: Dispatch, frames: Sequence[bytes], role: Role, facts: Ran
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of what may wait here."""
+    """The limits on what may wait here."""
 
     max_waiting: int = 1024
     max_waiting_bytes: int = 64 << 20
@@ -312,7 +317,7 @@ class Limits:
 
 
 class Legs:
-    """By request. Legs may end while one goes through them."""
+    """The legs of a rank, by request. Legs may end while a caller iterates over them."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -331,7 +336,7 @@ class Legs:
         return self._legs.get(rid)
 
     def check_space(self, leg: Leg, waiting: int) -> None:
-        """Refusal when there is none beside the `waiting` requests that wait at this rank."""
+        """Raise Refusal when there is no space beside the `waiting` requests that wait at this rank."""
         prompt_bytes = self._prompt_bytes + 4 * len(leg.prompt)
         if waiting >= self.limits.max_waiting or prompt_bytes > self.limits.max_waiting_bytes:
             raise Refusal("overloaded", f"{waiting} requests are waiting at this rank")
@@ -339,7 +344,7 @@ class Legs:
             raise Refusal("overloaded", f"{len(self._legs)} requests are at this rank")
 
     def add(self, leg: Leg) -> None:
-        """It is here from now on, under a number of its own."""
+        """Add a leg, and give it a number of its own."""
         self._seq += 1
         leg.seq = self._seq
         self._legs[leg.rid] = leg
@@ -353,5 +358,5 @@ class Legs:
 
 
 def _name_bytes(rid: str) -> int:
-    """What `(rid, attempt)` takes in a hello, at most."""
+    """Return the size of `(rid, attempt)` in a hello, at most."""
     return len(rid.encode()) + 9

@@ -1,4 +1,4 @@
-"""What engines say of how likely tokens are, as it goes on the wire. Pure."""
+"""An engine's log probabilities, turned into their form on the wire. Pure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ LEAST = -9999.0  # of the protocol: engines say minus infinity
 
 
 def token_logprobs(chosen: float, top: Iterable[tuple[int, float]] = ()) -> TokenLogprobs:
-    """Of one output token, and of the likeliest at its place, the first first."""
+    """Return one output token's log probability and those of the most likely tokens at its place, the likeliest
+    first."""
     return TokenLogprobs(_bounded(chosen), tuple([(token, _bounded(value)) for token, value in top]))
 
 
 def _bounded(value: float) -> float:
-    """Rounding may have made it more than 0; what is no number is as good as impossible."""
+    """Return a value that fits the wire: rounding may have made it positive, and a value that is not a number counts
+    as the lowest."""
     return min(0.0, float(value)) if value >= LEAST else LEAST

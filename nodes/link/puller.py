@@ -1,7 +1,7 @@
 """The puller's side of KV transfer: a decode leg's way from its dispatch to its KV cache. Pure.
 
-Owns which rank a leg asks and under which attempt, what it makes of the answers, and the signs of life it gives until
-its runner has the KV cache. Which blocks to pull, and when again, is the runner's.
+This module decides which rank a leg asks and under which attempt, how it handles the answers, and the signs of life
+that it sends until its runner has the KV cache. The runner decides which blocks to pull, and when again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ End: TypeAlias = Callable[[Leg, Code, str, float], list[Action]]
 
 
 class KvPuller:
-    """Of one rank. `end` ends a leg that can't go on, and calls `close`; `counts` is the rank's."""
+    """The puller of one rank. `end` ends a leg that cannot go on, and calls `close`; `counts` belongs to the rank."""
 
     def __init__(self, facts: RankFacts, counts: Counter[str], end: End) -> None:
         self.waiting = 0  # legs whose KV cache is not ready: the runner does not know them yet
@@ -40,11 +40,12 @@ class KvPuller:
         self._legs: ByRoom[Leg] = ByRoom()
 
     def holds(self, leg: Leg) -> bool:
-        """Whether its room has a leg here that is its client's, or anybody's."""
+        """Return true if a leg of this room is here that belongs to the client, or to no client."""
         return self._legs.find(leg.room, leg.client) is not None
 
     def open(self, leg: Leg, dispatch: Dispatch, now: float) -> list[Action]:
-        """It was taken in: ask the prefill rank that it was told, or look for the one that registered the room."""
+        """Begin the pull of a new leg: ask the prefill rank in the dispatch, or look up the one that registered the
+        room."""
         self._legs.put(leg.room, leg.client, leg)
         self.waiting += 1
         self.waiting_tokens += leg.prompt_tokens
@@ -58,7 +59,7 @@ class KvPuller:
     def located(
         self, room: int, location: Location | None, attempt: int, code: Code, found_by: FoundBy, now: float, client: str
     ) -> list[Action]:
-        """The answer to `client`'s `Locate`; `location` None: there is none, because of `code`."""
+        """Handle the answer to `client`'s `Locate`; `location` None: there is none, because of `code`."""
         leg = self._legs.find(room, client)
         if leg is None or leg.state is not LegState.LOCATING:
             return []
@@ -69,7 +70,7 @@ class KvPuller:
         return self._found(leg, location, attempt, now)
 
     def received(self, message: KvMeta | KvBlock | KvFail, data: bytes | memoryview, now: float) -> list[Action]:
-        """From a prefill rank that was asked; `data` is the frame after the header."""
+        """Handle a message of a prefill rank that was asked; `data` is the frame after the header."""
         leg = self._legs.find(message.room, message.client)
         if leg is None or not leg.kv_wanted:
             return []
@@ -96,20 +97,20 @@ class KvPuller:
         return [Note("kv_block.damaged", "warning", fields=fields), take]
 
     def pull(self, leg: Leg, first: int, count: int, now: float) -> list[Action]:
-        """Its runner wants these blocks."""
+        """Pull these blocks for the leg's runner."""
         assert leg.location is not None
         leg.asked_at = now
         pull = KvPull(leg.room, leg.kv_attempt, leg.location.epoch, first, count, client=leg.client)
         return [Send(leg.location.endpoint, pull)]
 
     def done(self, leg: Leg, code: Code = "ok") -> list[Action]:
-        """The prefill rank need not keep the KV cache any longer."""
+        """Tell the prefill rank that it need not keep the KV cache any longer."""
         assert leg.location is not None
         leg.kv_wanted = False
         return [Send(leg.location.endpoint, KvDone(leg.room, leg.kv_attempt, code, leg.client))]
 
     def tick(self, leg: Leg, now: float) -> list[Action]:
-        """Signs of life, and what comes of their absence."""
+        """Send signs of life, and end the leg when none come back."""
         if not leg.kv_wanted:
             return []
         if now - leg.last_seen_at >= PREFILL_SILENT_S:
@@ -117,7 +118,7 @@ class KvPuller:
         return self._ask(leg, now) if now - leg.asked_at >= ASK_S else []
 
     def close(self, leg: Leg, was: LegState) -> list[Action]:
-        """It has ended, out of state `was`."""
+        """Clean up after a leg that has ended in the state `was`."""
         self._legs.pop(leg.room, leg.client)
         if was is not LegState.RUNNING:
             self._waits_no_more(leg)
@@ -136,7 +137,7 @@ class KvPuller:
         return self._ask(leg, now)
 
     def _ask(self, leg: Leg, now: float) -> list[Action]:
-        """Ask for no block: the meta when it is ready, and a sign of life."""
+        """Ask for no block: for the meta when it is ready, and for a sign of life."""
         assert leg.location is not None
         leg.asked_at = now
         leg.asks.append(now)
@@ -144,8 +145,9 @@ class KvPuller:
         return [Send(leg.location.endpoint, pull)]
 
     def _other_attempt(self, leg: Leg, message: KvMeta | KvBlock | KvFail, now: float) -> list[Action]:
-        """The prefill rank has the room under another attempt. Where one controller dispatched both legs they must
-        agree; where each has its own, they count attempts apart, and the one at the prefill rank is right."""
+        """Handle a prefill rank that has the room under another attempt. Where one controller dispatched both legs,
+        the attempts must agree. Where each leg has its own controller, these count attempts separately, and the
+        attempt at the prefill rank is taken."""
         if not isinstance(message, KvMeta) or leg.state is not LegState.ASKING:
             return []
         if not leg.paired:
@@ -157,7 +159,7 @@ class KvPuller:
         return []
 
     def _handed(self, leg: Leg, meta: KvMeta, data: bytes, now: float) -> list[Action]:
-        """The prompt is computed: the runner gets the leg, if what was handed over is of use to it."""
+        """Give the leg to its runner, because the prompt is computed; fail it if the hand-over is not usable."""
         facts = self._facts
         ours = (facts.kv_layout, facts.block_tokens, leg.prompt_tokens, blocks_of(leg, facts))
         theirs = (meta.layout, meta.block_tokens, meta.prompt_tokens, meta.blocks)
@@ -186,11 +188,11 @@ class KvPuller:
 
 
 def _sent_at(leg: Leg, meta: KvMeta) -> float:
-    """When `meta` was sent at the earliest: after the pull that it names, or after the first where it names none. It
-    may have been long on its way, or waited here while this process stood still."""
+    """Return the earliest time at which `meta` was sent: after the pull that it names, or after the first one where
+    it names none. It may have been long on its way, or waited here while this process stood still."""
     return leg.asks[meta.asked - 1] if 0 < meta.asked <= len(leg.asks) else leg.asks[0]
 
 
 def unfetched(leg: Leg) -> bool:
-    """Whether a decode leg still needs its prefill rank."""
+    """Return true if a decode leg still needs its prefill rank."""
     return leg.kv_wanted or leg.state is LegState.LOCATING

@@ -64,8 +64,8 @@ def hello_of(
     config: LinkConfig, facts: RankFacts, dp_rank: int, epoch: int, state: NodeState, endpoint: str, *,
     running: tuple[tuple[str, int], ...] = (), started_us: int = 0, clients: tuple[tuple[str, int], ...] = (),
 ) -> Hello:  # fmt: skip
-    """How one start of a rank introduces itself; `running`: `(rid, attempt)` of its legs, `clients`: how
-    many of them are whose."""
+    """Return the hello of one start of a rank. `running`: `(rid, attempt)` of its legs; `clients`: how many of them
+    each key owns."""
     return Hello(
         instance=config.instance, dp_rank=dp_rank, epoch=epoch, role=config.role, model=facts.model,
         dp_size=config.dp_size, state=state, endpoint=endpoint, max_context=facts.max_context,
@@ -77,7 +77,7 @@ def hello_of(
 
 
 class Services(Protocol):
-    """What a rank needs of the process that hosts it."""
+    """The services of the hosting process that a rank needs."""
 
     config: LinkConfig
     loop: Loop
@@ -101,7 +101,7 @@ class Services(Protocol):
 
 
 class LinkedRank:
-    """Made by the host, which owns the sockets that ranks share. `epoch` is this start of it."""
+    """One rank. The host makes it and owns the sockets that ranks share. `epoch` names this start of it."""
 
     def __init__(self, host: Services, dp_rank: int, runner: Runner) -> None:
         config = host.config
@@ -172,7 +172,7 @@ class LinkedRank:
         self._host.changed()
 
     def restate_cache(self) -> None:
-        """A controller knows nothing of what is cached, or no longer."""
+        """Publish the whole cache again: a controller does not know it, or knows it no longer."""
         restate = getattr(self.runner, "restate_cache", None)
         if restate is not None:
             restate()
@@ -182,7 +182,7 @@ class LinkedRank:
         self.driver.apply(self.core.ingest(connection.key, dispatch, frames, self._host.now))
 
     def cancelled(self, connection: Connection, cancel: CancelLeg) -> None:
-        self.driver.dirty = True  # likewise
+        self.driver.dirty = True  # there is something to report here too
         self.driver.apply(self.core.cancel(connection.key, cancel, self._host.now))
 
     def unread(self, leg: Leg) -> None:
@@ -200,7 +200,7 @@ class LinkedRank:
     # --- life ---------------------------------------------------------------------------------------------------
 
     def drain(self, cause: str) -> None:
-        """Take nothing new; `turn` says goodbye when all is finished. Idempotent."""
+        """Take no new legs; `turn` leaves when all have finished. Idempotent."""
         if self.state != "ready":
             return
         self.log.info("rank.draining", cause=cause, live=len(self.core))
@@ -210,11 +210,11 @@ class LinkedRank:
 
     @property
     def bye_sent(self) -> bool:
-        """Whether the bus has carried our goodbye, and every controller's queue has taken it."""
+        """True when the bus has carried our goodbye, and every controller's queue has taken it."""
         return self.on_the_bus == "gone" and not any(connection.owes for connection in self.connections)
 
     def abandon(self, code: Code = "shutting_down", message: str = "") -> None:
-        """There is no time to finish: what still runs ends now with `code`."""
+        """End what still runs now, with `code`: there is no time to finish."""
         self.driver.apply(self.core.end_all(code, message, self._host.now))
 
     def _set_state(self, state: NodeState) -> None:
@@ -244,7 +244,7 @@ class LinkedRank:
         self._host.publish(self.publisher.on_message(message, self._host.now))
 
     def came_back(self, member: Member) -> None:
-        """A `member` as every subscriber gets it: ours has passed the broker."""
+        """Handle our own `member` publication, as every subscriber gets it: it has passed the broker."""
         if (member.instance, member.epoch) == (self.instance, self.epoch) and member.state != self.on_the_bus:
             self.on_the_bus = member.state
             self._host.changed()
@@ -262,17 +262,17 @@ class LinkedRank:
             connection.tick()
 
     def turn(self) -> None:
-        """After the inbox was read: plan, then report."""
+        """Plan, then report. Call it after the inbox was read."""
         self.plan()
         self.report()
 
     def plan(self) -> None:
-        """The runner's turn."""
+        """Let the runner plan its next step."""
         self.driver.dirty = False
         self.runner.turn(self._host.now)
 
     def report(self) -> None:
-        """After it: the load as it is now, and what began and ended."""
+        """Send the load as it is now, and the legs that began and ended. Call it after `plan`."""
         now = self._host.now
         self._report(now)
         self._host.publish(self.publisher.flush(now))

@@ -1,4 +1,4 @@
-"""What a rank remembers of a leg: its record in short, and the marks that `pdbus trace` shows of it. Pure."""
+"""A rank's record of a leg: its form in the history, and the events that `pdbus trace` shows. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from nodes.link.leg import NO_ROOM, Leg
 
 
 class LegRecord(Struct, frozen=True, gc=False, array_like=True):
-    """Times are the process's clock; `first_token_at` and `ended_at` 0: it did not come to that."""
+    """The record of a leg. Times are by the process's clock; `first_token_at` and `ended_at` are 0 where it has not
+    happened."""
 
     rid: str
     attempt: int
@@ -34,7 +35,7 @@ class LegRecord(Struct, frozen=True, gc=False, array_like=True):
 
 
 def record_of(leg: Leg) -> LegRecord:
-    """So far, or with its end."""
+    """Return the record of a leg, so far or with its end."""
     return LegRecord(
         leg.rid,
         leg.attempt,
@@ -56,7 +57,8 @@ def record_of(leg: Leg) -> LegRecord:
 
 
 def span_of(record: LegRecord, rank: str, model: str, wall_s: float) -> Span:
-    """Of a traced leg that is over, at `rank`. `wall_s` as above."""
+    """Return the span of a traced leg that is over, at `rank`. `wall_s` turns the process's clock into seconds since
+    1970."""
     assert record.trace is not None
     attributes: dict[str, Any] = {
         "gen_ai.request.model": model,
@@ -90,7 +92,7 @@ def span_of(record: LegRecord, rank: str, model: str, wall_s: float) -> Span:
 
 
 def trace_events_of(record: LegRecord, wall_s: float) -> list[TraceEvent]:
-    """In order of time. `wall_s` makes seconds since 1970 of the process's clock."""
+    """Return the events in order of time. `wall_s` turns the process's clock into seconds since 1970."""
     events = [(record.taken_at, "taken", ""), *record.events]
     if record.first_token_at and record.role != "prefill":
         events.append((record.first_token_at, "first_token", ""))

@@ -1,8 +1,8 @@
-"""What controllers are told of the legs at one rank: acknowledgements, beginnings, ends. Pure bookkeeping.
+"""The reports to controllers about the legs at one rank: acknowledgements, beginnings and ends. Pure bookkeeping.
 
-Acknowledgements count everything ingested from a controller's epoch, in order, and are what its load estimate rests
-on. Ends are remembered for a while, so that a repeated dispatch or a returning controller gets the same answer again.
-All of it is bounded.
+Acknowledgements count everything ingested from a controller's epoch, in order; the controller's load estimate relies
+on them. Ends are remembered for a while, so that a repeated dispatch or a returning controller gets the same answer
+again. All of it is bounded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_RESTATED = 1024
 
 @dataclass(slots=True)
 class Report:
-    """For one owner: legs that produced their first output, and legs that ended."""
+    """The report to one owner: legs that produced their first output, and legs that ended."""
 
     started: list[tuple[str, int]] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
@@ -38,7 +38,7 @@ class _Remembered(NamedTuple):
 
 
 class Reports:
-    """`owner` names the connection a dispatch came over."""
+    """The reports of one rank. `owner` names the connection of a dispatch."""
 
     def __init__(self) -> None:
         self._acks: OrderedDict[int, tuple[int, Ack]] = OrderedDict()  # controller epoch -> (last number, ack)
@@ -51,14 +51,15 @@ class Reports:
         return tuple(ack for _, ack in self._acks.values())
 
     def welcomed(self, owner: int, epoch: int) -> None:
-        """A controller that may dispatch here: what it says it has sent counts for others once it is among the acks. It
-        takes the place of an earlier start of it, at the other end of the same connection."""
+        """Add a controller that may dispatch here to the acks; then its published counters count for other
+        controllers. It replaces an earlier start at the other end of the same connection."""
         self._epochs[owner] = epoch
         if epoch not in self._acks:
             self._keep(0, Ack(epoch, 0, 0))
 
     def acknowledge(self, dispatch: Dispatch) -> Literal["counted", "gap", "repeated"]:
-        """Count it; a `gap` before it means that some were lost on the way, `repeated` that it was counted before."""
+        """Acknowledge a dispatch. Return `gap` where dispatches before it were lost on the way, `repeated` where it
+        was counted before."""
         epoch = dispatch.controller_epoch
         last, ack = self._acks.get(epoch, (0, Ack(epoch, 0, 0)))
         if dispatch.number <= last:
@@ -70,11 +71,11 @@ class Reports:
         self._report(leg.owner).started.append((leg.rid, leg.attempt))
 
     def ended(self, owner: int, end: Ended) -> None:
-        """Report it, and remember nothing: it may be dispatched again."""
+        """Report an end without remembering it: the attempt may be dispatched again."""
         self._report(owner).ended.append(end)
 
     def remember(self, owner: int, end: Ended, identity: Identity, now: float) -> None:
-        """Report it, and give the same answer when the attempt, or an older one, comes again."""
+        """Report an end, and give the same answer when the attempt, or an older one, comes again."""
         self.ended(owner, end)
         remembered = self._remembered
         remembered[end.rid] = _Remembered(end, owner, identity, now)
@@ -83,8 +84,8 @@ class Reports:
             remembered.popitem(last=False)
 
     def answered(self, owner: int, dispatch: Dispatch, current: Leg | None, now: float) -> bool:
-        """Whether the attempt is here (`current`, if it is of the same request), or was: `owner` hears again what is
-        known of it."""
+        """Return true if the attempt is here (`current`, if it is of the same request) or was; then `owner` gets its
+        report again."""
         if current is not None and current.attempt == dispatch.attempt:
             current.owner = owner  # a controller that came back takes its request over
             if current.started:
@@ -97,27 +98,27 @@ class Reports:
         return False
 
     def check_newest(self, dispatch: Dispatch, current: Leg | None, now: float) -> None:
-        """Refusal when a newer attempt of the same request is here, or was."""
+        """Raise Refusal when a newer attempt of the same request is here, or was."""
         known = self.last_end(dispatch.rid, identity_of(dispatch), now)
         if max(current.attempt if current else 0, known.attempt if known else 0) > dispatch.attempt:
             raise Refusal("fenced", "a newer attempt was here")
 
     def last_end(self, rid: str, identity: Identity, now: float) -> Ended | None:
-        """Of this request under the rid."""
+        """Return the remembered end of this request under the rid, or None."""
         known = self._remembered.get(rid)
         if known is None or now - known.at > REMEMBER_S or not known.identity.agrees(identity):
             return None
         return known.end
 
     def restate(self, owner: int, live: Iterable[Leg]) -> None:
-        """`owner`'s controller may have missed reports: say again what began and what ended of late."""
+        """Report again what began and what ended lately: `owner`'s controller may have missed reports."""
         report = self._report(owner)
         report.started += [(leg.rid, leg.attempt) for leg in live if leg.owner == owner and leg.started]
         recent = list(self._remembered.values())[-MAX_RESTATED:]
         report.ended += [each.end for each in recent if each.owner == owner and each.end not in report.ended]
 
     def take(self) -> dict[int, Report]:
-        """What is to be told since the last call, by owner."""
+        """Return the reports since the last call, by owner."""
         reports, self._reports = self._reports, {}
         return reports
 

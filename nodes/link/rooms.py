@@ -1,4 +1,6 @@
-"""What one rank has of rooms. With keys a room is its client's: another key that names it means another room. Pure."""
+"""One rank's values by room. With keys, a room belongs to its client: the same number from another key is another
+room. Pure.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ _T = TypeVar("_T")
 
 
 class ByRoom(Generic[_T]):
-    """One of a room and key, the oldest first. The empty key (there are none; a Dispatcher's; an older peer's, which
-    says none) is anybody's."""
+    """Values by room and key, the oldest first. The empty key belongs to no client: there are no keys, or a
+    Dispatcher or an older peer did not state one."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[tuple[int, str], _T] = OrderedDict()
@@ -24,8 +26,8 @@ class ByRoom(Generic[_T]):
         return iter(self._held.values())
 
     def find(self, room: int, client: str) -> _T | None:
-        """What is meant by `client`'s saying `room`: its own, else what is nobody's. Who says no key means the only one
-        there is: of several, none, since one of them would be another's."""
+        """Return the value that `client` means by `room`: its own, else the one without a key. A client without a
+        key means the only value; where there are several it gets None, since one of them would be another client's."""
         found = self._held.get((room, client))
         if found is not None or room not in self._clients:
             return found
@@ -35,17 +37,17 @@ class ByRoom(Generic[_T]):
         return self._held[room, clients[0]] if len(clients) == 1 else None
 
     def all(self, room: int) -> list[_T]:
-        """Whoever's."""
+        """Return all values of a room, of every key."""
         return [self._held[room, client] for client in self._clients.get(room, ())]
 
     def put(self, room: int, client: str, value: _T) -> None:
-        """It is the newest."""
+        """Add a value as the newest."""
         self.pop(room, client)
         self._held[room, client] = value
         self._clients.setdefault(room, []).append(client)
 
     def pop(self, room: int, client: str) -> None:
-        """Forget that of just this key, if there is one."""
+        """Remove the value of exactly this key, and return it if there was one."""
         if self._held.pop((room, client), None) is not None:
             clients = self._clients[room]
             clients.remove(client)

@@ -1,9 +1,10 @@
-"""The seam for engines: a rank takes legs, and a runner runs them. Owns the types; holds no logic.
+"""The interface for engines: a rank takes legs, and a runner runs them. This module owns the types and holds no
+logic.
 
-A runner is told of a leg by `start`, and says what becomes of it by events. All its methods are called on the link's
-thread, and so is `emit`; none may block. What a runner says of a leg that is over is ignored, so a late output after
-a cancel does no harm. An event is made for each token, and a load for each turn, so they are msgspec's structs, which
-are made in a third of the time of dataclasses.
+A runner gets a leg by `start`, and reports on it by events. All its methods are called on the link's thread, and it
+must call `emit` there; none may block. An event of a leg that is over is ignored, so a late output after a cancel
+does no harm. There is an event for each token and a load for each turn, so these are msgspec structs, which are
+built in a third of the time of dataclasses.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from nodes.link.facts import KvHandle as KvHandle
 from nodes.link.facts import RankFacts as RankFacts
 from nodes.link.leg import Leg
 
-# --- events: what a runner says -----------------------------------------------------------------------------------
+# --- events of a runner -------------------------------------------------------------------------------------------
 
 
 class Began(Struct, frozen=True):
-    """Its computation has begun; `cached_tokens` of its prompt came from the prefix cache."""
+    """A leg's computation has begun; `cached_tokens` of its prompt came from the prefix cache."""
 
     leg: Leg
     cached_tokens: int = 0
 
 
 class Output(Struct, frozen=True):
-    """Decode and unified legs: the next output tokens, and where the leg asks for log probabilities one for each."""
+    """The next output tokens of a decode or unified leg, with one of `logprobs` each where the leg asks for them."""
 
     leg: Leg
     tokens: Sequence[int]
@@ -40,7 +41,8 @@ class Output(Struct, frozen=True):
 
 
 class Held(Struct, frozen=True):
-    """A prefill leg's prompt is computed, and its KV cache kept for `valid_s` or until `release`, if sooner."""
+    """A prefill leg's prompt is computed, and its KV cache is kept for `valid_s`, or until `release` if that is
+    sooner."""
 
     leg: Leg
     first_token: int
@@ -58,21 +60,21 @@ class Pull(Struct, frozen=True):
 
 
 class Fetched(Struct, frozen=True):
-    """A decode leg's KV cache is here: the rank it came from may free it."""
+    """A decode leg's KV cache has been fetched: the rank it came from may free it."""
 
     leg: Leg
     seconds: float = 0.0
 
 
 class Finished(Struct, frozen=True):
-    """A decode or unified leg is over and well; all its output was told."""
+    """A decode or unified leg has ended well, after all its output."""
 
     leg: Leg
     reason: Literal["stop", "length"]
 
 
 class LegFailed(Struct, frozen=True):
-    """A leg is over, and why. Usual codes: `engine_failed` (another rank may do better), `kv_failed`."""
+    """A leg has failed. Usual codes: `engine_failed` (another rank may do better), `kv_failed`."""
 
     leg: Leg
     code: Code
@@ -80,19 +82,20 @@ class LegFailed(Struct, frozen=True):
 
 
 class Stepped(Struct, frozen=True):
-    """A forward step is done, or the load has changed otherwise: a `turn` and a report are due."""
+    """A forward step is done, or the load has changed in another way: a `turn` and a report are due."""
 
-    seconds: float = 0.0  # how long the step took; 0: not told
+    seconds: float = 0.0  # how long the step took; 0: unknown
 
 
 class CacheChanged(Struct, frozen=True):
-    """KV-cache events to publish as they are: `[topic, sequence number, payload]` each, in the field's own format."""
+    """KV-cache events to publish unchanged: `[topic, sequence number, payload]` each, in the format of vLLM and
+    SGLang."""
 
     messages: Sequence[tuple[bytes, bytes, bytes]]
 
 
 class Dead(Struct, frozen=True):
-    """The engine is gone for good, and all its legs with it: the process says so, leaves, and is started anew."""
+    """The engine is dead, and all its legs with it: the process leaves, and its supervisor starts it again."""
 
     reason: str
 
@@ -103,36 +106,39 @@ Emit: TypeAlias = Callable[[Event], None]
 
 
 class Runner(Protocol):
-    """Runs the legs of one rank."""
+    """The runner of one rank's legs."""
 
     facts: RankFacts
 
     def attach(self, emit: Emit) -> None:
-        """Called once, before anything else: where events go. On the link's thread only."""
+        """Store the function that takes events. It is called once, before anything else. Call `emit` on the link's
+        thread only."""
 
     def start(self, leg: Leg) -> None:
-        """Run it: now, or when there is room for it (it counts in `load` from here on). A decode leg has a `handle`."""
+        """Run a leg, now or when there is room for it; it counts in `load` from here on. A decode leg has a
+        `handle`."""
 
     def cancel(self, leg: Leg) -> None:
-        """Give it up, wherever it is, and free what it holds. Called once for each leg that did not end by itself."""
+        """Stop a leg, in whatever state, and free what it holds. It is called once for each leg that did not end by
+        itself."""
 
     def release(self, leg: Leg) -> None:
-        """A held KV cache was fetched, or nobody wants it any more: free it."""
+        """Free a held KV cache: it was fetched, or is not needed any more."""
 
     @property
     def busy(self) -> bool:
-        """Whether a step is being computed: a `step` of the load that stands still meanwhile is taken for a hang."""
+        """True while a step is computed. A `step` of the load that does not rise meanwhile is taken for a hang."""
 
     def load(self) -> Load:
-        """The load as it is now, of all legs that were started and are not over: read right after the inbox, so that
-        load and acknowledgements are of one moment. What the link knows itself it sets: `seq`, `acks`, and by the facts
+        """Return the load of all legs that were started and are not over. It is read right after the inbox, so that
+        load and acknowledgements are of one moment. The link itself sets `seq`, `acks` and, from the facts,
         `kv_capacity` and `max_running`."""
 
     def turn(self, now: float) -> None:
-        """After each turn of the loop in which something came for this rank: plan the next step, say."""
+        """Plan the next step. It is called after each turn of the loop in which something came for this rank."""
 
     def tick(self, now: float) -> None:
-        """About 20 times a second: what is due by time."""
+        """Do what is due by time. It is called about 20 times a second."""
 
     def close(self) -> None:
         """Stop; idempotent."""
@@ -142,7 +148,7 @@ class BlockRunner(Runner, Protocol):
     """A runner whose KV caches travel block by block over the bus."""
 
     def export(self, leg: Leg, index: int) -> memoryview:
-        """The bytes of block `index` of a held leg, without a copy where possible."""
+        """Return the bytes of block `index` of a held leg, without a copy where possible."""
 
     def received(self, leg: Leg, index: int, data: bytes | memoryview, intact: bool, now: float) -> None:
-        """A block that a decode leg may have pulled; `intact`: its checksum was right."""
+        """Take a block that a decode leg may have pulled; `intact`: its checksum was right."""

@@ -1,8 +1,8 @@
 """The sender's side of KV transfer: the caches that a prefill rank holds for decode ranks. Pure.
 
-Owns who asked for what, what they are told, and for how long a cache is kept. A pull may come before the prompt is
-computed, or before the room is even known here; it is then answered with a sign of life and remembered. A room that
-failed is remembered for a while, so that a late pull learns why.
+This module decides which pulls are answered, with what, and for how long a cache is kept. A pull may come before the
+prompt is computed, or before the room is known here; then it is answered with a sign of life and remembered. A room
+that failed is remembered for a while, so that a late pull gets the reason.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class _Parked:
 
 
 class KvSender:
-    """Of one rank; `counts` is the rank's. A room of a client has at most one cache: that of its highest attempt."""
+    """The sender of one rank; `counts` belongs to the rank. A room of a client has at most one cache: that of its
+    highest attempt."""
 
     def __init__(self, facts: RankFacts, counts: Counter[str], *, hold_s: float = HOLD_S) -> None:
         self.hold_s = hold_s
@@ -50,15 +51,15 @@ class KvSender:
         return len(self._legs)
 
     def holds(self, leg: Leg) -> bool:
-        """Whether its room has a leg here that is its client's, or anybody's."""
+        """Return true if a leg of this room is here that belongs to the client, or to no client."""
         return self._legs.find(leg.room, leg.client) is not None
 
     def others(self, leg: Leg) -> list[Leg]:
-        """Other clients' legs of the same room."""
+        """Return other clients' legs of the same room."""
         return [other for other in self._legs.all(leg.room) if other is not leg]
 
     def open(self, leg: Leg, now: float) -> None:
-        """The room's prompt will be computed here. The caller has closed a lower attempt's."""
+        """Open the leg's room: its prompt will be computed here. The caller has closed a lower attempt's."""
         assert not self.holds(leg)
         self._legs.put(leg.room, leg.client, leg)
         leg.last_seen_at = now
@@ -69,7 +70,7 @@ class KvSender:
                 leg.pullers.update(parked.pullers)
 
     def held(self, leg: Leg, first_token: int, data: bytes, valid_s: float, now: float) -> list[Send]:
-        """The prompt is computed; whoever asked is told."""
+        """Answer the waiting pulls, because the prompt is computed."""
         leg.first_token, leg.handle_data, leg.valid_until, leg.last_seen_at = first_token, data, now + valid_s, now
         late = list(leg.pullers)[1:] if data else []
         for peer in late:
@@ -77,7 +78,7 @@ class KvSender:
         return [self._meta(peer, leg, now) for peer in leg.pullers] + [self._given_away(peer, leg) for peer in late]
 
     def close(self, leg: Leg) -> list[Send]:
-        """It has ended; pullers that still wait are told, unless all went well."""
+        """Close an ended leg; waiting pulls get the reason, unless all went well."""
         self._legs.pop(leg.room, leg.client)
         self._ended.pop(leg.room, leg.client)
         if leg.code == "ok":  # not remembered: the room may be used again
@@ -98,7 +99,9 @@ class KvSender:
             if ended is not None and ended[0] >= pull.attempt:
                 return [_fail(peer, pull, ended[1], "the prefill leg has ended")]
             return self._park(peer, pull, leg, now)
-        if leg.attempt > pull.attempt:  # `kv_meta` tells which one: who located the room itself adopts it
+        if (
+            leg.attempt > pull.attempt
+        ):  # `kv_meta` has the right attempt: a rank that located the room itself takes it over
             return [Send(peer, self._not_ready(pull, leg.attempt))]
         ready = leg.state is LegState.HOLDING
         if peer not in leg.pullers:
@@ -119,7 +122,7 @@ class KvSender:
         return answers
 
     def done(self, peer: bytes, done: KvDone) -> Leg | None:
-        """The leg with whose cache `peer`, who pulled it, is done; the caller then ends it."""
+        """Return the leg whose cache `peer` has pulled and is done with; the caller then ends it."""
         leg = self._legs.find(done.room, done.client)
         if leg is not None and leg.attempt == done.attempt and peer in leg.pullers:
             if done.code == "ok":
@@ -132,7 +135,7 @@ class KvSender:
         return None
 
     def tick(self, now: float) -> tuple[list[Leg], list[Send]]:
-        """(legs whose decode rank has gone or never came, answers to pulls of rooms that never came)."""
+        """Return (legs whose decode rank has gone or never came, answers to pulls of rooms that never came)."""
         lost = [
             leg
             for leg in self._legs
@@ -192,5 +195,5 @@ def _fail(peer: bytes, pull: KvPull, code: Code, why: str) -> Send:
 
 
 def blocks_of(leg: Leg, facts: RankFacts) -> int:
-    """Blocks of the leg's prompt that travel over the bus."""
+    """Return the number of blocks of the leg's prompt that travel over the bus."""
     return -(-leg.prompt_tokens // facts.block_tokens) if facts.kv_transfer == OVER_THE_BUS else 0

@@ -1,7 +1,7 @@
-"""Output tokens on their way to clients: what each leg owes its reader, and when. Pure, sends nothing.
+"""Output tokens on their way to clients: what each leg owes its reader, and when. Pure; it sends nothing.
 
-Tokens are kept from the leg's first until the reader says Detach (or a while after the end), so a reader that is slow,
-late, or reconnects gets every token once and in order, and never holds up the engine: a buffer is bounded by the
+Tokens are kept from the leg's first until the reader detaches (or a while after the end). So a reader that is slow,
+late, or reconnects gets every token once and in order, and never delays the engine: a buffer is bounded by the
 request's own `max_tokens`. Attach and the leg may come in either order.
 """
 
@@ -56,8 +56,8 @@ class _Early:
 
 
 class Streams:
-    """The output of all legs of one process, by request. Every method that may send returns nothing: `flush` hands out
-    the messages, and what could not be sent comes back through `unsent`."""
+    """The output of all legs of one process, by request. Methods that cause messages return none: `flush` returns
+    them all, and what could not be sent comes back through `unsent`."""
 
     def __init__(self) -> None:
         self._legs: dict[str, Leg] = {}
@@ -73,8 +73,9 @@ class Streams:
         return len(self._legs)
 
     def untaken(self, now: float) -> int:
-        """Finished streams whose reader has yet to take the end (a draining process waits for these). One to which
-        nobody has attached, or whose reader has left, counts for `ATTACH_GRACE_S` from its end."""
+        """Return how many finished streams still have a reader that must take the end (a draining process waits for
+        these). A stream that no reader has attached to, or whose reader has left, counts for `ATTACH_GRACE_S` from
+        its end."""
         finished = (self._legs[rid] for rid in self._finished)
         return sum(
             leg.reader is not None or leg.lost or now - leg.ended_at < ATTACH_GRACE_S
@@ -85,7 +86,8 @@ class Streams:
     # --- the leg's side -----------------------------------------------------------------------------------------
 
     def check(self, rid: str, identity: Identity) -> None:
-        """Refusal when `rid` is that of another request, which is being read, or is another client's and lives."""
+        """Raise Refusal when `rid` is that of another request which is being read, or of another client's live
+        request."""
         leg = self._legs.get(rid)
         if leg is None or leg.identity.agrees(identity):
             return
@@ -94,7 +96,8 @@ class Streams:
             raise Refusal("duplicate_rid", "the rid belongs to another live request")
 
     def open(self, leg: Leg, now: float) -> None:
-        """It will produce output from its `offset` on. Takes the place of a lower attempt, and of another request."""
+        """Open the stream of a leg, which will produce output from its `offset` on. It replaces a lower attempt, and
+        another request."""
         old = self._legs.get(leg.rid)
         if old is not None:
             if old.attempt >= leg.attempt and old.identity.agrees(leg.identity):
@@ -110,7 +113,7 @@ class Streams:
         self._keep_early(leg.rid, lambda early: not _meant(early.request, leg))
 
     def push(self, leg: Leg, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
-        """The next tokens of a leg that lives, with one of `logprobs` each where it wants them."""
+        """Add the next tokens of a live leg, with one of `logprobs` each where it wants them."""
         leg.output.extend(tokens)
         if logprobs:
             leg.logprobs.extend(logprobs)
@@ -118,8 +121,8 @@ class Streams:
             self._dirty[leg.rid] = None
 
     def finish(self, leg: Leg) -> None:
-        """It has ended. What is kept for its reader has neither prompt nor handle, which are large; the leg itself has
-        them still, since an engine's thread may be reading them."""
+        """End the stream of a leg. The copy that is kept for the reader has neither prompt nor handle, which are
+        large; the leg itself keeps them, since an engine's thread may still read them."""
         rid = leg.rid
         if self._legs.get(rid) is not leg:
             return
@@ -136,8 +139,8 @@ class Streams:
     # --- the reader's side --------------------------------------------------------------------------------------
 
     def attach(self, peer: bytes, request: Attach, now: float) -> None:
-        """`peer` reads from index `request.have` on; the last one to attach is the reader. One that is for another
-        room is for another leg, which has yet to come."""
+        """Let `peer` read from index `request.have` on; the last peer to attach is the reader. A request with
+        another room is for another leg, which has yet to come."""
         leg = self._legs.get(request.rid)
         if leg is not None and _meant(request, leg):
             self._attach(leg, peer, request, now)
@@ -157,7 +160,7 @@ class Streams:
         self._early_count += 1
 
     def detach(self, peer: bytes, request: Detach) -> None:
-        """It has all that it wants: what is still to come is kept for nobody."""
+        """Detach the reader: it has all that it wants, and the rest is not kept."""
         self._keep_early(request.rid, lambda early: early.peer != peer)
         leg = self._legs.get(request.rid)
         if leg is None or leg.reader != peer:
@@ -168,8 +171,9 @@ class Streams:
             leg.reader, leg.unread_since, leg.detached = None, leg.sent_at, True
 
     def flush(self, now: float) -> list[Send]:
-        """The messages to send now. Each counts as sent unless `unsent` brings it back. What a step made for many
-        requests of one reader leaves in one message: sending and waking cost more than what is in it."""
+        """Return the messages to send now. Each counts as sent unless `unsent` brings it back. The tokens that a
+        step made for many requests of one reader leave in one message, because sending and waking cost more than the
+        tokens."""
         sends, self._answers = self._answers, []
         shared: dict[bytes, list[Tokens]] = {}
         for rid in list(self._dirty):
@@ -208,7 +212,7 @@ class Streams:
             self._dirty[leg.rid] = None
 
     def tick(self, now: float) -> None:
-        """A few times a second: signs of life, answers to hopeless attaches, forgetting."""
+        """Handle signs of life, answers to attaches without a leg, and old streams. Call it a few times a second."""
         for leg in self._legs.values():
             if leg.reader is not None and not leg.finish and now - leg.sent_at >= KEEPALIVE_S:
                 leg.sent_at = now
@@ -228,7 +232,7 @@ class Streams:
                 self._keep_early(rid, lambda early: now - early.since < ATTACH_WAIT_S)
 
     def unread(self, now: float) -> list[Leg]:
-        """Those that run, had no reader for UNREAD_S, and are not to live on without one."""
+        """Return the running legs that had no reader for UNREAD_S and do not have `continue_on_disconnect`."""
         return [
             leg
             for leg in self._legs.values()
@@ -239,7 +243,7 @@ class Streams:
 
     @staticmethod
     def unclaimed_s(leg: Leg, now: float) -> float:
-        """For how long a leg that lives has been waiting for a client to come and read it; 0: it need not."""
+        """Return how long a live leg has waited for a reader; 0: it needs none."""
         claimed = leg.reader is not None or leg.lost or leg.continue_on_disconnect or leg.role == "prefill"
         return 0.0 if claimed else now - leg.unread_since
 
@@ -297,7 +301,7 @@ class Streams:
         self._finished.pop(rid, None)
 
     def validate(self) -> None:
-        """AssertionError when the table contradicts itself (for tests)."""
+        """Check that the table is consistent; AssertionError if not (for tests)."""
         assert self._dirty.keys() <= self._legs.keys()
         assert self._early_count == sum(map(len, self._early.values()))
         assert all(self._early.values())
@@ -306,18 +310,18 @@ class Streams:
             assert leg.rid == rid
             assert leg.offset <= leg.sent <= leg.produced
             if leg.owes:
-                assert rid in self._dirty, f"{rid} owes tokens and nobody will send them"
+                assert rid in self._dirty, f"{rid} owes tokens that will not be sent"
 
 
 def _meant(request: Attach, leg: Leg) -> bool:
-    """Whether `leg` is the one, or a later attempt of it."""
+    """Return true if the attach names this leg, or the leg is a later attempt of the named one."""
     rooms = request.room, leg.submit_room
     return request.attempt <= leg.attempt and (None in rooms or rooms[0] == rooms[1])
 
 
 def _plain(message: Tokens, leg: Leg) -> bool:
-    """Whether it says no more than which tokens come next (the first of an attempt also tells of its prefill rank), and
-    nothing of this stream follows that could overtake it."""
+    """Return true if the message only has the next tokens (the first of an attempt also has `found_by`), and no
+    later message of this stream could overtake it."""
     few, last = len(message.ids) <= MAX_SHARED_IDS, leg.sent == leg.produced and not leg.finish
     return few and last and not message.logprobs and message.start > leg.offset
 
