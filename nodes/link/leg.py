@@ -146,9 +146,7 @@ class Leg:
     asks: list[float] = field(default_factory=list)  # when it was asked for the handle, each time
 
     # prefill: the KV cache that it holds (sender); the last four as the runner said them
-    pullers: dict[bytes, int] = field(
-        default_factory=dict
-    )  # the peers that asked for it, with the number of their last pull
+    pullers: dict[bytes, int] = field(default_factory=dict)  # its pulling peers, with the number of their last pull
     registered: int = 0  # the attempt under which the bus knows its room, which other clients may name too
     given: bool = False  # its meta was sent to a decode rank; an engine's own connector serves only one
     first_token: int = 0  # sampled with the prompt
