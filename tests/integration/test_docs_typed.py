@@ -65,6 +65,7 @@ SHOWN = {
     "pdbus.plugin.on": "tests/unit/test_sglang_document.py",
 }
 UNTYPED_MAX = 15
+SHORT = "--duration-s 15"  # of a trace whose figures nobody looks at
 UNTYPED = {
     "make demo": "a checkout without an environment, which it downloads; CI is these two lines",
     "pip install -c constraints.txt": "a fresh machine; make test-dist installs the wheel and the sdist",
@@ -231,10 +232,9 @@ def test_the_policies_pages_own_method(place: Path) -> None:
     replay, up = lines.splitlines()
     with Terminal(place, PDBUS_DIR=str(place / "s"), COLUMNS="200") as terminal:
         assert "--seeds 5" in first
-        terminal.type(
-            first.replace("--seeds 5", "--seeds 1"), ["cache_aware …", "examples/two_choices.py:TwoChoices …"]
-        )
-        terminal.type(replay, ["total_tokens …", "quickest.py:Quickest …"])
+        quick = first.replace("--seeds 5", f"--seeds 1 {SHORT}")
+        terminal.type(quick, ["cache_aware …", "examples/two_choices.py:TwoChoices …"])
+        terminal.type(f"{replay} {SHORT}", ["total_tokens …", "quickest.py:Quickest …"])
         terminal.type(f"{up} 2> up.log & up=$!", ["READY bus=…"])
         terminal.type("pdbus generate hello && echo it went well", ["it went well"])
         terminal.type("kill $up; wait $up; echo $?", ["130"])

@@ -66,7 +66,7 @@ def test_the_same_seed_is_the_same_trial_to_the_last_message() -> None:
     stories = []
     for _ in range(2):
         story: list[tuple[float, str]] = []
-        trial(draw(9), lambda world, pipe, frames, story=story: story.append((world.now, message_in(frames)[0])))  # type: ignore[misc]
+        trial(draw(7), lambda world, pipe, frames, story=story: story.append((world.now, message_in(frames)[0])))  # type: ignore[misc]
         stories.append(story)
     assert stories[0] == stories[1]
     assert len(stories[0]) > 1000
