@@ -82,7 +82,7 @@ def bench(
         began = time.monotonic()
         with screen.status(benchmark.name) as status:
 
-            def say(text: str, name: str = benchmark.name) -> None:
+            def show(text: str, name: str = benchmark.name) -> None:
                 status.update(f"{name}: {text}")
                 if not screen.is_terminal:
                     screen.print(f"{name}: {text}", markup=False, highlight=False)
@@ -90,7 +90,7 @@ def bench(
             def note(text: str) -> None:
                 screen.print(text, markup=False, highlight=False, soft_wrap=True)
 
-            rows = benchmark.run(Scope(1 if quick else runs, quick, say, note, interpreters))
+            rows = benchmark.run(Scope(1 if quick else runs, quick, show, note, interpreters))
         results.append((benchmark.name, benchmark.title, rows))
         screen.print(f"{benchmark.name}: {len(rows)} figures in {time.monotonic() - began:.0f} s", highlight=False)
         if not as_json:

@@ -71,10 +71,10 @@ class Busy(node.Rank):
         )  # fmt: skip
         publisher, now = self._publisher, self._clock()
         publisher.report(load, now)
-        said = publisher.tick(now)  # the membership
+        publications = publisher.tick(now)  # the membership
         publisher.report(structs.replace(load, step=0), now)  # something else
-        said += publisher.tick(now + 2 * publisher.report_gap_s)  # one gap later may be an ulp too early
-        member, report = [structs.replace(each.message, seq=NUMBER) for each in said]
+        publications += publisher.tick(now + 2 * publisher.report_gap_s)  # one gap later may be an ulp too early
+        member, report = [structs.replace(each.message, seq=NUMBER) for each in publications]
         self._messages = [member, *[report] * (MEMBER_EVERY - 1)]
         self._acks: tuple[Ack, ...] | None = None
 
@@ -108,7 +108,7 @@ def prepared(message: Message) -> tuple[bytes, bytearray, list[int]]:
 
 @contextmanager
 def _by_thread(loop: Loop, ranks: Sequence[node.Rank], report_hz: float) -> Iterator[None]:
-    """Evenly spread. Who is late sends at once, but does not make up for more than an interval."""
+    """Send evenly. A late process sends at once, but makes up for one interval at most."""
     over = threading.Event()
 
     def publish() -> None:

@@ -33,11 +33,11 @@ class Parent:
     def ready(self) -> None:
         cli.ready()
 
-    def say(self, result: Any) -> None:
+    def send(self, result: Any) -> None:
         print(json.dumps(result), flush=True)
 
     def commands(self) -> list[dict[str, Any]]:
-        """What has arrived; call it when STDIN is readable. Sets `gone` at the end of it."""
+        """Return the commands that have arrived; call it when STDIN is readable. Sets `gone` at its end."""
         chunk = os.read(STDIN, 1 << 16)
         self.gone = not chunk
         *lines, self._pending = (self._pending + chunk).split(b"\n")
@@ -48,7 +48,7 @@ class Parent:
         self.ready()
         while not self.gone:
             for command in self.commands():
-                self.say(answer(**command))
+                self.send(answer(**command))
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
     if "parent" in inspect.signature(function).parameters:
         function(Parent(), **settings)
     else:
-        Parent().say(function(**settings))
+        Parent().send(function(**settings))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def core_of(ranks: int, method: str = "total_tokens") -> ControllerCore:
 
 
 def publication_handler(ranks: int) -> Callable[[tuple[bytes, bytes]], None]:
-    """What the controller does with one publication: check its topic, decode, validate, apply."""
+    """Do what the controller does with one publication: check its topic, decode, validate, apply."""
     core = core_of(ranks)
 
     def handle(frames: tuple[bytes, bytes]) -> None:

@@ -48,7 +48,7 @@ class Group:
         """(CPU a request of all controllers, of the broker, both in µs; requests/s)"""
         before, of_broker = self._cpu_s(), self.broker.cpu_s()
         for client in self.clients:
-            client.tell(do="burst", count=count // len(self.clients), window=WINDOW)
+            client.command(do="burst", count=count // len(self.clients), window=WINDOW)
         elapsed_s = max(client.answer()["elapsed_s"] for client in self.clients)
         per = 1e6 / count
         return (self._cpu_s() - before) * per, (self.broker.cpu_s() - of_broker) * per, count / elapsed_s
@@ -67,11 +67,11 @@ def _several(scope: Scope) -> list[Row]:
     with ExitStack() as stack:
         groups = {}
         for controllers in CONTROLLERS:
-            scope.say(f"starting {_counted(controllers)}, {SHARED_RANKS} ranks")
+            scope.show(f"starting {_counted(controllers)}, {SHARED_RANKS} ranks")
             groups[controllers] = _group(stack.enter_context(Workspace()), controllers)
         for number in range(1 + scope.runs):
             for controllers, group in groups.items():
-                scope.say(f"{_counted(controllers)}: run {number} of {scope.runs}")
+                scope.show(f"{_counted(controllers)}: run {number} of {scope.runs}")
                 taken = group.burst(count)
                 for metric, value in zip(SHARED, taken, strict=True):
                     if number:  # the first is for warmth
@@ -93,12 +93,12 @@ def _group(space: Workspace, count: int) -> Group:
 
 
 def _balance(scope: Scope) -> list[Row]:
-    """By the lab's measures, on made-up traces, each with one controller and with several."""
+    """Measure balance as the lab does, on made-up traces, each with one controller and with several."""
     rows = []
     for method in METHODS:
         found: dict[int, list[Summary]] = {}
         for controllers in CONTROLLERS:
-            scope.say(f"{method} with {_counted(controllers)}, in virtual time")
+            scope.show(f"{method} with {_counted(controllers)}, in virtual time")
             configs = [
                 LabConfig(controllers=controllers, sent_interval_s=SENT_INTERVAL_S, seed=seed + 1)
                 for seed in range(scope.runs)
@@ -115,13 +115,13 @@ def _balance(scope: Scope) -> list[Row]:
 
 
 def _many_ranks(scope: Scope) -> list[Row]:
-    """What reports alone cost broker and controller, how many are read, and how requests fare meanwhile."""
+    """Measure what reports alone cost broker and controller, how many are read, and how requests fare meanwhile."""
     rows = []
     processes = scope.size(PROCESSES, 2)
     for ranks in (64,) if scope.quick else RANKS:
         figures: dict[tuple[str, str], list[float]] = {}
         with Workspace() as space:
-            scope.say(f"starting {ranks:,} ranks in {processes} processes")
+            scope.show(f"starting {ranks:,} ranks in {processes} processes")
             broker = parts.broker(space)
             controller = space.part("busy:controller", bus=space.endpoint("bus"), address=space.endpoint("ctl"))
             controller.wait_ready()
@@ -129,7 +129,7 @@ def _many_ranks(scope: Scope) -> list[Row]:
             path = parts.Path(parts.our_client(space, TOKENS), controller, nodes, (broker,))
             path.journeys(scope.size(100, 10), max(PACES))
             for number in range(scope.runs):
-                scope.say(f"{ranks:,} ranks: run {number + 1} of {scope.runs}")
+                scope.show(f"{ranks:,} ranks: run {number + 1} of {scope.runs}")
                 for key, value in _listening(path, scope).items():
                     figures.setdefault(key, []).append(value)
         case = f"{ranks:,} ranks at work"
@@ -140,21 +140,21 @@ def _many_ranks(scope: Scope) -> list[Row]:
 def _listening(path: parts.Path, scope: Scope) -> dict[tuple[str, str], float]:
     (broker,) = path.beside
     began, used = time.perf_counter(), (broker.cpu_s(), path.middle.cpu_s())
-    said, read = _published(path), path.middle.ask()
+    published, read = _published(path), path.middle.ask()
     time.sleep(scope.size(WINDOW_S, 1))
-    said, read, elapsed_s = _published(path) - said, path.middle.ask() - read, time.perf_counter() - began
+    published, read, elapsed_s = _published(path) - published, path.middle.ask() - read, time.perf_counter() - began
     by_broker, by_controller = broker.cpu_s() - used[0], path.middle.cpu_s() - used[1]
     arrivals = {
         (f"submit to arrival at {rate:g}/s, p50", "µs"): percentile(path.journeys(scope.size(count, 10), rate), 0.5)
         for rate, count in PACES.items()
     }
     return {
-        ("publications/s", "/s"): said / elapsed_s,
+        ("publications/s", "/s"): published / elapsed_s,
         ("CPU of the broker", "% of a core"): 100 * by_broker / elapsed_s,
         ("CPU of the controller", "% of a core"): 100 * by_controller / elapsed_s,
-        ("CPU of the broker a publication", "µs"): by_broker / said * 1e6,
+        ("CPU of the broker a publication", "µs"): by_broker / published * 1e6,
         ("CPU of the controller a publication read", "µs"): by_controller / read * 1e6,
-        ("read by the controller", "% of publications"): 100 * read / said,
+        ("read by the controller", "% of publications"): 100 * read / published,
         **arrivals,
     }
 

@@ -33,7 +33,7 @@ def _case(scope: Scope, tokens: int, limit: float) -> list[Row]:
     bare: list[Measured] = []
     lean: list[Measured] = []
     with Workspace() as space:
-        scope.say(f"{name}: starting {3 * nodes} nodes")
+        scope.show(f"{name}: starting {3 * nodes} nodes")
         sides = (
             parts.our_path(space, nodes, tokens),
             parts.bare_path(space, nodes, tokens),
@@ -42,7 +42,7 @@ def _case(scope: Scope, tokens: int, limit: float) -> list[Row]:
         for side in sides:
             side.client.ask(do="burst", count=min(WARM_UP, count), window=WINDOW)
         for number in range(scope.runs):
-            scope.say(f"{name}: run {number + 1} of {scope.runs}")
+            scope.show(f"{name}: run {number + 1} of {scope.runs}")
             for side, results in zip(sides, (ours, bare, lean), strict=True):
                 results.append(_burst(side, count))
     cpu_us = [m.cpu_s * 1e6 for m in ours]

@@ -52,7 +52,7 @@ def run(scope: Scope) -> list[Row]:
     hops: list[float] = []
     count = scope.size(100, 20)
     with Workspace() as space:
-        scope.say("starting broker, controller, a prefill, a decode and a unified node")
+        scope.show("starting broker, controller, a prefill, a decode and a unified node")
         parts.broker(space)
         parts.controller(space)
         for role in ("prefill", "decode", "unified"):
@@ -63,7 +63,7 @@ def run(scope: Scope) -> list[Row]:
         for process in (echo, asker, client):
             process.wait_ready()
         for number in range(1 + scope.runs):
-            scope.say(f"run {number} of {scope.runs}")
+            scope.show(f"run {number} of {scope.runs}")
             trips = asker.ask(count=10 * count, request_bytes=PROMPT_TOKENS * 4)
             taken = {leg: client.ask(leg=leg, count=count) for leg in ("unified", "pair")}
             if not number:

@@ -58,7 +58,7 @@ def run(scope: Scope) -> list[Row]:
         for number in range(1 + scope.runs):
             for tokens in PROMPTS:
                 for side in sides:
-                    scope.say(f"run {number} of {scope.runs}: {side.name}, {tokens} tokens")
+                    scope.show(f"run {number} of {scope.runs}: {side.name}, {tokens} tokens")
                     _measure(side, load, tokens, scope, text=texts is not None)
                 if texts is not None:
                     ours.note(tokens, TOKENIZING, texts.ask(tokens=tokens, count=scope.size(20, 1)))
@@ -122,7 +122,7 @@ def _rows(tokens: int, ours: Side, routers: list[Side]) -> list[Row]:
 
 
 def _ours(space: Workspace, scope: Scope) -> Side:
-    scope.say("starting broker, controller, ranks and the edge")
+    scope.show("starting broker, controller, ranks and the edge")
     parts.broker(space)
     controller = parts.controller(space, "--unified-method", "cache_aware")
     ranks = parts.rank_links(space, ENGINES)
@@ -142,11 +142,11 @@ def _ours(space: Workspace, scope: Scope) -> Side:
 
 
 def _texts(space: Workspace, scope: Scope) -> Process | None:
-    """What measures tokenization; None without the model whose tokenizer the edge uses."""
+    """Return the measurement of tokenization; None without the model whose tokenizer the edge uses."""
     try:
         smollm2.converted()
     except ConfigError as error:
-        scope.say(f"no prompts as text: {error}")
+        scope.show(f"no prompts as text: {error}")
         return None
     made = space.part("edge_parts:tokenizing")
     made.wait_ready()
@@ -168,7 +168,7 @@ def _routers(space: Workspace, scope: Scope, load: Process) -> list[Side]:
 
     sides = []
     for name, at in found.items():
-        scope.say(f"starting {name}")
+        scope.show(f"starting {name}")
         port = free_ports("127.0.0.1", 2)
         argv = [at, *ROUTERS[name], "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls]
         argv += ["--prometheus-port", str(port + 1), "--policy", "round_robin", "--log-level", "error"]

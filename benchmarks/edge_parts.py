@@ -1,4 +1,4 @@
-"""The processes around `edge`: who asks over HTTP, who asks without, the engines of other routers, and those."""
+"""The processes around `edge`: clients with and without HTTP, the other routers and their engines."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ async def _load(
         reader, writer = await asyncio.open_connection(at.hostname, at.port, limit=1 << 20)
         try:
             for number in left:
-                said = json.dumps({"max_new_tokens": output, "temperature": 0, "ignore_eos": True})
+                sampling = json.dumps({"max_new_tokens": output, "temperature": 0, "ignore_eos": True})
                 first = 10_000 + (time.monotonic_ns() + number) % 40_000  # so that no prefix cache helps
-                body = f'{{{prompt % first},"sampling_params":{said},"stream":{str(stream).lower()}}}'
+                body = f'{{{prompt % first},"sampling_params":{sampling},"stream":{str(stream).lower()}}}'
                 head = f"POST /generate HTTP/1.1\r\nHost: {at.netloc}\r\nContent-Type: application/json\r\n"
                 began = time.perf_counter()
                 writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
@@ -124,15 +124,15 @@ def client(parent: Parent, controller: str) -> None:
 
 
 def engine(parent: Parent) -> None:
-    """What routers route to: SGLang's `/generate`, at once. Says its port as a JSON line after READY."""
+    """Serve SGLang's `/generate`, which routers route to, and answer at once. The port is a JSON line after READY."""
     from aiohttp import web
 
     async def generate(request: web.Request) -> web.StreamResponse:
-        said = await request.json()
-        count = said["sampling_params"]["max_new_tokens"]
+        body = await request.json()
+        count = body["sampling_params"]["max_new_tokens"]
         meta = {"id": "x", "finish_reason": {"type": "length"}, "prompt_tokens": 1, "completion_tokens": count}
         answer = {"text": "a", "output_ids": [5], "meta_info": meta}
-        if not said.get("stream"):
+        if not body.get("stream"):
             return web.json_response(answer)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await stream.prepare(request)
@@ -156,7 +156,7 @@ def engine(parent: Parent) -> None:
     for path in ("health", "health_generate", "v1/models", "server_info", "get_server_info", "model_info"):
         app.router.add_get(f"/{path}", known)
     parent.ready()
-    parent.say(listener.getsockname()[1])
+    parent.send(listener.getsockname()[1])
     web.run_app(app, sock=listener, print=None, access_log=None)
 
 
@@ -167,7 +167,7 @@ def _until_parent_leaves(then: Callable[[], object]) -> None:
 
 
 def rank(parent: Parent, bus: str, controller: str, instance: str, data: str) -> None:
-    """What our edge asks: a rank link, and behind it an engine that answers at once, as the mock engine does."""
+    """Run a rank link for our edge, and behind it an engine that answers at once, as the mock engine does."""
     gone = threading.Event()
     facts = RankFacts(model=smollm2.NAME, max_context=1 << 20, block_tokens=16, vocab_size=1 << 16)
     left: dict[Leg, int] = {}  # output tokens

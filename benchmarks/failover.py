@@ -35,7 +35,7 @@ NODES = (
 def run(scope: Scope) -> list[Row]:
     rows = []
     for transport in TRANSPORTS[: scope.size(2, 1)]:
-        scope.say(f"starting two node processes over {transport}")
+        scope.show(f"starting two node processes over {transport}")
         spec = ClusterSpec(
             unified=2, unified_instances=2, ranks_per_process=2, engine="sim", model="sim", transport=transport,
             unified_method="total_tokens", node_args=NODES,
@@ -45,7 +45,7 @@ def run(scope: Scope) -> list[Row]:
             for loaded in (True, False)[: scope.size(2, 1)]:
                 took_s = []
                 for number in range(scope.runs):
-                    scope.say(f"{transport}, kill {number + 1} of {scope.runs}")
+                    scope.show(f"{transport}, kill {number + 1} of {scope.runs}")
                     took_s.append(killer.kill(loaded))
                 case = f"{transport}, {1 / LOAD_S:.0f} submits/s" if loaded else f"{transport}, nothing more submitted"
                 for name, of in (("least", min), ("median", statistics.median), ("greatest", max)):
@@ -101,7 +101,7 @@ class _Killer:
         return rid
 
     def _accepted(self, each: Callable[[], object]) -> Iterator[Accepted]:
-        """What it is told, `each` called every LOAD_S. TimeoutError after WAIT_S."""
+        """Return the awaited message; `each` is called every LOAD_S. TimeoutError after WAIT_S."""
         end, due = time.monotonic() + WAIT_S, 0.0
         while (now := time.monotonic()) < end:
             if now >= due:

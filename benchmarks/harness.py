@@ -34,7 +34,7 @@ TERMINATE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """What a figure should reach: at most `limit` (or at least), as a ratio to its floor or as a value."""
+    """The aim of a figure: at most `limit` (or at least), as a ratio to its floor or as a value."""
 
     limit: float
     of_ratio: bool = True
@@ -96,12 +96,12 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """How much to measure, and where to say so. `note`: what the reader of the figures has to know.
+    """The amount of measuring, and where progress is shown. `note` takes what a reader of the figures has to know.
     `pythons`: interpreters that have what ours has not, by name."""
 
     runs: int = 5
     quick: bool = False
-    say: Callable[[str], None] = lambda text: None
+    show: Callable[[str], None] = lambda text: None
     note: Callable[[str], None] = lambda text: None
     pythons: Mapping[str, str] = field(default_factory=dict)
 
@@ -156,7 +156,7 @@ class Process:
             line = self._line(timeout_s)
         return line
 
-    def tell(self, **command: Any) -> None:
+    def command(self, **command: Any) -> None:
         assert self._child.stdin is not None
         self._child.stdin.write(json.dumps(command).encode() + b"\n")
         self._child.stdin.flush()
@@ -169,7 +169,7 @@ class Process:
         return result
 
     def ask(self, timeout_s: float = ANSWER_S, **command: Any) -> Any:
-        self.tell(**command)
+        self.command(**command)
         return self.answer(timeout_s)
 
     def cpu_s(self) -> float:
@@ -177,7 +177,7 @@ class Process:
         return time.clock_gettime((~self.pid << 3) | 2)  # Linux: CPUCLOCK_SCHED of that process
 
     def memory_bytes(self) -> int:
-        """What it has in memory (resident)."""
+        """Return its resident memory, bytes."""
         pages = Path(f"/proc/{self.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
@@ -265,13 +265,13 @@ class Workspace:
 def in_child(
     target: str, timeout_s: float = ANSWER_S, env: Mapping[str, str] | None = None, python: str = "", **settings: Any
 ) -> Any:
-    """What `module:function` of this package returns in a fresh process: no heap, cache or collector of ours."""
+    """Return the result of `module:function` of this package in a fresh process, without our heap and caches."""
     with Workspace() as space:
         return space.part(target, env, python, **settings).answer(timeout_s)
 
 
 def await_url(url: str, timeout_s: float, server: Process | None = None) -> None:
-    """Until `url` answers. PartFailed when it does not in time, or when `server`, which is to answer, has ended."""
+    """Wait until `url` answers. PartFailed when it does not in time, or when `server` has ended."""
     until = time.monotonic() + timeout_s
     while True:
         try:
@@ -279,6 +279,6 @@ def await_url(url: str, timeout_s: float, server: Process | None = None) -> None
                 return
         except OSError as error:  # URLError too
             if time.monotonic() > until or (server is not None and server.ended):
-                told = "" if server is None else f" ({server.name}){server.tail()}"
-                raise PartFailed(f"{url}: {error}{told}") from None
+                log = "" if server is None else f" ({server.name}){server.tail()}"
+                raise PartFailed(f"{url}: {error}{log}") from None
             time.sleep(0.1)

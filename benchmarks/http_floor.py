@@ -1,4 +1,4 @@
-"""What engines do today, as the other floor of `rooms`: HTTP on an asyncio server, asked with `requests`.
+"""The other floor of `rooms`, what engines do today: HTTP on an asyncio server, asked with `requests`.
 
 `POST /register_dp_rank` takes `{"bootstrap_room", "dp_rank"}`, `POST /query_dp_ranks` takes `{"bootstrap_rooms"}`.
 """
@@ -43,7 +43,7 @@ def server(parent: Parent) -> None:
     app.router.add_post("/register_dp_rank", register)
     app.router.add_post("/query_dp_ranks", query)
     parent.ready()
-    parent.say(listener.getsockname()[1])
+    parent.send(listener.getsockname()[1])
     web.run_app(app, sock=listener, print=None, access_log=None)
 
 

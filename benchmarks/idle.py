@@ -15,14 +15,14 @@ AIM = Aim(1.0, of_ratio=False)
 def run(scope: Scope) -> list[Row]:
     figures: dict[str, list[float]] = {"broker": [], "controller": [], "broker + controller": [], "a node": []}
     with Workspace() as space:
-        scope.say(f"starting broker, controller and {NODES} sim nodes")
+        scope.show(f"starting broker, controller and {NODES} sim nodes")
         broker = parts.broker(space)
         controller = parts.controller(space)
         nodes = parts.sim_nodes(space, "unified", processes=NODES, ranks=NODES)
         window_s = float(scope.size(4, 2))
         time.sleep(SETTLE_S)
         for number in range(scope.runs):
-            scope.say(f"run {number + 1} of {scope.runs}: {window_s:g} s of nothing")
+            scope.show(f"run {number + 1} of {scope.runs}: {window_s:g} s of nothing")
             processes = (broker, controller, *nodes)
             before = [process.cpu_s() for process in processes]
             began = time.perf_counter()

@@ -23,14 +23,14 @@ def _case(scope: Scope, tokens: int) -> list[Row]:
     name = size_name(tokens * 4)
     count = scope.size(2_000, 500)
     with Workspace() as space:
-        scope.say(f"{name}: starting {2 * NODES} nodes")
+        scope.show(f"{name}: starting {2 * NODES} nodes")
         sides = (parts.our_path(space, NODES, tokens), parts.bare_path(space, NODES, tokens))
         ours: list[list[float]] = []
         bare: list[list[float]] = []
         for side in sides:
             side.journeys(count // 2, RATE)  # warm-up
         for number in range(scope.runs):
-            scope.say(f"{name}: run {number + 1} of {scope.runs}")
+            scope.show(f"{name}: run {number + 1} of {scope.runs}")
             for side, results in zip(sides, (ours, bare), strict=True):
                 results.append(side.journeys(count, RATE))
     return [

@@ -75,7 +75,7 @@ CASES = (
 def run(scope: Scope) -> list[Row]:
     figures: dict[tuple[str, Case], list[float]] = {}
     with Workspace() as space:
-        scope.say("starting broker, controller, ranks and clients")
+        scope.show("starting broker, controller, ranks and clients")
         parts.broker(space)
         parts.controller(space, "--unified-method", "cache_aware")
         parts.rank_links(space, RANKS)
@@ -87,7 +87,7 @@ def run(scope: Scope) -> list[Row]:
             process.wait_ready()
         for number in range(1 + scope.runs):
             for case, (name, side) in itertools.product(CASES, sides.items()):
-                scope.say(f"run {number} of {scope.runs}: {case}, {name}")
+                scope.show(f"run {number} of {scope.runs}: {case}, {name}")
                 figures.setdefault((name, case), []).append(_cost(side, case, scope))
             if not number:
                 figures.clear()  # warm-up
@@ -189,7 +189,7 @@ class _Messages:
             self._submit(tokens, output, *prompt)
         ended = 0
         while ended < count:
-            for message in self._heard():
+            for message in self._received():
                 if isinstance(message, Accepted) and message.decode is not None:
                     node = streams[message.rid] = self._node(message.decode.endpoint)
                     frames.send(node, [codec.encode(Attach(message.rid, message.attempt, several=True))])
@@ -205,7 +205,7 @@ class _Messages:
         submit = Submit(rid, "unified", tokens, output, block_tokens=BLOCK_TOKENS, block_hashes=hashes)
         frames.send(self._controller, [codec.encode(submit), prompt, self._params])
 
-    def _heard(self) -> Iterator[Message]:
+    def _received(self) -> Iterator[Message]:
         ready = self._poller.poll(WAIT_MS)
         if not ready:
             raise TimeoutError("no answer")

@@ -51,7 +51,7 @@ class Journeys:
         self.sent_at(int.from_bytes(bytes(prompt[:8]), "little"))
 
     def sent_at(self, stamp_ns: int) -> None:
-        """0: nobody asks how long it took."""
+        """Return when it was sent, nanoseconds; 0 where no latency is measured."""
         if stamp_ns:
             self._ns.append(time.monotonic_ns() - stamp_ns)
 
@@ -76,7 +76,7 @@ def bare(parent: Parent, endpoint: str, payload_bytes: int, reply_bytes: int = 6
             for source, _ in poller.poll():
                 if source is not socket:
                     for _ in parent.commands():
-                        parent.say(journeys.take())
+                        parent.send(journeys.take())
                     continue
                 for _ in range(BUDGET):
                     try:
@@ -114,7 +114,7 @@ def ours(
 
         def commands() -> None:
             for command in parent.commands():
-                parent.say(sum(node.published for node in nodes) if command["do"] == "count" else journeys.take())
+                parent.send(sum(node.published for node in nodes) if command["do"] == "count" else journeys.take())
             if parent.gone:
                 loop.stop()
 
@@ -170,7 +170,7 @@ def watch_stdin(loop: Loop, function: Callable[[], None]) -> None:
 
 
 class Rank:
-    """What a connection needs of a rank (`nodes.link.connection.RankEndpoint`), and nothing of a rank's core."""
+    """The part of a rank that a connection needs (`nodes.link.connection.RankEndpoint`), without its core."""
 
     def __init__(
         self, loop: Loop, sockets: Sockets, pub: Socket, config: LinkConfig, dp_rank: int, journeys: Journeys,

@@ -14,7 +14,7 @@ Nodes = tuple[Process, ...]
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A client, the process in the middle (our controller, or the bare broker), and the nodes behind it. `beside`: who
+    """A client, the process in the middle (our controller, or the bare broker), and the nodes behind it. `beside`: what
     brings the nodes' loads to the middle."""
 
     client: Process

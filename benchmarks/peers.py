@@ -1,5 +1,5 @@
 """`peers`: what others do in our place, beside ours in one run: SGLang's data-parallel controller and vLLM's balancer,
-each its own code in a Python that has it, and the bare brokers. Ranks end each request at once, whoever sent it.
+each its own code in a Python that has it, and the bare brokers. Ranks end each request at once.
 
 They do not all do the same work for a request: docs/performance.md says what each one does. CPU is of the process that
 dispatches and of the one that brings it the ranks' loads. The floor of each figure is the lean bare broker's.
@@ -36,7 +36,7 @@ def run(scope: Scope) -> list[Row]:
     with Workspace() as space:
         sized: list[Sized] = []
         for name, python in found.items():
-            scope.say(f"starting {name}")
+            scope.show(f"starting {name}")
             sized += PEERS[name].start(space, scope, python)
         for tokens in TOKENS:
             _measure(scope, tokens, ours, sized, figures)
@@ -57,7 +57,7 @@ def _python_of(name: str, peer: Peer, scope: Scope) -> str:
 
 
 def _ours(scope: Scope) -> Ways:
-    """As it runs here, and in the other Python if one was named."""
+    """Return our ways: as pdbus runs here, and in the other Python if one was named."""
     ways: dict[str, dict[str, Any]] = {f"pdbus, {CORES}": {}}
     if other := scope.pythons.get("compiled"):
         how: dict[str, Any] = {"python": other, "env": SOURCES_OUT}
@@ -71,7 +71,7 @@ def _measure(scope: Scope, tokens: int, ours: Ways, peers: Sequence[Sized], figu
     count = scope.size(12_000 if tokens < 10_000 else 3_000, 100)
     ranks = rank_count(scope)
     with ExitStack() as stack:
-        scope.say(f"{case}: starting the others")
+        scope.show(f"{case}: starting the others")
 
         def space() -> Workspace:
             return stack.enter_context(Workspace())
@@ -84,7 +84,7 @@ def _measure(scope: Scope, tokens: int, ours: Ways, peers: Sequence[Sized], figu
         ]
         for number in range(1 + scope.runs):
             for side in sides:
-                scope.say(f"{case}: run {number} of {scope.runs}: {side.name}")
+                scope.show(f"{case}: run {number} of {scope.runs}: {side.name}")
                 with side.awake():
                     if not number:
                         side.burst(min(WARM_UP, count))
@@ -110,7 +110,7 @@ def _measure_picks(scope: Scope, ours: Ways, found: Mapping[str, str], figures: 
         peer = PEERS[name]
         measured[peer.name] = peer.pick, {"python": python, "env": peer.env}
     for name, (target, how) in measured.items():
-        scope.say(f"picks of {name}")
+        scope.show(f"picks of {name}")
         picks = scope.size(5_000, 500)
         for ranks, values in in_child(target, START_S, ranks=PICK_RANKS, picks=picks, **how).items():
             figures[f"{ranks} ranks", name, PICK] = values

@@ -50,7 +50,7 @@ def sglang(parent: Parent, folder: str, endpoints: list[str], tokens: list[int])
     takes them, then answers each command with how often its loop has turned."""
     from sglang.srt.utils.common import kill_itself_when_parent_died
 
-    kill_itself_when_parent_died()  # who stands still at that moment would never hear of it
+    kill_itself_when_parent_died()  # a process that stands still at that moment would never learn of it
     place = Path(folder)
     place.mkdir()
     hosted = Hosted(place, endpoints, 0, None, sglang_method="total_tokens", split=False)
@@ -66,11 +66,11 @@ def sglang(parent: Parent, folder: str, endpoints: list[str], tokens: list[int])
     def answer() -> None:
         while not parent.gone:
             for _ in parent.commands():
-                parent.say(turns.count)
+                parent.send(turns.count)
         os._exit(0)  # its loop never ends
 
     parent.ready()
-    parent.say({
+    parent.send({
         "takes": hosted.ports.scheduler_input_ipc_name, "server": hosted.ports.instance_id, "requests": requests
     })  # fmt: skip
     threading.Thread(target=answer, daemon=True).start()
@@ -78,7 +78,7 @@ def sglang(parent: Parent, folder: str, endpoints: list[str], tokens: list[int])
 
 
 def sglang_loads(parent: Parent, servers: list[str], ranks: int) -> None:
-    """What the schedulers of `servers` say of their load, in SGLang's shared memory."""
+    """The loads that the schedulers of `servers` write into SGLang's shared memory."""
     from sglang.srt.managers.load_snapshot import LoadSnapshot, ShmLoadSnapshotWriter, shm_path_for
 
     writers = [
@@ -93,7 +93,7 @@ def sglang_loads(parent: Parent, servers: list[str], ranks: int) -> None:
 
 
 def sglang_pick(ranks: list[int], picks: int) -> dict[str, list[float]]:
-    """By number of ranks, microseconds of a pick and its raise by `total_tokens`."""
+    """Return microseconds of a pick and its raise by `total_tokens`, by number of ranks."""
     from sglang.srt.managers.data_parallel_controller import DPBudget, LoadBalanceMethod
 
     rng = random.Random(1)
@@ -113,7 +113,7 @@ def sglang_pick(ranks: list[int], picks: int) -> dict[str, list[float]]:
 
 
 def vllm(parent: Parent, takes: str, replies: str, loads: str, ranks: int, tokens: list[int]) -> None:
-    """The client of `ranks` engines, who sends by it included, in the event loop of vLLM's API server."""
+    """The client of `ranks` engines, its sender included, in the event loop of vLLM's API server."""
     import uvloop
 
     uvloop.run(_serve(parent, takes, replies, loads, ranks, tokens))
@@ -142,12 +142,12 @@ async def _serve(parent: Parent, takes: str, replies: str, loads: str, ranks: in
     loop.add_reader(STDIN, commands)
     parent.ready()
     while command := await asked.get():
-        parent.say(await doings[command.pop("do")](**command))
+        parent.send(await doings[command.pop("do")](**command))
     client.shutdown()
 
 
 class _Caller:
-    """Who has requests in vLLM's API server, and takes what its engines say of them."""
+    """The sender of requests in vLLM's API server, which takes its engines' answers too."""
 
     def __init__(self, client: Any, requests: dict[int, Any]) -> None:
         self._client = client
@@ -155,7 +155,7 @@ class _Caller:
         self._sent = self._ended = 0
 
     async def burst(self, count: int, window: int, tokens: int) -> dict[str, Any]:
-        """As `benchmarks.client.Traffic`, and so is `paced`."""
+        """Send as `benchmarks.client.Traffic` does; so does `paced`."""
         began = time.perf_counter()
         goal, first = self._sent + count, self._ended
         while self._ended - first < count:
@@ -205,7 +205,7 @@ def vllm_coordinator(parent: Parent, front: str, outputs: str, waves: str, ranks
 
 
 def vllm_forms() -> dict[str, Any]:
-    """What an engine says: that the request MARK has ended, and its load."""
+    """Return an engine's message: the request MARK has ended, and its load."""
     import msgspec
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
     from vllm.v1.metrics.stats import SchedulerStats
@@ -219,7 +219,7 @@ def vllm_forms() -> dict[str, Any]:
 
 
 def vllm_pick(ranks: list[int], picks: int) -> dict[str, list[float]]:
-    """By number of ranks, microseconds of a pick with its raise, and of the end of another request."""
+    """Return microseconds of a pick with its raise, and of the end of another request, by number of ranks."""
     from collections import Counter
 
     from vllm.v1.engine import EngineCoreOutputs

@@ -1,4 +1,4 @@
-"""What stands around another engine's dispatcher in the `peers` benchmark: who sends it requests, and ranks that end
+"""The surroundings of another engine's dispatcher in the `peers` benchmark: a sender of requests, and ranks that end
 each at once. Needs no engine: requests were encoded, and the form of answers was told, by the engine's own code
 (`benchmarks.peers_engines`).
 """
@@ -19,7 +19,7 @@ from benchmarks.client import Traffic
 from benchmarks.node import Journeys
 from bus.build import CORES
 
-MARK = b"sent-at-"  # in a request's id, before the nanoseconds of its submit in 16 hexadecimal digits; 0: nobody asks
+MARK = b"sent-at-"  # in a request's id, before the nanoseconds of its submit in 16 hexadecimal digits; 0: not measured
 ID = "{number:08d}-sent-at-{sent_ns:016x}"
 HEAD_BYTES = 1_024  # of an encoded request; the id is in there
 LOADS_S = 0.05  # between the loads of a busy rank
@@ -72,7 +72,7 @@ class Pushed(Traffic):
 
 
 def pulling_rank(parent: Parent, takes: str, replies: str) -> None:
-    """As SGLang's schedulers do it takes what is pushed; it tells the sender how many it got, once a turn."""
+    """Take what is pushed, as SGLang's schedulers do; send the sender how many it got, once a turn."""
     with zmq.Context() as context, context.socket(zmq.PULL) as pull, context.socket(zmq.PUSH) as push:
         pull.bind(takes)
         push.linger = 0
@@ -85,7 +85,7 @@ def pulling_rank(parent: Parent, takes: str, replies: str) -> None:
 def dealing_rank(
     parent: Parent, takes: str, number: int, replies: str, loads: str, waves: str, ended: list[Any], load: str
 ) -> None:
-    """As vLLM's engines do it takes what the ROUTER deals it, pushes one message of all that ended in a turn, and its
+    """Take what the ROUTER deals, as vLLM's engines do; push one message of all that ended in a turn, and its
     load to the coordinator while it changes. `ended`: the form of such a message for one request, whose id is MARK;
     `load`: a message, in hexadecimal digits."""
     with (
@@ -108,18 +108,18 @@ def dealing_rank(
         form, finished = ended[1][0], ended.index([MARK.decode()])
         state = msgpack.decode(bytes.fromhex(load))
         ended[0] = state[0] = number
-        told_at = 0.0
+        sent_at = 0.0
 
         def turn(source: Any) -> None:
-            nonlocal told_at
+            nonlocal sent_at
             if source is waves_in:
                 waves_in.recv()
                 return
             ids = take()
             ended[1], ended[finished] = [[each, *form[1:]] for each in ids], ids
             outputs.send(msgpack.encode(ended))
-            if (now := time.monotonic()) - told_at >= LOADS_S:
-                told_at = now
+            if (now := time.monotonic()) - sent_at >= LOADS_S:
+                sent_at = now
                 coordinator.send(msgpack.encode(state))
 
         _turns(parent, journeys, (dealer, waves_in), turn)
@@ -149,7 +149,7 @@ def _taker(socket: zmq.Socket[bytes], journeys: Journeys) -> Callable[[], list[s
 def _turns(
     parent: Parent, journeys: Journeys, sockets: tuple[zmq.Socket[bytes], ...], turn: Callable[[Any], Any]
 ) -> None:
-    """`turn` for each of `sockets` that has something, and journeys for whoever asks, until the parent has gone."""
+    """Call `turn` for each of `sockets` that has something; send journeys when asked, until the parent has gone."""
     parent.ready()
     poller = zmq.Poller()
     for source in (*sockets, STDIN):
@@ -160,11 +160,11 @@ def _turns(
                 turn(source)
                 continue
             for _ in parent.commands():
-                parent.say(journeys.take())
+                parent.send(journeys.take())
 
 
 def pick_of_ours(ranks: list[int], picks: int) -> dict[str, list[float]]:
-    """By number of ranks, microseconds of a pick and its raise by `total_tokens`."""
+    """Return microseconds of a pick and its raise by `total_tokens`, by number of ranks."""
     return {str(count): pick.measure("total_tokens", count, picks)["ours"] for count in ranks}
 
 

@@ -1,4 +1,4 @@
-"""Who else dispatches requests to ranks, for the `peers` benchmark: how each is started, and what is measured of whom.
+"""The other dispatchers of requests to ranks, for the `peers` benchmark: how each is started, and what is measured.
 
 Ranks and senders are those of `benchmarks.peers_parts`, the engines' own code that of `benchmarks.peers_engines`.
 """
@@ -25,7 +25,7 @@ SERIALIZATIONS = {"pickle": "1", "msgpack": "0"}  # SGLang's default first
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One way from who has requests to the ranks. `asked`: what else the client has to be told."""
+    """One way from a sender of requests to the ranks. `asked`: further settings of the client."""
 
     name: str
     path: parts.Path
@@ -86,7 +86,7 @@ Sized = Callable[[int], Side]  # by the tokens of a prompt
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Somebody else's dispatcher, and its pick alone (`module:function`), in a Python that has `package`."""
+    """Another project's dispatcher, and its pick alone (`module:function`), in a Python that has `package`."""
 
     name: str
     package: str
@@ -100,7 +100,7 @@ def rank_count(scope: Scope) -> int:
 
 
 def _sglang(space: Workspace, scope: Scope, python: str) -> list[Sized]:
-    """Its DP controller in both serializations, in front of the same ranks."""
+    """SGLang's DP controller in both serializations, in front of the same ranks."""
     ranks, replies = rank_count(scope), space.endpoint("sglang-replies")
     endpoints = [space.endpoint(f"sglang-{rank}") for rank in range(ranks)]
     nodes = tuple(space.part("peers_parts:pulling_rank", takes=each, replies=replies) for each in endpoints)
@@ -113,17 +113,17 @@ def _sglang(space: Workspace, scope: Scope, python: str) -> list[Sized]:
         )
         for name, pickled in SERIALIZATIONS.items()
     }  # fmt: skip
-    said: dict[str, dict[str, Any]] = {}
+    facts: dict[str, dict[str, Any]] = {}
     for name, controller in controllers.items():
         controller.wait_ready(START_S)
-        said[name] = controller.answer()
+        facts[name] = controller.answer()
         controller.pause()
-    servers = [each["server"] for each in said.values()]
+    servers = [each["server"] for each in facts.values()]
     loads = space.part("peers_engines:sglang_loads", PEERS["sglang"].env, python, servers=servers, ranks=ranks)
     loads.wait_ready(START_S)
     client = space.part(
-        "peers_parts:sender", replies=replies, sockets={name: each["takes"] for name, each in said.items()},
-        requests={name: each["requests"] for name, each in said.items()},
+        "peers_parts:sender", replies=replies, sockets={name: each["takes"] for name, each in facts.items()},
+        requests={name: each["requests"] for name, each in facts.items()},
     )  # fmt: skip
     client.wait_ready()
 

@@ -47,14 +47,14 @@ def run(scope: Scope) -> list[Row]:
     rows = []
     for method in POLICIES:
         for ranks in RANKS:
-            scope.say(f"{method}, {ranks} ranks")
+            scope.show(f"{method}, {ranks} ranks")
             taken = in_child("pick:measure", method=method, ranks=ranks, picks=scope.size(20_000, 4_000))
             aim = Aim(AIMS_US[ranks], of_ratio=False) if ranks in AIMS_US else None
             rows.append(row(f"{method}, {ranks} ranks", "pick and raise", "µs", taken["ours"], taken["argmin"], aim))
     for ranks, some in HITS.items():
         for hits in some:
             case = f"cache_aware, {ranks} ranks, {hits.blocks} blocks held by {hits.holders}"
-            scope.say(case)
+            scope.show(case)
             arguments: dict[str, Any] = {
                 "ranks": ranks,
                 "picks": scope.size(5_000, 500),
@@ -93,7 +93,7 @@ def requests(count: int, seed: int) -> list[Submit]:
 
 
 def cached(table: LoadTable, hits: Hits, count: int, seed: int) -> tuple[CacheAware, list[Submit]]:
-    """A policy that knows who holds what, and `count` requests for it."""
+    """A policy that knows which rank holds which blocks, and `count` requests for it."""
     rng = random.Random(seed)
     policy, ranks = CacheAware(), list(table.ranks.values())
     families = []
@@ -111,13 +111,13 @@ def cached(table: LoadTable, hits: Hits, count: int, seed: int) -> tuple[CacheAw
 
 
 def measure(method: str, ranks: int, picks: int) -> dict[str, Any]:
-    """Of picks by `method`, for requests without hashes."""
+    """Time picks by `method`, for requests without hashes."""
     table = table_of(ranks)
     return timed(table, make_policy(method), requests(picks, seed=ranks))
 
 
 def measure_hits(ranks: int, picks: int, blocks: int, holders: int) -> dict[str, Any]:
-    """Of picks by `cache_aware`, for requests of which some ranks hold all blocks."""
+    """Time picks by `cache_aware`, for requests of which some ranks hold all blocks."""
     table = table_of(ranks)
     return timed(table, *cached(table, Hits(blocks, holders), picks, seed=ranks))
 

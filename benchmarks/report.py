@@ -20,7 +20,7 @@ AIM_US = Aim(5.0, of_ratio=False)
 
 
 def run(scope: Scope) -> list[Row]:
-    scope.say(f"{RANKS:,} ranks, {scope.size(20, 4)} reports each")
+    scope.show(f"{RANKS:,} ranks, {scope.size(20, 4)} reports each")
     taken = in_child("report:measure", reports=scope.size(20, 4))
     share = [us * RANKS * HZ / 1e4 for us in taken["ours"]]
     case = f"{RANKS:,} ranks"

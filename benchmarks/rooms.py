@@ -43,10 +43,10 @@ def _one_room(scope: Scope) -> list[Row]:
         http_asker = space.part("http_floor:asker", port=server.answer())
         http_asker.wait_ready()
         for number in range(1 + scope.runs):
-            scope.say(f"a room's way, run {number} of {scope.runs}")
+            scope.show(f"a room's way, run {number} of {scope.runs}")
             first = 10_000_000 + number * count
             assert watcher.ask(do="watch", first=first, count=count) == count
-            watcher.tell(do="collect", first=first, count=count)
+            watcher.command(do="collect", first=first, count=count)
             published = publisher.ask(do="paced", first=first, count=count, rate=WATCH_RATE)
             known = watcher.answer()
             ours.append([(k - p) / 1e3 for p, k in zip(published, known, strict=True)])
@@ -75,7 +75,7 @@ def _many_rooms(scope: Scope) -> list[Row]:
         empty_bytes = broker.memory_bytes()
         held = 0
         for live in LIVE[: scope.size(3, 2)]:
-            scope.say(f"registering {live - held:,} rooms")
+            scope.show(f"registering {live - held:,} rooms")
             registered = publisher.ask(do="bulk", first=held, count=live - held, batch=BULK)
             if live == LIVE[-1] or scope.quick:
                 rate = (live - held) / registered["elapsed_s"]
@@ -89,7 +89,7 @@ def _many_rooms(scope: Scope) -> list[Row]:
 
 
 def _batches(scope: Scope, watcher: Process, asker: Process, live: int, batch: int) -> Row:
-    scope.say(f"batches of {batch} against {live:,} rooms")
+    scope.show(f"batches of {batch} against {live:,} rooms")
     count = scope.size(300, 50)
     ours, bare = [], []
     for number in range(1 + scope.runs):
@@ -105,21 +105,21 @@ def _batches(scope: Scope, watcher: Process, asker: Process, live: int, batch: i
 def _expiry(scope: Scope) -> list[Row]:
     """The longest round trip while a million rooms expire, beside the same probe for as long while none do."""
     rooms = scope.size(1_000_000, 100_000)
-    scope.say(f"turns of the table while {rooms:,} rooms expire")
+    scope.show(f"turns of the table while {rooms:,} rooms expire")
     longest = [1e3 * max(in_child("rooms_parts:expiry_turns", rooms=rooms)) for _ in range(min(3, scope.runs))]
     case = f"{rooms:,} rooms expire"
     own = row(case, "longest turn of the sweep (CPU)", "ms", longest, aim=AIM_PAUSE_MS)
     with Workspace() as space:
         parts.broker(space, "--room-ttl-s", str(EXPIRY_TTL_S))
         publisher, watcher = _pair(space)
-        scope.say(f"registering {rooms:,} rooms that live {EXPIRY_TTL_S:g} s")
+        scope.show(f"registering {rooms:,} rooms that live {EXPIRY_TTL_S:g} s")
         publisher.ask(do="bulk", first=0, count=rooms, batch=BULK)
-        scope.say("probing while they expire")
+        scope.show("probing while they expire")
         sweeping: list[float] = []
         began = time.perf_counter()
         while watcher.ask(do="count", name="rooms_held"):
             sweeping += watcher.ask(do="probe", seconds=1.0, gap_s=PROBE_GAP_S)
-        scope.say("probing a quiet broker for as long")
+        scope.show("probing a quiet broker for as long")
         quiet = watcher.ask(do="probe", seconds=time.perf_counter() - began, gap_s=PROBE_GAP_S)
     live = [
         row(case, name, "ms", [figure(sweeping) * 1e3], [figure(quiet) * 1e3], aim)

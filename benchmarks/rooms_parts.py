@@ -100,7 +100,7 @@ class _Publisher:
         return stamps
 
     def _announce(self) -> None:
-        """Until the broker knows all ranks: what a PUB socket sends before it is connected is lost."""
+        """Wait until the broker knows all ranks: what a PUB socket sends before it is connected is lost."""
         seq = 0
         while self._count("ranks") < RANKS:
             seq += 1
@@ -140,7 +140,7 @@ class _Watcher:
         self._settled: dict[int, int] = {}  # room -> when, in nanoseconds
 
     def watch(self, first: int, count: int) -> int:
-        """Want rooms that nobody has registered; returns how many the broker watches."""
+        """Want rooms that no rank has registered; return how many the broker watches."""
         now = time.monotonic()
         for index in range(first, first + count):
             self._core.want(room_number(index), now, deadline_s=WAIT_S)

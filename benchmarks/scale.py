@@ -19,13 +19,13 @@ def run(scope: Scope) -> list[Row]:
     memory: dict[int, float] = {}
     for ranks in RANKS:
         with Workspace() as space:
-            scope.say(f"starting {ranks} ranks in {PROCESSES} processes")
+            scope.show(f"starting {ranks} ranks in {PROCESSES} processes")
             path = parts.our_path(space, ranks, TOKENS, processes=PROCESSES, report_hz=REPORT_HZ)
             count = scope.size(2_500, 1_000)
             path.journeys(count // 4, RATE)
             cpu[ranks], idle[ranks] = [], []
             for number in range(scope.runs):
-                scope.say(f"{ranks} ranks: run {number + 1} of {scope.runs}")
+                scope.show(f"{ranks} ranks: run {number + 1} of {scope.runs}")
                 before = path.middle.cpu_s()
                 elapsed_s = path.client.ask(do="paced", count=count, rate=RATE)["elapsed_s"]
                 cpu[ranks].append((path.middle.cpu_s() - before) / count * 1e6)

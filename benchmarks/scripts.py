@@ -1,4 +1,4 @@
-"""Fixed scripts over the hot paths, for counting what they do (`opcount`). Each is made anew and the same.
+"""Fixed scripts over the hot paths, for counting what they do (`opcount`). Each call makes the same script again.
 
 A script is a function of no arguments that does its work `TIMES` times over; its inputs are made beforehand.
 """

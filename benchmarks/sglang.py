@@ -51,7 +51,7 @@ def run(scope: Scope) -> list[Row]:
 
 
 def _rooms(scope: Scope) -> list[Row]:
-    scope.say("rooms: registered and found")
+    scope.show("rooms: registered and found")
     taken: dict[bool, dict[str, list[float]]] = {}
     for plugin in (False, True):
         with Workspace() as space:
@@ -73,7 +73,7 @@ def _dispatch(scope: Scope) -> list[Row]:
     """CPU and latency of a dispatch, and CPU without any."""
     figures: dict[tuple[str, bool], list[float]] = {}
     for plugin in (False, True):
-        scope.say(f"dispatch, {'with the plugin' if plugin else 'stock'}")
+        scope.show(f"dispatch, {'with the plugin' if plugin else 'stock'}")
         with Workspace() as space, _sockets() as context:
             sockets = [context.socket(zmq.PULL) for _ in range(RANKS)]
             endpoints = [_bound(socket) for socket in sockets]
@@ -117,8 +117,8 @@ def _bursts(scope: Scope) -> list[Row]:
 
 
 def _burst(scope: Scope, method: str, plugin: bool) -> list[list[float]]:
-    """Of each burst the seconds that each prompt waited."""
-    scope.say(f"bursts, {method}, {'with the plugin' if plugin else 'stock'}")
+    """Return the seconds that each prompt waited, for each burst."""
+    scope.show(f"bursts, {method}, {'with the plugin' if plugin else 'stock'}")
     rng = random.Random(1)
     bursts = scope.size(scope.runs, 1)
     lengths = [LONG if rng.random() < LONG_SHARE else SHORT for _ in range(bursts * BURST)]
@@ -167,13 +167,13 @@ def _controller(
         dispatches=dispatches,
     )  # fmt: skip
     process.wait_ready(START_S)
-    said: dict[str, Any] = process.answer()
+    facts: dict[str, Any] = process.answer()
     tokenizer = context.socket(zmq.PUSH)
     tokenizer.setsockopt(zmq.LINGER, 0)
-    tokenizer.bind(said["tokenizer"])
-    requests = [base64.b64decode(each) for each in said["requests"]]
+    tokenizer.bind(facts["tokenizer"])
+    requests = [base64.b64decode(each) for each in facts["requests"]]
     bus = f"tcp://127.0.0.1:{bootstrap_port + 100}" if plugin else ""
-    return Controller(process, tokenizer, requests, said["dispatch_us"], said["server"], said["nonce"], bus)
+    return Controller(process, tokenizer, requests, facts["dispatch_us"], facts["server"], facts["nonce"], bus)
 
 
 @contextmanager

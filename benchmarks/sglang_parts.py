@@ -126,7 +126,7 @@ class Manager(SimpleNamespace):
 
 
 def rooms(folder: str, bootstrap_port: int, method: str | None, count: int) -> dict[str, list[float]]:
-    """Microseconds of registering a room, on the thread that does it, and from then until it is known to who asks."""
+    """Microseconds of registering a room, on the thread that does it, and from then until an asker knows it."""
     from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender
 
     hosted = Hosted(
@@ -175,7 +175,7 @@ def controller(
     parent.ready()
     where = {"tokenizer": hosted.ports.scheduler_input_ipc_name, "server": hosted.ports.instance_id}
     nonce = int(hosted.environ.get("PDBUS_SGLANG_DRAWN", "0"))
-    parent.say(where | {"nonce": nonce, "requests": taken, "dispatch_us": took})
+    parent.send(where | {"nonce": nonce, "requests": taken, "dispatch_us": took})
     hosted.controller.event_loop()
 
 
@@ -262,7 +262,7 @@ def ranks(
 
 
 def encoded(requests: Sequence[Any]) -> Iterator[bytes]:
-    """As SGLang sends them, whatever encoding it has chosen."""
+    """Send them as SGLang does, whatever encoding it has chosen."""
     import zmq
     from sglang.srt.managers.io_struct import sock_send
 

@@ -14,7 +14,7 @@ HEADINGS = ("case", "metric", "value", "spread", "floor", "ratio", "aim", "")
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """What one row shows, under HEADINGS."""
+    """Return the cells of one row, under HEADINGS."""
     met = {True: "met", False: "missed", None: ""}[row.met]
     return (
         row.case,

@@ -34,7 +34,7 @@ REQUEST, TOKEN = "CPU a request", "CPU a token"
 
 @dataclass(slots=True, eq=False)
 class Way:
-    """One way to vLLM: who asks, and the processes in between, whose processor time counts."""
+    """One way to vLLM: the client, and the processes in between, whose processor time counts."""
 
     name: str
     caller: Process
@@ -45,7 +45,7 @@ class Way:
         self.figures.setdefault(metric, []).append(value)
 
     def cpu_us(self) -> tuple[float, float]:
-        """Of the servers; and with the caller's."""
+        """Return the servers' processor time; and with the caller's."""
         servers = sum(server.cpu_s() for server in self.servers)
         return servers * 1e6, (servers + self.caller.cpu_s()) * 1e6
 
@@ -56,7 +56,7 @@ def run(scope: Scope) -> list[Row]:
         ways = [make(space, scope) for make in (_direct, _bus, _http)]
         for number in range(1 + scope.runs):
             for way in ways:
-                scope.say(f"run {number} of {scope.runs}: {way.name}")
+                scope.show(f"run {number} of {scope.runs}: {way.name}")
                 _measure(way, scope)
             if not number:
                 for way in ways:
@@ -102,14 +102,14 @@ def _added(way: Way, direct: Way, metric: str, whose: str) -> list[float]:
 
 
 def _direct(space: Workspace, scope: Scope) -> Way:
-    scope.say("starting vLLM alone")
+    scope.show("starting vLLM alone")
     caller = space.part("vllm_parts:direct", env=ENVIRONMENT, model=str(hugging_face()), arguments=ENGINE)
     caller.wait_ready(START_S)
     return Way("AsyncLLM alone", caller, ())
 
 
 def _bus(space: Workspace, scope: Scope) -> Way:
-    scope.say("starting vLLM behind the bus")
+    scope.show("starting vLLM behind the bus")
     broker, controller = parts.broker(space), parts.controller(space)
     node = space.program(
         "nodes.unified", "--engine", "vllm", "--model", "smollm2", "--bus", space.endpoint("bus"),
@@ -123,7 +123,7 @@ def _bus(space: Workspace, scope: Scope) -> Way:
 
 
 def _http(space: Workspace, scope: Scope) -> Way:
-    scope.say("starting vLLM's HTTP server")  # what `vllm serve` runs
+    scope.show("starting vLLM's HTTP server")  # what `vllm serve` runs
     port = free_ports("127.0.0.1", 1)
     arguments = [
         "--model", str(hugging_face()), "--host", "127.0.0.1", "--port", str(port), "--served-model-name", "smollm2",

@@ -128,8 +128,8 @@ def http(parent: Parent, port: int) -> None:
     """OpenAI's completions, streamed, over a connection a request. Text in, text out."""
 
     async def ask(text: str, output: int) -> AsyncIterator[object]:
-        said = {"model": "smollm2", "prompt": text, "max_tokens": output, "temperature": 0, "ignore_eos": True}
-        body = json.dumps({**said, "stream": True}).encode()
+        fields = {"model": "smollm2", "prompt": text, "max_tokens": output, "temperature": 0, "ignore_eos": True}
+        body = json.dumps({**fields, "stream": True}).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
             head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
