@@ -101,7 +101,7 @@ class _Killer:
         return rid
 
     def _accepted(self, each: Callable[[], object]) -> Iterator[Accepted]:
-        """Return the awaited message; `each` is called every LOAD_S. TimeoutError after WAIT_S."""
+        """Yield what is accepted, and call `each` every LOAD_S. TimeoutError after WAIT_S."""
         end, due = time.monotonic() + WAIT_S, 0.0
         while (now := time.monotonic()) < end:
             if now >= due:

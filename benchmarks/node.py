@@ -51,7 +51,7 @@ class Journeys:
         self.sent_at(int.from_bytes(bytes(prompt[:8]), "little"))
 
     def sent_at(self, stamp_ns: int) -> None:
-        """Return when it was sent, nanoseconds; 0 where no latency is measured."""
+        """Take the time of a submit, monotonic nanoseconds; 0: its latency is not measured."""
         if stamp_ns:
             self._ns.append(time.monotonic_ns() - stamp_ns)
 

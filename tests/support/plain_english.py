@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKED = ("bus", "nodes", "controller", "pdbus", "benchmarks", "docs", "README.md")
+CHECKED = ("bus", "nodes", "controller", "pdbus", "docs", "README.md")
 
 NO_BEGINNING = {
     "as", "by", "for", "from", "how", "its", "not", "nobody", "of", "so", "somebody", "those", "to", "until",
@@ -43,7 +43,7 @@ PERSONS = {
     "reader", "readers", "someone", "those", "user", "users",
 }  # fmt: skip
 
-NOT_YET = ("nodes", "controller", "pdbus", "benchmarks", "docs", "README.md")
+NOT_YET = ("nodes", "controller", "pdbus", "docs", "README.md")
 
 _phrases = re.compile(r"\b(" + "|".join(re.escape(phrase) for phrase in NO_PHRASES) + r")\b", re.IGNORECASE)
 _who = re.compile(r"(\w*)\W{0,3}(?<![`'\"])\bwho\b(?!-)", re.IGNORECASE)
