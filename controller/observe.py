@@ -21,6 +21,13 @@ from controller.health import Pulse
 from controller.load.rank import RankLoad
 
 ALIVE = ("requests", "queue_requests", "queue_bytes", "payload_bytes", "adoptable", "prefix_blocks")
+EVENTS = (  # shown from the start: a series that begins with a count has no increase of it
+    "abandoned", "ack_ahead", "adopted", "cache_unknown", "clients_unreachable", "dispatched", "done", "failed",
+    "kv_blocks_elsewhere", "kv_blocks_unnamed", "kv_gaps", "kv_restarts", "kv_unreadable", "legs_lost",
+    "policy_faults", "queued", "reattached", "redispatched", "report_forged", "report_invalid", "report_old",
+    "report_unknown", "sent_invalid", "sent_old", "sent_too_many", "submitted", "superseded", "tpot_slo_given_up",
+    "undelivered",
+)  # fmt: skip
 REGRET_MAX_PER_S = 50
 SCRAPED_MAX = 63
 SCRAPED_S = 600.0  # long enough to see that one is down
@@ -75,7 +82,7 @@ def collect(
     wanted: Iterable[WantedRole] = (),
 ) -> Sequence[Metric]:
     """The metrics of a core's `tally` (used up), `ranks` and what else it knows; a request id is never a label."""
-    failed = dict.fromkeys(get_args(Code)[1:], 0)  # a series that is born with a count has no increase of it
+    failed = dict.fromkeys(get_args(Code)[1:], 0)  # from the start, as EVENTS
     failed |= {name.removeprefix("failed_"): tally.pop(name) for name in list(tally) if name.startswith("failed_")}
     rejected = dict.fromkeys((*REASONS, "bad_identity"), 0)  # likewise
     rejected |= {
@@ -83,10 +90,11 @@ def collect(
     }
     alive = [gauge(f"pdbus_controller_{name}", f"{name} now", tally.pop(name)) for name in ALIVE]
     del tally["regret_tokens"], tally["regret_dispatches"]
+    events = dict.fromkeys(EVENTS, 0) | tally
     return (
         *alive,
         *_regret(regret, methods),
-        labelled("counter", "pdbus_controller_events_total", "what happened so far, by name", "event", tally),
+        labelled("counter", "pdbus_controller_events_total", "what happened so far, by name", "event", events),
         labelled("counter", "pdbus_controller_failed_total", "requests failed, by code", "code", failed),
         labelled("counter", "pdbus_controller_rejected_total", "messages dropped, by reason", "reason", rejected),
         _dispatches(ranks, methods),

@@ -23,6 +23,7 @@ from bus.embed.resolution import ResolverCore
 from bus.wire.codec import encode
 from bus.wire.messages import Cancel, CancelLeg, Dispatch, Done, Load, Params, Progress, Role
 from controller.events import FromClient, FromNode, ToNode, Undelivered
+from controller.observe import EVENTS, collect
 from pdbus.edge.metrics import Counts
 from pdbus.top.figures import Figures, History, Sample
 
@@ -167,6 +168,19 @@ GAUGES = {
 def test_all_that_a_part_shows_is_in_a_law() -> None:
     lawless = [f"{part}: {name}" for part, names in pages() for name in names - GAUGES if not laws.is_bound(part, name)]
     assert not lawless
+
+
+@of_sources
+def test_an_event_of_a_controller_is_shown_before_it_happens() -> None:
+    """Prometheus sees no increase in a series that begins with a count."""
+    shown_elsewhere = ("failed_", "rejected_", "ttft_slo", "payload_bytes")  # ttft_slo: where deadlines are kept
+    names = {name for part, name, _ in counted() if part == "controller" and not name.endswith("*")}
+    assert {name for name in names if not name.startswith(shown_elsewhere)} == set(EVENTS)
+    core = World().core
+    page = collect(core.tally(), (), {}, core.config.methods, core.regret, 0.0)
+    (events,) = [metric.samples for metric in page if metric.name == "pdbus_controller_events_total"]
+    assert {sample.labels["event"] for sample in events} == set(EVENTS)
+    assert not any(sample.value for sample in events)
 
 
 @of_sources
