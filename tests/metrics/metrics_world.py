@@ -224,6 +224,13 @@ class World:
             self._get("query_range", query=selector, start=f"{start:.3f}", end=f"{end:.3f}", step=str(SCRAPE_S))
         )
 
+    def pages(self) -> list[str]:
+        """Where each part has its figures."""
+        found = json.loads(fetched(f"http://127.0.0.1:{self.second}/targets"))
+        return [f"http://{target}/metrics" for each in found for target in each["targets"]] + [
+            f"http://127.0.0.1:{self.http}/metrics"
+        ]
+
     def _answers(self) -> int:
         try:
             return len(self.ask("up == 1", time.time()))
@@ -232,17 +239,30 @@ class World:
 
     def seen(self, parts: int = PARTS) -> float:
         """Wait until Prometheus has a page of each of so many parts that was made after this call, and controllers know
-        of each request that has ended; that moment. An edge makes its page when it is asked."""
+        of each request that has ended; that moment. An edge makes its page when it is asked.
+
+        All pages are of one interval, and the moment is the last one's: no scrape that is still under way, and may
+        fail, is of a moment before it.
+        """
         after = time.time() + SETTLED_S
         live = sum(not each.code for chapter in self.chapters.values() for each in chapter.sent)
+        scraped = "(timestamp(up) and up == 1)"
         query = (
-            f"min(timestamp(up) and up == 1) and count(up == 1 and timestamp(up) > {after:.3f}) == {parts}"
+            f"min({scraped}) and max({scraped}) - min({scraped}) < {SCRAPE_S}"
+            f" and count({scraped} > {after:.3f}) == {parts}"
             f" and count(pdbus_page_timestamp_seconds > {after:.3f}) == {parts - 1}"
             f" and sum(pdbus_controller_requests) == {live}"
         )
-        (first,) = poll_for(lambda: self.ask(query, time.time()), f"pages of {parts} parts, and {live} requests")
-        self._scraped = float(first["value"][1]) - SCRAPE_S / 2
-        return float(first["value"][0])
+
+        def look() -> tuple[float, float] | None:
+            (last,) = self.ask(f"max({scraped})", time.time())
+            at = float(last["value"][1])
+            found = self.ask(query, at)
+            return (at, float(found[0]["value"][1])) if found else None
+
+        at, first = poll_for(look, f"pages of {parts} parts, and {live} requests")
+        self._scraped = first - SCRAPE_S / 2
+        return float(at)
 
     def begun(self) -> float:
         """The same; the moment from which on each part has a scrape before anything more happens."""

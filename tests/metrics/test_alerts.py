@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from metrics_alerts import CASES, alone, unit_tests
-from metrics_world import EXAMPLES, WAIT_S, World
+from metrics_world import EXAMPLES, PARTS, WAIT_S, World, fetched
 
 pytestmark = pytest.mark.timeout(600)
 RULES = (EXAMPLES / "alerts.yml").read_text(encoding="utf-8")
@@ -30,6 +30,17 @@ def test_promtool_understands_rules_and_configuration(programs: Path) -> None:
             capture_output=True, text=True, check=False, timeout=WAIT_S,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_takes_the_page_of_each_part(world: World) -> None:
+    pages = world.pages()
+    assert len(pages) == PARTS
+    for url in pages:
+        done = subprocess.run(
+            [str(world.programs / "promtool"), "check", "metrics"],
+            input=fetched(url), capture_output=True, text=True, check=False, timeout=WAIT_S,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout + done.stderr) == (0, ""), url
 
 
 def tried(name: str, rules: str, world: World, place: Path) -> subprocess.CompletedProcess[str]:
