@@ -15,7 +15,7 @@ import ci_skips
 import pytest
 
 RUN = Path(__file__).parents[2] / ".ci" / "run"
-LANES = ("COMPUTES", "WAITS", "ALONE")
+LANES = ("FIRST", "COMPUTES", "WAITS", "ALONE")
 WAIT_S = 60
 
 
@@ -25,10 +25,12 @@ class Tree:
     def __init__(self, place: Path) -> None:
         self.place = place
 
-    def started(self, make: str, computes: str = "", waits: str = "", alone: str = "") -> subprocess.Popen[str]:
+    def started(
+        self, make: str, computes: str = "", waits: str = "", alone: str = "", first: str = ""
+    ) -> subprocess.Popen[str]:
         (self.place / ".ci").mkdir()
         whole = RUN.read_text()
-        for lane, targets in zip(LANES, (computes, waits, alone), strict=True):
+        for lane, targets in zip(LANES, (first, computes, waits, alone), strict=True):
             whole, lines = re.subn(rf"(?<=<<'{lane}' &\n).*(?=^{lane}\n)", targets, whole, flags=re.DOTALL | re.M)
             assert lines == 1
         (self.place / ".ci" / "run").write_text(whole)
@@ -38,8 +40,8 @@ class Tree:
         command, pipe = ["bash", str(self.place / ".ci" / "run")], subprocess.PIPE
         return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
 
-    def run(self, make: str, computes: str = "", waits: str = "", alone: str = "") -> subprocess.CompletedProcess[str]:
-        with self.started(make, computes, waits, alone) as process:
+    def run(self, make: str, *lanes: str, **named: str) -> subprocess.CompletedProcess[str]:
+        with self.started(make, *lanes, **named) as process:
             try:
                 said, wrong = process.communicate(timeout=WAIT_S)
             finally:
@@ -98,9 +100,15 @@ esac"""
     assert "test-ray begins\nmore\n==> test-ray: N s" in "\n".join(timeless(done.stdout))
 
 
-def test_a_target_of_the_last_lane_runs_alone(ci: Tree) -> None:
-    make = 'if [ "$1" = test-hostile ]; then [ -e test ] && [ -e test-ray ]; else sleep 0.3; touch "$1"; fi'
-    done = ci.run(make, "test 3600\n", "test-ray 3600\n", "test-hostile 3600\n")
+def test_the_set_up_runs_before_both_lanes_and_the_last_lane_after_them(ci: Tree) -> None:
+    make = """
+case $1 in
+    setup) [ ! -e test ] && [ ! -e test-ray ]; rc=$?;;
+    test-hostile) [ -e test ] && [ -e test-ray ]; rc=$?;;
+    *) [ -e setup ] && [ ! -e test-hostile ]; rc=$?;;
+esac
+sleep 0.3; touch "$1"; exit $rc"""
+    done = ci.run(make, "test 3600\n", "test-ray 3600\n", "test-hostile 3600\n", "setup 3600\n")
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -175,7 +183,7 @@ def test_nothing_is_left_of_it(ci: Tree) -> None:
 
 def test_every_lane_has_targets_of_the_makefile_and_none_stands_twice() -> None:
     makefile = (RUN.parents[1] / "Makefile").read_text()
-    targets = re.findall(r"^(check|test\S*) \d+", RUN.read_text(), re.MULTILINE)
+    targets = re.findall(r"^(setup|check|test\S*) \d+", RUN.read_text(), re.MULTILINE)
     assert len(targets) == len(set(targets))
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
 
