@@ -1,1 +1,1 @@
-"""Our own way to run a rank's legs: scheduler, blocks, KV transfer, engines."""
+"""Our own implementation of a rank: scheduler, blocks, KV transfer and engines."""

@@ -1,7 +1,7 @@
-"""Who is next at a rank: which sequence is admitted, and whose prompts a step computes. Pure.
+"""The order at a rank: which sequence is admitted next, and whose prompts a step computes. Pure.
 
-Clients take turns, by tokens (`bus.fair_queue`), so that a newcomer does not wait behind the backlog of another client.
-A client is a key; without keys, and wherever one client is alone, order is priority, then arrival.
+Clients take turns, by tokens (`bus.fair_queue`), so that a newcomer does not wait behind the backlog of another
+client. A client is a key. Without keys, and wherever one client is alone, the order is priority, then arrival.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable
 from bus.fair_queue import FairQueue
 from nodes.own.sequence import Sequence
 
-SHARES = 6  # what one client gets at most of a step's prompt tokens while others are here: one part of so many
-SHARE_MIN = 128  # tokens: a step has a price of its own, however short it is
-RESERVE = 8  # what it leaves of run slots and KV memory to others meanwhile: one part of so many
-HERE_STEPS = 100  # who left within so many steps counts as here
+SHARES = 6  # one client gets at most this part (1/6) of a step's prompt tokens while others are here
+SHARE_MIN = 128  # tokens: each step has a fixed cost, however short it is
+RESERVE = 8  # it leaves this part (1/8) of run slots and KV memory to others meanwhile
+HERE_STEPS = 100  # a client that left within this many steps counts as here
 
 
 class AdmissionQueue:
-    """Sequences that wait to be admitted."""
+    """The sequences that wait to be admitted."""
 
     def __init__(self) -> None:
         self._lines: dict[str, dict[int, dict[int, Sequence]]] = {}  # by client, priority and id
@@ -36,7 +36,7 @@ class AdmissionQueue:
         return bool(self._lines)
 
     def head(self, barred: Callable[[str], bool] | None = None) -> Sequence | None:
-        """Who is next, of the clients that are not `barred`."""
+        """Return the next sequence, of the clients that are not `barred`; None if there is none."""
         clients = [client for client in self._lines if barred is None or not barred(client)]
         if not clients:
             return None
@@ -44,7 +44,7 @@ class AdmissionQueue:
         return next(iter(line[max(line)].values()))
 
     def remove(self, sequence: Sequence, *, admitted: bool = False) -> None:
-        """It leaves; `admitted`: with a slot and memory, which counts as its client's turn."""
+        """Remove a sequence; with `admitted` it got a slot and memory, which counts as its client's turn."""
         line = self._lines[sequence.client]
         if admitted:
             self._fair.serve(sequence.client, sequence.reserve_tokens)
@@ -64,7 +64,7 @@ class AdmissionQueue:
 
 
 class ClientUsage:
-    """What clients hold at this moment, of run slots and of KV memory: who waits until others have had some."""
+    """The run slots and KV memory that each client uses now. It shows which clients must wait until others had some."""
 
     def __init__(
         self, sequences: Iterable[Sequence], running: Iterable[Sequence], max_running: int, blocks: int
@@ -80,7 +80,7 @@ class ClientUsage:
         self._blocks[sequence.client] += len(sequence.table)
 
     def a_part(self, client: str) -> bool:
-        """Whether it has all but what is left to others."""
+        """Return true if the client has all but the share that is reserved for others."""
         return self._slots[client] >= self._most or self._blocks[client] >= self._most_blocks
 
     def some_memory(self, client: str) -> bool:
@@ -88,12 +88,13 @@ class ClientUsage:
 
 
 class StepShares:
-    """Who is here, and whose prompts a step computes. While several clients are here none gets more than a part of each
-    step: whoever comes next would wait for a step that one client fills, and for another one beside it."""
+    """The division of a step's prompt tokens among clients. While several clients are here, none gets more than a
+    part of each step: otherwise the next client would wait for a step that one client fills, and for another one
+    beside it."""
 
     def __init__(self) -> None:
         self._here: Counter[str] = Counter()  # sequences, by client
-        self._left: dict[str, int] = {}  # who has none any more: at which step the last one left
+        self._left: dict[str, int] = {}  # clients without sequences: the step at which the last one left
         self._fair = FairQueue()
 
     def came(self, client: str) -> None:
@@ -109,14 +110,15 @@ class StepShares:
                 self._fair.clear()
 
     def several(self, step: int) -> bool:
-        """Whether more than one client is here, or was within HERE_STEPS."""
+        """Return true if more than one client is here, or was within HERE_STEPS."""
         if self._left:
             recent = ((client, at) for client, at in self._left.items() if step - at < HERE_STEPS)
             self._left = {client: at for client, at in recent if client not in self._here}
         return len(self._here) + len(self._left) > 1
 
     def divide(self, prompts: Iterable[Sequence], budget: int, step: int, least: int) -> list[tuple[Sequence, int]]:
-        """How many tokens of which prompts a step computes, `budget` in all; beside a newcomer's `least` at least."""
+        """Return how many tokens of which prompts a step computes, `budget` in all; a newcomer next to others gets
+        at least `least`."""
         share = budget
         if self.several(step):
             share = max(SHARE_MIN, budget // SHARES)

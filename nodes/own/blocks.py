@@ -1,7 +1,8 @@
-"""Paged KV memory: which block belongs to whom. Owns reference counts and the prefix cache; touches no KV bytes.
+"""Paged KV memory: the owners of each block. This module owns reference counts and the prefix cache; it touches no
+KV bytes.
 
 A block is free, held (by one sequence, or several that share a prefix), or cached: full, named by its hash, held by
-nobody, and reclaimed in least-recently-used order when memory is needed.
+no sequence, and reclaimed in least-recently-used order when memory is needed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """A full block can now be found by `block_hash`; `parent` is 0 for a first block."""
+    """A full block can be found by `block_hash` from now on; `parent` is 0 for a first block."""
 
     block_hash: int
     parent: int
@@ -29,7 +30,8 @@ KvEvent = BlockStored | BlockRemoved
 
 
 class BlockPool:
-    """`blocks` blocks of `block_tokens` tokens. Not thread-safe; every method is O(blocks it names).
+    """The pool of `blocks` blocks of `block_tokens` tokens. Not thread-safe; every method is O(blocks that it
+    names).
 
     With `record_events` the owner must take the events regularly (`take_events`).
     """
@@ -41,13 +43,13 @@ class BlockPool:
         self._references = [0] * blocks
         self._hash_of: dict[int, int] = {}  # block -> hash, of blocks that the cache names
         self._block_of: dict[int, int] = {}  # hash -> block
-        self._reclaimable: OrderedDict[int, None] = OrderedDict()  # cached and held by nobody, oldest first
+        self._reclaimable: OrderedDict[int, None] = OrderedDict()  # cached and not held, oldest first
         self._record_events = record_events
         self._events: list[KvEvent] = []
 
     @property
     def available(self) -> int:
-        """Blocks that `take` can hand out: free ones and reclaimable ones."""
+        """The number of blocks that `take` can hand out: free ones and reclaimable ones."""
         return len(self._free) + len(self._reclaimable)
 
     @property
@@ -56,11 +58,11 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        """Blocks that a prompt could reuse, held or not."""
+        """The number of blocks that a prompt could reuse, held or not."""
         return len(self._block_of)
 
     def names(self) -> list[int]:
-        """The hashes of all cached blocks, oldest first, so that a prefix's beginning comes before its end."""
+        """Return the hashes of all cached blocks, oldest first, so that a prefix's beginning comes before its end."""
         return list(self._block_of)
 
     def is_cached(self, block_hash: int) -> bool:
@@ -70,7 +72,7 @@ class BlockPool:
         return -(-tokens // self.block_tokens)
 
     def match_prefix(self, hashes: Sequence[int]) -> list[int]:
-        """The blocks of the longest cached prefix of `hashes`; takes nothing."""
+        """Return the blocks of the longest cached prefix of `hashes`, without taking them."""
         found: list[int] = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -80,9 +82,9 @@ class BlockPool:
         return found
 
     def take(self, count: int, hashes: Sequence[int] = ()) -> tuple[list[int], int] | None:
-        """`count` blocks for a new sequence, beginning with the cached prefix of `hashes`.
+        """Take `count` blocks for a new sequence, beginning with the cached prefix of `hashes`.
 
-        Returns (table, how many of it came from the cache), or None, with nothing taken, when memory is short.
+        Return (table, number of them from the cache), or None, with nothing taken, when memory is short.
         """
         shared = self.match_prefix(hashes[:count])
         revived = sum(1 for block in shared if not self._references[block])
@@ -96,8 +98,9 @@ class BlockPool:
         return table, len(shared)
 
     def commit(self, block: int, block_hash: int, parent: int, tokens: Sequence[int] = ()) -> None:
-        """`block`, held and now full, holds the prefix `block_hash`. A second copy of a known prefix stays unnamed."""
-        assert self._references[block] > 0, f"commit of block {block}, which nobody holds"
+        """Name a held block that is now full: it has the prefix `block_hash`. A second copy of a known prefix stays
+        without a name."""
+        assert self._references[block] > 0, f"commit of block {block}, which is not held"
         if block_hash in self._block_of or block in self._hash_of:
             return
         self._hash_of[block] = block_hash
@@ -108,7 +111,7 @@ class BlockPool:
     def release(self, table: Sequence[int]) -> None:
         """Give back one hold on each block. The end of a prefix is reclaimed before its beginning."""
         for block in reversed(table):
-            assert self._references[block] > 0, f"release of block {block}, which nobody holds"
+            assert self._references[block] > 0, f"release of block {block}, which is not held"
             self._references[block] -= 1
             if self._references[block]:
                 continue
@@ -118,7 +121,7 @@ class BlockPool:
                 self._free.append(block)
 
     def take_events(self) -> list[KvEvent]:
-        """What changed in the cache since the last call, in order."""
+        """Return the changes of the cache since the last call, in order."""
         events, self._events = self._events, []
         return events
 
@@ -135,7 +138,7 @@ class BlockPool:
         return block
 
     def validate(self) -> None:
-        """AssertionError when the pool contradicts itself (for tests)."""
+        """Check that the pool is consistent; AssertionError if not (for tests)."""
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
         for block in range(self.blocks):

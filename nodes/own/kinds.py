@@ -1,4 +1,4 @@
-"""Our own engines as the registry of engines knows them, and the runner of a rank over one of them."""
+"""Our own engines as entries of the engine registry, and the runner of a rank over one of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TIMING = {
 
 
 def settings(name: str, options: Mapping[str, Any], arguments: Sequence[str]) -> EngineConfig:
-    """The settings of the engine `name`; options that are missing have their defaults."""
+    """Return the settings of the engine `name`; missing options have their defaults."""
     timing = timing_named(options["sim_timing"])
     changes = {part: options[option] for part, option in TIMING.items() if options.get(option) is not None}
     return EngineConfig(
@@ -52,7 +52,7 @@ def settings(name: str, options: Mapping[str, Any], arguments: Sequence[str]) ->
 
 @contextmanager
 def opened(config: NodeConfig, loop: Loop, progress: Progress) -> Iterator[Opened]:
-    """One engine for each rank."""
+    """Load one engine for each rank."""
     engines: list[Engine] = []
     try:
         for _ in config.dp_ranks:
@@ -65,7 +65,7 @@ def opened(config: NodeConfig, loop: Loop, progress: Progress) -> Iterator[Opene
 
 
 def own_runner(config: NodeConfig, dp_rank: int, engine: Engine) -> OwnRunner:
-    """The runner of one rank, over `engine`."""
+    """Return the runner of one rank, over `engine`."""
     spec = engine.spec
     keeps_prefixes = config.role != "decode"
     pool = BlockPool(spec.blocks, spec.block_tokens, record_events=keeps_prefixes)

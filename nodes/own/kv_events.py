@@ -1,8 +1,9 @@
-"""KV-cache events of one rank, in the format of SGLang and vLLM, so that any prefix-aware router can follow our caches.
+"""KV-cache events of one rank, in the format of SGLang and vLLM, so that any prefix-aware router can follow our
+caches.
 
-Owns the format and the sequence numbers; the shell publishes. Frames: topic `kv/<instance>/<dp_rank>/`, sequence number
-(8 bytes big-endian, from 0 with each start), MessagePack `[ts, [event ...], dp_rank]` with events as maps. Block hashes
-are those of `bus.wire.hashing`, unsigned 64-bit.
+This module owns the format and the sequence numbers; the shell publishes. Frames: topic `kv/<instance>/<dp_rank>/`,
+sequence number (8 bytes big-endian, from 0 with each start), MessagePack `[ts, [event ...], dp_rank]` with events as
+maps. Block hashes are those of `bus.wire.hashing`, unsigned 64-bit.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class KvEventLog:
         self._seq = 0
 
     def messages(self, events: Sequence[KvEvent], ts: float) -> list[Frames]:
-        """What to publish of `events` (`BlockPool.take_events`), at `ts` seconds since 1970."""
+        """Return the frames that publish `events` (`BlockPool.take_events`), at `ts` seconds since 1970."""
         found = []
         for at in range(0, len(events), MAX_BLOCKS):
             maps = self._merged(events[at : at + MAX_BLOCKS])
@@ -36,7 +37,7 @@ class KvEventLog:
         return found
 
     def restated(self, names: Sequence[int], ts: float) -> Frames:
-        """What to publish of at most MAX_BLOCKS blocks that are cached, and were told of before: names alone."""
+        """Return the frames that publish again at most MAX_BLOCKS cached blocks: names alone."""
         event = {
             "type": "BlockStored", "block_hashes": list(names), "parent_block_hash": None, "token_ids": [],
             "block_size": self._block_tokens, "lora_id": None, "medium": "GPU",
@@ -46,7 +47,8 @@ class KvEventLog:
         return frames
 
     def _merged(self, events: Sequence[KvEvent]) -> list[dict[str, Any]]:
-        """Runs of blocks that follow one another, and of removed blocks, as one event each."""
+        """Return the events with runs of consecutive stored blocks, and of removed blocks, joined into one event
+        each."""
         maps: list[dict[str, Any]] = []
         for event in events:
             last = maps[-1] if maps else {}

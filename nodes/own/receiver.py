@@ -1,7 +1,8 @@
-"""The receiver's side of KV transfer: which blocks of a prompt to ask for, when again, when to give up. Pure.
+"""The receiver's side of KV transfer: which blocks of a prompt to ask for, when to ask again, and when to give up.
+Pure.
 
-At most `window` blocks of a prompt are on their way (credit), so neither side's queue grows. A damaged block is asked
-for again by itself; when nothing arrives for `stall_s`, everything missing is. Both are bounded.
+At most `window` blocks of a prompt are on their way (credit), so neither side's queue grows. A damaged block is
+asked for again alone; when nothing arrives for `stall_s`, every missing block is asked for again. Both are bounded.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ Span: TypeAlias = tuple[int, int]
 
 
 class FetchFailed(Exception):
-    """It is given up; the message says why."""
+    """The fetch has failed; the message says why."""
 
 
 def window_for(block_bytes: int) -> int:
-    """Blocks in flight for one prompt: enough to keep a connection busy, not more than 8 MiB."""
+    """Return the blocks in flight for one prompt: enough to keep a connection busy, not more than 8 MiB."""
     return max(2, min(MAX_WINDOW, WINDOW_BYTES // max(1, block_bytes)))
 
 
 class KvReceiver:
-    """`begin` once a sequence, `received` for each block, `tick` a few times a second; each returns what to ask for
-    now, as `(first block, count)`. What is known of a fetch is kept in its sequence."""
+    """The fetches of one rank. Call `begin` once for a sequence, `received` for each block, and `tick` a few times a
+    second. Each returns the blocks to ask for now, as `(first block, count)`. The state of a fetch is kept in its
+    sequence."""
 
     def __init__(self, *, window: int, stall_s: float = STALL_S) -> None:
         self.window = window
@@ -42,7 +44,7 @@ class KvReceiver:
         return self._ask_more(sequence)
 
     def received(self, sequence: Sequence, index: int, intact: bool, now: float) -> list[Span]:
-        """A `missing` block came. FetchFailed when too many were damaged."""
+        """Record a `missing` block that came. FetchFailed when too many were damaged."""
         assert index in sequence.missing
         if not intact:
             sequence.damaged += 1
@@ -54,7 +56,7 @@ class KvReceiver:
         return self._ask_more(sequence) if len(sequence.missing) <= self.window // 2 else []
 
     def tick(self, sequence: Sequence, now: float) -> list[Span]:
-        """FetchFailed when nothing came for too long."""
+        """Return what to ask for again; FetchFailed when nothing came for too long."""
         if now - sequence.moved_at < self.stall_s:
             return []
         sequence.stalls += 1

@@ -1,6 +1,6 @@
 """Our own runner: continuous batching over paged KV memory, KV caches fetched over the bus, engines of ours.
 
-Owns what connects these; who runs and who waits is the scheduler's, what to fetch next the receiver's.
+This module connects these parts. The scheduler decides which sequences run, the receiver what to fetch next.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def facts_of(spec: EngineSpec, max_running: int) -> RankFacts:
 
 
 class OwnRunner:
-    """`kv_events` makes messages of what changes in the prefix cache, where anybody is to hear of it."""
+    """The runner of one rank. `kv_events` turns changes of the prefix cache into messages, where they are published."""
 
     def __init__(self, engine: Engine, scheduler: Scheduler, kv_events: KvEventLog | None = None) -> None:
         self.engine = engine
@@ -145,7 +145,7 @@ class OwnRunner:
             self._emit(CacheChanged(self._kv_events.messages(events, time.time())))
 
     def restate_cache(self) -> None:
-        """A controller that knows nothing of the cache is there: say again what is cached, a message a tick."""
+        """Publish the whole cache again, a message a tick: a controller does not know it."""
         if self._kv_events is not None:
             self._restating = deque(self.scheduler.pool.names()[:MAX_RESTATED])
 

@@ -1,13 +1,13 @@
-"""Continuous batching of sequences over one engine. Owns who runs, who waits and who holds which blocks.
+"""Continuous batching of sequences over one engine: which sequences run, which wait, and which blocks they hold.
 
-Pure: no clock, sockets, messages or KV bytes. The same code runs in a node and, in virtual time, in the trace lab;
-there a prompt may be a `range` (ids that don't matter) with its block hashes given.
+Pure: no clock, sockets, messages or KV bytes. The same code runs in a node and, in virtual time, in the trace lab.
+There a prompt may be a `range` (ids that do not matter) with its block hashes given.
 
 Admission is strict first come, first served within a priority, by free run slots and KV blocks. A sequence reserves
 all blocks it can ever need (prompt and output) when it is admitted: memory is used less tightly than with growth and
 preemption, but an admitted sequence always finishes and nothing is ever computed twice. A step takes one token of
 every decoding sequence, then prompt tokens in order of admission up to `chunk_tokens` in all (chunked prefill).
-Where there are several clients they take turns in both, and none takes all (`nodes.own.admission`).
+Several clients take turns in both, and none takes all (`nodes.own.admission`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from nodes.own.sequence import SLOT_PHASES, Phase, Sequence
 
 
 class Scheduler:
-    """Calls in any order; `plan` and `complete` alternate. See the module's docstring for the rules."""
+    """The scheduler of one rank. Calls may come in any order; `plan` and `complete` alternate. The module's
+    docstring has the rules."""
 
     def __init__(self, pool: BlockPool, *, max_running: int, chunk_tokens: int) -> None:
         self.pool = pool
@@ -58,12 +59,12 @@ class Scheduler:
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens not yet computed or fetched; what the prefix cache is expected to save is not counted."""
+        """The prompt tokens not yet computed or fetched; without those that the prefix cache is expected to save."""
         return self._waiting_tokens
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens in the KV memory of live sequences; never more than the blocks they hold (prefixes are shared)."""
+        """The tokens in the KV memory of live sequences; never more than the blocks they hold (prefixes are shared)."""
         return min(self._kv_tokens, self.pool.held * self.pool.block_tokens)
 
     @property
@@ -77,7 +78,7 @@ class Scheduler:
         return seq in self._sequences
 
     def sequence(self, seq: int) -> Sequence:
-        """KeyError when it is not here (any more)."""
+        """Return the sequence; KeyError when it is not here (any more)."""
         return self._sequences[seq]
 
     # --- sequences come and go ----------------------------------------------------------------------------------
@@ -106,13 +107,13 @@ class Scheduler:
         self._queue.add(sequence)
 
     def take_admitted(self) -> list[Sequence]:
-        """Imported sequences admitted since the last call: fill their `table`, then call `start`."""
+        """Return the imported sequences admitted since the last call: fill their `table`, then call `start`."""
         self._admit()
         admitted, self._admitted = self._admitted, []
         return [s for s in admitted if s.phase is Phase.FETCHING]
 
     def start(self, seq: int, first_token: int) -> None:
-        """The prompt's KV is in `table`; decode on from `first_token`, which is not reported again."""
+        """Decode on from `first_token`, which is not reported again: the prompt's KV is in `table`."""
         sequence = self._sequences[seq]
         assert sequence.phase is Phase.FETCHING, sequence
         self._hold(sequence, len(sequence.prompt))
@@ -121,7 +122,8 @@ class Scheduler:
         sequence.phase = Phase.DECODING
 
     def cancel(self, seq: int) -> bool:
-        """Forget it and free its blocks (after the step under way, if it takes part). False when it is unknown."""
+        """Remove a sequence and free its blocks (after the running step, if it takes part). Return false when it is
+        unknown."""
         sequence = self._sequences.get(seq)
         if sequence is None:
             return False
@@ -136,7 +138,7 @@ class Scheduler:
     # --- steps --------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute or a step is under way."""
+        """Return the next step; None when there is nothing to compute or a step is running."""
         if self._in_step:
             return None
         self._admit()
@@ -169,8 +171,8 @@ class Scheduler:
         return StepPlan(self.step + 1, tuple(rows)) if rows else None
 
     def complete(self, result: StepResult) -> list[Sequence]:
-        """Account for the step under way; those that are still wanted and have one more token in their `output`, or
-        whose `finish` is `failed`, in the order of the plan's rows."""
+        """Account for the step that ran. Return the sequences that are still wanted and have one more token in their
+        `output`, or whose `finish` is `failed`, in the order of the plan's rows."""
         tokens, logprobs = dict(result.tokens), dict(result.logprobs)
         stepped, self._in_step = self._in_step, []
         self.step += 1
@@ -217,7 +219,8 @@ class Scheduler:
             self._remove(sequence)
 
     def _reusable(self, sequence: Sequence) -> Seq[int]:
-        """At least one prompt token is always computed, since its output is what is wanted."""
+        """Return the hashes of the blocks that may come from the cache. At least the last prompt token is always
+        computed, since its output is wanted."""
         assert sequence.hashes is not None
         return sequence.hashes[: (len(sequence.prompt) - 1) // self.pool.block_tokens]
 
@@ -253,7 +256,8 @@ class Scheduler:
                 self.begun.append(sequence)
 
     def _commit(self, sequence: Sequence) -> None:
-        """Name the blocks that became full. Output blocks too: the next turn of a conversation begins with them."""
+        """Name the blocks that became full; output blocks too, because the next turn of a conversation begins with
+        them."""
         size = self.pool.block_tokens
         hashes = sequence.hashes
         assert hashes is not None
@@ -298,7 +302,7 @@ class Scheduler:
         del self._sequences[sequence.id]
 
     def validate(self) -> None:
-        """AssertionError when the scheduler contradicts itself (for tests)."""
+        """Check that the scheduler is consistent; AssertionError if not (for tests)."""
         self.pool.validate()
         live = self._sequences.values()
         self._queue.validate({s for s in live if s.phase is Phase.WAITING})

@@ -1,4 +1,4 @@
-"""One leg at our runner: what its scheduler and its pull of KV blocks know of it. Owns the record, decides nothing."""
+"""One leg at our runner: the record that its scheduler and its pull of KV blocks share. It decides nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Phase(enum.Enum):
     FETCHING = "fetching"  # admitted; its prompt's KV cache is being copied in
     PROMPT = "prompt"  # admitted; its prompt is being computed
     DECODING = "decoding"
-    HELD = "held"  # finished prefill whose KV cache somebody will fetch; no slot
+    HELD = "held"  # finished prefill whose KV cache will be fetched; no slot
     GONE = "gone"
 
 
@@ -27,7 +27,7 @@ SLOT_PHASES = frozenset({Phase.FETCHING, Phase.PROMPT, Phase.DECODING})
 class Sequence:
     """One leg's computation. `imported`: the prompt's KV comes from elsewhere. `hold`: stop after the prompt's token
     and keep the KV. `offset` is the output index of the first token produced here. `hashes`: None to compute them.
-    `leg`: whose it is; the lab has none."""
+    `leg`: the link's leg; None in the lab."""
 
     id: int
     prompt: Seq[int]
@@ -64,10 +64,10 @@ class Sequence:
 
     @property
     def client(self) -> str:
-        """The key whose it is; empty: there are none."""
+        """The key that owns the request; empty: there are no keys."""
         return "" if self.leg is None else self.leg.client
 
     @property
     def reserve_tokens(self) -> int:
-        """KV tokens it can ever need; the last output token's KV is never computed."""
+        """The KV tokens that it can ever need; the last output token's KV is never computed."""
         return len(self.prompt) if self.hold else len(self.prompt) + max(0, self.max_tokens - 1)

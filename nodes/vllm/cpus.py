@@ -1,4 +1,4 @@
-"""The cores that an engine's threads are bound to where vLLM computes on a CPU."""
+"""The CPU cores that an engine's threads are bound to where vLLM computes on a CPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 
 def claim_cores(folder: Path) -> list[int]:
-    """Half of the cores that we may use: that which the fewest other engines of this machine have claimed so. The files
-    stay locked for as long as this process lives. Engines with threads on all cores would wait for each other at each
-    step, and the more so the more there are of them; of those that share a half each has its turn."""
+    """Claim half of the cores that we may use, and return it: the half that the fewest engines of this machine have
+    claimed. The lock files stay locked while this process lives. Engines with threads on all cores would wait for
+    each other at each step; engines that share a half take turns."""
     cores = sorted(os.sched_getaffinity(0))
     folder.mkdir(parents=True, exist_ok=True)
     half = max(1, len(cores) // 2)
@@ -29,11 +29,12 @@ def claim_cores(folder: Path) -> list[int]:
 
 
 def keep_to(cores: Sequence[int], processes: Iterable[int]) -> None:
-    """Bring every thread of `processes` to `cores`; one that has a part of them to itself keeps it.
+    """Move every thread of `processes` to `cores`; a thread that already runs on a part of them only stays there.
 
-    vLLM pins the main thread of each worker to the machine's last core for its KV transfers, computes on it, and starts
-    NIXL's threads there, of which one never sleeps. An engine's start was seen to get a hundredth of that core beside
-    the threads of another engine. So this is for while it starts, too."""
+    vLLM pins the main thread of each worker to the machine's last core for its KV transfers, computes on it, and
+    starts NIXL's threads there, one of which never sleeps. A starting engine was seen to get a hundredth of that
+    core beside the threads of another engine. So this is used during its start, too.
+    """
     kept = set(cores)
     for pid in processes if kept else ():
         with suppress(OSError):  # gone meanwhile

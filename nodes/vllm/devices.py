@@ -1,8 +1,8 @@
-"""The GPUs that an engine takes memory of, one engine at a time.
+"""Locks on GPUs: engines measure the memory of a GPU one at a time.
 
-vLLM takes for its own whatever its device lost between the engine's start and the end of its profiling, so an engine
-that loads meanwhile on the same device costs it its KV cache. A lock for each device, which the kernel releases when
-its process ends, keeps engines apart that have the folder of the locks in common.
+vLLM counts as its own all memory that its device lost between the engine's start and the end of its profiling. So an
+engine that loads on the same device meanwhile takes its KV cache. A lock for each device, which the kernel releases
+when its process ends, keeps engines apart that share the folder of the locks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from bus.errors import StartError
 
 @contextmanager
 def alone_on(folder: Path, devices: Sequence[str], wait_s: float, on_wait: Callable[[str], None]) -> Iterator[None]:
-    """Hold the locks of `devices`, in one order for all engines. Says when it waits for another's; StartError after
-    `wait_s` seconds of that."""
+    """Hold the locks of `devices`, taken in the same order by all engines. `on_wait` is called when another engine
+    has one; StartError after waiting `wait_s` seconds."""
     with ExitStack() as held:
         for device in sorted(set(devices)):
             folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def alone_on(folder: Path, devices: Sequence[str], wait_s: float, on_wait: Calla
 
 
 def _wait(lock: int, device: str, wait_s: float) -> None:
-    """In a thread of its own, as the kernel's wait has no limit, and signals are handled here meanwhile."""
+    """Wait in a thread of its own: the kernel's wait has no limit, and signals must be handled here meanwhile."""
     ours = threading.Event()
     copy = os.dup(lock)  # the same lock, so that the thread never has a number that means another file by now
 

@@ -1,4 +1,4 @@
-"""The engine and its thread: an asyncio loop on which vLLM's front end lives, apart from the link's loop. Owns both."""
+"""The engine and its thread: an asyncio loop on which vLLM's front end lives, apart from the link's loop."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ C = TypeVar("C")
 
 
 class EngineThread(Generic[C]):
-    """`with EngineThread(build, close) as engine:`; `build` makes the client on the thread, `close` ends it there.
-    `engine.client` is there on entry, which may take minutes; what `build` raises is raised there, and `meanwhile` is
-    called until then, each MEANWHILE_S."""
+    """An engine on its thread: `with EngineThread(build, close) as engine:`; `build` makes the client on the thread,
+    `close` ends it there. `engine.client` is there on entry, which may take minutes; an exception of `build` is
+    raised there, and `meanwhile` is called until then, each MEANWHILE_S."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class EngineThread(Generic[C]):
         self._thread.join()
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run it on the thread, soon."""
+        """Run `function` on the thread, soon."""
         self._loop.call_soon_threadsafe(function)
 
     def _run(self) -> None:

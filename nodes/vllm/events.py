@@ -1,8 +1,9 @@
-"""KV-cache events of vLLM's engines, told on as those of our own ranks: with our names of blocks and our numbers.
+"""KV-cache events of vLLM's engines, published like those of our own ranks: with our names of blocks and our
+numbers.
 
-An engine publishes them on a port of this machine. Owns what is known of one rank's blocks, and the reading of its
-stream; the socket is on the link's loop. A message that was missed, or can't be read, voids what was told before. What
-is left out is counted, and the counts are published with the next message.
+An engine publishes them on a port of this machine. This module knows one rank's blocks and reads its stream; the
+socket is on the link's loop. After a lost or unreadable message, everything published before is withdrawn. What is
+left out is counted, and the counts are published with the next message.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ Frames = tuple[bytes, bytes, bytes]
 
 
 class EventRelay:
-    """`received` for each message of the engine's stream, `tick` 20 times a second; `publish` gets what to publish."""
+    """The relay of one rank. Call `received` for each message of the engine's stream, and `tick` 20 times a second;
+    it calls `publish` with the frames."""
 
     def __init__(self, instance: str, dp_rank: int, publish: Callable[[Sequence[Frames]], None]) -> None:
         self.counts: Counter[str] = Counter()
@@ -57,7 +59,7 @@ class EventRelay:
             left_out = {}
 
     def restate(self) -> None:
-        """A controller that knows nothing of the cache is there: say again what is cached, a message a tick."""
+        """Publish again what is cached, a message a tick: a controller does not know it."""
         self._restating = deque(self._names.known()[-MAX_RESTATED:])
 
     def tick(self) -> None:
@@ -110,7 +112,7 @@ def _event(names: Sequence[int], parent: int | None, tokens: Sequence[int], size
 
 
 def _parts(maps: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """`maps` in lists of at most MAX_BLOCKS blocks."""
+    """Return `maps` in lists of at most MAX_BLOCKS blocks."""
     part: list[dict[str, Any]] = []
     blocks = 0
     for each in maps:

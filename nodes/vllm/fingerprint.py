@@ -1,4 +1,6 @@
-"""Which model it is, so that no two exchange KV caches: of the configuration, and of the weights a little."""
+"""The fingerprint of a model, from its configuration and a little of its weights, so that different models never
+exchange KV caches.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 
 
 def fingerprint(model: str, config: Mapping[str, Any]) -> str:
-    """16 hexadecimal digits. Of weights on this machine the names, sizes, first and last bytes count, which hold the
-    tensors' layout and the values of some; of others the name, and the revision that the configuration came from."""
+    """Return 16 hexadecimal digits. For weights on this machine, names, sizes, first and last bytes count: they hold
+    the tensors' layout and some values. For others, the name counts, and the revision of the configuration."""
     found = blake2b(json.dumps(config, sort_keys=True, default=str).encode(), digest_size=8)
     folder = Path(model)
     if not folder.is_dir():

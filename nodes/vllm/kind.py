@@ -1,4 +1,4 @@
-"""vLLM as the registry of engines knows it. Imports nothing that needs vLLM before it is opened."""
+"""vLLM as an entry of the engine registry. This module imports nothing that needs vLLM before it is opened."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nodes.own.engines import smollm2
 
 @dataclass(frozen=True, slots=True)
 class VllmConfig:
-    """`model` is a folder or a name that vLLM takes, `arguments` are those of `vllm serve`."""
+    """The settings: `model` is a folder or a name that vLLM takes, `arguments` are those of `vllm serve`."""
 
     model: str
     arguments: tuple[str, ...] = ()
@@ -27,7 +27,7 @@ def settings(options: Mapping[str, Any], arguments: Sequence[str]) -> VllmConfig
 
 @contextmanager
 def opened(config: NodeConfig, loop: Loop, progress: Progress) -> Iterator[Opened]:
-    """One engine for all ranks. It says itself how far it has come."""
+    """Load one engine for all ranks. It logs its own progress."""
     from nodes.vllm import main
     from nodes.vllm.metrics import figures_of_vllm
 
@@ -37,7 +37,7 @@ def opened(config: NodeConfig, loop: Loop, progress: Progress) -> Iterator[Opene
 
 
 def prepare(model: str, progress: Progress) -> None:
-    """vLLM must be installed, and our model be there in its form."""
+    """Check that vLLM is installed, and make our model's files in its form."""
     from nodes.vllm.smollm2 import hugging_face
     from nodes.vllm.versions import check_installed
 

@@ -1,4 +1,6 @@
-"""A node over vLLM: the engine's choices, its processes, the runners of its ranks; then as any other node."""
+"""A node over vLLM: the engine's choices, its processes, and the runners of its ranks; the rest is as in any other
+node.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,8 @@ log = get_logger("node")
 def opened(
     config: NodeConfig, model: str, arguments: Sequence[str], loop: Loop
 ) -> Iterator[tuple[list[VllmRunner], versions.Facts]]:
-    """An engine, loaded, with the runners of its ranks; what it started is gone at the end. ConfigError or StartError
-    when that can't begin."""
+    """Load an engine and give the runners of its ranks; at the end everything it started is gone. ConfigError or
+    StartError when that cannot begin."""
     versions.check_installed(split=config.role != "unified")
     keep_stdout()
     before = dict(os.environ)
@@ -64,8 +66,9 @@ def _opened(
 
 
 def event_sockets(sockets: Sockets, count: int) -> tuple[int, list[Socket]]:
-    """The first of `count` ports in a row, and the sockets bound there: vLLM's publishers of KV events connect to them,
-    a rank to each, and bind nothing but a wildcard. Bound before the engine loads, no other engine gets the ports."""
+    """Return the first of `count` ports in a row, and the sockets bound there. vLLM's publishers of KV events
+    connect to them, one for each rank; they bind only where the endpoint is a wildcard. The ports are bound before
+    the engine loads, so that no other engine gets them."""
     while count:
         first = free_ports(LOOPBACK, count)
         found: list[Socket] = []
@@ -162,8 +165,8 @@ def _choices(config: NodeConfig, events_port: int) -> versions.Choices:
 
 
 def side_ports(host: str, count: int) -> int:
-    """The first of as many that are no other engine's: where one is taken when vLLM binds it, a minute later, its core
-    waits for ever. ConfigError for one that the environment names and that is taken now."""
+    """Return the first of `count` ports that no other engine uses. If a port is taken when vLLM binds it, a minute
+    later, its core waits without end. ConfigError for a port that the environment names and that is taken now."""
     given = os.environ.get(versions.SIDE_PORT)
     if given is None:
         while True:
@@ -180,7 +183,7 @@ def side_ports(host: str, count: int) -> int:
 
 
 def _set_missing(variables: Mapping[str, str]) -> None:
-    """What the user has set stays."""
+    """Set the variables that the user has not set."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 
@@ -190,7 +193,7 @@ def _log_wait(device: str) -> None:
 
 
 def log_loaded(facts: versions.Facts) -> None:
-    """One line of what an operator compares with `vllm serve`."""
+    """Log, in one line, what an operator compares with `vllm serve`."""
     log.info(
         "engine.loaded", model=facts.model, max_context=facts.max_context, kv_capacity=facts.kv_capacity,
         max_running=facts.max_running, step_tokens=facts.step_tokens, block_tokens=facts.block_tokens,
@@ -199,6 +202,7 @@ def log_loaded(facts: versions.Facts) -> None:
 
 
 def keep_stdout() -> None:
-    """stdout is for READY: a launcher reads no further. What vLLM's processes print goes where logs go."""
+    """Keep stdout for the READY line: a launcher reads no further. What vLLM's processes print goes to stderr, where
+    logs go."""
     sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

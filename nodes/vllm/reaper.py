@@ -1,10 +1,11 @@
-"""No process of an engine outlives its node, however that ends. Imports nothing of ours, so that it starts at once.
+"""No process of an engine outlives its node, whatever ends the node. This module imports nothing of ours, so that it
+starts at once.
 
-vLLM's engine core and workers outlive a parent that is killed, for minutes, and hold its ports and memory. So a process
-of its own waits for the end of a pipe that only the node holds open, and then kills whatever carries the node's mark:
-an environment variable, which children inherit and can't lose by changing their parent, group or session. Python's
-resource tracker alone is left to end by itself, as it does once its processes are gone: it first unlinks what those
-left of shared memory and semaphores.
+vLLM's engine core and workers outlive a killed parent for minutes, and hold its ports and memory. So a separate
+process waits for the end of a pipe that only the node holds open. Then it kills every process with the node's mark:
+an environment variable, which children inherit and cannot lose by changing their parent, group or session. Only
+Python's resource tracker is left to end by itself, as it does once its processes are gone: it first unlinks their
+shared memory and semaphores.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ _TRACKER = b"from multiprocessing.resource_tracker import main"
 
 
 class Reaper:
-    """`with Reaper():` around all that starts processes; at its end none of them is left.
+    """The reaper: `with Reaper():` around everything that starts processes; at its end none of them is left.
 
-    To be made once vLLM was imported. Its processes write their titles over their environment, up to the first variable
-    that they have changed; those are what the import sets, and the mark has to come after them."""
+    Make it after vLLM was imported. vLLM's processes write their titles over their environment, up to the first
+    variable that they have changed; the import sets those, and the mark must come after them.
+    """
 
     def __init__(self) -> None:
         self._mark = mark = secrets.token_hex(16)
@@ -39,7 +41,7 @@ class Reaper:
         os.environ[MARK] = mark  # from now on: not for the reaper itself
 
     def processes(self) -> list[int]:
-        """Those that were started since."""
+        """Return the processes that were started since."""
         return marked(self._mark)
 
     def __enter__(self) -> Reaper:
@@ -54,7 +56,8 @@ class Reaper:
 
 
 def marked(mark: str) -> list[int]:
-    """The processes that carry `mark`, but resource trackers. Those of other users can't be read, and are not ours."""
+    """Return the processes that carry `mark`, except resource trackers. Those of other users cannot be read, and are
+    not ours."""
     found = []
     wanted = f"{MARK}={mark}".encode()
     for entry in Path("/proc").iterdir():
@@ -69,10 +72,11 @@ def marked(mark: str) -> list[int]:
 
 
 def kill_all(mark: str) -> None:
-    """Until two looks in a row find none: one that was just forked may hide from the first.
+    """Kill until two searches in a row find none: a process that was just forked may be missed by the first.
 
-    They may end on any core. One that was kept to a core beside another engine's busy threads (nodes/vllm/cpus.py) was
-    seen to stand there for minutes, killed, and to end at once on another."""
+    The killed processes may end on any core. One that was kept to a core beside another engine's busy threads
+    (nodes/vllm/cpus.py) was seen to stay there for minutes, killed, and to end at once on another.
+    """
     clean, end = 0, time.monotonic() + _GIVES_UP_S
     while clean < 2 and time.monotonic() < end:
         found = marked(mark)

@@ -1,11 +1,11 @@
 """vLLM as a runner: a leg becomes a request of an `EngineClient`, whose outputs become events.
 
-`VllmRunner` lives on the link's thread; what it starts runs on the engine's, as one asyncio task a leg. Owns the way
-between the two threads and what makes a hand-over safe; starts no engine and imports no vLLM.
+`VllmRunner` lives on the link's thread; its requests run on the engine's thread, as one asyncio task a leg. This
+module owns the way between the two threads and the safety of a hand-over; it starts no engine and imports no vLLM.
 
-A prompt's KV cache is kept for a lease, after which the memory may hold another prompt's and a fetch gives no error. So
-the time at which the lease ends is taken from the moment at which the prefill engine ended the request, and a decode
-leg whose first output comes after it fails: it was fetched in time, or its tokens are not used.
+A prompt's KV cache is kept for a lease. After that the memory may hold another prompt's cache, and a fetch gives no
+error. So the end of the lease is counted from the moment at which the prefill engine ended the request, and a decode
+leg whose first output comes after it fails: either the cache was fetched in time, or its tokens are not used.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from nodes.vllm.sampling import arguments
 STAMP_S = 1.0  # between the end of a request in the engine and the time that its last output is stamped with, at most
 MIN_VALID_S = 0.001
 LOAD_INTERVAL_S = 0.05
-LEGS_REPORT_S = 1.0  # what runs in a dead engine ends by its exception, unless the engine forgot it
+LEGS_REPORT_S = 1.0  # the requests of a dead engine end by its exception, unless the engine lost them
 
 _OF_THE_ENGINE = (LoadUpdate, Dead)
 OnThread = Callable[[Callable[[], None]], None]
 
 
 class Client(Protocol):
-    """What is used of vLLM's `EngineClient`."""
+    """The part of vLLM's `EngineClient` that is used."""
 
     @property
     def errored(self) -> bool: ...
@@ -61,8 +61,9 @@ class Client(Protocol):
 
 
 class VllmRunner(ThreadedRunner):
-    """One rank's. `on_engine` and `on_link` run a function on the one thread and on the other; `sampling` and `prompt`
-    make what vLLM takes; `name` is unique among all starts of all ranks; `options` go with each request."""
+    """The runner of one rank. `on_engine` and `on_link` run a function on the one thread and on the other;
+    `sampling` and `prompt` make vLLM's arguments; `name` is unique among all starts of all ranks; `options` go with
+    each request."""
 
     def __init__(
         self, facts: RankFacts, client: Client, *, name: str, sampling: Callable[..., Any],
@@ -100,26 +101,27 @@ class VllmRunner(ThreadedRunner):
         return bool(self._tasks)
 
     def load(self) -> Load:
-        """Legs as they were counted at ingest; steps and what of the KV memory is in use as the engine says. A held leg
-        asks for no step."""
+        """Return the load: legs as counted at ingest, steps and KV memory in use as the engine reports them. A held
+        leg needs no step."""
         return replace(super().load(), step=self._steps)
 
     def tick(self, now: float) -> None:
-        """An engine that dies while it is idle tells nobody; otherwise its legs say why it did, a moment later."""
+        """Check that the engine lives: one that dies while idle raises nothing. Otherwise its legs give the reason,
+        a moment later."""
         if self.relay is not None:
             self.relay.tick()
         if self._client.errored:
             self._gone_at = now if self._gone_at is None else self._gone_at
             if not self._tasks or now - self._gone_at > LEGS_REPORT_S:
-                self._take()  # where the last of them just said it
+                self._take()  # the last of them may just have reported it
                 self._die("vLLM's engine core is gone")
 
     def cache_changed(self, messages: Sequence[tuple[bytes, bytes, bytes]]) -> None:
-        """KV-cache events of its engine, as they are to be published."""
+        """Publish KV-cache events of the engine."""
         self._emit(CacheChanged(messages))
 
     def restate_cache(self) -> None:
-        """A controller that knows nothing of the cache is there."""
+        """Publish the whole cache again: a controller does not know it."""
         if self.relay is not None:
             self.relay.restate()
 
@@ -127,7 +129,7 @@ class VllmRunner(ThreadedRunner):
         for event in self._mailbox.take():
             if isinstance(event, Dead):
                 self._die(event.reason)
-            elif isinstance(event, Held):  # on its way until when it is valid stood in place of how long
+            elif isinstance(event, Held):  # in the mailbox `valid_s` holds the end of its lease, not its length
                 left_s = max(MIN_VALID_S, event.valid_s - self._clock())
                 self.on_event(Held(event.leg, event.first_token, event.handle, left_s))
             else:
@@ -143,7 +145,7 @@ class VllmRunner(ThreadedRunner):
     # --- the engine's thread --------------------------------------------------------------------------------------
 
     def stepped(self, kv_usage: float) -> None:
-        """The engine has done a step; `kv_usage`: the part of its KV memory that is in use."""
+        """Count a step of the engine; `kv_usage`: the part of its KV memory that is in use."""
         self._steps += 1
         now = self._clock()
         if kv_usage == self._kv_usage and now - self._load_sent_at < LOAD_INTERVAL_S:
@@ -183,7 +185,7 @@ class VllmRunner(ThreadedRunner):
             self._tasks.pop(leg, None)
 
     def _generate(self, leg: Leg, handle: dict[str, Any] | None = None) -> AsyncGenerator[Any, None]:
-        """A name of the engine's own: that of the request may be one that its connector reads as two."""
+        """Start a request under a name of the engine's own: its connector might read the request's name as two."""
         options = {**self._options, "priority": -leg.priority} if self._prioritised else self._options
         params = self._sampling(**arguments(leg, handle))
         return self._client.generate(self._prompt(leg.prompt.tolist()), params, f"{self._name}-{leg.seq}", **options)
@@ -228,7 +230,8 @@ class VllmRunner(ThreadedRunner):
 
 
 def _logprobs(completion: Any, top: int) -> list[TokenLogprobs]:
-    """Of the tokens of one output. vLLM names the chosen token first, then the likeliest ones, in their order."""
+    """Return the log probabilities of one output's tokens. vLLM names the chosen token first, then the most likely
+    ones, in their order."""
     if top < 0:
         return []
     found = []
@@ -239,7 +242,8 @@ def _logprobs(completion: Any, top: int) -> list[TokenLogprobs]:
 
 
 def _is_callers(error: Exception) -> bool:
-    """Whether vLLM says that the request is wrong: in newer versions by a class of its own, which is no ValueError."""
+    """Return true if vLLM says that the request is invalid: newer versions use a class of their own, which is no
+    ValueError."""
     return isinstance(error, ValueError) or any(kind.__name__ == "VLLMClientError" for kind in type(error).__mro__)
 
 

@@ -1,4 +1,4 @@
-"""A leg's sampling parameters as vLLM's `SamplingParams` takes them. Pure; imports no vLLM."""
+"""A leg's sampling parameters as vLLM's `SamplingParams` takes them. Pure; it imports no vLLM."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ HAND_OVER = {
 
 
 def arguments(leg: Leg, handle: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Keyword arguments for `SamplingParams`; Refusal for what this leg can't honour. `handle` is what a prefill engine
-    handed over. The stop ids are all in `leg.stop_ids`, so vLLM need not know the model's own; structured outputs are
-    left as arguments of `StructuredOutputsParams` under their own name."""
+    """Return keyword arguments for `SamplingParams`; Refusal for what this leg cannot honour. `handle` is from the
+    prefill engine. The stop ids are all in `leg.stop_ids`, so vLLM need not know the model's own; structured outputs
+    stay arguments of `StructuredOutputsParams`, under their own names."""
     if leg.role == "prefill":
         extra = {"kv_transfer_params": dict(HAND_OVER)}
         return {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False, "extra_args": extra}
@@ -51,8 +51,8 @@ def arguments(leg: Leg, handle: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def _further(params: Params, offset: int) -> dict[str, Any]:
-    """A resumed leg's prompt ends with the output so far, which vLLM then takes for the prompt's: what looks at the
-    output alone would begin anew."""
+    """Return further arguments. A resumed leg's prompt ends with the output so far, which vLLM takes for a part of
+    the prompt: parameters that depend on the output alone would start again, so they are refused."""
     needs = set(params.needs)
     if offset and (lost := sorted(needs & _OF_THE_OUTPUT)):
         raise Refusal("bad_request", f"an output with {', '.join(lost)} can't be resumed; ask for all of it again")

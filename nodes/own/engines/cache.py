@@ -1,4 +1,6 @@
-"""Files made once in the user's cache and shared by all processes. Owns the place, the lock and the atomic rename."""
+"""Files that are made once in the user's cache and shared by all processes. This module owns the place, the lock and
+the atomic rename.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ Progress = Callable[[str, float], None]  # (what is being done, fraction done)
 
 
 def no_progress(what: str, fraction: float) -> None:
-    """For callers who don't look."""
+    """Ignore the progress."""
 
 
 def cache_root() -> Path:
-    """`$PDBUS_CACHE`, else `$XDG_CACHE_HOME/pdbus`, else `~/.cache/pdbus`."""
+    """Return `$PDBUS_CACHE`, else `$XDG_CACHE_HOME/pdbus`, else `~/.cache/pdbus`."""
     if chosen := os.environ.get("PDBUS_CACHE"):
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
@@ -31,11 +33,10 @@ def cache_root() -> Path:
 
 
 def made_once(name: str, make: Callable[[Path, Progress], None], progress: Progress = no_progress) -> Path:
-    """The cached directory `name`; if it is not there yet, `make` fills an empty one that then takes that name.
+    """Return the cached directory `name`. If it is missing, `make` fills an empty one, which then takes that name.
 
-    Processes that want it meanwhile wait for the one that makes it, and tell its progress (it stands in the lock
-    file). A process that dies leaves nothing half made.
-    ConfigError when the cache cannot be written.
+    Other processes that want it wait for the one that makes it, and report its progress (from the lock file). A
+    process that dies leaves no incomplete directory. ConfigError when the cache cannot be written.
     """
     target = cache_root() / name
     if target.is_dir():
@@ -62,7 +63,8 @@ def made_once(name: str, make: Callable[[Path, Progress], None], progress: Progr
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """For reading and writing, made where it is missing, and never emptied: others may be reading it."""
+    """Open a file for reading and writing. It is made where it is missing, and never emptied: other processes may be
+    reading it."""
     return open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
 
 
@@ -76,7 +78,9 @@ def _locked(lock: IO[bytes]) -> bool:
 
 def _write_progress(lock: IO[bytes], what: str, fraction: float) -> None:
     lock.seek(0)
-    lock.write(f"{fraction:.3f} {what}".encode().ljust(_PROGRESS_BYTES))  # of one size, so that nobody reads half of it
+    lock.write(
+        f"{fraction:.3f} {what}".encode().ljust(_PROGRESS_BYTES)
+    )  # of one size, so that no reader gets half of it
 
 
 def _read_progress(lock: IO[bytes]) -> tuple[str, float]:
@@ -87,7 +91,7 @@ def _read_progress(lock: IO[bytes]) -> tuple[str, float]:
 
 def _make(target: Path, make: Callable[[Path], None]) -> None:
     prefix = f".{target.name}.part-"
-    for left in target.parent.glob(f"{prefix}*"):  # we hold the lock, so whoever made it has died
+    for left in target.parent.glob(f"{prefix}*"):  # we hold the lock, so its maker has died
         shutil.rmtree(left, ignore_errors=True)
     part = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
     try:

@@ -1,4 +1,6 @@
-"""From settings to an engine. Owns defaults and checks; imports torch or numpy only when their engine is asked for."""
+"""Engines from settings. This module owns defaults and checks; it imports torch or numpy only when their engine is
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ LLAMA_KV_TOKENS = 8192  # for smollm2 377 MB, taken as it is written
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Settings of one rank's engine; a size of 0 stands for the model's default. The last five are sim's alone,
-    but for `faults`, which tests may set for either."""
+    """The settings of one rank's engine; a size of 0 means the model's default. The last five are for sim only,
+    except `faults`, which tests may set for the other engines too."""
 
     engine: str = "torch"  # torch, numpy or sim
     model: str = "smollm2"  # its name
@@ -54,13 +56,13 @@ class EngineConfig:
             raise ConfigError(f"the sim vocabulary must have more than its 3 special tokens, not {self.vocab_size}")
 
     def blocks(self, default_kv_tokens: int) -> int:
-        """KV blocks of the rank."""
+        """Return the number of KV blocks of the rank."""
         return (self.kv_tokens or default_kv_tokens) // self.block_tokens
 
 
 def prepare(engine: str, model: str, progress: Progress = no_progress) -> None:
-    """What ranks need that is made once on a machine; at once where it is there. Errors as of `build_engine`, but known
-    before torch is imported."""
+    """Make what ranks need once on a machine; at once where it exists. Errors as in `build_engine`, but before torch
+    is imported."""
     if engine == "sim":
         return
     check_installed(f"the {engine} engine", *(("torch",) if engine == "torch" else ()), "numpy", "safetensors")
@@ -74,8 +76,8 @@ def prepare(engine: str, model: str, progress: Progress = no_progress) -> None:
 
 
 def load_llama(engine: str, model: str, progress: Progress = no_progress) -> tuple[Any, type[LlamaEngine]]:
-    """The model for the calling thread, and the class of engines that run it; `engine` is torch or numpy. Errors as of
-    `build_engine`."""
+    """Return the model, loaded for the calling thread, and the class of engines that run it; `engine` is torch or
+    numpy. Errors as in `build_engine`."""
     prepare(engine, model, progress)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # several ranks share a machine's cores
     with needed_by(f"the {engine} engine"):
@@ -94,14 +96,14 @@ def load_llama(engine: str, model: str, progress: Progress = no_progress) -> tup
 
 
 def default_engine() -> str:
-    """torch, or numpy where torch is not installed."""
+    """Return `torch`, or `numpy` where torch is not installed."""
     return "torch" if find_spec("torch") else "numpy"
 
 
 def build_engine(config: EngineConfig, loop: Loop, progress: Progress = no_progress) -> Engine:
-    """The engine that `config` asks for, loaded and ready. `progress` is called while a model loads.
+    """Return the engine that `config` asks for, loaded and ready. `progress` is called while a model loads.
 
-    Raises ConfigError in one line when the model is unknown, a size does not fit it, or a package is missing.
+    ConfigError, in one line, when the model is unknown, a size does not fit it, or a package is missing.
     """
     if config.engine == "sim":
         return SimEngine(

@@ -1,6 +1,7 @@
-"""Fault injection for the fault suite: token ids that make the engine that is fed them misbehave ("poison").
+"""Fault injection for the fault suite: token ids that make an engine fail when it is fed them ("poison").
 
-Off unless a test's configuration turns it on. On the sim engine ids 0 to 2 are good poison: it never produces them.
+It is off unless a test's configuration turns it on. On the sim engine ids 0 to 2 are good poison, because it never
+produces them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ CRASH_EXIT_CODE = 86
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """A row that feeds `fail_token` fails its step, `hang_token` hangs it for ever, `crash_token` kills the process."""
+    """The tokens with faults: a row that feeds `fail_token` fails its step, `hang_token` hangs it without end,
+    `crash_token` kills the process."""
 
     fail_token: int | None = None
     hang_token: int | None = None
@@ -26,7 +28,7 @@ class Faults:
         return (self.fail_token, self.hang_token, self.crash_token) != (None, None, None)
 
     def fed(self, rows: Iterable[Row]) -> str:
-        """ "", "fail" or "hang"; does not return on a crash token."""
+        """Return "", "fail" or "hang"; it does not return on a crash token."""
         fed = {token for row in rows for token in row.tokens}
         if self.crash_token in fed:
             os._exit(CRASH_EXIT_CODE)

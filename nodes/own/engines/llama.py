@@ -1,8 +1,9 @@
-"""A Llama in torch over a paged KV pool, fp32. Owns the forward pass; knows no threads, requests or sampling.
+"""A Llama in torch over a paged KV pool, fp32. This module owns the forward pass; it knows no threads, requests or
+sampling.
 
-The pool is one contiguous tensor [blocks, layers, 2 (K, V), block_tokens, kv_heads, head_dim], so that a block is one
-run of bytes that can be sent as it is. A step feeds all rows' tokens through the linear layers at once; attention runs
-once for each prompt chunk and once for each group of decode rows of about equal length.
+The pool is one contiguous tensor [blocks, layers, 2 (K, V), block_tokens, kv_heads, head_dim], so that a block is
+one run of bytes that can be sent unchanged. A step feeds all rows' tokens through the linear layers at once;
+attention runs once for each prompt chunk and once for each group of decode rows of about equal length.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class _Batch:
 
 
 class Llama:
-    """`weights` as in `LlamaConfig.shapes`; they are used in place, so they may be mapped from a file and shared."""
+    """The model. `weights` are named as in `LlamaConfig.shapes` and used in place, so they may be mapped from a file
+    and shared."""
 
     def __init__(self, config: LlamaConfig, weights: Mapping[str, Tensor]) -> None:
         for name, shape in config.shapes().items():
@@ -61,14 +63,15 @@ class Llama:
         self._rotations = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)  # [max_context, head_dim/2]
 
     def new_pool(self, blocks: int, block_tokens: int) -> Tensor:
-        """Zeros, but the memory is only taken when a block is first written."""
+        """Return a pool of zeros. Memory is only taken when a block is first written."""
         c = self.config
         shape = (blocks, c.layers, 2, block_tokens, c.kv_heads, c.head_dim)
         return torch.from_numpy(numpy.zeros(shape, dtype=numpy.float32))
 
     @torch.inference_mode()
     def forward(self, pool: Tensor, rows: Sequence[Row]) -> Tensor:
-        """Feed every row, write its K and V; logits [rows with params, vocab_size], in the order of `rows`.
+        """Feed every row and write its K and V. Return logits [rows with params, vocab_size], in the order of
+        `rows`.
 
         IndexError or ValueError for a token, position or block out of range.
         """
@@ -87,7 +90,7 @@ class Llama:
         return F.linear(F.rms_norm(x[batch.last], self._out_norm.shape, self._out_norm, eps), self._embed)
 
     def _attend(self, pool: Tensor, qkv: Tensor, rotations: Tensor, batch: _Batch) -> Tensor:
-        """`pool` [blocks, 2, block_tokens, kv_heads, head_dim] of this layer -> [tokens, width]."""
+        """Attend over `pool` [blocks, 2, block_tokens, kv_heads, head_dim] of this layer. Return [tokens, width]."""
         c = self.config
         heads = qkv.view(len(qkv), c.heads + 2 * c.kv_heads, c.head_dim)
         pairs = heads[:, : c.heads + c.kv_heads].reshape(len(qkv), -1, c.head_dim // 2, 2)

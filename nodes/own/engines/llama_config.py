@@ -1,4 +1,4 @@
-"""The dimensions of a Llama. Torch-free, so that a converter can write them and a client can read them."""
+"""The dimensions of a Llama, without torch, so that a converter can write them and a client can read them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """RMSNorm, interleaved RoPE, grouped-query attention, SwiGLU, head tied to the embedding (arXiv:2302.13971)."""
+    """The dimensions of a model with RMSNorm, interleaved RoPE, grouped-query attention, SwiGLU, and its head tied
+    to the embedding (arXiv:2302.13971)."""
 
     name: str
     layers: int
@@ -27,11 +28,11 @@ class LlamaConfig:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """K and V of all layers in fp32."""
+        """The bytes of one token's K and V, of all layers in fp32."""
         return self.layers * 2 * self.kv_heads * self.head_dim * 4
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every weight; matrices are [out, in], the norms [width].
+        """Return name and shape of every weight; matrices are [out, in], the norms [width].
 
         `qkv` holds the rows of q, then k, then v; `gate_up` those of the gate, then the up projection.
         """

@@ -1,7 +1,8 @@
-"""An Engine that runs a Llama, in torch or numpy, on one worker thread. Owns that thread and the KV pool.
+"""An engine that runs a Llama, in torch or numpy, on one worker thread. This module owns that thread and the KV
+pool.
 
-The forward step never runs on the loop's thread: a plan goes over through a queue, its result comes back through
-`Loop.call_threadsafe`. Whatever a step raises becomes its result's `error`; it never ends the process.
+The forward step never runs on the loop's thread: a plan goes over through a queue, and its result comes back through
+`Loop.call_threadsafe`. An exception in a step becomes its result's `error`; it never ends the process.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ Done = Callable[[StepResult], None]
 
 
 class Threadsafe(Protocol):
-    """What the engine needs of a `bus.runtime.loop.Loop`."""
+    """The part of a `bus.runtime.loop.Loop` that the engine needs."""
 
     def call_threadsafe(self, function: Callable[[], None], /) -> None: ...
 
 
 class Model(Protocol):
-    """A Llama. Its arrays are numpy's, or what numpy sees in place, such as torch's tensors."""
+    """A Llama. Its arrays are numpy's, or can be read by numpy in place, such as torch's tensors."""
 
     config: LlamaConfig
 
@@ -42,7 +43,7 @@ class Model(Protocol):
 
 
 class LlamaEngine:
-    """Of numpy; torch's is in `torch_engine`."""
+    """The Llama engine in numpy; torch's is in `torch_engine`."""
 
     kind: ClassVar[str] = "numpy"
 
@@ -56,7 +57,7 @@ class LlamaEngine:
         max_context: int = 0,
         faults: Faults = NO_FAULTS,
     ) -> None:
-        """`max_context` 0: the model's own; ConfigError when it is more than that."""
+        """Start the worker. `max_context` 0: the model's own; ConfigError when it is more than that."""
         c = model.config
         if max_context > c.max_context:
             raise ConfigError(f"--max-context {max_context} is more than the {c.max_context} of model {c.name}")
@@ -112,7 +113,7 @@ class LlamaEngine:
             self._answer(self._run(plan), done)
 
     def _begin(self) -> None:
-        """On the worker thread, before its first step."""
+        """Prepare the worker thread before its first step."""
 
     def _answer(self, result: StepResult, done: Done) -> None:
         def on_loop() -> None:

@@ -1,4 +1,4 @@
-"""Turns a missing optional package into one line that says what to install. Imports none of them."""
+"""Errors for missing optional packages: one line that says what to install. This module imports none of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def needed_by(what: str) -> Iterator[None]:
 
 
 def check_installed(what: str, *packages: str) -> None:
-    """ConfigError as of `needed_by`, without importing them: some take many seconds."""
+    """ConfigError as in `needed_by`, but without importing the packages: some take many seconds."""
     for package in packages:
         if find_spec(package) is None:
             raise _missing(what, package)

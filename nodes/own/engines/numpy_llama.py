@@ -1,7 +1,7 @@
 """The Llama of `llama` in numpy: the same weights, pool and answers, for machines without torch.
 
-The linear layers take all rows' tokens of a step at once; each row attends alone, which keeps what is no number in one
-sequence from the others. Knows no threads, requests or sampling.
+The linear layers take all rows' tokens of a step at once. Each row attends alone, so that invalid numbers in one
+sequence do not reach the others. This module knows no threads, requests or sampling.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ Array = NDArray[numpy.float32]
 
 
 class NumpyLlama:
-    """`weights` as in `LlamaConfig.shapes`; they are used in place, so they may be mapped from a file and shared."""
+    """The model. `weights` are named as in `LlamaConfig.shapes` and used in place, so they may be mapped from a file
+    and shared."""
 
     def __init__(self, config: LlamaConfig, weights: Mapping[str, Array]) -> None:
         for name, shape in config.shapes().items():
@@ -35,12 +36,14 @@ class NumpyLlama:
         self._rotations = numpy.exp(1j * angles).astype(numpy.complex64)  # [max_context, head_dim/2]
 
     def new_pool(self, blocks: int, block_tokens: int) -> Array:
-        """[blocks, layers, 2 (K, V), block_tokens, kv_heads, head_dim]; the memory is taken as it is written."""
+        """Return a pool [blocks, layers, 2 (K, V), block_tokens, kv_heads, head_dim]; memory is only taken when it
+        is written."""
         c = self.config
         return numpy.zeros((blocks, c.layers, 2, block_tokens, c.kv_heads, c.head_dim), numpy.float32)
 
     def forward(self, pool: Array, rows: Sequence[Row]) -> Array:
-        """Feed every row, write its K and V; logits [rows with params, vocab_size], in the order of `rows`.
+        """Feed every row and write its K and V. Return logits [rows with params, vocab_size], in the order of
+        `rows`.
 
         IndexError or ValueError for a token, position or block out of range.
         """
@@ -66,7 +69,7 @@ class NumpyLlama:
         self, pool: Array, qkv: Array, rotations: NDArray[numpy.complex64], blocks: NDArray[numpy.intp],
         slots: NDArray[numpy.intp], rows: Sequence[Row],
     ) -> Array:  # fmt: skip
-        """`pool` [blocks, 2, block_tokens, kv_heads, head_dim] of this layer -> [tokens, width]."""
+        """Attend over `pool` [blocks, 2, block_tokens, kv_heads, head_dim] of this layer. Return [tokens, width]."""
         c = self.config
         count = len(qkv)
         heads = qkv.reshape(count, c.heads + 2 * c.kv_heads, c.head_dim)
@@ -98,7 +101,7 @@ class NumpyLlama:
     def _batch(
         self, rows: Sequence[Row], pool_blocks: int, block_tokens: int
     ) -> tuple[NDArray[numpy.intp], NDArray[numpy.intp], NDArray[numpy.intp], list[int]]:
-        """Of each token its id, position and block; then the last token of each row that wants an answer."""
+        """Return each token's id, position and block, and the last token of each row that wants an answer."""
         token_ids: list[int] = []
         positions: list[int] = []
         blocks: list[int] = []

@@ -1,4 +1,6 @@
-"""Models of the numpy engine by name. Loads each once a process, so that several ranks in it share one copy."""
+"""The models of the numpy engine, by name. Each is loaded once in a process, so that several ranks in it share one
+copy.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,11 @@ def _load_tiny(progress: Progress) -> NumpyLlama:
 
 
 def mapped(path: Path) -> tuple[dict[str, str], dict[str, Array]]:
-    """A safetensors file of fp32: what it says of itself, and its arrays, which are read as they are used.
+    """Return the metadata and the arrays of a safetensors file in fp32. The arrays are mapped, and read as they are
+    used.
 
-    safetensors itself would copy them all. ValueError when it is something else."""
+    safetensors itself would copy them all. ValueError for any other file.
+    """
     with path.open("rb") as file:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     start = 8 + int.from_bytes(data[:8], "little")
@@ -56,7 +60,7 @@ _lock = threading.Lock()
 
 
 def load_model(name: str, progress: Progress = no_progress) -> NumpyLlama:
-    """The model `name` (one of `factory.MODELS`), ready to run. ConfigError when its package is missing."""
+    """Return the model `name` (one of `factory.MODELS`), ready to run. ConfigError when its package is missing."""
     with _lock:
         if name not in _loaded:
             _loaded[name] = LOADERS[name](progress)

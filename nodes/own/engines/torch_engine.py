@@ -1,4 +1,4 @@
-"""The Llama engine on torch, the reference of the others."""
+"""The Llama engine on torch, the reference for the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Models of the torch engine by name. Loads each once a process, so that several ranks in it share one copy."""
+"""The models of the torch engine, by name. Each is loaded once in a process, so that several ranks in it share one
+copy.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ _lock = threading.Lock()
 
 
 def load_model(name: str, progress: Progress = no_progress) -> Llama:
-    """The model `name` (one of `factory.MODELS`), ready to run. ConfigError when its package is missing."""
+    """Return the model `name` (one of `factory.MODELS`), ready to run. ConfigError when its package is missing."""
     with _lock:
         if name not in _loaded:
             _loaded[name] = LOADERS[name](progress)
