@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+from msgspec.structs import replace
+
 from bus.wire.codes import MEANINGS, Refusal
 from bus.wire.kv_names import Cleared, Removed, Stored
 from bus.wire.messages import Ended, Hello, Load, MemberKey, Role, Submit
@@ -38,16 +40,13 @@ class Balancer:
     is still empty); while `young`, no refusal is final that rests on which ranks are there, since some may be missing.
     `suspects` are ranks that may come back at any moment: where one of them could take a request, it waits."""
 
-    def __init__(
-        self, table: LoadTable, policies: Mapping[Role, Policy], late: LateBinding | None = None,
-        suspects: Collection[RankLoad] = (),
-    ) -> None:  # fmt: skip
+    def __init__(self, table: LoadTable, policies: Mapping[Role, Policy], late: LateBinding | None = None) -> None:
         self.table = table
         self.policies = policies
         self.late = late  # None: requests go to ranks at once
         self.settled = True
         self.young = False
-        self._suspects = suspects
+        self.suspects: Collection[RankLoad] = ()
         self._placement = Placement(table, policies, late)
         self.lane = self._placement.lane
         self.may_run = self._placement.may_run
@@ -146,7 +145,10 @@ class Balancer:
     # --- ranks ------------------------------------------------------------------------------------------------
 
     def opened(self, info: Hello, *, ready: bool = False) -> RankLoad:
-        """A start of a rank is there. Returns its record, which takes the place of that of an earlier start."""
+        """A start of a rank is there. Return its record, which takes the place of that of an earlier start."""
+        earlier = self.table.ranks.get((info.instance, info.dp_rank))
+        if earlier is not None:
+            self.emptied(earlier)
         rank = self.table.open(info)
         if ready:
             self.table.set_ready(rank, True)
@@ -154,8 +156,8 @@ class Balancer:
 
     def closed(self, rank: RankLoad) -> None:
         """A rank is gone for good."""
-        self.table.close(rank)
         self.emptied(rank)
+        self.table.close(rank)
 
     def emptied(self, rank: RankLoad) -> None:
         """Its cache is gone, as far as can be told."""
@@ -167,6 +169,15 @@ class Balancer:
         if late is not None and (rank := self.table.ranks.get(key)) is not None and rank.epoch == epoch:
             late.heard(rank, load, now)
         return self.table.take_in(key, epoch, load, now)
+
+    def overwrite(self, rank: RankLoad, load: Load, now: float) -> Load:
+        """Take in the load of an engine that acknowledges nothing: what was sent there counts as taken in. Return it as
+        it is numbered here."""
+        self.table.reconnected(rank)
+        rank.engine_tells = True
+        load = replace(load, seq=rank.load.seq + 1 if rank.load is not None else 1)
+        self.table.take_in(rank.key, rank.epoch, load, now)
+        return load
 
     def cache(self, rank: RankLoad, changes: Sequence[Stored | Removed | Cleared]) -> None:
         """Its cache changed."""
@@ -190,7 +201,7 @@ class Balancer:
     def _stands(self, refusal: Refusal, roles: tuple[Role, ...]) -> Refusal | None:
         """Return the refusal as it is to be told, or None where the request waits, since a suspect could take it."""
         meaning = MEANINGS[refusal.code]
-        if meaning.rank_may_return and any(rank.info.role in roles for rank in self._suspects):
+        if meaning.rank_may_return and any(rank.info.role in roles for rank in self.suspects):
             return None
         if self.young and meaning.needs_all_ranks:
             sentence = f"{refusal.sentence}; but this controller has just begun, and ranks may be missing"

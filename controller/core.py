@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from msgspec.structs import replace
-
 from bus.actions import Note, Publish
 from bus.rights import key_of, may
 from bus.wire.messages import (
@@ -99,14 +97,15 @@ class ControllerCore:
             prefill_overcommit=config.prefill_overcommit,
         )
         self.health = Health(lease_s=config.lease_s, hang_s=config.hang_s, settle_s=config.settle_s, now=now)
-        self.members = Members(config, epoch, self.table, self.health, self.counts)
         self.regret = Regret()
         self._faults: dict[tuple[Role, str], Note | None] = {}  # of policies, by role and hook; None: told already
         self.policies = {role: self._policy(role, (policies or {}).get(role)) for role in config.methods}
         self.uses_hashes = tuple(role for role, policy in self.policies.items() if policy.uses_hashes)
         self.late = LateBinding(config.late_tokens, config.tpot_slo_s) if config.queue_order == "slo" else None
-        self.balancer = Balancer(self.table, self.policies, self.late, self.members.suspects)
+        self.balancer = Balancer(self.table, self.policies, self.late)
+        self.members = Members(config, epoch, self.balancer, self.health, self.counts)
         self.balancer.settled, self.balancer.young = False, self.health.young(now)
+        self.balancer.suspects = self.members.suspects
         self.life = Life(config, epoch, self.balancer, self.counts, now)
         self.scrapes = Scrapes(Scraped("controller", config.name, config.metrics))
         self.inquiries = Inquiries(config.name, self.members, self.life, wall_s)
@@ -364,9 +363,10 @@ class ControllerCore:
 
     def _lose(self, losses: list[Loss], now: float, out: list[Action]) -> None:
         for loss in losses:
-            if self.table.ranks.get(loss.rank.key) is not loss.rank or self.members.state(loss.rank) in DEAD:
-                # its cache is gone with it, as far as can be told
+            here = self.table.ranks.get(loss.rank.key) is loss.rank
+            if here and self.members.state(loss.rank) in DEAD:
                 self.balancer.emptied(loss.rank)
+            if not here or self.members.state(loss.rank) in DEAD:
                 if loss.rank.follower is not None:
                     loss.rank.follower.missed = True  # should the same start come back
                 self.life.table.inherited.forget(loss.rank)
@@ -415,15 +415,11 @@ class ControllerCore:
         self.balancer.cache(rank, event.changes)
 
     def _on_engine_load(self, event: EngineLoad, now: float, out: list[Action]) -> None:
-        """Without an acknowledgement all that can be done is to overwrite: what was sent counts as ingested."""
         rank = self.table.ranks.get(event.key)
         if rank is None:
             self.counts["report_unknown"] += 1
             return
-        self.table.reconnected(rank)
-        rank.engine_tells = True
-        load = replace(event.load, seq=rank.load.seq + 1 if rank.load is not None else 1)
-        self.table.take_in(rank.key, rank.epoch, load, now)
+        load = self.balancer.overwrite(rank, event.load, now)
         self.health.report(rank.key, load, now, rank.interval_s)
         if not rank.ready:
             self._lose(self.members.assess(rank, now, out, "report"), now, out)

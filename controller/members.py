@@ -13,11 +13,12 @@ from typing import Any, NamedTuple, TypeAlias
 from bus.actions import Note
 from bus.wire.codes import Code
 from bus.wire.messages import Bye, Hello, MemberKey, Ping, Pong, RankState, Refused, Rid, Welcome
+from controller.balancer import Balancer
 from controller.config import ControllerConfig
 from controller.events import Action, ToNode
 from controller.health import DEAD, Change, Health
 from controller.load.rank import Asked, RankLoad
-from controller.load.table import LoadTable, info_key
+from controller.load.table import info_key
 from controller.wanted import Wanted
 
 FENCED_EPOCHS = 8
@@ -54,11 +55,12 @@ class Members:
     runs there is given up."""
 
     def __init__(
-        self, config: ControllerConfig, epoch: int, table: LoadTable, health: Health, counts: Counter[str]
+        self, config: ControllerConfig, epoch: int, balancer: Balancer, health: Health, counts: Counter[str]
     ) -> None:
         self._config = config
         self._epoch = epoch
-        self._table = table
+        self._balancer = balancer
+        self._table = balancer.table
         self._health = health
         self._counts = counts
         self._fenced: dict[MemberKey, deque[int]] = {}  # epochs that a later start replaced
@@ -93,7 +95,7 @@ class Members:
                 if known and not _is_later(rank.info, hello):  # it may live
                     out.append(ToNode(rank.peer, _fence(hello)))
             restarted = rank is not None
-            rank = self._table.open(hello)
+            rank = self._balancer.opened(hello)
             self._count(rank, 1)
             self._health.hello(key, hello.epoch, hello.state, idle=not hello.running, now=now).returning = restarted
             self.wanted.changed(rank, "starting")
@@ -200,7 +202,7 @@ class Members:
             if self.state(rank) in DEAD and self._health.quiet_s(rank.key, now) > self._config.forget_s:
                 self.peers.pop(rank.peer, None)
                 self._let_go(rank)
-                self._table.close(rank)
+                self._balancer.closed(rank)
                 self._health.forget(rank.key)
                 self._fenced.pop(rank.key, None)
                 losses.append(Loss(rank, f"rank {rank.key[0]}/{rank.key[1]} is forgotten"))
