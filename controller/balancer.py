@@ -121,7 +121,7 @@ class Balancer:
             self._learns[leg.role].ended(leg.rank, submit, None, 0.0)
 
     def unsent_late(self, rank: RankLoad, charge: int) -> None:
-        """Nor did one whose leg has been ended already."""
+        """The dispatch of a leg that is over already never left this process either."""
         self.table.undo(rank, charge, given_up=True)
 
     def work(self, submit: Submit) -> int:
@@ -139,13 +139,13 @@ class Balancer:
 
     @property
     def held_by_wish(self) -> bool:
-        """Whether what was last to be placed waits for the time per token that it wishes, and for nothing else."""
+        """True where what was last to be placed waits for the time per token that it wishes, and for nothing else."""
         return self.late is not None and self.late.held_by_wish
 
     # --- ranks ------------------------------------------------------------------------------------------------
 
     def opened(self, info: Hello, *, ready: bool = False) -> RankLoad:
-        """A start of a rank is there. Return its record, which takes the place of that of an earlier start."""
+        """A rank has started. Return its record, which takes the place of that of an earlier start."""
         earlier = self.table.ranks.get((info.instance, info.dp_rank))
         if earlier is not None:
             self.emptied(earlier)
@@ -160,7 +160,7 @@ class Balancer:
         self.table.close(rank)
 
     def emptied(self, rank: RankLoad) -> None:
-        """Its cache is gone, as far as can be told."""
+        """The cache of `rank` is gone, as far as can be told."""
         self.policies[rank.info.role].forgotten(rank)
 
     def report(self, key: MemberKey, epoch: int, load: Load, now: float) -> RankLoad | None:
@@ -180,7 +180,7 @@ class Balancer:
         return load
 
     def cache(self, rank: RankLoad, changes: Sequence[Stored | Removed | Cleared]) -> None:
-        """Its cache changed."""
+        """The cache of `rank` changed."""
         policy = self.policies[rank.info.role]
         for change in changes:
             if isinstance(change, Stored):
