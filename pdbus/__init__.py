@@ -1,4 +1,4 @@
-"""The front door: the client library, clusters, and the names that embedders import; each loaded when it is used."""
+"""The public names: the client library, clusters, and names for embedding. Each module is loaded at its first use."""
 
 from __future__ import annotations
 

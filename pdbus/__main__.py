@@ -1,4 +1,4 @@
-"""Where `pdbus` and `python -m pdbus` begin: what must come before the imports. The command is in `pdbus.cli`."""
+"""The start of `pdbus` and `python -m pdbus`: the steps before the imports. The command itself is in `pdbus.cli`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pdbus.names import check_names
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     try:
         check_names()
     except ImportError as error:

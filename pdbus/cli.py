@@ -1,4 +1,4 @@
-"""The `pdbus` command: which subcommands there are. Each lives in a file of its own and is loaded when it is used."""
+"""The `pdbus` command and its list of subcommands. Each is in a module of its own, loaded when it is used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 from bus import build
 from bus.runtime import cli, interrupt, logs
 
-# name -> (module, attribute, what it does)
+# name -> (module, attribute, description)
 COMMANDS = {
     "up": ("pdbus.commands.up", "up", "Start a broker, a controller and nodes with one command."),
     "serve": ("pdbus.commands.serve", "serve", "Serve OpenAI's HTTP API in front of a cluster."),
@@ -17,12 +17,12 @@ COMMANDS = {
     "status": ("pdbus.commands.status", "status", "Show every rank: state, load, work in flight."),
     "top": ("pdbus.commands.top", "top", "Watch a cluster live."),
     "trace": ("pdbus.commands.trace", "trace", "Show the life of one request, hop by hop."),
-    "targets": ("pdbus.commands.targets", "targets", "Tell Prometheus where all parts have their metrics."),
-    "drain": ("pdbus.commands.drain", "drain", "Let a rank finish what it has and leave."),
-    "demo": ("pdbus.commands.demo", "demo", "Real prompts through two prefill and two decode ranks."),
+    "targets": ("pdbus.commands.targets", "targets", "List the metrics addresses of all parts for Prometheus."),
+    "drain": ("pdbus.commands.drain", "drain", "Let a rank finish its requests and leave."),
+    "demo": ("pdbus.commands.demo", "demo", "Run real prompts through two prefill and two decode ranks."),
     "replay": ("pdbus.commands.replay", "replay", "Replay traces in virtual time and compare methods."),
     "plan": ("pdbus.commands.plan", "plan", "Find the split, methods and order that keep most SLOs of a trace."),
-    "calibrate": ("pdbus.commands.calibrate", "calibrate", "Measure an engine; replay and plan go by what it finds."),
+    "calibrate": ("pdbus.commands.calibrate", "calibrate", "Measure an engine, for replay and plan."),
     "keys": ("pdbus.commands.keys", "keys", "Make the keys that encrypt tcp connections."),
 }
 
@@ -52,9 +52,9 @@ BUILD = "compiled cores" if build.CORES == "compiled" else "pure Python"
 def pdbus() -> None:
     """Prefill/decode-split LLM serving over ZeroMQ: run a cluster, send it prompts, look at its ranks."""
     logs.configure("warning", part="pdbus")
-    interrupt.raise_again()  # the subcommand is imported; it may have something to tidy up
+    interrupt.raise_again()  # the subcommand is imported now, and may have to clean up
 
 
 def main() -> None:
-    """Run the subcommand that argv names, and leave."""
+    """Run the subcommand that argv names."""
     cli.run(pdbus, "pdbus")

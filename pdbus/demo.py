@@ -1,7 +1,7 @@
-"""The main job, shown: real prompts through two prefill and two decode ranks of a real model.
+"""The demo: real prompts through two prefill and two decode ranks of a real model.
 
 Broker and controller run embedded in this process, the ranks as processes of their own. Every answer is then computed
-again in this process alone, and must be equal, token for token. Owns the showing; the parts are the ordinary ones.
+again in this process alone, and must be equal, token for token. Owns the output; the parts are the ordinary ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROMPTS = (
     "Explain in one sentence why the sky is blue.",
     "Name three fruits that are red, and say which one you would put into a pie.",
     "Give me one tip for learning a new language, as if I were a very busy person with ten minutes a day.",
-    "What does a load balancer do? Answer for a child of seven who likes trains and long queues at the ice cream van.",
+    "What does a load balancer do? Answer for a child who is seven and likes trains and long queues for ice cream.",
 )
 SETTLE_S = 5.0
 HTTP_PORT = 8000
@@ -41,7 +41,7 @@ HTTP_PORT = 8000
 
 @dataclass(slots=True)
 class Answer:
-    """One prompt's way through the cluster."""
+    """One prompt and its answer."""
 
     prompt: str
     prompt_ids: list[int] = field(default_factory=list)
@@ -53,10 +53,10 @@ class Answer:
 
 
 def run(console: Console, *, model: str, engine: str = "torch", max_tokens: int, verify: bool) -> bool:
-    """The whole demo; whether every request completed (and, with `verify`, equals the single-process answer)."""
+    """Run the demo. Return true if every request completed (and, with `verify`, equals the single-process answer)."""
     kind = kind_of(engine)
     demo = kind.demo
-    assert demo is not None, "the command has looked"
+    assert demo is not None, "the command has checked it"
     ranks = demo.ranks
     spec = ClusterSpec(
         prefill=ranks,
@@ -105,7 +105,7 @@ def run(console: Console, *, model: str, engine: str = "torch", max_tokens: int,
 
 
 def how_to_ask(model: str) -> tuple[str, str]:
-    """Two command lines: one serves `model` over HTTP, the other asks it."""
+    """Return two command lines: one that serves `model` over HTTP, and one that sends it a prompt."""
     usual = "" if model == "smollm2" else f" --model {model}"
     return f"pdbus up --http {HTTP_PORT}{usual}", curl_line(f"http://127.0.0.1:{HTTP_PORT}", model)
 
@@ -113,7 +113,7 @@ def how_to_ask(model: str) -> tuple[str, str]:
 async def _answer_all(
     console: Console, controller: str, answers: list[Answer], max_tokens: int
 ) -> tuple[RankStatus, ...]:
-    """All prompts at once, streamed; then each rank's state when all is done."""
+    """Send all prompts at once and stream the answers; then return the status of each rank."""
     async with AsyncClient(controller=controller) as client:
         if console.is_terminal:
             with Live(_view(answers), console=console, refresh_per_second=12) as live:
@@ -127,7 +127,7 @@ async def _answer_all(
 
 
 async def _settled(client: AsyncClient) -> tuple[RankStatus, ...]:
-    """Each rank, once its reports say that it is idle (or after SETTLE_S, whatever they say)."""
+    """Return the status of the ranks once all report to be idle, or after SETTLE_S."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         ranks = (await client.status()).ranks
@@ -151,7 +151,7 @@ async def _answer(client: AsyncClient, answer: Answer, max_tokens: int, changed:
 
 
 class _LinePrinter:
-    """Where the output is no terminal, a line of an answer is shown each few words, as it arrives."""
+    """Prints an answer in lines of a few words as it arrives, where the output is not a terminal."""
 
     def __init__(self, console: Console, answers: list[Answer]) -> None:
         self._console = console
@@ -188,7 +188,7 @@ def _verify(model: str, answers: list[Answer], max_tokens: int, engine: str = "t
 
 
 def _requests_table(answers: list[Answer], verify: bool) -> Table:
-    table = Table(title="Who ran where", title_justify="left", box=box.SIMPLE_HEAD, expand=True)
+    table = Table(title="Which ranks ran it", title_justify="left", box=box.SIMPLE_HEAD, expand=True)
     table.add_column("")
     table.add_column("prompt", no_wrap=True, ratio=1)
     for name in ("prefilled on", "decoded on", "found by"):

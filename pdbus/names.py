@@ -1,6 +1,7 @@
-"""Whether `bus`, `nodes` and `controller` are ours. Imports none of them: one that is not ours would run.
+"""Checks that the packages `bus`, `nodes` and `controller` are pdbus's own. Imports none of them, because foreign code
+would run.
 
-`nodes` and `controller` check `bus` likewise when they are imported; they must not import this package.
+`nodes` and `controller` check `bus` in the same way when they are imported; they must not import this package.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ OURS = ("bus", "nodes", "controller")
 
 @cache
 def check_names() -> None:
-    """ImportError that names the file when one of the names means something else, as with a `bus.py` in the working
+    """Raise ImportError when one of the names belongs to another file, for example a `bus.py` in the working
     directory."""
     for name in OURS:
         spec = find_spec(name)

@@ -1,12 +1,12 @@
-"""pytest plugin: `pdbus_cluster`, a live cluster of processes for a test, gone without a trace after it.
+"""A pytest plugin: the fixture `pdbus_cluster` starts clusters of processes for a test, and removes them after it.
 
     def test_mine(pdbus_cluster):
         cluster = pdbus_cluster(prefill=2, decode=2, engine="sim")
         with cluster.client() as client:
             assert client.generate_tokens([5, 6, 7], max_tokens=4).tokens()
 
-Takes what `pdbus.ClusterSpec` takes (the engine is `sim` unless said otherwise). Nothing of pdbus is imported before a
-test asks for the fixture.
+The arguments are those of `pdbus.ClusterSpec` (default engine: `sim`). Nothing of pdbus is imported before a test uses
+the fixture.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from pdbus.launcher import Cluster
 
 _CLUSTERS = pytest.StashKey[list[Any]]()
-_NOTES = pytest.StashKey[Path]()  # a folder of files: which clusters' directories a worker of xdist made
+_NOTES = pytest.StashKey[Path]()  # a folder with a file for each xdist worker: the directories of its clusters
 _SHOWN = 4000  # characters of each log
 
 
 @pytest.fixture
 def pdbus_cluster(request: pytest.FixtureRequest) -> Generator[Callable[..., Cluster], None, None]:
-    """A factory of running clusters. At the end of the test each is taken down, and the test fails if a process or a
-    socket file survives; if the test failed, the parts' logs are in its report."""
+    """A factory of running clusters. At the end of the test each cluster is stopped, and the test fails if a process or
+    socket file is left. If the test failed, its report has the logs of the parts."""
     from pdbus.launcher import Cluster, ClusterSpec
 
     clusters: list[Cluster] = []
@@ -50,7 +50,7 @@ def pdbus_cluster(request: pytest.FixtureRequest) -> Generator[Callable[..., Clu
                 file.write(f"{cluster.directory}\n")
         return cluster
 
-    with ExitStack() as stopping:  # all of them, whatever one raises
+    with ExitStack() as stopping:  # stops all of them, even if one raises
         yield start
     alive = [child.pid for cluster in clusters for child in cluster.started if child.returncode is None]
     assert not alive, f"processes {alive} outlived their cluster"
@@ -60,7 +60,7 @@ def pdbus_cluster(request: pytest.FixtureRequest) -> Generator[Callable[..., Clu
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the end of each part's log to the report of a test that failed."""
+    """Add the end of each part's log to the report of a failed test."""
     report = yield
     if report.failed:
         for cluster in item.stash.get(_CLUSTERS, []):
@@ -70,12 +70,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-# --- under pytest-xdist: what a worker that crashes can no longer show and remove -------------------------------------
+# --- under pytest-xdist: logs and directories of a worker that has crashed -------------------------------------
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Have a worker note the directories of its clusters."""
+    """Have a worker record the directories of its clusters."""
     notes = node.config.stash.setdefault(_NOTES, None) or Path(tempfile.mkdtemp(prefix="pdbus-xdist-"))
     node.config.stash[_NOTES] = notes
     node.workerinput["pdbus_notes"] = str(notes)

@@ -1,5 +1,5 @@
-"""`pdbus calibrate`: how long an engine's steps take, for the sim engine, `pdbus replay` and `pdbus plan`.
+"""`pdbus calibrate`: the duration of an engine's steps, for the sim engine, `pdbus replay` and `pdbus plan`.
 
-`probe` runs legs on a runner and notes when each token came, `measure` chooses which and what they tell, `fit` makes
-the model of timing of that, `engines` opens the runners, `check` holds a live run against its replay.
+`probe` runs legs on a runner and records the time of each token, `measure` chooses the legs and computes points from
+them, `fit` makes the timing model, `engines` opens the runners, and `check` compares a live run with its replay.
 """

@@ -1,5 +1,5 @@
-"""Whether a live run agrees with its replay: a short made-up trace on one prefill and one decode rank of an engine, and
-once more in virtual time with the timing that was measured. Owns the trace and the figures that are compared."""
+"""Compares a live run with its replay: a short generated trace on one prefill and one decode rank of an engine, and the
+same trace in virtual time with the measured timing. Owns the trace and the figures that are compared."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from pdbus.launcher import Cluster, ClusterSpec
 
 Progress = Callable[[str], None]
 METHOD = "total_tokens"
-LONE = 5  # requests that are alone there, for each length
-LOAD = 0.5  # of the busier of the two ranks
-BLOCK_TOKENS = 16  # of the trace; nothing of it is cached
+LONE = 5  # requests measured one at a time, for each length
+LOAD = 0.5  # the load of the busier rank
+BLOCK_TOKENS = 16  # block size of the trace; nothing of it is cached
 FIELDS = {
     "mean time to first token": "ttft_mean_s",
     "median time to first token": "ttft_p50_s",
@@ -34,7 +34,8 @@ FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """By what is compared: seconds live, seconds in the replay; and of the hand-over of a prompt what was measured."""
+    """The figures that are compared (seconds live, seconds in the replay), and the measured time of the KV
+    hand-over."""
 
     figures: dict[str, tuple[float, float]]
     kv_fetch_token_s: float
@@ -42,15 +43,16 @@ class Agreement:
 
     @property
     def worst(self) -> float:
-        """The greatest difference, as a share of the live run."""
+        """The greatest difference as a share of the live run."""
         return max(abs(replayed / live - 1.0) for live, replayed in self.figures.values())
 
 
 def check(spec: ClusterSpec, config: LabConfig, longest: int, duration_s: float, progress: Progress) -> Agreement:
-    """`config` has the timing and what the ranks hold; no prompt is longer than `longest`."""
+    """Run the trace live and in virtual time. `config` has the timing and the ranks' capacities; `longest` is the
+    longest prompt in tokens."""
     config = replace(config, cache_blocks=config.decode_kv_tokens // BLOCK_TOKENS)
     with Cluster(spec, progress) as cluster, cluster.client() as client:
-        progress("how long the hand-over of a KV cache takes")
+        progress("measuring the hand-over of a KV cache")
         config = replace(config, kv_fetch_token_s=_fetch_token_s(client, config, longest))
         trace = made_up(config, longest, duration_s)
         live = summarise(replay_on(client, trace, METHOD, config, progress), config)
@@ -60,7 +62,8 @@ def check(spec: ClusterSpec, config: LabConfig, longest: int, duration_s: float,
 
 
 def made_up(config: LabConfig, longest: int, duration_s: float) -> Trace:
-    """Requests that come by themselves, at LOAD. ConfigError where the engine is too slow for `duration_s`."""
+    """Return a trace without shared prefixes, at LOAD. Raises ConfigError where the engine is too slow for
+    `duration_s`."""
     rng = Random(config.seed)
     timing, chunk = config.timing, config.chunk_tokens
 
@@ -70,7 +73,7 @@ def made_up(config: LabConfig, longest: int, duration_s: float) -> Trace:
     lengths = [(length(longest / 4, longest), length(24, 64)) for _ in range(5000)]
     prefill = sum(prefill_s(prompt, chunk, timing) for prompt, _ in lengths) / len(lengths)
     outputs = sum(output for _, output in lengths) / len(lengths)
-    together = 4  # requests that decode side by side share what a step costs anyway
+    together = 4  # requests that decode together share the fixed cost of a step
     decode = outputs * timing.step_s(0, together, together * longest // 4) / together
     gap_s = max(prefill, decode) / LOAD
     requests: list[TraceRequest] = []
@@ -88,8 +91,9 @@ def made_up(config: LabConfig, longest: int, duration_s: float) -> Trace:
 
 
 def _fetch_token_s(client: Client, config: LabConfig, longest: int) -> float:
-    """Of requests that are alone: what is left of the time to the first token that decode made when its step and, where
-    that is the first of all, the prompt's are taken off. Its growth with the prompt is the hand-over's."""
+    """Return the hand-over's seconds per prompt token, from requests that run alone: the time to the first token of
+    decode, without the decode step and (where decode makes the first token) without the prompt's time. The growth of
+    the rest with the prompt is the hand-over."""
     timing = config.timing
     found: list[tuple[float, float]] = []
     for tokens in (longest // 8, longest // 2, longest):

@@ -1,4 +1,4 @@
-"""The engines to measure: a runner each, alone in this process, as a node would have it."""
+"""Opens the engine to measure: one runner, alone in this process, as in a node."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ TICK_S = 0.05
 
 @contextmanager
 def probe_of(kind: EngineKind, config: NodeConfig) -> Iterator[tuple[Probe, int]]:
-    """A probe, and the prompt tokens of a step. ConfigError or StartError where the engine does not come up."""
+    """Open the engine; give a probe and the maximum of prompt tokens in a step. Raises ConfigError or StartError if the
+    engine does not start."""
     loop = Loop()
-    loop.call_every(TICK_S, lambda: None)  # a turn before long
+    loop.call_every(TICK_S, lambda: None)  # so that a turn never waits long
     try:
         with kind.opened(config, loop, no_progress) as opened:
             yield Probe(opened.runners[0], loop.clock, loop.turn), opened.step_tokens

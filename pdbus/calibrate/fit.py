@@ -1,4 +1,4 @@
-"""From measured steps to the timing model: least squares of relative errors, nothing below 0. Pure."""
+"""Fits the timing model to measured steps: least squares of relative errors, no term below 0. Pure."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from nodes.own.engines.timing import SimTiming
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What was computed, as `SimTiming` counts it, and how long it took."""
+    """A measurement: the work in the terms of `SimTiming`, and its duration."""
 
     steps: int
     prefill_tokens: int
     decode_rows: int  # summed over the steps
-    context_tokens: float  # likewise
+    context_tokens: float  # summed over the steps
     seconds: float
 
     @property
     def work(self) -> tuple[float, ...]:
-        """By the timing's fields, in their order. All steps of a point feed one token, or all feed more."""
+        """The work in the order of the timing's fields. Either all steps of a point feed one token, or all feed
+        more."""
         batched = self.prefill_tokens + self.decode_rows > self.steps
         return self.steps, self.prefill_tokens, self.decode_rows, self.context_tokens, self.steps * batched
 
@@ -31,7 +32,7 @@ class Point:
 
 
 def fit(points: Sequence[Point]) -> SimTiming:
-    """The best of all sets of terms that come out above 0: of so few each set can be tried."""
+    """Return the best fit over all sets of terms whose solution is not negative; the sets are few enough to try all."""
     count = len(fields(SimTiming))
     rows = [[count / point.seconds for count in point.work] for point in points]
     best, least = [0.0] * count, float(len(points))
@@ -48,7 +49,7 @@ def fit(points: Sequence[Point]) -> SimTiming:
 
 
 def errors(points: Sequence[Point], timing: SimTiming) -> list[float]:
-    """How far off the model is at each point, as a share of what was measured."""
+    """Return the relative error of the model at each point."""
     return [point.predicted_s(timing) / point.seconds - 1.0 for point in points]
 
 
@@ -58,8 +59,8 @@ def _sets(count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _solved(rows: Sequence[Sequence[float]], terms: Sequence[int]) -> list[float] | None:
-    """The normal equations of `rows` times the unknown `terms` equal 1, by elimination; None where they don't tell. The
-    columns differ by orders of magnitude, so each is scaled to 1."""
+    """Solve the normal equations of `rows` times the unknown `terms` equal 1 by elimination; None: they are singular.
+    The columns differ by orders of magnitude, so each is scaled to 1."""
     scale = [sum(row[term] ** 2 for row in rows) ** 0.5 for term in terms]
     if not all(scale):
         return None

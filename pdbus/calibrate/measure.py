@@ -1,7 +1,7 @@
 """Measure the steps of an engine: prompts alone, then requests that decode together.
 
-Prompts differ in every block, so that no prefix cache helps. Other work of the machine only makes a step longer, so of
-the steps of a round the median counts, and of a few rounds the quickest.
+Prompts differ in every block, so that no prefix cache helps. Other work of the machine only makes a step longer, so the
+median of the steps of a round counts, and the quickest of a few rounds.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from nodes.link.facts import RankFacts
 from pdbus.calibrate.fit import Point
 from pdbus.calibrate.probe import LegTimes
 
-STEPS = 12  # of decoding that count, for each point
+STEPS = 12  # decode steps that count, for each point
 SHORTEST = 16
-FIRST_ID = 3  # below are special tokens
-VOCABULARY = 500  # of the ids that prompts are made of: every model has as many
+FIRST_ID = 3  # lower ids are special tokens
+VOCABULARY = 500  # ids that prompts are made of; every model has at least as many
 
 
 class Runs(Protocol):
-    """`Probe`."""
+    """The interface of `Probe`."""
 
     facts: RankFacts
 
@@ -34,8 +34,8 @@ class Runs(Protocol):
 def measure(
     probe: Runs, step_tokens: int, longest: int, rounds: int = 3, progress: Callable[[str], None] = lambda line: None
 ) -> list[Point]:
-    """The points to fit; `step_tokens`: prompt tokens that the engine computes in a step at most; no prompt is longer
-    than `longest`."""
+    """Measure and return the points to fit. `step_tokens` is the maximum of prompt tokens in a step, `longest` the
+    longest prompt in tokens."""
     rng = Random(1)
     facts = probe.facts
     most = min(longest, facts.max_context - 2, facts.kv_capacity - facts.block_tokens - 2)
@@ -43,7 +43,7 @@ def measure(
     def prompts(count: int, length: int) -> list[list[int]]:
         return [[FIRST_ID + rng.randrange(VOCABULARY) for _ in range(length)] for _ in range(count)]
 
-    probe.run(prompts(2, min(most, 2 * SHORTEST)), [4, 4])  # what an engine does once is not counted
+    probe.run(prompts(2, min(most, 2 * SHORTEST)), [4, 4])  # warm up: first-time work is not counted
     points = []
     for length in _doubled(SHORTEST, most):
         progress(f"prompts of {length} tokens")
@@ -66,7 +66,7 @@ def _doubled(first: int, last: int) -> Iterator[int]:
 
 
 def _batches(facts: RankFacts, most: int) -> Iterator[tuple[int, int]]:
-    """How many requests, and the length of their prompts, as far as they run at once."""
+    """Yield the number of requests and the length of their prompts, as far as all can run at once."""
     for rows in _doubled(1, min(64, facts.max_running)):
         room = 0.9 * facts.kv_capacity / rows - 4 * STEPS - facts.block_tokens
         for length in dict.fromkeys((SHORTEST, most // 8, most // 2)):
@@ -76,14 +76,14 @@ def _batches(facts: RankFacts, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _decoded(courses: Sequence[LegTimes]) -> Point:
-    """A step of those from the first in which all of them decode to the last before one ends."""
+    """Return the point of the steps in which all requests decode."""
     began = max(course.tokens_at[0] for course in courses)
     ended = min(course.tokens_at[-1] for course in courses)
     last = max(courses, key=lambda course: course.tokens_at[0])
     inside = [at for at in last.tokens_at if began <= at <= ended]
-    context = sum(  # a step feeds the last token, which is not among them
+    context = sum(  # the token that a step feeds is not part of its context
         course.prompt_tokens + sum(at <= began for at in course.tokens_at) - 1 for course in courses
     )
-    grown = len(courses) * (len(inside) - 2) / 2  # by the middle of these steps
+    grown = len(courses) * (len(inside) - 2) / 2  # growth of the context until the middle of these steps
     seconds = median(after - before for before, after in pairwise(inside))
     return Point(1, 0, len(courses), context + grown, seconds)

@@ -1,6 +1,6 @@
-"""A runner that is alone with us: legs are given to it, and it is noted when each token came. Owns their records.
+"""Runs legs on a runner without a bus, and records the time of each token. Owns these records.
 
-Nothing of the bus takes part, so what is measured is what a rank adds to its engine and the engine itself.
+The measured time is that of the engine and of the code that a rank adds to it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from bus.wire.messages import Params
 from nodes.link.leg import NO_ROOM, Leg
 from nodes.link.runner import Dead, Event, Finished, LegFailed, Output, Runner
 
-WAIT_S = 300.0  # for the next token
+WAIT_S = 300.0  # how long to wait for the next token
 
 
 @dataclass(slots=True)
 class LegTimes:
-    """The times at which its tokens came, in seconds from the start of all legs of the run."""
+    """The times of a leg's tokens, in seconds from the common start of all legs of the run."""
 
     prompt_tokens: int
     tokens_at: list[float] = field(default_factory=list)
@@ -28,7 +28,7 @@ class LegTimes:
 
 
 class Probe:
-    """`turn()` lets the runner go on: it waits for the next thing to happen, and returns in any case before long."""
+    """Runs legs on `runner`. `turn()` waits for the next event of the runner, for a short time at most."""
 
     def __init__(self, runner: Runner, clock: Callable[[], float], turn: Callable[[], None]) -> None:
         self.facts = runner.facts
@@ -41,7 +41,8 @@ class Probe:
         runner.attach(self._on_event)
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]) -> list[LegTimes]:
-        """All at once, each to its last token. StartError where the engine fails one, or stands still."""
+        """Run all prompts at once to their last tokens; return their times. Raises StartError when a leg fails, or when
+        the engine makes no token for WAIT_S."""
         legs = [self._leg(prompt, count) for prompt, count in zip(prompts, max_tokens, strict=True)]
         courses = [LegTimes(len(prompt)) for prompt in prompts]
         self._times_of = dict(zip(legs, courses, strict=True))

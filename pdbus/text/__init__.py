@@ -1,2 +1,2 @@
-"""Text and token ids of each model, for the client library, the HTTP edge and the command line: tokenizers, chat
-templates, decoders of streams, stop strings."""
+"""Text and token ids of models, for the client library, the HTTP edge and the command line: tokenizers, chat templates,
+decoders of streams, stop strings."""

@@ -1,4 +1,4 @@
-"""Text out of token ids that come a few at a time: a character whose bytes are not all there yet is held back."""
+"""Decoders from token ids that come a few at a time to text. A character is held back until all its bytes have come."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-BEFORE = 8  # tokens of the prompt that are told to a decoder, as vLLM does
+BEFORE = 8  # the last tokens of the prompt that a decoder gets, as in vLLM
 
 
 class Decoder(Protocol):
-    """Of one answer's tokens."""
+    """Decodes the tokens of one answer."""
 
     def push(self, ids: Sequence[int]) -> str: ...
 
     def finish(self) -> str:
-        """What was held back, when no more comes: U+FFFD for a cut character."""
+        """Return the text that was held back, at the end of the tokens; U+FFFD for a cut character."""
 
 
 class BytesDecoder:
-    """Of tokens that are bytes each for itself."""
+    """Decodes tokens that each stand for some bytes."""
 
     def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
         self._bytes_of = bytes_of
@@ -34,14 +34,14 @@ class BytesDecoder:
 
 
 class FolderDecoder:
-    """By a `tokenizers.Tokenizer`. The last tokens of the `prompt` go before the answer's, since some tokenizers drop
-    the space before the first token of a text."""
+    """Decodes with a `tokenizers.Tokenizer`. The last tokens of the `prompt` precede the answer, because some
+    tokenizers drop the space before the first token of a text."""
 
     def __init__(self, tokenizer: Any, prompt: Iterable[int] = (), *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._before = deque(prompt, maxlen=BEFORE)
-        self._pending: list[int] = []  # no whole character yet
+        self._pending: list[int] = []  # tokens that do not make a whole character yet
         self._stream = self._begun()
 
     def push(self, ids: Sequence[int]) -> str:
@@ -66,7 +66,7 @@ class FolderDecoder:
         return rest
 
     def _rest(self) -> str:
-        """What `_pending` adds to what came before."""
+        """Return the text that `_pending` adds to the tokens before."""
         before = list(self._before)
         known = self._text(before)
         whole = self._text(before + self._pending)
@@ -77,7 +77,7 @@ class FolderDecoder:
         return text
 
     def _begun(self) -> Any:
-        """A stream of the package that has had what came before."""
+        """Return a stream of the package that has already decoded the tokens before."""
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=self._skip)

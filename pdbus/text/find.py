@@ -1,4 +1,4 @@
-"""Where the files of a model's tokenizer are on this machine. Loads none of them."""
+"""Finds the files of a model's tokenizer on this machine. Loads none of them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from bus.errors import ConfigError
 
 TOKENIZER_FILE = "tokenizer.json"
 BYTES: Literal["bytes"] = "bytes"
-Place: TypeAlias = Path | Literal["bytes"]  # of a model's text: a folder of files, or a byte for a token
-Places: TypeAlias = Mapping[str, Place]  # by model; under the empty name, of all others
+Place: TypeAlias = Path | Literal["bytes"]  # a folder with a tokenizer, or one byte for each token
+Places: TypeAlias = Mapping[str, Place]  # by model; the empty name is for all others
 
 
 def places_of(given: Iterable[str]) -> dict[str, Place]:
-    """What `--tokenizer` says: each is DIR or MODEL=DIR, where DIR may be the word `bytes`. ConfigError for a folder
-    that has no tokenizer.json."""
+    """Return the places that `--tokenizer` gives: DIR or MODEL=DIR, where DIR may be the word `bytes`. Raises
+    ConfigError for a folder without tokenizer.json."""
     places: dict[str, Place] = {}
     for each in given:
         model, _, place = each.rpartition("=")
@@ -29,7 +29,7 @@ def places_of(given: Iterable[str]) -> dict[str, Place]:
 
 
 def folder_of(model: str) -> Path | None:
-    """The folder of `model`: itself where it is a path, or what the hub's cache on this machine has of it."""
+    """Return the folder of `model`: the path that it is, or its folder in the hub's cache; None: there is none."""
     if (Path(model) / TOKENIZER_FILE).is_file():
         return Path(model)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and find_spec("huggingface_hub"):

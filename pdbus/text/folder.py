@@ -1,7 +1,7 @@
-"""The text of a model whose files are here, laid out as Hugging Face publishes them. Needs the package `tokenizers`.
+"""The text of a model by its files, in the layout of Hugging Face. Needs the package `tokenizers`.
 
-What a user wrote in a chat is never read as a special token, whatever the template does with it: it cannot close its
-own turn. A text by itself (`encode`) is read as engines read it, special tokens included.
+The words of a user in a chat are never read as special tokens, whatever the template does with them, so a message
+cannot close its own turn. A text by itself (`encode`) is read as engines read it, with its special tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pdbus.text.decoder import Decoder, FolderDecoder
 from pdbus.text.find import TOKENIZER_FILE
 from pdbus.text.templates import ChatTemplate
 
-OPEN, CLOSE = "\ufdd0", "\ufdd1"  # noncharacters: around what a user wrote that looks like a special token
+OPEN, CLOSE = "\ufdd0", "\ufdd1"  # noncharacters: put around user text that looks like a special token
 _MARKED = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}")
 _MARKS = str.maketrans("", "", OPEN + CLOSE)
 _NO_MARKS = str.maketrans({OPEN: "\ufffd", CLOSE: "\ufffd"})
@@ -31,12 +31,12 @@ _SPECIALS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "pad", "sep"
 _SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
-LONG = 4096  # characters; longer texts are encoded without the interpreter's lock, which takes a little longer
+LONG = 4096  # characters; longer texts are encoded with the interpreter lock released
 
 
 class FolderText:
-    """As `ModelText`, from the files in `folder`: `tokenizer.json` and, where they are there, `tokenizer_config.json`,
-    `generation_config.json`, `config.json` and `chat_template.jinja`. ConfigError when they make no sense."""
+    """A `ModelText` from the files in `folder`: `tokenizer.json` and, if they exist, `tokenizer_config.json`,
+    `generation_config.json`, `config.json` and `chat_template.jinja`. Raises ConfigError for invalid files."""
 
     def __init__(self, folder: Path, *, max_new_tokens: int = 0) -> None:
         with needed_by("text for a model with a vocabulary of its own"):
@@ -47,7 +47,7 @@ class FolderText:
             self._plain = tokenizers.Tokenizer.from_str(json_text)
         except Exception as error:  # `tokenizers` raises Exception itself
             raise ConfigError(f"{folder} holds no tokenizer: {error}") from None
-        self._plain.encode_special_tokens = True  # that is: as the text they are
+        self._plain.encode_special_tokens = True  # encode special tokens as plain text
         config = _json(folder / "tokenizer_config.json")
         generation = _json(folder / "generation_config.json")
         names = {name: content for name in _SPECIALS if (content := _content(config.get(name)))}
@@ -78,7 +78,7 @@ class FolderText:
         for number, part in enumerate(_MARKED.split(self._template.fill(marked, answer=answer))):
             if number % 2:
                 ids += _ids(self._plain, part, False)
-            elif part := part.translate(_MARKS):  # a template that cuts texts may have left one of a pair
+            elif part := part.translate(_MARKS):  # a template that cuts texts may leave one mark of a pair
                 ids += _ids(self._whole, part, False)
         if add_special_tokens:
             before, behind = self._around()
@@ -116,13 +116,14 @@ class FolderText:
         return self._special.sub(lambda found: f"{OPEN}{found[0]}{CLOSE}", text.translate(_NO_MARKS))
 
     def _around(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer puts before and behind a text."""
+        """Return the tokens that the tokenizer puts before and after a text."""
         bare, whole = self.encode("a", add_special_tokens=False), self.encode("a")
         at = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
         return whole[:at], whole[at + len(bare) :]
 
     def _end_tokens(self, folder: Path, generation: dict[str, Any], named: str | None) -> tuple[int, ...]:
-        """The configuration's, and the tokenizer's own: fine-tunes name theirs in either."""
+        """Return the end tokens of the configuration and of the tokenizer; fine-tuned models name theirs in either
+        one."""
         listed = generation.get("eos_token_id")
         if listed is None:
             listed = _json(folder / "config.json").get("eos_token_id")
@@ -132,7 +133,7 @@ class FolderText:
 
 
 def _longest_token(model: Mapping[str, Any], added: Iterable[Any]) -> int:
-    """In characters; 0 where one token may stand for a text of any length, as an unknown word does."""
+    """Return the length of the longest token in characters; 0 if a token may stand for text of any length."""
     if model.get("type") != "BPE" or (model.get("unk_token") and not model.get("byte_fallback")):
         return 0
     return max([len(token) for token in model["vocab"]] + [len(token.content) for token in added], default=0)
@@ -140,7 +141,7 @@ def _longest_token(model: Mapping[str, Any], added: Iterable[Any]) -> int:
 
 def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
     if not text.isascii():
-        text = text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair is no text
+        text = text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair cannot be encoded
     if len(text) <= LONG:
         encoded = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     else:
@@ -150,16 +151,16 @@ def _ids(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str:
-    """The source of the model's chat template; empty where there is none."""
+    """Return the source of the model's chat template; empty: there is none."""
     path = folder / "chat_template.jinja"
     source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-    if isinstance(source, list):  # several, by name
+    if isinstance(source, list):  # several templates, by name
         source = next((each.get("template") for each in source if each.get("name") == "default"), None)
     return source if isinstance(source, str) else ""
 
 
 def _sampling(generation: dict[str, Any]) -> dict[str, float]:
-    """As `ModelText.sampling`. What the protocol refuses is left out."""
+    """Return `ModelText.sampling`, without values that the protocol refuses."""
     hints = get_type_hints(Params, include_extras=True)
     found: dict[str, float] = {}
     for name in _SAMPLING:
@@ -180,14 +181,14 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str:
-    """A special token is written as its text, or as an object that has it."""
+    """Return the text of a special token, which is a string or an object with the string."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else ""
 
 
 @cache
 def _byte_of() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable character (GPT-2): the way back."""
+    """Return the byte of each character: byte-level BPE (GPT-2) writes each byte as one printable character."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

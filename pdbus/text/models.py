@@ -1,4 +1,4 @@
-"""The text of a model, whichever it is: by the files of its own tokenizer, or byte by byte."""
+"""The text of any model: by the files of its own tokenizer, or byte by byte."""
 
 from __future__ import annotations
 
@@ -13,44 +13,45 @@ from pdbus.text.decoder import BytesDecoder, Decoder
 from pdbus.text.find import BYTES, Places, folder_of
 from pdbus.text.folder import FolderText
 
-BYTE_MODELS = ("sim", "tiny")  # of our own engines; they have no vocabulary of words
-OWN_NEW_TOKENS = 1024  # of a chat's answer: our own engines reserve memory for all that may come
+BYTE_MODELS = ("sim", "tiny")  # models of our own engines without a vocabulary of words
+OWN_NEW_TOKENS = 1024  # for a chat: our own engines reserve memory for the whole answer
 BYTE_SPECIALS = 3  # ids of BytesText that stand for no byte: unused, begin, end
 BYTE_EOS = 2
-NO_TEXT = "\u00b7".encode()  # what an id beyond the bytes looks like
+NO_TEXT = "\u00b7".encode()  # shown for an id that stands for no byte
 
 
 class ModelText(Protocol):
-    """One model's texts. Its methods take a time that grows with the text; any thread may call them."""
+    """The text of one model. The time of each method grows with the text; any thread may call them."""
 
     eos_ids: tuple[int, ...]  # the tokens that end an answer
-    sampling: Mapping[str, float]  # options of the client that the model wants where a request says nothing
-    max_new_tokens: int  # of an answer to a chat that says nothing; 0: what fits
-    longest_token: int  # in characters, so that a text has so many tokens at least; 0: nobody knows
+    sampling: Mapping[str, float]  # client options for requests that do not set them
+    max_new_tokens: int  # for chats without a maximum; 0: what fits
+    longest_token: int  # in characters: a lower bound for a text's tokens; 0: unknown
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`, special tokens in it read as such; with those that the model wants around a text."""
+        """Return the ids of `text`, with special tokens in it read as such, and with those that the model adds around
+        it."""
 
     def chat(
         self, messages: Sequence[Mapping[str, str]], *, answer: bool = True, add_special_tokens: bool = False
     ) -> list[int]:
-        """The ids of a conversation, each message with `role` and `content`; with `answer`, up to where the assistant
-        speaks. ConfigError when the model's template is missing, has an error, or refuses them."""
+        """Return the ids of a conversation; each message has `role` and `content`. With `answer`, they end where the
+        assistant's answer begins. Raises ConfigError when the template is missing, has an error, or refuses."""
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str: ...
 
     def decoder(self, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Decoder:
-        """For the answer to `prompt`, as it comes."""
+        """Return a decoder for the answer to `prompt` as it comes."""
 
     def token(self, id: int) -> str:
-        """One token by itself, special ones too; bytes that are no whole character are U+FFFD."""
+        """Return the text of one token by itself, also a special one; bytes of a part of a character are U+FFFD."""
 
     def token_bytes(self, id: int) -> bytes:
-        """The same in UTF-8, or the part of a character that it is."""
+        """Return the bytes of one token in UTF-8, also a part of a character."""
 
 
 class BytesText:
-    """Byte b is id 3 + b; a conversation is its lines."""
+    """A `ModelText` in which byte b is id 3 + b, and a conversation is its lines."""
 
     eos_ids: tuple[int, ...] = (BYTE_EOS,)
     max_new_tokens = OWN_NEW_TOKENS
@@ -83,8 +84,8 @@ class BytesText:
 
 
 def text_for(model: str, places: Places | None = None, progress: Progress = no_progress) -> ModelText:
-    """By what `places` says of `model`, else by its own files. ConfigError where there are none, when a package is
-    missing, or when the files make no sense. May take seconds."""
+    """Return the text of `model`, by the place that `places` gives for it or by its own files. May take seconds. Raises
+    ConfigError when there are no files, when a package is missing, or when files are invalid."""
     place = (places or {}).get(model) or (places or {}).get("")
     if place == BYTES or (place is None and model in BYTE_MODELS):
         return BytesText()

@@ -6,21 +6,22 @@ from collections.abc import Sequence
 
 
 class StopFinder:
-    """`push` hands out text that belongs to no stop string; `found` is the one that ended it.
+    """Searches a stream of text for stop strings. `push` returns text that belongs to none; `found` is the one that
+    ended the text.
 
-    Text that may yet turn out to begin a stop string is held back, at most as long as the longest of them less one.
+    Text that may begin a stop string is held back: at most the length of the longest one, minus one.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         assert all(stops), "an empty stop string is met before anything"
         self._stops = tuple(stops)
-        self._include = include  # hand the stop string out too
+        self._include = include  # return the stop string too
         self._held = ""
-        self._early = 0  # characters at the beginning of `_held` in which no stop string may end
+        self._early = 0  # first characters of `_held`, in which no stop string may end
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """What of all text so far may be shown now and was not before. Nothing after a stop string."""
+        """Take `text` and return the text that may be shown now; nothing after a stop string."""
         if not self._stops or not text:
             return text
         if self.found is not None:
@@ -40,25 +41,25 @@ class StopFinder:
         return text[: len(text) - keep]
 
     def push_early(self, text: str) -> str:
-        """As `push`, of text in which no stop string may end."""
+        """Take text in which no stop string may end, and return the text that may be shown now."""
         text = self._held + text
         keep = max((self._begun(text, stop) for stop in self._stops), default=0)
         self._held, self._early = text[len(text) - keep :], keep
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """What was held back, when no more comes."""
+        """Return the text that was held back, at the end."""
         held, self._held = self._held, ""
         return held
 
     def _late(self, text: str) -> list[tuple[int, int, str]]:
-        """The stop strings that end behind the early characters."""
+        """Return the stop strings that end after the early characters."""
         found = ((text.find(stop, max(0, self._early - len(stop) + 1)), stop) for stop in self._stops)
         return [(at, -len(stop), stop) for at, stop in found if at >= 0]
 
     @staticmethod
     def _begun(text: str, stop: str) -> int:
-        """How many characters at the end of `text` begin `stop`."""
+        """Return the number of characters at the end of `text` that begin `stop`."""
         for length in range(min(len(stop) - 1, len(text)), 0, -1):
             if text.endswith(stop[:length]):
                 return length

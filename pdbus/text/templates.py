@@ -16,8 +16,8 @@ JINJA_MIN = (3, 1, 6)  # the sandbox of older ones lets a template out (CVE-2024
 
 
 class ChatTemplate:
-    """`source` is Jinja; `tokens` are special tokens by name, such as `bos_token`. One with an error refuses chats, not
-    the model's other texts: `fill` raises ConfigError."""
+    """A chat template. `source` is Jinja; `tokens` are special tokens by name, such as `bos_token`. With an error in
+    the source, `fill` raises ConfigError; other texts of the model still work."""
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         self._tokens = dict(tokens)
@@ -27,11 +27,11 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except ConfigError as error:
             self._error = str(error)
-        except Exception as error:  # TemplateSyntaxError, or whatever a filter makes of a constant
-            self._error = f"the model's chat template makes no sense: {error}"
+        except Exception as error:  # TemplateSyntaxError, or an error of a filter on a constant
+            self._error = f"the model's chat template is invalid: {error}"
 
     def fill(self, messages: Sequence[Mapping[str, str]], *, answer: bool) -> str:
-        """The text of a conversation; with `answer`, up to where the assistant speaks."""
+        """Return the text of a conversation; with `answer`, it ends where the assistant's answer begins."""
         if self._template is None:
             raise ConfigError(self._error)
         from jinja2 import TemplateError
@@ -42,13 +42,13 @@ class ChatTemplate:
                 add_generation_prompt=answer, **self._tokens,
             )  # fmt: skip
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            raise ConfigError(f"the model's chat template refuses them: {error}") from None
+            raise ConfigError(f"the model's chat template refuses the messages: {error}") from None
         return text
 
 
 @cache
 def _environment() -> Any:
-    """Jinja's, with what templates expect beside its own."""
+    """Return a Jinja environment with the extensions, filters and functions that templates expect."""
     with needed_by("a chat template"):
         from jinja2 import TemplateError, nodes
         from jinja2.ext import Extension, loopcontrols
@@ -59,7 +59,7 @@ def _environment() -> Any:
         raise ConfigError(f"chat templates need jinja2 {least}, this is {version}: pip install 'jinja2>={least}'")
 
     class Generation(Extension):
-        """`{% generation %}` marks what an assistant said, for those who train: what stands in it is rendered."""
+        """Renders `{% generation %}`, which marks an assistant's words for training, as its content."""
 
         tags = {"generation"}  # noqa: RUF012
 

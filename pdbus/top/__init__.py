@@ -1,1 +1,1 @@
-"""What an operator watches: a cluster's figures over the last seconds (`figures`), and the screen that shows them."""
+"""The live view of a cluster: its figures over the last seconds (`figures`), and the screen that shows them."""

@@ -1,6 +1,6 @@
-"""A cluster over the last seconds: rates, quantiles and news, from one status after the other. Pure.
+"""The figures of a cluster over the last seconds: rates, quantiles and news, computed from successive statuses. Pure.
 
-Must not ask anybody: `History.add` takes what was answered, and when.
+Asks no part itself: `History.add` takes each answer and its time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pdbus.top.formatting import age, name_of
 
 WINDOW_S = 20.0
 NEWS_KEPT = 200
-LEFT: frozenset[RankState] = frozenset({"draining", "gone"})  # asked to serve no more
+LEFT: frozenset[RankState] = frozenset({"draining", "gone"})  # ranks that shall not serve any more
 DEAD: frozenset[RankState] = frozenset({"silent", "lost", "hung"})
 FAILED = ("failed_",)
 REFUSED = ("rejected_", "hello_", "peers_refused", "policy_faults", "clients_unreachable")
@@ -25,9 +25,11 @@ REFUSED_BY_BROKER = ("rejected_", "peers_refused", "members_", "topic_mismatches
 
 
 def trouble_of(status: Status) -> list[str]:
-    """What is wrong, a line each: ranks that should serve and don't, and roles that nobody serves. A rank that was
-    drained or said goodbye should not, and one that starts is given its time while another serves its role. A role is
-    missed for as long as its controller wants it, whether or not any rank of it is still known."""
+    """Return what is wrong, one line each: ranks that should serve and do not, and roles without a ready rank.
+
+    A rank that was drained or has left should not serve, and a starting rank is no trouble while another one serves its
+    role. A role is missing as long as its controller expects it, even if no rank of it is known any more.
+    """
     lines = [
         f"{name_of(rank)} is {rank.state}" + (f" for {age(rank.state_age_s)}" if rank.state_age_s >= 0 else "")
         for rank in status.ranks
@@ -47,16 +49,16 @@ def trouble_of(status: Status) -> list[str]:
 
 
 def slo_of(status: Status) -> dict[str, int]:
-    """Of the requests that were to have their first token in time, how many did or did not, and of how many it is not
-    asked; empty where no order goes by that."""
+    """Return how many requests kept their SLO of the first token, missed it, or were exempt; empty if the controller
+    does not order by SLO."""
     names = ("kept", "missed", "exempt")
     return {name: status.counts.get(f"ttft_slo_{name}", 0) for name in names} if "ttft_slo" in status.counts else {}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What controller and broker (None: it did not answer) said at a moment: `at` on a clock that never goes back, for
-    rates, `wall` since 1970, for people."""
+    """The answers of controller and broker (None: it did not answer) at one time: `at` on a monotonic clock, for rates,
+    and `wall` in seconds since 1970, to be shown."""
 
     at: float
     wall: float
@@ -69,24 +71,24 @@ class Sample:
 
     @cached_property
     def failed(self) -> dict[str, int]:
-        """Requests by code."""
+        """Failed requests by code."""
         return _named(self.status.counts, FAILED)
 
     @cached_property
     def refused(self) -> dict[str, int]:
-        """What controller and broker turned away, by what was wrong: messages, hellos, keys, rooms, failed picks."""
+        """Counts of what controller and broker refused, by reason: messages, hellos, keys, rooms, failed picks."""
         broker = _named(self.broker.counts, REFUSED_BY_BROKER) if self.broker is not None else {}
         return _named(self.status.counts, REFUSED) | {f"broker {name}": count for name, count in broker.items()}
 
 
 @dataclass(frozen=True)
 class RankFigures:
-    """One rank now, and over the window. None: nothing is known of it."""
+    """The figures of one rank, now and over the window. None: not known."""
 
     rank: RankStatus
-    requests_s: float | None = None  # ended
-    prompt_s: float | None = None  # prompt tokens that began, but for those whose KV cache it fetches
-    cached_s: float | None = None  # of those, in its prefix cache
+    requests_s: float | None = None  # requests ended a second
+    prompt_s: float | None = None  # prompt tokens begun, without those whose KV cache it fetches
+    cached_s: float | None = None  # of those, found in its prefix cache
     computed_s: float | None = None  # prompt tokens computed
     output_s: float | None = None  # output tokens
     busy: float | None = None  # share of the time that its engine computed
@@ -95,24 +97,24 @@ class RankFigures:
 
     @property
     def slots(self) -> float | None:
-        """Requests it has, as a share of its run slots; more than 1 where some wait."""
+        """The rank's requests as a share of its run slots; more than 1 where some wait."""
         load = self.rank.load
         return self.rank.estimate_requests / load.max_running if load is not None and load.max_running else None
 
     @property
     def kv(self) -> float | None:
-        """Of its KV memory, in use."""
+        """The share of its KV memory in use."""
         load = self.rank.load
         return load.kv_tokens / load.kv_capacity if load is not None and load.kv_capacity else None
 
     @property
     def hits(self) -> float | None:
-        """Share of its prompt tokens that its prefix cache had."""
+        """The share of its prompt tokens that its prefix cache had."""
         return None if self.cached_s is None or not self.prompt_s else self.cached_s / self.prompt_s
 
     @property
     def tokens_s(self) -> float | None:
-        """What it is there for: a prefill rank computes prompts, the others put out."""
+        """The rank's main rate: computed prompt tokens of a prefill rank, output tokens of others."""
         if self.rank.role != "prefill":
             return self.output_s
         return self.computed_s
@@ -120,18 +122,18 @@ class RankFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of the whole cluster at the time of `sample`, over `window_s` until then."""
+    """The figures of the whole cluster at the time of `sample`, over the `window_s` before it."""
 
     sample: Sample
     window_s: float
     ranks: tuple[RankFigures, ...]
     done_s: float | None
-    failed: dict[str, tuple[int, int]]  # by code: in all, and in the window
-    refused: dict[str, tuple[int, int]]  # messages, hellos, picks by what was wrong: likewise
+    failed: dict[str, tuple[int, int]]  # by code: total, and in the window
+    refused: dict[str, tuple[int, int]]  # messages, hellos and picks by reason: total, and in the window
 
     @property
     def ttft(self) -> tuple[int, ...]:
-        """From a submit's coming to its first token."""
+        """The latency counts from the arrival of a submit to its first token."""
         return _sum(each.ttft for each in self.ranks if each.rank.role != "prefill")
 
     @property
@@ -148,7 +150,7 @@ class Figures:
 
     @property
     def hits(self) -> float | None:
-        """Share of the prompt tokens that prefix caches had, of ranks that tell."""
+        """The share of prompt tokens that prefix caches had, over ranks that report it."""
         known = [each for each in self.ranks if each.cached_s is not None]
         prompt_s = sum(each.prompt_s or 0.0 for each in known)
         return sum(each.cached_s or 0.0 for each in known) / prompt_s if prompt_s else None
@@ -160,7 +162,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class News:
-    """Something that changed between two samples."""
+    """A change between two samples."""
 
     wall: float
     text: str
@@ -168,7 +170,7 @@ class News:
 
 
 class History:
-    """Samples of the last `WINDOW_S` seconds, and the news between them, the latest last."""
+    """The samples of the last `WINDOW_S` seconds, and the news between them, the latest last."""
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque()
@@ -179,13 +181,13 @@ class History:
         if last is not None:
             self.news.extend(_news(last, sample))
             if last.status.epoch != sample.status.epoch:
-                self._samples.clear()  # it counts anew
+                self._samples.clear()  # its counts start from 0
         self._samples.append(sample)
         while self._samples[0].at < sample.at - WINDOW_S:
             self._samples.popleft()
 
     def figures(self) -> Figures | None:
-        """None before the first sample."""
+        """Return the figures; None before the first sample."""
         if not self._samples:
             return None
         first, last = self._samples[0], self._samples[-1]
@@ -202,14 +204,14 @@ class History:
         )
 
     def series(self, key: MemberKey) -> list[RankStatus]:
-        """One rank in all samples that have it, the latest last."""
+        """Return one rank in all samples that have it, the latest last."""
         return [rank for sample in self._samples if (rank := sample.by_key.get(key)) is not None]
 
     def _of(self, rank: RankStatus, window_s: float) -> RankFigures:
         key = rank.instance, rank.dp_rank
         first = self._samples[0].by_key.get(key)
         ended = rank.ended_total - first.ended_total if first is not None else rank.ended_total
-        if ended < 0:  # it was forgotten meanwhile, and counts anew
+        if ended < 0:  # the controller forgot it meanwhile, and its counts started from 0
             ended = rank.ended_total
         figures = RankFigures(
             rank,
@@ -217,7 +219,7 @@ class History:
             ttft=since(rank.ttft_counts, first.ttft_counts if first is not None else ()),
             tpot=since(rank.tpot_counts, first.tpot_counts if first is not None else ()),
         )
-        began = next(  # of this start: another one counted for itself
+        began = next(  # only of this start of the rank: another start has its own counts
             (
                 (sample.at, seen.load)
                 for sample in self._samples
@@ -239,7 +241,7 @@ def _with_load(figures: RankFigures, then: float, before: Load, now: float) -> R
         return max(0, more) / elapsed_s
 
     prefills = figures.rank.role != "decode"
-    # A rank that tells nothing of what it has admitted says what it took in: of a waiting prompt both would be wrong.
+    # A rank that does not report admitted tokens counts prompts at their arrival; mixing both would be wrong.
     counts = bool(load.admitted_tokens_total)
     prompt_s, cached_s = rate("admitted_tokens_total" if counts else "prompt_tokens_total"), rate("cached_tokens_total")
     reports_hits = counts or load.cached_tokens_total > 0 or not load.prompt_tokens_total
@@ -259,7 +261,8 @@ def _sum(counts: Iterator[Sequence[int]]) -> tuple[int, ...]:
 
 
 def _named(counts: Mapping[str, int], names: tuple[str, ...]) -> dict[str, int]:
-    """Those that are not 0 and whose names begin so, without `failed_` and `rejected_`."""
+    """Return the counts above 0 whose names begin with one of `names`, without the prefixes `failed_` and
+    `rejected_`."""
     return {
         name.removeprefix("failed_").removeprefix("rejected_"): count
         for name, count in sorted(counts.items())
@@ -268,18 +271,18 @@ def _named(counts: Mapping[str, int], names: tuple[str, ...]) -> dict[str, int]:
 
 
 def _grown(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """In all, and since `before`; what counts anew since then has not grown."""
+    """Return each count in total and its growth since `before`; a count that restarted has not grown."""
     return {name: (count, max(0, count - before.get(name, 0))) for name, count in now.items()}
 
 
 def _refused_before(now: Sample, before: Sample) -> dict[str, int]:
-    """What a broker that did not answer then had refused is not known: as much as now."""
+    """Return the earlier refusals. The counts of a broker that did not answer then are taken as the present ones."""
     unknown = {name: count for name, count in now.refused.items() if name.startswith("broker ")}
     return before.refused if before.broker is not None else unknown | before.refused
 
 
 def _news(before: Sample, now: Sample) -> Iterator[News]:
-    """What a person would want to have seen."""
+    """Yield the changes between two samples that are worth a line."""
     if before.status.epoch != now.status.epoch:
         yield News(now.wall, f"{now.status.controller} was started again", bad=True)
     for key, rank in now.by_key.items():

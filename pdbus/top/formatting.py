@@ -1,4 +1,4 @@
-"""Figures in the few characters that a column has. Pure."""
+"""Figures as text of a few characters, for narrow columns. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def name_of(rank: RankStatus) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """In at most five characters."""
+    """Return a time in at most five characters."""
     if value is None:
         return "-"
     if value < 0.001:
@@ -30,12 +30,12 @@ def seconds(value: float | None) -> str:
 
 
 def age(value: float) -> str:
-    """Likewise, in tenths of a second at best."""
+    """Return an age in at most five characters, to a tenth of a second at best."""
     return "-" if value < 0 else f"{value:.1f}s" if value < 9.95 else seconds(value)
 
 
 def number(value: float | None) -> str:
-    """Likewise."""
+    """Return a number in at most five characters."""
     if value is None:
         return "-"
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

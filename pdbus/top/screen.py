@@ -1,6 +1,6 @@
-"""The screen: figures and a view become lines, whatever the width and height. Pure.
+"""The screen: figures and a view become lines for any width and height. Pure.
 
-Words of peers pass `printable` before they are shown; names of ranks cannot hold anything that needs it.
+Text from peers passes `printable` before it is shown; names of ranks cannot hold anything that needs it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from pdbus.top.table import COLUMNS, table_of
 from pdbus.top.view import KEYS, View, key_of
 from pdbus.top.widgets import DIM, PLAIN, bar, colour_of, fact, quantiles, spark, warning
 
-NEWS_LINES = 4  # at least, unless ranks need their place
-LEAST_ROWS = 5  # of the table, before there are news
+NEWS_LINES = 4  # at least, unless ranks need the space
+LEAST_ROWS = 5  # rows of the table that come before any news
 TROUBLE_LINES = 3
 _FOOTER = (("q", "quit"), ("↑↓", "choose"), ("enter", "detail"), ("s", "sort"), ("r", "reverse"), ("p", "pause"),
            ("?", "help"))  # fmt: skip
 
 
 def lines_of(history: History, view: View, width: int, height: int, *, where: str, silent: str = "") -> list[Text]:
-    """The screen, a Text a line. `silent`: why there is no newer status; `where`: the controller's address."""
+    """Return the screen, one Text for each line. `silent` is the reason why there is no newer status, `where` the
+    controller's address."""
     figures = history.figures()
     lines = [_title(figures, view, width, where)]
     if silent:
@@ -72,7 +73,7 @@ def _title(figures: Figures | None, view: View, width: int, where: str) -> Text:
 
 
 def _summary(figures: Figures, width: int) -> list[Text]:
-    """Two columns of figures, then what failed, was refused, and is wrong."""
+    """Return two columns of figures, then failures, refusals and what is wrong."""
     status, broker = figures.sample.status, figures.sample.broker
     counts, waiting = status.counts, status.counts.get("queue_requests", 0)
     done = "-" if figures.done_s is None else f"{number(figures.done_s)}/s"
@@ -106,7 +107,7 @@ def _summary(figures: Figures, width: int) -> list[Text]:
 
 
 def _faults(what: str, by_name: dict[str, tuple[int, int]]) -> Text:
-    """How many in all, what most of them were, and what came of late."""
+    """Return the total, its most frequent kinds, and the growth in the window."""
     total, new = (sum(each) for each in zip(*by_name.values(), strict=True)) if by_name else (0, 0)
     most = sorted(by_name.items(), key=lambda item: -item[1][0])[:4]
     words = [f"{printable(name)} {count}" + (f" (+{more})" if more else "") for name, (count, more) in most]

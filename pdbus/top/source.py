@@ -1,4 +1,4 @@
-"""Where the figures come from: a thread that asks controller and broker now and then; and keys from a terminal."""
+"""The sources of the figures: a thread that asks controller and broker regularly, and keys of a terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pdbus.top.figures import Sample
 
 BROKER_WAIT_MS = 1_000
 POLL_MS = 50
-ASK_S = 2.0  # for a controller to answer
+ASK_S = 2.0  # how long a controller may take to answer
 _KEY = re.compile(rb"\x1b[\[O][0-9;]*[A-Za-z~]|.", re.S)
 _NAMES = {
     b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down", b"\x1b[H": "home", b"\x1b[F": "end",
@@ -39,7 +39,7 @@ _NAMES = {
 
 
 class BrokerStatusClient:
-    """Asks the broker what it counts, over one connection. For one thread."""
+    """Asks the broker for its counts, over one connection. For one thread."""
 
     def __init__(self, address: BusAddress, keys: str = "") -> None:
         self._sockets = Sockets(keys=load_keys(keys, "admins", "clients") if keys else None)
@@ -56,7 +56,7 @@ class BrokerStatusClient:
         self._sockets.__exit__(kind, error, trace)
 
     def ask(self, wait_ms: int = BROKER_WAIT_MS) -> BrokerStatus | None:
-        """None when it does not answer in time, or not to our key."""
+        """Return the broker's status; None when it does not answer in time, or does not accept our key."""
         self._sockets.look()
         answer: Future[BrokerStatus] = Future()
         self._questions.ask(self._broker, BrokerStatusQuery, BrokerStatus, answer, time.monotonic(), wait_ms / 1000)
@@ -70,7 +70,7 @@ class BrokerStatusClient:
                     message = codec.decode(self._dealer.recv_multipart()[-1], FROM_BROKER)
                     self._questions.answered(self._broker, message, time.monotonic())
             except (zmq.Again, RemoteProtocolError, RequestFailed, PeerLost):
-                self._questions.drop()  # Again: it does not know our key, and refused the connection
+                self._questions.drop()  # Again: it refused the connection, as it does not know our key
                 return None
 
 
@@ -113,7 +113,7 @@ class Watcher(threading.Thread):
 
 @contextmanager
 def raw_keys(descriptor: int) -> Iterator[None]:
-    """While this lasts a terminal hands over each key as it is pressed, and shows none."""
+    """Have the terminal pass on each key as it is pressed, and show none, while this lasts."""
     before = termios.tcgetattr(descriptor)
     try:
         tty.setcbreak(descriptor)
@@ -123,7 +123,7 @@ def raw_keys(descriptor: int) -> Iterator[None]:
 
 
 def keys_in(data: bytes) -> list[str]:
-    """The keys that a terminal sent, by name; what has none is left out."""
+    """Return the names of the keys that a terminal sent; a key without a name is itself."""
     return [_NAMES.get(key, key.decode("ascii", "ignore")) for key in _KEY.findall(data)]
 
 

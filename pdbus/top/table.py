@@ -1,4 +1,4 @@
-"""The table of ranks: its columns, and as many of them as there is room for. Pure."""
+"""The table of ranks, with as many columns as fit. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pdbus.top.widgets import CHOSEN, DIM, HEAD, PLAIN, bar, colour_of
 
 @dataclass(frozen=True)
 class Column:
-    """`show` gives the cell, told the width. Where it is narrow the column of the least `worth` goes first; where there
-    is room it `grows` by so much."""
+    """A column. `show` returns the cell for a rank and a width. On a narrow screen the column with the least `worth` is
+    left out first; on a wide one it `grows` by up to this width."""
 
     name: str
     width: int
@@ -55,10 +55,10 @@ def _bad(count: int) -> Text:
 
 
 COLUMNS = (
-    Column("state", 8, _state, "silent, lost, hung: it should serve and does not; gone: it left", left=True),
-    Column("for", 5, lambda each, _: age(each.rank.state_age_s), "since when", 5),
-    Column("age", 5, _age, "of its last load report", 4),
-    Column("load", 12, _load, "its requests by estimate, of its run slots; running+waiting reported",
+    Column("state", 8, _state, "silent, lost, hung: should serve and does not; gone: has left", left=True),
+    Column("for", 5, lambda each, _: age(each.rank.state_age_s), "how long in this state", 5),
+    Column("age", 5, _age, "age of its last load report", 4),
+    Column("load", 12, _load, "estimated requests of its run slots; running+waiting reported",
            left=True, grows=12),
     Column("kv", 9, _kv, "KV memory in use", left=True, grows=12),
     Column("queued", 6, _queued, "prompt tokens not yet computed or fetched", 3),
@@ -66,18 +66,18 @@ COLUMNS = (
     Column("req/s", 5, lambda each, _: number(each.requests_s), "requests ended a second"),
     Column("tok/s", 5, lambda each, _: number(each.tokens_s), "prefill: prompt tokens computed; others: output", 8),
     Column("ttft", 5, lambda each, _: quantile_of(each.ttft, 0.5), "time to first token, median; prefill: its part", 2),
-    Column("ttft99", 6, lambda each, _: quantile_of(each.ttft, 0.99), "likewise, 99 of 100 are faster", 8),
+    Column("ttft99", 6, lambda each, _: quantile_of(each.ttft, 0.99), "time to first token that 99 % stay below", 8),
     Column("tpot", 5, lambda each, _: quantile_of(each.tpot, 0.5), "time per output token after the first, median", 1),
-    Column("tpot99", 6, lambda each, _: quantile_of(each.tpot, 0.99), "likewise, 99 of 100 are faster", 7),
+    Column("tpot99", 6, lambda each, _: quantile_of(each.tpot, 0.99), "time per output token that 99 % stay below", 7),
     Column("hits", 4, lambda each, _: share(each.hits), "prompt tokens from its prefix cache", 6),
-    Column("busy", 4, lambda each, _: share(each.busy), "time that its engine computed", 0),
-    Column("bad", 4, lambda each, _: _bad(each.rank.failed_total), "legs that did not end well, in all"),
-    Column("rst", 3, lambda each, _: _bad(each.rank.restarts), "how often it was started again"),
+    Column("busy", 4, lambda each, _: share(each.busy), "share of time that its engine computed", 0),
+    Column("bad", 4, lambda each, _: _bad(each.rank.failed_total), "legs that failed, in total"),
+    Column("rst", 3, lambda each, _: _bad(each.rank.restarts), "how often it was restarted"),
 )  # fmt: skip
 
 
 def fitting(width: int) -> list[tuple[Column, int]]:
-    """As many columns as `width` has room for, and how wide each is: what is left over goes to the bars."""
+    """Return the columns that fit into `width`, and the width of each; the bars get the remaining space."""
     columns = list(COLUMNS)
     while (over := sum(column.width + 1 for column in columns) - width) > 0:
         columns.remove(min(columns, key=lambda column: column.worth))
@@ -88,7 +88,7 @@ def fitting(width: int) -> list[tuple[Column, int]]:
 
 
 def table_of(ranks: Sequence[RankFigures], view: View, width: int, height: int) -> list[Text]:
-    """A header and a line for each rank, or for those around the chosen one."""
+    """Return a header and a line for each rank, or for the ranks around the chosen one."""
     name_width = min(max((len(name_of(each.rank)) for each in ranks), default=4), max(12, width // 4))
     columns = fitting(width - 1 - name_width)
     shown, hidden = _around(ranks, view, height - 1)

@@ -1,4 +1,4 @@
-"""What is shown of the figures, and how keys change it. Pure."""
+"""The selection of what is shown, and how keys change it. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdbus.top.figures import RankFigures
 
 _ROLES = ("prefill", "decode", "unified")
 _WORST = ("lost", "hung", "silent", "starting", "draining", "gone", "ready")
-SORTS: dict[str, Callable[[RankFigures], float]] = {  # the greatest first, but for `rank`
+SORTS: dict[str, Callable[[RankFigures], float]] = {  # the greatest first, except for `rank`
     "rank": lambda each: 0.0,
     "state": lambda each: -_WORST.index(each.rank.state),
     "load": lambda each: each.slots or 0.0,
@@ -51,7 +51,7 @@ class View:
         return sorted(by_name, key=SORTS[self.sort], reverse=not self.reverse)
 
     def pressed(self, key: str, ranks: Sequence[RankFigures]) -> View:
-        """After `key`, while these ranks are known. One that means nothing changes nothing."""
+        """Return the view after `key` was pressed; an unknown key changes nothing."""
         match key:
             case "q":
                 return replace(self, over=True)

@@ -1,4 +1,4 @@
-"""What lines of the screen are made of: colours, bars, small graphs, labelled facts. Pure."""
+"""The elements of the screen's lines: colours, bars, small graphs, labelled facts. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.text import Text
 from pdbus.top.formatting import quantile_of
 
 PLAIN, DIM, HEAD, CHOSEN = "not dim", "dim", "bold on grey23", "on grey37"
-_STATES = {"ready": "green", "starting": "cyan", "draining": "yellow", "gone": "bright_black"}  # the others: red
+_STATES = {"ready": "green", "starting": "cyan", "draining": "yellow", "gone": "bright_black"}  # other states: red
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _STEPS = " ▁▂▃▄▅▆▇█"
 
@@ -19,12 +19,12 @@ def colour_of(state: str) -> str:
 
 
 def warning(count: int) -> str:
-    """The style of a count that should be 0."""
+    """Return the style of a count that should be 0."""
     return "yellow" if count else PLAIN
 
 
 def bar(value: float | None, width: int) -> Text:
-    """`value` of 1 fills it; beyond that it is full."""
+    """Return a bar that is full at a `value` of 1 or more."""
     if value is None:
         return Text.assemble(("-".ljust(width), DIM))
     full, part = divmod(round(8 * width * min(1.0, max(0.0, value))), 8)
@@ -34,14 +34,14 @@ def bar(value: float | None, width: int) -> Text:
 
 
 def spark(values: Sequence[float], width: int) -> str:
-    """The last `width` of them, the greatest as high as a line goes."""
+    """Return a graph of the last `width` values; the greatest has full height."""
     values = values[-width:]
     top = max(values, default=0.0)
     return "".join(_STEPS[max(1, round(8 * value / top))] if top else _STEPS[1] for value in values)
 
 
 def fact(label: str, *facts: str | tuple[str, str]) -> Text:
-    """A label and what there is to say, some of it with a style."""
+    """Return a line with a label and facts, some of them with a style."""
     line = Text.assemble((f" {label:<9}", DIM))
     for each in facts:
         text, style = each if isinstance(each, tuple) else (each, PLAIN)
@@ -50,5 +50,5 @@ def fact(label: str, *facts: str | tuple[str, str]) -> Text:
 
 
 def quantiles(counts: Sequence[int]) -> list[tuple[str, str]]:
-    """Of latencies, as facts."""
+    """Return quantiles of latencies as facts."""
     return [(f"p{100 * q:.0f} {quantile_of(counts, q)}", "bold" if q == 0.5 else PLAIN) for q in (0.5, 0.9, 0.99)]

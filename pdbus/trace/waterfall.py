@@ -1,4 +1,4 @@
-"""What the parts remember of a request, put in one order of time, and drawn. Pure."""
+"""The events that the parts recorded of one request, in order of time, and their drawing. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 from bus.runtime.cli import printable
 from bus.wire.messages import TraceEvent, TraceReply
 
-LABELS = {  # what parts call it, and how it is shown
+LABELS = {  # the name of an event, and how it is shown
     "asked": "asked for",
     "received": "received",
     "queued": "queued",
@@ -55,7 +55,7 @@ def hops_of(answer: TraceReply) -> list[Hop]:
     for order, trace in enumerate(answer.parts):
         at_us += [(event.at_us - trace.offset_us, order, trace.part, event) for event in trace.events]
     received = min((at for at, _, _, event in at_us if event.what == "received"), default=None)
-    if received is not None:  # nobody knows the client's clock: but it asked before it was heard
+    if received is not None:  # the client's clock is not known, but it sent before the controller received
         at_us = [(min(at, received) if part == "client" else at, n, part, event) for at, n, part, event in at_us]
     at_us.sort(key=lambda each: each[:2])
     hops: list[Hop] = []
@@ -67,8 +67,8 @@ def hops_of(answer: TraceReply) -> list[Hop]:
 
 
 def _before(part: str, event: TraceEvent, hops: Sequence[Hop]) -> Hop | None:
-    """What `event` followed from: at a rank the mark before it of the same leg, or the leg's dispatch; else, where it
-    tells of an output or an end, whatever came last; else the last mark that is no rank's."""
+    """Return the hop that `event` followed from: at a rank the mark before it of the same leg, or the leg's dispatch;
+    else, where it tells of an output or an end, whatever came last; else the last mark that is no rank's."""
     of_leg = [hop for hop in hops if (hop.event.attempt, hop.event.leg) == (event.attempt, event.leg)]
     if event.leg is not None and event.what not in ("dispatched", "retried"):
         here = [hop for hop in of_leg if hop.part == part and hop.event.what != "attached"]
@@ -81,7 +81,7 @@ def _before(part: str, event: TraceEvent, hops: Sequence[Hop]) -> Hop | None:
 
 
 def as_dict(rid: str, answer: TraceReply) -> dict[str, Any]:
-    """For programs. `at_us` is by the controller's clock."""
+    """Return the trace for JSON output. `at_us` is on the controller's clock."""
     hops = hops_of(answer)
     offsets = {part.part: part.offset_us for part in answer.parts}
     return {
@@ -102,7 +102,7 @@ def as_dict(rid: str, answer: TraceReply) -> dict[str, Any]:
 
 
 def waterfall(rid: str, answer: TraceReply, width: int) -> RenderableType:
-    """At `width` columns, 80 or more. A bar covers the time that a line took."""
+    """Return the drawing at `width` columns, 80 or more. A bar covers the time that a line took."""
     hops = hops_of(answer)
     whole_s = max((hop.at_s for hop in hops), default=0.0)
     rows: list[tuple[Text, ...]] = []
@@ -120,11 +120,11 @@ def waterfall(rid: str, answer: TraceReply, width: int) -> RenderableType:
         took = "" if hop.took_s is None else seconds(hop.took_s)
         rows.append((Text(seconds(hop.at_s)), Text(took), Text(printable(hop.part), style=_style(hop)), text))
     used = [max((row[at].cell_len for row in rows), default=0) for at in range(3)]
-    room = width - sum(used) - GAP * len(used) - 2 * GAP  # the last one after the bars, where rich before 15 pads too
+    room = width - sum(used) - GAP * len(used) - 2 * GAP  # rich before 15 also pads after the bars
     words = min(max((row[3].cell_len for row in rows), default=0), max(WORDS_MIN, room - max(BAR_MIN, room // 3)))
     bar = max(1, room - words)
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
-    for name, wide_as, side in zip(("at", "took", "who", "what"), (*used, words), ("right", "right", "left", "left"),
+    for name, wide_as, side in zip(("at", "took", "part", "what"), (*used, words), ("right", "right", "left", "left"),
                                    strict=True):  # fmt: skip
         table.add_column(name, width=wide_as, justify=side, overflow="fold")  # type: ignore[arg-type]
     table.add_column(f"0 to {seconds(whole_s)}", width=bar, no_wrap=True)
@@ -154,7 +154,7 @@ def _title(rid: str, hops: Sequence[Hop], attempts: set[int], whole_s: float) ->
 
 
 def _notes(answer: TraceReply) -> list[Text]:
-    """Whose clocks were put right, who said nothing, and what else was meant, perhaps."""
+    """Return notes: clock offsets, parts that did not answer, and other rids that begin so."""
     clocks = [
         f"{part.part} {part.offset_us / 1000:+.1f} ms (±{part.rtt_us / 2000:.1f})"
         for part in answer.parts
@@ -174,7 +174,7 @@ def _notes(answer: TraceReply) -> list[Text]:
 
 
 def seconds(value: float) -> str:
-    """To a tenth of a millisecond where that matters."""
+    """Return the time in words, to a tenth of a millisecond if it is short."""
     if value < 0.9995:
         return f"{value * 1000:.1f} ms" if value < 0.09995 else f"{value * 1000:.0f} ms"
     return f"{value:.3f} s" if value < 9.9995 else f"{value:.1f} s"

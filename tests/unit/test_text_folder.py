@@ -77,7 +77,7 @@ def test_a_template_may_refuse_and_may_not_escape(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such role"):
         text.chat(said(("nobody", "x")))
     for template in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ 1 / 0 }}"):
-        with pytest.raises(ConfigError, match="the model's chat template refuses them"):
+        with pytest.raises(ConfigError, match="the model's chat template refuses the messages"):
             FolderText(folder(tmp_path, template)).chat(said(("user", "x")))
 
 
@@ -114,7 +114,7 @@ def test_a_folder_that_makes_no_sense_is_one_line(tmp_path: Path, broken: str) -
 def test_a_template_with_an_error_refuses_chats_alone(tmp_path: Path) -> None:
     text = FolderText(folder(tmp_path, "{% if %}"))
     assert text.encode("a") == [text._whole.token_to_id("a")]
-    with pytest.raises(ConfigError, match="chat template makes no sense"):
+    with pytest.raises(ConfigError, match="chat template is invalid"):
         text.chat(said(("user", "x")))
 
 
