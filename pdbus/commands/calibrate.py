@@ -38,25 +38,23 @@ _UNITS = {"base_s": "a step", "per_prefill_token_s": "a prompt token", "per_deco
 @click.command()
 @option("--engine", type=EngineName(), default=default_engine,
         show_default="torch, or numpy where torch is not installed",
-        help="What is measured, in this process.")  # fmt: skip
-@option("--model", default="smollm2", help="As for the nodes.")
+        help="The engine to measure, in this process.")  # fmt: skip
+@option("--model", default="smollm2", help="The model, as for nodes.")
 @option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("timing.json"), help="The file to write."
 )
-@option(
-    "--longest", type=click.IntRange(64, 1_000_000), default=1024, help="Tokens of the longest prompt that is tried."
-)
-@option("--rounds", type=click.IntRange(1, 100), default=3, help="Each figure is the least of so many.")
+@option("--longest", type=click.IntRange(64, 1_000_000), default=1024, help="Tokens of the longest prompt to measure.")
+@option("--rounds", type=click.IntRange(1, 100), default=3, help="Each figure is the least of this many rounds.")
 @option("--kv-tokens", type=int, default=0, help="KV capacity in tokens (0: the engine's default).")
 @option("--max-running", type=click.IntRange(1), default=None, show_default="as the nodes'", help="Requests at once.")
 @option("--chunk-tokens", type=click.IntRange(1), default=None, show_default="as the nodes'", help="Tokens of a step.")
-@option("--sim-timing", default="h100-8b", metavar="NAME|FILE", help="Of --engine sim: what is to be found.")
+@option("--sim-timing", default="h100-8b", metavar="NAME|FILE", help="For --engine sim: the timing to be found.")
 @option("--check", "check_s", type=cli.Seconds(1.0), default=None, show_default=False, metavar="SECONDS",
-        help="Then run a made-up trace of that length on two ranks of the engine, and replay it.")  # fmt: skip
+        help="Then run a generated trace of that length on two ranks of the engine, and replay it.")  # fmt: skip
 @click.argument("engine_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- VLLM_ARGUMENTS...]")
 def calibrate(engine: str, model: str, out: Path, engine_args: tuple[str, ...], **options: Any) -> None:
-    """Measure how long the steps of an engine take, and write the file that `pdbus replay --timing`, `pdbus plan
-    --timing` and a node's --sim-timing read. The engine should have the machine to itself."""
+    """Measure the duration of an engine's steps, and write the file that `pdbus replay --timing`, `pdbus plan --timing`
+    and a node's --sim-timing read. Nothing else should run on the machine."""
     engines.check_arguments(engine, engine_args)
     leave_on_signals()
     _check_writable(out)
@@ -100,7 +98,7 @@ def _config(kind: EngineKind, engine_args: tuple[str, ...], options: dict[str, A
 
 
 def _spec(engine: str, model: str, engine_args: tuple[str, ...], options: dict[str, Any]) -> ClusterSpec:
-    """The same engine, twice."""
+    """Return a cluster of two ranks of the same engine."""
     own = {"--kv-tokens": options["kv_tokens"], "--max-running": options["max_running"],
            "--chunk-tokens": options["chunk_tokens"], "--sim-timing": options["sim_timing"]}  # fmt: skip
     given = [str(word) for flag, value in own.items() if value for word in (flag, value)]
@@ -122,7 +120,7 @@ def _file(engine: str, model: str, points: list[Point], *, first_at_decode: bool
 
 
 def _check_writable(out: Path) -> None:
-    """Rather now than after minutes."""
+    """Raise ConfigError if `out` cannot be written, before minutes of work."""
     if not out.parent.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
         raise ConfigError(f"cannot write {out}")
 

@@ -1,4 +1,4 @@
-"""What several subcommands share: options, signs of progress, and waiting for a controller."""
+"""The common part of several subcommands: options, progress lines, and waiting for a controller."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ controller_option = click.option(
     help="The controller: ipc:///dir/controller or tcp://host:port.",
 )
 bus_option = click.option(
-    "--bus", default=default_bus, show_default=default_bus(), metavar="BASE", help="The broker, for its counts."
+    "--bus",
+    default=default_bus,
+    show_default=default_bus(),
+    metavar="BASE",
+    help="The broker, which is asked for its counts.",
 )
 wait_option = click.option(
     "--wait-s",
@@ -83,21 +87,21 @@ class ProgressLine:
 
 
 def curl_line(url: str, model: str) -> str:
-    """How to ask an edge at `url`."""
+    """Return a curl command that sends a prompt to an edge at `url`."""
     body = {"model": model, "messages": [{"role": "user", "content": "What is a load balancer?"}]}
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
 def leave_on_signals(handler: Callable[[int, FrameType | None], None] = signal.default_int_handler) -> None:
-    """From here on SIGTERM, and SIGHUP where it is not ignored, end the command as Ctrl-C does: it tidies up."""
+    """Have SIGTERM, and SIGHUP unless it is ignored, end the command as Ctrl-C does, so that it cleans up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, handler)
 
 
 def wait_for_controller(client: Client, address: str, wait_s: float, keys: str) -> Status:
-    """Its status, once it answers; says what is waited for. ConfigError when its host cannot be resolved, PeerLost when
-    it does not answer within `wait_s`."""
+    """Wait for the controller, with a progress line, and return its status. Raises ConfigError when its host cannot be
+    resolved, and PeerLost when it does not answer within `wait_s`."""
     if reason := unresolved(address):
         raise ConfigError(f"{reason}: check the address {address}")
     began = time.monotonic()

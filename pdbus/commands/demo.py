@@ -1,4 +1,4 @@
-"""`pdbus demo`: the main job, shown on a real model."""
+"""`pdbus demo`: real prompts through a small cluster with a real model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from pdbus.demo import run
 @click.option(
     "--engine", type=EngineName("sim"), default=default_engine,
     show_default="torch, or numpy where torch is not installed",
-    help="What computes; with vllm one prefill and one decode engine, on a CPU or a GPU.",
+    help="The engine; with vllm one prefill and one decode engine, on a CPU or a GPU.",
 )  # fmt: skip
 @click.option("--max-tokens", type=click.IntRange(1, 512), default=48, show_default=True, help="For each prompt.")
 @click.option("--verify/--no-verify", default=True, help="Compare every answer with a single-process run.")
 def demo(model: str, engine: str, max_tokens: int, verify: bool) -> None:
-    """Real prompts through two prefill and two decode ranks, streamed, then who ran where."""
+    """Run real prompts through two prefill and two decode ranks; show the answers and the ranks of each."""
     shown = kind_of(engine).demo
     if shown is None or model not in shown.models:
         models = " or ".join(shown.models) if shown is not None else "none"

@@ -1,4 +1,4 @@
-"""`pdbus drain`: let a rank, or all of a role, finish what it has and leave."""
+"""`pdbus drain`: a rank, or all ranks of a role, finish their requests and leave."""
 
 from __future__ import annotations
 
@@ -18,16 +18,23 @@ ROLES = ("prefill", "decode", "unified")
 
 @settings.command("drain")
 @click.argument("rank", metavar="[INSTANCE/RANK]", default="")
-@click.option("--role", default="", metavar="ROLE", help="Instead: all ranks of this role.")
-@click.option("--model", default="", metavar="MODEL", help="With --role: of one model alone.")
-@click.option("--drain-s", type=cli.Seconds(), default=120.0, show_default=True, help="How long to wait for its end.")
+@click.option("--role", default="", metavar="ROLE", help="Drain all ranks of this role instead.")
+@click.option("--model", default="", metavar="MODEL", help="With --role: only ranks of this model.")
+@click.option(
+    "--drain-s",
+    type=cli.Seconds(),
+    default=120.0,
+    show_default=True,
+    help="How long to wait for the end of its requests.",
+)
 @controller_option
 @keys_option
 @wait_option
 def drain(rank: str, role: str, model: str, drain_s: float, controller: str, keys: str, wait_s: float) -> None:
-    """Drain a rank, as in: pdbus drain decode-0/1. It takes nothing new, finishes what it has, and leaves.
+    """Drain a rank, as in: pdbus drain decode-0/1. It takes no new requests, finishes those it has, and leaves.
 
-    With --role all ranks of a role; nobody misses it then, unless its controller was told to --expect it.
+    With --role, drain all ranks of a role. The controller does not report the role as missing then, unless it runs with
+    --expect for that role.
     """
     instance, slash, number = rank.rpartition("/")
     if role and role not in ROLES:
@@ -75,6 +82,6 @@ def _find(status: Status, instance: str, dp_rank: int) -> RankStatus | None:
 
 
 def silence_of(rank: RankStatus) -> str:
-    """For sentences: how long a rank that is lost has been silent."""
+    """Return in words how long a lost rank has been silent."""
     age_s = rank.report_age_s
-    return "it never reported" if age_s < 0 else f"it has said nothing for {age_s:.0f} s"
+    return "it never reported" if age_s < 0 else f"it has been silent for {age_s:.0f} s"

@@ -1,4 +1,5 @@
-"""`pdbus generate`: one prompt, its answers streamed to stdout one after another, a line of facts each on stderr."""
+"""`pdbus generate`: sends one prompt, streams the answers to stdout one after another, and prints a line of facts for
+each on stderr."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from pdbus.commands.common import (
     wait_option,
 )
 
-_BY_CAPABILITY = {  # sampling that some ranks alone know, by option of the client
+_BY_CAPABILITY = {  # sampling parameters that only some ranks support, by client option
     "min_p": float, "presence_penalty": float, "frequency_penalty": float, "repetition_penalty": float,
     "min_tokens": int, "logprobs": int, "json_schema": str, "regex": str, "ebnf": str,
 }  # fmt: skip
@@ -35,13 +36,15 @@ _PLACEMENT = ("leg", "instance", "prefill_instance", "routed_dp_rank", "disagg_p
 def _sampling_options(command: Callable[..., None]) -> Callable[..., None]:
     for name, kind in reversed(_BY_CAPABILITY.items()):
         flag = f"--{name.replace('_', '-')}"
-        command = click.option(flag, type=kind, default=None, help="Where ranks know it, as vLLM's.")(command)
+        command = click.option(flag, type=kind, default=None, help="As in vLLM; only for ranks that support it.")(
+            command
+        )
     return command
 
 
 @contextmanager
 def _failure_as_json(rids: Sequence[str] = (), *, as_json: bool) -> Iterator[None]:
-    """Print as JSON, if that was asked for, why there is no result. `rids` are of the requests that were looked at."""
+    """With `as_json`, print an error as JSON too. `rids` are the requests sent so far."""
     try:
         yield
     except (click.ClickException, BusError) as error:
@@ -51,7 +54,7 @@ def _failure_as_json(rids: Sequence[str] = (), *, as_json: bool) -> Iterator[Non
 
 
 class _Command(settings.Command):
-    """Prints JSON also where it can't be called as it was."""
+    """A command that prints JSON also for an invalid call."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -72,22 +75,34 @@ class _Command(settings.Command):
 @click.option("--top-p", type=float, default=1.0, help="1: off.")
 @click.option("--seed", type=int, default=None, help="The same seed gives the same sample  [default: drawn]")
 @click.option(
-    "-n", "--n", type=click.IntRange(1), default=1, show_default=True, help="So many answers, as many requests."
+    "-n",
+    "--n",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Number of answers, each a request of its own.",
 )
 @_sampling_options
-@click.option("--system", default=None, help="What the model is told to be.")
+@click.option("--system", default=None, help="The system message.")
 @click.option("--raw", is_flag=True, help="Continue TEXT as it is, without the chat template.")
 @click.option("--tokens", is_flag=True, help="TEXT is a list of token ids, and so is the output.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object for each answer.")
-@click.option("--deadline-s", type=cli.Seconds(), default=0.0, help="Give up after so long (0: never).")
+@click.option("--deadline-s", type=cli.Seconds(), default=0.0, help="Give up after this time (0: never).")
 @click.option("--leg", type=click.Choice(["pair", "prefill", "decode", "unified"]), default=None)
-@click.option("--instance", default="", help="Where to decode, when there are several instances.")
-@click.option("--prefill-instance", default="", help="Where to prefill, likewise.")
+@click.option("--instance", default="", help="The instance that decodes, if there are several.")
+@click.option("--prefill-instance", default="", help="The instance that prefills, if there are several.")
 @click.option("--routed-dp-rank", type=int, default=None, help="The rank that decodes.")
 @click.option("--disagg-prefill-dp-rank", type=int, default=None, help="The rank that prefills.")
 @click.option("--bootstrap-room", type=int, default=None, help="[default: drawn]")
-@click.option("--retries", type=click.IntRange(0), default=6, show_default=True, help="Without a new token in between.")
-@click.option("--tokenizer", default="", metavar="DIR", help="Of the model; or: bytes  [default: the model's own]")
+@click.option(
+    "--retries", type=click.IntRange(0), default=6, show_default=True, help="Retries without a new token in between."
+)
+@click.option(
+    "--tokenizer",
+    default="",
+    metavar="DIR",
+    help="A folder with tokenizer.json, or the word bytes  [default: the model's own]",
+)
 @click.option("--prefill-controller", default=None, metavar="BASE", help="With --decode-controller: one for each leg.")
 @click.option("--decode-controller", default=None, metavar="BASE")
 @controller_option
@@ -97,7 +112,7 @@ def generate(text: str, controller: str, wait_s: float, **options: Any) -> None:
     """Send TEXT and stream the answer."""
     if options["logprobs"] is not None and not options["as_json"]:
         raise ConfigError("--logprobs goes with --json, which shows them")
-    leave_on_signals()  # so that the request is cancelled
+    leave_on_signals()  # Ctrl-C then cancels the request
     split = options["decode_controller"]
     rids: list[str] = []
     try:
@@ -119,7 +134,7 @@ def generate(text: str, controller: str, wait_s: float, **options: Any) -> None:
                 rids.append(stream.rid)
                 _show(stream, as_json=options["as_json"], tokens=options["tokens"])
     except KeyboardInterrupt:
-        if options["as_json"] and not rids:  # else it is shown as far as it has come
+        if options["as_json"] and not rids:  # otherwise the output so far is shown
             early = RequestFailed("cancelled", "cancelled before it was sent")
             print(json.dumps(_failure(early, "")), flush=True)
         raise
@@ -137,11 +152,11 @@ def _show(stream: Stream, *, as_json: bool, tokens: bool) -> None:
                 sys.stdout.flush()
     except RequestFailed:
         if shown and not as_json:
-            print(flush=True)  # the error has a line of its own
+            print(flush=True)  # so that the error is on a line of its own
         raise
     except KeyboardInterrupt:
         if as_json:
-            print(json.dumps(_as_dict(stream, shown)), flush=True)  # as far as it has come: it was cancelled
+            print(json.dumps(_as_dict(stream, shown)), flush=True)  # the output up to the cancel
         raise
     if as_json:
         print(json.dumps(_as_dict(stream, shown)))
@@ -151,7 +166,7 @@ def _show(stream: Stream, *, as_json: bool, tokens: bool) -> None:
 
 
 def _begin(client: Client, text: str, options: dict[str, Any], waits: str) -> list[Stream]:
-    """All answers at once; which of them is read first holds up no other."""
+    """Submit all requests at once, so that reading one answer does not delay another."""
     chosen: Options = {name: options[name] for name in _PLACEMENT if options[name] not in (None, "")}  # type: ignore[assignment]
     chosen["max_tokens"] = options["max_tokens"]
     chosen["temperature"] = options["temperature"]
@@ -192,7 +207,7 @@ def _facts(result: Result, prompt_tokens: int) -> str:
 
 
 def _failure(error: click.ClickException | BusError, rid: str) -> dict[str, Any]:
-    """What --json prints instead of a result. `rid` is empty when no request was sent."""
+    """Return what --json prints instead of a result. `rid` is empty when no request was sent."""
     if isinstance(error, RequestFailed):
         code, message, retryable = error.code, error.message, error.retryable
     else:

@@ -16,14 +16,14 @@ role_argument = click.argument("role", type=click.Choice(list(SINGULAR)))
 
 @click.group()
 def keys() -> None:
-    """Make the keys that encrypt connections and say who may do what.
+    """Make the keys that encrypt connections and grant rights.
 
     \b
     client      submits requests, and cancels and reads its own
     node        runs an instance's ranks and publishes for them; its key's name is the instance's
-    controller  dispatches to nodes, and says what it has sent
-    broker      forwards what is published, and tells where rooms are
-    admin       what a client may; drains ranks; sees all of the status; cancels any request
+    controller  dispatches to nodes, and publishes its counters
+    broker      forwards publications, and answers where rooms are
+    admin       all that a client may; drains ranks, sees the whole status, cancels any request
     """
 
 
@@ -31,7 +31,7 @@ def keys() -> None:
 @directory_argument
 @click.argument("nodes", nargs=-1)
 def new(directory: Path, nodes: tuple[str, ...]) -> None:
-    """Make a cluster's keys in DIRECTORY: of its broker, controller-0, operator, HTTP edge, and NODES (instances)."""
+    """Make a cluster's keys in DIRECTORY: for its broker, controller-0, operator, HTTP edge, and NODES (instances)."""
     new_keys(directory, nodes)
     click.echo(f"made {directory}: parts that run here, and pdbus status and drain, take --keys {directory}")
     click.echo(f"for one more part or client: pdbus keys add {directory} ROLE NAME")
@@ -53,9 +53,9 @@ def add(directory: Path, role: str, name: str) -> None:
 @click.argument("name")
 @click.argument("out", type=click.Path(path_type=Path, file_okay=False))
 def give(directory: Path, role: str, name: str, out: Path) -> None:
-    """Move a key's secret to OUT, with the public keys it needs beside it, to be taken to where it is used.
+    """Move a key's secret to OUT, with the public keys that it needs, to be copied to the machine that uses it.
 
-    Once more with the same OUT: renew the public keys there, after others were added or revoked.
+    Call it again with the same OUT to renew the public keys there, after others were added or revoked.
     """
     give_key(directory, SINGULAR[role], name, out)
     click.echo(f"made {out}: take it to where {role} {name} runs and use --keys {out}")
@@ -74,6 +74,6 @@ def list_(directory: Path) -> None:
 @role_argument
 @click.argument("name")
 def revoke(directory: Path, role: str, name: str) -> None:
-    """Take a key off the list of DIRECTORY: it gets in no more, and its connections are cut within a second."""
+    """Remove a key from the list of DIRECTORY: it is no longer accepted, and its connections end within a second."""
     revoke_key(directory, SINGULAR[role], name)
     click.echo(f"{role} {name} is revoked where parts use {directory}; renew what was given away with: pdbus keys give")

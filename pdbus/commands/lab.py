@@ -1,4 +1,4 @@
-"""What the commands over the lab share: options of its settings, traces, and runs that say how far they are."""
+"""The common part of the lab's commands: options for its settings, traces, and runs with progress."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def option(*names: str, **settings: Any) -> Decorator:
 
 
 def setting(name: str, text: str) -> Decorator:
-    """An option for the LabConfig field of that name, with its default and type."""
+    """Return an option for the LabConfig field `name`, with its default and type."""
     default = getattr(LabConfig(), name)
     kind = cli.Seconds() if name.endswith("_s") else type(default)
     return option("--" + name.replace("_", "-"), type=kind, default=default, help=text)
 
 
 def timing_option(command: Any) -> Any:
-    text = f"How long a step takes: {', '.join(TIMINGS)}, or as pdbus calibrate found."
+    text = f"The duration of a step: {', '.join(TIMINGS)}, or a file of pdbus calibrate."
     return option("--timing", default="h100-8b", metavar="NAME|FILE", help=text)(command)
 
 
 def timing_settings(name: str, scale: float) -> dict[str, Any]:
-    """What `--timing` and `--timing-scale` say of a LabConfig."""
+    """Return the LabConfig settings that `--timing` and `--timing-scale` give."""
     if name in TIMINGS:
         return {"timing": TIMINGS[name].scaled(scale)}
     found = read_timing(name)
@@ -51,7 +51,7 @@ def timing_settings(name: str, scale: float) -> dict[str, Any]:
 
 
 def run_virtual(runs: Sequence[Run], jobs: int, console: Console) -> list[Result]:
-    """A line that keeps up on a terminal, a line for each run that ends elsewhere."""
+    """Run `runs` with progress: one changing line on a terminal; elsewhere a line for each run that ends."""
     progress = Progress([str(run) for run in runs])
     longest = max(len(run.trace) for run in runs)
     at_once = min(jobs, len(runs))
@@ -72,7 +72,7 @@ def run_virtual(runs: Sequence[Run], jobs: int, console: Console) -> list[Result
 
 
 def traces_of(path: Path | None, duration_s: float | None, seeds: range) -> list[Trace]:
-    """One for each seed: of a file the same one, whose jitter the seed draws later."""
+    """Return one trace for each seed. With a file it is the same trace; the seed draws its jitter later."""
     if duration_s is not None and not 1 <= duration_s <= 1e7:
         raise ConfigError(f"--duration-s must lie between 1 and 1e7, not {duration_s}")
     if path is None:

@@ -1,4 +1,4 @@
-"""`pdbus plan`: how to run so many ranks for a trace. Owns the command line and what is printed."""
+"""`pdbus plan`: finds the best use of a number of ranks for a trace. Owns the command line and the output."""
 
 from __future__ import annotations
 
@@ -26,41 +26,47 @@ from pdbus.lab.tables import COLUMNS, Column, number_or_none, written
 _FROM_OPTIONS = ("cache_blocks", "decode_kv_tokens", "chunk_tokens", "report_delay_s", "report_loss", "late_tokens",
                  "overtake_tokens", "seed")  # fmt: skip
 _SHOWN = ("slo_attainment", "ttft_mean_s", "ttft_p99_s", "ttft_p50_s", "tpot_mean_s", "tpot_p99_s", "cache_hit_rate")
-WIDE = 160  # columns that all of it takes
+WIDE = 160  # columns of the whole table
 
 
 @click.command(
-    epilog="It tries each split of the ranks first, then methods and orders at the best split, then what was best at "
-    "the splits beside it, and with decode admission where tokens come too slowly. Times are the trace's own."
+    epilog="It tries each split of the ranks first, then methods and orders at the best split, then the best choice at "
+    "the neighbouring splits, and with decode admission where tokens are too slow. Times are the trace's own."
 )
 @click.argument("trace", required=False, type=click.Path(path_type=Path, dir_okay=False))
-@option("--ranks", type=click.IntRange(2, 512), default=16, help="Ranks there are, prefill and decode together.")
+@option("--ranks", type=click.IntRange(2, 512), default=16, help="All ranks, prefill and decode together.")
+@option("--slo-ttft", type=cli.Seconds(), default=2.0, metavar="SECONDS", help="Limit for the first token.")
 @option(
-    "--slo-ttft", type=cli.Seconds(), default=2.0, metavar="SECONDS", help="The first token is to be there by then."
+    "--slo-tpot", type=cli.Seconds(), default=0.05, metavar="SECONDS", help="Limit for each further token, on average."
 )
-@option("--slo-tpot", type=cli.Seconds(), default=0.05, metavar="SECONDS", help="Each further one, on average.")
-@option("--rate", type=click.FloatRange(0.001, 1000.0), default=1.0, help="Requests come so many times as often.")
+@option("--rate", type=click.FloatRange(0.001, 1000.0), default=1.0, help="Factor for the rate of requests.")
 @timing_option
-@option("--timing-scale", type=click.FloatRange(0.001, 1000.0), default=1.0, help="Steps take so many times as long.")
+@option("--timing-scale", type=click.FloatRange(0.001, 1000.0), default=1.0, help="Factor for the duration of steps.")
 @setting("cache_blocks", "KV memory of a prefill rank, in blocks of the trace (512 tokens).")
 @setting("decode_kv_tokens", "KV memory of a decode rank.")
-@setting("chunk_tokens", "Tokens a step at most.")
-@setting("report_delay_s", "Reports arrive this much later than other messages.")
+@setting("chunk_tokens", "Maximum of prompt tokens in a step.")
+@setting("report_delay_s", "Additional delay of load reports.")
 @setting("report_loss", "Share of reports that never arrive.")
-@setting("late_tokens", "Order slo: a rank with less than this queued gets the next request.")
-@setting("overtake_tokens", "Order slo: work that came later and is served before a request, at most.")
+@setting("late_tokens", "Order slo: a rank with fewer queued tokens gets the next request.")
+@setting("overtake_tokens", "Order slo: maximum of later work that is served before a request.")
 @option("--duration-s", type=cli.Seconds(), default=None, show_default=False,
-        help=f"The trace's first seconds; with no TRACE: its length [default: all, {GENERATED_S:g}]")  # fmt: skip
-@setting("seed", "For all that is drawn at random.")
-@option("--seeds", type=click.IntRange(1, 100), default=3, metavar="N", help="Runs of each, but for the first look.")
+        help=f"Use the trace's first seconds; without TRACE: the length [default: all, {GENERATED_S:g}]")  # fmt: skip
+@setting("seed", "Seed for all random draws.")
+@option(
+    "--seeds",
+    type=click.IntRange(1, 100),
+    default=3,
+    metavar="N",
+    help="Runs of each choice, except in the first step.",
+)
 @option("--jobs", type=click.IntRange(1, 64), default=min(4, os.cpu_count() or 1), help="Runs at once.")
 @option(
     "--out", type=click.Path(path_type=Path, file_okay=False), default=None, help="Write plan.png and plan.json there."
 )
 @option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def plan(trace: Path | None, **options: Any) -> None:
-    """How to run so many ranks for TRACE (as `pdbus replay` reads it; none: a made-up one): how many compute prompts
-    and how many decode, by which methods and in which order, so that most requests keep both SLOs."""
+    """Find the best use of a number of ranks for TRACE (as in `pdbus replay`; without it, a generated trace): the split
+    into prefill and decode ranks, the methods and the order with which most requests keep both SLOs."""
     config = LabConfig(
         **timing_settings(options["timing"], options["timing_scale"]),
         slo_ttft_s=options["slo_ttft"],
@@ -96,7 +102,7 @@ def plan(trace: Path | None, **options: Any) -> None:
 
 
 def table_of(found: Plan, shown: Sequence[str]) -> Table:
-    """One row a choice, the best first; `shown` are fields of `Summary`."""
+    """Return a table with a row for each choice, the best first; `shown` are fields of `Summary`."""
     table = Table(box=SIMPLE_HEAD)
     for heading in ("prefill\n+ decode", "prefill\nmethod", "decode\nmethod", "queue\norder"):
         table.add_column(heading, no_wrap=True)
@@ -111,7 +117,8 @@ def table_of(found: Plan, shown: Sequence[str]) -> Table:
 
 
 def json_of(found: Plan) -> dict[str, Any]:
-    """The same for programs: means over seeds, and half the width of their 95 % intervals (null with one seed)."""
+    """Return the plan for JSON output: means over seeds, and half the width of their 95 % intervals (null with one
+    seed)."""
 
     def row(each: Found) -> dict[str, Any]:
         figures: dict[str, Any] = {}
@@ -125,7 +132,7 @@ def json_of(found: Plan) -> dict[str, Any]:
 
 
 def command_of(found: Found, config: LabConfig) -> str:
-    """What starts a controller that does it."""
+    """Return the command line of a controller for this choice."""
     choice = found.choice
     order = f" --queue-order slo --ttft-slo-s {config.slo_ttft_s:g}" if choice.queue_order == "slo" else ""
     order += f" --tpot-slo-s {config.slo_tpot_s:g}" if choice.tpot_admission else ""

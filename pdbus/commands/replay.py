@@ -1,4 +1,4 @@
-"""`pdbus replay`: what each balancing method would do on a trace. Owns the command line; the lab does the work."""
+"""`pdbus replay`: compares balancing methods on a trace. Owns the command line; the lab does the work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pdbus.lab.tables import COLUMNS, by_method, json_of, markdown_of, table_of
 from pdbus.lab.traces import Trace
 
 DEFAULT_METHODS = "follow_bootstrap_room,round_robin,total_tokens,cache_aware,oracle"
-WIDTH = 160  # of a table that does not go to a terminal
+WIDTH = 160  # of a table outside a terminal
 _FROM_OPTIONS = (
     "ranks", "decode_ranks", "load", "cache_blocks", "decode_kv_tokens", "decode_method", "chunk_tokens",
     "prefill_running", "decode_running", "hop_s", "report_interval_s", "report_delay_s", "report_loss", "controllers",
@@ -51,56 +51,58 @@ class _Command(click.Command):
 @click.command(cls=_Command)
 @click.argument("trace", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @option("--methods", default=DEFAULT_METHODS, metavar="A,B,...",
-         help="What to compare: `all` of these, or your own as module:Class or file.py:Class.")  # fmt: skip
+         help="Methods to compare: `all` of these, or your own as module:Class or file.py:Class.")  # fmt: skip
 @setting("ranks", "Prefill ranks.")
-@setting("decode_ranks", "Decode ranks; 0: look at prefill alone.")
-@setting("load", "Share of what the prefill ranks can do without cache hits; 0: the trace's own times.")
+@setting("decode_ranks", "Decode ranks; 0: simulate prefill alone.")
+@setting("load", "Load as a share of the prefill ranks' capacity without cache hits; 0: the trace's own times.")
 @setting("cache_blocks", "KV memory of a prefill rank, in blocks of the trace (512 tokens).")
 @setting("decode_kv_tokens", "KV memory of a decode rank.")
-@setting("decode_method", "How decode ranks are chosen.")
-@setting("chunk_tokens", "Tokens a step at most.")
-@setting("prefill_running", "Prompts a prefill rank works on at once.")
-@setting("decode_running", "Requests a decode rank runs at once.")
+@setting("decode_method", "Method for decode ranks.")
+@setting("chunk_tokens", "Maximum of prompt tokens in a step.")
+@setting("prefill_running", "Prompts that a prefill rank runs at once.")
+@setting("decode_running", "Requests that a decode rank runs at once.")
 @timing_option
 @option("--timing-scale", type=click.FloatRange(0.001, 1000.0), default=1.0,
-         help="All steps take this many times as long (live: less disturbed by what else runs).")  # fmt: skip
-@setting("hop_s", "One message, one way.")
-@setting("report_interval_s", "A load report at least this often (and after each prefill step).")
-@setting("report_delay_s", "Reports arrive this much later than other messages.")
+         help="Factor for the duration of steps (live: larger ones are disturbed less by other programs).")  # fmt: skip
+@setting("hop_s", "Delay of one message.")
+@setting("report_interval_s", "Maximum time between load reports (there is one after each prefill step too).")
+@setting("report_delay_s", "Additional delay of load reports.")
 @setting("report_loss", "Share of reports that never arrive.")
 @setting("controllers", "Controllers that share the requests.")
-@option("--shared-counters/--no-shared-counters", default=True, help="Controllers publish what they sent.")
-@setting("sent_interval_s", "At most this often.")
-@setting("cache_weight", "cache_aware: worth of a token to compute against a token queued.")
-@setting("late_tokens", "late_tokens and late_cache: a rank with less than this queued gets the next request.")
+@option("--shared-counters/--no-shared-counters", default=True, help="Controllers publish their counters.")
+@setting("sent_interval_s", "Minimum time between two publications of counters.")
+@setting("cache_weight", "cache_aware: weight of a token to compute against a queued token.")
+@setting("late_tokens", "late_tokens and late_cache: a rank with fewer queued tokens gets the next request.")
 @option("--queue-order", type=click.Choice(["arrival", "slo", "both"]), default="arrival",
-         help="Of the controller's queue; slo: bind late, and what can keep --slo-ttft-s first.")  # fmt: skip
+         help="Order of the controller's queue; slo: bind late, those that can keep --slo-ttft-s first.")  # fmt: skip
 @option("--tpot-admission", is_flag=True, show_default=False,
-         help="slo: requests wait while each decode rank's steps would get longer than --slo-tpot-s.")  # fmt: skip
-@setting("overtake_tokens", "slo: work that came later and is served before a request, at most.")
-@setting("slo_ttft_s", "A request keeps the SLO when its first token came by then ...")
-@setting("slo_tpot_s", "... and each further one within this, on average.")
+         help="slo: requests wait while every decode rank's steps would exceed --slo-tpot-s.")  # fmt: skip
+@setting("overtake_tokens", "slo: maximum of later work that is served before a request.")
+@setting("slo_ttft_s", "Limit for a request's first token ...")
+@setting("slo_tpot_s", "... and for each further token, on average; both together are its SLO.")
 @option("--duration-s", type=cli.Seconds(), default=None, show_default=False,
-         help=f"The trace's first seconds; with no TRACE: its length [default: all, {GENERATED_S:g}]")  # fmt: skip
-@setting("seed", "For all that is drawn at random: jitter, lost reports, a made-up trace.")
+         help=f"Use the trace's first seconds; without TRACE: the length [default: all, {GENERATED_S:g}]")  # fmt: skip
+@setting("seed", "Seed for all random draws: jitter, lost reports, a generated trace.")
 @option("--seeds", type=click.IntRange(1, 1000), metavar="N", default=1,
          help="Runs of each method, from --seed on: means, with 95 % confidence intervals.")  # fmt: skip
 @option("--live", is_flag=True, show_default=False,
-         help="Run it in real time on nodes of this machine, and once more in virtual time beside it.")  # fmt: skip
-@option("--engine", type=EngineName("torch", "numpy"), default="sim", help="Live: what computes.")
-@option("--model", default=None, show_default=False, metavar="NAME", help="Of a live vLLM [default: smollm2].")
-@option("--engine-args", default="", show_default=False, metavar="ARGS", help="vLLM's own, in quotes.")
+         help="Run in real time on nodes of this machine, and again in virtual time for comparison.")  # fmt: skip
+@option("--engine", type=EngineName("torch", "numpy"), default="sim", help="With --live: the engine.")
+@option(
+    "--model", default=None, show_default=False, metavar="NAME", help="The model of a live vLLM [default: smollm2]."
+)
+@option("--engine-args", default="", show_default=False, metavar="ARGS", help="vLLM's own arguments, in quotes.")
 @option("--shrink", type=click.IntRange(1, 512), default=1, metavar="TIMES",
-         help="Prompts, outputs and blocks are so many times as short (for small engines).")  # fmt: skip
+         help="Divide the lengths of prompts, outputs and blocks by this (for small engines).")  # fmt: skip
 @option("--jobs", type=click.IntRange(1, 64), default=min(4, os.cpu_count() or 1), help="Runs at once.")
 @option("--out", type=click.Path(path_type=Path, file_okay=False), default=None,
          help="Write methods.png, ttft.png, load.png and replay.json there.")  # fmt: skip
 @option("--markdown", is_flag=True, help="Print the table for a document.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def replay(trace: Path | None, **options: Any) -> None:
-    """Replay TRACE (Mooncake JSON lines or Azure CSV; none: a made-up one) under several balancing methods.
+    """Replay TRACE (Mooncake JSON lines or Azure CSV; without it, a generated trace) with several balancing methods.
 
-    In virtual time, over the same load table, policies and batching that run live.
+    It runs in virtual time, with the load table, policies and batching that also run live.
     """
     timing = timing_settings(options["timing"], options["timing_scale"])
     config = LabConfig(**timing, **{name: options[name] for name in _FROM_OPTIONS})
@@ -157,8 +159,8 @@ def _engine(options: dict[str, Any]) -> LiveEngine:
 def _live(
     traces: list[Trace], methods: list[str], orders: list[LabConfig], engine: LiveEngine, console: Console
 ) -> list[Result]:
-    """Each method and order with each seed, twice: `NAME` in real time, `NAME (virtual)` by the same settings. Orders
-    take turns in going first, so that what else this machine does falls on both."""
+    """Run each method and order with each seed twice: `NAME` in real time, `NAME (virtual)` with the same settings. The
+    orders alternate in running first, so that other work of the machine affects both."""
     results = []
     with console.status("starting") as status:
         for number, requests in enumerate(traces):
@@ -189,7 +191,7 @@ def _beside(live: Result, virtual: Result) -> str:
 
 
 def _gain(results: list[Result], method: str, orders: list[LabConfig]) -> str:
-    """What the second order keeps beyond the first, by pairs of runs with the same requests."""
+    """Return how many more requests keep their SLO with the second order, over pairs of runs with the same requests."""
     runs = by_method(results)
     first, second = (row_of(method, order) for order in orders)
 

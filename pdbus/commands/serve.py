@@ -1,4 +1,4 @@
-"""`pdbus serve`: the HTTP edge. Owns its options and what it says."""
+"""`pdbus serve`: the HTTP edge. Owns its options and its output."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ NEEDED = ("uvicorn", "httptools", "uvloop")
     epilog="Any number of edges may run side by side. /docs lists the endpoints; /health and /ready are for probes, "
     "/metrics for Prometheus. SIGTERM lets requests finish.",
 )
-@cli.setting(EdgeConfig(), "--http", metavar="[HOST:]PORT", help="Where it listens.")
+@cli.setting(EdgeConfig(), "--http", metavar="[HOST:]PORT", help="The address to listen on.")
 @controller_option
 @keys_option
 @click.option(
-    "--key-name", default="", metavar="NAME", help="Of its key in --keys, a client's  [default: edge, or the only one]"
+    "--key-name",
+    default="",
+    metavar="NAME",
+    help="The name of its own key in --keys, a client's  [default: edge, or the only one]",
 )
 @click.option("--api-keys", default="", metavar="FILE", help="Bearer keys, their names and quotas (docs/edge.md).")
-@click.option("--tls-cert", default="", metavar="FILE", help="PEM; with --tls-key: HTTPS.")
+@click.option("--tls-cert", default="", metavar="FILE", help="PEM file; with --tls-key: HTTPS.")
 @click.option("--tls-key", default="", metavar="FILE")
 @tokenizers_option
 @click.option(
@@ -39,26 +42,32 @@ NEEDED = ("uvicorn", "httptools", "uvloop")
     type=click.Choice(["model", "openai"]),
     default="model",
     show_default=True,
-    help="Where a request says nothing: those of the model's generation_config.json, or OpenAI's.",
+    help="Defaults of sampling parameters: from the model's generation_config.json, or OpenAI's.",
 )
 @click.option(
     "--chat-max-tokens",
     type=click.IntRange(0),
     default=0,
-    help="Of an answer to a chat that says none  [default: what fits, or the model's own]",
+    help="For chats without a maximum  [default: what fits, or the model's own]",
 )
 @click.option(
     "--cors-origin",
     "cors_origins",
     multiple=True,
     metavar="ORIGIN",
-    help="Let pages of this origin call it from a browser; again for each, or *.",
+    help="Let pages of this origin call it from a browser; repeat for each, or give *.",
 )
-@cli.setting(EdgeConfig(), "--wait-s", type=cli.Seconds(0.1), help="For the controller, at the start.")
-@cli.setting(EdgeConfig(), "--drain-s", type=cli.Seconds(), help="For requests to finish, at the end.")
-@cli.setting(EdgeConfig(), "--max-requests", type=click.IntRange(1), help="Answers under way; beyond that 429.")
-@cli.setting(EdgeConfig(), "--max-body-bytes", type=click.IntRange(1), help="Of a request; beyond that 413.")
-@cli.setting(EdgeConfig(), "--max-time-s", type=cli.Seconds(0.1), help="Of a request, whatever deadline it says.")
+@cli.setting(EdgeConfig(), "--wait-s", type=cli.Seconds(0.1), help="How long to wait for the controller at the start.")
+@cli.setting(EdgeConfig(), "--drain-s", type=cli.Seconds(), help="How long requests may take to finish at the end.")
+@cli.setting(
+    EdgeConfig(), "--max-requests", type=click.IntRange(1), help="Maximum of answers in progress; more get 429."
+)
+@cli.setting(
+    EdgeConfig(), "--max-body-bytes", type=click.IntRange(1), help="Maximum length of a request; longer ones get 413."
+)
+@cli.setting(
+    EdgeConfig(), "--max-time-s", type=cli.Seconds(0.1), help="Maximum time of a request, whatever its deadline is."
+)
 @spans.otlp_endpoint_option
 @cli.log_level_option
 @cli.watch_parent_option

@@ -1,4 +1,4 @@
-"""`pdbus status`: every rank as its controller sees it, and what the broker counts."""
+"""`pdbus status`: every rank as its controller sees it, and the broker's counts."""
 
 from __future__ import annotations
 
@@ -32,20 +32,30 @@ from pdbus.commands.common import (
 from pdbus.top.figures import Sample, slo_of, trouble_of
 from pdbus.top.source import BrokerStatusClient
 
-WIDTH = 132  # of a table that no terminal shows
+WIDTH = 132  # of a table outside a terminal
 COLUMNS = ("rank", "role", "state", "age", "run+wait", "KV", "in flight", "estimate", "sent", "ended", "bad")
 WORDS = ("rank", "role", "state")
-LEAST_FIRST = ("ended", "sent", "in flight", "role", "age", "bad", "KV", "run+wait", "estimate")  # where it is narrow
+LEAST_FIRST = (
+    "ended",
+    "sent",
+    "in flight",
+    "role",
+    "age",
+    "bad",
+    "KV",
+    "run+wait",
+    "estimate",
+)  # columns left out first on a narrow terminal
 
 
 @settings.command(
     "status",
-    epilog="Exit code 1: a rank that should serve doesn't (silent, lost, hung), or no rank of a role is ready; a line "
-    "tells of each.",
+    epilog="Exit code 1: a rank that should serve does not (silent, lost, hung), or no rank of a role is ready; a line "
+    "for each says so.",
 )
 @controller_option
 @bus_option
-@click.option("--json", "as_json", is_flag=True, help="Everything, as one JSON object (docs/operations.md).")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object (docs/operations.md).")
 @click.option(
     "--watch",
     "watch_s",
@@ -54,7 +64,7 @@ LEAST_FIRST = ("ended", "sent", "in flight", "role", "age", "bad", "KV", "run+wa
     flag_value=2.0,
     default=None,
     metavar="[SECONDS]",
-    help="Again and again, each 2 seconds or as many as are said; with --json an object a line.",
+    help="Repeat every 2 seconds, or as often as given; with --json, one object on each line.",
 )
 @keys_option
 @wait_option
@@ -80,7 +90,8 @@ def status(controller: str, bus: str, as_json: bool, watch_s: float | None, keys
 
 
 def as_dict(seen: Status, broker: BrokerStatus | None) -> dict[str, Any]:
-    """For programs: fields by name, as in docs/protocol.md; `trouble`: what is wrong, a sentence each."""
+    """Return the status for JSON output: fields by name, as in docs/protocol.md; `trouble` has a sentence for each
+    fault."""
     broker_named = _named(broker) if broker is not None else None
     return {"trouble": trouble_of(seen), "controller": _named(seen), "broker": broker_named}
 
@@ -122,7 +133,7 @@ def _show(console: Console, seen: Status, broker: BrokerStatus | None, bus: str,
 
 
 def _requests(seen: Status) -> str:
-    """What became of requests, and what was turned away."""
+    """Return a line of counts: requests by outcome, and refusals."""
     sample, counts = Sample(0.0, 0.0, seen), seen.counts
     numbers = (
         f"{counts.get(name, 0)} {word}"
@@ -137,17 +148,17 @@ def _requests(seen: Status) -> str:
 
 
 def _print(console: Console, line: str, style: str = "") -> None:
-    """A line with words of peers in it."""
+    """Print a line that has text from peers."""
     console.print(cli.printable(" ".join(line.split())), style=style, markup=False)
 
 
 def ranks_table(ranks: Sequence[RankStatus], console: Console) -> tuple[Table, list[str]]:
-    """A row for each rank, with as many columns as `console` has room for; and the names of those left out."""
+    """Return a table with a row for each rank and as many columns as fit, and the names of the columns left out."""
     in_order = sorted(ranks, key=lambda rank: (rank.role != "prefill", rank.instance, rank.dp_rank))
     rows = [_row(rank) for rank in in_order]
     names = list(COLUMNS)
     if all(rank.instance.startswith(rank.role) for rank in ranks):
-        names.remove("role")  # each name says it
+        names.remove("role")  # each name has it
     unbounded = console.options.update(width=sys.maxsize)
     left_out: list[str] = []
     table = _table(names, rows)

@@ -1,4 +1,4 @@
-"""`pdbus targets`: where the metrics of all parts are, for Prometheus."""
+"""`pdbus targets`: the metrics addresses of all parts, for Prometheus."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ from pdbus.commands.common import (
 
 @settings.command("targets")
 @controller_option
-@click.option("--watch", metavar="FILE", default="", help="Keep FILE so, for file_sd; from now on until it is ended.")
+@click.option(
+    "--watch",
+    metavar="FILE",
+    default="",
+    help="Write them to FILE for file_sd, and keep it up to date until the command ends.",
+)
 @click.option("--interval-s", type=cli.Seconds(0.1), default=5.0, show_default=True, help="How often to ask.")
 @keys_option
 @wait_option
@@ -43,7 +48,7 @@ def targets(controller: str, watch: str, interval_s: float, keys: str, wait_s: f
             try:
                 text = _text(client.status(timeout_s=wait_s))
             except PeerLost:
-                continue  # what is known stays: Prometheus sees for itself who is down
+                continue  # the last targets stay; Prometheus itself sees which of them are down
             if text != written:
                 _write(Path(watch), text)
                 written = text
@@ -54,7 +59,7 @@ def _text(status: Status) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """At once: Prometheus reads it whenever it likes."""
+    """Replace the file atomically, because Prometheus may read it at any time."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         fresh.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`pdbus top`: a live view of a cluster. Owns its options and the loop of keys and answers."""
+"""`pdbus top`: a live view of a cluster. Owns its options and the loop over keys and updates."""
 
 from __future__ import annotations
 

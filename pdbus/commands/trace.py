@@ -21,22 +21,22 @@ from pdbus.commands.common import (
 )
 from pdbus.trace.waterfall import as_dict, waterfall
 
-WIDTH = 120  # of what no terminal shows
+WIDTH = 120  # of output outside a terminal
 RID_MAX = 128
 
 
 @settings.command(
     "trace",
-    epilog="The rid is in the log lines of all parts; of an edge's request its x-request-id will do, with which its "
-    "rid begins. Several answers to one request have rids that end with -0, -1 and so on.",
+    epilog="The rid is in the log lines of all parts. For a request of an edge, its x-request-id is enough: the rid "
+    "begins with it. Several answers to one request have rids that end with -0, -1 and so on.",
 )
 @click.argument("rid")
 @controller_option
-@click.option("--json", "as_json", is_flag=True, help="Everything, as one JSON object (docs/tracing.md).")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object (docs/tracing.md).")
 @keys_option
 @wait_option
 def trace(rid: str, controller: str, as_json: bool, keys: str, wait_s: float) -> None:
-    """Show what became of a request and how long each step took, as controller and ranks remember it."""
+    """Show the steps of a request and their times, as controller and ranks recorded them."""
     if not 0 < len(rid) <= RID_MAX:
         raise ConfigError(f"a rid has 1 to {RID_MAX} characters")
     leave_on_signals()
@@ -48,7 +48,7 @@ def trace(rid: str, controller: str, as_json: bool, keys: str, wait_s: float) ->
         if not answer.kept:
             kept = f"{answer.controller} remembers none (it has just started, or --trace-bytes is 0)"
         silent = f"; no answer from {', '.join(answer.silent)}" if answer.silent else ""
-        raise BusError(f"nobody knows a request {rid!r}: {kept}{silent}")
+        raise BusError(f"no part knows a request {rid!r}: {kept}{silent}")
     if as_json:
         print(json.dumps(as_dict(rid, answer), indent=2))
         return

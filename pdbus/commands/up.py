@@ -1,4 +1,4 @@
-"""`pdbus up`: a whole cluster with one command, kept running. Owns its options, its defaults and what it says."""
+"""`pdbus up`: starts a whole cluster and keeps it running. Owns its options, defaults and output."""
 
 from __future__ import annotations
 
@@ -45,25 +45,29 @@ def _resources_option(role: str) -> Callable[[Any], Any]:
         metavar="NAME=AMOUNT,...",
         default="CPU=1",
         show_default=True,
-        help=f"ray: what each {role} rank needs, as in CPU=4,GPU=1.",
+        help=f"ray: the resources of each {role} rank, as in CPU=4,GPU=1.",
     )
 
 
 @settings.command(
     "up",
-    epilog="What follows -- is given to every node, as in: pdbus up -- --kv-tokens 4096 --max-running 8. With --engine "
-    "vllm it is for vLLM, and what stands before a further -- for the nodes. A part that "
-    "dies is started again, after a wait that grows. The command ends with exit code 3 when a part has used up its "
-    "restarts, or when the last node, controller, broker or edge has left.",
+    epilog="Arguments after -- are for every node, as in: pdbus up -- --kv-tokens 4096 --max-running 8. With --engine "
+    "vllm they are for vLLM, and those before a second -- are for the nodes. A part that dies is started again, after "
+    "a wait that grows. The command ends with exit code 3 when a part has used up its restarts, or when the last "
+    "node, controller, broker or edge has left.",
 )
 @click.option("--prefill", type=click.IntRange(0), default=None, help="Prefill ranks  [default: 2]")
 @click.option("--decode", type=click.IntRange(0), default=None, help="Decode ranks  [default: 2]")
-@click.option("--unified", type=click.IntRange(0), default=0, help="Ranks that do both, instead.")
-@click.option("--ranks-per-process", type=click.IntRange(1), default=1, show_default=True, help="Ranks that share one.")
+@click.option(
+    "--unified", type=click.IntRange(0), default=0, help="Ranks that do prefill and decode, instead of the two."
+)
+@click.option(
+    "--ranks-per-process", type=click.IntRange(1), default=1, show_default=True, help="Ranks that share a node process."
+)
 @click.option(
     "--model",
     default="",
-    help="smollm2, tiny or sim; with --engine vllm what vLLM takes.  [default: sim with --engine sim, else smollm2]",
+    help="smollm2, tiny or sim; with --engine vllm any of vLLM.  [default: sim with --engine sim, else smollm2]",
 )
 @click.option(
     "--engine",
@@ -75,7 +79,7 @@ def _resources_option(role: str) -> Callable[[Any], Any]:
     "--gpus",
     default="",
     metavar="A,B,...",
-    help="One for each node, prefill first; 0+1,2+3: two  [default: all]",
+    help="One for each node, prefill first; 0+1,2+3 gives two to each  [default: all]",
 )
 @_method_option("prefill", "cache_aware")
 @_method_option("decode", "total_requests")
@@ -85,16 +89,16 @@ def _resources_option(role: str) -> Callable[[Any], Any]:
     type=click.Choice(["arrival", "slo"]),
     default="arrival",
     show_default=True,
-    help="slo: what can still have its first token in time goes first, short prompts before long ones.",
+    help="slo: requests that can still have their first token in time go first, short prompts before long ones.",
 )
-@cli.setting(ControllerConfig, "--ttft-slo-s", type=cli.Seconds(), help="slo: of requests that name none.")
+@cli.setting(ControllerConfig, "--ttft-slo-s", type=cli.Seconds(), help="slo: for requests that name none.")
 @cli.setting(
-    ControllerConfig, "--tpot-slo-s", type=cli.Seconds(0), help="slo: likewise of each further token; 0: none."
+    ControllerConfig, "--tpot-slo-s", type=cli.Seconds(0), help="slo: the same for each further token; 0: none."
 )
 @cli.slo_class_option
 @click.option("--transport", type=click.Choice(["ipc", "tcp"]), default="ipc", show_default=True)
-@click.option("--bus", default="", metavar="BASE", help="Where the broker serves  [default: the usual place]")
-@click.option("--controller", default="", metavar="BASE", help="Where the controller serves  [likewise]")
+@click.option("--bus", default="", metavar="BASE", help="The broker's address  [default: the usual one]")
+@click.option("--controller", default="", metavar="BASE", help="The controller's address  [default: the usual one]")
 @click.option("--keys", default="", metavar="DIR", help="Directory of CURVE keys (pdbus keys new DIR); none: plain.")
 @click.option("--start-timeout-s", type=cli.Seconds(1), default=300.0, show_default=True)
 @click.option(
@@ -102,17 +106,19 @@ def _resources_option(role: str) -> Callable[[Any], Any]:
     type=click.IntRange(0),
     default=5,
     show_default=True,
-    help="How often a part may be started again within a minute of service before all is taken down.",
+    help="Restarts of a part within a minute of service before the whole cluster is stopped.",
 )
-@click.option("--log-level", type=click.Choice(LEVELS), default="warning", show_default=True, help="Of the parts.")
+@click.option(
+    "--log-level", type=click.Choice(LEVELS), default="warning", show_default=True, help="Log level of the parts."
+)
 @click.option(
     "--log-dir",
     type=click.Path(file_okay=False),
     default="",
     metavar="DIR",
-    help="Append each part's log to a file here, and keep it  [default: gone when the cluster is]",
+    help="Append each part's log to a file here, and keep it  [default: removed with the cluster]",
 )
-@click.option("--http", default="", metavar="[HOST:]PORT", help="Serve OpenAI's HTTP API there  [default: don't]")
+@click.option("--http", default="", metavar="[HOST:]PORT", help="Serve OpenAI's HTTP API there  [default: no]")
 @tokenizers_option
 @click.option(
     "--metrics-port",
@@ -120,18 +126,21 @@ def _resources_option(role: str) -> Callable[[Any], Any]:
     default=0,
     show_default=True,
     metavar="BASE",
-    help="Serve the parts' metrics on this port and the next ones, one each (0: don't).",
+    help="Serve the parts' metrics on this port and the next ones, one for each part (0: none).",
 )
-@click.option("--ray", is_flag=True, help="Place the parts over the nodes of a Ray cluster, not on this machine.")
+@click.option("--ray", is_flag=True, help="Place the parts on the nodes of a Ray cluster, not on this machine.")
 @click.option(
-    "--ray-address", default="auto", metavar="ADDRESS", help="ray: of that cluster  [default: $RAY_ADDRESS, else here]"
+    "--ray-address",
+    default="auto",
+    metavar="ADDRESS",
+    help="ray: the address of the Ray cluster  [default: $RAY_ADDRESS, else this machine]",
 )
 @click.option(
     "--ray-strategy",
     type=click.Choice(STRATEGIES),
     default="SPREAD",
     show_default=True,
-    help="ray: how an instance's ranks lie over the Ray nodes.",
+    help="ray: how an instance's ranks are placed over the Ray nodes.",
 )
 @_resources_option("prefill")
 @_resources_option("decode")
@@ -173,13 +182,13 @@ def up(
 ) -> None:
     """Start a broker, a controller and nodes, and keep them running; Ctrl-C drains and ends them all.
 
-    Decode is best by total_requests while KV memory is plenty, else by total_tokens. The method auto is what
-    engines do: follow_bootstrap_room for prefill, round_robin elsewhere.
+    For decode, total_requests is best while there is enough KV memory, otherwise total_tokens. The method auto does
+    what engines do: follow_bootstrap_room for prefill, round_robin elsewhere.
     """
     split_default = 0 if unified else 2
     node_args, engine_args = _arguments(engine, node_args)
     if not ray:
-        places_of(tokenizers)  # known before anything is started; with Ray the edge's machine has them
+        places_of(tokenizers)  # checked before anything starts; with Ray they are on the edge's machine
     spec = ClusterSpec(
         prefill=split_default if prefill is None else prefill,
         decode=split_default if decode is None else decode,
@@ -254,7 +263,8 @@ def _over_ray(
     resources: dict[Role, str],
     progress: ProgressLine,
 ) -> RayCluster:
-    """ConfigError for what cannot be laid over a Ray cluster, or when there is none."""
+    """Return the cluster over Ray. Raises ConfigError for settings that do not work with Ray, or without a Ray
+    cluster."""
     if spec.gpus:
         raise ConfigError("--gpus: with --ray, Ray gives out GPUs: --prefill-resources GPU=1 and so on")
     each = {role: parse_resources(f"--{role}-resources", text) for role, text in resources.items()}
@@ -270,7 +280,7 @@ def _over_ray(
 
 
 def _arguments(engine: str | None, given: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Those of the nodes, and their engine's own."""
+    """Return the arguments of the nodes, and those of their engine."""
     if engine is None or not kind_of(engine).takes_arguments:
         return given, ()
     if "--" not in given:

@@ -1,4 +1,4 @@
-"""Whole clusters as child processes of this one: described by a `ClusterSpec`, run by a `Cluster`."""
+"""Runs whole clusters as child processes: a `ClusterSpec` describes one, a `Cluster` runs it."""
 
 from pdbus.names import check_names
 

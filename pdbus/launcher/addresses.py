@@ -1,4 +1,4 @@
-"""Fresh addresses for a cluster: sockets in a private directory, or free tcp ports. Owns the choosing alone."""
+"""Chooses addresses for a cluster: sockets in a private directory, or free tcp ports. Owns only this choice."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pdbus.launcher.spec import Addresses, ClusterSpec
 
 
 def choose(spec: ClusterSpec, directory: Path) -> Addresses:
-    """Addresses as `spec` fixes them, the others fresh. A tcp port may be taken by the time it is bound: try again.
-    ConfigError where no sockets can lie in `directory`."""
+    """Return the addresses that `spec` fixes, and fresh ones for the rest. A tcp port may be taken before it is bound;
+    the caller then tries again. Raises ConfigError where `directory` cannot hold sockets."""
     if spec.transport == "ipc":
         if why := why_no_data_dir(str(directory)):
             raise ConfigError(f"$TMPDIR, {str(directory.parent)!r}, is no place for sockets: {why}")

@@ -1,4 +1,4 @@
-"""One child process of ours: started, watched for its READY line, signalled, reaped. Owns the process and its log."""
+"""One child process: started, watched for its READY line, signalled, reaped. Owns the process and its log."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from pdbus.launcher.spec import PartSpec
 
 LOG_MAX_BYTES = 16 << 20
 _TAIL_BYTES = 16 << 10
-_KILLED_S = 30.0  # for SIGKILL to act
+_KILLED_S = 30.0  # how long SIGKILL may take
 
 
 class Child:
-    """Its stdin is a pipe held open here, so it leaves when this process goes away; stderr goes to a log file."""
+    """A child process. Its stdin is a pipe held open here, so it leaves when this process ends; stderr goes to a log
+    file."""
 
     def __init__(self, spec: PartSpec, log: Path, env: dict[str, str]) -> None:
         self.spec = spec
         self.log = log
         self.facts: dict[str, str] = {}  # of its READY line
         self.silent = False  # it has closed its stdout
-        self.unlogged = ""  # why it has no log
+        self.unlogged = ""  # the reason why it has no log; empty: it has one
         with log.open("ab") as stderr:
-            self._log_from = stderr.tell()  # what stands before is of an earlier start
+            self._log_from = stderr.tell()  # earlier output is of an earlier start
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", spec.module, *spec.args],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 env={**os.environ, **env},
-                start_new_session=True,  # Ctrl-C reaches us alone; we take the parts down in order
+                start_new_session=True,  # Ctrl-C reaches only this process, which stops the parts in order
             )
         assert self.process.stdout is not None
         os.set_blocking(self.process.stdout.fileno(), False)
@@ -52,7 +53,7 @@ class Child:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more is read of it: one that was killed and has not gone yet, say."""
+        """True once its output is closed, for example after a kill."""
         assert self.process.stdout is not None
         return self.process.stdout.closed
 
@@ -67,16 +68,16 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code once it is reaped (negative: of a signal); None while it lives."""
+        """The exit code (negative: a signal); None while it lives."""
         return self.process.poll()
 
     @property
     def killed(self) -> bool:
-        """Whether a signal ended it, whoever sent that: it had no chance to tidy up."""
+        """True if a signal ended it, so that it could not clean up."""
         return (self.returncode or 0) < 0
 
     def read(self) -> bool:
-        """Take in stdout, without waiting; whether more may come. Sets `facts` at the READY line."""
+        """Read stdout without waiting, and set `facts` at the READY line. Return true if more may come."""
         try:
             data = os.read(self.fileno, 65536)
         except BlockingIOError:
@@ -90,12 +91,12 @@ class Child:
         return bool(data)
 
     def send(self, number: int) -> None:
-        """Signal it if it lives."""
+        """Send it a signal if it lives."""
         if self.returncode is None:
             self.process.send_signal(number)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has exited within `timeout_s`."""
+        """Wait for its exit; return true if it exits within `timeout_s`."""
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -103,7 +104,8 @@ class Child:
         return True
 
     def close(self) -> None:
-        """Kill what still lives, reap it, close the pipes; idempotent. What then still lives is left to the kernel."""
+        """Kill the process if it lives, reap it, close the pipes; idempotent. A process that survives SIGKILL is left
+        to the kernel."""
         if self.returncode is None:
             self.send(signal.SIGKILL)
             self.wait(_KILLED_S)
@@ -112,19 +114,19 @@ class Child:
                 pipe.close()
 
     def failure(self) -> StartError:
-        """Why it exited, in one line: its own error line where there is one."""
+        """Return the reason for its exit in one line: its own error line if there is one."""
         errors = [line.partition(": error: ")[2] for line in self.last_lines() if ": error: " in line]
         return StartError(f"{self.name}: {errors[-1] if errors else self.cause()}")
 
     def cause(self) -> str:
-        """How it exited and what it logged last, in one line."""
+        """Return its exit code or signal and its last log line, in one line."""
         code = self.returncode
         how = f"ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
         lines = self.last_lines()
         return f"{how}; last words: {lines[-1].strip()[:300] if lines else 'none'}"
 
     def last_lines(self) -> list[str]:
-        """The end of what this start has logged, without empty lines and terminal escapes."""
+        """Return the last log lines of this start, without empty lines and terminal escapes."""
         try:
             logged = self.log.stat().st_size - self._log_from
         except OSError:
@@ -133,7 +135,7 @@ class Child:
         return ["".join(c if c.isprintable() else " " for c in line) for line in lines if line.strip()]
 
     def tail(self, size: int = _TAIL_BYTES) -> str:
-        """The end of its log; nothing where that cannot be read."""
+        """Return the end of its log; empty if it cannot be read."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(0, self.log.stat().st_size - size))
@@ -142,19 +144,19 @@ class Child:
             return ""
 
     def trim_log(self) -> None:
-        """Put a log that has grown past its bound aside, as `.1` (the part appends: it goes on in the emptied file). A
-        log that cannot be emptied, or is not there, stays as it is."""
+        """Move the content of a log beyond its limit to `.1`, and empty it; the part goes on appending to it. A log
+        that cannot be emptied, or does not exist, stays as it is."""
         with suppress(OSError):
             if self.log.stat().st_size <= LOG_MAX_BYTES:
                 return
-            with self.log.open("r+b") as file:  # before it is copied: this is tried again and again
-                with suppress(OSError):  # a full disk is all the more reason to empty it
+            with self.log.open("r+b") as file:  # opened before it is copied, as this is repeated
+                with suppress(OSError):  # on a full disk it is emptied all the same
                     shutil.copyfile(self.log, self.log.with_name(f"{self.log.name}.1"))
                 file.truncate(0)
             self._log_from = 0
 
     def remove_socket(self) -> None:
-        """Remove the data socket that a killed node leaves behind: nobody binds its name again."""
+        """Remove the data socket that a killed node has left; its name is never bound again."""
         assert self.returncode is not None, f"{self.name} lives"
         scheme, _, path = self.facts.get("endpoint", "").partition("://")
         if scheme == "ipc" and is_socket(Path(path)):
@@ -162,8 +164,9 @@ class Child:
 
 
 def start(spec: PartSpec, logs: Path, env: dict[str, str], *, again: bool = False) -> Child:
-    """The part as a child, with its log in the directory `logs`, which is made where it is missing; StartError when the
-    part can't even be run. Without a log, and `unlogged`, where that can't be written and it has run before (`again`).
+    """Start the part as a child with its log in the directory `logs`, which is made if it is missing. With `again`, a
+    log that cannot be written is left out, and `unlogged` has the reason. Raises StartError when the part cannot be
+    run.
     """
     log, unlogged = logs / f"{spec.name.replace('/', '.')}.log", ""
     try:

@@ -1,7 +1,7 @@
-"""A running cluster: starts the parts, waits for READY, takes all down without a trace. Owns children and their files.
+"""A running cluster: starts the parts, waits for READY, and stops them all. Owns the children and their files.
 
-Nodes start last, and leave (they drain) before the controllers and then the broker; an edge leaves before them. What
-does not leave in time is killed. Nothing survives: children notice when this process dies.
+Nodes start last. An edge leaves first, then the nodes (they drain), the controllers and the broker. A part that does
+not leave in time is killed. No part outlives this process: children notice when it dies.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ _PORT_TRIES = 5
 
 
 class Cluster:
-    """`with Cluster(ClusterSpec(prefill=2, decode=2)) as cluster:`; StartError on entry when a part does not start.
+    """A cluster of processes: `with Cluster(ClusterSpec(prefill=2, decode=2)) as cluster:`. Raises StartError on entry
+    when a part does not start.
 
-    `progress` is called a few times a second, while parts start, with a line that says what is waited for. With
-    `restarts`, broker, controllers and edge that end while nodes start (which may take minutes) are started again, and
-    `notify` gets a line for it; a `Supervisor` keeps all parts after that.
+    While parts start, `progress` is called a few times a second with a line that names the parts waited for. With
+    `restarts`, broker, controllers and edge are started again if they end while nodes start (which may take minutes),
+    and `notify` gets a line for each restart; afterwards a `Supervisor` restarts parts.
 
-    One thread at a time. Once stopped it starts as a new one in another `with`; what asks a cluster that does not run
-    gets PartFailed. In a forked child it is the parent's: every call raises PartFailed, `stop` leaves all of it alone,
-    and `start` makes a new one.
+    One thread at a time may use it. A stopped cluster can be started again, as a new one. Calls to a cluster that is
+    not running raise PartFailed. A forked child must not use its parent's cluster: calls raise PartFailed, `stop` does
+    nothing, and `start` makes a new one.
     """
 
     def __init__(
@@ -55,9 +56,9 @@ class Cluster:
         self._restarts = restarts
         self._notify = notify or (lambda line: None)
         self.children: dict[str, Child] = {}
-        self.started: list[Child] = []  # every one there ever was
-        self.leftovers: tuple[str, ...] = ()  # socket files that a clean exit left behind (a bug of ours)
-        self.logs: dict[str, str] = {}  # the end of each part's log, once stopped
+        self.started: list[Child] = []  # all children since the construction
+        self.leftovers: tuple[str, ...] = ()  # socket files left after a clean exit (a bug of ours)
+        self.logs: dict[str, str] = {}  # the end of each part's log, after the stop
         self._progress = progress or (lambda line: None)
         self._stack = ExitStack()
         self._clients: list[Client] = []
@@ -77,8 +78,8 @@ class Cluster:
         self.stop()
 
     def start(self) -> Cluster:
-        """All parts, READY. On failure what had started is taken down again. StartError if it runs already, which it
-        then goes on to do."""
+        """Start all parts and wait until they are READY. On failure the started parts are stopped again. Raises
+        StartError if the cluster runs already; it then goes on running."""
         if self._inherited:
             type(self).__init__(self, self.spec, self._progress, restarts=self._restarts, notify=self._notify)
         if self._directory is not None:
@@ -105,7 +106,7 @@ class Cluster:
         return self
 
     def stop(self) -> None:
-        """Take everything down; idempotent. Ctrl-C meanwhile cuts the wait for draining nodes short, and is raised."""
+        """Stop all parts; idempotent. Ctrl-C shortens the wait for draining nodes, and is raised afterwards."""
         if self._directory is None or self._inherited:
             return
         try:
@@ -116,8 +117,8 @@ class Cluster:
             self._hurried = False
 
     def interrupt(self, *_: object) -> None:
-        """For a signal's handler: cut the wait for draining nodes short, as Ctrl-C does. It raises nothing, which at
-        another moment would keep `stop` from being called, or from ending."""
+        """Shorten the wait for draining nodes, as Ctrl-C does; for signal handlers. It raises nothing, because an
+        exception at the wrong moment could keep `stop` from running to its end."""
         self._hurried = True
 
     # --- what it is ---------------------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ class Cluster:
 
     @property
     def directory(self) -> Path:
-        """A private directory that goes when the cluster does."""
+        """A private directory, removed with the cluster."""
         self._raise_if_inherited()
         if self._directory is None:
             raise PartFailed(NOT_RUNNING)
@@ -147,11 +148,11 @@ class Cluster:
 
     @property
     def log_dir(self) -> Path:
-        """Where each part has its log: the spec's `log_dir`, which stays, or the private directory."""
+        """The directory of the parts' logs: the spec's `log_dir`, which stays, or the private directory."""
         return Path(self.spec.log_dir) if self.spec.log_dir else self.directory
 
     def client(self, **options: Any) -> Client:
-        """A client of this cluster (closed with it at the latest); `options` as for `Client`."""
+        """Return a client of this cluster, which is closed with it at the latest; `options` are those of `Client`."""
         options.setdefault("keys", self.spec.keys)
         if self.spec.controllers == "per_instance" and not self.spec.unified:
             options.setdefault("prefill_controller", self._at.controllers["controller-prefill-0"])
@@ -163,39 +164,40 @@ class Cluster:
         return client
 
     def status(self, controller: str = "") -> Status:
-        """What a controller says (by name or base address; default: the first)."""
+        """Return the status of a controller, named by name or base address (default: the first)."""
         address = self._at.controllers.get(controller, controller) or self.controller
         with Client(address, keys=self.spec.keys) as client:
             return client.status()
 
     def log(self, part: str) -> str:
-        """The end of a part's log."""
+        """Return the end of a part's log."""
         return self._child(part).tail()
 
     # --- faults -------------------------------------------------------------------------------------------------
 
     def kill(self, part: str, number: int = signal.SIGKILL, *, wait_s: float = 10.0) -> None:
-        """Send a signal to a part (`broker`, `controller-0`, `prefill-0/1`, ...) and, if it must end of it, reap it."""
+        """Send a signal to a part (`broker`, `controller-0`, `prefill-0/1`, ...); if the signal ends it, wait for its
+        exit."""
         child = self._child(part)
         child.send(number)
         if number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT) and not child.wait(wait_s):
             raise StartError(f"{part} did not leave within {wait_s:g} s of {signal.Signals(number).name}")
 
     def restart(self, part: str) -> None:
-        """Start a part that has ended (or end it now) again, and wait for its READY."""
+        """Restart a part, killing it first if it lives, and wait for its READY."""
         if self._child(part).returncode is None:
             self.kill(part)
         self._wait_ready([self.begin(part)])
 
     def begin(self, part: str) -> Child:
-        """Start a part that has ended again, at the same addresses, without waiting for its READY."""
+        """Restart a part that has ended, at the same addresses, without waiting for its READY."""
         old = self._child(part)
         old.close()
         old.remove_socket()
         return self._spawn(old.spec, again=True)
 
     def poll(self) -> list[str]:
-        """The parts that have exited since the start without being asked to; also keeps logs within their bound."""
+        """Return the parts that have exited without being asked to; also keep logs within their limit."""
         self._raise_if_inherited()
         self._trim_logs()
         return [name for name, child in self.children.items() if child.returncode is not None]
@@ -224,8 +226,8 @@ class Cluster:
         return self.children[part]
 
     def _start_parts(self) -> None:
-        """Nodes once the addresses are ours: where another cluster has them, its controllers would take our ranks for
-        later starts of its own, and fence those."""
+        """Start the parts, nodes only once the addresses are ours: if another cluster had them, its controllers would
+        take our ranks for later starts of its own ranks, and fence those."""
         self._addresses = choose(self.spec, self.directory)
         if self.spec.keys:
             ensure_keys(
@@ -267,7 +269,7 @@ class Cluster:
             child.trim_log()
 
     def _wait(self, line: str) -> None:
-        """Parts start or leave, which may take minutes."""
+        """Report progress and trim logs, while parts start or leave."""
         self._trim_logs()
         self._progress(line)
 
@@ -298,7 +300,7 @@ class Cluster:
 
 
 class _NamedParts:
-    """Those parts of a cluster alone that are named."""
+    """A view of the named parts of a cluster."""
 
     def __init__(self, cluster: Cluster, names: tuple[str, ...]) -> None:
         self._cluster = cluster

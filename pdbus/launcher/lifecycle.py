@@ -1,4 +1,4 @@
-"""The two ends of children's lives: until all are READY, and until all have left. Owns the waiting alone."""
+"""Waits for children: until all are READY, and until all have left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bus.errors import StartError
 from pdbus.launcher.child import Child
 
 PROGRESS_S = 0.25
-HURRY_S = 2.0  # for a part that was told to leave at once
+HURRY_S = 2.0  # how long a part may take to leave at once
 
 Progress = Callable[[str], None]
 
@@ -24,8 +24,8 @@ def wait_ready(
     progress: Progress = lambda line: None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
-    """Until each child is READY; StartError when one exits first or the time is up. `meanwhile` is called a few times a
-    second."""
+    """Wait until each child is READY, calling `meanwhile` a few times a second. Raises StartError when a child exits
+    first, or when the time is up."""
     began = time.monotonic()
     until = began + timeout_s
     waiting = {child.fileno: child for child in children}
@@ -61,8 +61,8 @@ def take_down(
     *,
     hurried: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """SIGTERM; after the grace, or once it is `hurried`, again, which means at once; then SIGKILL. Whether Ctrl-C cut a
-    wait short. What `progress` raises is dropped: it must not cut one short."""
+    """Stop `children`: send SIGTERM; after the grace, or once `hurried` is true, send it again, which means to leave at
+    once; then kill. Return true if Ctrl-C shortened a wait. Exceptions of `progress` are dropped."""
     hurry = min(HURRY_S, grace_s), lambda: False
     interrupted = False
     try:
@@ -91,7 +91,7 @@ def _ask_to_leave(children: list[Child], wait_s: float, progress: Progress, cut_
 
 
 def _waiting_line(children: list[Child], waited_s: float) -> str:
-    """What is waited for, and what the first of them says that it does."""
+    """Return the names waited for, with the progress that the first one logs."""
     doing = ""
     for line in reversed(children[0].last_lines()):
         try:

@@ -1,5 +1,5 @@
-"""When a part that ended is started again, after how long, and when to give up. Pure: time is an argument, and what is
-decided here is carried out by `supervisor.py` (or another launcher)."""
+"""Decides when a part that ended is started again, and when to give up. Pure: time is an argument; `supervisor` (or
+another launcher) carries the decisions out."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import TypeAlias
 from bus.errors import ConfigError
 from bus.runtime.cli import EXIT_CONFIG, EXIT_REPLACED
 
-# Exit codes of a part that would only end the same way again: it was asked to leave or has drained (0), its settings
-# are bad (2), or a later start of its rank has taken its place (4). One that could not start (3) may the next time:
-# what it needs was not free or not there yet.
+# Exit codes after which a restart cannot help: the part was asked to leave or has drained (0), its settings are
+# bad (2), or a later start of its rank has replaced it (4). A part that could not start (3) may succeed the next time.
 FINAL = frozenset({0, EXIT_CONFIG, EXIT_REPLACED})
 ROLES = frozenset({"prefill", "decode", "unified"})
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """A part is started again at most `limit` times within `window_s` seconds of service. Time that it waits or starts
-    is no service: a part that takes minutes to load and then fails would never reach the limit otherwise.
+    """The rules for restarts: at most `limit` restarts of a part within `window_s` seconds of service.
 
-    The wait before a restart is `first_delay_s`, doubled for each further one within the window, at most `max_delay_s`.
-    A part that is not READY `start_timeout_s` after its start is to be killed, which counts as a failure.
+    Time in which the part waits or starts is not service; otherwise a part that loads for minutes and then fails would
+    never reach the limit. The wait before a restart is `first_delay_s`, doubled for each further restart within the
+    window, at most `max_delay_s`. A part that is not READY `start_timeout_s` after its start is killed, which counts as
+    a failure.
     """
 
     limit: int = 5
@@ -61,7 +61,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The cluster cannot go on without the part; `why` it is not started again."""
+    """The cluster cannot go on without the part; `why` is the reason why it is not started again."""
 
     part: str
     cause: str
@@ -70,7 +70,7 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start the part now, then say `ready` or `exited`."""
+    """Start the part now, then call `ready` or `exited`."""
 
     part: str
     cause: str
@@ -78,7 +78,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """The part has not become READY in time: kill it, then say `exited`."""
+    """The part has not become READY in time: kill it, then call `exited`."""
 
     part: str
     cause: str
@@ -110,8 +110,8 @@ class _Part:
     since: float  # when `state` began
     state: PartState = PartState.SERVING
     due: float = 0.0  # while waiting: when to start; while starting: when it is overdue
-    cause: str = ""  # of its last end
-    served_s: float = 0.0  # in all, up to `since`
+    cause: str = ""  # the cause of its last end
+    served_s: float = 0.0  # total service time up to `since`
     failed_at: deque[float] = field(default_factory=deque)  # readings of `served_s`
 
     def move(self, state: PartState, now: float) -> None:
@@ -122,10 +122,10 @@ class _Part:
 
 
 class Restarts:
-    """Every part of one cluster, from the moment that all of them serve."""
+    """The restarts of one cluster's parts, from the time when all of them serve."""
 
     def __init__(self, duties: Mapping[str, str], policy: RestartPolicy, now: float) -> None:
-        """`duties`: each part's name, and what it is there for (`broker`, `controller`, `edge`, or a node's role)."""
+        """`duties` gives the duty of each part by name: `broker`, `controller`, `edge`, or a node's role."""
         self.policy = policy
         self._parts = {name: _Part(name, duty, now) for name, duty in duties.items()}
 
@@ -133,8 +133,8 @@ class Restarts:
         return self._parts[part].state
 
     def exited(self, part: str, code: int | None, cause: str, now: float) -> Verdict:
-        """A serving or starting part has ended with `code` (negative: by a signal; None: it was not even started);
-        `cause` says so in words."""
+        """Decide about a part that has ended with `code` (negative: by a signal; None: it could not be started) and
+        with `cause` in words."""
         it = self._parts[part]
         it.cause = cause
         if code in FINAL:
@@ -161,8 +161,8 @@ class Restarts:
         return Again(part, cause, delay_s, count + 1)
 
     def _missed(self, duty: str, *, failed: bool) -> str:
-        """What the cluster cannot go on without, now that a part with this duty has left for good. Who drains the last
-        rank of a role means it; where the rank `failed`, those of the other role would serve nothing."""
+        """Return the duty that the cluster cannot do without, now that a part with `duty` has left for good; empty: it
+        can go on. Draining the last rank of a role is intended; after a failure, the other role would serve nothing."""
         left = {each.duty for each in self._parts.values() if each.state is not PartState.LEFT}
         if duty not in ROLES:
             return "" if duty in left else duty
@@ -172,11 +172,11 @@ class Restarts:
         return "" if serves or not failed else f"{duty} node"
 
     def ready(self, part: str, now: float) -> None:
-        """A part that was started again serves."""
+        """Note that a restarted part serves."""
         self._parts[part].move(PartState.SERVING, now)
 
     def due(self, now: float) -> list[Due]:
-        """What is to be done now. A part is overdue each time, until its end is said."""
+        """Return what to do now. An overdue part is returned each time, until `exited` is called for it."""
         todo: list[Due] = []
         for it in self._parts.values():
             if it.state not in (PartState.WAITING, PartState.STARTING) or it.due > now:
@@ -190,6 +190,6 @@ class Restarts:
         return todo
 
     def wait_s(self, now: float) -> float:
-        """How long nothing will be due (infinite: until a part ends)."""
+        """Return the seconds until something is due (infinite: only the end of a part changes that)."""
         dues = [it.due for it in self._parts.values() if it.state in (PartState.WAITING, PartState.STARTING)]
         return max(0.0, min(dues, default=float("inf")) - now)

@@ -1,4 +1,4 @@
-"""What a cluster is made of, and the command line of each part. Pure: starts nothing, opens nothing."""
+"""The description of a cluster, and the command line of each part. Pure: starts nothing, opens nothing."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class PartSpec:
     module: str
     args: tuple[str, ...]
     metrics_port: int = 0  # already among `args`; 0: it serves no metrics
-    env: dict[str, str] = field(default_factory=dict)  # more environment, of this part alone
+    env: dict[str, str] = field(default_factory=dict)  # additional environment of this part
 
     @property
     def duty(self) -> str:
-        """What a cluster has it for: its kind, of a node the role."""
+        """The part's duty: a node's role, or the kind of another part."""
         return self.module.rpartition(".")[2] if self.module.startswith("nodes.") else self.kind
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where a cluster's parts meet: base addresses, and where nodes bind their data sockets."""
+    """The addresses of a cluster's parts: base addresses, and where nodes bind their data sockets."""
 
     bus: str
     controllers: dict[str, str]  # controller name -> base address
@@ -39,44 +39,44 @@ class Addresses:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """A cluster, declared. ConfigError on what makes none."""
+    """The description of a cluster. Raises ConfigError for invalid values."""
 
     prefill: int = 0  # ranks of each prefill instance (0: none)
-    decode: int = 0  # of each decode instance
-    unified: int = 0  # of each unified instance
+    decode: int = 0  # ranks of each decode instance
+    unified: int = 0  # ranks of each unified instance
     prefill_instances: int = 1  # how many
     decode_instances: int = 1  # how many
     unified_instances: int = 1  # how many
     ranks_per_process: int = 1  # how many ranks share a node process
-    prefill_method: str = "auto"  # how the controllers choose among prefill ranks
-    decode_method: str = "auto"  # among decode ranks
-    unified_method: str = "auto"  # among unified ranks
-    engine: str = "torch"  # of the nodes: torch, numpy or sim
-    model: str = ""  # that they serve; empty: sim with the engine sim, else smollm2
+    prefill_method: str = "auto"  # the controllers' method for prefill ranks
+    decode_method: str = "auto"  # for decode ranks
+    unified_method: str = "auto"  # for unified ranks
+    engine: str = "torch"  # the engine of the nodes: torch, numpy, sim or another one
+    model: str = ""  # the model that they serve; empty: sim with the engine sim, otherwise smollm2
     transport: Literal["ipc", "tcp"] = "ipc"  # between the parts
     host: str = "127.0.0.1"  # where tcp ports are bound
     controllers: Literal["one", "per_instance"] = "one"  # per_instance: requests go to two
     embedded: bool = False  # broker and controller are threads of this process
     bus: str = ""  # a fixed base address; empty: ephemeral
-    controller: str = ""  # likewise, of the first
+    controller: str = ""  # a fixed base address of the first controller; empty: ephemeral
     keys: str = ""  # directory made with `pdbus keys new`; keys that the parts need and it lacks are added
-    log_dir: str = ""  # where parts append to their logs, which then outlive the cluster
+    log_dir: str = ""  # directory of the parts' logs, which then outlive the cluster
     log_level: str = "info"  # debug, info, warning or error
     http: str = ""  # where an HTTP edge listens ([host:]port); empty: there is none
     tokenizers: tuple[str, ...] = ()  # for the edge's text, as [MODEL=]DIR; empty: the models' own files
-    metrics_port: int = 0  # of the first part started; the next ones follow (0: nowhere)
-    start_timeout_s: float = 120.0  # for all parts to be ready
-    stop_grace_s: float = 5.0  # for a part to leave before it is killed
+    metrics_port: int = 0  # the first part's metrics port; the others get the next ones (0: none)
+    start_timeout_s: float = 120.0  # how long all parts may take to be ready
+    stop_grace_s: float = 5.0  # how long a part may take to leave before it is killed
     node_args: tuple[str, ...] = ()  # more options for the nodes' command lines
-    prefill_args: tuple[str, ...] = ()  # of the prefill nodes alone
-    decode_args: tuple[str, ...] = ()  # of the decode nodes alone
-    unified_args: tuple[str, ...] = ()  # of the unified nodes alone
-    engine_args: tuple[str, ...] = ()  # of an engine that has arguments of its own (vllm)
+    prefill_args: tuple[str, ...] = ()  # for the prefill nodes alone
+    decode_args: tuple[str, ...] = ()  # for the decode nodes alone
+    unified_args: tuple[str, ...] = ()  # for the unified nodes alone
+    engine_args: tuple[str, ...] = ()  # for an engine that takes arguments of its own (vllm)
     controller_args: tuple[str, ...] = ()  # more options for the controllers' command lines
-    broker_args: tuple[str, ...] = ()  # and for the broker's
-    config: str = ""  # a file of settings for the parts; what is said here goes before it
-    env: dict[str, str] = field(default_factory=dict)  # more environment of the parts
-    gpus: tuple[str, ...] = ()  # of each node process, in their order, as CUDA_VISIBLE_DEVICES names them; empty: all
+    broker_args: tuple[str, ...] = ()  # more options for the broker's command line
+    config: str = ""  # a file of settings for the parts; values of this spec override it
+    env: dict[str, str] = field(default_factory=dict)  # additional environment of the parts
+    gpus: tuple[str, ...] = ()  # CUDA_VISIBLE_DEVICES of each node process, in order; empty: all
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -102,7 +102,7 @@ class ClusterSpec:
             raise ConfigError(f"--metrics-port {self.metrics_port}: a port lies between 1 and 65535 (0: none)")
 
     def instances(self) -> dict[str, tuple[Role, int]]:
-        """Each instance's role and size."""
+        """Return the role and size of each instance."""
         sizes: tuple[tuple[Role, int, int], ...] = (
             ("prefill", self.prefill, self.prefill_instances),
             ("decode", self.decode, self.decode_instances),
@@ -111,17 +111,17 @@ class ClusterSpec:
         return {f"{role}-{n}": (role, size) for role, size, count in sizes if size for n in range(count)}
 
     def controller_names(self) -> tuple[str, ...]:
-        """Of all controllers, the first one's first."""
+        """Return the names of all controllers, that of the first one first."""
         if self.controllers == "one":
             return ("controller-0",)
         return tuple(f"controller-{instance}" for instance in self.instances())
 
     def methods(self) -> dict[Role, str]:
-        """The method of each role, as it was named."""
+        """Return the method of each role, as it was named."""
         return {"prefill": self.prefill_method, "decode": self.decode_method, "unified": self.unified_method}
 
     def parts(self, at: Addresses) -> list[PartSpec]:
-        """Every child process, in the order of starting: broker, controllers, nodes, edge."""
+        """Return all child processes in the order of their start: broker, controllers, nodes, edge."""
         common = ("--watch-parent", "--log-level", self.log_level, *(("--keys", self.keys) if self.keys else ()))
         common += ("--config", self.config) if self.config else ()
         parts: list[PartSpec] = []
@@ -135,7 +135,7 @@ class ClusterSpec:
             parts = self._with_gpus(parts)
         if self.metrics_port:
             parts = self._with_metrics(parts)
-        if self.http:  # its own port has the metrics too
+        if self.http:  # its own port also serves its metrics
             args = ("serve", "--http", self.http, "--controller", next(iter(at.controllers.values())), *common)
             args += tuple(word for each in self.tokenizers for word in ("--tokenizer", each))
             parts.append(PartSpec("edge", "edge", "pdbus", args))

@@ -1,5 +1,5 @@
-"""Keeps the parts of a started cluster running. Owns waiting for what happens to them and carrying out what
-`restarts.py` decides; decides nothing itself."""
+"""Keeps the parts of a started cluster running. It waits for events of the parts and carries out the decisions of
+`restarts`; it decides nothing itself."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pdbus.launcher.child import Child
 from pdbus.launcher.restarts import Again, GiveUp, PartState, RestartPolicy, Restarts, Start
 
 POLL_S = 0.25
-EXIT_S = 1.0  # between a process's last word and its end
+EXIT_S = 1.0  # how long a process may take to end after its last output
 LAST_LINES = 10
 
 
 class Started(Protocol):
-    """What is kept running: a `Cluster`, or what one of its machines runs of it."""
+    """The parts to keep running: a `Cluster`, or the parts of one machine."""
 
     @property
     def children(self) -> dict[str, Child]: ...
 
     def poll(self) -> list[str]:
-        """The parts that have exited without being asked to."""
+        """Return the parts that have exited without being asked to."""
 
     def begin(self, part: str) -> Child:
-        """Start a part that has ended again, without waiting for its READY."""
+        """Restart a part that has ended, without waiting for its READY."""
 
 
 class Supervisor:
@@ -42,12 +42,12 @@ class Supervisor:
         self._core = Restarts(duties, policy, time.monotonic())
 
     def run(self) -> NoReturn:
-        """Until it gives up, which is a StartError (or until Ctrl-C)."""
+        """Keep the parts running. Raises StartError when it gives up; Ctrl-C ends it too."""
         while True:
             self.turn()
 
     def turn(self, timeout_s: float = POLL_S) -> None:
-        """Wait until something happens to a part, at most for `timeout_s`, and see to it."""
+        """Wait for an event of a part, for `timeout_s` at most, and handle it."""
         self._listen(min(timeout_s, self._core.wait_s(time.monotonic())))
         running = (PartState.SERVING, PartState.STARTING)
         for name in self._cluster.poll():
@@ -67,7 +67,7 @@ class Supervisor:
                 self._ended(action.part, child.returncode, f"{action.cause}; {child.cause()}")
 
     def _listen(self, timeout_s: float) -> None:
-        """A part's stdout brings its READY line, and closes when it ends."""
+        """Wait for output of the parts: a READY line, or the close of stdout at their end."""
         living = [child for child in self._cluster.children.values() if child.returncode is None]
         by_descriptor = {child.fileno: child for child in living if not child.silent and not child.closed}
         for descriptor in wait(list(by_descriptor), timeout_s):

@@ -1,4 +1,4 @@
-"""What Ray itself is asked for: its cluster, an actor for each part, and that actor's share of a bundle."""
+"""The calls to Ray: joining its cluster, an actor for each part, and the actor's share of a bundle."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONNECT_S = 5.0
 
 
 class Actor(Host):
-    """A `Host` that asks Ray where it is."""
+    """A `Host` that asks Ray for its address."""
 
     def __init__(self, task: Task) -> None:
         again = ray.get_runtime_context().was_current_actor_reconstructed
@@ -26,25 +26,25 @@ class Actor(Host):
 
 @dataclass
 class Remote:
-    """A part somewhere in the Ray cluster, and what was seen of it."""
+    """A part on some machine of the Ray cluster, with its events so far."""
 
     spec: PartSpec
     actor: Any
-    host: str = ""  # the id of the host seen last, and how many of its events
+    host: str = ""  # the id of its last host, and the number of that host's events seen
     seen: int = 0
     ip: str = ""
     pid: int = 0
     facts: dict[str, str] = field(default_factory=dict)  # of its newest READY line
-    renewed: tuple[object, ...] = ()  # the host that was told the list of keys last, and that list
+    renewed: tuple[object, ...] = ()  # the host that got the list of keys last, and that list
     away: bool = False  # its actor is gone; Ray starts it again
 
 
 def connect(address: str) -> None:
-    """Join the Ray cluster at `address`; ConfigError when there is none."""
+    """Join the Ray cluster at `address`. Raises ConfigError when there is none."""
     target = (os.environ.get("RAY_ADDRESS") or address) if address == "auto" else address
     host, _, port = target.rpartition(":")
     try:
-        if port.isdecimal() and "://" not in target:  # Ray itself tries for minutes
+        if port.isdecimal() and "://" not in target:  # Ray itself would try for minutes
             socket.create_connection((host, int(port)), CONNECT_S).close()
         ray.init(address=address, logging_level="error", log_to_driver=False)
     except (OSError, ValueError, OverflowError, RuntimeError) as error:
@@ -53,7 +53,7 @@ def connect(address: str) -> None:
 
 
 def options(bundle: dict[str, float]) -> dict[str, Any]:
-    """An actor's options that take all of its bundle."""
+    """Return actor options that use the whole bundle."""
     named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     options: dict[str, Any] = {option: bundle[name] for name, option in named.items() if name in bundle}
     return {"num_cpus": 0, **options, "resources": {k: v for k, v in bundle.items() if k not in named}}

@@ -30,9 +30,9 @@ from pdbus.ray.host import Ended, Event, Notice, Ready, Task
 from pdbus.ray.plan import Group, Layout, addresses, at, environment, groups, machines
 
 POLL_S = 0.25
-RENEW_S = 1.0  # between looks at the list of keys
-ACTOR_S = 60.0  # for Ray to start an actor, beyond what its part may take
-ORDER = ("edge", "node", "controller", "broker")  # of leaving
+RENEW_S = 1.0  # between checks of the list of keys
+ACTOR_S = 60.0  # how long Ray may take to start an actor, beyond the part's own time
+ORDER = ("edge", "node", "controller", "broker")  # the order of leaving
 
 
 class RayCluster:
@@ -59,9 +59,9 @@ class RayCluster:
         self._pinned = {"broker": at(spec.bus, known), "controller": at(spec.controller, known)}
         self._pinned["edge"] = self._pinned["controller"]
         self._groups: list[Any] = []
-        self._asked: dict[Any, str] = {}  # questions for events that are under way, of which part each
+        self._asked: dict[Any, str] = {}  # open questions for events, each with the part it is for
         self._parts = self.spec.parts(replace(self._at, data="tcp://0.0.0.0"))
-        # Hosts count restarts. Here it is decided whether the others go on when a part stays away.
+        # Hosts count restarts. This decides whether the others go on when a part stays away.
         self._left = Restarts({part.name: part.duty for part in self._parts}, RestartPolicy(limit=0), time.monotonic())
         self._interrupts = self._heeded = 0
         self._renew_at = 0.0
@@ -81,13 +81,14 @@ class RayCluster:
 
     @property
     def log_dir(self) -> Path:
-        """Where each part has its log on its machine: the spec's `log_dir`, or a private directory of its own."""
+        """The directory of a part's log on its machine: the spec's `log_dir`, or a private one."""
         return Path(self.spec.log_dir or f"{tempfile.gettempdir()}/pd*")
 
     # --- life ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """All parts, READY, nodes last. On failure `stop` takes down what had started."""
+        """Start all parts, nodes last, and wait until they are READY. After a failure, `stop` stops the started
+        parts."""
         if self.spec.keys:
             ensure_keys(
                 Path(self.spec.keys),
@@ -110,13 +111,13 @@ class RayCluster:
         self._until_ready()
 
     def run(self) -> NoReturn:
-        """Until it gives up, which is a StartError (or until Ctrl-C)."""
+        """Keep the parts running. Raises StartError when it gives up; Ctrl-C ends it too."""
         while True:
             self._turn()
 
     def stop(self) -> None:
-        """Take everything down, nodes before controllers before the broker; idempotent. Ctrl-C meanwhile cuts the wait
-        for draining nodes short, and is raised."""
+        """Stop all parts, nodes before controllers before the broker; idempotent. Ctrl-C shortens the wait for draining
+        nodes, and is raised afterwards."""
         for kind in ORDER:
             leaving = [child for child in self.children.values() if child.spec.kind == kind]
             self._leave(leaving)
@@ -130,8 +131,8 @@ class RayCluster:
         self._check()
 
     def interrupt(self, *_: object) -> None:
-        """A signal asks to leave, the second one at once. It only counts: an exception that a handler raises within
-        Ray's own code may be lost there."""
+        """Count a signal to leave; the second one means at once. It raises nothing, because an exception within Ray's
+        own code may be lost there."""
         self._interrupts += 1
 
     def _check(self) -> None:
@@ -146,7 +147,7 @@ class RayCluster:
     # --- placing ------------------------------------------------------------------------------------------------
 
     def _room_for(self, group: Group) -> Any:
-        """Its placement group, once Ray has found room for all of it."""
+        """Return the placement group of `group`, once Ray has found resources for all of it."""
         strategy, began = self._layout.strategy, time.monotonic()
         made = placement_group(list(group.bundles), strategy=strategy, name=group.instance)
         self._groups.append(made)
@@ -156,10 +157,10 @@ class RayCluster:
             if waited_s > self._policy.start_timeout_s:
                 free = ", ".join(f"{k}={v:g}" for k, v in ray.available_resources().items() if k in ("CPU", "GPU"))
                 raise StartError(
-                    f"Ray found no room for {group.label} by {strategy} within {self._policy.start_timeout_s:g} s; "
+                    f"Ray has no resources for {group.label} by {strategy} within {self._policy.start_timeout_s:g} s; "
                     f"free on {len(machines(ray.nodes()))} nodes: {free or 'no CPU, no GPU'}"
                 )
-            self._progress(f"waiting for room in the Ray cluster for {group.label} ({waited_s:.0f} s)")
+            self._progress(f"waiting for resources in the Ray cluster for {group.label} ({waited_s:.0f} s)")
         return made
 
     def _place(self, part: PartSpec, **where: Any) -> None:
@@ -168,8 +169,8 @@ class RayCluster:
         self.children[part.name] = Remote(part, made.remote(task))
 
     def _renew_keys(self) -> None:
-        """Hosts have copies of the list of keys: tell them when it has changed, and those that Ray has started again,
-        which have the list of their first start."""
+        """Send the list of keys to hosts that lack the present one: after a change, and after Ray has restarted a host,
+        which then has the list of its first start."""
         self._renew_at = time.monotonic() + RENEW_S
         try:
             listed = tuple(listed_keys(Path(self.spec.keys)))
@@ -183,7 +184,7 @@ class RayCluster:
                 self._notify(f"the list of keys was not renewed: {error}")
 
     def _files(self, part: PartSpec) -> dict[str, bytes]:
-        """What the part is to find on its machine: the file of settings, its own key and those it judges others by."""
+        """Return the files that the part needs on its machine: settings, its own key, and the keys of other parts."""
         files = {"config.toml": Path(self.spec.config).read_bytes()} if self.spec.config else {}
         if not self.spec.keys:
             return files
@@ -205,10 +206,10 @@ class RayCluster:
             self._progress(f"starting {names} ({waited_s:.0f} s)")
             self._turn()
 
-    # --- hearing ------------------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Wait a moment for news of any part, and see to it. KeyboardInterrupt when a signal has come."""
+        """Wait a moment for events of any part, and handle them. Raises KeyboardInterrupt after a signal."""
         self._check()
         if self.spec.keys and time.monotonic() >= self._renew_at:
             self._renew_keys()
@@ -261,7 +262,7 @@ class RayCluster:
         if isinstance(verdict, GiveUp):
             raise StartError(f"{name}: {end.cause}; gave up: {verdict.why}")
         self._notify(f"{name} has left ({end.cause}); the others go on" if end.code else f"{name} has left")
-        ray.kill(child.actor, no_restart=True)  # or Ray would start it again when its machine goes
+        ray.kill(child.actor, no_restart=True)  # otherwise Ray would restart it when its machine goes
         del self.children[name]
 
     def _why_dead(self, child: Remote, error: RayError) -> str:
@@ -274,7 +275,7 @@ class RayCluster:
     # --- leaving ------------------------------------------------------------------------------------------------
 
     def _leave(self, leaving: Collection[Remote]) -> None:
-        """Until these have left, or their time is up, which is soon after one more signal."""
+        """Ask these parts to leave and wait for them, until their time is up; one more signal shortens it."""
         here = [child for child in leaving if not child.away]
         waiting = {child.actor.stop.remote(): child.spec.name for child in here}
         began = time.monotonic()

@@ -1,8 +1,8 @@
-"""One part on one machine: its files, its process, its restarts there. Owns these and a log of what happened, which
-whoever placed it reads; knows nothing of Ray.
+"""One part on one machine: its files, its process, its restarts there. Owns these and a list of events, which the
+owner of the placement reads; does not know Ray.
 
-A part that dies is started again here, under the policy of every launcher. When all of this process dies the part dies
-with it (`parent_death`), and whoever placed it starts it again, here or elsewhere.
+A part that dies is restarted here, by the policy of all launchers. When this process dies, the part dies with it
+(`parent_death`), and the owner of the placement starts both again, here or elsewhere.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pdbus.launcher.restarts import FINAL, RestartPolicy
 from pdbus.launcher.spec import Addresses, ClusterSpec, PartSpec
 from pdbus.launcher.supervisor import Supervisor
 
-ASK_S = 30.0  # how long a question for news waits
+ASK_S = 30.0  # how long a question for events waits
 LIST = "keys/allow/"
 
 
 @dataclass(frozen=True)
 class Task:
-    """Which part of which cluster, and the files that it needs: their content by path, `keys/...` and `config.toml`."""
+    """A part of a cluster to run, with the content of the files that it needs, by path (`keys/...`, `config.toml`)."""
 
     spec: ClusterSpec
     at: Addresses
@@ -41,14 +41,14 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Something happened that an operator wants to hear."""
+    """An event: a line for the operator."""
 
     line: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A start of the part serves."""
+    """An event: the part serves."""
 
     ip: str
     pid: int
@@ -57,7 +57,8 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The part will not be started again here: by its exit code (None: it never ran), and why, in one line."""
+    """An event: the part will not be restarted here, with its exit code (None: it never ran) and the cause in one
+    line."""
 
     code: int | None
     cause: str
@@ -67,12 +68,12 @@ Event: TypeAlias = Notice | Ready | Ended
 
 
 class _Leave(Exception):
-    """It was told to stop."""
+    """Raised when the part was asked to leave."""
 
 
 class Host:
-    """`ip`: of this machine, where a node binds. `again`: there was a host before, so the part is known to be able to
-    start, and a failure at the start counts as any other."""
+    """Runs one part. `ip` is this machine's address, where a node binds. `again` says that there was a host before: the
+    part is known to be able to start, so a failure at the start is treated as any other."""
 
     def __init__(self, task: Task, ip: str, *, again: bool = False) -> None:
         self.children: dict[str, Child] = {}
@@ -87,32 +88,32 @@ class Host:
         self._files_lock = threading.Lock()
         self._directory = Path(tempfile.mkdtemp(prefix="pd"))
         self._spec = self._on_this_machine()
-        # Starts and restarts are this thread's alone: a part dies with the thread that started it.
+        # Only this thread starts the part, because a part dies with the thread that started it.
         self._thread = threading.Thread(target=self._run, name=task.part, daemon=True)
         self._thread.start()
 
-    # --- whoever placed it asks, from any thread ------------------------------------------------------------------
+    # --- for the owner of the placement, from any thread -------------------------------------------------------------
 
     def events(self, host: str, seen: int) -> tuple[str, list[Event]]:
-        """This host's id and what has happened beyond the first `seen` events of the host of that id; waits for
-        some, and has none after `ASK_S`."""
+        """Return this host's id and its events after the first `seen` ones (all, if `host` is another host's id). Waits
+        for events, for `ASK_S` at most."""
         with self._changed:
             first = seen if host == self._id else 0
             self._changed.wait_for(lambda: len(self._events) > first, ASK_S)
             return self._id, self._events[first:]
 
     def stop(self) -> None:
-        """Tell the part to leave, which drains a node; returns when it has left and its files are gone."""
+        """Ask the part to leave (a node drains), and wait until it has left and its files are removed."""
         self._stopping.set()
         self._thread.join()
 
     def hurry(self) -> None:
-        """It has been told to leave, and now is to leave at once."""
+        """Have the part, which was asked to leave, leave at once."""
         for child in list(self.children.values()):
             child.send(signal.SIGTERM)
 
     def renew(self, files: dict[str, bytes]) -> None:
-        """Other keys are allowed from now on: the list on disk becomes that of `files`."""
+        """Replace the list of allowed keys on disk by the one in `files`."""
         with self._files_lock:
             self._files = files
             if self._directory.exists():
@@ -144,7 +145,7 @@ class Host:
     # --- its thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        end = Ended(None, "it was told to leave")
+        end = Ended(None, "it was asked to leave")
         try:
             self._serve()
         except _Leave:
@@ -152,7 +153,7 @@ class Host:
         except StartError as error:
             child = self.children.get(self._task.part)
             end = Ended(child.returncode if child else None, str(error).removeprefix(f"{self._task.part}: "))
-        except Exception as error:  # this machine's, as a full disk
+        except Exception as error:  # a fault of this machine, such as a full disk
             end = Ended(None, f"{type(error).__name__}: {error}")
         take_down(list(self.children.values()), self._task.spec.stop_grace_s, lambda line: self._trim_logs())
         with self._files_lock:
@@ -201,7 +202,7 @@ class Host:
             self._changed.notify_all()
 
     def _on_this_machine(self) -> PartSpec:
-        """The part's command line, with this machine's address and files."""
+        """Return the part with this machine's address and files in its command line."""
         task = self._task
         keys = str(self._directory / "keys") if task.spec.keys else ""
         config = str(self._directory / "config.toml") if task.spec.config else ""
@@ -211,8 +212,8 @@ class Host:
         return replace(part, module="pdbus.ray.parent_death", args=(part.module, *part.args))
 
     def _write(self, files: dict[str, bytes]) -> None:
-        """For this user alone, in a directory that goes when the part has left. Each appears at once: the part reads
-        the list of keys whenever it changes."""
+        """Write files, readable by this user alone, into the part's directory. Each is replaced atomically, because the
+        part reads the list of keys whenever it changes."""
         for name, content in files.items():
             path = self._directory / name
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

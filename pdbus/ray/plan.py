@@ -1,4 +1,5 @@
-"""What goes where in a Ray cluster. Pure: knows Ray's names of resources and strategies, and calls none of it."""
+"""The placement of parts in a Ray cluster. Pure: knows Ray's names of resources and strategies, but does not call
+Ray."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ RAY = "ray==2.60.0"  # as the extra `ray` has it
 STRATEGIES = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
 BUS_PORT, CONTROLLER_PORT = 5550, 5560
 HEAD = "node:__internal_head__"  # the resource by which Ray marks its head node
-# Directories and files of the machine that `up` runs on; settings of `up` itself are none of the parts'.
+# Directories and files of the machine that `up` runs on, and settings of `up` itself; the parts do not get them.
 _OF_THIS_MACHINE = ("PDBUS_DIR", "PDBUS_CACHE", "PDBUS_CONFIG", "PDBUS_KEYS", "PDBUS_UP_")
 
 Resources = dict[str, float]
@@ -23,15 +24,15 @@ Resources = dict[str, float]
 
 @dataclass(frozen=True)
 class Layout:
-    """How parts are laid over a Ray cluster."""
+    """The strategy and resources for placing ranks in a Ray cluster."""
 
-    strategy: str  # of an instance's ranks over the Ray nodes
+    strategy: str  # for an instance's ranks over the Ray nodes
     resources: Mapping[Role, Resources]  # of each rank
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A Ray node that lives."""
+    """A live Ray node."""
 
     ray_id: str
     ip: str
@@ -58,7 +59,7 @@ class Group:
 
 
 def parse_resources(option: str, text: str) -> Resources:
-    """`CPU=4,GPU=1` as Ray takes it; ConfigError on anything else."""
+    """Return resources from text such as `CPU=4,GPU=1`. Raises ConfigError for anything else."""
     found: Resources = {}
     for word in text.split(","):
         name, _, amount = word.strip().partition("=")
@@ -67,12 +68,12 @@ def parse_resources(option: str, text: str) -> Resources:
         except ValueError:
             found[name] = 0.0
         if not name or not 0.0 < found[name] < 1e9:
-            raise ConfigError(f"{option} {text!r}: say amounts above 0, as in CPU=4,GPU=1")
+            raise ConfigError(f"{option} {text!r}: give amounts above 0, as in CPU=4,GPU=1")
     return found
 
 
 def machines(ray_nodes: Iterable[Mapping[str, Any]]) -> list[Machine]:
-    """Those of `ray.nodes()` that live, the head first."""
+    """Return the live machines of `ray.nodes()`, the head first."""
     found = [
         Machine(each["NodeID"], each["NodeManagerAddress"], each["NodeManagerHostname"], HEAD in each["Resources"])
         for each in ray_nodes
@@ -82,7 +83,7 @@ def machines(ray_nodes: Iterable[Mapping[str, Any]]) -> list[Machine]:
 
 
 def at(base: str, known: Sequence[Machine]) -> Machine:
-    """The machine where `base` is to be bound, the head where it names none."""
+    """Return the machine where `base` is bound; without a base, the head."""
     if not base:
         return known[0]
     host = urlsplit(base).hostname or ""
@@ -94,14 +95,15 @@ def at(base: str, known: Sequence[Machine]) -> Machine:
 
 
 def addresses(spec: ClusterSpec, known: Sequence[Machine]) -> Addresses:
-    """Where broker and controller are bound: as `spec` says, else at the head. Each node binds at its own machine."""
+    """Return the addresses of broker and controller: those of `spec`, or ports on the head. Nodes bind on their own
+    machines."""
     head = known[0].ip
     bus, controller = spec.bus or f"tcp://{head}:{BUS_PORT}", spec.controller or f"tcp://{head}:{CONTROLLER_PORT}"
     return Addresses(bus, {"controller-0": controller}, data="")
 
 
 def groups(spec: ClusterSpec, parts: Sequence[PartSpec], resources: Mapping[Role, Resources]) -> list[Group]:
-    """A placement group for each instance; a process with several ranks needs as much as all of them."""
+    """Return a placement group for each instance; a process with several ranks needs the resources of all of them."""
     found = []
     for instance, (role, _) in spec.instances().items():
         names = [part.name for part in parts if part.kind == "node" and part.name.startswith(f"{instance}/")]
@@ -115,7 +117,7 @@ def groups(spec: ClusterSpec, parts: Sequence[PartSpec], resources: Mapping[Role
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """What the parts are to have of the settings in this process's environment."""
+    """Return the settings in this process's environment that the parts get."""
     return {
         name: value
         for name, value in variables.items()

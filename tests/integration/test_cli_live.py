@@ -183,7 +183,7 @@ def test_a_rank_that_hangs_is_lost_and_the_rest_goes_on(up: Up, directory: Path)
         assert time.monotonic() < until, states
     gone = pdbus(directory, "drain", lost)
     assert gone.returncode == 3
-    assert re.search(rf"error: {lost} is lost: it has said nothing for \d+ s", gone.stderr), gone.stderr
+    assert re.search(rf"error: {lost} is lost: it has been silent for \d+ s", gone.stderr), gone.stderr
     code, errors = leave(up, signal.SIGTERM)
     assert code == 130, errors
 

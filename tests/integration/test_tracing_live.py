@@ -99,7 +99,7 @@ def test_an_unknown_rid_is_one_line_that_says_how_much_is_kept(cluster: Cluster)
     generate(cluster, "known")
     said = pdbus("trace", "unknown", "--controller", cluster.controller)
     assert (said.returncode, said.stdout) == (1, "")
-    assert said.stderr.startswith("pdbus: error: nobody knows a request 'unknown': controller-0 remembers the last ")
+    assert said.stderr.startswith("pdbus: error: no part knows a request 'unknown': controller-0 remembers the last ")
     assert said.stderr.count("\n") == 1
     long = pdbus("trace", "x" * 129, "--controller", cluster.controller)
     assert (long.returncode, long.stderr) == (2, "pdbus: error: a rid has 1 to 128 characters\n")

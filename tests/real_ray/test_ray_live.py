@@ -207,7 +207,7 @@ def test_the_machine_with_the_addresses_is_the_cluster(ray: Machines, directory:
         (
             ("--decode-resources", "CPU=99", "--start-timeout-s", "2"),
             3,
-            r"Ray found no room for decode-0 \(2 x CPU=99\) by SPREAD within 2 s; free on \d nodes: CPU=2",
+            r"Ray has no resources for decode-0 \(2 x CPU=99\) by SPREAD within 2 s; free on \d nodes: CPU=2",
         ),
         (
             ("--ray-address", "127.0.0.9:6379"),

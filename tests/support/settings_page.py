@@ -47,7 +47,7 @@ def page() -> str:
         ]
         parts.append(
             "\n".join([f"## {title}\n", f"Table {tables}.\n", "| setting | environment | default | what |",
-                       "| --- | --- | --- | --- |", *rows, ""])
+                       "|---|---|---|---|", *rows, ""])
         )  # fmt: skip
     return "\n".join(parts)
 

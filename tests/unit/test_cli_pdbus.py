@@ -203,7 +203,7 @@ def test_status_as_json_names_every_field() -> None:
     assert first["load"]["kv_tokens"] == 6
     assert told["broker"]["counts"] == {"rooms_alive": 0}
     assert as_dict(seen, None)["broker"] is None
-    assert silence_of(rank) == "it has said nothing for 0 s"
+    assert silence_of(rank) == "it has been silent for 0 s"
     assert silence_of(msgspec.structs.replace(rank, report_age_s=-1.0)) == "it never reported"
 
 

@@ -110,7 +110,7 @@ def test_stopping_does_not_wait_for_a_part_that_never_gets_ready(start: Start) -
     host.stop()
     assert time.monotonic() - began < 30.0
     assert host.children["part"].returncode == -signal.SIGTERM
-    assert seen(host, ended=True) == [Ended(None, "it was told to leave")]
+    assert seen(host, ended=True) == [Ended(None, "it was asked to leave")]
 
 
 def test_a_broker_runs_with_the_files_it_was_given(tmp_path: Path) -> None:

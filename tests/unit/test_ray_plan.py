@@ -51,7 +51,7 @@ def test_resources() -> None:
         "CPU": 4.0, "GPU": 0.5, "accelerator_type:H100": 0.001,
     }  # fmt: skip
     for wrong in ("", "CPU", "CPU=", "=1", "CPU=x", "CPU=0", "CPU=-1", "CPU=nan", "CPU=inf", "CPU=1,,GPU=1"):
-        with pytest.raises(ConfigError, match=r"--x .*: say amounts above 0, as in CPU=4,GPU=1"):
+        with pytest.raises(ConfigError, match=r"--x .*: give amounts above 0, as in CPU=4,GPU=1"):
             parse_resources("--x", wrong)
 
 
@@ -84,7 +84,7 @@ def test_the_extra_is_what_a_user_is_told_to_install() -> None:
     ("arguments", "says"),
     [
         (("--gpus", "0,1,2,3"), "--gpus: with --ray, Ray gives out GPUs: --prefill-resources GPU=1"),
-        (("--decode-resources", "GPU"), "--decode-resources 'GPU': say amounts above 0"),
+        (("--decode-resources", "GPU"), "--decode-resources 'GPU': give amounts above 0"),
         ((), f"--ray needs the Python package 'ray'; run: pip install {RAY}"),
     ],
 )
