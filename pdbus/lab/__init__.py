@@ -1,7 +1,7 @@
-"""The policy lab: what would each balancing method do on this trace? `pdbus replay`, and the pieces for notebooks.
+"""The policy lab compares balancing methods on a trace: `pdbus replay`, and its parts for notebooks.
 
-Virtual time: a discrete-event loop over parts that run live (load table, policies, batching, blocks, timing
-model), so that an hour of trace takes seconds. See `docs/replay.md`.
+It runs in virtual time: a discrete-event loop over parts that also run live (load table, policies, batching, blocks,
+timing model), so that an hour of trace takes seconds. See `docs/replay.md`.
 """
 
 from pdbus.lab.config import LabConfig

@@ -1,7 +1,7 @@
-"""What ranks can do, and how a trace is stretched to a share of it. Owns the definition of `--load`.
+"""The capacity of ranks, and the stretching of a trace to a share of it. Owns the definition of `--load`.
 
-A load of 1 means: computing every prompt from its first token, with no cache hit, in full chunks, keeps all prefill
-ranks busy all the time. Cache hits lower the work that is really done, so a method that finds them has room to spare.
+A load of 1 means: computing every prompt from its first token, without cache hits and in full chunks, keeps all prefill
+ranks busy all the time. Cache hits reduce the real work, so a method with hits has capacity left.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pdbus.lab.traces import Trace
 
 
 def prefill_s(prompt_tokens: int, chunk_tokens: int, timing: SimTiming) -> float:
-    """Seconds that a prompt keeps a rank busy, its share of the steps' fixed cost included."""
+    """Return the seconds that a prompt keeps a rank busy, with its share of the steps' fixed cost."""
     chunks = prompt_tokens / chunk_tokens
     context = chunk_tokens * chunks * max(0.0, chunks - 1) / 2
     return (
@@ -23,12 +23,12 @@ def prefill_s(prompt_tokens: int, chunk_tokens: int, timing: SimTiming) -> float
 
 
 def offered_load(trace: Trace, config: LabConfig) -> float:
-    """The trace's own load on `config.ranks` prefill ranks."""
+    """Return the trace's own load on `config.ranks` prefill ranks."""
     work_s = sum(prefill_s(r.prompt_tokens, config.chunk_tokens, config.timing) for r in trace.requests)
     return work_s / (config.ranks * trace.duration_s)
 
 
 def stretch(trace: Trace, config: LabConfig) -> Trace:
-    """`trace` from second 0 on, its coarse timestamps spread, its time stretched to `config.load`."""
+    """Return `trace` from second 0 on, with coarse timestamps spread and its time stretched to `config.load`."""
     spread = trace.spread(config.seed)
     return spread.scaled(offered_load(spread, config) / config.load if config.load else 1.0)

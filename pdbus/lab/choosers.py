@@ -1,7 +1,7 @@
-"""How a controller chooses among the ranks of one role: the live policies over the live load table, and baselines.
+"""Choosers of a controller among the ranks of one role: the live policies over the live load table, and baselines.
 
-A chooser belongs to one controller and sees only what reaches it: its own dispatches, reports, other controllers'
-counters, KV events. The oracles look at the ranks themselves. Must not move time or requests.
+A chooser belongs to one controller and sees only the messages that reach it: its own dispatches, reports, counters of
+other controllers, KV events. The oracles see the ranks themselves. Choosers must not move time or requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ EPOCH = 1  # of every virtual rank: none restarts
 
 
 class Truth(Protocol):
-    """What only an oracle may look at, by rank: tokens and requests queued there or on their way, tokens cached."""
+    """The true state of ranks, for oracles alone: queued tokens and requests (also those on their way), cached
+    tokens."""
 
     def queued_tokens(self, dp_rank: int) -> int: ...
     def requests(self, dp_rank: int) -> int: ...
@@ -38,22 +39,22 @@ class Truth(Protocol):
 
 
 class Chooser(Protocol):
-    """All of it is called in virtual time `now`, for ranks 0 .. n-1 of one instance."""
+    """Chooses among the ranks 0 .. n-1 of one instance, in virtual time `now`."""
 
     def pick(self, request: Submit, now: float) -> tuple[int, int]:
-        """The dp_rank for `request`, and the tokens that were charged to it for that."""
+        """Return the dp_rank for `request`, and the tokens that were charged to that rank."""
 
     def takes(self, request: Submit) -> bool:
-        """Whether some rank can take it now."""
+        """Return true if some rank can take `request` now."""
 
     def least_tokens(self) -> int:
-        """What the least loaded rank is believed to have queued."""
+        """Return the estimate of tokens queued at the least loaded rank."""
 
     def work(self, request: Submit) -> int:
-        """Prompt tokens of `request` that will have to be computed."""
+        """Return the prompt tokens of `request` that must be computed."""
 
     def first_token_s(self, work: int) -> float:
-        """How long `work` prompt tokens would take at the least loaded rank, as the reports have it."""
+        """Return the seconds that `work` prompt tokens would take at the least loaded rank, by its reports."""
 
     def ended(self, dp_rank: int, ended: Ended, now: float) -> None:
         """The request `ended.rid`, charged there, is over."""
@@ -62,7 +63,7 @@ class Chooser(Protocol):
         """A load report arrived."""
 
     def sent(self) -> Sent | None:
-        """My counters for the other controllers, if I share any."""
+        """Return this controller's counters for the other controllers; None: it shares none."""
 
     def apply_sent(self, sent: Sent, now: float) -> None:
         """Another controller's counters arrived."""
@@ -72,7 +73,7 @@ class Chooser(Protocol):
 
 
 class BaseChooser:
-    """The answers of a chooser that uses none of it."""
+    """A chooser that ignores all messages; the base of the others."""
 
     def takes(self, request: Submit) -> bool:
         return True

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class VirtualLoop:
-    """Deterministic: the same calls give the same order of events."""
+    """A deterministic event loop: the same calls give the same order of events."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -17,7 +17,7 @@ class VirtualLoop:
         self._cancelled: set[int] = set()
 
     def call_at(self, time_s: float, function: Callable[..., None], *arguments: Any) -> int:
-        """Call it then, or at once when that is past. Returns what `cancel` takes."""
+        """Call `function` at `time_s`, or at once if that is past. Returns the event for `cancel`."""
         self._scheduled += 1
         now = self.now
         heapq.heappush(self._events, (time_s if time_s > now else now, self._scheduled, function, arguments))
@@ -31,7 +31,7 @@ class VirtualLoop:
         self._cancelled.add(event)
 
     def run(self, done: Callable[[], bool]) -> None:
-        """Until `done()` or nothing is left."""
+        """Run until `done()` is true or no event is left."""
         events, cancelled, pop = self._events, self._cancelled, heapq.heappop
         while events and not done():
             self.now, event, function, arguments = pop(events)

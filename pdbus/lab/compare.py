@@ -1,4 +1,4 @@
-"""Several runs side by side in processes of their own. Owns the division of work, nothing of a run."""
+"""Runs several replays side by side in processes of their own. Owns the division of work, nothing of a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What tables and plots need of one run: TTFTs sorted (s), tokens queued by sample and rank."""
+    """The result of one run, for tables and plots: sorted TTFTs (s), and queued tokens by sample and rank."""
 
     method: str
     seed: int
@@ -46,12 +46,12 @@ class Result:
 
 
 def row_of(method: str, config: LabConfig) -> str:
-    """What a method's row is called: the order of the queue is named where it is not that of arrival."""
+    """Return the name of a method's row, with the order of the queue unless that is the order of arrival."""
     return method if config.queue_order == "arrival" else f"{method} {config.queue_order}"
 
 
 def result_of(outcome: Outcome, config: LabConfig, name: str = "") -> Result:
-    """`outcome` summed up, under its method's name or another one."""
+    """Return the summary of `outcome`, under its method's name or another one."""
     load = [list(row) for row in outcome.load]
     summary = summarise(outcome, config)
     return Result(name or row_of(outcome.method, config), config.seed, summary, ttfts(outcome), outcome.sample_s, load)
@@ -60,9 +60,9 @@ def result_of(outcome: Outcome, config: LabConfig, name: str = "") -> Result:
 def compare(
     runs: Sequence[Run], *, jobs: int = 1, on_share: Callable[[int, float], None] = lambda number, share: None
 ) -> list[Result]:
-    """The result of each of `runs`, in their order, up to `jobs` at a time. A run's own ConfigError comes through.
+    """Return the result of each of `runs`, in their order, with up to `jobs` at a time. Raises a run's ConfigError.
 
-    `on_share(number, share)` hears how far each run is; 1 is its end.
+    `on_share(number, share)` is called with the progress of each run; 1 is its end.
     """
     if jobs <= 1 or len(runs) == 1:
         results = {}
@@ -81,14 +81,14 @@ def _replay(run: Run, on_share: Callable[[float], None]) -> Result:
 @dataclass(slots=True)
 class _Worker:
     process: SpawnProcess
-    number: int = -1  # of the run it works on
-    trace: Trace | None = None  # the one that it has
+    number: int = -1  # the run that it works on
+    trace: Trace | None = None  # the trace that it has
 
 
 def _side_by_side(
     runs: Sequence[Run], jobs: int, on_share: Callable[[int, float], None]
 ) -> Iterator[tuple[int, Result]]:
-    """Each result as it comes, from `jobs` processes. Whatever ends this ends them."""
+    """Yield each result as it comes, from `jobs` processes, which end with this generator."""
     context = multiprocessing.get_context("spawn")
     left = iter(enumerate(runs))
     workers: dict[Any, _Worker] = {}  # by the connection to it
@@ -100,7 +100,7 @@ def _side_by_side(
                 process.start()
                 workers[here] = _Worker(process)
             there.close()
-        for connection, worker in workers.items():  # when all of them have begun to import what they need
+        for connection, worker in workers.items():  # after all of them have begun their imports
             _give(connection, worker, *next(left))
         while workers:
             ready: Any
@@ -129,13 +129,13 @@ def _side_by_side(
 
 def _give(connection: Any, worker: _Worker, number: int, run: Run) -> None:
     worker.number = number
-    with suppress(BrokenPipeError, ConnectionResetError):  # it has died, as its missing answer will tell
+    with suppress(BrokenPipeError, ConnectionResetError):  # it has died; its missing answer raises the error
         connection.send((run.trace if run.trace is not worker.trace else None, run.method, run.config))
     worker.trace = run.trace
 
 
 def _serve(connection: Connection) -> None:
-    """Run what comes until nothing more does; answers are shares done, then a Result or an error."""
+    """Run what the connection brings until it closes. Sends shares done, then a Result or an error."""
     trace: Any = None
     with suppress(EOFError):
         while True:
@@ -160,8 +160,8 @@ def _answer(connection: Any, run: Run) -> float | Result:
 
 @contextmanager
 def _interrupt_kept_from_children() -> Iterator[None]:
-    """Processes started meanwhile never see SIGINT: Ctrl-C, which a terminal sends to all of them, is this process's
-    to act on (as soon as this ends), and they would only print their tracebacks."""
+    """Start processes that never see SIGINT. A terminal sends Ctrl-C to all of them, but only this process acts on it,
+    at the end of the block; the others would print tracebacks."""
     resource_tracker.ensure_running()  # it unblocks SIGINT for this thread when it starts
     struck: list[int] = []
     main = threading.current_thread() is threading.main_thread()

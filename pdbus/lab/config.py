@@ -10,41 +10,41 @@ from nodes.own.engines.timing import SimTiming
 
 @dataclass(frozen=True, slots=True)
 class LabConfig:
-    """What the cluster is and how imperfect its knowledge is. Times in seconds, sizes in tokens or blocks.
+    """The simulated cluster, and the delays and losses of its messages. Times in seconds, sizes in tokens or blocks.
 
-    `load`: the trace's time is stretched until the prompts, with no cache hit at all, would keep the prefill ranks busy
-    for this share of the time. 0 keeps the trace's own times.
+    The trace's time is stretched until the prompts, without cache hits, would keep the prefill ranks busy for the share
+    `load` of the time. 0 keeps the trace's own times.
     """
 
-    ranks: int = 8  # of prefill
-    decode_ranks: int = 8  # 0: prefill alone
+    ranks: int = 8  # prefill ranks
+    decode_ranks: int = 8  # 0: simulate prefill alone
     load: float = 0.9
     cache_blocks: int = 4_000  # KV memory of a prefill rank, in blocks of the trace
     decode_kv_tokens: int = 400_000  # KV memory of a decode rank, in tokens
-    decode_method: str = "total_requests"  # among decode ranks; what is compared chooses among prefill ranks
+    decode_method: str = "total_requests"  # method for decode ranks; the compared method is for prefill ranks
     chunk_tokens: int = 2_048  # prompt tokens computed in one step at most
     prefill_running: int = 256  # run slots of a prefill rank
     decode_running: int = 256  # run slots of a decode rank
     timing: SimTiming = field(default_factory=SimTiming)  # how long steps take
-    first_at_decode: bool = False  # decode ranks make the first token, as vLLM's do; ours pass on that of prefill
-    kv_fetch_token_s: float = 2.6e-6  # of a prompt's KV cache: 128 KiB a token at 50 GB/s
+    first_at_decode: bool = False  # decode ranks make the first token, as in vLLM; ours pass on that of prefill
+    kv_fetch_token_s: float = 2.6e-6  # time to fetch the KV cache, per prompt token: 128 KiB at 50 GB/s
     hop_s: float = 0.0005  # one message, one way
     report_interval_s: float = 0.1  # between a rank's load reports
     report_delay_s: float = 0.0  # on top of the hop
-    report_loss: float = 0.0  # share of them that never arrives, below 1
-    stale_s: float = 5.0  # a report older than that is not believed
-    controllers: int = 1  # that dispatch side by side (at most 64), each a part of the requests
-    shared_counters: bool = True  # controllers tell each other what they have sent
+    report_loss: float = 0.0  # share of reports that never arrives, below 1
+    stale_s: float = 5.0  # an older report is not used
+    controllers: int = 1  # controllers (at most 64), each with a part of the requests
+    shared_counters: bool = True  # controllers publish to each other what they have sent
     sent_interval_s: float = 0.01  # counters are shared when something was sent, at most this often
-    cache_weight: float = 1.0  # cache_aware: worth of a token to compute, in tokens queued
-    late_tokens: int = 2_048  # late binding: a rank with less than this queued gets the next request
+    cache_weight: float = 1.0  # cache_aware: weight of a token to compute, in queued tokens
+    late_tokens: int = 2_048  # late binding: a rank with fewer queued tokens gets the next request
     queue_order: str = "arrival"  # `slo`: requests wait at the controller, those that can keep their TTFT first
     tpot_admission: bool = False  # `slo`: requests wait while no decode rank can take them within slo_tpot_s
-    overtake_tokens: int = 3_000_000  # of prompts that came later and are served before a request, at most
+    overtake_tokens: int = 3_000_000  # maximum of later prompt tokens that are served before a request
     slo_ttft_s: float = 2.0  # limit of time to first token
     slo_tpot_s: float = 0.05  # limit of time per output token
     sample_s: float = 1.0  # between samples of the true load
-    seed: int = 1  # of all that is drawn
+    seed: int = 1  # for all random draws
 
     def __post_init__(self) -> None:
         counts = ("ranks", "cache_blocks", "decode_kv_tokens", "chunk_tokens", "prefill_running", "decode_running",

@@ -1,6 +1,6 @@
-"""A seeded trace made from scratch, so that the lab runs with no file. Owns the shape; reads nothing.
+"""Generates a trace from a seed, so that the lab runs without a file. Owns the shape; reads nothing.
 
-Shaped after published traces: conversations arrive in bursts, each begins with one of a few system prompts, every
+The shape follows published traces: conversations arrive in bursts, each begins with one of a few system prompts, every
 turn repeats the whole history before it, and lengths have long tails.
 """
 
@@ -19,13 +19,14 @@ MAX_PROMPT_TOKENS = 120_000
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Means are of the distributions before their tails are cut; times in seconds."""
+    """The parameters of a generated trace. Means are those of the distributions before their tails are cut; times in
+    seconds."""
 
     turns_per_s: float = 3.4
     continue_probability: float = 0.6
     think_s: float = 45.0
-    first_tokens: float = 5_000.0  # median of what a conversation begins with, beside its system prompt
-    turn_tokens: float = 700.0  # median of what each further turn adds
+    first_tokens: float = 5_000.0  # median of a conversation's first turn, without its system prompt
+    turn_tokens: float = 700.0  # median of each further turn
     output_tokens: float = 300.0
     tail: float = 1.1  # sigma of the log-normal lengths
     burst: float = 3.0  # arrivals come this many times as often in a burst as outside
@@ -34,7 +35,7 @@ class Shape:
 
 
 def generate(duration_s: float = 600.0, *, seed: int = 1, shape: Shape | None = None) -> Trace:
-    """About `duration_s * shape.turns_per_s` requests; the same arguments give the same trace."""
+    """Return a trace of about `duration_s * shape.turns_per_s` requests; the same arguments give the same trace."""
     shape = shape or Shape()
     rng = random.Random(seed)
     next_id = iter(range(1, 1 << 62)).__next__
@@ -57,7 +58,7 @@ def generate(duration_s: float = 600.0, *, seed: int = 1, shape: Shape | None = 
 
 
 def _arrivals(rng: random.Random, duration_s: float, shape: Shape) -> list[float]:
-    """Starts of conversations: a Poisson process that switches between calm and burst."""
+    """Return the starts of conversations: a Poisson process that switches between calm and burst."""
     turns = 1 / (1 - shape.continue_probability)
     mean = shape.turns_per_s / turns
     calm = mean * (shape.calm_s + shape.burst_s) / (shape.calm_s + shape.burst * shape.burst_s)
@@ -65,7 +66,7 @@ def _arrivals(rng: random.Random, duration_s: float, shape: Shape) -> list[float
     at, bursting, until = 0.0, False, rng.expovariate(1 / shape.calm_s)
     while at <= duration_s:
         gap = rng.expovariate(calm * (shape.burst if bursting else 1.0))
-        if at + gap > until:  # memoryless: draw anew from the switch on
+        if at + gap > until:  # memoryless: draw again from the switch on
             at, bursting = until, not bursting
             until = at + rng.expovariate(1 / (shape.burst_s if bursting else shape.calm_s))
             continue

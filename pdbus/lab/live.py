@@ -1,7 +1,7 @@
-"""The same replay against real processes in real time: broker, controller and nodes of one machine.
+"""A replay with real processes in real time: broker, controller and nodes of one machine.
 
-Owns the cluster's settings and the clock of the submits. Prompts are made so that equal block hashes of the trace are
-equal tokens, which is all that the nodes' caches see of it.
+Owns the cluster's settings and the times of the submits. Equal block hashes of the trace become equal tokens of
+prompts, so that the nodes' caches find the same prefixes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pdbus.launcher import Cluster, ClusterSpec
 
 RANKS_PER_PROCESS = 8
 CONTEXT = 1 << 20
-VLLM_WAIT_S = 300.0  # for an engine to start, and for a long step of one
+VLLM_WAIT_S = 300.0  # how long an engine may take to start, or for one long step
 _TIMING_OPTIONS = {
     "base_s": "--sim-base-s",
     "per_prefill_token_s": "--sim-prefill-s-per-token",
@@ -41,16 +41,17 @@ _TIMING_OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class LiveEngine:
-    """What computes at the ranks."""
+    """The engine of the ranks."""
 
     name: str = "sim"  # or vllm
     model: str = "sim"
-    args: tuple[str, ...] = ()  # vllm's own
+    args: tuple[str, ...] = ()  # vllm's own arguments
 
 
 def comparable(config: LabConfig, engine: LiveEngine = LiveEngine()) -> LabConfig:
-    """`config` for a virtual run that a live one on this machine is to be held against: its reports are neither late
-    nor lost. Sim nodes have small KV blocks, and prefill makes the first token; of others the timing file says that."""
+    """Return `config` for a virtual run to compare with a live one on this machine: reports are neither late nor lost.
+    Sim nodes fetch KV caches at once, and prefill makes the first token; for other engines the timing file decides
+    that."""
     alike = replace(config, report_delay_s=0.0, report_loss=0.0, controllers=1)
     return replace(alike, kv_fetch_token_s=1e-7, first_at_decode=False) if engine.name == "sim" else alike
 
@@ -58,8 +59,8 @@ def comparable(config: LabConfig, engine: LiveEngine = LiveEngine()) -> LabConfi
 def run_live(
     trace: Trace, method: str, config: LabConfig, engine: LiveEngine, on_progress: Callable[[str], None]
 ) -> Outcome:
-    """Replay `trace` under `method` in real time. ConfigError when that method has no live form; BusError when a
-    request fails, since figures without it would flatter."""
+    """Replay `trace` with `method` in real time. Raises ConfigError when the method has no live form, and BusError when
+    a request fails, because figures without it would be too good."""
     if any(find(name) is None for name in (method, config.decode_method)):
         raise ConfigError(f"--live runs what a controller can: {', '.join(POLICIES)}, or module:Class of your own")
     if not config.decode_ranks:
@@ -72,7 +73,7 @@ def run_live(
 
 
 def _warm_up(client: Client, config: LabConfig) -> None:
-    """Each rank has computed something before the clock starts."""
+    """Have each rank compute something before the clock starts."""
     for number in range(max(config.ranks, config.decode_ranks)):
         prefill, decode = number % config.ranks, number % config.decode_ranks
         client.generate_tokens(
@@ -83,7 +84,7 @@ def _warm_up(client: Client, config: LabConfig) -> None:
 def replay_on(
     client: Client, trace: Trace, method: str, config: LabConfig, on_progress: Callable[[str], None]
 ) -> Outcome:
-    """`trace` at its own times, on a cluster that serves nothing else. BusError when a request fails."""
+    """Submit `trace` at its own times to a cluster that serves nothing else. Raises BusError when a request fails."""
     rooms = rooms_of(trace, config)
     prompts = [make_prompt(request, trace.block_tokens, number) for number, request in enumerate(trace.requests)]
     outcome = Outcome(method, [RequestOutcome(request) for request in trace.requests], config.sample_s)
@@ -116,7 +117,8 @@ def replay_on(
 
 @contextmanager
 def sampling(sample: Callable[[], None], every_s: float) -> Iterator[None]:
-    """Call `sample` now and each `every_s`, on a thread, until the end of the `with`. Its error is raised there."""
+    """Call `sample` now and every `every_s` seconds, on a thread, until the end of the `with`, which raises its
+    error."""
     ended = threading.Event()
 
     def run() -> None:
@@ -136,7 +138,7 @@ def sampling(sample: Callable[[], None], every_s: float) -> Iterator[None]:
 
 
 def make_prompt(request: TraceRequest, block_tokens: int, number: int) -> array[int]:
-    """Token ids whose full blocks depend on the trace's hashes alone, and whose rest is this request's own."""
+    """Return token ids whose full blocks depend on the trace's hashes alone; the rest is different for each request."""
     prompt = array("i")
     for block in range(request.prompt_tokens // block_tokens):
         name = f"{request.hashes[block]}" if block < len(request.hashes) else f"own {number} {block}"
@@ -159,7 +161,7 @@ def _queued(status: Status, ranks: int) -> array[int]:
 
 
 def _totals(outcome: Outcome, status: Status, config: LabConfig) -> None:
-    """What only the nodes know, from their last reports."""
+    """Take the figures that only the nodes know from their last reports."""
     loads = {role: [r.load for r in status.ranks if r.role == role and r.load] for role in ("prefill", "decode")}
     prompt = sum(load.admitted_tokens_total for load in loads["prefill"])
     outcome.cache_hit_rate = sum(load.cached_tokens_total for load in loads["prefill"]) / prompt if prompt else 0.0
@@ -169,7 +171,7 @@ def _totals(outcome: Outcome, status: Status, config: LabConfig) -> None:
 
 
 def spec_of(method: str, config: LabConfig, block_tokens: int, engine: LiveEngine) -> ClusterSpec:
-    """The cluster that `config` describes."""
+    """Return the cluster that `config` describes."""
     spec = ClusterSpec(
         prefill=config.ranks,
         decode=config.decode_ranks,

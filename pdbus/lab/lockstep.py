@@ -1,7 +1,7 @@
-"""Decode ranks that step in lockstep (DP attention): which placement keeps the heaviest rank light?
+"""Compares placements for decode ranks that run in lockstep (DP attention).
 
-A model of its own, smaller than the lab's: no memory limit, no prefill, every rank takes part in every step, and a step
-takes as long as its heaviest rank's. Owns that model and the placements compared; `examine` runs one of them.
+The model is smaller than the lab's: no memory limit, no prefill, every rank takes part in every step, and the heaviest
+rank decides the duration of a step. Owns that model and the placements; `examine` runs one of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pdbus.lab.traces import Trace
 class _Rank:
     number: int
     rows: int = 0
-    context: int = 0  # KV tokens of its rows
+    context: int = 0  # KV tokens of its requests
     ends: dict[int, list[int]] = field(default_factory=dict)  # step -> context that leaves with it
     last_turn: int = 0
 
@@ -38,21 +38,21 @@ PLACEMENTS: dict[str, Placement] = {
 
 @dataclass(frozen=True, slots=True)
 class Lockstep:
-    """Means over requests and over steps: seconds an output token, and the heaviest rank's share of work over the
-    mean rank's."""
+    """The result: seconds for an output token (over requests), and the work of the heaviest rank divided by the mean
+    (over steps)."""
 
     tpot_mean_s: float
     tpot_p99_s: float
     imbalance: float
-    rows: float  # running at once, all ranks together
+    rows: float  # requests running at once on all ranks
 
 
 def examine(trace: Trace, placement: str, ranks: int, *, timing: SimTiming | None = None, seed: int = 1) -> Lockstep:
-    """Every request of `trace` arrives at its time, already prefilled, and decodes to its end."""
+    """Run `trace` with `placement`: every request arrives at its time, already prefilled, and decodes to its end."""
     timing = timing or SimTiming()
     rng, choose = random.Random(seed), PLACEMENTS[placement]
     group = [_Rank(number) for number in range(ranks)]
-    begun: dict[int, list[tuple[float, int]]] = {}  # last step -> (arrival, tokens) of what ends with it
+    begun: dict[int, list[tuple[float, int]]] = {}  # last step -> (arrival, tokens) of the requests that end with it
     tpots: list[float] = []
     now, step, turn, heavy, even, rows_seen = 0.0, 0, 0, 0.0, 0.0, 0
     arrivals = sorted((r for r in trace.requests if r.output_tokens > 1), key=lambda r: r.arrival_s)

@@ -1,4 +1,4 @@
-"""Figures of a run. Owns their definitions; draws and prints nothing.
+"""The figures of a run. Owns their definitions; draws and prints nothing.
 
 TTFT: from a request's arrival to its first token at the client. TPOT: seconds a token after the first. SLO attainment:
 the share of requests whose TTFT and TPOT both keep the limits. Imbalance: tokens queued at the fullest rank over those
@@ -41,15 +41,15 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over runs with different seeds. `half_width`: of its 95 % confidence interval by Student's t, which takes
-    the runs as independent and their means as normal; NaN of a single run."""
+    """A mean over runs with different seeds, and half the width of its 95 % confidence interval by Student's t. The
+    runs are assumed independent and their means normal. The width of a single run is NaN."""
 
     mean: float
     half_width: float
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """NaN when any of `values` is NaN."""
+    """Return the estimate from `values`; NaN when any of them is NaN."""
     count, mean = len(values), _mean(values)
     if count < 2:
         return Estimate(mean, math.nan)
@@ -58,7 +58,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def student_t(freedom: int) -> float:
-    """The 97.5 % quantile of Student's distribution."""
+    """Return the 97.5 % quantile of Student's distribution."""
     if freedom <= len(_T):
         return _T[freedom - 1]
     z = 1.959964
@@ -66,19 +66,19 @@ def student_t(freedom: int) -> float:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The least value that at least `share` of the sorted `values` do not exceed; NaN of none."""
+    """Return the least value that at least `share` of the sorted `values` do not exceed; NaN for no values."""
     if not values:
         return math.nan
     return values[min(len(values) - 1, max(0, math.ceil(share * len(values)) - 1))]
 
 
 def ttfts(outcome: Outcome) -> list[float]:
-    """Sorted, in seconds."""
+    """Return all times to the first token, sorted, in seconds."""
     return sorted(course.first_token_s - course.request.arrival_s for course in outcome.courses)
 
 
 def summarise(outcome: Outcome, config: LabConfig) -> Summary:
-    """The figures of a run; `config` gives the limits of the SLO and the number of ranks."""
+    """Return the figures of a run; `config` gives the limits of the SLO and the number of ranks."""
     first = ttfts(outcome)
     per_token: list[float] = []
     kept = 0

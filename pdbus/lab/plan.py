@@ -1,9 +1,8 @@
-"""Which split of the ranks, which methods and which order keep most requests of a trace within their SLO.
+"""Searches the split of the ranks, the methods and the order that keep most requests of a trace within their SLO.
 
-The whole product of splits, methods and orders would take hours, so the search goes by steps: every split that can
-compute the prompts at all, with one choice of the rest; the rest at the best of these; and the best of that at the
-splits beside it, and with decode admission where its tokens come too slowly, as long as one is better. Runs nothing
-itself.
+All combinations would take hours, so the search has steps. First every split that can compute the prompts, with one
+choice of methods and order; then all methods and orders at the best split; then the best choice at neighbouring splits,
+and with decode admission where tokens are too slow, as long as that is better. Runs nothing itself.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pdbus.lab.traces import Trace
 PREFILL = ("cache_aware", "total_tokens")
 DECODE = ("total_requests", "total_tokens")
 ORDERS = ("slo", "arrival")
-MOST_LOAD = 2.5  # with no cache hit; beyond, no cache makes up for it
+MOST_LOAD = 2.5  # without cache hits; no cache makes up for a higher load
 Runner = Callable[[Sequence[Run]], Sequence[Result]]
 
 
@@ -41,11 +40,11 @@ class Choice:
         return f"{self.prefill} + {self.decode}, {self.prefill_method}, {self.decode_method}, order {order}"
 
     def settings(self) -> dict[str, str | int | bool]:
-        """By name."""
+        """Return the settings by name."""
         return asdict(self)
 
     def run(self, trace: Trace, config: LabConfig) -> Run:
-        """It on `trace`, at the trace's own times."""
+        """Return the run of this choice on `trace`, at the trace's own times."""
         settings = replace(
             config, ranks=self.prefill, decode_ranks=self.decode, decode_method=self.decode_method,
             queue_order=self.queue_order, tpot_admission=self.tpot_admission, load=0.0,
@@ -55,31 +54,33 @@ class Choice:
 
 @dataclass(frozen=True)
 class Found:
-    """What a choice is worth: the runs with each seed."""
+    """A choice and its results, one for each seed."""
 
     choice: Choice
     results: tuple[Result, ...]
 
     @property
     def kept(self) -> Estimate:
-        """The share of requests within both SLOs."""
+        """The share of requests that keep both SLOs."""
         return self.mean("slo_attainment")
 
     def mean(self, field: str) -> Estimate:
-        """Of a figure of `Summary`, over seeds."""
+        """Return the mean of a figure of `Summary` over the seeds."""
         return estimate([getattr(result.summary, field) for result in self.results])
 
 
 @dataclass(frozen=True)
 class Plan:
-    """`splits`: the choice of the first step at each split, with one seed; `tried`: with all seeds, the best first."""
+    """The result of the search. `splits` has the first step: one choice at each split, with one seed. `tried` has the
+    choices run with all seeds, the best first."""
 
     splits: list[Found]
     tried: list[Found]
 
 
 def plan(traces: Sequence[Trace], ranks: int, config: LabConfig, run: Runner) -> Plan:
-    """One trace a seed, from `config.seed` on; `run` runs what it is given. ConfigError where no split will do."""
+    """Search with one trace for each seed, from `config.seed` on; `run` executes runs. Raises ConfigError when no split
+    can serve the trace."""
     splits = [n for n in range(1, ranks) if offered_load(traces[0], replace(config, ranks=n)) <= MOST_LOAD]
     if not splits:
         load = offered_load(traces[0], replace(config, ranks=max(1, ranks - 1)))
@@ -102,8 +103,8 @@ def plan(traces: Sequence[Trace], ranks: int, config: LabConfig, run: Runner) ->
 
 
 def _beside(found: Found, splits: Sequence[int], slo_tpot_s: float) -> set[Choice]:
-    """The same with a rank more, and with one less, of prefill; and with decode admission, where more than a hundredth
-    of its requests take too long a token."""
+    """Return the neighbours of a choice: one more and one fewer prefill rank, and decode admission where more than 1 %
+    of the requests exceed the limit per token."""
     choice = found.choice
     ranks, n = choice.prefill + choice.decode, choice.prefill
     beside = {replace(choice, prefill=m, decode=ranks - m) for m in (n - 1, n + 1) if m in splits}
@@ -123,5 +124,5 @@ def _best(found: Iterable[Found]) -> Found:
 
 
 def _rank(found: Found) -> tuple[float, float, bool]:
-    """The best first: where several keep as much, the one with the quicker first tokens, then the simpler one."""
+    """Return the sort key, the best first: most requests kept, then quicker first tokens, then the simpler choice."""
     return -round(found.kept.mean, 4), round(found.mean("ttft_mean_s").mean, 3), found.choice.tpot_admission

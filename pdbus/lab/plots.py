@@ -1,4 +1,4 @@
-"""Plots of a comparison (matplotlib, the `bench` extra). Owns their look; defines no figure."""
+"""Plots of a comparison (matplotlib, the `bench` extra). Owns their appearance; defines no figures."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pdbus.lab.tables import COLUMNS, by_method, estimate_of, written
 MAX_COLUMNS = 400
 FEW_TOKENS = 1_000  # shown as empty
 POINTS = 300  # of a curve
-# Paul Tol's "muted" scheme and an orange, told apart by colour-blind readers too. A method has the same look in every
-# plot, whatever it is compared with; the broken lines show what lies below them.
+# Paul Tol's "muted" scheme and an orange, which colour-blind readers can distinguish too. A method looks the same in
+# every plot; broken lines leave the lines below them visible.
 LOOKS: dict[str, tuple[str, Any]] = {
     "round_robin": ("#CC6677", (0, (6, 2))),
     "follow_bootstrap_room": ("#882255", (0, (1, 1))),
@@ -35,13 +35,14 @@ LOOKS: dict[str, tuple[str, Any]] = {
     "oracle": ("#888888", (0, (1, 2))),
     "oracle_cache": ("#000000", (0, (1, 2))),
 }
-OTHERS = ("#EE3377", "#0077BB", "#CCBB44", "#AA3377")  # for methods of other people, by name
-TEXT = 0.35  # of an axis: what a figure with its interval takes at most
+OTHERS = ("#EE3377", "#0077BB", "#CCBB44", "#AA3377")  # for other methods, by name
+TEXT = 0.35  # maximal share of an axis for a figure with its interval
 MARKS = ("TTFT mean", "ttft_mean_s"), ("TTFT p99", "ttft_p99_s"), ("SLO kept", "slo_attainment")
 
 
 def prepare(directory: Path) -> None:
-    """Make `directory` before a long run whose plots go there. ConfigError when none can be drawn or written."""
+    """Make `directory` before a long run whose plots go there. Raises ConfigError when plots cannot be drawn or
+    written."""
     try:
         import matplotlib
 
@@ -55,7 +56,7 @@ def prepare(directory: Path) -> None:
 
 
 def write_plots(results: Sequence[Result], directory: Path, title: str) -> list[Path]:
-    """`methods.png`, `ttft.png` and `load.png` in `directory`. ConfigError when that cannot be done."""
+    """Write `methods.png`, `ttft.png` and `load.png` to `directory`. Raises ConfigError when that fails."""
     prepare(directory)
     from matplotlib import pyplot
 
@@ -73,7 +74,7 @@ def write_plots(results: Sequence[Result], directory: Path, title: str) -> list[
 
 
 def look_of(method: str) -> dict[str, Any]:
-    """Colour and line of a method, `NAME (virtual)` thinner than the live NAME, `NAME slo` dotted."""
+    """Return colour and line of a method; `NAME (virtual)` is thinner than the live NAME, `NAME slo` is dotted."""
     name, *variant = method.split(" ")
     color, style = LOOKS.get(name) or (OTHERS[zlib.crc32(name.encode()) % len(OTHERS)], (0, (4, 1, 1, 1)))
     if "slo" in variant:
@@ -87,8 +88,8 @@ def _best_first(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def _beside(mean: float, half: float, most: float) -> tuple[float, tuple[int, int], str, str]:
-    """Where the text of a dot and its interval goes on an axis up to `most`: its place, how far from there, and how it
-    is aligned. On the side with more room; above the dot where neither has any."""
+    """Return position, offset and alignment for the text of a dot and its interval on an axis up to `most`: on the side
+    with more space, or above the dot where neither side has enough."""
     before, after = mean - half, most - mean - half
     if max(before, after) < TEXT * most:
         return min(max(mean, TEXT / 2 * most), (1 - TEXT / 2) * most), (0, 5), "center", "bottom"
@@ -98,7 +99,7 @@ def _beside(mean: float, half: float, most: float) -> tuple[float, tuple[int, in
 
 
 def _draw_methods(pyplot: Any, methods: dict[str, list[Result]], title: str) -> Any:
-    """A dot and its interval for each method and figure, the best method on top."""
+    """Draw a dot and its interval for each method and figure, the best method on top."""
     several = max(map(len, methods.values())) > 1
     figure, panels = pyplot.subplots(
         1, len(MARKS), figsize=(10, 1.7 + 0.34 * len(methods)), sharey=True, layout="constrained"
@@ -139,9 +140,10 @@ def _draw_methods(pyplot: Any, methods: dict[str, list[Result]], title: str) -> 
 
 
 def _draw_ttft(pyplot: Any, methods: dict[str, list[Result]], title: str) -> Any:
-    """Share of requests by TTFT, the mean over seeds with its interval; the legend from best to worst mean.
+    """Draw the share of requests by TTFT: the mean over seeds with its interval; the legend goes from best to worst
+    mean.
 
-    Of lines of a kind the best is drawn last; broken ones lie on solid ones, and the oracles' dots on all."""
+    The best line of each kind is drawn last; broken lines are above solid ones, and the oracles' dots above all."""
     figure, axes = pyplot.subplots(figsize=(9, 5.6), layout="constrained")
     least = max(0.01, min(run.ttfts[len(run.ttfts) // 100] for runs in methods.values() for run in runs))
     most = max(run.ttfts[-1] for runs in methods.values() for run in runs)
@@ -171,8 +173,8 @@ def _draw_ttft(pyplot: Any, methods: dict[str, list[Result]], title: str) -> Any
 
 
 def _draw_load(pyplot: Any, methods: dict[str, list[Result]], title: str) -> Any:
-    """A strip a method (of its first seed): ranks from top to bottom, time from left to right, colour for the tokens
-    queued."""
+    """Draw a strip for each method (its first seed): ranks from top to bottom, time from left to right, colour for
+    queued tokens."""
     from matplotlib.colors import LogNorm
 
     firsts = {method: runs[0] for method, runs in methods.items()}
@@ -213,7 +215,8 @@ def _draw_load(pyplot: Any, methods: dict[str, list[Result]], title: str) -> Any
 
 
 def write_plan(plan: Plan, path: Path, title: str) -> None:
-    """The share of requests that keep both SLOs: by split, and by choice. ConfigError when it cannot be written."""
+    """Draw the share of requests that keep both SLOs, by split and by choice. Raises ConfigError when it cannot be
+    written."""
     prepare(path.parent)
     from matplotlib import pyplot
 
@@ -251,7 +254,7 @@ def write_plan(plan: Plan, path: Path, title: str) -> None:
 
 
 def _binned(load: Sequence[Sequence[int]]) -> list[list[float]]:
-    """By rank, then by time in at most MAX_COLUMNS bins: the mean of each bin."""
+    """Return the load by rank, then by time in at most MAX_COLUMNS bins, as the mean of each bin."""
     width = math.ceil(len(load) / MAX_COLUMNS)
     bins = [load[at : at + width] for at in range(0, len(load), width)]
     return [[sum(row[rank] for row in rows) / len(rows) for rows in bins] for rank in range(len(load[0]))]

@@ -1,4 +1,4 @@
-"""How far a comparison is, in words. Owns the shares of its runs; reads no clock and prints nothing."""
+"""The progress of a comparison, in words. Owns the shares of its runs; reads no clock and prints nothing."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from collections.abc import Sequence
 
 
 class Progress:
-    """`names` of the runs; `share` says how far one is, `text` how far all are. Times in seconds, of any one clock."""
+    """The progress of the runs `names`: `share` sets that of one run, `text` returns that of all. Times in seconds of
+    any one clock."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._shares = [0.0] * len(names)
-        self._first: tuple[float, float] | None = None  # when anything was heard, and how far all were
+        self._first: tuple[float, float] | None = None  # the time of the first share, and the total then
 
     def share(self, number: int, share: float, now: float) -> None:
-        """Run `number` is so far; 1 is its end."""
+        """Set the share done of run `number`; 1 is its end."""
         self._shares[number] = share
         if self._first is None:
             self._first = now, self._total
 
     def text(self, now: float) -> str:
-        """Runs done, seconds left if the rest goes on as it has since the first news, and what is under way."""
+        """Return the runs done, the seconds left at the rate since the first share, and the runs in progress."""
         done = sum(share == 1.0 for share in self._shares)
         names = zip(self._names, self._shares, strict=True)
         under_way = ", ".join(f"{name} {share:.0%}" for name, share in names if 0 < share < 1)

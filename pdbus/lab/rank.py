@@ -1,7 +1,7 @@
 """One rank in virtual time: the nodes' scheduler and blocks, stepped by the timing model. Owns its inbox and steps.
 
-Requests are ingested when they arrive, as the live nodes do (their forward step runs off the socket thread). Must not
-choose ranks or measure anything; it calls back when a first token or a last one is there.
+Requests are ingested when they arrive, as in the live nodes (their forward step runs off the socket thread). Does not
+choose ranks or measure anything; it calls back for a first token and a last one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from pdbus.lab.scheduler import NO_TOKEN, DecodeRun, LabScheduler
 
 
 class VirtualRank:
-    """`on_output(sequence id)` is called at the step that gave a prefill's token, or a decode's last one, `on_first`
-    likewise at a decode's first step; `on_admitted(sequence)` when a decode leg got its memory (`fetched` is then due).
+    """A rank. `on_output(sequence id)` is called at the step with a prefill's token or a decode's last token,
+    `on_first` at a decode's first step, and `on_admitted(sequence)` when a decode leg got its memory (the caller then
+    calls `fetched`).
     """
 
     def __init__(
@@ -55,17 +56,18 @@ class VirtualRank:
         self._run_end = 0  # the event at the end of the run
         self._acks: dict[int, Ack] = {}  # by controller epoch
         self._acks_now: tuple[Ack, ...] = ()
-        self._fresh: list[int] = []  # prompt tokens of what arrived since the step under way began
+        self._fresh: list[int] = []  # prompt tokens of requests that came since the present step began
 
-    # --- what reaches it --------------------------------------------------------------------------------------
+    # --- messages to it --------------------------------------------------------------------------------------
 
     def welcomed(self, controllers: Iterable[int]) -> None:
-        """By each of these epochs: it names them from now on, also before their first dispatch."""
+        """Note that these controllers (epochs) have welcomed it: it acknowledges them from now on, also before a
+        dispatch."""
         self._acks = {epoch: Ack(epoch, 0, 0) for epoch in controllers}
         self._acks_now = tuple(self._acks.values())
 
     def ingest(self, sequence: Sequence, controller_epoch: int, charge: int) -> None:
-        """A dispatch arrives: acknowledge and queue it (a decode leg stays parked until its KV cache is ready)."""
+        """Take a dispatch: acknowledge and queue it (a decode leg stays parked until its KV cache is ready)."""
         last = self._acks.get(controller_epoch, Ack(controller_epoch, 0, 0))
         self._acks[controller_epoch] = Ack(controller_epoch, last.dispatches + 1, last.tokens + charge)
         self._acks_now = tuple(self._acks.values())
@@ -76,31 +78,32 @@ class VirtualRank:
         self._begin()
 
     def kv_ready(self, seq: int) -> None:
-        """The prefill leg of `seq` is computed: ask for memory."""
+        """Ask for memory for `seq`, whose prefill leg is computed."""
         self.scheduler.unpark(seq)
         self._begin()
 
     def fetched(self, seq: int) -> None:
-        """The KV cache of `seq` is here: decode on."""
+        """Start to decode `seq`, whose KV cache has arrived."""
         self._interrupt()
         self.scheduler.start(seq, NO_TOKEN)
         self._begin()
 
     def release(self, seq: int) -> None:
-        """Nobody needs `seq` here any more. It is not decoding."""
+        """Release `seq`, which is no longer needed here and is not decoding."""
         self.scheduler.release(seq)
         self._begin()
 
-    # --- what it says of itself -------------------------------------------------------------------------------
+    # --- its load -------------------------------------------------------------------------------
 
     def load(self, *, before_ingest: bool = False) -> Load:
-        """Load and acknowledgements of this moment, not numbered. `before_ingest`: as a scheduler that runs its step
-        on the same thread would say it, blind to what arrived since the step began."""
+        """Return the present load and acknowledgements, not numbered. With `before_ingest`, without requests that came
+        since the step began: the view of a scheduler that runs its step on the same thread."""
         load, run = self.state(before_ingest)
         return load if run is None else replace(load, kv_tokens=load.kv_tokens + run.rows * run.done(self._loop.now))
 
     def state(self, before_ingest: bool = False) -> tuple[Load, DecodeRun | None]:
-        """What `load` is made of, until something changes: only the KV tokens of the decode run grow meanwhile."""
+        """Return the parts of `load`, valid until the next change; only the KV tokens of the decode run grow
+        meanwhile."""
         s = self.scheduler
         waiting, waiting_tokens = s.waiting, s.waiting_tokens
         if before_ingest:
@@ -129,7 +132,8 @@ class VirtualRank:
     # --- steps ------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Something has changed: admit what there is memory for, and begin the next step, unless one is under way."""
+        """Handle a change: admit the sequences that fit into memory, and begin the next step unless one is in
+        progress."""
         for sequence in self.scheduler.take_admitted():
             self._on_admitted(sequence)
         if not self._stepping:
@@ -154,7 +158,7 @@ class VirtualRank:
             self._loop.call_at(began_s + duration_s, self._complete, StepResult(plan.number, asked, duration_s))
 
     def _interrupt(self) -> None:
-        """Something will change during a run of decode steps: do those that are over, begin the one under way."""
+        """End a run of decode steps before a change: complete the steps that are over, and begin the present one."""
         run, self._run = self._run, None
         if run is None:
             return

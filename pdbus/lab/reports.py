@@ -1,8 +1,8 @@
-"""Load reports on their way from ranks to choosers. Owns when they are made, which are lost, and which come last.
+"""Load reports on their way from ranks to choosers. Owns their times, their loss and their order.
 
-A report informs later decisions and calls for none, so it needs no event of its own: those due since a rank last
-changed are made when it changes again or when a chooser looks, of the state in between. Of what has come to a chooser
-the last one counts, since each overwrites the one before. A test holds this equal to making each at its time.
+A report only informs later decisions, so it needs no event of its own. The reports due since a rank's last change are
+made when it changes again, or when a chooser reads, from the state in between. Only the last report that has come to a
+chooser counts, because each overwrites the one before. A test checks that this equals making each report at its time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pdbus.lab.scheduler import DecodeRun
 
 
 class Reports:
-    """What one rank tells `readers` choosers: each `interval_s`, and when `say` is called. Each of them loses a report
-    with probability `loss`, or gets it `delay_s` later."""
+    """The reports of one rank to `readers` choosers: every `interval_s`, and at each call of `report_now`. Each chooser
+    loses a report with probability `loss`, or gets it `delay_s` later."""
 
     def __init__(
         self, loop: VirtualLoop, rank: VirtualRank, rng: random.Random, readers: int, *,
@@ -42,7 +42,7 @@ class Reports:
         rank.changed.append(self._changed)
 
     def report_now(self) -> None:
-        """Report now."""
+        """Make a report now."""
         self.catch_up()
         self._make(self._loop.now)
 
@@ -53,7 +53,8 @@ class Reports:
             self._next_s += self._interval_s
 
     def last(self, reader: int) -> tuple[float, Load] | None:
-        """The last report that has come to `reader` since it asked, and when it came."""
+        """Return the last report that has come to `reader` since its last call, and when it came; None: there is
+        none."""
         self.catch_up()
         coming, come = self._coming[reader], None
         while coming and coming[0][0] + self._delay_s <= self._loop.now:
@@ -65,7 +66,7 @@ class Reports:
         return made_s + self._delay_s, replace(load, seq=number, kv_tokens=held)
 
     def next_s(self, reader: int) -> float:
-        """When the next report may come to `reader`, if nothing changes until then."""
+        """Return when the next report may come to `reader`, if nothing changes until then."""
         self.catch_up()
         coming = self._coming[reader]
         return (coming[0][0] if coming else self._next_s) + self._delay_s
@@ -80,12 +81,13 @@ class Reports:
         for coming in self._coming:
             if self._rng.random() >= self._loss:
                 if come:
-                    coming.clear()  # overtaken before anybody looked
+                    coming.clear()  # replaced before a chooser read it
                 coming.append((at_s, self._made, *self._state))
 
 
 class Listener:
-    """A chooser that reads its reports when it decides; the `reader`-th of each of `reports`, in the order of ranks."""
+    """A chooser that reads its reports when it decides. It is reader number `reader` of each of `reports`, which are in
+    the order of ranks."""
 
     def __init__(self, chooser: Chooser, reader: int, reports: list[Reports]) -> None:
         self.chooser = chooser
@@ -93,14 +95,14 @@ class Listener:
         self._reports = reports
 
     def read(self) -> None:
-        """Tell the chooser what has come by now."""
+        """Pass the reports that have come to the chooser."""
         for dp_rank, reports in enumerate(self._reports):
             come = reports.last(self._reader)
             if come is not None:
                 self.chooser.report(dp_rank, come[1], come[0])
 
     def next_s(self) -> float:
-        """When something may come; never, if no rank reports."""
+        """Return when the next report may come; infinite if no rank reports."""
         return min((reports.next_s(self._reader) for reports in self._reports), default=math.inf)
 
     def pick(self, request: Submit, now: float) -> tuple[int, int]:

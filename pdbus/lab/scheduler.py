@@ -1,7 +1,7 @@
-"""The nodes' scheduler with one shortcut: runs of pure decode steps at once. Owns the shortcut, nothing else.
+"""The nodes' scheduler with one shortcut: it does runs of pure decode steps at once. Owns only the shortcut.
 
-While only decoding sequences run and none finishes, steps differ in nothing but their context, so `skip` does any
-number of them exactly as `plan` and `complete` would one by one (a test holds the two equal, to the token).
+While only decoding sequences run and none finishes, steps differ only in their context, so `skip` does any number of
+them exactly as `plan` and `complete` would one by one (a test checks that the two are equal).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ NO_TOKEN = 0  # the lab's outputs are counted, not read
 
 @dataclass(frozen=True, slots=True)
 class DecodeRun:
-    """`steps` steps of the same `rows` decoding sequences, the last of which ends at least one of them.
+    """A run of `steps` steps of the same `rows` decoding sequences; the last step ends at least one of them.
 
-    `first_s` is how long the first step takes, and each takes `growth_s` longer than the one before.
+    The first step takes `first_s`, and each further one `growth_s` more than the one before.
     """
 
     began_s: float
@@ -30,16 +30,16 @@ class DecodeRun:
     growth_s: float
 
     def ends_s(self, steps: int) -> float:
-        """When `steps` of them are done."""
+        """Return the time when `steps` steps are done."""
         return self.began_s + steps * self.first_s + self.growth_s * steps * (steps - 1) / 2
 
     def done(self, now: float) -> int:
-        """How many are done at `now`; never the last, which the scheduler itself completes."""
+        """Return the number of steps done at `now`, never the last one, which the scheduler itself completes."""
         elapsed_s, linear_s = max(0.0, now - self.began_s), self.first_s - self.growth_s / 2
         root = linear_s + math.sqrt(linear_s**2 + 2 * self.growth_s * elapsed_s)
         about = 2 * elapsed_s / root if root else math.inf  # where `ends_s` reaches `now`
         steps = int(min(about, self.steps - 1))
-        while steps and self.ends_s(steps) > now:  # it decides; `about` is rounded
+        while steps and self.ends_s(steps) > now:  # `about` is rounded, so correct it
             steps -= 1
         while steps < self.steps - 1 and self.ends_s(steps + 1) <= now:
             steps += 1
@@ -47,10 +47,10 @@ class DecodeRun:
 
 
 class LabScheduler(Scheduler):
-    first_apart = False  # a sequence's first step of decoding is no part of a run: somebody waits for its end
+    first_apart = False  # a sequence's first decode step is not part of a run: its end is an event
 
     def decode_run(self, timing: SimTiming, now: float) -> DecodeRun | None:
-        """The run of decode steps that can begin now, if all that can run is decoding."""
+        """Return the run of decode steps that can begin now; None if other work can run."""
         rows = context = 0
         steps = 1 << 60
         for sequence in self._running.values():
@@ -82,5 +82,5 @@ class LabScheduler(Scheduler):
 
     @staticmethod
     def _tokens(sequence: Sequence, start: int, count: int) -> list[int]:
-        """Prompts are ranges here; what a block holds is in its hash."""
+        """Return no tokens: prompts are ranges here, and a block's content is its hash."""
         return []

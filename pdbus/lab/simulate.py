@@ -1,9 +1,9 @@
-"""One method on one trace, in virtual time. Owns the course of requests and messages between controllers and ranks.
+"""Runs one method on one trace in virtual time. Owns the steps of requests and messages between controllers and ranks.
 
 A request arrives at one of the controllers, which picks a prefill and a decode rank; both legs travel there; the
-prefill rank computes; its first token goes through the decode rank to the client (unless that makes it itself); the
-decode rank gets memory, fetches the KV cache and decodes. Reports travel back with the delay and loss asked for. Same
-arguments, same outcome.
+prefill rank computes; its first token goes through the decode rank to the client (unless the decode rank makes it
+itself); the decode rank gets memory, fetches the KV cache and decodes. Reports travel back with the configured delay
+and loss. The same arguments give the same outcome.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SHARE_STEP = 0.02
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """What became of one request; times in seconds of the run, NaN until they are known."""
+    """The outcome of one request. Times are in seconds of the run, NaN until they are known."""
 
     request: TraceRequest
     prefill_rank: int = -1
@@ -50,25 +50,26 @@ class RequestOutcome:
 
 @dataclass(slots=True)
 class Outcome:
-    """All courses, and the true load of each prefill rank sampled over time (`load[sample][rank]`, tokens queued)."""
+    """The outcome of a run: all requests, and samples of each prefill rank's true load (`load[sample][rank]`, queued
+    tokens)."""
 
-    method: str  # that chose among prefill ranks
+    method: str  # the method for prefill ranks
     courses: list[RequestOutcome]
     sample_s: float  # between samples
     load: list[array[int]] = field(default_factory=list)
-    decode_load: list[array[int]] = field(default_factory=list)  # likewise of decode ranks, in requests
+    decode_load: list[array[int]] = field(default_factory=list)  # the same for decode ranks, in requests
     ended_s: float = 0.0  # when the last request ended
     prefill_busy: float = 0.0  # share of the time that prefill ranks computed
-    decode_busy: float = 0.0  # likewise of decode ranks
-    cache_hit_rate: float | None = None  # where the courses do not say what was cached
+    decode_busy: float = 0.0  # share of the time that decode ranks computed
+    cache_hit_rate: float | None = None  # set where the requests have no cached tokens of their own
 
 
 def simulate(
     trace: Trace, method: str, config: LabConfig, on_share: Callable[[float], None] = lambda share: None
 ) -> Outcome:
-    """Replay `trace` under `method`. ConfigError when a prompt exceeds what a rank can hold.
+    """Replay `trace` with `method`. Raises ConfigError when a prompt exceeds the memory of a rank.
 
-    `on_share` hears now and then which share of the requests has ended.
+    `on_share` is called regularly with the share of requests that have ended.
     """
     check_method(method)
     check_method(config.decode_method)
@@ -87,7 +88,7 @@ def simulate(
 
 
 def rooms_of(trace: Trace, config: LabConfig) -> list[int]:
-    """The bootstrap rooms of a trace's requests, the same in virtual time and live, as they may choose the rank."""
+    """Return the bootstrap rooms of a trace's requests, the same in virtual time and live, as methods may use them."""
     rng = random.Random(f"rooms {config.seed}")
     return [rng.getrandbits(62) for _ in trace.requests]
 
@@ -102,12 +103,12 @@ class _Waiting:
 
     @property
     def arrived(self) -> int:
-        """What the order goes by."""
+        """The number that the order of arrival uses."""
         return self.number
 
 
 class _Truth:
-    """The ranks of one role as they are, with what is on its way to them."""
+    """The true state of one role's ranks, with the requests on their way to them."""
 
     def __init__(self, ranks: list[VirtualRank]) -> None:
         self.ranks = ranks
@@ -162,7 +163,7 @@ class _Run:
         self.decode_choosers = self._listeners("decode", config.decode_method, self.decode)
         self.by_tick = self.late and config.controllers > 1
         self.waiting = [self._order() for _ in range(config.controllers)]
-        self.wakes = [math.inf] * config.controllers  # when something is tried again for what waits
+        self.wakes = [math.inf] * config.controllers  # when each controller tries its waiting requests again
         self.sharing = config.controllers > 1 and config.shared_counters
         self.share_due: dict[tuple[int, int], float] = {}
         self.outcome = Outcome(method, self.courses, config.sample_s)
@@ -184,7 +185,7 @@ class _Run:
         outcome.decode_busy = _busy(self.decode.ranks, self.loop.now)
         return outcome
 
-    # --- a request's course -----------------------------------------------------------------------------------
+    # --- the steps of a request -----------------------------------------------------------------------------------
 
     def _queue(self, number: int) -> None:
         owner, course = self.owner[number], self.courses[number]
@@ -200,7 +201,8 @@ class _Run:
         return SloOrder(self.config.overtake_tokens) if slo else ArrivalOrder()
 
     def _bind(self, owner: int) -> None:
-        """Late binding: dispatch while a prefill rank is about to run dry and a decode rank can take what is next."""
+        """Dispatch waiting requests (late binding) while a prefill rank is nearly idle and a decode rank can take the
+        next."""
         waiting = self.waiting[owner]
         chooser = self.choosers[owner]
         decode = self.decode_choosers[owner] if self.decode_choosers else None
@@ -216,7 +218,7 @@ class _Run:
             self._wake_at(owner, next_s())
 
     def _wake_at(self, owner: int, at_s: float) -> None:
-        if self.by_tick:  # or all controllers would take the same report for leave to fill the same rank
+        if self.by_tick:  # otherwise all controllers would fill the same rank after the same report
             phase = TICK_S * owner / self.config.controllers
             at_s = phase + TICK_S * math.ceil((at_s - phase) / TICK_S)
             at_s += TICK_S * (at_s <= self.loop.now)
@@ -225,7 +227,7 @@ class _Run:
             self.loop.call_at(at_s, self._wake, owner, at_s)
 
     def _wake(self, owner: int, at_s: float) -> None:
-        if at_s == self.wakes[owner]:  # else one that came sooner took its place
+        if at_s == self.wakes[owner]:  # otherwise an earlier wake-up has replaced it
             self.wakes[owner] = math.inf
             self._bind(owner)
 
@@ -264,7 +266,7 @@ class _Run:
         tokens = request.prompt_tokens
         if course.decode_rank >= 0:
             self.decode.arrive(course.decode_rank, tokens)
-            count = max(1, request.output_tokens) + self.config.first_at_decode  # that of prefill is dropped
+            count = max(1, request.output_tokens) + self.config.first_at_decode  # prefill's token is dropped
             leg = Sequence(number, range(tokens), count, imported=True, hashes=[])
             self.decode.ranks[course.decode_rank].ingest(leg, epoch, decode_charge)
         self.prefill.arrive(course.prefill_rank, tokens)
@@ -324,7 +326,8 @@ class _Run:
         self.left -= 1
 
     def _regret(self, chosen: int, request: TraceRequest) -> int:
-        """Tokens that the chosen rank must compute before this request's first token, beyond the best rank's."""
+        """Return the tokens that the chosen rank must compute before this request's first token, minus those at the
+        best rank."""
         hashes = request.hashes[: (request.prompt_tokens - 1) // self.trace.block_tokens]
         costs = [
             self.prefill.queued_tokens(rank) - self.prefill.cached_tokens(rank, hashes)
@@ -335,7 +338,7 @@ class _Run:
     # --- reports ----------------------------------------------------------------------------------------------
 
     def _listeners(self, role: Role, method: str, truth: _Truth) -> list[Listener]:
-        """A chooser for each controller, and the reports that its ranks send it."""
+        """Return a listener for each controller: its chooser, and the reports of the ranks."""
         config, kind = self.config, method_of(method)
         if not truth.ranks:
             return []
@@ -364,20 +367,21 @@ class _Run:
         return listeners
 
     def _news(self) -> None:
-        """A report was sent after a step: what waits is tried when it comes."""
+        """Schedule the waiting requests for the arrival of a report that was sent after a step."""
         for owner, waiting in enumerate(self.waiting):
             if waiting:
                 self._wake_at(owner, self.loop.now + self.delay_s)
 
     def _kv_events(self, dp_rank: int, rank: VirtualRank, choosers: Seq[Listener]) -> None:
-        """Events lost on the way are asked for again (sequence numbers), so they are late but never missing."""
+        """Deliver a rank's KV events. Lost events are repeated (by sequence numbers), so they are late but never
+        missing."""
         events = rank.take_kv_events()
         if events:
             for chooser in choosers:
                 self.loop.call_later(self.delay_s, chooser.chooser.kv_events, dp_rank, events)
 
     def _share(self, choosers: Seq[Listener], number: int) -> None:
-        """Controller `number` publishes its counters: when it has sent something, and each RESTATE_S in any case."""
+        """Publish the counters of controller `number`: after it has sent something, and every RESTATE_S in any case."""
         sent = choosers[number].chooser.sent()
         if sent is not None:
             for other in range(len(choosers)):
@@ -389,7 +393,7 @@ class _Run:
         self.loop.call_later(RESTATE_S, self._restate, choosers, number)
 
     def _share_soon(self, choosers: Seq[Listener], number: int) -> None:
-        """At once, or `sent_interval_s` after the last time."""
+        """Schedule the publication of counters: now, or `sent_interval_s` after the last one."""
         now, due = self.loop.now, self.share_due.get((id(choosers), number), 0.0)
         if due <= now:
             self.share_due[(id(choosers), number)] = now + self.config.sent_interval_s

@@ -1,4 +1,4 @@
-"""The lab's table and its JSON. Owns what a column is, how figures are written, and their form; computes nothing."""
+"""The lab's table and its JSON. Owns the columns and the format of figures; computes nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PADDING = 3  # columns of the terminal beside each cell
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A field of Summary: `scale` and `unit` of what is shown, with up to `digits` decimals."""
+    """A column: a field of Summary, shown with `scale`, `unit` and up to `digits` decimals."""
 
     field: str
     heading: tuple[str, str]
@@ -52,7 +52,7 @@ COLUMNS = (
 
 
 def by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """The runs of each method, in the order in which they come."""
+    """Return the runs of each method, in their order."""
     found: dict[str, list[Result]] = {}
     for result in results:
         found.setdefault(result.method, []).append(result)
@@ -64,7 +64,8 @@ def estimate_of(runs: Sequence[Result], field: str) -> Estimate:
 
 
 def table_of(results: Sequence[Result], title: str, width: int) -> Group:
-    """One row a method, in the order given; the best mean TTFT stands out. As many tables as `width` makes it."""
+    """Return tables with a row for each method, in the given order and in bold for the best mean TTFT; as many tables
+    as `width` requires."""
     methods = by_method(results)
     means = {method: estimate_of(runs, "ttft_mean_s").mean for method, runs in methods.items()}
     best = min(means, key=lambda method: means[method]) if len(means) > 1 else None
@@ -84,7 +85,7 @@ def table_of(results: Sequence[Result], title: str, width: int) -> Group:
 
 
 def markdown_of(results: Sequence[Result]) -> str:
-    """The same rows for a document."""
+    """Return the rows in Markdown."""
     headings = [" ".join(column.heading).replace("- ", "").strip() for column in COLUMNS]
     lines = [f"| method | {' | '.join(headings)} |", "| --- |" + " ---: |" * len(COLUMNS)]
     for method, runs in by_method(results).items():
@@ -95,7 +96,8 @@ def markdown_of(results: Sequence[Result]) -> str:
 def json_of(
     results: Sequence[Result], trace: str, requests: int, config: LabConfig, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Means by method, their 95 % intervals where there are several seeds, every run, and what gave them."""
+    """Return the JSON object: means by method, 95 % intervals where there are several seeds, every run, and the
+    settings."""
     methods = by_method(results)
     names = [field.name for field in fields(Summary)]
     estimates = {m: {name: estimate_of(runs, name) for name in names} for m, runs in methods.items()}
@@ -122,7 +124,7 @@ def json_of(
 
 
 def written(column: Column, found: Estimate) -> str:
-    """`found` with the interval's two leading digits at most, which is what the mean is known to."""
+    """Return `found` as text, rounded to at most two leading digits of its interval."""
     mean, half_width = found.mean * column.scale, found.half_width * column.scale
     if math.isnan(mean):
         return "–"
@@ -136,7 +138,7 @@ def written(column: Column, found: Estimate) -> str:
 def _version() -> str:
     try:
         return version("pdbus")
-    except PackageNotFoundError:  # not installed: run from its source, as in the environment of an engine
+    except PackageNotFoundError:  # not installed but run from its source
         return "unknown"
 
 
@@ -151,7 +153,7 @@ def _caption(methods: dict[str, list[Result]]) -> str:
 
 
 def _fitting(cells: dict[Column, list[str]], room: int) -> Iterator[list[Column]]:
-    """The columns in groups no wider than `room`, one column a group at least."""
+    """Yield the columns in groups no wider than `room`, with at least one column in each."""
     group: list[Column] = []
     left = room
     for column, texts in cells.items():
@@ -165,5 +167,5 @@ def _fitting(cells: dict[Column, list[str]], room: int) -> Iterator[list[Column]
 
 
 def number_or_none(value: float) -> float | None:
-    """JSON has no NaN."""
+    """Return the rounded value; None for NaN, which JSON does not have."""
     return None if math.isnan(value) else round(value, 6)

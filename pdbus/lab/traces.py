@@ -1,4 +1,4 @@
-"""Request traces: reading, spreading coarse timestamps, slicing. Owns the formats; must not simulate anything.
+"""Request traces: reading, spreading coarse timestamps, slicing. Owns the formats; simulates nothing.
 
 Two published formats are read:
 - Mooncake (FAST '25): JSON lines of `timestamp` (ms), `input_length`, `output_length` (tokens) and `hash_ids`, one per
@@ -29,10 +29,11 @@ _DECIMALS = re.compile(r"(\.\d{6})\d+")  # datetime takes six
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request: seconds since the trace began, tokens in and out, the hashes of its full prompt blocks."""
+    """One request: its arrival (s since the trace began), prompt and output tokens, and the hashes of its full prompt
+    blocks."""
 
     arrival_s: float  # since the trace began
-    prompt_tokens: int  # computed, unless cached
+    prompt_tokens: int  # of the prompt, cached ones included
     output_tokens: int  # generated
     hashes: tuple[int, ...] = ()
 
@@ -50,16 +51,16 @@ class Trace:
 
     @property
     def duration_s(self) -> float:
-        """From the first arrival to the last."""
+        """The seconds from the first arrival to the last."""
         return self.requests[-1].arrival_s - self.requests[0].arrival_s
 
     def first(self, duration_s: float) -> Trace:
-        """What arrives in the first `duration_s` seconds. ConfigError when that is fewer than two requests."""
+        """Return the requests of the first `duration_s` seconds. Raises ConfigError for fewer than two."""
         start = self.requests[0].arrival_s
         return _checked(self.name, (r for r in self.requests if r.arrival_s - start <= duration_s), self.block_tokens)
 
     def spread(self, seed: int) -> Trace:
-        """Timestamps that come in coarse buckets (several requests on each) spread evenly over their buckets."""
+        """Return the trace with coarse timestamps (several requests on each) spread evenly over their intervals."""
         times = sorted({request.arrival_s for request in self.requests})
         if len(times) < 2 or len(times) > len(self.requests) / 2:
             return self
@@ -69,13 +70,14 @@ class Trace:
         return Trace(self.name, tuple(sorted(moved, key=lambda r: r.arrival_s)), self.block_tokens)
 
     def scaled(self, factor: float) -> Trace:
-        """The same requests, with the time between them `factor` times as long, from 0 on."""
+        """Return the requests with the time between them multiplied by `factor`, from 0 on."""
         start = self.requests[0].arrival_s
         moved = (replace(r, arrival_s=(r.arrival_s - start) * factor) for r in self.requests)
         return Trace(self.name, tuple(moved), self.block_tokens)
 
     def shrunk(self, times: int) -> Trace:
-        """Prompts, outputs and blocks are so many times as short, for small engines. The same blocks are shared."""
+        """Return the trace with prompts, outputs and blocks divided by `times`, for small engines. Shared blocks stay
+        shared."""
         moved = (
             replace(r, prompt_tokens=-(-r.prompt_tokens // times), output_tokens=-(-r.output_tokens // times))
             for r in self.requests
@@ -84,7 +86,8 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in `path`, its format told by its first line. ConfigError names file, line and what is wrong."""
+    """Return the trace in `path`; its first line decides the format. Raises ConfigError that names file, line and
+    fault."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as lines:
             first = lines.readline()

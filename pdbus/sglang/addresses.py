@@ -1,7 +1,7 @@
-"""Where a server's broker is, from what SGLang is told anyway. Pure.
+"""The address of a server's broker, derived from SGLang's own settings. Pure.
 
-A prefill server's broker is on the host of its bootstrap server, STEP ports above: whoever knows a request's bootstrap
-address knows the bus. Other servers' ranks speak to their own DP controller alone, over a socket file.
+A prefill server's broker is on the host of its bootstrap server, STEP ports above, so a request's bootstrap address
+gives the bus. Ranks of other servers talk only to their own DP controller, over a socket file.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 def beside(bootstrap: str) -> str:
-    """The bus of the prefill server whose bootstrap address (`host:port`, IPv6 in brackets) a request names."""
+    """Return the bus of the prefill server with this bootstrap address (`host:port`, IPv6 in brackets) of a request."""
     host, _, port = bootstrap.rpartition(":")
     return _at(host.strip("[]"), port)
 
 
 def near(host: str, port: int) -> str:
-    """The same, from the machine itself: a wildcard is where that machine reaches itself."""
+    """Return the bus as seen from the machine itself, where a wildcard becomes the loopback address."""
     return _at(_ANY.get(host.strip("[]"), host.strip("[]")), str(port))
 
 
 def to_bind(host: str, port: int, resolve: Callable[[str], str]) -> str:
-    """What its broker binds. ZeroMQ binds numbers, not names: `resolve` finds that of a name."""
+    """Return the address that the broker binds. ZeroMQ binds numbers, not names: `resolve` gives the number of a
+    name."""
     host = host.strip("[]") or "0.0.0.0"
     try:
         ipaddress.ip_address(host)
@@ -38,14 +39,14 @@ def to_bind(host: str, port: int, resolve: Callable[[str], str]) -> str:
 
 
 def of_file(nonce: int) -> str:
-    """Within one machine, for a server that nobody else asks for rooms."""
+    """Return a socket file on this machine, for a server whose rooms no other server asks for."""
     return check_base(f"ipc://{runtime_dir()}/sglang-{nonce:016x}")
 
 
 def _at(host: str, port: str) -> str:
     if not port.isdecimal():
-        raise ConfigError(f"{host}:{port} is no bootstrap address")
+        raise ConfigError(f"{host}:{port} is not a bootstrap address")
     try:
         return check_base(f"tcp://{f'[{host}]' if ':' in host else host}:{int(port) + STEP}")
     except ConfigError as error:
-        raise ConfigError(f"{error}; the bus is {STEP} ports above the bootstrap server: name another port") from None
+        raise ConfigError(f"{error}; the bus is {STEP} ports above the bootstrap server: choose another port") from None

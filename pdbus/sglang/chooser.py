@@ -1,6 +1,6 @@
-"""Which of a server's ranks gets a request: a balancer, and which ranks live. Pure; time is an argument.
+"""Chooses the rank of a server for each request: a balancer, and the liveness of ranks. Pure; time is an argument.
 
-The ranks are opened at the start, by the nonce that they share with the DP controller, so nothing has to be heard
+The ranks are opened at the start, by the nonce that they share with the DP controller, so no message is needed
 before the first dispatch. What they publish then overwrites what is believed of them. This controller never learns that
 a request is over, only that it was taken in: from then on the rank's own reports count it. That is its end for the
 policy (`Policy.ended`): code `ok`, no output tokens, and the seconds from its dispatch to the report that acknowledged
@@ -40,7 +40,7 @@ class _Sent(NamedTuple):
 
 
 class Chooser:
-    """For the `dp_size` ranks of `instance`; `block_tokens` is the size of their KV pages."""
+    """Chooses among the `dp_size` ranks of `instance`; `block_tokens` is the size of their KV pages."""
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class Chooser:
             self._health.hello(rank.key, nonce, "ready", idle=True, now=now)
             self.ranks.append(rank)
 
-    # --- what is heard --------------------------------------------------------------------------------------------
+    # --- messages --------------------------------------------------------------------------------------------
 
     def on_message(self, message: Message, now: float) -> int | None:
-        """A publication of one of these ranks, or a beacon of the broker. The rank that says goodbye by it: from then
-        on nothing is picked here."""
+        """Handle a publication of one of these ranks, or a beacon of the broker. Return the rank that leaves by it, if
+        any; after that no rank is picked here."""
         if isinstance(message, Beacon):
             self._note_bus(now)
             return None
@@ -100,35 +100,36 @@ class Chooser:
         return None
 
     def _note_bus(self, now: float) -> None:
-        """A beacon says as much as another rank's load: the broker is beside them, so what it carries nothing of is
-        silent, be it all of them."""
+        """Note that the bus is alive. A beacon counts as much as a load report of another rank, because the broker runs
+        beside the ranks: a rank without publications is then silent, even if all are."""
         self._health.bus_heard(now)
         self._health.loads_at = now
 
     def changed(self, dp_rank: int, changes: Changes) -> None:
-        """A rank's KV events, by our names."""
+        """Pass a rank's KV events to the balancer."""
         self._balancer.cache(self.ranks[dp_rank], changes)
 
     def tick(self, now: float) -> list[tuple[int, bool]]:
-        """Several times a lease. The ranks that turned silent (False) or are heard again (True)."""
+        """Check the ranks, several times a lease. Return those that became silent (False) or are back (True)."""
         turned = []
         for rank in self.ranks:
             self._health.heard(rank.key, now)  # there is no connection of its own to be lost
         for change in self._health.sweep(now):
             dp_rank = change.key[1]
-            heard = change.new != "silent"
-            if heard == (dp_rank in self._silent):
-                (self._silent.discard if heard else self._silent.add)(dp_rank)
+            alive = change.new != "silent"
+            if alive == (dp_rank in self._silent):
+                (self._silent.discard if alive else self._silent.add)(dp_rank)
                 self._set_ready(dp_rank)
-                turned.append((dp_rank, heard))
+                turned.append((dp_rank, alive))
         self._balancer.tick(now)
         return turned
 
     # --- what is dispatched ---------------------------------------------------------------------------------------
 
     def pick(self, request: Any, able: Collection[int], now: float) -> int | None:
-        """The rank for SGLang's tokenized `request`, charged; one of `able` (those that SGLang counts as active). None
-        where no rank of these lives, as far as is known, or one has left the bus: SGLang's own way is as good then."""
+        """Pick and charge a rank for SGLang's tokenized `request`, one of `able` (those that SGLang counts as active).
+        Returns None where none of these is known to live, or after a rank has left the bus; SGLang then picks
+        itself."""
         if self.left:
             return None
         if self._inactive or len(able) < len(self.ranks):
@@ -140,7 +141,7 @@ class Chooser:
         return self._keep(submit, placed) if placed.legs else None
 
     def chosen(self, request: Any, dp_rank: int, now: float) -> None:
-        """Somebody else sent `request` to `dp_rank`: it counts all the same."""
+        """Count a `request` that was routed to `dp_rank` without a pick here."""
         submit = self._submit(request)
         self._keep(submit, self._balancer.place(submit, now, at=((self._role, self.ranks[dp_rank]),)))
 
@@ -148,7 +149,7 @@ class Chooser:
         self.table.set_ready(self.ranks[dp_rank], dp_rank not in self._silent and dp_rank not in self._inactive)
 
     def _keep(self, submit: Submit, placed: Placed) -> int:
-        """Until its rank acknowledges it. The oldest of too many are given up."""
+        """Keep a request until its rank acknowledges it; beyond MAX_SENT the oldest is given up. Return its rank."""
         (leg,) = placed.legs
         dp_rank = leg.rank.info.dp_rank
         sent = self._sent[dp_rank]
@@ -165,7 +166,7 @@ class Chooser:
         if self._uses_hashes and self._block_tokens:
             try:
                 hashes = packed_hashes(token_bytes(tokens), self._block_tokens)
-            except ValueError:  # ids that stand for images are no token ids
+            except ValueError:  # ids that stand for images are not token ids
                 pass
         return Submit(
             rid=request.rid or "",

@@ -1,7 +1,7 @@
-"""What is hooked in the DP controller's process: our choice of a rank for `dispatching`, and a loop that sleeps.
+"""The hooks in the DP controller's process: our choice of a rank in `dispatching`, and an event loop that sleeps.
 
-Its own sockets go on carrying its own objects; what is replaced is the choice. The bus is read on a thread of its own
-(`watch`), under one lock with the choices.
+Only the choice is replaced; SGLang's sockets still carry its own objects. A thread reads the bus (`watch`) and shares a
+lock with the choices.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from pdbus.sglang.chooser import Chooser
 from pdbus.sglang.settings import Settings
 from pdbus.sglang.watch import Watch
 
-IDLE_MS = 1_000  # SGLang's watchdog wants to hear of the loop now and then
+IDLE_MS = 1_000  # SGLang's watchdog must be fed regularly
 
 log = get_logger("sglang")
 
 
 class Dispatching:
-    """Chooses and sends, for one DataParallelController; in any trouble of ours its own `dispatching` does."""
+    """Chooses and sends for one DataParallelController; after an error of ours its own `dispatching` is used."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Dispatching:
         self._failing = False
 
     def __call__(self, request: Any) -> None:
-        """In place of DataParallelController.dispatching."""
+        """Dispatch a request, in place of DataParallelController.dispatching."""
         controller = self._controller
         if request.routed_dp_rank is not None:  # a router's choice; SGLang refuses a rank that is not active
             controller.maybe_external_dp_rank_routing(request)
@@ -63,7 +63,7 @@ class Dispatching:
             return
         able = [rank for rank in controller._active_workers if controller.status[rank]]
         rank = self._ours(lambda now: self._chooser.pick(request, able, now))
-        # It reads every rank's shared memory, and only its own choice goes by what it finds there.
+        # The refresh reads every rank's shared memory, and only SGLang's own choice needs it.
         controller.refresh_load_budget_on_dispatch = self._refreshes and rank is None
         if rank is None:
             self._original(request)
@@ -87,7 +87,7 @@ class Dispatching:
             log.warning("pdbus.rank.heard_again" if ready else "pdbus.rank.silent", dp_rank=dp_rank)
 
     def _ours(self, choose: Callable[[float], int | None]) -> int | None:
-        """What is ours must not end SGLang's loop."""
+        """Run our choice; its errors must not end SGLang's loop."""
         try:
             with self.lock:
                 return choose(self._clock())
@@ -99,7 +99,7 @@ class Dispatching:
 
 
 class ControllerSide:
-    """The DP controller's process."""
+    """The hooks in the DP controller's process."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -107,20 +107,20 @@ class ControllerSide:
         self.chooser: Chooser | None = None
 
     def stop(self) -> None:
-        """For tests; the process ends with everything in it."""
+        """Stop the thread, for tests; otherwise it ends with the process."""
         if self.watch is not None:
             self.watch.stop()
 
     def make_controller(self, original: Callable[..., None], controller: Any, *args: Any, **kwargs: Any) -> None:
-        """Around DataParallelController.__init__, which returns when all ranks of this machine are up."""
+        """Run around DataParallelController.__init__, which returns when all ranks of this machine are up."""
         original(controller, *args, **kwargs)
         if not hasattr(controller, "recv_from_tokenizer"):
-            return  # another machine's dispatches
+            return  # the controller of another machine dispatches
         try:
             self._take_over(controller, engine.server())
         except BusError as error:
             log.warning("pdbus.dispatch.by_sglang", why=str(error))
-        except Exception:  # of ours, and no reason for the server not to start
+        except Exception:  # an error of ours must not stop the server
             log.exception("pdbus.dispatch.by_sglang")
 
     def _take_over(self, controller: Any, here: engine.Server) -> None:
@@ -128,7 +128,7 @@ class ControllerSide:
 
         settings = self.settings
         if here.why_not:
-            return  # which the server's main process says
+            return  # the server's main process logs it
         if here.nodes > 1 and not settings.nonce_given:
             raise ConfigError("its ranks are on several machines: set the same PDBUS_SGLANG_NONCE on all of them")
         method = resolve(settings.method or settings.named or here.method, here.role)
@@ -159,7 +159,7 @@ class ControllerSide:
 
     @staticmethod
     def event_loop(_original: Callable[[Any], None], controller: Any) -> None:
-        """Around DataParallelController.event_loop, which asks its socket again and again; this one waits."""
+        """Replace DataParallelController.event_loop, which polls its socket without pause; this one waits."""
         from sglang.srt.managers.io_struct import sock_recv
 
         socket = controller.recv_from_tokenizer
@@ -177,13 +177,13 @@ class ControllerSide:
 
 
 def _topics(instance: str, dp_size: int) -> tuple[bytes, ...]:
-    """What its own ranks publish, and the broker's beacons."""
+    """Return the topics of its own ranks, and of the broker's beacons."""
     kinds = (topics.LOAD, topics.ROOMS, topics.MEMBER)
     return (topics.BEACON, *(topics.for_rank(kind, instance, rank) for kind in kinds for rank in range(dp_size)))
 
 
 def _following(events: EngineSettings, dispatching: Dispatching) -> Callable[[Loop, ExitStack], None]:
-    """The ranks' KV events, on the watch's thread."""
+    """Return a function that follows the ranks' KV events on the watch's thread."""
 
     def follow(loop: Loop, exits: ExitStack) -> None:
         sockets = exits.enter_context(Sockets())

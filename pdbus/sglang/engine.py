@@ -1,6 +1,6 @@
-"""What this process is, by SGLang's own account. With `seams`, all that is known of SGLang's Python.
+"""The facts about this process, from SGLang's own settings. Only this module and `seams` know SGLang's Python.
 
-Imports of SGLang happen in functions, once it is running: what is hooked has been imported by then.
+SGLang is imported in functions, when it runs and has imported the hooked modules itself.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _ROLES: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
 
 
 def sources() -> Path:
-    """The folder of SGLang's runtime."""
+    """Return the folder of SGLang's runtime."""
     spec = find_spec("sglang")
     places = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Path(places[0]) / "srt" if places else Path()
 
 
 def rust_server() -> bool:
-    """Whether SGLang's server is its Rust one, which goes other ways than those that are hooked."""
+    """Return true if SGLang's server is the Rust one, which does not use the hooked functions."""
     return os.environ.get("SGLANG_RUST_SERVER", "").strip().lower() in ("1", "true", "yes", "y", "on", "t")
 
 
@@ -47,7 +47,7 @@ class Server:
     nodes: int  # machines
     host: str
     bootstrap_port: int
-    head: str  # `host:port` where the machines of a server meet; empty on one
+    head: str  # `host:port` where a server's machines meet; empty for one machine
     elastic: bool
     on_ray: bool = False
     switches_roles: bool = False
@@ -55,7 +55,7 @@ class Server:
 
     @property
     def why_not(self) -> str:
-        """Why the plugin leaves all of this server to SGLang; empty where it doesn't."""
+        """The reason why the plugin leaves this server to SGLang; empty: it does not."""
         if self.elastic:
             return "elastic EP: ranks come and go"
         if self.on_ray:
@@ -71,11 +71,11 @@ class Server:
 
     @property
     def bootstrap_host(self) -> str:
-        """Where SGLang's bootstrap server is, seen from here."""
+        """The host of SGLang's bootstrap server, seen from here."""
         return self.head.rpartition(":")[0] if self.head else self.host
 
     def bus(self, settings: Settings) -> str:
-        """The bus of this server's ranks. ConfigError where it can't be known."""
+        """Return the bus of this server's ranks. Raises ConfigError where it cannot be derived."""
         if settings.bus:
             return settings.bus
         if self.role == "prefill":
@@ -85,7 +85,7 @@ class Server:
         return addresses.of_file(settings.nonce)
 
     def own_broker(self, settings: Settings) -> str:
-        """What the broker of this server binds; empty where somebody else runs one."""
+        """Return the address that this server's broker binds; empty: the server starts none."""
         if settings.bus or self.dp_size == 1 or (self.role != "prefill" and self.nodes > 1):
             return ""
         if self.role == "prefill":
@@ -94,7 +94,7 @@ class Server:
 
 
 def server() -> Server:
-    """Of a process that has its configuration already."""
+    """Return the server of this process, which must have its configuration already."""
     from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get_serving
 
     parallel, disagg = get_parallel(), get_disagg()
@@ -113,32 +113,32 @@ def server() -> Server:
 
 
 def left_to_sglang(view: Any) -> bool:
-    """Whether settings that are being resolved are of a server that is left to SGLang (`Server.why_not`)."""
+    """Return true if the settings being resolved belong to a server that is left to SGLang (`Server.why_not`)."""
     return view.max_ep_size is not None or bool(view.use_ray) or bool(view.enable_pd_role_switch)
 
 
 def dp_rank() -> int:
-    """Of a scheduler."""
+    """Return the dp_rank of this scheduler."""
     from sglang.srt.runtime_context import get_parallel
 
     return int(get_parallel().dp_rank or 0)
 
 
 def speaks(scheduler: Any) -> bool:
-    """Whether it is this one of the processes that make up a rank that speaks for it: the one that gets requests from
-    the DP controller, and publishes load."""
+    """Return true if this process represents its rank: the one that gets requests from the DP controller and publishes
+    load."""
     return scheduler.load_snapshot_writer is not None
 
 
 def page_size(controller: Any) -> int:
-    """The tokens of a page of its ranks' KV caches."""
+    """Return the tokens in a page of the ranks' KV caches."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     return int(resolving_view(controller.server_args).page_size or 0)
 
 
 def kv_events(controller: Any, instance: str, here: Server) -> EngineSettings | None:
-    """Where the ranks publish what they cache (--kv-events-config); None where they do not, or not over tcp."""
+    """Return where the ranks publish KV events (--kv-events-config); None if they do not, or not over tcp."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.disaggregation.kv_events import KVEventsConfig
 
@@ -152,7 +152,7 @@ def kv_events(controller: Any, instance: str, here: Server) -> EngineSettings | 
 
 
 def _tcp(endpoint: str) -> tuple[str, int]:
-    """The host and port of a bound endpoint, seen from the same machine; port 0 for what is none."""
+    """Return host and port of a bound endpoint, seen from the same machine; port 0: not a tcp endpoint."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     if not endpoint.startswith("tcp://") or not port.isdecimal():
         return "", 0
@@ -160,7 +160,7 @@ def _tcp(endpoint: str) -> tuple[str, int]:
 
 
 def is_health_check(request: Any) -> bool:
-    """SGLang sends these to each rank in turn, and its schedulers answer some of them without taking them in."""
+    """Return true for a health check, which schedulers may answer without ingesting it as a request."""
     from sglang.srt.managers.utils import is_health_check_generate_req
 
     return bool(is_health_check_generate_req(request))

@@ -1,6 +1,6 @@
-"""Hooks what a process of SGLang runs: nothing when the plugin is off, or when SGLang is not as `seams` knows it.
+"""Hooks the functions of an SGLang process; none when the plugin is off, or when SGLang differs from `seams`.
 
-Never raises: SGLang would go on without it all the same.
+Never raises, because SGLang would go on without the plugin anyway.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pdbus.sglang.seams import HOOKS, TESTED, mismatches
 from pdbus.sglang.server import ServerSide
 from pdbus.sglang.settings import DRAWN, Settings, read
 
-# The version whose sources a process has compared; empty where nothing was hooked. Its children take its word.
+# The version whose sources a process has compared; empty: nothing was hooked. Child processes rely on it.
 CHECKED = "PDBUS_SGLANG_CHECKED"
-MAIN = "managers.disagg_service"  # the only one to be hooked in a process that has not imported it yet
+MAIN = "managers.disagg_service"  # hooked even in a process that has not imported it yet
 
-log = Logger("sglang.pdbus")  # plugins are loaded before SGLang sets its logging up; below its name warnings show
+log = Logger("sglang.pdbus")  # loaded before SGLang's logging is set up; under this name warnings show
 
 
 class Sides(NamedTuple):
-    """What was hooked, by the process that runs it; a process has all three, and SGLang calls one."""
+    """The hooks by the kind of process that uses them. Each process has all three, and SGLang calls one."""
 
     server: ServerSide
     scheduler: SchedulerSide
@@ -37,9 +37,9 @@ class Sides(NamedTuple):
 
 
 def hook(environ: MutableMapping[str, str]) -> Sides | None:
-    """Hook this process by what `environ` says, and leave in it what its children need. None where nothing was
-    hooked, for which the first of these processes says why. That is the main one, or a child of `multiprocessing` in
-    which somebody's program starts a server."""
+    """Hook this process as `environ` says, and store there what child processes need. Returns None where nothing was
+    hooked; the first process logs the reason. That is the main process, or a `multiprocessing` child in which a program
+    starts a server."""
     heir = multiprocessing.parent_process() is not None and CHECKED in environ
     if heir and not environ[CHECKED]:
         return None
@@ -61,8 +61,8 @@ def hook(environ: MutableMapping[str, str]) -> Sides | None:
 
 
 def _prepare(environ: MutableMapping[str, str]) -> None:
-    """Look at SGLang's sources, and draw the number that all processes of this start share. (Each server whose settings
-    are resolved after this draws one of its own; a program may have resolved them before.)"""
+    """Check SGLang's sources, and draw the nonce that all processes of this start share. (Each server whose settings
+    are resolved later draws its own nonce; a program may have resolved them before.)"""
     version = metadata.version("sglang")
     wrong = list(mismatches(engine.sources()))
     if wrong:

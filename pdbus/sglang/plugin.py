@@ -1,4 +1,5 @@
-"""The door that SGLang comes in by: `load`, called once in each of its processes. Costs nothing while it is off."""
+"""The entry point `load`, which SGLang calls once in each of its processes. It costs nothing while the plugin is
+off."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import os
 
 
 def load() -> None:
-    """The entry point of the group `sglang.srt.plugins`."""
+    """Load the plugin if it is on: the entry point of the group `sglang.srt.plugins`."""
     if os.environ.get("PDBUS_SGLANG") or os.environ.get("PDBUS_SGLANG_METHOD"):
         from pdbus.sglang.hooking import hook
 

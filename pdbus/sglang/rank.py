@@ -1,7 +1,7 @@
-"""A rank's own side: what it has taken in, the loads that say so, and the rooms it prefills.
+"""A rank's own side: the requests that it has ingested, its load reports, and the rooms that it prefills.
 
-Runs on the scheduler's thread, which nothing here blocks: the bus has a thread of its own (`bus.Publisher`), and so has
-what registers rooms with SGLang's HTTP server while no broker is heard (`HttpRooms`).
+Runs on the scheduler's thread and never blocks it. The bus has a thread of its own (`bus.Publisher`), and so has
+`HttpRooms`, which registers rooms with SGLang's HTTP server while the broker is silent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bus.runtime.logs import get_logger
 from bus.wire.codes import Code
 from bus.wire.messages import MAX_ROOM, Ack, Load
 
-BROKER_LOST_S = 3.0  # a broker silent for longer is taken for gone
+BROKER_LOST_S = 3.0  # a broker silent for longer counts as gone
 MAX_QUEUED = 10_000
 HTTP_S = 5.0
 
@@ -25,7 +25,7 @@ log = get_logger("sglang")
 
 
 class Bus(Protocol):
-    """Of `bus.Publisher`, what is used here."""
+    """The part of `bus.Publisher` that is used here."""
 
     @property
     def silent_s(self) -> float: ...
@@ -35,7 +35,7 @@ class Bus(Protocol):
 
 
 def fits(room: object) -> bool:
-    """Whether the bus can carry a room; SGLang takes any number."""
+    """Return true if the bus can carry `room`; SGLang takes any number."""
     return isinstance(room, int) and 0 <= room <= MAX_ROOM
 
 
@@ -45,8 +45,8 @@ def charge_of(request: Any) -> int:
 
 
 def load_of(snapshot: Any, step: int, ack: Ack | None) -> Load:
-    """SGLang's LoadSnapshot in our words. Its `num_total_tokens` are those held and those of all prompts that wait; the
-    rest of a prompt that is computed in chunks is in neither, but in the uncached ones."""
+    """Return SGLang's LoadSnapshot as our Load. Its `num_total_tokens` are held tokens and those of all waiting
+    prompts. The rest of a prompt that is computed in chunks is only in `num_waiting_uncached_tokens`."""
     held = int(snapshot.num_used_tokens)
     waiting_tokens = max(int(snapshot.num_total_tokens) - held, int(snapshot.num_waiting_uncached_tokens), 0)
     return Load(
@@ -65,8 +65,8 @@ def load_of(snapshot: Any, step: int, ack: Ack | None) -> Load:
 
 
 class Rank:
-    """One rank on the bus. `nonce` is 0 where DP controller and ranks share none: then nothing is acknowledged.
-    `http(address, room)` registers a room with SGLang's own server, `always` or while no broker is heard."""
+    """One rank on the bus. `nonce` is 0 where DP controller and ranks share none; then nothing is acknowledged.
+    `http(address, room)` registers a room with SGLang's own server: `always`, or while the broker is silent."""
 
     def __init__(
         self, bus: Bus, nonce: int, *, http: Callable[[str, int], None] | None = None, always: bool = False
@@ -79,22 +79,22 @@ class Rank:
         self._tokens = 0
         self._step = 0
         self._last: Load | None = None
-        self.rooms: dict[int, str] = {}  # registered and not dropped -> the bootstrap address they came by
-        self._by_http: set[int] = set()  # of them, those that the HTTP server knows too
+        self.rooms: dict[int, str] = {}  # registered rooms -> the bootstrap address of their request
+        self._by_http: set[int] = set()  # rooms that the HTTP server knows too
 
     @property
     def broker_alive(self) -> bool:
-        """Whether the broker is there."""
+        """True while the broker is alive."""
         return self._bus.silent_s < BROKER_LOST_S
 
     def ingested(self, tokens: int) -> None:
-        """A request of so many tokens was taken in."""
+        """Count an ingested request of `tokens` tokens."""
         self._dispatches += 1
         self._tokens += tokens
 
     def report(self, snapshot: Any) -> None:
-        """SGLang's loop has come to where it publishes its load: `snapshot`, or None where it published none. An idle
-        rank comes here all the time: what has not changed is not said again (the publisher repeats it in its time)."""
+        """Report the load when SGLang's loop publishes its own: `snapshot`, or None where it published none. An idle
+        rank calls this all the time, so an unchanged load is not sent again (the publisher repeats it itself)."""
         if self.rooms and not self.broker_alive:
             for room, address in self.rooms.items():
                 self._register_by_http(room, address)
@@ -108,7 +108,7 @@ class Rank:
             self._bus.report(self._last)
 
     def register(self, room: int, address: str) -> None:
-        """`room` is prefilled here; its request came by the bootstrap server at `address`."""
+        """Register `room`, which is prefilled here; `address` is the bootstrap address of its request."""
         if fits(room):
             self.rooms[room] = address
             self._bus.register(room)
@@ -116,7 +116,7 @@ class Rank:
             self._register_by_http(room, address)
 
     def drop(self, room: int, *, failed: bool) -> None:
-        """SGLang has let go of `room`; if it failed, whoever waits for it is told."""
+        """Drop `room`, which SGLang has released; after a failure, the ranks that wait for it are notified."""
         self._by_http.discard(room)
         if self.rooms.pop(room, None) is not None:
             self._bus.drop(room, code="prefill_failed" if failed else "ok")
@@ -128,7 +128,7 @@ class Rank:
 
 
 class HttpRooms:
-    """Registers rooms of `dp_rank` at SGLang's bootstrap servers, one after the other, on a thread of its own."""
+    """Registers rooms of `dp_rank` at SGLang's bootstrap servers, one after another, on a thread of its own."""
 
     def __init__(self, dp_rank: int) -> None:
         self._dp_rank = dp_rank
@@ -138,7 +138,7 @@ class HttpRooms:
         self._thread: threading.Thread | None = None
 
     def __call__(self, address: str, room: int) -> None:
-        """Soon; what does not fit in the queue is left out."""
+        """Enqueue `room`; it is left out if the queue is full."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="pdbus-sglang-http", daemon=True)
             self._thread.start()
@@ -148,7 +148,7 @@ class HttpRooms:
             log.warning("pdbus.room.not_registered", room=room, why="too many wait for the HTTP server")
 
     def stop(self) -> None:
-        """After what is queued. For tests: a scheduler's process ends with its threads."""
+        """Stop after the queued rooms, for tests; otherwise the thread ends with the process."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
@@ -169,7 +169,7 @@ class HttpRooms:
 
     def _post(self, address: str, room: int) -> None:
         body = json.dumps({"bootstrap_room": room, "dp_rank": self._dp_rank})
-        for fresh in (False, True):  # a connection kept from before may have been closed meanwhile
+        for fresh in (False, True):  # a kept connection may have been closed meanwhile
             connection = self._connections.setdefault(address, HTTPConnection(address, timeout=HTTP_S))
             try:
                 connection.request("POST", "/register_dp_rank", body, {"Content-Type": "application/json"})

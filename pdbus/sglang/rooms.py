@@ -1,7 +1,7 @@
-"""A decode rank's side: where rooms are prefilled, which of them are lost, and which prefill ranks have died.
+"""A decode rank's side: where rooms are prefilled, which rooms are lost, and which prefill ranks have died.
 
-One `PrefillBus` for each bus that requests name, made at its first use. Called on the scheduler's thread; nothing here
-blocks but SGLang's own query, where that is the way that is left.
+There is one `PrefillBus` for each bus that requests name, made at its first use. It is called on the scheduler's
+thread; only SGLang's own query blocks, and it is used only where the bus cannot answer.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from bus.wire.codes import Code
 from bus.wire.messages import Beacon, LoadReport, Location, Member, MemberKey, Message, Rooms
 from pdbus.sglang.rank import BROKER_LOST_S, fits
 
-Query = Callable[[list[int]], dict[str, int]]  # SGLang's: rooms to ranks by HTTP, the rooms as text
-REMEMBERED = 65_536  # rooms whose prefill rank is known, the last ones
-PAUSE_S = 1.0  # a bus that carried nothing for so long was away, and what the ranks said meanwhile is lost
+Query = Callable[[list[int]], dict[str, int]]  # SGLang's own query over HTTP: rooms to ranks, the rooms as text
+REMEMBERED = 65_536  # number of rooms whose prefill rank is kept
+PAUSE_S = 1.0  # a bus silent for this long was down, and publications of that time are lost
 FORGET_S = 3600.0
-OTHERS_S = 1.0  # between queries for rooms that are not on the bus, perhaps
-UNHEARD_S = 15.0  # a room that the bus does not know for so long is asked for elsewhere too
+OTHERS_S = 1.0  # between queries for rooms that may not be on the bus
+UNHEARD_S = 15.0  # a room unknown on the bus for this long is asked for elsewhere too
 REASONS: dict[str, str] = {
     "unknown_room": "no prefill rank has registered it within {room_s:g} s",
     "prefill_failed": "its prefill failed",
@@ -28,7 +28,7 @@ REASONS: dict[str, str] = {
 
 
 class Finder(Protocol):
-    """Of `bus.Resolver`, what is used here."""
+    """The part of `bus.Resolver` that is used here."""
 
     @property
     def silent_s(self) -> float: ...
@@ -38,18 +38,18 @@ class Finder(Protocol):
 
 
 class RankLiveness:
-    """Which ranks of a bus have been silent for `lost_s` while others, or the broker, spoke. When the bus itself was
-    away nobody is blamed for it."""
+    """Finds the ranks of a bus that have been silent for `lost_s` while the bus was alive. Time in which the bus itself
+    was down does not count."""
 
     def __init__(self, lost_s: float) -> None:
         self._lost_s = lost_s
         self._last_at: dict[MemberKey, float] = {}
-        self._left: set[MemberKey] = set()  # they said goodbye, which is no death: something of ours failed there
+        self._left: set[MemberKey] = set()  # ranks that left in order, because something of ours failed there
         self._bus_at = float("-inf")
         self._bus_since = float("-inf")
 
     def on_message(self, message: Message, now: float) -> None:
-        """Anything that the bus carried."""
+        """Handle any message of the bus."""
         if not isinstance(message, Beacon | Member | LoadReport | Rooms):
             return
         if now - self._bus_at > PAUSE_S:
@@ -64,26 +64,28 @@ class RankLiveness:
 
     @property
     def left(self) -> bool:
-        """Whether ranks are there that have left the bus."""
+        """True if there are ranks that have left the bus."""
         return bool(self._left)
 
     def expect(self, key: MemberKey, now: float) -> None:
-        """A room was found there: one that died before anything of it was heard is missed too. From any thread."""
+        """Expect publications of a rank where a room was found, so that it counts as lost even if none ever comes. Any
+        thread may call this."""
         self._last_at.setdefault(key, now)
 
     def lost(self) -> frozenset[MemberKey]:
-        """They are forgotten after an hour."""
-        heard = list(self._last_at.items())
-        for key, at in heard:
+        """Return the lost ranks. They are forgotten after an hour."""
+        last = list(self._last_at.items())
+        for key, at in last:
             if self._bus_at - at > FORGET_S:
                 self._last_at.pop(key, None)
                 self._left.discard(key)
-        silent = (key for key, at in heard if self._bus_at - max(at, self._bus_since) > self._lost_s)
+        silent = (key for key, at in last if self._bus_at - max(at, self._bus_since) > self._lost_s)
         return frozenset(silent) - self._left
 
 
 class PrefillBus:
-    """The rooms of one bus. `shared`: it is not a prefill server's own, so there may be servers that are not on it."""
+    """The rooms of one bus. `shared` says that the bus is not a prefill server's own, so some servers may not be on
+    it."""
 
     def __init__(
         self,
@@ -99,7 +101,7 @@ class PrefillBus:
         self._room_s = room_s
         self._shared = shared
         self._clock = clock
-        self._wanted: dict[int, float] = {}  # and since when
+        self._wanted: dict[int, float] = {}  # wanted rooms, and since when
         self._found: dict[int, Location] = {}
         self._lost: dict[int, Code] = {}
         self._began = self._others_at = clock()
@@ -107,16 +109,17 @@ class PrefillBus:
 
     @property
     def broker_alive(self) -> bool:
-        """Whether the broker is there."""
+        """True while the broker is alive."""
         return self._finder.silent_s < BROKER_LOST_S
 
     @property
     def asked(self) -> bool:
-        """Whether rooms are asked for here, and not of SGLang's HTTP server: a broker wants a moment to be heard."""
+        """True if rooms are asked for on this bus and not over HTTP: the broker is alive, or still has time to
+        appear."""
         return self.broker_alive or self._clock() - self._began < BROKER_LOST_S
 
     def find(self, rooms: Sequence[int], query: Query) -> dict[str, int]:
-        """Of `rooms` (all that wait here), those whose prefill rank is known by now."""
+        """Return the known prefill ranks of `rooms`, which are all rooms that wait here."""
         odd = [room for room in rooms if not fits(room)]
         mine = [room for room in rooms if fits(room)]
         fresh = [room for room in mine if room not in self._wanted]
@@ -141,7 +144,8 @@ class PrefillBus:
         return ranks
 
     def lost(self) -> dict[int, str]:
-        """The rooms given up since the last call, and why. While no broker is heard none is: they are wanted anew."""
+        """Return the rooms given up since the last call, with the reasons; none while the broker is silent, when they
+        are asked for again."""
         lost, self._lost = self._lost, {}
         for room in lost:
             self._settle(room)
@@ -154,13 +158,13 @@ class PrefillBus:
         }
 
     def where(self, room: int) -> MemberKey | None:
-        """The prefill rank that `room` was found at."""
+        """Return the prefill rank where `room` was found."""
         return self._where.get(room)
 
     def _collect(self, rooms: Iterable[int]) -> None:
         found, lost = self._finder.poll(), self._finder.lost()
         waiting = set(rooms)
-        for room in self._wanted.keys() - waiting:  # their requests are gone
+        for room in self._wanted.keys() - waiting:  # their requests have ended
             self._settle(room)
         self._found.update({room: at for room, at in found.items() if room in waiting})
         self._lost.update({room: code for room, code in lost.items() if room in waiting})
@@ -171,8 +175,8 @@ class PrefillBus:
         self._lost.pop(room, None)
 
     def _of_others(self, rest: list[int]) -> list[int]:
-        """What SGLang's server is asked for now and then, though this bus is there: what is not known on one that is
-        shared, or that a rank has left; else what has not been known for long."""
+        """Return the rooms to ask SGLang's server for, although this bus is alive: on a shared bus, or one that a rank
+        has left, all unknown rooms; otherwise those unknown for long. At most every OTHERS_S."""
         now = self._clock()
         if now - self._others_at < OTHERS_S:
             return []

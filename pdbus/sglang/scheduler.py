@@ -1,6 +1,6 @@
-"""What is hooked in a scheduler's process: a prefill rank publishes, a decode rank finds and gives up rooms.
+"""The hooks in a scheduler's process: a prefill rank publishes, a decode rank finds and gives up rooms.
 
-Thin: `rank` and `rooms` decide. Where something of ours fails, SGLang's own way is taken from then on, and the log says
+A thin layer: `rank` and `rooms` decide. After an error of ours, SGLang's own way is used from then on, and the log says
 so once.
 """
 
@@ -26,10 +26,10 @@ LIVES_TOPICS = (topics.BEACON, topics.MEMBER)
 
 
 class Decoding:
-    """A prefill server's bus, seen by a decode rank: its rooms, and which of its ranks live."""
+    """A decode rank's view of a prefill server's bus: its rooms and the liveness of its ranks."""
 
     def __init__(self, bus: str, settings: Settings) -> None:
-        self.named_at = time.monotonic()  # by a request, the last one
+        self.named_at = time.monotonic()  # when a request last named it
         self._settings = settings
         self._resolver = Resolver(bus, keys=settings.keys, instance=settings.instance)
         lives = RankLiveness(settings.lost_s)
@@ -58,7 +58,7 @@ class Decoding:
 
 
 class SchedulerSide:
-    """One scheduler process. Its rank goes on the bus when SGLang's loop first publishes a load."""
+    """The hooks in one scheduler process. Its rank joins the bus when SGLang's loop first publishes a load."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -68,10 +68,10 @@ class SchedulerSide:
         self._goodbye = threading.Thread(target=self._send_goodbye, name="pdbus-goodbye", daemon=True)
         self._tried = False
         self._thread = threading.get_ident()  # SGLang's loop runs where plugins are loaded
-        self._decoding: dict[str, Decoding | None] = {}  # by bootstrap address; None: it can't be
+        self._decoding: dict[str, Decoding | None] = {}  # by bootstrap address; None: not possible
 
     def stop(self) -> None:
-        """For tests; a scheduler's process ends with everything in it."""
+        """Stop the threads, for tests; otherwise they end with the process."""
         if self._goodbye.ident is not None:
             self._goodbye.join()
         for decoding in self._decoding.values():
@@ -84,7 +84,7 @@ class SchedulerSide:
     # --- the rank itself ----------------------------------------------------------------------------------------------
 
     def count(self, scheduler: Any, request: Any, **_also: Any) -> None:
-        """Before Scheduler.handle_generate_request, and the one for embeddings."""
+        """Count a request, before Scheduler.handle_generate_request and the one for embeddings."""
 
         def ingested(rank: Rank) -> None:
             if not engine.is_health_check(request):
@@ -94,12 +94,13 @@ class SchedulerSide:
             self._do(ingested)
 
     def report(self, snapshot: Any, scheduler: Any, force: bool = False) -> None:
-        """After Scheduler.publish_load_snapshot."""
+        """Report the load, after Scheduler.publish_load_snapshot."""
         if self._is_up(scheduler):
             self._do(lambda rank: rank.report(snapshot))
 
     def register_room(self, original: Callable[[Any], None], sender: Any) -> None:
-        """Around CommonKVSender._register_prefill_dp_rank. SGLang has each of a rank's processes do it; one will do."""
+        """Register a room, around CommonKVSender._register_prefill_dp_rank. SGLang calls it in each process of a rank;
+        one call is enough."""
         manager = sender.kv_mgr
         if manager.attn_tp_rank or manager.attn_cp_rank or manager.pp_rank:
             return
@@ -110,7 +111,7 @@ class SchedulerSide:
             original(sender)
 
     def drop_room(self, _result: None, sender: Any) -> None:
-        """After CommonKVSender.clear."""
+        """Drop a room, after CommonKVSender.clear."""
         if self.rank is not None:
             from sglang.srt.disaggregation.base.conn import KVPoll
 
@@ -121,7 +122,7 @@ class SchedulerSide:
         return self.rank is not None or (not self._tried and engine.speaks(scheduler) and self._start())
 
     def _start(self) -> bool:
-        """Go on the bus, at the first call. False where that can't be."""
+        """Join the bus at the first call. Returns false where that is not possible."""
         if self._tried:
             return self.rank is not None
         self._tried = True
@@ -149,7 +150,7 @@ class SchedulerSide:
         return True
 
     def _do(self, what: Callable[[Rank], None]) -> bool:
-        """Have the rank do it. What fails takes it off the bus, and never SGLang's loop with it."""
+        """Run `what` with the rank. An error takes the rank off the bus, and does not reach SGLang's loop."""
         rank = self.rank
         assert rank is not None
         try:
@@ -164,8 +165,8 @@ class SchedulerSide:
         return True
 
     def _by_http(self, room: int, address: str) -> bool:
-        """Register a room with SGLang's server, under the rank's own number: its own way under plain DP says 0 for each
-        rank. False where that can't be."""
+        """Register a room with SGLang's server under the rank's own number (SGLang itself gives 0 for each rank under
+        plain DP). Returns false where that is not possible."""
         try:
             if self._http is not None:
                 self._http(address, room)
@@ -175,8 +176,9 @@ class SchedulerSide:
         return self._http is not None
 
     def _send_goodbye(self) -> None:
-        """On a thread, as it may take a moment. A publisher that went on would repeat the last load for ever, and the
-        rank get less and less; where its own thread has failed another one says it."""
+        """Leave the bus, on a thread, because it may take a moment. A publisher that went on would repeat the last load
+        without end, and the rank would get fewer and fewer requests. If its thread has failed, another publisher
+        leaves."""
         try:
             assert self._publisher is not None
             self._publisher.stop()
@@ -191,7 +193,8 @@ class SchedulerSide:
     def find_rooms(
         self, original: Callable[[str, list[int]], dict[str, int]], bootstrap_addr: str, bootstrap_rooms: list[int]
     ) -> dict[str, int]:
-        """Around CommonKVReceiver.query_prefill_dp_ranks. On another thread it is a prefetch, of SGLang's own way."""
+        """Find rooms, around CommonKVReceiver.query_prefill_dp_ranks. On another thread it is a prefetch of SGLang's
+        own way."""
         decoding = self._of(bootstrap_addr) if threading.get_ident() == self._thread else None
         if decoding is None:
             return original(bootstrap_addr, bootstrap_rooms)
@@ -203,16 +206,16 @@ class SchedulerSide:
             return original(bootstrap_addr, bootstrap_rooms)
 
     def prefetch_rooms(self, original: Callable[[Any], None], queue: Any) -> None:
-        """Around DecodePreallocQueue.prefetch_prefill_dp_rank_queries, which asks over HTTP from other threads: the bus
-        asks by itself, so this is for servers without one."""
+        """Prefetch rooms, around DecodePreallocQueue.prefetch_prefill_dp_rank_queries, which asks over HTTP from other
+        threads. The bus needs no prefetch, so this is for servers without one."""
         waiting = {receiver.bootstrap_addr for receiver in _receivers(queue.pending_reqs)}
         decodings = [self._decoding[address] for address in waiting if address in self._decoding]
         if not all(decoding is not None and decoding.rooms.asked for decoding in decodings):
             original(queue)
 
     def resolve_pending(self, original: Callable[[Any], None], queue: Any) -> None:
-        """Around DecodePreallocQueue._resolve_pending_reqs. What is lost ends with its reason: the receiver is aborted,
-        as SGLang does it where a prefill server can't be reached."""
+        """End requests whose room or prefill rank is lost, around DecodePreallocQueue._resolve_pending_reqs: the
+        receiver is aborted, as SGLang does it when a prefill server cannot be reached."""
         original(queue)
         for address, decoding in list(self._decoding.items()):
             if decoding is None:
@@ -237,7 +240,7 @@ class SchedulerSide:
 
     @staticmethod
     def _abandon(queue: Any, address: str, decoding: Decoding) -> None:
-        """What waits for a rank that has died, or for its KV cache."""
+        """End the requests that wait for a rank that has died, or for its KV cache."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         manager = queue.kv_manager
@@ -271,7 +274,7 @@ class SchedulerSide:
         return decoding
 
     def _forget(self, now: float) -> None:
-        """Let go of prefill servers that no request has named for an hour: new ones come under new addresses."""
+        """Forget prefill servers that no request has named for an hour; new servers have new addresses."""
         for address, decoding in list(self._decoding.items()):
             if decoding is not None and now - decoding.named_at > FORGET_S:
                 del self._decoding[address]
@@ -279,12 +282,12 @@ class SchedulerSide:
 
 
 def _receivers(requests: list[Any]) -> list[Any]:
-    """Of SGLang's DecodeRequests; one that has ended has none, and that of a health check leads nowhere."""
+    """Return the receivers of SGLang's DecodeRequests; ended requests and health checks have none that counts."""
     return [request.kv_receiver for request in requests if hasattr(request.kv_receiver, "bootstrap_addr")]
 
 
 def _failed(event: str, error: Exception) -> None:
-    """In one line, and with its traceback where it is a bug."""
+    """Log an error in one line, or with its traceback if it is a bug."""
     if isinstance(error, BusError):
         log.warning(event, why=str(error))
     else:

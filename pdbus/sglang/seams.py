@@ -1,7 +1,8 @@
-"""Where SGLang is taken hold of, and whether it looks there as we know it. Pure but for reading its sources.
+"""The functions of SGLang that are hooked or called, and the check that they are as expected. Pure, except for reading
+SGLang's sources.
 
-Nothing is hooked unless every line of these tables fits: one that does not means that SGLang has changed under us, and
-then its own way is the better one. Sources are parsed, not imported: the plugin is loaded before most of SGLang is.
+Nothing is hooked unless every line of these tables fits; otherwise SGLang has changed, and its own way is safer.
+Sources are parsed, not imported, because the plugin is loaded before most of SGLang.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ Kind: TypeAlias = Literal["before", "after", "around"]
 
 
 class Seam(NamedTuple):
-    """`name` of a function in `module` (below `sglang.srt`), and its parameters as they are written there."""
+    """A function `name` in `module` (below `sglang.srt`), with its parameters as written there."""
 
     module: str
     name: str
     parameters: str
-    kind: Kind | None = None  # of hook; None: we call it
+    kind: Kind | None = None  # the kind of hook; None: we call the function
     does: str = ""
 
     @property
@@ -31,7 +32,7 @@ class Seam(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Fields and attributes of a class that we read."""
+    """A class, with the fields and attributes that we read."""
 
     module: str
     name: str
@@ -104,7 +105,7 @@ RECORDS = (
 
 
 def mismatches(root: Path) -> Iterator[str]:
-    """What is not in the sources at `root` (the folder `sglang/srt`) as the tables say; nothing, as a rule."""
+    """Yield the differences between the sources at `root` (the folder `sglang/srt`) and the tables."""
     for seam in (*HOOKS, *CALLS):
         found = parameters_of(_defined(root, seam.module, seam.name))
         if found is None:
@@ -119,7 +120,7 @@ def mismatches(root: Path) -> Iterator[str]:
 
 
 def parameters_of(node: ast.AST | None) -> str | None:
-    """The names of a function's parameters; None for what is none."""
+    """Return the names of a function's parameters; None if `node` is not a function."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return None
     given = node.args
@@ -135,7 +136,7 @@ def parameters_of(node: ast.AST | None) -> str | None:
 
 
 def _defined(root: Path, module: str, name: str) -> ast.AST | None:
-    """The class or function `name` at the top of a module, or `Class.method` in it."""
+    """Return the class or function `name` at the top of a module, or `Class.method` in it."""
     tree = _parse(root.joinpath(*module.split(".")).with_suffix(".py"))
     for part in name.split("."):
         body = getattr(tree, "body", [])
@@ -152,7 +153,7 @@ def _parse(path: Path) -> ast.AST | None:
 
 
 def attributes(node: ast.ClassDef) -> set[str]:
-    """What a class declares, or sets of itself anywhere."""
+    """Return the attributes that a class declares or sets anywhere."""
     found: set[str] = set()
     for each in node.body:
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):

@@ -1,4 +1,4 @@
-"""What is hooked in a server's main process: the broker beside the bootstrap server, and SGLang's own method."""
+"""The hooks in a server's main process: the broker beside the bootstrap server, and the choice of SGLang's method."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class _Side(Protocol):
 
 
 class ServerSide:
-    """The main process of one server, or of several; brokers live as long as it does. What their children need to know
-    goes to `environ`."""
+    """The hooks in the main process of one or several servers. Brokers live as long as the process. Child processes get
+    their settings through `environ`."""
 
     def __init__(self, settings: Settings, environ: MutableMapping[str, str]) -> None:
         self.settings = settings
-        self.others: tuple[_Side, ...] = ()  # of this process, which go by the same settings
+        self.others: tuple[_Side, ...] = ()  # the other hooks of this process, which share the settings
         self.brokers: dict[str, Broker] = {}
         self._environ = environ
 
     def stop(self) -> None:
-        """For tests; the process ends with everything in it."""
+        """Stop the brokers, for tests; otherwise they end with the process."""
         for broker in self.brokers.values():
             broker.stop()
 
     def start_broker(self, original: Callable[[], Any]) -> Any:
-        """Around start_disagg_service, which starts the bootstrap server where there is one."""
+        """Start the broker, around start_disagg_service, which starts the bootstrap server where there is one."""
         started = original()
         settings = self.settings
         try:
@@ -58,14 +58,14 @@ class ServerSide:
             )
         except BusError as error:
             log.warning("pdbus.broker.not_started", why=str(error))
-        except Exception:  # of ours, and no reason for the server not to start
+        except Exception:  # an error of ours must not stop the server
             log.exception("pdbus.broker.not_started")
         return started
 
     def choose_method(self, server_args: Any, previous: Callable[[Any], None]) -> None:
-        """SGLang's step that resolves `--load-balance-method`, once for each server. What it calls
-        follow_bootstrap_room would have prefill register nothing and decode compute ranks; the rank is ours to choose,
-        so rooms are registered."""
+        """Run SGLang's step that resolves `--load-balance-method`, once for each server. With SGLang's
+        follow_bootstrap_room, prefill would register no rooms and decode would compute ranks; we choose the rank, so
+        rooms must be registered."""
         from sglang.srt.arg_groups.model_override_base import resolving_view
         from sglang.srt.arg_groups.overrides import declare_resolution
 

@@ -1,4 +1,5 @@
-"""What an operator says by environment variables, read once in each process. Pure: the environment is an argument."""
+"""The plugin's settings, from environment variables, read once in each process. Pure: the environment is an
+argument."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ KEYS = "PDBUS_SGLANG_KEYS"
 INSTANCE = "PDBUS_SGLANG_INSTANCE"
 HTTP = "PDBUS_SGLANG_HTTP"
 NONCE = "PDBUS_SGLANG_NONCE"
-DRAWN = "PDBUS_SGLANG_DRAWN"  # not the operator's: what a server's first process drew for its children
-NAMED = "PDBUS_SGLANG_NAMED"  # likewise: the --load-balance-method that the operator named
+DRAWN = "PDBUS_SGLANG_DRAWN"  # set by a server's first process for its children: the nonce it drew
+NAMED = "PDBUS_SGLANG_NAMED"  # set for the children: the --load-balance-method that the operator named
 ROOM_S = "PDBUS_SGLANG_ROOM_S"
 LOST_S = "PDBUS_SGLANG_LOST_S"
 
@@ -26,30 +27,30 @@ _WORDS = {"on": True, "1": True, "true": True, "off": False, "0": False, "false"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """`nonce` is one number for all processes of one start of a server (0: main has not drawn it yet); by it ranks and
-    DP controller know each other's counts for those of this start. `told`: the operator named it, so that all machines
-    of a server have the same."""
+    """The settings. `nonce` is one number for all processes of one start of a server (0: the main process has not drawn
+    it yet); with it, ranks and DP controller recognise counts of the same start. `nonce_given` says that the operator
+    set it, so that all machines of a server have the same."""
 
     on: bool = False
     method: str = ""  # of load balancing; empty: SGLang's own --load-balance-method, by our loads
-    named: str = ""  # what that said before SGLang resolved it; empty: auto
-    bus: str = ""  # of a broker that somebody else runs; empty: each server has its own
+    named: str = ""  # its value before SGLang resolved it; empty: auto
+    bus: str = ""  # the bus of an external broker; empty: each server has its own
     keys: str = ""
     instance: str = ""  # the server's name on the bus; empty: from the nonce
     http: bool = False  # register rooms with SGLang's HTTP server as well, for decode servers without the plugin
     nonce: int = 0
     nonce_given: bool = False
-    room_s: float = 300.0  # a room that no prefill rank has registered by then ends its request
-    lost_s: float = 15.0  # what waits for a prefill rank that has been silent for so long ends
+    room_s: float = 300.0  # a room that stays unregistered for this long ends its request
+    lost_s: float = 15.0  # a prefill rank silent for this long ends the requests that wait for it
 
     @property
     def name(self) -> str:
-        """The instance on the bus."""
+        """The name of the instance on the bus."""
         return self.instance or f"sglang-{self.nonce:016x}"
 
 
 def read(environ: Mapping[str, str]) -> Settings:
-    """ConfigError, in one line, for what makes no sense; nothing is checked while the plugin is off."""
+    """Return the settings. Raises ConfigError for invalid values; nothing is checked while the plugin is off."""
     method = environ.get(METHOD, "").strip()
     on = _switch(environ, SWITCH, bool(method))
     if not on:
@@ -72,14 +73,14 @@ def read(environ: Mapping[str, str]) -> Settings:
         nonce=_nonce(environ.get(NONCE) or environ.get(DRAWN, "")),
         nonce_given=bool(environ.get(NONCE)),
         room_s=_seconds(environ, ROOM_S, Settings.room_s, 1.0),
-        lost_s=_seconds(environ, LOST_S, Settings.lost_s, 5.0),  # an idle rank speaks once a second
+        lost_s=_seconds(environ, LOST_S, Settings.lost_s, 5.0),  # an idle rank publishes once a second
     )
 
 
 def _switch(environ: Mapping[str, str], name: str, default: bool) -> bool:
     word = environ.get(name, "").strip().lower()
     if word and word not in _WORDS:
-        raise ConfigError(f"{name}={word!r}: say on or off")
+        raise ConfigError(f"{name}={word!r}: give on or off")
     return _WORDS[word] if word else default
 
 

@@ -1,4 +1,4 @@
-"""A subscriber on a thread of its own: tells whoever made it what the bus carries, and the time. Decides nothing."""
+"""A subscriber on a thread of its own: it passes on the messages of the bus, and a tick. Decides nothing."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ log = get_logger("sglang")
 
 
 class Watch(Service):
-    """`on_message(message, now)` for each publication under `topics`, `on_tick(now)` each TICK_S; `more` may add to the
-    loop what else is to be heard on this thread."""
+    """Calls `on_message(message, now)` for each publication under `topics`, and `on_tick(now)` every TICK_S. `more` may
+    add other sockets to the loop of this thread."""
 
     part = "sglang-watch"
 

@@ -30,8 +30,8 @@ def test_nothing_is_checked_while_it_is_off() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("PDBUS_SGLANG", "perhaps", "say on or off"),
-        ("PDBUS_SGLANG_HTTP", "2", "say on or off"),
+        ("PDBUS_SGLANG", "perhaps", "give on or off"),
+        ("PDBUS_SGLANG_HTTP", "2", "give on or off"),
         ("PDBUS_SGLANG_BUS", "127.0.0.1:5550", "starts with ipc:// or tcp://"),
         ("PDBUS_SGLANG_INSTANCE", "a b", "a name has 1 to 64"),
         ("PDBUS_SGLANG_NONCE", "-1", "a whole number"),
