@@ -256,10 +256,17 @@ def import_programs() -> list[random.Random]:
     return import_all(IMPORTED)
 
 
-def import_all(names: Sequence[str]) -> list[random.Random]:
-    """What there is to draw anew."""
+def import_them(names: Sequence[str]) -> None:
+    """What is not installed is found in the checkout, which no program has on its path for that."""
+    mine, sys.path = sys.path, [*sys.path, str(ROOT), str(ROOT / "tests")]
     for name in names:
         import_module(name)
+    sys.path = mine
+
+
+def import_all(names: Sequence[str]) -> list[random.Random]:
+    """What there is to draw anew."""
+    import_them(names)
     for name in [name for name in sys.modules if name in NOT_KEPT]:
         package, _, own = name.rpartition(".")
         del sys.modules[name]
@@ -275,8 +282,7 @@ def serve(asked: socket.socket) -> Request:
         if not said:
             os._exit(0)
         request = json.loads(said)
-        for name in sorted({name for word in WANTED.keys() & set(request["line"]) for name in WANTED[word]}):
-            import_module(name)
+        import_them(sorted({name for word in WANTED.keys() & set(request["line"]) for name in WANTED[word]}))
         if (pid := fork_sibling()) == 0:
             return become(request, streams, asked)
         for stream in streams:
