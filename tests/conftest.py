@@ -27,7 +27,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 STARTS.install()
 WARM = (
     "tests/integration/", "tests/fault/",
-    *(f"tests/unit/test_{name}.py" for name in ("cli_pdbus", "cli_settings", "settings", "vllm_node")),
+    *(f"tests/unit/test_{name}.py" for name in ("ci_run", "cli_pdbus", "cli_settings", "settings", "vllm_node")),
 )  # fmt: skip
 
 settings.register_profile(

@@ -172,6 +172,7 @@ def test_a_rank_that_hangs_is_lost_and_the_rest_goes_on(up: Up, directory: Path)
     until = time.monotonic() + 60
     while min(map(float, of_ranks(directory, "report_age_s").values())) < 0:  # not every rank has reported yet
         assert time.monotonic() < until
+        time.sleep(0.1)
     victim = next(pid for pid in parts_of(up) if "nodes.decode" in Path(f"/proc/{pid}/cmdline").read_text())
     words = Path(f"/proc/{victim}/cmdline").read_text().split("\0")
     os.kill(victim, signal.SIGSTOP)
@@ -181,6 +182,7 @@ def test_a_rank_that_hangs_is_lost_and_the_rest_goes_on(up: Up, directory: Path)
     until = time.monotonic() + 60
     while (states := of_ranks(directory, "state"))[lost] != "lost":
         assert time.monotonic() < until, states
+        time.sleep(0.1)
     gone = pdbus(directory, "drain", lost)
     assert gone.returncode == 3
     assert re.search(rf"error: {lost} is lost: it has been silent for \d+ s", gone.stderr), gone.stderr
@@ -202,6 +204,7 @@ def test_a_generate_that_is_ended_cancels_its_request(up: Up, directory: Path, n
         ranks = client.status().ranks
         while any(rank.outstanding or rank.load is None or rank.load.running for rank in ranks):
             assert time.monotonic() < until, ranks
+            time.sleep(0.05)
             ranks = client.status().ranks
     decode = [(rank.ended_total, rank.failed_total) for rank in ranks if rank.role == "decode"]
     assert sorted(decode)[-1] == (1, 1), "it did not just finish"

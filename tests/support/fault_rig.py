@@ -63,11 +63,12 @@ class Rig:
     # --- waiting ------------------------------------------------------------------------------------------------
 
     def until(self, true: Callable[[], Any], what: str, wait_s: float = WAIT_S) -> Any:
-        """Take in what is delivered until `true()`; returns what that returned."""
-        end = time.monotonic() + wait_s
+        """Take in what is delivered until `true()`, which is asked less often by and by; returns what that returned."""
+        end, pause_s = time.monotonic() + wait_s, 0.01
         while not (found := true()):
             assert time.monotonic() < end, f"waited {wait_s:g} s until {what}; {self.results}"
-            self.read(0.01)
+            self.read(pause_s)
+            pause_s = min(0.1, 1.1 * pause_s)
         return found
 
     def read(self, timeout_s: float = 0.0) -> None:
