@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from typing import Any
+
+from cases import Case, cases
 from prefix_hits import run_length
 
 from bus.wire.hashing import pack_hashes
@@ -16,31 +17,39 @@ from controller.policies.methods import CacheAware
 
 SIZE = 16
 CHAIN = list(range(1, 81))
-RUNS = st.tuples(
-    st.sampled_from([0, 1, 2, 31, 32, 33, 63, 64, 65, 79, 80]), st.sets(st.sampled_from(CHAIN), max_size=3)
-)
-RANKS = st.fixed_dictionaries({
-    "queued": st.one_of(st.integers(0, 3), st.integers(0, 90).map(lambda blocks: blocks * SIZE), st.integers(0, 2000)),
-    "waiting": st.integers(0, 3),
-    "run": RUNS,  # how many blocks from the first on are cached, and which of them are not after all
-    "named": st.sampled_from([1, 16, 80]),  # so many at a time
-    "ready": st.sampled_from([True, True, True, False]),
-    "size": st.sampled_from([SIZE, SIZE, SIZE, 2 * SIZE]),
-    "charges": st.integers(0, 2),
-})  # fmt: skip
+DEPTHS = [0, 1, 2, 31, 32, 33, 63, 64, 65, 79, 80]
 
 
-@settings(max_examples=400, deadline=None)
-@given(
-    ranks=st.lists(RANKS, min_size=1, max_size=24),
-    blocks=st.sampled_from([1, 2, 32, 33, 64, 80]),
-    fork=st.sampled_from([3, 40, 80, 80]),  # from here on the prompt is not what was cached
-    rest=st.integers(-40, 40),
-    weight=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
-    narrow=st.booleans(),
-)
-def test_the_choice_is_the_least_of_all_candidates(
-    ranks: list[dict[str, object]], blocks: int, fork: int, rest: int, weight: float, narrow: bool
+def facts_of(case: Case) -> dict[str, Any]:
+    """Of one rank."""
+    queued = case.choice((case.randint(0, 3), case.randint(0, 90) * SIZE, case.randint(0, 2000)))
+    return {
+        "queued": queued,
+        "waiting": case.randint(0, 3),
+        # how many blocks from the first on are cached, and which of them are not after all
+        "run": (case.choice(DEPTHS), {case.choice(CHAIN) for _ in range(case.randint(0, 3))}),
+        "named": case.choice((1, 16, 80)),  # so many at a time
+        "ready": case.randrange(4) > 0,
+        "size": case.choice((SIZE, SIZE, SIZE, 2 * SIZE)),
+        "charges": case.randint(0, 2),
+    }
+
+
+def test_the_choice_is_the_least_of_all_candidates() -> None:
+    for case in cases(800):
+        with case:
+            the_choice_is_the_least(
+                ranks=case.note([facts_of(case) for _ in range(case.length(1, 24))]),
+                blocks=case.one((1, 2, 32, 33, 64, 80)),
+                fork=case.one((3, 40, 80, 80)),  # from here on the prompt is not what was cached
+                rest=case.note(case.randint(-40, 40)),
+                weight=case.one((0.0, 0.5, 1.0, 3.0)),
+                narrow=case.one((False, True)),
+            )
+
+
+def the_choice_is_the_least(
+    ranks: list[dict[str, Any]], blocks: int, fork: int, rest: int, weight: float, narrow: bool
 ) -> None:
     table, policy = LoadTable(1), CacheAware(PolicySettings(cache_weight=weight))
     held: dict[int, set[int]] = {}
@@ -50,18 +59,18 @@ def test_the_choice_is_the_least_of_all_candidates(
             endpoint="", max_context=0, kv_capacity=0, max_running=0, block_tokens=facts["size"],
         )  # fmt: skip
         rank = table.open(hello)
-        table.set_ready(rank, bool(facts["ready"]))
+        table.set_ready(rank, facts["ready"])
         load = Load(
             seq=1, step=0, running=0, waiting=facts["waiting"], waiting_tokens=facts["queued"], kv_tokens=0,
             kv_capacity=0, max_running=0,
         )  # fmt: skip
         table.apply(rank.key, 1, load, 0.0)
-        depth, holes = facts["run"]  # type: ignore[misc]
+        depth, holes = facts["run"]
         held[rank.seat] = set(CHAIN[:depth]) - holes
-        cached, named = sorted(held[rank.seat]), int(facts["named"])  # type: ignore[call-overload]
+        cached, named = sorted(held[rank.seat]), facts["named"]
         for start in range(0, len(cached), named):
             policy.prefixes.stored(rank.seat, cached[start : start + named])
-        for _ in range(int(facts["charges"])):  # type: ignore[call-overload]
+        for _ in range(facts["charges"]):
             table.charge(rank, 0)
     hashes = [each if each <= fork else each + 1_000 for each in CHAIN[:blocks]]
     prompt_tokens = max(0, blocks * SIZE + rest)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+from collections.abc import Callable
 from typing import Any
 
+from cases import Case, cases
 from edge_world import World, letters
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pdbus.edge import fields
 from pdbus.edge.refused import REFUSED, REFUSED_BY_GENERATE
@@ -20,31 +21,51 @@ NAMES = sorted(
     | set(REFUSED_BY_GENERATE)
     | {"role", "content", "type"}
 )  # fmt: skip
-SIMPLE = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=5),
-    st.sampled_from(["user", "text", "sim", 1, 0, -1, 2**31, 0.5]),
-)  # fmt: skip
-VALUES = st.recursive(
-    SIMPLE,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=3),
-    max_leaves=6,
-)
-TURNS = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "system"]), "content": st.text(max_size=9)}))
+FEW = ["user", "text", "sim", 1, 0, -1, 2**31, 0.5]
+
+
+def simple(case: Case) -> Any:
+    match case.randrange(6):
+        case 0:
+            return None
+        case 1:
+            return case.random() < 0.5
+        case 2:
+            return case.number(-(2**70), 2**70)
+        case 3:
+            ends = (math.inf, -math.inf, math.nan, 1e308, -1e308)
+            return case.choice(ends) if case.randrange(2) else case.float_of(-1000.0, 1000.0)
+        case 4:
+            return case.text(0, 5)
+    return case.choice(FEW)
+
+
+def value(case: Case, depth: int = 2) -> Any:
+    """A tree where there is `depth`."""
+    match case.randrange(4) if depth else 3:
+        case 0:
+            return [value(case, depth - 1) for _ in range(case.randint(0, 3))]
+        case 1:
+            return {case.choice(NAMES): value(case, depth - 1) for _ in range(case.randint(0, 3))}
+    return simple(case)
+
+
+def turn(case: Case) -> dict[str, str]:
+    return {"role": case.choice(("user", "system")), "content": case.text(0, 9)}
+
+
+def ids(case: Case, least: int, most: int) -> list[int]:
+    return [case.randint(0, most) for _ in range(case.randint(least, 5))]
+
+
 PATHS = ("/v1/chat/completions", "/v1/completions", "/generate", "/tokenize", "/detokenize")
-NEEDED: dict[str, Any] = {
-    "/v1/chat/completions": {"messages": TURNS},
-    "/v1/completions": {"prompt": st.text(max_size=5) | st.lists(st.integers(0, 300), min_size=1, max_size=5)},
-    "/generate": {"text": st.text(max_size=5)},
-    "/tokenize": {"prompt": st.text(max_size=5)},
-    "/detokenize": {"tokens": st.lists(st.integers(0, 2**31), max_size=5)},
+NEEDED: dict[str, Callable[[Case], dict[str, Any]]] = {
+    "/v1/chat/completions": lambda case: {"messages": [turn(case) for _ in range(case.randint(0, 5))]},
+    "/v1/completions": lambda case: {"prompt": case.choice((case.text(0, 5), ids(case, 1, 300)))},
+    "/generate": lambda case: {"text": case.text(0, 5)},
+    "/tokenize": lambda case: {"prompt": case.text(0, 5)},
+    "/detokenize": lambda case: {"tokens": ids(case, 0, 2**31)},
 }
-
-
-@st.composite
-def asked(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
-    path = draw(st.sampled_from(PATHS))
-    body = draw(st.fixed_dictionaries(NEEDED[path]))
-    return path, body | draw(st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=3))
 
 
 def judged(path: str, body: bytes) -> None:
@@ -63,16 +84,16 @@ def judged(path: str, body: bytes) -> None:
     assert world.edge.counts.in_flight == 0
 
 
-@settings(max_examples=400)
-@given(asked())
-def test_any_fields(said: tuple[str, dict[str, Any]]) -> None:
-    judged(said[0], json.dumps(said[1]).encode())
+def test_any_fields() -> None:
+    for case in cases(800):
+        with case:
+            path = case.one(PATHS)
+            more = {case.choice(NAMES): value(case) for _ in range(case.randint(0, 3))}
+            judged(path, case.note(json.dumps(NEEDED[path](case) | more).encode()))
 
 
-BYTES = st.binary(max_size=40) | st.text(max_size=40).map(str.encode) | VALUES.map(lambda v: json.dumps(v).encode())
-
-
-@settings(max_examples=200)
-@given(st.sampled_from(PATHS), BYTES)
-def test_any_bytes(path: str, body: bytes) -> None:
-    judged(path, body)
+def test_any_bytes() -> None:
+    for case in cases(300):
+        with case:
+            body = case.choice((case.bytes_of(40), case.text(0, 40).encode(), json.dumps(value(case)).encode()))
+            judged(case.one(PATHS), case.note(body))
