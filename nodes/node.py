@@ -155,7 +155,15 @@ class Node:
             silent = f"{' and '.join(missing)} did not answer (waited {self.config.wait_s:g} s): {why}"
             fenced = self.host.fenced()
             self.failure = Replaced(f"{fenced}; this one leaves") if fenced else StartError(silent)
-            self.leave()
+            self.leave() if fenced else self._give_up()
+
+    def _give_up(self) -> None:
+        """Leave with a goodbye: a controller that is there may have sent requests already. They go elsewhere, and no
+        rank has died with them."""
+        self._on_ready = None
+        self.drain("could not start")
+        for rank in self.host.ranks.values():
+            rank.abandon()
 
     def _snapshot(self) -> Iterator[metrics.Metric]:
         yield from snapshot(self.host, self._figures)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from simulation.world import Asked, World
 
 TURN_S = 0.01  # of an embedder's own loop
+WAIT_S = 8.0  # an embedder waits so long for its link to be joined
 KNOWN_S = 1.0  # until what one part of the bus says is known at the others
 _STATE = struct.Struct("<I")
 
@@ -224,7 +225,7 @@ class LinkProcess(Process):
             rank: LinkedEngine(self.link, rank, spec.max_running, self.world.salt()) for rank in config.dp_ranks
         }
         self.engines = list(self.by_rank.values())
-        self.ready = False
+        self.ready, self._began = False, self.world.now
         every(self, max(TURN_S, spec.step_s), self._step)
 
     def held(self, number: int) -> tuple[int, ...]:
@@ -244,8 +245,12 @@ class LinkProcess(Process):
             engine.start(order.leg) if isinstance(order, Start) else engine.drop(order.leg)
         for engine in self.engines:
             engine.step()
+        late = not self.ready and self.world.now - self._began > WAIT_S
+        if late and not self.link.drained:
+            self.link.leave()
         if self.link.drained:
-            self.failure = self.link.left
+            fenced = self.link._host.fenced() if late and self.link._host is not None else ""
+            self.failure = Replaced(fenced) if fenced else self.link.left
             self.world.at(self.world.now, partial(self._leave, self.starts))
 
     def _leave(self, start: int) -> None:

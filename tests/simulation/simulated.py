@@ -36,12 +36,14 @@ class SimulatedStage:
         self.world = World(spec_of(shape, seed))
         self._lasting: set[tuple[str, ...]] = set()
 
-    def start(self) -> None:
+    def start(self, joined: bool) -> None:
         world = self.world
         for process in world.processes:
             process.start()
         world.at(CHECK_S, world._check)
         self.until(self._whole, "all ranks are ready")
+        if joined:
+            self.until(lambda: all(node.ready for node in world.nodes), "all nodes have heard the bus")
 
     def stop(self) -> None:
         for process in self.world.processes:
@@ -159,11 +161,12 @@ class SimulatedStage:
 
 
 @contextmanager
-def simulated(shape: Shape, seed: int = 0) -> Iterator[SimulatedStage]:
+def simulated(shape: Shape, seed: int = 0, joined: bool = True) -> Iterator[SimulatedStage]:
+    """Play in a cluster whose ranks are ready at all controllers and, if `joined`, have heard the bus."""
     stage = SimulatedStage(shape, seed)
     with installed(stage.world):
         try:
-            stage.start()
+            stage.start(joined)
             yield stage
         finally:
             with suppress(Exception):

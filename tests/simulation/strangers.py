@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 LOOK_S = 1.0  # an edge asks for the status so often
 RESEND_S = 1.0
 SILENT_S = 6.0  # of a stream or a controller: the foreign client gives the try up
+ANSWER_S = 10.0  # a cancel is answered within so long
 TRIES = 8
 
 
@@ -115,6 +116,7 @@ class _Try:
         self.tries = 1
         self.decode: Location | None = None
         self.heard_at = self.said_at = now
+        self.withdrawn_at = float("-inf")  # when it sent a cancel of a try
 
 
 class ForeignProcess(RawProcess):
@@ -155,6 +157,8 @@ class ForeignProcess(RawProcess):
                 mine.decode = message.decode
                 self.say(message.decode.endpoint, Attach(message.rid, mine.attempt, len(mine.asked.output.ids)))
         elif isinstance(message, Failed) and message.attempt >= mine.attempt and endpoint == mine.endpoint:
+            if message.code == "cancelled" and self.world.now - mine.withdrawn_at < ANSWER_S:
+                return  # the answer to its own, with the number that it has given to the next try meanwhile
             self._again(mine) if message.retryable else self._over(mine, message.code)
         elif isinstance(message, Tokens) and mine.decode is not None and endpoint == mine.decode.endpoint:
             self._tokens(mine, message)
@@ -193,6 +197,7 @@ class ForeignProcess(RawProcess):
             if mine.decode is not None:
                 self.say(mine.decode.endpoint, Detach(asked.rid, mine.attempt))
             self.say(mine.endpoint, Cancel(asked.rid))
+            mine.withdrawn_at = self.world.now
             mine.attempt, mine.tries, mine.decode = mine.attempt + 1, mine.tries + 1, None
             mine.offset = len(asked.output.ids)
             mine.heard_at = self.world.now
@@ -237,7 +242,12 @@ class IntruderProcess(RawProcess):
 
     def _meddle(self) -> None:
         world, rng = self.world, self.world.rng
-        alive = [asked for asked in world.asked if asked.lives and asked.room is not None]
+        # a dispatcher's requests are no key's, and so anybody's
+        alive = [
+            asked
+            for asked in world.asked
+            if asked.lives and asked.room is not None and asked.process and asked.process.key.startswith("clients/")
+        ]
         if not alive:
             return
         asked = rng.choice(alive)

@@ -26,6 +26,19 @@ def test_a_scenario_ends_the_same_simulated_and_with_real_processes(scenario: Sc
         assert Play(scenario, cluster).run() == Verdict(scenario.expect, ())
 
 
+def test_ranks_that_give_up_their_start_have_not_died_with_what_they_were_given() -> None:
+    """Controllers are there, and send requests; the bus is not."""
+    shape = next(each.shape for each in ALL if each.shape.name == "pairs_at_two")
+    with simulated(shape, joined=False) as stage:
+        stage.pause("broker")
+        asked = stage.begin("a", (5, 6, 7), {"max_tokens": 20, "ignore_eos": True}, 0, 1)
+        stage.until(lambda: stage.world.by_name["decode-0"].starts == 4 or not asked.lives, "they gave up three times")
+        stage.resume("broker")
+        stage.until(lambda: not asked.lives, "it ends")
+    assert asked.result is not None
+    assert asked.result.code != "poison"
+
+
 def test_each_scenario_has_a_name_of_its_own_and_states_each_end() -> None:
     assert len({each.name for each in ALL}) == len(ALL)
     for scenario in ALL:
