@@ -54,7 +54,7 @@ class Outcome:
     tokens)."""
 
     method: str  # the method for prefill ranks
-    courses: list[RequestOutcome]
+    courses: list[RequestOutcome]  # the outcome of each request
     sample_s: float  # between samples
     load: list[array[int]] = field(default_factory=list)
     decode_load: list[array[int]] = field(default_factory=list)  # the same for decode ranks, in requests

@@ -31,8 +31,25 @@ def commands() -> dict[str, click.Command]:
     return {title: command for title, command in found.items() if hasattr(command, "sections")}
 
 
+SHARED_ROWS = {
+    "bus": "The broker: ipc:///dir/bus or tcp://host:port (three ports). Default: ipc://$PDBUS_DIR/bus.",
+    "controller": "The controller: ipc:///dir/controller or tcp://host:port (two ports); a node takes several. Default: ipc://$PDBUS_DIR/controller.",
+    "keys": "Directory of CURVE keys (pdbus keys new DIR); none: plain.",
+    "log-level": "What to log, on stderr (the parts: at once after SIGHUP).",
+    "metrics-host": "The address of the metrics port.",
+    "otlp-endpoint": "Export spans of traced requests to this OTLP/HTTP collector.",
+}
+
+
 def page() -> str:
-    parts = []
+    """Return the page from its mark on. A setting that several parts share has one row, in the first table."""
+    assert SHARED_ROWS.keys() == set(SHARED), "a row for each shared setting"
+    shared = [
+        f"| `{name}`{'*' if name == 'log-level' else ''} | `PDBUS_{name.replace('-', '_').upper()}` | {text} |"
+        for name, text in SHARED_ROWS.items()
+    ]
+    parts = ["\n".join(["## Shared settings\n", "Table `[cluster]`, or that of the part.\n",
+                        "| setting | environment | what |", "|---|---|---|", *shared, ""])]  # fmt: skip
     for title, command in commands().items():
         if title in ("python -m nodes.decode", "python -m nodes.unified"):
             continue  # as prefill, but for the name
@@ -44,6 +61,7 @@ def page() -> str:
             f"| {_name(name, command)} | {', '.join(f'`{each}`' for each in _variables(sections, name))} "
             f"| {_default(option)} | {_help(option)} |"
             for name, option in settings_of(command)
+            if name not in SHARED
         ]
         parts.append(
             "\n".join([f"## {title}\n", f"Table {tables}.\n", "| setting | environment | default | what |",
