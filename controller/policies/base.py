@@ -65,7 +65,8 @@ class Policy(Protocol):
 
     def ended(self, rank: RankLoad, request: Submit, end: Ended | None, took_s: float) -> None:
         """That leg is over, `took_s` seconds after its dispatch: `end` is what the rank said of it (code, output and
-        cached tokens). None, and 0 s, when it was given up: cancelled, too late, superseded, or lost with its rank."""
+        cached tokens). None, and 0 s, when it was given up: cancelled, too late, superseded, or lost with its rank.
+        Under SGLang a leg ends with the report that acknowledges it: `ok`, and no tokens."""
         return
 
     def stored(self, rank: RankLoad, hashes: Sequence[int]) -> None:
