@@ -2,7 +2,7 @@
 
 `controller.load.table` counts, `controller.health` judges, `controller.members` knows the connections,
 `controller.requests.life` the requests. No sockets, clocks, threads or randomness, so the core that runs live runs in
-property tests as well. The replay lab has its load table and policies, not this core.
+property tests as well. The replay lab has its balancer, not this core.
 """
 
 from __future__ import annotations
