@@ -268,8 +268,8 @@ test-cuts: ## The cuts that a change calls for, and a tenth of them by date (4 m
 simulate: setup ## Whole clusters in virtual time, their faults drawn by seed (SEEDS=FROM:TO; a break is minimized and told)
 	@PYTHONPATH=tests:tests/support $(BIN)/python -m simulation.run $(SEEDS) --jobs $(JOBS) --cpu-s $(CPU_S)
 
-simulate-mutations: setup ## Defects that were found once, each put back: the simulation has to find it (an hour)
-	@PYTHONPATH=tests:tests/support $(BIN)/python -m simulation.mutations
+simulate-mutations: setup ## Defects that were found once, each put back, and forty drawn by seed: the simulation has to find them
+	@PYTHONPATH=tests:tests/support $(BIN)/python -m simulation.hunt
 
 scenarios: setup ## Each of tests/simulation/scenarios.toml in the simulation and with real processes: equal ends
 	@PYTHONPATH=tests:tests/support $(BIN)/python -m simulation.play

@@ -26,7 +26,7 @@ from nodes.link.embed import Draining, RankLink
 from nodes.link.facts import RankFacts
 from nodes.link.leg import Leg
 from nodes.own.engines.sim import SPECIALS, feed, next_token
-from simulation.laws import Broken
+from simulation.broken import Broken
 from simulation.process import ControllerProcess, Process
 from simulation.spec import VOCAB
 

@@ -5,9 +5,11 @@ Each check raises Broken with the law's name. `docs/guarantees.md` says them in 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from bus.defaults import LEASE_S
 from nodes.own.engines.sim import SPECIALS, feed
+from simulation.broken import Broken
 from simulation.process import NodeProcess, Process
 from simulation.spec import OVER_TCP, VOCAB, Fault
 from simulation.story import message_in
@@ -20,12 +22,17 @@ LOST = frozenset({"crash", "pause", "hang", "twice", "revoke"})  # of a node: it
 FORGET = frozenset(
     {"crash", "leave", "twice", "hang", "drain", "revoke"}
 )  # who wanted a leg may be gone, its rank held up
+TAIL_S = 15.0  # for so long after its end a fault may be felt
 NEVER = frozenset({"duplicate_room", "too_long", "bad_room", "bad_rank", "bad_request", "bad_message", "empty_prompt"})
 RID_S = 130.0  # for so long ranks remember the ends of a rid
 EARLY_S, EARLY_TRIES = 4.0, 3  # a failure that a new try may mend is final after so long, or so many tries
+QUICK = frozenset({"crash", "reset_one", "reset_all", "leave", "drain", "fail_steps", "clock", "damage", "drop"})
+FEW = 5  # tries that one of these may cost, where the cluster does not lack ranks
+LOAD = frozenset({"overloaded", "no_rank", "too_many", "rank_unavailable", "draining"})  # it does
 POISON = 3  # ranks that died with a request
 WAITS_S = 2.0  # beside a rank that would take it
 KNOWS_S = 4.0  # until controllers and ranks that reach each other agree on what runs
+RECENT_S = 8.0  # after its end a fault is no reason any more for a try that fails
 STEADY_S = 2.0  # a lease may be as short as a connection that flaps is away
 SILENT_S = 5.0
 LET_GO_S = 20.0  # after a key was let go of nothing of its is computed
@@ -33,13 +40,7 @@ AT_REST = ("beacon", "ping", "pong", "member", "load", "sent", "rooms", "hello",
            "resync", "who")  # fmt: skip
 
 
-class Broken(AssertionError):
-    """`law` names what did not hold, `rid` whose it was, if it was a request's."""
-
-    def __init__(self, law: str, what: str, rid: str = "") -> None:
-        super().__init__(f"{law}: {what}")
-        self.law = law
-        self.rid = rid
+Ranks: TypeAlias = dict[tuple[str, int], tuple[NodeProcess, Any]]
 
 
 class Output:
@@ -96,11 +97,19 @@ def end(world: World, asked: Asked) -> None:
                 raise broken("no end without a cause", "no step failed")
         case code if code in NEVER:
             raise broken("no end without a cause", "nothing is wrong with it")
+        case "too_many" if "client_requests" in dict(world.spec.settings):
+            pass
         case _:
-            if not felt:
-                raise broken("no end without a cause", "nothing has befallen anybody")
+            if not any(until - TAIL_S + RECENT_S >= world.now for _, until, _ in world.befell):
+                raise broken("no end without a cause", "nothing has befallen anybody of late")
             if lived_s < EARLY_S and result.attempts < EARLY_TRIES:
                 raise broken("nobody gives up early", "")
+            if result.code not in LOAD and len(felt) <= 1 and result.attempts > FEW and _is_quick(felt):
+                raise broken("a fault costs few tries", f"{felt}")
+
+
+def _is_quick(felt: list[Fault]) -> bool:
+    return all(fault.kind in QUICK for fault in felt)
 
 
 def end_unread(world: World, asked: Asked, code: str) -> None:
@@ -152,7 +161,7 @@ def _agreement(world: World) -> None:
     KNOWS_S of steady connections. What a prefill rank keeps for one that never says it has it, is kept for a while."""
     now = world.now
     wanted = {asked.rid for asked in world.asked if asked.lives}
-    ranks = {}
+    ranks: Ranks = {}
     for node in world.nodes:
         if node.alive and not node.loop.stopping and _steady(world, node):
             for number, rank in node.part.host.ranks.items():
@@ -164,7 +173,7 @@ def _agreement(world: World) -> None:
         core = controller.part.core
         wanted.update(core.life.requests)
         for key, load in core.table.ranks.items():
-            node, rank = ranks.get(key, (None, None))
+            rank = ranks[key][1] if key in ranks else None
             if rank is None or not load.ready or rank.epoch != load.epoch or not _steady(world, controller):
                 continue
             legs = rank.core.legs
@@ -179,12 +188,37 @@ def _agreement(world: World) -> None:
             for rid, leg in ((leg.rid, leg) for leg in rank.core.legs if leg.role != "prefill"):
                 if rid not in wanted:
                     odd[node.name, key, rid, leg.attempt] = f"{node.name} runs it for nobody at {key}: {leg}"
+    if not any(until > now for _, until, _ in world.befell):
+        odd |= _kept(ranks, wanted)
+    odd |= _on_the_way(world, ranks)
     for each in list(world.odd):
         if each not in odd:
             del world.odd[each]
     for each, what in odd.items():
         if now - world.odd.setdefault(each, now) > KNOWS_S:
             raise Broken("controllers and ranks agree", f"{each[2]}, attempt {each[3]}: {what}", each[2])
+
+
+def _kept(ranks: Ranks, wanted: set[str]) -> dict[tuple[Any, ...], str]:
+    """KV caches of requests that are over."""
+    return {
+        (node.name, key, leg.rid, leg.attempt): f"{node.name} keeps its KV cache for nobody at {key}: {leg}"
+        for key, (node, rank) in ranks.items()
+        for leg in rank.core.legs
+        if leg.role == "prefill" and leg.rid not in wanted
+    }
+
+
+def _on_the_way(world: World, ranks: Ranks) -> dict[tuple[Any, ...], str]:
+    """Dispatches that a controller takes for unread, though it has sent nothing since."""
+    odd: dict[tuple[Any, ...], str] = {}
+    for controller in world.controllers:
+        for key, load in controller.part.core.table.ranks.items() if controller.alive else ():
+            rank = ranks[key][1] if key in ranks and _steady(world, controller) else None
+            if rank is not None and rank.epoch == load.epoch and load.in_flight and not load.stale:
+                what = f"{load.in_flight} dispatches to {key} are on their way"
+                odd[controller.name, key, str(load.epoch), load.sent] = what
+    return odd
 
 
 def _steady(world: World, process: Process) -> bool:
@@ -272,6 +306,9 @@ def _may_die_of(world: World, fault: Fault) -> int:
     kinds = {world.by_name[name].kind for name in (fault.who, fault.other) if name}
     if fault.kind == "flap":
         return POISON if dict(world.spec.settings).get("lease_s", STEADY_S) < STEADY_S else 0
+    lease_s = dict(world.spec.settings).get("lease_s", LEASE_S)
+    if fault.kind == "sever":
+        return fault.for_s > lease_s - 1.0 and kinds != {"node"} and "node" in kinds
     if fault.kind in OVER_TCP:
         return {"node", "controller"} <= kinds
     if fault.kind not in LOST or kinds != {"node"}:

@@ -1,35 +1,11 @@
 # ruff: noqa: E501
 """Defects that were found by other means, each put back by a change of one text in a symbol: the simulation has to find
-them. `make simulate-mutations` runs each until it breaks, for at most `--cpu-s` seconds of CPU.
-
-Who renames a symbol keeps its line: `test_mutations.py` checks that each still fits.
+them (`make simulate-mutations`). Who renames a symbol keeps its line: a test checks that each still fits.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import subprocess
-import sys
-import time
-from dataclasses import dataclass
-from pathlib import Path
-
-import cuts
-
-ROOT = Path(__file__).parents[2]
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """In the source of `symbol` `old` becomes `new`; `defect` is what users saw of it."""
-
-    name: str
-    defect: str
-    symbol: str
-    old: str
-    new: str
-
+from simulation.mutation import Mutation
 
 MUTATIONS = (
     Mutation("rid-of-another", "a request gets the tokens of a former one of its rid",
@@ -101,37 +77,3 @@ MUTATIONS = (
     Mutation("watch-for-ever", "who waits for a room that ended waits on",
              "nodes.link.rank:LinkedRank._do", "host.publish(self.publisher.drop(action.room, action.attempt, action.code, now))", "pass"),
 )  # fmt: skip
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="of mutations; none: all")
-    parser.add_argument("--cpu-s", type=float, default=120.0)
-    options = parser.parse_args()
-    missed = []
-    for each in MUTATIONS:
-        if options.names and each.name not in options.names:
-            continue
-        began = time.monotonic()
-        code = (
-            f"import cuts, sys; cuts.cut_hook.install({each.symbol!r}, {each.old!r}, {each.new!r}); "
-            f"from simulation.run import main; sys.argv[1:] = ['0:100000', '--first', '--cpu-s', '{options.cpu_s}']; main()"
-        )
-        ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False,
-            env=os.environ | {"PYTHONHASHSEED": "0"},
-        )  # fmt: skip
-        found = next((line for line in ran.stdout.splitlines() if line.startswith("seed ")), "")
-        print(
-            f"{each.name}: {found[:200] or 'NOT FOUND ' + (ran.stdout + ran.stderr)[-300:]} ({time.monotonic() - began:.0f} s)",
-            flush=True,
-        )
-        if not found:
-            missed.append(each.name)
-    print(f"{len(missed)} not found: {', '.join(missed)}" if missed else "all found")
-    sys.exit(bool(missed))
-
-
-assert cuts.cut_hook is not None
-
-if __name__ == "__main__":
-    main()

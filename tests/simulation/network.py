@@ -39,6 +39,7 @@ class Pipe:
 
     __slots__ = (
         "arrives_at",
+        "away_until",
         "flight",
         "id",
         "inbox",
@@ -63,6 +64,7 @@ class Pipe:
         self.retry_s = RECONNECT_S
         self.stalled_until = 0.0
         self.key = ""  # that the peer has proved, where there are keys
+        self.away_until = 0.0  # it can't be made before
 
 
 class SimSocket:
@@ -145,6 +147,7 @@ class Network:
         self.slow: dict[str, tuple[float, float]] = {}  # process: seconds added to what it sends, and until when
         self.banned: set[str] = set()  # processes whose key is on no list
         self.lost = 0  # messages that were on their way when their connection ended
+        self.passes: Callable[[Pipe, Frames], Frames | None] | None = None  # what becomes of one that arrives
         self.on_message: Callable[[Pipe, Frames], None] | None = None  # who watches hears of each that arrives
         self._at = at
         self._listeners: dict[str, SimSocket] = {}
@@ -211,6 +214,11 @@ class Network:
         """Both ends lose the connection now, and what is on its way."""
         self._end(pipe, graceful=False)
 
+    def sever(self, pipe: Pipe, until: float) -> None:
+        """Reset the connection of a connecting end; it can't be made again before `until`."""
+        pipe.away_until = max(pipe.away_until, until)
+        self.reset(pipe)
+
     def connections(self, process: Any | None = None) -> list[Pipe]:
         """Those that are up, by their connecting end, in the order in which they were made; of a process alone."""
         return [
@@ -257,6 +265,7 @@ class Network:
         reachable = (
             listener is not None
             and not unlisted
+            and pipe.away_until <= now
             and not any(self._blocked_until(a, b) > now for a, b in ((socket, listener), (listener, socket)))
         )
         if listener is None or not reachable:
@@ -312,6 +321,11 @@ class Network:
         receiver = peer.socket
         while pipe.flight and pipe.flight[0][0] <= now:
             frames = pipe.flight.popleft()[1]
+            if self.passes is not None:
+                passed = self.passes(pipe, frames)
+                if passed is None:
+                    continue
+                frames = passed
             if self.on_message is not None:
                 self.on_message(pipe, frames)
             if receiver.closed:

@@ -18,13 +18,15 @@ from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from simulation.laws import Broken
-from simulation.spec import FAULTS, Spec, draw
+from simulation.broken import Broken
+from simulation.small import drawn
+from simulation.spec import FAULTS, Spec
 from simulation.story import told
 from simulation.world import World
 
+How: TypeAlias = tuple[bool, bool, bool]  # plain, with guests, small
 MEET_S = 5.0  # two faults have met when one began so soon after the other
 TRIES = 150  # of smaller schedules, to minimize one
 
@@ -82,9 +84,9 @@ def minimized(spec: Spec, name: str) -> Spec:
     return spec
 
 
-def _one(how: tuple[bool, bool], seed: int) -> dict[str, Any]:
+def _one(how: How, seed: int) -> dict[str, Any]:
     began = time.process_time()
-    spec = draw(seed, *how)
+    spec = drawn(seed, *how)
     world, error = trial(spec)
     pairs = {tuple(sorted((a.kind, b.kind))) for a, b in combinations(spec.faults, 2) if abs(a.at_s - b.at_s) < MEET_S}
     return {
@@ -94,7 +96,7 @@ def _one(how: tuple[bool, bool], seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _all(seeds: Iterable[int], jobs: int, how: tuple[bool, bool]) -> Iterator[dict[str, Any]]:
+def _all(seeds: Iterable[int], jobs: int, how: How) -> Iterator[dict[str, Any]]:
     one = partial(_one, how)
     if jobs == 1:
         yield from map(one, seeds)
@@ -119,10 +121,11 @@ def main() -> None:
     parser.add_argument("--first", action="store_true", help="stop at the first that breaks, and tell no more of it")
     parser.add_argument("--plain", action="store_true", help="without troubles: what old seeds meant")
     parser.add_argument("--guests", action="store_true", help="with what others embed: dispatchers, resolvers, links")
+    parser.add_argument("--small", action="store_true", help="small worlds, where faults meet often")
     parser.add_argument("--story", action="store_true", help="tell what happened, break or not")
     options = parser.parse_args()
     state = _State(options.state)
-    how = not options.plain, options.guests
+    how = options.plain, options.guests, options.small
     left = [seed for seed in options.seeds if not state.has(seed)]
     for done in _all(left, options.jobs, how):
         state.add(done)
@@ -135,9 +138,9 @@ def main() -> None:
     print(state.summary())
     for broken in state.tally["broken"][:3]:
         if len(left) == 1 or not options.state:
-            _tell(draw(broken["seed"], *how), broken["broke"])
+            _tell(drawn(broken["seed"], *how), broken["broke"])
     if options.story and len(left) == 1 and not state.tally["broken"]:
-        print("\n".join(told(draw(left[0], *how), "")))
+        print("\n".join(told(drawn(left[0], *how), "")))
     sys.exit(1 if state.tally["broken"] else 0)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from pdbus.client.options import Controllers, Options, make_request
 from simulation import laws
+from simulation.broken import Broken
 from simulation.runtime import installed
 from simulation.scenario import STEP_S, WAIT_S, Asked, Shape
 from simulation.spec import Fault, NodeSpec, Spec
@@ -128,7 +129,7 @@ class SimulatedStage:
             self.world._until(self.world.now + 0.5)
             try:
                 laws.at_rest(self.world)
-            except laws.Broken as error:
+            except Broken as error:
                 why = str(error)
             else:
                 return ""

@@ -11,10 +11,11 @@ from typing import Any, Literal, get_args
 
 Kind = Literal[
     "crash", "pause", "reset_one", "reset_all", "cut", "cut_one_way", "slow", "drain", "leave", "hang", "fail_steps",
-    "clock", "twice", "flap", "revoke",
+    "clock", "twice", "flap", "revoke", "sever", "damage", "drop",
 ]  # fmt: skip
 FAULTS: tuple[Kind, ...] = get_args(Kind)
-OVER_TCP = ("cut", "cut_one_way")
+OVER_TCP = ("cut", "cut_one_way", "sever")
+SMALL = ("flap", "sever", "damage", "drop")  # that plain worlds have none of, as they had none before these were there
 TROUBLES: tuple[Kind, ...] = ("flap", "flap", "reset_all", "reset_one", "slow", "pause", "crash", "cut", "cut_one_way")
 SPEAK = {("client", "controller"), ("client", "node"), ("controller", "node"), ("node", "node"), ("broker", "node"),
          ("broker", "controller")}  # fmt: skip
@@ -67,10 +68,13 @@ class Fault:
 
     `crash`: killed, and started again by who supervises it. `pause`: it does nothing. `reset_one`, `reset_all`: of its
     connections. `cut`, `cut_one_way`: nothing passes between the two, or from `who` to `other`. `slow`: all that it
-    sends or is sent is late. `drain`, `leave`: told to leave, and started again. `hang`: its engines end no step more.
-    `fail_steps`: they fail some. `clock`: that of its host steps by `for_s`, back or forth. `twice`: a second start of
-    the same ranks, while the first one lives. `flap`: its connections stall for a moment and are reset, over and over.
-    `revoke`: its key is on no list for so long; others let go of it, and let it in again when it is listed again.
+    sends or is sent is late, by up to `much`. `drain`, `leave`: told to leave, and started again. `hang`: its engines
+    end no step more. `fail_steps`: they fail some. `clock`: that of its host steps by `for_s`, back or forth. `twice`:
+    a second start of the same ranks, while the first one lives. `flap`: its connections stall for a moment and are
+    reset, over and over. `revoke`: its key is on no list for so long; others let go of it, and let it in again when it
+    is listed again. `sever`: its connections with `other`, or one of its connections, are reset and can't be made
+    again. `damage`: some KV blocks that it sends arrive with another bit. `drop`: some of its tokens and KV blocks do
+    not arrive, though the connection lives.
     """
 
     at_s: float
@@ -78,6 +82,7 @@ class Fault:
     who: str
     for_s: float = 0.0
     other: str = ""
+    much: float = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +192,7 @@ def _with_events(spec: Spec, rng: random.Random) -> Spec:
 
 
 def _fault(spec: Spec, rng: random.Random) -> Fault:
-    kinds = [each for each in FAULTS if each not in ("flap", "revoke")]  # of the troubles, and of keys
+    kinds = [each for each in FAULTS if each not in ("revoke", *SMALL)]  # of keys, and of the troubles
     kind = rng.choice(kinds if spec.tcp else [each for each in kinds if each not in OVER_TCP])
     at_s = round(rng.uniform(0.6, spec.busy_s), 6)
     for_s = round(rng.choice((0.1, 0.5, 1.0, 2.0, 4.0, 8.0)) * rng.uniform(0.5, 1.5), 6)

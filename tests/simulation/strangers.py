@@ -33,8 +33,8 @@ from bus.wire.messages import (
     Tokens,
 )
 from pdbus.edge.cluster import View
+from simulation.broken import Broken
 from simulation.embedded import every
-from simulation.laws import Broken
 from simulation.process import ClientProcess, Process
 from simulation.runtime import SimLoop, SimSockets, send
 

@@ -23,14 +23,14 @@ from nodes.own.engines.timing import SimTiming
 from pdbus.client.core import Patience
 from pdbus.client.options import Controllers, Options, make_request
 from pdbus.client.output import Result
-from simulation import laws
+from simulation import inner_laws, laws
+from simulation.broken import Broken
 from simulation.embedded import DispatcherProcess, LinkProcess, ResolverProcess
-from simulation.laws import Broken
 from simulation.network import SILENCE_S, Network, Pipe
 from simulation.process import BrokerProcess, ClientProcess, ControllerProcess, NodeProcess, Process
 from simulation.runtime import installed
 from simulation.spec import VOCAB, Fault, NodeSpec, RequestSpec, Spec
-from simulation.story import ends_of
+from simulation.story import ends_of, message_in
 from simulation.strangers import EdgeProcess, ForeignProcess, IntruderProcess
 
 CHECK_S = 0.1
@@ -78,6 +78,7 @@ class Asked:
         self.result, self.ended = update, self._world.now
         self._world.counts[update.code] += 1
         laws.end(self._world, self)
+        inner_laws.end(self._world, self)
 
 
 class World:
@@ -88,6 +89,7 @@ class World:
         self.hwm = spec.hwm
         self.running: Any = None
         self.network = Network(lambda: self.now, self.at, random.Random(f"{spec.seed} network"))
+        self.network.passes = self._passes
         self.network.sockets = lambda: [socket for process in self.processes for socket in process.open_sockets]
         self.asked: list[Asked] = []
         self.counts: Counter[str] = Counter()
@@ -99,6 +101,12 @@ class World:
         self.on_fault: Callable[[Fault], None] = lambda fault: None
         self.clocks: dict[str, float] = {}  # by how much a host's is ahead
         self.unsteady: dict[str, float] = {}  # processes that others may not hear, or late: until when
+        self.spoke: dict[tuple[str, str], float] = {}  # (endpoint of a node, client): when something came last
+        self.attached: dict[tuple[str, str, int], float] = {}  # (client, rid, attempt): since when it reads
+        self.dispatched: dict[str, float] = {}  # by rid, when a rank had it first
+        self.given_up: dict[tuple[int, str], list[tuple[int, float]]] = {}  # (start of a rank, rid): attempts, when
+        self._dropping: dict[str, float] = {}  # processes whose tokens and KV blocks get lost, and until when
+        self._damaging: dict[str, float] = {}  # processes whose KV blocks are, and until when
         self.salts = {0, 1, 2} if spec.fickle else {0}
         self.goodbyes: dict[tuple[str, int, int], float] = {}  # of starts of ranks: when they left
         self.bus = self._address("broker", 5550)
@@ -146,11 +154,13 @@ class World:
                 self._until(spec.busy_s)
                 while self.now < spec.bound_s and any(asked.lives for asked in self.asked):
                     self._until(self.now + 1.0)
-                self._until(self.now + spec.quiet_s)
+                ends = [until - laws.TAIL_S for _, until, _ in self.befell]  # nothing is quiet before
+                self._until(max([self.now, *ends]) + spec.quiet_s)
                 self._watcher = self.network.on_message or (lambda pipe, frames: None)
                 self.network.on_message = self._silent_now
                 self._until(self.now + laws.SILENT_S)
                 laws.at_rest(self)
+                inner_laws.at_rest(self)
             finally:
                 for process in self.processes:
                     process.crash()
@@ -298,9 +308,11 @@ class World:
                 pipes = self.network.connections(process)
                 if pipes:
                     self.network.reset(self.rng.choice(pipes))
+                lasts_s = 0.0
             case "reset_all":
                 for pipe in self.network.connections(process):
                     self.network.reset(pipe)
+                lasts_s = 0.0
             case "cut" | "cut_one_way":
                 until = self.now + fault.for_s
                 ways = [(fault.who, fault.other), (fault.other, fault.who)][: 2 if fault.kind == "cut" else 1]
@@ -308,7 +320,15 @@ class World:
                     self.network.cut[way] = max(until, self.network.cut.get(way, 0.0))
                 self._silent(lambda: self.network.cut[ways[0]], [(process, self.by_name[fault.other])])
             case "slow":
-                self.network.slow[fault.who] = 0.2, self.now + fault.for_s
+                self.network.slow[fault.who] = fault.much, self.now + fault.for_s
+            case "sever":
+                pipes = self._between(process, fault.other)
+                for pipe in pipes if fault.other else pipes and [self.rng.choice(pipes)]:
+                    self.network.sever(pipe, self.now + fault.for_s)
+            case "damage":
+                self._damaging[fault.who] = self.now + fault.for_s
+            case "drop":
+                self._dropping[fault.who] = self.now + fault.for_s
             case "flap":
                 self._flap(process, self.now + fault.for_s)
             case "drain":
@@ -333,6 +353,7 @@ class World:
                 assert isinstance(process, NodeProcess | LinkProcess)
                 for engine in process.engines if process.alive else ():
                     engine.fails += self.rng.randint(1, 4)
+                lasts_s = 0.0
             case "clock":
                 self.clocks[process.host] = self.clocks.get(process.host, 0.0) + fault.for_s
                 lasts_s = 0.0
@@ -342,10 +363,10 @@ class World:
             case "twice":
                 assert isinstance(process, NodeProcess | LinkProcess)
                 self._again(process)
-        if fault.kind in ("pause", "cut", "cut_one_way", "slow", "flap", "revoke"):
+        if fault.kind in ("pause", "cut", "cut_one_way", "slow", "flap", "revoke", "sever"):
             for name in filter(None, (fault.who, fault.other)):
                 self.unsteady[name] = max(self.unsteady.get(name, 0.0), self.now + lasts_s)
-        self.befell.append((self.now, self.now + lasts_s + 15.0, fault))
+        self.befell.append((self.now, self.now + lasts_s + laws.TAIL_S, fault))
 
     def _flap(self, process: Process, until: float) -> None:
         """What is sent while its connections stall is lost with them."""
@@ -375,6 +396,25 @@ class World:
         if process.name not in self.revoked:
             low, high = LOOKS_S
             self.at(self.now + low + (high - low) * self.rng.random(), let_go)
+
+    def _between(self, process: Process, other: str) -> list[Pipe]:
+        """Its connections, or those with `other`."""
+        ends = [(pipe, pipe.peer) for pipe in self.network.connections(process)]
+        return [a for a, b in ends if b is not None and other in ("", a.socket.process.name, b.socket.process.name)]
+
+    def _passes(self, pipe: Pipe, frames: list[bytes]) -> list[bytes] | None:
+        """What arrives of a message; None: nothing."""
+        name = pipe.socket.process.name
+        if self._damaging.get(name, 0.0) > self.now and message_in(frames)[0] == "kv_block" and self.rng.random() < 0.5:
+            *first, data = frames
+            at = self.rng.randrange(len(data))
+            frames = [*first, data[:at] + bytes([data[at] ^ 1 << self.rng.randrange(8)]) + data[at + 1 :]]
+        if self._dropping.get(name, 0.0) > self.now and self.rng.random() < 0.3:
+            tag, *fields = message_in(frames)
+            if tag == "kv_block" or (tag == "tokens" and fields[3]):
+                return None
+        inner_laws.arrives(self, pipe, frames)
+        return frames
 
     def _crash(self, process: Process) -> None:
         if not process.alive:
@@ -430,6 +470,7 @@ class World:
 
     def _check(self) -> None:
         laws.at_any_moment(self)
+        inner_laws.at_any_moment(self)
         self.at(self.now + CHECK_S, self._check)
 
     def _silent_now(self, pipe: Pipe, frames: list[bytes]) -> None:

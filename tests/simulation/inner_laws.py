@@ -1,0 +1,197 @@
+"""What must hold inside each part, at any moment and at rest: of what nobody outside can see before it is too late.
+
+They look at the records of cores, and say once more, in their own words, what these promise. Each raises Broken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from laws import check, of_controller
+
+from nodes.link.streams import ATTACH_GRACE_S
+from pdbus.client.request import State
+from simulation.broken import Broken
+from simulation.network import Frames, Pipe
+from simulation.process import ClientProcess, ControllerProcess, NodeProcess
+from simulation.story import message_in
+
+if TYPE_CHECKING:
+    from simulation.world import Asked, World
+
+UNREAD_S = 12.0  # a leg whose client has gone ends before
+SILENCE_S = 8.0  # a stream that shows no sign of life for so long is given up before
+ANSWERED_S = 2.5  # a controller has said by then that a request waits
+AWAKE_S = 1.0  # a process that was paused has looked at all that came meanwhile
+
+
+def at_any_moment(world: World) -> None:
+    for process in world.processes:
+        if not process.alive or process.paused_until + AWAKE_S > world.now:
+            continue
+        if isinstance(process, ControllerProcess):
+            _estimates(process)
+            _requests(world, process)
+        elif isinstance(process, NodeProcess):
+            _readers(world, process)
+        elif isinstance(process, ClientProcess):
+            _tries(world, process)
+
+
+def _estimates(controller: ControllerProcess) -> None:
+    """A rank's load is its last report and what is on its way there: of this controller, and of each other one by what
+    that says it sent and the report acknowledges."""
+    core = controller.part.core
+    mine = core.table.controller_epoch
+    for key, rank in core.table.ranks.items():
+        if rank.stale or rank.load is None:
+            continue
+        requests, tokens = rank.load.running + rank.load.waiting + rank.sent - rank.acked, 0
+        for ack in rank.load.acks:
+            if ack.controller_epoch != mine:
+                sent, sent_tokens = rank.others.get(ack.controller_epoch, (0, 0))
+                requests += max(0, sent - ack.dispatches)
+                tokens += max(0, sent_tokens - ack.tokens)
+        if (rank.requests, rank.others_tokens) != (requests, tokens):
+            raise Broken(
+                "an estimate is the last report and what is on its way",
+                f"{controller.name} takes {key} for {rank.requests} requests, {rank.others_tokens} tokens of others, "
+                f"where {requests}, {tokens} follow",
+            )
+
+
+def _requests(world: World, controller: ControllerProcess) -> None:
+    """Each is at ranks that are there, was tried no oftener than it may be, and left nothing of a former controller's
+    running; no client has more than it may."""
+    core = controller.part.core
+    life = core.life
+    for request in life.requests.values():
+        if request.tries > core.config.attempts:
+            raise Broken("a submit has so many tries", f"{controller.name}: {request}", request.rid)
+        for leg in request.legs:
+            if leg.state.value == "running" and core.table.ranks.get(leg.rank.key) is not leg.rank:
+                raise Broken("nobody waits for a rank that is gone", f"{controller.name}: {request}", request.rid)
+    for rid, held in life.table.inherited._held.items():
+        live = life.requests.get(rid)
+        if live is None or not live.legs:
+            continue
+        for each in held:
+            pulse = core.health.pulses.get(each.rank.key)
+            if pulse is not None and pulse.epoch == each.rank.epoch and pulse.said_hello_at < live.legs[0].began:
+                raise Broken("what still runs is taken over, or ends", f"{controller.name}: {rid} at {each}", rid)
+    if not world.befell:  # who comes back over another connection brings what it has
+        most = max(life.table._of_client.values(), default=0)
+        if most > core.config.client_requests:
+            raise Broken("a client has so many requests", f"{controller.name}: one has {most}")
+
+
+def _readers(world: World, node: NodeProcess) -> None:
+    """What nobody reads ends; sooner where others wait for its place."""
+    for number, rank in node.part.host.ranks.items():
+        waiting = rank.runner.load().waiting if len(rank.core) > 1 else 0
+        for leg in rank.core.legs:
+            if leg.role == "prefill" or leg.reader is not None or leg.continue_on_disconnect:
+                continue
+            unread_s = world.now - max(leg.unread_since, node.paused_until)
+            unclaimed_s = node.part.host.streams.unclaimed_s(leg, world.now) if waiting else 0.0
+            if unread_s > UNREAD_S or min(unclaimed_s, unread_s) > ATTACH_GRACE_S + AWAKE_S:
+                what = f"{node.name}/{number}, {waiting} wait, {unread_s:.2f} s unread: {leg}"
+                raise Broken("what nobody reads ends", what, leg.rid)
+
+
+def _tries(world: World, client: ClientProcess) -> None:
+    """Who has to try again does so when that is due; who hears nothing of its rank looks for another."""
+    for request in client.traffic._core._requests.values():
+        if request.state is State.BACKOFF and request.due_at < world.now - AWAKE_S:
+            raise Broken("a try waits its time", f"{client.name}: {request}, due at {request.due_at}", request.rid)
+        if request.state is State.RUNNING and request.endpoint:
+            heard = world.spoke.get((request.endpoint, client.name), 0.0)
+            attached = world.attached.setdefault((client.name, request.rid, request.attached), world.now)
+            since = max(heard, attached, client.paused_until)
+            if world.now - since > SILENCE_S:
+                raise Broken("who hears nothing looks elsewhere", f"{client.name}: {request}", request.rid)
+
+
+# --- messages -------------------------------------------------------------------------------------------------------
+
+
+def arrives(world: World, pipe: Pipe, frames: Frames) -> None:
+    """A message is there, for the process at the other end."""
+    speaker, hearer = pipe.socket.process, pipe.peer.socket.process if pipe.peer is not None else None
+    if hearer is None:
+        return
+    if isinstance(speaker, NodeProcess) and isinstance(hearer, ClientProcess):
+        world.spoke[pipe.peer.socket.endpoint, hearer.name] = world.now  # type: ignore[union-attr]
+    elif isinstance(speaker, ControllerProcess) and isinstance(hearer, NodeProcess):
+        if frames[0][:16].find(b"cancel_leg") > 0:
+            _given_up(world, speaker, hearer, pipe, frames)
+        elif frames[0][:16].find(b"dispatch") > 0:
+            world.dispatched.setdefault(message_in(frames)[1], world.now)
+
+
+def _given_up(world: World, controller: ControllerProcess, node: NodeProcess, pipe: Pipe, frames: Frames) -> None:
+    """A controller gives no attempt up for an older one; and what is given up at a rank does not begin there."""
+    _, rid, attempt, code, if_unfetched, _, room = [*message_in(frames), *([None] * 6)][:7]
+    if if_unfetched or not node.alive:
+        return
+    live = controller.part.core.life.requests.get(rid) if controller.alive else None
+    if live is not None and code == "fenced" and live.submit.bootstrap_room == room and live.attempt < attempt:
+        raise Broken("the newest attempt wins", f"{controller.name} ends {attempt} of {live}", rid)
+    for rank in node.part.host.ranks.values():
+        if any(connection.socket is pipe.peer.socket for connection in rank.connections):  # type: ignore[union-attr]
+            when = max(world.now, node.paused_until)
+            world.given_up.setdefault((rank.epoch, rid), []).append((attempt, when))
+
+
+# --- ends and rest --------------------------------------------------------------------------------------------------
+
+
+def end(world: World, asked: Asked) -> None:
+    """`ran` says whether a rank may have had it, where nothing went wrong."""
+    result = asked.result
+    assert result is not None
+    if world.befell or asked.spec.rid or world.now - asked.began < 0.1:
+        return
+    dispatched = world.dispatched.get(asked.rid)
+    late = dispatched is not None and dispatched < world.now - 0.05
+    if (late and not result.ran) or (dispatched is None and result.ran and world.now - asked.began > ANSWERED_S):
+        raise Broken("it says whether it ran", f"{asked.rid}: ran {result.ran}, dispatched at {dispatched}", asked.rid)
+
+
+def at_rest(world: World) -> None:
+    living = {each.part.core.epoch for each in world.controllers if each.alive}
+    for controller in world.controllers:
+        core = controller.part.core
+        known = core.table._controllers.keys()
+        if not known <= living:
+            raise Broken("no memory grows", f"{controller.name} knows controllers {known}, there are {living}")
+        check(of_controller(core, world.now, complete=False), rest=True)
+    once = [asked for asked in world.asked if Counter(each.rid for each in world.asked)[asked.rid] == 1]
+    for node in world.nodes:
+        if node.alive:
+            for rank in node.part.host.ranks.values():
+                for asked in once:
+                    _history(world, asked, rank)
+
+
+def _history(world: World, asked: Asked, rank: Any) -> None:
+    """Of one request at one start of a rank: its attempts rise, none begins that was given up, and its client knows
+    what was cached."""
+    newest: dict[int, int] = {}
+    for record in sorted(rank.core.history.of(asked.rid), key=lambda record: record.taken_at):
+        if record.attempt <= newest.get(record.room, 0):
+            raise Broken("attempts rise", f"{asked.rid} at {rank.instance}/{rank.dp_rank}: {record}", asked.rid)
+        newest[record.room] = record.attempt
+        for attempt, when in world.given_up.get((rank.epoch, asked.rid), ()):
+            if record.attempt <= attempt and record.taken_at > when + AWAKE_S:
+                why = f"attempt {attempt} was given up at {when}: {record}"
+                raise Broken("what is given up does not begin", f"{asked.rid}: {why}", asked.rid)
+        result = asked.result
+        if result is None or result.code != "ok" or result.attempts > 1 or record.code != "ok" or result.decode is None:
+            continue
+        if record.role != "prefill" and (result.decode.epoch, 1) == (rank.epoch, record.attempt):
+            if result.finish in ("stop", "length") and result.cached_tokens not in (0, record.cached_tokens):
+                raise Broken("its client knows what was cached", f"{result}: {record}", asked.rid)
+            if not world.befell and result.cached_tokens != record.cached_tokens:
+                raise Broken("its client knows what was cached", f"{result}: {record}", asked.rid)
