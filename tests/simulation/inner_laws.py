@@ -121,7 +121,7 @@ def arrives(world: World, pipe: Pipe, frames: Frames) -> None:
     speaker, hearer = pipe.socket.process, pipe.peer.socket.process if pipe.peer is not None else None
     if hearer is None:
         return
-    if isinstance(speaker, NodeProcess) and isinstance(hearer, ClientProcess):
+    if isinstance(hearer, ClientProcess):
         world.spoke[pipe.peer.socket.endpoint, hearer.name] = world.now  # type: ignore[union-attr]
     elif isinstance(speaker, ControllerProcess) and isinstance(hearer, NodeProcess):
         if frames[0][:16].find(b"cancel_leg") > 0:
