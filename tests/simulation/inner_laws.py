@@ -93,6 +93,8 @@ def _readers(world: World, node: NodeProcess) -> None:
         for leg in rank.core.legs:
             if leg.role == "prefill" or leg.reader is not None or leg.continue_on_disconnect:
                 continue
+            if not leg.unread_since:  # a process has one stream of an attempt: that of the leg which was here first
+                continue
             unread_s = world.now - max(leg.unread_since, node.paused_until)
             unclaimed_s = node.part.host.streams.unclaimed_s(leg, world.now) if waiting else 0.0
             if unread_s > UNREAD_S or min(unclaimed_s, unread_s) > ATTACH_GRACE_S + AWAKE_S:
