@@ -222,7 +222,7 @@ class Life(RuleBasedStateMachine):
             for key in KEYS:
                 if key not in silent:
                     self.world.progress(self.nodes[key], peer=self.peers[key])
-            self.world.pass_time(min(step, seconds))
+            self.world.pass_time(min(step, seconds), dozes=True)
             seconds -= step
 
     # --- what must hold ---------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from bus.wire.messages import (
 from controller.config import ControllerConfig
 from controller.core import ControllerCore
 from controller.events import Event, FromClient, FromNode, Over, Published, Tick, ToClient, ToNode, Unreachable
+from controller.shell import IDLE_TICK_S, TICK_S
 
 M = TypeVar("M", bound=Message)
 EPOCH = 77
@@ -123,11 +124,12 @@ class World:
         seen = laws.of_controller(self.core, self.now, complete=self._rising.complete)
         laws.check(seen, rest=not self.core.life.requests)
 
-    def pass_time(self, seconds: float, *, alive: Iterable[Hello] = ()) -> None:
-        """Tick by tick; the nodes of `alive` stay heard over their connections."""
-        until = self.now + seconds
+    def pass_time(self, seconds: float, *, alive: Iterable[Hello] = (), dozes: bool = False) -> None:
+        """Tick by tick; the nodes of `alive` stay heard over their connections. `dozes`: ticks are as rare as those of
+        the process where the core needs none."""
+        until, idle_s = self.now + seconds, min(IDLE_TICK_S, self.core.config.lease_s / 12)
         while self.now < until:
-            self.now = min(until, self.now + 0.05)
+            self.now = min(until, self.now + (idle_s if dozes and not self.core.needs_ticks else TICK_S))
             for node in alive:
                 self.feed(FromNode(peer_of(node), Pong(0, 0, False)))
             self.feed(Tick())
