@@ -119,8 +119,8 @@ def open_brackets(text: str) -> int:
 def modules() -> ModulesCollection:
     """All of ours, which takes seconds to read."""
     loader = GriffeLoader(search_paths=[ROOT])
-    for package in PACKAGES:
-        loader.load(package.partition(".")[0])
+    for package in sorted({package.partition(".")[0] for package in PACKAGES}):
+        loader.load(package)
     loader.resolve_aliases(external=False)
     return loader.modules_collection
 
