@@ -40,14 +40,8 @@ def simple(case: Case) -> Any:
     return case.choice(FEW)
 
 
-def value(case: Case, depth: int = 2) -> Any:
-    """A tree where there is `depth`."""
-    match case.randrange(4) if depth else 3:
-        case 0:
-            return [value(case, depth - 1) for _ in range(case.randint(0, 3))]
-        case 1:
-            return {case.choice(NAMES): value(case, depth - 1) for _ in range(case.randint(0, 3))}
-    return simple(case)
+def value(case: Case) -> Any:
+    return case.tree(simple, lambda case: case.choice(NAMES), 2, 3)
 
 
 def turn(case: Case) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -80,6 +80,15 @@ class Case(Random):
             case 2:
                 return self.choice((math.nextafter(low, high), math.nextafter(high, low)))
         return self.uniform(low, high)
+
+    def tree(self, leaf: Callable[[Case], Any], key: Callable[[Case], str], depth: int, widest: int) -> Any:
+        """A leaf as often as a list or a mapping, which hold trees of less `depth`."""
+        match self.randrange(4) if depth else 3:
+            case 0:
+                return [self.tree(leaf, key, depth - 1, widest) for _ in range(self.randint(0, widest))]
+            case 1:
+                return {key(self): self.tree(leaf, key, depth - 1, widest) for _ in range(self.randint(0, widest))}
+        return leaf(self)
 
 
 def cases(count: int) -> Iterator[Case]:

@@ -17,8 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +128,18 @@ def changed(node: ast.AST) -> ast.AST | None:
     return None
 
 
-def mutants(room: str, path: str) -> Iterator[Mutant]:
+@cache
+def mutants(room: str, path: str) -> list[Mutant]:
     """Every one of a file."""
+    out = []
     text = (ROOT / path).read_text(encoding="utf-8")
     lines = text.splitlines()
     for number, node in enumerate(places(ast.parse(text))):
         if (new := changed(node)) is not None:
             line: int = node.lineno  # type: ignore[attr-defined]
-            yield Mutant(room, path, number, line, lines[line - 1].strip(), ast.unparse(new).splitlines()[0])
+            said = lines[line - 1].strip(), ast.unparse(new).splitlines()[0]
+            out.append(Mutant(room, path, number, line, *said))
+    return out
 
 
 def draw(count: int, seed: int, only: str) -> list[Mutant]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from cases import Case, cases
 
 from bus.errors import ConfigError, RemoteProtocolError
 from bus.wire.codec import pack
@@ -161,18 +162,22 @@ def test_bad_payloads_are_refused(bad: bytes) -> None:
         parse_batch(bad)
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.binary(max_size=80) | st.recursive(
-    st.none() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=6) | st.binary(max_size=6) | st.floats(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
-    max_leaves=12,
-).map(pack))  # fmt: skip
-def test_no_bytes_raise_anything_else(data: bytes) -> None:
-    for parse in (parse_batch, lambda payload: parse_load_stat([b"load", SEQ, payload])):
-        try:
-            parse(data)
-        except RemoteProtocolError:
-            pass
+def leaf(case: Case) -> Any:
+    of = (lambda: None, lambda: case.number(-(2**63), 2**64 - 1), lambda: case.text(0, 6), lambda: case.bytes_of(6),
+          lambda: case.float_of(-1e300, 1e300), lambda: case.choice((math.inf, -math.inf, math.nan)))  # fmt: skip
+    return case.choice(of)()
+
+
+def test_no_bytes_raise_anything_else() -> None:
+    for case in cases(600):
+        with case:
+            tree = case.tree(leaf, lambda case: case.text(0, 12), 3, 4)
+            data = case.note(case.bytes_of(80) if case.randrange(2) else pack(tree))
+            for parse in (parse_batch, lambda payload: parse_load_stat([b"load", SEQ, payload])):
+                try:
+                    parse(data)
+                except RemoteProtocolError:
+                    pass
 
 
 def test_frames_are_read_from_the_right() -> None:
