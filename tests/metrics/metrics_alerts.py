@@ -54,6 +54,10 @@ class Record:
         """It stays so for `count` samples."""
         return self._each(lambda labels, values: values + values[-1:] * count)
 
+    def longer(self, at: int, count: int) -> Record:
+        """What is so at that sample stays so for `count` samples."""
+        return self._each(lambda labels, values: values[: at + 1] + values[at : at + 1] * count + values[at + 1 :])
+
     def frozen(self, at: int) -> Record:
         """Nothing happens after that sample."""
         return self._each(lambda labels, values: values[: at + 1] + values[at : at + 1] * (len(values) - at - 1))
@@ -300,18 +304,21 @@ def slow_first_token(world: World) -> Rule:
 
 
 def kv_memory_full(world: World) -> Rule:
+    """The streams go on for eight samples more, which are five minutes, however fast this machine is."""
     record = recorded(world, 'pdbus_node_kv_tokens{role!="prefill"}', "queue")
-    capacity = recorded(world, 'pdbus_node_kv_capacity_tokens{role!="prefill"}', "queue")
+    (_, end) = record.where(lambda value: value > 0, instance="decode-0")
+    record, last = record.longer(end - 1, 8), end + 7
+    capacity = recorded(world, 'pdbus_node_kv_capacity_tokens{role!="prefill"}', "queue").then(8)
     (room,) = {value for _, values in capacity.series for value in values}
     assert room is not None
-    begin, end = record.where(lambda value: value > 0, instance="decode-0")
+    begin, _ = record.where(lambda value: value > 0, instance="decode-0")
     (_, used) = record.only(instance="decode-0").series[0]
-    held = [value for value in used[begin:end] if value is not None]
+    held = [value for value in used[begin : last + 1] if value is not None]
     full = record.changed(lambda value: min(room, int(value / min(held) * room * 0.951) + 1), instance="decode-0")
     below = record.changed(lambda value: int(value / max(held) * room * 0.95), instance="decode-0")
     return Rule(
         lambda labels: f"{labels['instance']}/0 has no KV memory left: its requests wait for each other.",
-        rings=(Case(full + capacity, 40, end - 1, (of("decode-0", record=record),)),),
+        rings=(Case(full + capacity, 40, last, (of("decode-0", record=record),)),),
         below=(Case(below + capacity, 40),),
         silent=(Case(full.then(2) + capacity.then(2), 40, record.long + 1),),
     )
