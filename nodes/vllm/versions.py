@@ -139,8 +139,8 @@ def devices(args: Any) -> list[str]:
     count = args.tensor_parallel_size * args.pipeline_parallel_size * args.data_parallel_size
     try:
         return [str(current_platform.get_device_uuid(number)) for number in range(count)]
-    except NotImplementedError:
-        return [str(number) for number in range(count)]
+    except NotImplementedError:  # without NVML: by the number that the machine has for it, whichever are visible here
+        return [str(current_platform.device_id_to_physical_device_id(number)) for number in range(count)]
 
 
 @as_known()

@@ -334,6 +334,27 @@ def test_engines_of_one_gpu_load_one_after_the_other(tmp_path: Path) -> None:
             second.kill()
 
 
+def test_a_gpu_without_a_uuid_is_named_by_its_number_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by its place among those that this process sees: others see others."""
+
+    class Platform:
+        is_cpu = staticmethod(lambda: False)
+        device_id_to_physical_device_id = staticmethod(lambda number: (3, 5)[number])
+
+        @staticmethod
+        def get_device_uuid(number: int) -> str:
+            raise NotImplementedError
+
+    platforms = ModuleType("vllm.platforms")
+    monkeypatch.setattr(platforms, "current_platform", Platform, raising=False)
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    arguments = SimpleNamespace(
+        kv_cache_memory_bytes=None, tensor_parallel_size=2, pipeline_parallel_size=1, data_parallel_size=1
+    )
+    assert versions.devices(arguments) == ["3", "5"]
+
+
 def test_engines_of_other_gpus_load_at_once_and_a_wait_has_an_end(tmp_path: Path) -> None:
     said: list[str] = []
     with alone_on(tmp_path, ["GPU-1", "GPU-0"], 60, said.append), alone_on(tmp_path, ["GPU-2"], 60, said.append):
