@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bus.broker import Broker, BrokerConfig
-    from bus.embed.publications import PublisherCore
+    from bus.embed.checked import PublisherCore, ResolverCore
     from bus.embed.publisher import Publisher
-    from bus.embed.resolution import Resolved, ResolverCore
+    from bus.embed.resolution import Resolved
     from bus.embed.resolver import Resolver
     from bus.endpoints import BusAddress, ControllerAddress, default_bus, default_controller
     from bus.errors import BusError, ConfigError, PartFailed, PeerLost, ProtocolError, RequestFailed, StartError
@@ -38,10 +38,10 @@ _HOMES = {
     "Conflict": "wire.messages",
     "Load": "wire.messages",
     "Location": "wire.messages",
-    "PublisherCore": "embed.publications",
+    "PublisherCore": "embed.checked",
     "Publisher": "embed.publisher",
     "Resolved": "embed.resolution",
-    "ResolverCore": "embed.resolution",
+    "ResolverCore": "embed.checked",
     "Resolver": "embed.resolver",
 }
 

@@ -7,12 +7,16 @@ They are for parts without a thread; `bus.wire.codec` checks what comes over the
 from __future__ import annotations
 
 import math
-from numbers import Real
+from collections.abc import Callable
+from dataclasses import fields
+from numbers import Integral, Real
 from operator import index
-from typing import TypeVar
+from os import PathLike
+from typing import Any, TypeVar
 
 from msgspec import ValidationError, convert, to_builtins
 
+from bus.errors import ConfigError
 from bus.wire.messages import MAX_ROOM, Message
 
 M = TypeVar("M", bound=Message)
@@ -20,25 +24,38 @@ M = TypeVar("M", bound=Message)
 LONGEST_S = 1e12
 
 
-def seconds(value: object, name: str = "now") -> float:
-    """Return `value`, a number of any library, as a finite number of seconds."""
+def number(value: object, name: str) -> float:
+    """Return `value`, a number of any library, as a float, which may be infinite or not a number."""
     if not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, not {type(value).__name__}")
     try:
-        number = float(value)
+        return float(value)
     except OverflowError:
-        number = math.inf
-    if not abs(number) <= LONGEST_S:
+        return math.inf  # or minus as much: who wants a finite number takes neither
+
+
+def seconds(value: object, name: str = "now") -> float:
+    """Return `value` as a finite number of seconds."""
+    found = number(value, name)
+    if not abs(found) <= LONGEST_S:
         raise ValueError(f"{name} must be a finite number of seconds")
-    return number
+    return found
+
+
+def positive(value: object, name: str) -> float:
+    """Return `value` as more than 0 and finite."""
+    found = seconds(value, name)
+    if found <= 0:
+        raise ValueError(f"{name} must be more than 0")
+    return found
 
 
 def count(value: object, name: str) -> int:
     """Return `value`, an integer of any library, as a count that can go over the wire."""
-    number = int(index(value))  # type: ignore[arg-type]  # TypeError for what is none
-    if not 0 <= number <= MAX_ROOM:
+    found = int(index(value))  # type: ignore[arg-type]  # TypeError for what is none
+    if not 0 <= found <= MAX_ROOM:
         raise ValueError(f"{name} must be between 0 and {MAX_ROOM}")
-    return number
+    return found
 
 
 def message(value: object, kind: type[M]) -> M:
@@ -50,3 +67,15 @@ def message(value: object, kind: type[M]) -> M:
     except (ValidationError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{kind.__name__}: {error}") from None
     return value
+
+
+def typed(config: Any, *, called: Callable[[str], str] = str) -> None:
+    """Raise ConfigError unless each field of a dataclass that is declared as a text, a number or a yes or no is one."""
+    for field in fields(config):
+        value, kind = getattr(config, field.name), _KINDS.get(str(field.type))
+        if kind is not None and not isinstance(value, kind):
+            raise ConfigError(f"{called(field.name)} must be {_WORDS[str(field.type)]}, not {value!r:.60}")
+
+
+_KINDS: dict[str, Any] = {"str": (str, PathLike), "int": Integral, "float": Real, "bool": (bool, Integral)}
+_WORDS = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false"}

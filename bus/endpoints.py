@@ -93,6 +93,8 @@ def why_no_data_dir(path: str) -> str:
 
 def check_base(base: str) -> str:
     """Return `base` unchanged, or ConfigError with what is wrong with it."""
+    if not isinstance(base, str):
+        raise ConfigError(f"{base!r:.60}: an address is text, like tcp://127.0.0.1:5550")
     scheme, _, rest = base.partition("://")
     if scheme == "ipc":
         if not rest.startswith("/"):
@@ -202,7 +204,7 @@ class ControllerAddress:
     base: str
 
     def __post_init__(self) -> None:
-        check_base(split_owner(self.base)[0])
+        check_base(split_owner(self.base)[0] if isinstance(self.base, str) else self.base)
 
     @property
     def clients(self) -> str:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from controller.checked import ControllerCore
     from controller.config import ControllerConfig
-    from controller.core import ControllerCore
     from controller.dispatcher import Dispatcher
     from controller.load.checked import LoadTable
     from controller.policies import POLICIES, Policy, PolicySettings, PrefixPolicy
@@ -24,7 +24,7 @@ _HOMES = {
     "POLICIES": "policies",
     "Controller": "shell",
     "ControllerConfig": "config",
-    "ControllerCore": "core",
+    "ControllerCore": "checked",
     "Dispatcher": "dispatcher",
     "LoadTable": "load.checked",
     "Policy": "policies",

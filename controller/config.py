@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from bus import defaults
+from bus.arguments import typed
 from bus.endpoints import BusAddress, ControllerAddress, advertised, default_bus, default_controller
 from bus.errors import ConfigError
 from bus.wire.messages import Role
@@ -70,6 +71,7 @@ class ControllerConfig:
     forget_s: float = 600.0  # a rank gone for so long is no longer listed
 
     def __post_init__(self) -> None:
+        typed(self)
         for name in (self.name, *self.instances):
             if not _NAME.fullmatch(name):
                 raise ConfigError(f"{name!r} is no name: use 1 to 64 of A-Z a-z 0-9 . _ -")

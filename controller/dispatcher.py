@@ -171,7 +171,7 @@ class Dispatcher:
                 self._arrived.notify_all()
                 return True
         with suppress(PartFailed):  # it has ended with all others
-            self.controller.submit_checked(submit, sent)
+            self.controller._submit(submit, sent)
         return True
 
     def cancel(self, rid: str) -> None:
@@ -179,7 +179,7 @@ class Dispatcher:
         is none to cancel."""
         self.controller.raise_if_closed()
         if isinstance(rid, str) and rid in self._live:
-            self.controller.submit_checked(Cancel(rid))
+            self.controller._submit(Cancel(rid))
 
     def poll(self, timeout_s: float = 0.0) -> list[Answer]:
         """What happened since the last call; waits at most `timeout_s` for something to happen."""
@@ -201,7 +201,7 @@ class Dispatcher:
         self.controller.raise_if_inherited()
         with self._arrived:
             self._status = None
-            self.controller.submit_checked(StatusQuery(0))
+            self.controller._submit(StatusQuery(0))
             self._arrived.wait_for(lambda: self._over or self._complete_status() is not None, timeout_s)
             status = self._complete_status()
         self.controller.raise_if_failed()

@@ -67,6 +67,8 @@ class Controller(Service):
         on_failure: Callable[[], None] | None = None,
         spans: Spans | None = None,
     ) -> None:
+        if not isinstance(config, ControllerConfig):
+            raise TypeError(f"a ControllerConfig expected, not {type(config).__name__}")
         self.config = config
         self.spin_us = config.spin_us
         self._spans = spans
@@ -162,21 +164,21 @@ class Controller(Service):
         send; PartFailed where the loop has failed, or does not serve."""
         self.raise_if_closed()
         codec.decode(codec.encode(message), CLIENT_TO_CONTROLLER)
-        self.submit_checked(message, [bytes_of(frame) for frame in frames])
+        self._submit(message, [bytes_of(frame) for frame in frames])
 
-    def submit_checked(self, message: Message, frames: Sequence[Any] = ()) -> None:
+    def _submit(self, message: Message, frames: Sequence[Any] = ()) -> None:
         """`submit_local` of what was looked at before."""
         self.raise_if_closed()
-        self.loop.call_threadsafe(lambda: self.handle(FromClient(LOCAL, message, frames)))
+        self.loop.call_threadsafe(lambda: self._handle(FromClient(LOCAL, message, frames)))
 
-    def handle(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         """Let the core decide; what it says is done at the end of the turn (on the loop's thread only)."""
         self._traffic.handle(event)
 
     def _tick(self) -> float | None:
         if self._broker is not None:
             self._broker.raise_if_failed()
-        self.handle(Tick())
+        self._handle(Tick())
         dozes = not self.core.needs_ticks and not self._flooded
         self._flooded = False
         return None if dozes else TICK_S
@@ -198,10 +200,10 @@ class Controller(Service):
             self._on_changes(key, changes)
 
     def _on_changes(self, key: MemberKey, changes: Changes) -> None:
-        self.handle(CacheChanged(key, changes))
+        self._handle(CacheChanged(key, changes))
 
     def _on_engine_load(self, key: MemberKey, load: Load) -> None:
-        self.handle(EngineLoad(key, load))
+        self._handle(EngineLoad(key, load))
 
     def _export(self, record: RequestRecord) -> None:
         if self._spans is not None:

@@ -26,6 +26,7 @@ import zmq
 
 from bus import defaults
 from bus.actions import Note, Send
+from bus.arguments import typed
 from bus.broker.core import Action, BrokerCore, BrokerLimits
 from bus.broker.events import Asked, Event, Published, Tick, Unreachable
 from bus.endpoints import BusAddress, advertised
@@ -73,6 +74,7 @@ class BrokerConfig:
     keys: str = ""
 
     def __post_init__(self) -> None:
+        typed(self)
         BusAddress(self.address)
         if not 0.01 <= self.room_ttl_s <= 86_400:
             raise ConfigError(f"room_ttl_s {self.room_ttl_s:g}: a room lives between 0.01 s and a day (86400 s)")
@@ -91,7 +93,7 @@ class Broker(Service):
     part = "broker"
 
     def __init__(self, config: BrokerConfig | str) -> None:
-        self.config = BrokerConfig(config) if isinstance(config, str) else config
+        self.config = config if isinstance(config, BrokerConfig) else BrokerConfig(config)
         self.spin_us = self.config.spin_us
         self.address = BusAddress(self.config.address)
         self.epoch = new_epoch()
@@ -247,10 +249,17 @@ class Broker(Service):
         return "" if self._proxy is None or self._proxy.is_alive() else "publications are not forwarded"
 
     def reconfigure(self, changed: Mapping[str, Any]) -> None:
-        """Apply new settings, by name, on the loop's thread. ConfigError for an invalid value."""
-        config = replace(self.config, **{name: value for name, value in changed.items() if name != "log_level"})
+        """Apply new settings, by name, on the loop's thread. ConfigError for an invalid one, and nothing is changed."""
+        self.raise_if_inherited()
+        if not isinstance(changed, Mapping):
+            raise ConfigError(f"settings come by name, not as {type(changed).__name__}")
+        try:
+            config = replace(self.config, **{name: value for name, value in changed.items() if name != "log_level"})
+        except TypeError as error:  # there is no such setting
+            raise ConfigError(str(error)) from None
         self.config = config
-        self.core.reconfigure(config.beacon_s, config.max_rooms)
+        if self.opened:
+            self.core.reconfigure(config.beacon_s, config.max_rooms)
 
     def _gather(self) -> tuple[metrics.Metric, ...]:
         tally = self.core.tally()

@@ -17,9 +17,10 @@ from msgspec import convert, to_builtins
 
 from bus.actions import Publish
 from bus.defaults import REPORT_INTERVAL_S, ROOM_TTL_S
+from bus.embed.checked import check
 from bus.embed.publications import PublisherCore, integer
 from bus.endpoints import BusAddress
-from bus.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from bus.errors import LocalProtocolError, RemoteProtocolError
 from bus.runtime.epochs import new_epoch
 from bus.runtime.frames import send
 from bus.runtime.intake import Mailbox, Rejections
@@ -30,9 +31,9 @@ from bus.runtime.service import Service
 from bus.runtime.sockets import Sockets
 from bus.wire import codec, topics
 from bus.wire.codes import Code
-from bus.wire.messages import PUBLICATIONS, Conflict, Load, Member, NodeState, Role
+from bus.wire.messages import Conflict, Load, NodeState, Role
 
-__all__ = ["Publisher", "PublisherCore"]
+__all__ = ["Publisher"]
 
 MIN_TICK_S = 0.02
 FAREWELL_MS = 500  # for the goodbye to leave, where the broker is there
@@ -88,7 +89,7 @@ class Publisher(Service):
             follow_bootstrap_room=follow_bootstrap_room,
         )  # fmt: skip
         self._core = self._make_core(epoch=self.epoch)
-        _check(self._core)
+        check(self._core)
         self._keys = load_keys(keys, "nodes", name=instance) if keys else None
         self._rejections = Rejections(log, self.rejected)
         self._mailbox: Mailbox[_Command] = Mailbox(queue_max)
@@ -119,7 +120,7 @@ class Publisher(Service):
         self._newest, self._last_seen_at = None, -math.inf
         self._connected.clear()
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Publish the goodbye, after which the rank has no rooms, and stop."""
         self._drain()
         self._publish(self._core.goodbye(self.loop.clock()))
@@ -263,17 +264,3 @@ class Publisher(Service):
                 self._refuse(f"{type(publication.message).__name__}: {error}")
             else:
                 send(self._pub, (topics.of(publication.message), frame))
-
-
-def _check(core: PublisherCore) -> None:
-    """Check this rank's own description by encoding it; ConfigError if subscribers would reject it."""
-    try:
-        member = Member(
-            core.instance, core.dp_rank, core.epoch, 1, None, core.role, core.model, core.dp_size, core.state,
-            core.endpoint, core.follow_bootstrap_room, 0, core.interval_s,
-        )  # fmt: skip
-        codec.decode(codec.encode(member), PUBLICATIONS)
-    except (RemoteProtocolError, TypeError, ValueError) as error:
-        raise ConfigError(f"publisher of {core.instance!r}/{core.dp_rank!r}: {error}") from None
-    if core.dp_rank >= core.dp_size:
-        raise ConfigError(f"dp_rank {core.dp_rank} is not below dp_size {core.dp_size}")

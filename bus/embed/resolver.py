@@ -93,7 +93,7 @@ class Resolver(Service):
         self._connected.clear()
         self._settled.clear()
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Lose every open want, and stop."""
         self._drain()
         self._do(self._core.abandon("shutting_down"))

@@ -39,6 +39,7 @@ class Service:
     inherited = False  # opened by the process that this one was forked from
     opened = False  # it serves, or has served
     stopped = False  # it has served, and does not now
+    _is_open = False  # by `open`, until `close`
     _thread: threading.Thread | None = None
     _turn: threading.Lock  # held while a thread starts or stops the part
     _exits = ExitStack()  # what an open part has to close, the last one first
@@ -65,14 +66,29 @@ class Service:
     def _ended(self) -> None:
         """Finish after the part was stopped (`stopped`): end what came too late for its thread."""
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Send the last messages and stop `loop` (on its thread)."""
         self.loop.stop()
 
     # --- life -------------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Make `loop`, bind and connect everything. An exception leaves nothing open."""
+        """Make `loop`, bind and connect everything. An exception leaves nothing open. StartError if it is open."""
+        self._raise_if_own()
+        with self._turn:
+            self._make()
+
+    def close(self) -> None:
+        """Close what `open` opened, when `loop` no longer runs; idempotent. RuntimeError while it serves from a thread
+        of its own, which `stop` ends."""
+        with self._turn:
+            if self._thread is not None and self.failure is None:
+                raise RuntimeError(f"this {self.part} serves from a thread of its own: stop it")
+            self._unmake()
+
+    def _make(self) -> None:
+        if self._is_open:
+            raise StartError(f"this {self.part} is open already: close it first, or make another one")
         if self.inherited:
             (args, kwargs), turn = self._made_of, self._turn
             self.__dict__.clear()
@@ -86,11 +102,15 @@ class Service:
             exits.callback(self.loop.close)
             self._open(exits)
             self._exits = exits.pop_all()
-        self.failure, self.stopped, self.opened = None, False, True
+        self.failure, self.stopped, self.opened, self._is_open = None, False, True, True
 
-    def close(self) -> None:
-        """Close what `open` opened; idempotent. Call it only when `loop` no longer runs."""
-        self._exits.close()
+    def _unmake(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            if self.failure is None and not self.stopped:
+                self.stopped = True
+                self._ended()
+            self._exits.close()
 
     def start(self) -> Self:
         """Open, and serve on a thread of its own. StartError if it serves already; then it goes on serving."""
@@ -100,13 +120,12 @@ class Service:
                 if self.failure is None:
                     raise StartError(f"this {self.part} serves already: stop it first, or make another one")
                 self._thread.join()  # until what it had open is closed
-            self.open()
+            self._make()
             thread = threading.Thread(target=self._run, name=f"pdbus-{self.part}", daemon=True)
             try:
                 thread.start()
             except BaseException:
-                self.stopped = True
-                self.close()
+                self._unmake()
                 raise
             self._thread = thread
             return self
@@ -117,12 +136,12 @@ class Service:
         self._raise_if_own()
         with self._turn:
             if self._thread is not None:
-                self.loop.call_threadsafe(self.leave)
+                self.loop.call_threadsafe(self._leave)
                 self._thread.join()
                 self._thread = None
                 self.stopped = True
                 self._ended()
-            self.close()
+            self._unmake()
 
     def _raise_if_own(self) -> None:
         if self._thread is threading.current_thread():
@@ -165,7 +184,7 @@ class Service:
             self.failure = error
             log.exception(f"{self.part}.failed")
             try:
-                self.close()  # an endpoint that is bound but not served is worse than none
+                self._unmake()  # an endpoint that is bound but not served is worse than none
             except Exception:
                 log.exception(f"{self.part}.close_failed")
             self._failed()
@@ -177,7 +196,7 @@ _opened: WeakSet[Service] = WeakSet()
 def _forked() -> None:
     for part in _opened:
         part.inherited = True
-        part._thread, part._exits, part._turn = None, ExitStack(), threading.Lock()
+        part._thread, part._exits, part._turn, part._is_open = None, ExitStack(), threading.Lock(), False
     _opened.clear()
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from operator import index
 from typing import get_args
 
-from bus.arguments import count, message, seconds
+from bus.arguments import count, message, positive, seconds
 from bus.defaults import STALE_S
 from bus.wire.messages import MAX_ROOM, Hello, Load, MemberKey, Role, Sent, SentTo
 from controller.load import table
@@ -23,7 +23,7 @@ MAX_GIVEN_UP = 4096  # of a rank: failed dispatches that may still turn out neve
 
 
 class _Charged:
-    """What was charged to one start of a rank, as tokens: not ended yet, and ended as failed."""
+    """The dispatches charged to one start of a rank, as tokens: not ended yet, and ended as failed."""
 
     __slots__ = ("given_up", "live")
 
@@ -58,11 +58,11 @@ class LoadTable:
     ) -> None:
         self._table = table.LoadTable(
             count(controller_epoch, "controller_epoch"),
-            stale_s=_positive(stale_s, "stale_s"),
-            request_overcommit=_positive(request_overcommit, "request_overcommit"),
-            kv_overcommit=_positive(kv_overcommit, "kv_overcommit"),
-            prefill_overcommit=_positive(prefill_overcommit, "prefill_overcommit"),
-            controller_ttl_s=_positive(controller_ttl_s, "controller_ttl_s"),
+            stale_s=positive(stale_s, "stale_s"),
+            request_overcommit=positive(request_overcommit, "request_overcommit"),
+            kv_overcommit=positive(kv_overcommit, "kv_overcommit"),
+            prefill_overcommit=positive(prefill_overcommit, "prefill_overcommit"),
+            controller_ttl_s=positive(controller_ttl_s, "controller_ttl_s"),
         )
         self._charged: dict[MemberKey, _Charged] = {}
 
@@ -78,7 +78,7 @@ class LoadTable:
 
     @property
     def counts(self) -> Counter[str]:
-        """What was dropped, by reason."""
+        """The number of reports and counters that were dropped, by reason."""
         return self._table.counts
 
     @property
@@ -164,8 +164,8 @@ class LoadTable:
         return self._table.apply_sent(sent, now)
 
     def age(self, now: float) -> list[RankLoad]:
-        """To be called now and then, each second say: stop believing reports that are too old (their ranks are
-        returned), and counters of silent controllers."""
+        """Stop believing reports that are too old, and counters of silent controllers. Call it each second or so.
+        Returns the ranks whose reports were too old."""
         return self._table.age(seconds(now))
 
     # --- what goes out ----------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class LoadTable:
 
     @property
     def shared(self) -> bool:
-        """Whether other controllers have been heard of lately."""
+        """True while counters of other controllers come in."""
         return self._table.shared
 
     def group(self, role: Role, model: str = "", instance: str = "") -> Group:
@@ -241,7 +241,7 @@ class LoadTable:
     # --- inside -----------------------------------------------------------------------------------------------
 
     def _has(self, rank: RankLoad) -> bool:
-        """Whether it is a record of this table, and has not left it."""
+        """Return whether it is a record of this table that has not left it."""
         if not isinstance(rank, RankLoad):
             raise TypeError(f"a record that `open` returned is expected, not {type(rank).__name__}")
         return self.ranks.get(rank.key) is rank
@@ -266,12 +266,5 @@ class LoadTable:
 
 
 def _start(info: Hello) -> tuple[object, ...]:
-    """What never changes while a rank lives."""
+    """Return the facts that never change while a rank lives."""
     return info.instance, info.dp_rank, info.epoch, info.role, info.model
-
-
-def _positive(value: float, name: str) -> float:
-    value = seconds(value, name)
-    if value <= 0:
-        raise ValueError(f"{name} must be more than 0")
-    return value

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from bus import defaults
+from bus.arguments import typed
 from bus.endpoints import BusAddress, ControllerAddress, split_port, why_no_data_dir
 from bus.errors import ConfigError
 from bus.wire.messages import ENDPOINT, MAX_DP_SIZE, NAME, Role
@@ -35,6 +36,7 @@ class LinkConfig:
 
     def __post_init__(self) -> None:
         called = self._called
+        typed(self, called=called)
         if self.role not in ROLES:
             raise ConfigError(f"unknown role {self.role!r}; choose one of {', '.join(ROLES)}")
         if NAME.fullmatch(self.instance) is None:

@@ -140,7 +140,7 @@ class RankLink(Service):
         mailbox.open(lambda: self.loop.call_threadsafe(self._take))
         exits.callback(mailbox.close)
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Stop without waiting: what still runs ends with `shutting_down`, and clients send it elsewhere. Call
         `drain` first to finish it."""
         assert self._host is not None

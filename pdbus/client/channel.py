@@ -119,6 +119,6 @@ class Channel(Service):
             while self._calls:
                 self._calls.popleft()[1]()
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         self._traffic.leave(RuntimeError(CLOSED))
         self.loop.stop()

@@ -27,6 +27,7 @@ from pdbus.client.core import Patience
 from pdbus.client.request import Request
 
 DEFAULT_MAX_TOKENS = 128
+MAX_CHOICES = 4096  # as many requests as a controller takes of one client
 _M = TypeVar("_M", bound=Message)
 MAX_PROMPT_TOKENS = PAYLOAD_MAX // 4 - 1024  # leaves space for the output so far when a request is resumed
 
@@ -138,8 +139,8 @@ def choices(n: int, **options: Unpack[Options]) -> list[Options]:
     """Return the options of `n` requests for `n` answers to one prompt: a copy of `options` for each, with a `seed` and
     a `rid` of its own where one was chosen. Raises ConfigError for options that several requests cannot share."""
     check_options(options)
-    if n < 1:
-        raise ConfigError(f"n: at least 1, not {n}")
+    if not isinstance(n, int) or not 1 <= n <= MAX_CHOICES:
+        raise ConfigError(f"n: 1 to {MAX_CHOICES} answers, not {n!r}")
     if n > 1 and options.get("bootstrap_room") is not None:
         raise ConfigError("bootstrap_room: a room is one request's; ask for one answer")
     made = [options.copy() for _ in range(n)]

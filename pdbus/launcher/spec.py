@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from bus.arguments import typed
 from bus.errors import ConfigError
 from bus.wire.messages import Role
 
@@ -79,6 +80,7 @@ class ClusterSpec:
     gpus: tuple[str, ...] = ()  # CUDA_VISIBLE_DEVICES of each node process, in order; empty: all
 
     def __post_init__(self) -> None:
+        typed(self)
         if not self.model:
             object.__setattr__(self, "model", "sim" if self.engine == "sim" else "smollm2")
         for name in ("prefill", "decode", "unified"):
@@ -122,6 +124,8 @@ class ClusterSpec:
 
     def parts(self, at: Addresses) -> list[PartSpec]:
         """Return all child processes in the order of their start: broker, controllers, nodes, edge."""
+        if not isinstance(at, Addresses):
+            raise TypeError(f"Addresses expected, not {type(at).__name__}")
         common = ("--watch-parent", "--log-level", self.log_level, *(("--keys", self.keys) if self.keys else ()))
         common += ("--config", self.config) if self.config else ()
         parts: list[PartSpec] = []

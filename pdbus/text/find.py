@@ -22,15 +22,20 @@ def places_of(given: Iterable[str]) -> dict[str, Place]:
     places: dict[str, Place] = {}
     for each in given:
         model, _, place = each.rpartition("=")
-        if place != BYTES and not (Path(place) / TOKENIZER_FILE).is_file():
+        if place != BYTES and not _has_tokenizer(Path(place)):
             raise ConfigError(f"--tokenizer {each}: {place or '.'} has no {TOKENIZER_FILE}")
         places[model] = BYTES if place == BYTES else Path(place)
     return places
 
 
 def folder_of(model: str) -> Path | None:
+<<<<<<< HEAD
     """Return the folder of `model`: the path that it is, or its folder in the hub's cache; None: there is none."""
     if (Path(model) / TOKENIZER_FILE).is_file():
+=======
+    """The folder of `model`: itself where it is a path, or what the hub's cache on this machine has of it."""
+    if _has_tokenizer(Path(model)):
+>>>>>>> 417da7f (Every call of everything exported is driven: cores without a start behind checked surfaces, settings, and starts and stops in any order)
         return Path(model)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and find_spec("huggingface_hub"):
         from huggingface_hub import try_to_load_from_cache
@@ -38,3 +43,10 @@ def folder_of(model: str) -> Path | None:
         found = try_to_load_from_cache(model, TOKENIZER_FILE)
         return Path(found).parent if isinstance(found, str) else None
     return None
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    try:
+        return (folder / TOKENIZER_FILE).is_file()
+    except OSError:  # a name that no file can have
+        return False

@@ -322,7 +322,7 @@ class TestDispatcher:
         wish = Submit("r", "decode", 7, 3, 5, 1, 2, "d", "p", "m", 4, 2, 1.5, -3, 4, b"12345678")
         handed: list[object] = []
         with Dispatcher(config) as dispatcher:
-            monkeypatch.setattr(dispatcher.controller, "submit_checked", lambda *message: handed.append(message))
+            monkeypatch.setattr(dispatcher.controller, "_submit", lambda *message: handed.append(message))
             assert dispatcher.dispatch(frames=[bytes(28), b"p"], **asdict(wish))
         assert handed == [(wish, [bytes(28), b"p"])]
 

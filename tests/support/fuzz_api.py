@@ -3,11 +3,12 @@
 python -m fuzz_api --seconds 20 --seed 1
 python -m fuzz_api --seeds 1:61
 
-The calls are read off what the packages export. Each example takes one part through a life (not started, serving,
-started twice, stopped, serving again, beside its stop, stopped and called from several threads, in a forked child) and
-calls it with values of other types, sizes and alphabets. A call returns, or raises what is documented, within
-PATIENCE_S; the part lives on; and what a Dispatcher has taken ends exactly once. A failure is told with the seed that
-draws its calls again.
+The calls are read off what the packages export. Each example makes one part, with odd arguments too, takes it through
+a life (not started, serving, started twice, stopped, serving again, beside its stop, stopped and called from several
+threads, started and stopped in any order, in a forked child) and calls it with values of other types, sizes and
+alphabets. A call returns, or raises what is documented, within PATIENCE_S; the part lives on; and what a Dispatcher has
+taken ends exactly once. Parts without a start are called one call after the other, and their own invariants hold after
+each. A failure is told with the seed that draws its calls again.
 """
 
 from __future__ import annotations
@@ -26,23 +27,68 @@ import time
 import warnings
 from array import array
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import is_dataclass
 from fractions import Fraction
 from functools import partial
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from bus import Broker, BrokerConfig, BusError, Load, Publisher, Resolver, StartError
-from bus.runtime.service import Service
+from bus import (
+    Broker,
+    BrokerConfig,
+    BusError,
+    Load,
+    Publisher,
+    PublisherCore,
+    Resolved,
+    Resolver,
+    ResolverCore,
+    StartError,
+)
 from bus.wire import codec
-from bus.wire.messages import Accepted, Cancel, Params, StatusQuery, Submit
-from controller import Controller, ControllerConfig, Dispatcher
+from bus.wire.messages import (
+    Accepted,
+    Ack,
+    Answer,
+    Beacon,
+    Bye,
+    Cancel,
+    Conflict,
+    Hello,
+    InstanceInfo,
+    Location,
+    MemberInfo,
+    Params,
+    Resync,
+    Sent,
+    SentTo,
+    StatusQuery,
+    Submit,
+    Topology,
+)
+from controller import Controller, ControllerConfig, ControllerCore, Dispatcher, LoadTable
+from controller.events import (
+    CacheChanged,
+    ClientGone,
+    EngineLoad,
+    FromClient,
+    FromNode,
+    Published,
+    Tick,
+    Undelivered,
+    Unreachable,
+)
+from controller.load.groups import Metric
 from nodes.link import RankFacts, RankLink, Start
 from pdbus.client import AsyncClient, AsyncStream, Client, Stream
 
@@ -56,11 +102,19 @@ DOCUMENTED = (BusError, TimeoutError, TypeError, ValueError, OverflowError)
 CLOSED = (*DOCUMENTED, RuntimeError)  # a client that is closed says so with RuntimeError
 ELSEWHERE = {
     "Node": "a process of its own: tests/integration/test_nodes_live.py",
+    "Opened": "what a Node has made",
     "Cluster": "starts processes: tests/integration/test_pytest_plugin.py",
+    "Stream": "what Client gives: driven through it",
     "AsyncStream": "what AsyncClient gives: driven through it",
+    "Leg": "what RankLink gives, whose calls are the link's own: driven through it",
+    "Policy": "what others write: tests/unit/test_policies_plugged_in.py",
+    "PrefixPolicy": "likewise",
+    "Runner": "likewise: tests/unit/test_runner_contract.py",
+    "EngineKind": "likewise: tests/integration/test_engine_from_outside.py",
+    "Options": "the named arguments of generate",
 }
-# A part's life is driven here; the rest is for a program that runs the part's loop itself (`Service.open`).
-LIFE = {"start", "stop", "open", "close", "leave", "handle", "submit_checked", "reconfigure"}
+# Begin and end a part: called in any order by the way "orders", and by each other way as it says.
+LIFE = ("start", "stop", "open", "close", "reconfigure", "__enter__", "__exit__")
 
 NUMBERS = [-1, 0, 1, 2, 2**31, 2**63 - 1, 2**63, 2**64, 10**30, -(10**30), True]
 FLOATS = [0.5, 1e308, math.inf, -math.inf, math.nan]
@@ -92,6 +146,132 @@ GOOD: dict[str, list[Any]] = {
 OPTIONS = ["max_tokens", "rid", "deadline_s", "priority", "stop", "oops"]
 WAITS = {"timeout_s"}  # none of these may be long: the driver waits for each call
 ODD_WAITS = [0.0, -1.0, -math.inf, math.nan, "soon", 10**400, np.float32(0.0), object()]
+
+
+CHANGED: list[Any] = [
+    {},
+    {"max_rooms": 5},
+    {"beacon_s": 0.5},
+    {"max_rooms": "5"},
+    {"beacon_s": None},
+    {"oops": 1},
+    {5: 5},
+]
+
+
+class Seat:
+    """The record of a table's rank `n`, as it is when the call is made."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+
+def _hello(n: int, epoch: int = 1) -> Hello:
+    return Hello(
+        instance="e", dp_rank=n, epoch=epoch, role="unified", model="m", dp_size=4, state="ready", endpoint="",
+        max_context=8192, kv_capacity=100_000, max_running=4, block_tokens=16,
+    )  # fmt: skip
+
+
+NOW = [0.0, 1.0, 2.0, 60.0]
+ME = 7
+RANK: dict[str, Any] = {"instance": "p", "dp_rank": 0, "epoch": 5}
+TOPOLOGY = InstanceInfo("p", "prefill", "m", 1, True, False, (MemberInfo(0, 5, "ready", "tcp://p:1", 0.0),))
+GOOD_ALONE: dict[str, dict[str, list[Any]]] = {
+    "LoadTable": {
+        "rank": [Seat(0), Seat(1), Seat(2)], "info": [_hello(0), _hello(1), _hello(2), _hello(1, 2)],
+        "key": [("e", 0), ("e", 1), ("e", 2)], "epoch": [1, 1, 2], "now": NOW, "tokens": [5, 5, 100], "ready": [True],
+        "load": [replace(LOAD, seq=seq, running=1, kv_tokens=seq, acks=(Ack(ME, 1, 5),)) for seq in (1, 2, 3)],
+        "sent": [Sent("o", 9, seq, (SentTo("e", 0, 1, seq, seq),)) for seq in (1, 2)], "role": ["unified"],
+        "since": [-1, 0], "interval_s": [0.1], "model": ["", "m"], "instance": ["", "e"],
+    },
+    "PublisherCore": {
+        "room": [1, 2, 3], "attempt": [1, 2], "now": NOW, "code": ["ok"], "state": ["ready", "draining", "gone"],
+        "flag": [True, False], "message": [
+            Beacon(1, 1, 1.0), Beacon(2, 1, 1.0), Resync(**RANK),
+            Conflict(**RANK, room=1, attempt=1, other=Location("q", 0, 5, ""), kept=False),
+        ],
+    },
+    "ResolverCore": {
+        "room": [1, 2, 3], "now": NOW, "asker": [0, 1], "code": ["shutting_down"], "deadline_s": [0.5, 30.0],
+        "message": [Beacon(1, 1, 1.0), Beacon(2, 1, 1.0), Topology(2, 1, (TOPOLOGY,)), Topology(3, 1, (TOPOLOGY,)),
+                    Answer(1, (), (1, 2))],
+    },
+    "ControllerCore": {
+        "now": NOW, "id": [1], "config": [ControllerConfig(), ControllerConfig(attempts=5)],
+        "event": [
+            Tick(), FromClient(b"c", StatusQuery(1)), FromClient(b"c", Cancel("r1")), FromNode(b"n", _hello(0)),
+            FromClient(b"c", Submit(rid="r1", leg="unified", prompt_tokens=4, max_tokens=1), PROMPT),
+            FromNode(b"n", Bye("e", 0, 1)), Published(Beacon(1, 1, 1.0)), Unreachable(b"n"), ClientGone(b"c", "r1"),
+            FromNode(b"n", object()), FromClient(b"c", object()), Published(None), EngineLoad(("e", 0), LOAD),
+            CacheChanged(("e", 0), ()), EngineLoad(("e", 0), {}), CacheChanged(5, 5), Undelivered(b"n", 5),
+            FromNode([], Tick()),
+        ],
+    },
+}  # fmt: skip
+GOOD_MADE: dict[str, list[Any]] = {
+    "bus": ["ipc:///tmp/pdx/b"], "controller": ["ipc:///tmp/pdx/c"], "address": ["ipc:///tmp/pdx/b"],
+    "base": ["ipc:///tmp/pdx/b", "tcp://h:5550"], "controller_epoch": [ME], "instance": ["p"],
+    "model": ["m"], "dp_size": [1], "dp_rank": [0],
+    "config": [ControllerConfig(), BrokerConfig("ipc:///tmp/pdx/b")], "epoch": [5], "now": [0.0],
+    "n": [1, 2], "facts": [RankFacts(model="m", max_context=4096, max_running=8)], "controllers": [["ipc:///tmp/pdx/c"]],
+    "prefill": [1], "decode": [1], "endpoint": ["tcp://p:1"], "role": ["prefill"],
+}  # fmt: skip
+
+
+def _table() -> LoadTable:
+    table = LoadTable(ME)
+    for n in range(3):
+        table.set_ready(table.open(_hello(n)), True)
+    return table
+
+
+ALONE: dict[str, Callable[[], Any]] = {
+    "LoadTable": _table,
+    "PublisherCore": lambda: PublisherCore(**RANK, role="prefill", model="m", dp_size=1, endpoint="tcp://p:1"),
+    "ResolverCore": ResolverCore,
+    "ControllerCore": lambda: ControllerCore(ControllerConfig(settle_s=0.0), 5, 0.0),
+}
+LATE = 1e11  # later than any time that is drawn and taken
+
+
+def _table_serves(table: LoadTable) -> None:
+    rank = table.open(_hello(3))
+    assert table.apply(rank.key, 1, replace(LOAD, seq=1), LATE) is rank
+    table.set_ready(rank, True)
+    table.charge(rank, 5)
+    table.end(rank, 5)
+    table.validate()
+    assert table.group("unified").least(Metric.TOKENS) is not None
+    codec.encode(Sent("me", ME, 1, table.counters()))
+
+
+def _publisher_serves(core: PublisherCore) -> None:
+    core.register(77, 1, LATE)
+    core.report(LOAD, LATE)
+    _sendable([*core.tick(LATE), *core.flush(LATE + 60.0)])
+    assert core.due_s(LATE) >= 0.0
+
+
+def _resolver_serves(core: ResolverCore) -> None:
+    out = [*core.want(77, LATE, deadline_s=1.0), *core.flush(LATE), *core.tick(LATE + 4000.0)]
+    _sendable(out)
+    assert any(isinstance(each, Resolved) and each.room == 77 for each in out)
+    assert core.pending == 0
+
+
+def _controller_serves(core: ControllerCore) -> None:
+    out = core.handle(FromClient(b"c", StatusQuery(77)), LATE)
+    assert out, "it answers no more"
+    _sendable(out)
+    _sendable(core.shutdown(LATE))
+    core.validate()
+
+
+SERVES: dict[str, Callable[[Any], None]] = {
+    "LoadTable": _table_serves, "PublisherCore": _publisher_serves, "ResolverCore": _resolver_serves,
+    "ControllerCore": _controller_serves,
+}  # fmt: skip
 
 
 class Place:
@@ -128,59 +308,83 @@ PARTS: dict[str, Callable[[Place], Any]] = {
 }
 
 
-def exported() -> dict[str, type]:
-    """The classes that the packages export and that have a life."""
-    found: dict[str, type] = {}
+def exported() -> dict[str, Any]:
+    """What the packages export and can be called: classes but for errors and messages, and functions."""
+    found: dict[str, Any] = {}
     for package in PACKAGES:
         module = importlib.import_module(package)
         for name in module.__all__:
             one = getattr(module, name)
-            alive = inspect.isclass(one) and (hasattr(one, "__enter__") or hasattr(one, "__aenter__"))
-            if alive or (inspect.isclass(one) and issubclass(one, Service)):
+            if callable(one) and not (inspect.isclass(one) and issubclass(one, (BaseException, msgspec.Struct))):
                 found[name] = one
     return found
 
 
+def made() -> dict[str, Any]:
+    """Settings, records and functions: all that neither lives nor is said to be driven elsewhere."""
+    return {
+        name: one for name, one in exported().items() if not {name} & (PARTS.keys() | ALONE.keys() | ELSEWHERE.keys())
+    }
+
+
 def calls_of(kind: type) -> list[str]:
-    return [name for name, _ in inspect.getmembers(kind) if not name.startswith("_") and name not in LIFE]
+    life = () if kind.__name__ in ALONE else LIFE
+    return [name for name, _ in inspect.getmembers(kind) if not name.startswith("_") and name not in life]
 
 
-def value(name: str) -> st.SearchStrategy[Any]:
+def value(name: str, more: Mapping[str, list[Any]]) -> st.SearchStrategy[Any]:
     if name in WAITS:
         return st.sampled_from([*GOOD[name], *ODD_WAITS])
-    good = GOOD.get(name, [])
-    return st.sampled_from([*good * 12, *ODD]) if good else st.sampled_from(ODD)
+    good = more.get(name) or GOOD.get(name, [])
+    return st.sampled_from([*good * (60 // len(good)), *ODD]) if good else st.sampled_from(ODD)
 
 
 @st.composite
 def a_call(
-    draw: st.DrawFn, name: str, parameters: tuple[inspect.Parameter, ...]
+    draw: st.DrawFn, name: str, parameters: tuple[inspect.Parameter, ...], good: Mapping[str, list[Any]]
 ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     """(method, positional arguments, named ones); of those with defaults some."""
     args: list[Any] = []
     named: dict[str, Any] = {}
     for each in parameters:
         if each.kind is each.VAR_POSITIONAL:
-            args += draw(st.lists(value(each.name), max_size=3))
+            args += draw(st.lists(value(each.name, good), max_size=3))
         elif each.kind is each.VAR_KEYWORD:
             for option in draw(
                 st.lists(st.sampled_from(["max_tokens", "rid", "deadline_s", "priority", "stop", "oops"]), max_size=2)
             ):
-                named[option] = draw(value(option))
+                named[option] = draw(value(option, good))
         elif each.default is each.empty or each.name in WAITS or draw(st.integers(0, 9)) == 0:
-            named[each.name] = draw(value(each.name))
+            named[each.name] = draw(value(each.name, good))
     return name, tuple(args), named
 
 
-def plans(kind: type) -> st.SearchStrategy[Plan]:
+def plans(kind: type, most: int = 6) -> st.SearchStrategy[Plan]:
+    good = GOOD_ALONE.get(kind.__name__, {})
     each: list[st.SearchStrategy[Any]] = []
     for name in calls_of(kind):
         function = inspect.getattr_static(kind, name)
-        if callable(function):
-            each.append(a_call(name, tuple(inspect.signature(function).parameters.values())[1:]))
+        if inspect.isfunction(function):
+            each.append(a_call(name, _parameters(function)[1:], good))
         else:
             each.append(st.just((name, (), {})))
-    return st.lists(st.one_of(each), min_size=1, max_size=6)
+    return st.lists(st.one_of(each), min_size=1, max_size=most) if each else st.just([])
+
+
+def orders(kind: type) -> st.SearchStrategy[Plan]:
+    """What begins and ends it, in any order, now and then with an argument that it does not take."""
+    each: list[st.SearchStrategy[Any]] = []
+    for name in (name for name in LIFE if hasattr(kind, name)):
+        ends = (None, None, None) if name == "__exit__" else ()
+        usual = st.just((name, ends, {}))
+        odd = a_call(name, _parameters(inspect.getattr_static(kind, name))[1:], {"changed": CHANGED})
+        more = st.tuples(st.just(name), st.tuples(st.sampled_from(ODD)), st.just({}))
+        each.append(odd if name == "reconfigure" else st.one_of(usual, usual, usual, odd, more))
+    return st.lists(st.one_of(each), min_size=2, max_size=8) if each else st.just([])
+
+
+def _parameters(function: Any) -> tuple[inspect.Parameter, ...]:
+    return tuple(inspect.signature(function).parameters.values())
 
 
 class Driver:
@@ -247,19 +451,25 @@ def serving(part: Any) -> Iterator[None]:
             yield
 
 
-def live(name: str, place: Place, way: str, plan: Plan, more: Plan) -> None:
+def live(name: str, place: Place, way: str, plan: Plan, more: Plan, order: Plan | None = None) -> None:
     """One part through one life; `way` says when it is called."""
     part = PARTS[name](place)
     driver = Driver(part)
     if way == "before":
         driver.run(plan)
+    if way == "orders":
+        driver.run(_mixed(order or [], plan))
+        _stop(part)
+        driver.settle()
+        if name in ("Client", "AsyncClient"):  # which are closed once
+            return
     with serving(part):
         if way == "fork":
             _in_a_child(lambda: driver.run(plan))
         elif way == "threads":
             _join([_begin(partial(driver.run, each)) for each in (plan, more)])
         beside = [_begin(partial(driver.run, more))] if way == "beside" else []
-        if way in ("serving", "between", "again"):
+        if way in ("serving", "between", "again", "orders"):
             driver.run(plan)
         if way == "twice":
             _start_again(part)
@@ -276,6 +486,49 @@ def live(name: str, place: Place, way: str, plan: Plan, more: Plan) -> None:
             driver.run(more)
             driver.check()
         driver.settle()
+
+
+def _mixed(first: Plan, second: Plan) -> Plan:
+    """Of each one in turn."""
+    return [call for pair in zip_longest(first, second) for call in pair if call is not None]
+
+
+def alone(name: str, plan: Plan) -> None:
+    """One part without a start: after each call its invariants hold, what it gives can be sent, and it serves on."""
+    part = ALONE[name]()
+    seats: dict[Any, Any] = {}  # of a rank that has left, its last record
+    for method, args, named in plan:
+        seats |= getattr(part, "ranks", {})
+        named = {key: seats.get(("e", each.n)) if isinstance(each, Seat) else each for key, each in named.items()}
+        with suppress(*DOCUMENTED):
+            found = getattr(part, method)
+            result = found(*args, **named) if callable(found) else None
+            _sendable(result)
+        if hasattr(part, "validate"):
+            part.validate()
+    SERVES[name](part)
+
+
+def _sendable(result: Any) -> None:
+    for each in result if isinstance(result, (list, tuple)) else ():
+        if hasattr(each, "message"):
+            codec.encode(each.message)
+
+
+def make(kind: Any, call: Call, plan: Plan) -> None:
+    """Settings, records and functions, and the making of parts."""
+    _, args, named = call
+    try:
+        one = kind(*args, **named)
+    except DOCUMENTED:
+        return
+    for method, args, named in plan:
+        with suppress(*DOCUMENTED):
+            found = getattr(one, method)
+            if callable(found):
+                found(*args, **named)
+    if isinstance(one, Client | AsyncClient):  # which serve from then on
+        _stop(one)
 
 
 async def _whole(call: Awaitable[Any]) -> Any:
@@ -353,38 +606,54 @@ def _in_a_child(run: Callable[[], None]) -> None:
     raise AssertionError("a call in a forked child never returned")
 
 
-WAYS = ("before", "serving", "between", "again", "beside", "threads", "fork", "twice", "stops")
+WAYS = ("before", "serving", "between", "again", "beside", "threads", "fork", "twice", "stops", "orders")
 
 
-def examples(name: str, kind: type, place: Place, number: int, ran: Counter[str]) -> None:
-    plan = plans(kind)
+def examples(name: str, number: int, strategies: Sequence[st.SearchStrategy[Any]], run: Callable[..., None]) -> int:
+    """Run what is drawn with the seed `number`; returns how many."""
+    ran = 0
 
     @seed(number)
     @settings(
         max_examples=7, deadline=None, database=None, suppress_health_check=list(HealthCheck),
         phases=(Phase.generate,), print_blob=False,
     )  # fmt: skip
-    @given(st.sampled_from(WAYS), plan, plan)
-    def example(way: str, calls: Plan, more: Plan) -> None:
-        live(name, place, way, calls, more)
-        ran[name] += 1
+    @given(st.tuples(*strategies))
+    def example(drawn: tuple[Any, ...]) -> None:
+        nonlocal ran
+        run(*drawn)
+        ran += 1
 
     try:
         example()
     except BaseException as error:
-        error.add_note(f"part {name}: python -m fuzz_api --seed {number}")
+        error.add_note(f"{name}: python -m fuzz_api --seed {number}")
         raise
+    return ran
 
 
 def drive(place: Place, seeds: Iterable[int]) -> Counter[str]:
-    """Drive each part with each of the seeds: lives by part."""
+    """Drive all that is exported with each of the seeds: lives by part."""
     kinds = exported()
-    left_out = kinds.keys() - PARTS.keys() - ELSEWHERE.keys()
-    assert not left_out, f"exported, and driven nowhere: {left_out}"
+    rest = made()
+    assert all(inspect.isfunction(one) or is_dataclass(one) for one in rest.values()), "a part that is driven nowhere"
+    making = [
+        st.tuples(
+            st.just(name), a_call(name, _parameters(kinds[name]), GOOD_MADE),
+            plans(kinds[name]) if name in rest and inspect.isclass(kinds[name]) else st.just([]),
+        )
+        for name in (*rest, *PARTS, *ALONE)
+    ]  # fmt: skip
     ran: Counter[str] = Counter()
     for number in seeds:
         for name in PARTS:
-            examples(name, kinds[name], place, number, ran)
+            kind = kinds[name]
+            plan = plans(kind)
+            lives = (st.sampled_from(WAYS), plan, plan, orders(kind))
+            ran[name] += examples(name, number, lives, partial(live, name, place))
+        for name in ALONE:
+            ran[name] += examples(name, number, (plans(kinds[name], 12),), partial(alone, name))
+        ran["made"] += examples("made", number, (st.one_of(making),), lambda drawn: make(kinds[drawn[0]], *drawn[1:]))
     return ran
 
 

@@ -200,7 +200,7 @@ def test_several_answers_are_as_many_requests_of_their_own() -> None:
     assert choices(1, seed=7, rid="r", bootstrap_room=5) == [{"seed": 7, "rid": "r", "bootstrap_room": 5}]
     with pytest.raises(ConfigError, match="bootstrap_room: a room is one request's"):
         choices(2, bootstrap_room=5)
-    with pytest.raises(ConfigError, match="n: at least 1, not 0"):
+    with pytest.raises(ConfigError, match="n: 1 to 4096 answers, not 0"):
         choices(0)
     with pytest.raises(TypeError, match="did you mean 'seed'"):
         choices(2, seeds=5)  # type: ignore[call-arg]

@@ -358,7 +358,7 @@ def test_each_use_of_a_rid_at_a_dispatcher_has_a_room_of_its_own(monkeypatch: py
     dispatcher = Dispatcher(ControllerConfig(bus="ipc:///x/bus", controller="ipc:///x/c"))
     said: list[Submit] = []
     monkeypatch.setattr(dispatcher.controller, "raise_if_closed", lambda: None)
-    monkeypatch.setattr(dispatcher.controller, "submit_checked", lambda message, frames=(): said.append(message))
+    monkeypatch.setattr(dispatcher.controller, "_submit", lambda message, frames=(): said.append(message))
     frames = [b"\0\0\0\0", b""]
     for attempt in (1, 1, 2):
         dispatcher._live.clear()

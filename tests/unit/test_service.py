@@ -698,7 +698,7 @@ def test_who_waits_for_a_dispatchers_answers_wakes_when_it_is_stopped(wait: str,
     woken: list[BaseException] = []
     waiting = threading.Event()
     with Dispatcher(config(folder, with_broker=True)) as dispatcher:
-        dispatcher.controller.submit_checked = lambda *_: None  # type: ignore[method-assign]  # nothing is answered
+        dispatcher.controller._submit = lambda *_: None  # type: ignore[method-assign]  # nothing is answered
 
         def ask() -> None:
             waiting.set()
@@ -774,7 +774,7 @@ def test_a_prompt_may_be_anything_that_has_a_buffer_of_32_bit_integers(folder: s
     ids = memoryview(array("i", [5, 0, 6, 0, 7, 0, 8, 0]))[::2]  # with gaps
     seen: list[tuple[Submit, list[bytes]]] = []
     with Dispatcher(config(folder, with_broker=True)) as dispatcher:
-        dispatcher.controller.submit_checked = lambda *given: seen.append(given)  # type: ignore[method-assign,arg-type]
+        dispatcher.controller._submit = lambda *given: seen.append(given)  # type: ignore[method-assign,arg-type]
         assert dispatcher.dispatch("a", [ids, PROMPT[1]], max_tokens=1)  # type: ignore[list-item]
     ((submit, frames),) = seen
     assert (submit.prompt_tokens, frames[0]) == (4, token_bytes([5, 6, 7, 8]))

@@ -1,0 +1,151 @@
+"""The controller's core for a program that runs it on a loop of its own: check each argument, then ask
+`controller.core`, which `controller.shell` calls directly with what the wire's decoder has checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import index
+from typing import Any
+
+from bus.arguments import count, message, seconds
+from bus.wire.kv_names import Cleared, Removed, Stored
+from bus.wire.messages import (
+    CLIENT_TO_CONTROLLER,
+    NODE_TO_CONTROLLER,
+    PUBLICATIONS,
+    Load,
+    Message,
+    Role,
+    Status,
+    WantedRole,
+)
+from controller import core
+from controller.config import ControllerConfig
+from controller.events import (
+    Action,
+    CacheChanged,
+    ClientGone,
+    EngineLoad,
+    Event,
+    FromClient,
+    FromNode,
+    Published,
+    Tick,
+    Undelivered,
+    Unreachable,
+)
+from controller.policies import Policy
+from controller.policies.prefix_index import PrefixIndex
+
+
+class ControllerCore:
+    """One controller, from `now` (seconds, monotonic) on; `wall_s` more than that have passed since 1970. `policies`
+    replaces methods by policies of your own. ConfigError, TypeError and ValueError say what is wrong with an argument;
+    nothing has changed then."""
+
+    def __init__(
+        self, config: ControllerConfig, epoch: int, now: float, policies: Mapping[Role, Policy] | None = None,
+        wall_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        if policies is not None and not isinstance(policies, Mapping):
+            raise TypeError(f"policies are a mapping by role, not {type(policies).__name__}")
+        self._core = core.ControllerCore(
+            _config(config), count(epoch, "epoch"), seconds(now), policies, seconds(wall_s, "wall_s")
+        )
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Return the actions that `event` calls for, in order."""
+        _check(event)
+        return self._core.handle(event, seconds(now))
+
+    def reconfigure(self, config: ControllerConfig) -> None:
+        """Apply another configuration, as far as it can change while requests live (`RELOADS` of the command line)."""
+        self._core.reconfigure(_config(config))
+
+    @property
+    def needs_ticks(self) -> bool:
+        """True while a tick is wanted each few tens of milliseconds; else a few times a second will do."""
+        return self._core.needs_ticks
+
+    @property
+    def waiting(self) -> bool:
+        """True while a publication may cause an action at once; else only the next decision needs it."""
+        return self._core.waiting
+
+    @property
+    def unready(self) -> str:
+        """The reason why requests would not be served now. It is empty when each role that ranks have or that is wanted
+        has a ready one, or when enough of them have: unified, or prefill and decode. Each declared role needs one."""
+        return self._core.unready
+
+    def shutdown(self, now: float) -> list[Action]:
+        """End every live request, for its client to send it elsewhere: this controller leaves."""
+        return self._core.shutdown(seconds(now))
+
+    def status(self, id: int, now: float) -> Status:
+        """Return everything an operator may want to see."""
+        return self._core.status(count(id, "id"), seconds(now))
+
+    @property
+    def wanted(self) -> tuple[WantedRole, ...]:
+        """The roles that ought to be served, and the number of ranks that could do it now."""
+        return self._core.wanted
+
+    @property
+    def prefixes(self) -> dict[Role, PrefixIndex]:
+        """The index of cached prefixes of each policy that keeps one."""
+        return self._core.prefixes
+
+    def tally(self) -> dict[str, int]:
+        """Return counts by name: of events so far, and of what is alive (`requests`, `queue_*`, `payload_bytes`)."""
+        return self._core.tally()
+
+    def validate(self) -> None:
+        """Assert that all parts agree (tests call this after every event)."""
+        self._core.validate()
+
+
+def _config(config: ControllerConfig) -> ControllerConfig:
+    if not isinstance(config, ControllerConfig):
+        raise TypeError(f"a ControllerConfig expected, not {type(config).__name__}")
+    return config
+
+
+def _check(event: Event) -> None:
+    """Raise unless `event` is one, with a message of those that its sender has."""
+    if isinstance(event, FromClient):
+        hash(event.peer)
+        _message(event.message, CLIENT_TO_CONTROLLER.values())
+        for frame in event.frames:
+            len(frame)
+    elif isinstance(event, FromNode):
+        hash(event.peer)
+        _message(event.message, NODE_TO_CONTROLLER.values())
+    elif isinstance(event, Published):
+        _message(event.message, PUBLICATIONS.values())
+    elif isinstance(event, Unreachable | Undelivered):
+        hash(event.peer)
+        if event.message is not None and not isinstance(event.message, Message):
+            raise TypeError(f"a message expected, not {type(event.message).__name__}")
+    elif isinstance(event, ClientGone):
+        hash((event.peer, event.rid))
+    elif isinstance(event, CacheChanged):
+        hash(event.key)
+        for change in event.changes:
+            if isinstance(change, Stored | Removed):
+                for name in change.hashes:
+                    index(name)
+            elif not isinstance(change, Cleared):
+                raise TypeError(f"a change of a cache expected, not {type(change).__name__}")
+    elif isinstance(event, EngineLoad):
+        hash(event.key)
+        message(event.load, Load)
+    elif not isinstance(event, Tick):
+        raise TypeError(f"an event expected, not {type(event).__name__}")
+
+
+def _message(value: Any, kinds: Any) -> None:
+    if type(value) not in kinds:
+        raise TypeError(f"{type(value).__name__} is no message that comes this way")
+    message(value, type(value))
