@@ -29,13 +29,8 @@ def places_of(given: Iterable[str]) -> dict[str, Place]:
 
 
 def folder_of(model: str) -> Path | None:
-<<<<<<< HEAD
     """Return the folder of `model`: the path that it is, or its folder in the hub's cache; None: there is none."""
-    if (Path(model) / TOKENIZER_FILE).is_file():
-=======
-    """The folder of `model`: itself where it is a path, or what the hub's cache on this machine has of it."""
     if _has_tokenizer(Path(model)):
->>>>>>> 417da7f (Every call of everything exported is driven: cores without a start behind checked surfaces, settings, and starts and stops in any order)
         return Path(model)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and find_spec("huggingface_hub"):
         from huggingface_hub import try_to_load_from_cache
