@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from benchmarks.pick import INSTANCE
 from bus.wire import codec, topics
-from bus.wire.messages import PUBLICATIONS, Ack, Hello, Load, LoadReport
+from bus.wire.messages import PUBLICATIONS, Ack, Hello, Load, LoadReport, Role
 from controller.config import ControllerConfig
 from controller.core import ControllerCore
 from controller.events import FromNode, Published
@@ -15,22 +15,29 @@ from controller.load.groups import Metric
 MODEL = "m"
 
 
-def core_of(ranks: int, method: str = "total_tokens") -> ControllerCore:
-    """A controller that knows `ranks` idle unified ranks, which have reported and been picked from, at time 0."""
-    core = ControllerCore(ControllerConfig(unified_method=method), 1, 0.0)
+def core_of(ranks: int, method: str = "total_tokens", role: Role = "unified") -> ControllerCore:
+    """A controller that knows `ranks` idle ranks, which have reported and been picked from, at time 0."""
+    core = ControllerCore(ControllerConfig(unified_method=method, prefill_method=method, decode_method=method), 1, 0.0)
+    join(core, ranks, role, INSTANCE)
+    return core
+
+
+def join(core: ControllerCore, ranks: int, role: Role, instance: str) -> None:
+    """The ranks of one more instance are there; each has its (instance, dp_rank) as connection, or in `INSTANCE` its
+    dp_rank."""
     for dp_rank in range(ranks):
+        peer = dp_rank if instance == INSTANCE else (instance, dp_rank)
         hello = Hello(
-            instance=INSTANCE, dp_rank=dp_rank, epoch=1, role="unified", model=MODEL, dp_size=ranks, state="ready",
+            instance=instance, dp_rank=dp_rank, epoch=1, role=role, model=MODEL, dp_size=ranks, state="ready",
             endpoint="ipc:///nowhere", max_context=1 << 20, kv_capacity=0, max_running=0, block_tokens=16,
         )  # fmt: skip
-        core.handle(FromNode(dp_rank, hello), 0.0)
+        core.handle(FromNode(peer, hello), 0.0)
         load = Load(
             seq=1, step=0, running=0, waiting=0, waiting_tokens=0, kv_tokens=0, kv_capacity=1 << 20,
             max_running=256, acks=(Ack(1, 0, 0),),
         )  # fmt: skip
-        core.handle(Published(LoadReport(INSTANCE, dp_rank, 1, 1, load)), 0.0)
-    assert core.table.group("unified", MODEL).least(Metric.TOKENS) is not None
-    return core
+        core.handle(Published(LoadReport(instance, dp_rank, 1, 1, load)), 0.0)
+    assert core.table.group(role, MODEL).least(Metric.TOKENS) is not None
 
 
 def publication_handler(ranks: int) -> Callable[[tuple[bytes, bytes]], None]:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any, cast
 
-from benchmarks.controller_parts import core_of, publication_handler
+from benchmarks.controller_parts import core_of, join, publication_handler
 from benchmarks.pick import BLOCK_TOKENS, INSTANCE, Hits, cached, requests, table_of
 from benchmarks.report import frames_of
 from bus.wire import codec
@@ -168,6 +168,30 @@ def dispatch(method: str = "total_tokens", blocks: int = 0) -> Script:
             assert isinstance(sent, ToNode)
             ended = (Ended(rid, 1, "unified", "ok", "", 16),)
             core.handle(FromNode(sent.peer, Progress(INSTANCE, sent.peer, 1, ((rid, 1),), ended)), NOW)
+
+    return script
+
+
+def dispatch_pair() -> Script:
+    """The same for a pair: a submit, its two dispatches, the ends of both legs."""
+    core = core_of(RANKS, role="prefill")
+    join(core, RANKS, "decode", "decode")
+    core.handle(Tick(), NOW)
+    numbers = itertools.count()
+    payload = (bytes(4 * 128), b"params")
+
+    def script() -> None:
+        for _ in range(TIMES):
+            number = next(numbers)
+            rid = f"r{number:09d}"
+            submit = Submit(rid, "pair", 128, 16, bootstrap_room=number)
+            for sent in core.handle(FromClient(b"client", submit, payload), NOW)[:2]:
+                assert isinstance(sent, ToNode)
+                assert isinstance(sent.message, Dispatch)
+                leg, dp_rank = sent.message.leg, sent.message.dp_rank
+                ended = (Ended(rid, 1, leg, "ok", "", 16),)
+                instance = INSTANCE if leg == "prefill" else "decode"
+                core.handle(FromNode(sent.peer, Progress(instance, dp_rank, 1, ((rid, 1),), ended)), NOW)
 
     return script
 

@@ -165,9 +165,8 @@ class Balancer:
 
     def report(self, key: MemberKey, epoch: int, load: Load, now: float) -> RankLoad | None:
         """Take in what a rank reports of itself (`LoadTable.take_in`)."""
-        late = self.late
-        if late is not None and (rank := self.table.ranks.get(key)) is not None and rank.epoch == epoch:
-            late.heard(rank, load, now)
+        if self.late is not None and (rank := self.table.ranks.get(key)) is not None and rank.epoch == epoch:
+            self.late.heard(rank, load, now)
         return self.table.take_in(key, epoch, load, now)
 
     def overwrite(self, rank: RankLoad, load: Load, now: float) -> Load:
