@@ -147,12 +147,16 @@ class _Finder(MetaPathFinder):
 
 
 def _difference(one: ast.AST, other: ast.AST) -> tuple[Path, ast.AST]:
-    """The way to the smallest statement or expression that holds all that differs, and what `other` has there."""
+    """The way to a statement or expression that holds all that differs, and what `other` has there: of the smallest
+    statement the largest expression that may be evaluated once more, as many differences come to the same there."""
     where: Path = ()
     found: tuple[Path, ast.AST] | None = None
+    settled = False  # an expression is found
     while True:
-        if isinstance(one, ast.stmt) or (isinstance(one, ast.expr) and isinstance(other, ast.expr)):
-            found = where, other
+        if isinstance(one, ast.stmt):
+            found, settled = (where, other), False
+        elif isinstance(one, ast.expr) and isinstance(other, ast.expr) and not settled:
+            found, settled = (where, other), _harmless(other)
         if type(one) is not type(other):
             break
         steps: list[tuple[str, int | None, Any, Any]] = []
