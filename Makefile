@@ -33,7 +33,7 @@ JOIN =
 FULL =
 ROWS =
 
-.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d test-gpu test-gpu-cpu bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign test-browser test-metrics check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api test-fuzz-api fuzz-http mutate simulate simulate-mutations scenarios test-simulation cuts test-cuts cut-streams test-streams soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
+.PHONY: help setup demo test test-compiled test-vllm test-vllm-2p2d test-gpu test-gpu-cpu bench-vllm test-sglang test-sglang-servers bench-sglang bench-peers test-hostile test-foreign test-browser test-metrics check check-torch bench bench-slo bench-slo-vllm fault hostile fuzz fuzz-api test-fuzz-api fuzz-http mutate simulate simulate-mutations scenarios scenarios-old test-simulation cuts test-cuts cut-streams test-streams soak golden api settings dashboard dist test-dist lint types clean test-k8s test-ray pictures test-netns test-pythons test-newest test-cores
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 13
@@ -274,12 +274,15 @@ simulate-mutations: setup ## Defects that were found once, each put back, and fo
 scenarios: setup ## Each of tests/simulation/scenarios.toml in the simulation and with real processes: equal ends
 	@PYTHONPATH=tests:tests/support $(BIN)/python -m simulation.play
 
-test-simulation: setup ## Two CPU minutes of simulated clusters (always the same; simulate takes others), and scenarios
+scenarios-old: setup ## The same with processes of release 0.1.0 among today's: each request ends once, nothing is left
+	@PYTHONPATH=tests:tests/support $(BIN)/python -m simulation.play --old
+
+test-simulation: setup ## Two CPU minutes of simulated clusters (always the same; simulate takes others); scenarios
 	@echo "==> simulation"
 	@$(MAKE) --no-print-directory simulate SEEDS=0:200 JOBS=2 CPU_S=120
 	@$(MAKE) --no-print-directory simulate SEEDS="0:100 --guests" JOBS=2 CPU_S=60
 	@$(MAKE) --no-print-directory simulate SEEDS="0:100 --small" JOBS=2 CPU_S=40
-	@$(MAKE) --no-print-directory scenarios
+	@PYTHONPATH=tests:tests/support $(BIN)/python -m simulation.play --each 3
 
 mutate: setup ## Change COUNT=96 lines of the cores, one at a time, and show whether a test notices each
 	@PYTHONPATH=tests/support $(BIN)/python -m mutate --count $(COUNT)

@@ -313,6 +313,5 @@ def _may_die_of(world: World, fault: Fault) -> int:
         return {"node", "controller"} <= kinds
     if fault.kind not in LOST or kinds != {"node"}:
         return 0
-    node = world.by_name[fault.who]
-    assert isinstance(node, NodeProcess)
+    node: Any = world.by_name[fault.who]
     return 1 + (len(node.config.dp_ranks) if fault.kind == "hang" else 0)

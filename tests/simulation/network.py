@@ -261,13 +261,16 @@ class Network:
             self._at(socket.process.paused_until, lambda: self._try(pipe))
             return
         listener = self._listeners.get(socket.endpoint)
-        unlisted = {socket.process.name, listener.process.name} & self.banned if listener is not None else ()
+        away = pipe.away_until > now
         reachable = (
             listener is not None
-            and not unlisted
-            and pipe.away_until <= now
+            and not away
             and not any(self._blocked_until(a, b) > now for a, b in ((socket, listener), (listener, socket)))
         )
+        if reachable and socket.process.name in self.banned:
+            return  # a peer that is refused is not tried again by its socket
+        if reachable and listener is not None and listener.process.name in self.banned:
+            reachable = False  # its key is looked for in the list again, each second
         if listener is None or not reachable:
             self._at(now + pipe.retry_s * (0.5 + self.rng.random() / 2), lambda: self._try(pipe))
             pipe.retry_s = min(2 * pipe.retry_s, RECONNECT_MAX_S)

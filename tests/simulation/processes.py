@@ -29,15 +29,17 @@ PORTS = 3  # of a base address
 LOOK_S = 0.01
 ANSWER_S = 1.0
 TIMING = ("--sim-base-s", str(STEP_S), "--sim-prefill-s-per-token", "0.0004", "--sim-decode-s", "0",
-          "--sim-context-s-per-token", "0", "--sim-batched-s", "0", "--kv-tokens", "4096", "--block-tokens", "4",
+          "--sim-context-s-per-token", "0", "--kv-tokens", "4096", "--block-tokens", "4",
           "--max-running", "8", "--chunk-tokens", "256", "--hold-s", "10", "--drain-s", "5")  # fmt: skip
 
 
 class ProcessStage:
     """`with processes(shape, folder) as stage:`. Scenarios of one shape may be played on it one after the other."""
 
-    def __init__(self, shape: Shape, folder: Path) -> None:
+    def __init__(self, shape: Shape, folder: Path, old: tuple[str, ...] = (), release: Path | None = None) -> None:
+        """Those whose names are in `old` run `release`, a folder with another version's packages."""
         self.shape = shape
+        self._env = {name: {"PYTHONPATH": str(release)} for name in old}
         self._folder = folder
         self._links = Links()
         self._bases: dict[str, int] = {}  # of who listens: its first port
@@ -103,7 +105,7 @@ class ProcessStage:
         return f"tcp://{HOST}:{base}"
 
     def _child(self, name: str) -> Child:
-        return Child(self._specs[name], self._folder / f"{name}.log", {})
+        return Child(self._specs[name], self._folder / f"{name}.log", self._env.get(name, {}))
 
     def _supervise(self) -> None:
         for name, child in list(self._children.items()):
@@ -206,8 +208,10 @@ class ProcessStage:
 
 
 @contextmanager
-def processes(shape: Shape, folder: Path) -> Iterator[ProcessStage]:
-    stage = ProcessStage(shape, folder)
+def processes(
+    shape: Shape, folder: Path, old: tuple[str, ...] = (), release: Path | None = None
+) -> Iterator[ProcessStage]:
+    stage = ProcessStage(shape, folder, old, release)
     try:
         stage.start()
         yield stage

@@ -180,11 +180,16 @@ def send(socket: SimSocket, frames: Sequence[Any]) -> None:
     socket.put(list(frames))
 
 
+def receive_known(socket: SimSocket) -> list[Any]:
+    """Return a message whose first frame says whose key its sender proved."""
+    first, *others = socket.get()
+    known = Known(first)
+    known.key = socket.key
+    return [known, *others]
+
+
 def _receive(socket: SimSocket, copied: int = 1 << 30, keyed: bool = False, routed: bool = False) -> list[Any]:
-    frames: list[Any] = socket.get()
-    if keyed:
-        known = frames[0] = Known(frames[0])
-        known.key = socket.key
+    frames: list[Any] = receive_known(socket) if keyed else socket.get()
     for number in range(copied, len(frames)):
         frames[number] = zmq.Frame(frames[number])
     return frames

@@ -130,6 +130,11 @@ def scenarios() -> list[Scenario]:
     ]
 
 
+def skews() -> list[tuple[str, ...]]:
+    """Return which processes are of release 0.1.0, together."""
+    return [tuple(each["old"]) for each in tomllib.loads(FILE.read_text(encoding="utf-8"))["skew"]]
+
+
 class Play:
     """One scenario on one stage."""
 

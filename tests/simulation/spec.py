@@ -71,8 +71,8 @@ class Fault:
     sends or is sent is late, by up to `much`. `drain`, `leave`: told to leave, and started again. `hang`: its engines
     end no step more. `fail_steps`: they fail some. `clock`: that of its host steps by `for_s`, back or forth. `twice`:
     a second start of the same ranks, while the first one lives. `flap`: its connections stall for a moment and are
-    reset, over and over. `revoke`: its key is on no list for so long; others let go of it, and let it in again when it
-    is listed again. `sever`: its connections with `other`, or one of its connections, are reset and can't be made
+    reset, over and over. `revoke`: its key is on no list for so long; others let go of it, and it is started again with
+    one that is listed. `sever`: its connections with `other`, or one of its connections, are reset and can't be made
     again. `damage`: some KV blocks that it sends arrive with another bit. `drop`: some of its tokens and KV blocks do
     not arrive, though the connection lives.
     """

@@ -359,7 +359,7 @@ class World:
                 lasts_s = 0.0
             case "revoke":
                 self._revoke(process, fault.for_s)
-                lasts_s = LOOKS_S[1] + fault.for_s
+                lasts_s = LOOKS_S[1] + fault.for_s + RESTART_S[1]
             case "twice":
                 assert isinstance(process, NodeProcess | LinkProcess)
                 self._again(process)
@@ -379,7 +379,7 @@ class World:
             self.at(again, lambda: self._flap(process, until))
 
     def _revoke(self, process: Process, for_s: float) -> None:
-        """Others let go of it within two looks at their lists, and let it in again when its key is there again."""
+        """Others let go of it within two looks at their lists. It is started again once it has a key that is listed."""
 
         def let_go() -> None:
             self.network.banned.add(process.name)
@@ -392,6 +392,7 @@ class World:
         def back() -> None:
             self.network.banned.discard(process.name)
             self.revoked.pop(process.name, None)
+            self._crash(process)
 
         if process.name not in self.revoked:
             low, high = LOOKS_S
