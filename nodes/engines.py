@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
@@ -22,6 +22,11 @@ from bus.runtime.loop import Loop
 from bus.runtime.metrics import Metric
 from nodes.config import NodeConfig
 from nodes.link.runner import Runner
+
+if TYPE_CHECKING:
+    NameChoice: TypeAlias = click.Choice[str]
+else:
+    NameChoice = click.Choice  # takes no subscript before click 8.2
 
 GROUP = "pdbus.engines"
 BUILT_IN = {
@@ -117,7 +122,7 @@ def check_arguments(name: str, arguments: Sequence[str]) -> None:
         raise ConfigError(f"{arguments[0]!r}: only --engine {taking} takes arguments of the engine's own")
 
 
-class EngineName(click.Choice[str]):
+class EngineName(NameChoice):
     """The type of an option: the name of an engine, except those in `without`."""
 
     def __init__(self, *without: str) -> None:

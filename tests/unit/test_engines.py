@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -82,3 +84,9 @@ def test_nobody_asks_for_the_name_of_an_engine() -> None:
             ):
                 asking.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert asking == []
+
+
+def test_an_older_click_will_do() -> None:
+    """Before 8.2 its Choice takes no subscript."""
+    code = "import click; click.Choice = type('Choice', (), {}); import nodes.engines"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
