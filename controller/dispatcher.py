@@ -108,6 +108,7 @@ class Dispatcher:
         trace: TraceContext | None = None,
         asked_us: int = 0,
         avoid: tuple[MemberKey, ...] = (),
+        pair_attempt: int = 0,
     ) -> bool:
         """Hand over one request: `frames` are the prompt (int32 little-endian token ids) and its params, each bytes or
         whatever else has a buffer (`array`, numpy's arrays), passed on as they are; the rest is what
@@ -155,6 +156,7 @@ class Dispatcher:
                 trace=trace,
                 asked_us=asked_us,
                 avoid=avoid,
+                pair_attempt=pair_attempt,
             )
             codec.decode(codec.encode(submit), CLIENT_TO_CONTROLLER)  # the same checks as for any client
         except (ProtocolError, TypeError, ValueError, OverflowError, struct.error) as error:
