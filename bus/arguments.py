@@ -31,7 +31,7 @@ def number(value: object, name: str) -> float:
     try:
         return float(value)
     except OverflowError:
-        return math.inf  # or minus as much: who wants a finite number takes neither
+        return math.inf  # or minus as much: code that wants a finite number takes neither
 
 
 def seconds(value: object, name: str = "now") -> float:
