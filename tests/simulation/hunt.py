@@ -1,8 +1,9 @@
 """`make simulate-mutations`: looks for trials, in small worlds, that break under each mutation.
 
-    python -m simulation.hunt                       # all, seed after seed, until each is found or has cost --cpu-s
+    python -m simulation.hunt                       # all: where they were found last, then seed after seed, until each
+                                                    # is found or has cost --cpu-s
     python -m simulation.hunt orphans two-halves    # these
-    python -m simulation.hunt --known               # each at the seed where it was found
+    python -m simulation.hunt --known               # each at the seed where it was found last
 
 A trial that breaks unmutated is a defect, and finds nothing.
 """
@@ -67,7 +68,6 @@ class Hunt:
             if outcome is not None and outcome.broke and not broke:
                 self.found[name] = {"law": outcome.broke, "seed": seed, "cpu_s": round(self.spent[name], 1)}
                 print(f"{name}: seed {seed}, {self.spent[name]:.1f} CPU s: {outcome.broke[:160]}", flush=True)
-        self.next = seed + 1
         if self._state is not None:
             kept = {name: value for name, value in vars(self).items() if name not in ("mutations", "_state")}
             self._state.write_text(json.dumps(kept, indent=1))
@@ -89,21 +89,17 @@ def main() -> None:
     switch = install(mutations)
     hunt = Hunt(mutations, options.state)
     broken: list[str] = []
-    if options.known:
-        by_seed: dict[int, list[int]] = {}
-        for number, each in enumerate(mutations):
-            if each.seed >= 0:
-                by_seed.setdefault(each.seed, []).append(number)
-        for seed, wanted in sorted(by_seed.items()):
-            if broke := hunt.trial(seed, switch, wanted):
-                broken.append(f"seed {seed}: {broke}")
-    else:
+    known = sorted({each.seed for each in mutations if each.seed >= 0})
+    for seed in known if not hunt.next else []:
+        at = [number for number, each in enumerate(mutations) if each.seed == seed]
+        if broke := hunt.trial(seed, switch, at):
+            broken.append(f"seed {seed}: {broke}")
+    while not options.known and (wanted := hunt.left(options.cpu_s)) and _cpu_s() < options.all_cpu_s:
         seed = max(options.first, hunt.next)
-        while (wanted := hunt.left(options.cpu_s)) and _cpu_s() < options.all_cpu_s:
-            if broke := hunt.trial(seed, switch, wanted):
-                broken.append(f"seed {seed}: {broke}")
-                print(f"UNMUTATED {broken[-1][:400]}", flush=True)
-            seed += 1
+        hunt.next = seed + 1
+        if broke := hunt.trial(seed, switch, wanted):
+            broken.append(f"seed {seed}: {broke}")
+            print(f"UNMUTATED {broken[-1][:400]}", flush=True)
     missed = [each.name for each in mutations if each.name not in hunt.found and not each.unseen]
     totals = hunt.totals
     print(
