@@ -73,9 +73,19 @@ def typed(config: Any, *, called: Callable[[str], str] = str) -> None:
     """Raise ConfigError unless each field of a dataclass that is declared as a text, a number or a yes or no is one."""
     for field in fields(config):
         value, kind = getattr(config, field.name), _KINDS.get(str(field.type))
-        if kind is not None and not isinstance(value, kind):
+        good = kind is None or isinstance(value, kind)
+        if field.type == "tuple[str, ...]":
+            good = good and all(isinstance(each, str) for each in value)
+        if not good:
             raise ConfigError(f"{called(field.name)} must be {_WORDS[str(field.type)]}, not {value!r:.60}")
 
 
-_KINDS: dict[str, Any] = {"str": (str, PathLike), "int": Integral, "float": Real, "bool": (bool, Integral)}
-_WORDS = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false"}
+_KINDS: dict[str, Any] = {
+    "str": (str, PathLike),
+    "int": Integral,
+    "float": Real,
+    "bool": (bool, Integral),
+} | dict.fromkeys(("tuple[str, ...]", "tuple[SloClass, ...]", "tuple[EngineSettings, ...]"), (tuple, list))
+_WORDS = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false"} | {
+    "tuple[str, ...]": "texts", "tuple[SloClass, ...]": "SLO classes", "tuple[EngineSettings, ...]": "engines"
+}  # fmt: skip

@@ -99,6 +99,9 @@ class ControllerConfig:
             raise ConfigError(f"shed {self.shed} needs the queue order slo")
         if self.slo_classes and self.queue_order != "slo":
             raise ConfigError("slo_classes need the queue order slo")
+        for kind, some in ((SloClass, self.slo_classes), (EngineSettings, self.engines)):
+            if not all(isinstance(each, kind) for each in some):
+                raise ConfigError(f"each of {some!r:.60} must be a {kind.__name__}")
         names = [each.name for each in self.slo_classes]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"slo_classes: {min(twice)} is there twice")
