@@ -1,8 +1,8 @@
-"""The controller: picks a rank for every leg and dispatches to it. Knows `bus`, not `nodes`.
+"""The controller: it picks a rank for every leg and dispatches to it. It knows `bus`, not `nodes`.
 
-`Controller` runs beside others or embedded; `Dispatcher` takes requests from the engine that embeds it;
-`ControllerCore`, `LoadTable` and `POLICIES` are the pure parts, for simulation and for policies of your own. Names are
-loaded when they are first used.
+`Controller` runs beside others or embedded. `Dispatcher` takes requests from the engine that embeds it.
+`ControllerCore`, `LoadTable` and `POLICIES` are the pure parts, for simulation and for policies of your own. Names
+are loaded when they are first used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m controller`: the controller as a process. Owns its options and signals."""
+"""`python -m controller`: the controller as a process. This module owns its options and signals."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ GUIDANCE = (
     ControllerConfig,
     "--tpot-slo-s",
     type=cli.Seconds(0),
-    help="slo: likewise for each further token; no decode rank gets what would make its steps longer. 0: none.",
+    help="slo: wanted seconds per further token; no decode rank gets a request that makes its steps longer. 0: none.",
 )
 @cli.slo_class_option
 @cli.setting(
@@ -172,7 +172,7 @@ def _serve(controller: Controller, wait_s: float, watch_parent: bool) -> None:
 
 
 def _reconfigure(controller: Controller, changed: dict[str, Any]) -> None:
-    """ConfigError for what can't be meant, and nothing is changed."""
+    """Apply changed settings; ConfigError for an invalid one, and then nothing changes."""
     fields = {name: value for name, value in changed.items() if name != "log_level"}
     controller.core.reconfigure(dataclasses.replace(controller.core.config, **fields))
     if "log_level" in changed:
@@ -180,7 +180,7 @@ def _reconfigure(controller: Controller, changed: dict[str, Any]) -> None:
 
 
 def _await_bus(controller: Controller, wait_s: float) -> None:
-    """Print READY with the first beacon; until then say what is missing; after `wait_s` leave with a StartError."""
+    """Print READY with the first beacon; until then log what is missing; StartError after `wait_s`."""
     bus = controller.config.bus
     began = last = time.monotonic()
 

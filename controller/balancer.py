@@ -1,8 +1,9 @@
-"""The balancer: the ranks of a submit's legs, all at once, and all that the choice of the next one rests on.
+"""The balancer: it chooses the ranks of all legs of a submit at once, and keeps everything that the choice depends
+on.
 
-It is the only way from requests, reports and caches to load table, policies and late binding; controller, lab and the
-SGLang plugin use it. It owns the order in which these are called, and what a leg is charged; `controller.placement`
-knows which ranks may run a leg. Pure: time is an argument. Requests wait elsewhere.
+It is the only way from requests, reports and caches to load table, policies and late binding. Controller, lab and
+the SGLang plugin use it. It owns the order of these calls, and the charge of a leg; `controller.placement` knows
+which ranks may run a leg. Pure: time is an argument. Requests wait elsewhere.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ Seats: TypeAlias = tuple[tuple[Role, RankLoad], ...]  # the ranks of a request's
 
 
 class Placed(NamedTuple):
-    """The answer to a submit: all of its legs, charged, in the order of `ROLES`. Without legs it waits, or `refusal`
-    says why waiting does not help. `model` is the one that all its attempts run, empty while that is open."""
+    """The answer to a submit: all of its legs, charged, in the order of `ROLES`. Without legs the submit waits, or
+    `refusal` is the reason why waiting does not help. `model` is the one that all its attempts run, empty while that
+    is open."""
 
     model: str
     legs: tuple[LegRun, ...] = ()
@@ -36,9 +38,10 @@ class Placed(NamedTuple):
 
 
 class Balancer:
-    """Balances over the ranks of `table` by one policy for each role. While not `settled` everything waits (the picture
-    is still empty); while `young`, no refusal is final that rests on which ranks are there, since some may be missing.
-    `suspects` are ranks that may come back at any moment: where one of them could take a request, it waits."""
+    """The balancer over the ranks of `table`, with one policy for each role. While not `settled` everything waits,
+    because the ranks are not all known. While `young`, a refusal that depends on the known ranks is not final, since
+    some may be missing. `suspects` are ranks that may come back at any moment: a request that one of them could take
+    waits."""
 
     def __init__(self, table: LoadTable, policies: Mapping[Role, Policy], late: LateBinding | None = None) -> None:
         self.table = table
@@ -62,9 +65,9 @@ class Balancer:
         barred: Container[RankLoad] = (), check: bool = True, in_turn: Callable[[str], bool] | None = None,
         at: Seats = (),
     ) -> Placed:  # fmt: skip
-        """Choose and charge the ranks of all legs of `submit`, or of none. `model` is that of its attempts before this
-        one, which were checked, so `check` may be False. `avoid` names ranks to shun while there are others; those that
-        are `barred` are not for the policy to choose. `in_turn` is asked before ranks are, with the model that the
+        """Choose and charge the ranks of all legs of `submit`, or of none. `model` is that of its earlier attempts,
+        which were checked, so `check` may be False. `avoid` names ranks to avoid while there are others; the policy
+        does not get those that are `barred`. `in_turn` is called before ranks are chosen, with the model that the
         request runs: False lets it wait. `at` names ranks that were chosen elsewhere: these are charged."""
         if not at:
             if not self.settled:
@@ -107,7 +110,7 @@ class Balancer:
         return Placed(model, legs)
 
     def ended(self, leg: LegRun, submit: Submit, end: Ended | None = None, now: float = 0.0) -> bool:
-        """A leg is over: `end` is what its rank said; None: it was given up. Return whether it ended well."""
+        """End a leg: `end` is its rank's report; None: it was given up. Return true if it ended well."""
         ok = end is not None and end.code == "ok"
         self.table.end(leg.rank, leg.charge, ok=ok)
         if leg.role in self._learns:
@@ -115,22 +118,21 @@ class Balancer:
         return ok
 
     def unsent(self, leg: LegRun, submit: Submit) -> None:
-        """The dispatch of a leg never left this process."""
+        """Take back a dispatch that never left this process."""
         self.table.undo(leg.rank, leg.charge)
         if leg.role in self._learns:
             self._learns[leg.role].ended(leg.rank, submit, None, 0.0)
 
     def unsent_late(self, rank: RankLoad, charge: int) -> None:
-        """The dispatch of a leg that is over already never left this process either."""
+        """Take back such a dispatch whose leg has been ended already."""
         self.table.undo(rank, charge, given_up=True)
 
     def work(self, submit: Submit) -> int:
-        """Return the prompt tokens that the first leg's rank will have to compute, as far as is known."""
+        """Return the prompt tokens that the first leg's rank must compute, as far as is known."""
         return self.policies[ROLES[submit.leg][0]].work(submit)
 
     def first_token_s(self, submit: Submit, model: str, work: int) -> float:
-        """Return how soon the first token of a prompt with `work` tokens to compute could come, if it went to a rank
-        now."""
+        """Return the time until the first token of a prompt with `work` tokens to compute, if it went to a rank now."""
         role = ROLES[submit.leg][0]
         if self.late is None or role == "decode":
             return 0.0
@@ -139,13 +141,13 @@ class Balancer:
 
     @property
     def held_by_wish(self) -> bool:
-        """True where what was last to be placed waits for the time per token that it wishes, and for nothing else."""
+        """True if the request of the last `place` waits only for its wanted time per token."""
         return self.late is not None and self.late.held_by_wish
 
     # --- ranks ------------------------------------------------------------------------------------------------
 
     def opened(self, info: Hello, *, ready: bool = False) -> RankLoad:
-        """A rank has started. Return its record, which takes the place of that of an earlier start."""
+        """Add a start of a rank. Return its record, which replaces that of an earlier start."""
         earlier = self.table.ranks.get((info.instance, info.dp_rank))
         if earlier is not None:
             self.emptied(earlier)
@@ -155,23 +157,23 @@ class Balancer:
         return rank
 
     def closed(self, rank: RankLoad) -> None:
-        """A rank is gone for good."""
+        """Remove a rank that is gone for good."""
         self.emptied(rank)
         self.table.close(rank)
 
     def emptied(self, rank: RankLoad) -> None:
-        """The cache of `rank` is gone, as far as can be told."""
+        """Note that a rank's cache is gone, as far as is known."""
         self.policies[rank.info.role].forgotten(rank)
 
     def report(self, key: MemberKey, epoch: int, load: Load, now: float) -> RankLoad | None:
-        """Take in what a rank reports of itself (`LoadTable.take_in`)."""
+        """Apply a rank's report (`LoadTable.take_in`)."""
         if self.late is not None and (rank := self.table.ranks.get(key)) is not None and rank.epoch == epoch:
             self.late.heard(rank, load, now)
         return self.table.take_in(key, epoch, load, now)
 
     def overwrite(self, rank: RankLoad, load: Load, now: float) -> Load:
-        """Take in the load of an engine that acknowledges nothing: what was sent there counts as taken in. Return it as
-        it is numbered here."""
+        """Apply the load of an engine that acknowledges nothing: all that was sent there counts as ingested. Return the
+        load with its number here."""
         self.table.reconnected(rank)
         rank.engine_tells = True
         load = replace(load, seq=rank.load.seq + 1 if rank.load is not None else 1)
@@ -179,7 +181,7 @@ class Balancer:
         return load
 
     def cache(self, rank: RankLoad, changes: Sequence[Stored | Removed | Cleared]) -> None:
-        """The cache of `rank` changed."""
+        """Apply changes of a rank's cache."""
         policy = self.policies[rank.info.role]
         for change in changes:
             if isinstance(change, Stored):
@@ -190,7 +192,7 @@ class Balancer:
                 policy.forgotten(rank)
 
     def tick(self, now: float) -> None:
-        """Time goes on: reports grow old, and policies forget."""
+        """Let time pass: reports grow old, and policies forget."""
         self.table.age(now)
         for policy in self.policies.values():
             policy.tick(now)
@@ -198,7 +200,7 @@ class Balancer:
     # --- inside -----------------------------------------------------------------------------------------------
 
     def _stands(self, refusal: Refusal, roles: tuple[Role, ...]) -> Refusal | None:
-        """Return the refusal as it is to be told, or None where the request waits, since a suspect could take it."""
+        """Return the final refusal, or None where the request waits because a suspect could take it."""
         meaning = MEANINGS[refusal.code]
         if meaning.rank_may_return and any(rank.info.role in roles for rank in self.suspects):
             return None

@@ -1,4 +1,4 @@
-"""The controller's settings: frozen, checked once. A bad value is one clear line (ConfigError, exit 2)."""
+"""The controller's settings: frozen, checked once. An invalid value is one clear line (ConfigError, exit 2)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 @dataclass(frozen=True)
 class ControllerConfig:
-    """Durations in seconds, sizes in bytes, the rest counts.
+    """The settings. Durations are in seconds, sizes in bytes, the others are counts.
 
-    `lease_s`: a rank that says nothing for so long is lost. `hang_s`: one that is busy while its step counter stands
-    still for so long is hung. `stale_s`: a load report is believed for so long, and longer only of a rank that declares
-    to report less often (`bus.defaults`). `settle_s`: after its own start the controller dispatches nothing for so long
-    (and until every rank it knows has reported, at most a lease), so that it never decides on an empty picture.
+    `lease_s`: a rank that is silent for this long is lost. `hang_s`: a rank that is busy while its step counter
+    stands still for this long is hung. `stale_s`: a load report is used for this long, and longer only for a rank
+    that declares to report less often (`bus.defaults`). `settle_s`: after its own start the controller dispatches
+    nothing for this long (and until every rank it knows has reported, at most a lease), so that it never decides
+    before it knows the ranks.
     """
 
     name: str = "controller-0"  # among controllers, 1 to 64 of A-Z a-z 0-9 . _ -
@@ -39,8 +40,8 @@ class ControllerConfig:
     metrics_host: str = defaults.METRICS_HOST  # where it serves them
     spin_us: int = 0  # how long to poll after a message before sleeping, while messages come as densely
     prefill_method: str = "auto"  # `auto`, a name in `POLICIES`, an entry point or `module:Class`
-    decode_method: str = "auto"  # likewise
-    unified_method: str = "auto"  # likewise
+    decode_method: str = "auto"
+    unified_method: str = "auto"
     instances: tuple[str, ...] = ()  # only these; empty: all
     expect: tuple[str, ...] = ()  # ROLE or ROLE:MODEL: wanted whether or not a rank of it has come
     lease_s: float = defaults.LEASE_S
@@ -53,7 +54,7 @@ class ControllerConfig:
     prefill_overcommit: float = 4.0  # prefill: tokens queued at a rank, as a multiple of its KV capacity
     queue_order: Literal["arrival", "slo"] = "arrival"  # `slo`: what can still keep its TTFT first
     ttft_slo_s: float = 2.0  # `slo`: of requests that name none
-    tpot_slo_s: float = 0.0  # `slo`: likewise, of each further token on average; 0: takes as long as it takes
+    tpot_slo_s: float = 0.0  # `slo`: the wanted time per further token, on average; 0: no limit
     slo_classes: tuple[SloClass, ...] = ()  # `slo`: both by the name of a class, or of a client's key
     late_tokens: int = 2_048  # `slo`: a prompt goes to ranks when one of them has less than this queued
     overtake_tokens: int = 3_000_000  # `slo`: of prompts that came later and are served before a request, at most
@@ -110,7 +111,7 @@ class ControllerConfig:
 
     @property
     def metrics(self) -> str:
-        """Where others find its metrics; empty: nowhere."""
+        """The address of this controller's metrics; empty: it has none."""
         return advertised(self.metrics_host, self.metrics_port, self.controller)
 
     @property

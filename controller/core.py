@@ -1,4 +1,4 @@
-"""The controller's pure core: `handle(event, now) -> actions`. Joins the parts; the decisions are theirs.
+"""The controller's pure core: `handle(event, now) -> actions`. It joins the parts, which decide.
 
 `controller.load.table` counts, `controller.health` judges, `controller.members` knows the connections,
 `controller.requests.life` the requests. No sockets, clocks, threads or randomness, so the core that runs live runs in
@@ -78,8 +78,8 @@ SENT_AT_LEAST_S = 1.0
 
 
 class ControllerCore:
-    """One controller, from `now` (seconds, monotonic) on; `wall_s` more than that have passed since 1970. `policies`
-    replaces methods by policies of your own."""
+    """One controller, from `now` (seconds, monotonic) on. `wall_s` turns that clock into seconds since 1970.
+    `policies` replaces methods by policies of your own."""
 
     def __init__(
         self, config: ControllerConfig, epoch: int, now: float, policies: Mapping[Role, Policy] | None = None,
@@ -125,7 +125,7 @@ class ControllerCore:
         }
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """What to do about `event`, in order."""
+        """Return the actions for `event`, in order."""
         out: list[Action] = []
         if type(event) is Published:
             self._on_published(event.message, now, out)
@@ -161,7 +161,7 @@ class ControllerCore:
         return out
 
     def reconfigure(self, config: ControllerConfig) -> None:
-        """From now on, as far as it can change while requests live (`RELOADS` of the command line)."""
+        """Apply new settings, as far as they can change while requests live (`RELOADS` of the command line)."""
         self.config = config
         self.life.reconfigure(config)
         self.health.hang_s = config.hang_s
@@ -170,24 +170,25 @@ class ControllerCore:
 
     @property
     def _by_tick(self) -> bool:
-        """What waits is dispatched with ticks alone: controllers that share ranks and bind late would all take one
-        report for leave to fill the same rank, and their ticks come at different times."""
+        """True if waiting requests are dispatched with ticks only. Controllers that share ranks and bind late would
+        otherwise all fill the same rank after one report; their ticks come at different times."""
         return self.late is not None and self.table.shared
 
     @property
     def needs_ticks(self) -> bool:
-        """Whether a tick is wanted each few tens of milliseconds; if not, a few times a second will do."""
+        """True if a tick is needed every few tens of milliseconds; if false, a few times a second is enough."""
         return bool(self.life.requests or self.members.suspects) or not self.balancer.settled or self.table.shared
 
     @property
     def waiting(self) -> bool:
-        """Whether a publication may let something happen at once; if not, it is news only to the next decision."""
+        """True if a publication may cause something at once; if false, it only matters for the next decision."""
         return bool(self.life.queue.requests) or not self.balancer.settled
 
     @property
     def unready(self) -> str:
-        """Why requests would not be served now; empty: each role that ranks are here for or that is wanted has a ready
-        one, or enough of them have: unified, or prefill and decode. What is declared must have one."""
+        """Return why no request would be served now; empty if they would. Every role that has ranks here or is
+        wanted must have a ready rank, or enough of them must: unified, or prefill and decode. A declared role must
+        always have one."""
         if not self.balancer.settled:
             return "waiting for the ranks' first reports"
         ready: dict[str, bool] = {}
@@ -209,13 +210,13 @@ class ControllerCore:
         return "unified" in roles or roles >= {"prefill", "decode"}
 
     def shutdown(self, now: float) -> list[Action]:
-        """This controller leaves: every live request ends, for its client to send it elsewhere."""
+        """End every live request, because this controller leaves; clients send them elsewhere."""
         out: list[Action] = []
         self.life.shutdown(now, out)
         return out
 
     def status(self, id: int, now: float) -> Status:
-        """Everything an operator may want to see."""
+        """Return everything that an operator may want to see."""
         ranks = tuple(
             rank_status(rank, self.health.pulses[rank.key], now)
             for _, rank in sorted(self.table.ranks.items(), key=lambda item: item[0])
@@ -229,16 +230,16 @@ class ControllerCore:
 
     @property
     def wanted(self) -> tuple[WantedRole, ...]:
-        """What ought to be served, and by how many ranks it could be now."""
+        """The roles that should be served, with the number of ready ranks for each."""
         return tuple(self.members.wanted.now(self.table.ranks.values()))
 
     @property
     def prefixes(self) -> dict[Role, PrefixIndex]:
-        """What the policies know of caches, where they keep an index."""
+        """The cache indexes of the policies that keep one."""
         return {role: policy.prefixes for role, policy in self.policies.items() if policy.prefixes is not None}
 
     def tally(self) -> dict[str, int]:
-        """Counts by name: what happened so far, and what is alive (`requests`, `queue_*`, `payload_bytes`)."""
+        """Return counts by name: what happened so far, and what is alive (`requests`, `queue_*`, `payload_bytes`)."""
         life = self.life
         return {
             **self.counts,
@@ -270,7 +271,7 @@ class ControllerCore:
         method = self.config.methods[role]
 
         def on_fault(hook: str, why: str) -> None:
-            """Counted, and told once: it may come with every request."""
+            """Count a policy's fault and log it once: it may come with every request."""
             self.counts["policy_faults"] += 1
             if (role, hook) not in self._faults:
                 fields = {"role": role, "method": method, "hook": hook, "why": why}
@@ -393,7 +394,7 @@ class ControllerCore:
         key = message.instance, message.dp_rank
         rank = self.balancer.report(key, message.epoch, load, now)
         if rank is not None:
-            if not rank.candidate and rank.was_candidate and rank.asked is None:  # seldom: dispatches fill it sooner
+            if not rank.candidate and rank.was_candidate and rank.asked is None:  # rare: dispatches fill it sooner
                 self.members.ping(rank, now, out)
             if rank.probe is not None and rank.acked >= rank.probe[0]:
                 rank.latencies.acked.observe(now - rank.probe[1])
@@ -456,7 +457,7 @@ class ControllerCore:
         self._publish_sent(now, out)
 
     def _publish_sent(self, now: float, out: list[Action]) -> None:
-        """All counters each SENT_AT_LEAST_S; where controllers share ranks, what changed much sooner."""
+        """Publish all counters each SENT_AT_LEAST_S; where controllers share ranks, large changes much sooner."""
         turn, since = self.table.turn, -1
         if now - self._sent_at < SENT_AT_LEAST_S:
             if not self.table.shared or turn == self._sent_turn or now - self._shared_at < self.config.sent_interval_s:

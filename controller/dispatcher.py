@@ -1,7 +1,7 @@
 """`Dispatcher`: a controller embedded in an engine, in place of the engine's own data-parallel controller.
 
-Owns the hand-over between the engine's thread and the controller's: bounded, never blocking unless asked to, raising
-only where a call itself is wrong or the controller has failed. Decides nothing.
+It owns the hand-over between the engine's thread and the controller's: bounded, never blocking unless asked to,
+raising only where a call itself is invalid or the controller has failed. It decides nothing.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ Answer: TypeAlias = Accepted | Done | Failed
 
 
 class Dispatcher:
-    """`with Dispatcher(config) as dispatcher:` starts a controller in this process, on a thread of its own.
+    """A controller in this process, on a thread of its own: `with Dispatcher(config) as dispatcher:`.
 
-    `dispatch` hands one request over and returns at once; `poll` gives what became of requests since the last call:
-    `Accepted` (dispatched; comes again with each new attempt), then exactly one of `Done` and `Failed`. All methods
-    may be called from any thread. StartError on entry if an endpoint is taken. Should the controller's thread fail
-    (`failure`) or be stopped, what is live ends with `Failed` (`shutting_down`), which `poll` still gives; then every
-    call raises PartFailed. In another `with` it starts as a new one.
+    `dispatch` hands one request over and returns at once; `poll` gives the events of requests since the last call:
+    `Accepted` (dispatched; again with each new attempt), then exactly one of `Done` and `Failed`. All methods may be
+    called from any thread. StartError on entry if an endpoint is taken. If the controller's thread fails (`failure`)
+    or is stopped, live requests end with `Failed` (`shutting_down`), which `poll` still gives; then every call
+    raises PartFailed. In another `with` it starts as a new one.
     """
 
     def __init__(self, config: ControllerConfig, *, max_handed_over: int = MAX_HANDED_OVER) -> None:
@@ -77,7 +77,7 @@ class Dispatcher:
 
     @property
     def failure(self) -> Exception | None:
-        """What the controller's thread failed of; None while it serves."""
+        """The exception that ended the controller's thread; None while it serves."""
         return self.controller.failure
 
     def dispatch(
@@ -177,14 +177,14 @@ class Dispatcher:
         return True
 
     def cancel(self, rid: str) -> None:
-        """End a request; its `Failed` (or the `Done` that was faster) comes through `poll`. A rid that is not under way
-        is none to cancel."""
+        """End a request; its `Failed` (or the `Done` that was faster) comes through `poll`. A rid that is not live
+        has no effect."""
         self.controller.raise_if_closed()
         if isinstance(rid, str) and rid in self._live:
             self.controller._submit(Cancel(rid))
 
     def poll(self, timeout_s: float = 0.0) -> list[Answer]:
-        """What happened since the last call; waits at most `timeout_s` for something to happen."""
+        """Return the answers since the last call, waiting for one up to `timeout_s`."""
         self.controller.raise_if_inherited()
         with self._arrived:
             if timeout_s > 0:
@@ -199,7 +199,7 @@ class Dispatcher:
         return answers
 
     def status(self, timeout_s: float = 5.0) -> Status:
-        """The controller's view of its ranks. TimeoutError when it does not answer."""
+        """Return the controller's view of its ranks. TimeoutError when it does not answer."""
         self.controller.raise_if_inherited()
         with self._arrived:
             self._status = None
@@ -212,7 +212,8 @@ class Dispatcher:
         return status
 
     def _check_roomless(self, leg: Legs, routed_dp_rank: int | None) -> None:
-        """Other refusals come back as `Failed`; a room can't be made up for the caller, who shares it with others."""
+        """ConfigError for a missing room, which only the caller can choose, because it shares the room with others.
+        Other refusals come back as `Failed`."""
         if leg != "unified":
             if leg in ROLES:
                 raise ConfigError(f"a {leg} request needs a bootstrap_room: draw one at random from 0..2^63-1")
@@ -228,7 +229,7 @@ class Dispatcher:
         return self.failure is not None or self.controller.stopped
 
     def _end_all(self, what: str) -> None:
-        """The controller `what`: what it never got to ends too."""
+        """End all requests, also those that the controller never took in; `what` says why."""
         with self._arrived:
             ended = {answer.rid for answer in self._answers if not isinstance(answer, Accepted)}
             why = f"the controller of this process {what}"
@@ -236,7 +237,8 @@ class Dispatcher:
             self._arrived.notify_all()
 
     def _on_answer(self, message: Message) -> None:
-        """On the controller's thread. A request has at most `attempts` + 1 answers, so the hand-over is bounded."""
+        """Take an answer, on the controller's thread. A request has at most `attempts` + 1 answers, so the hand-over
+        is bounded."""
         with self._arrived:
             if isinstance(message, Status):
                 self._status = join(self._status, message)

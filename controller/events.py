@@ -1,7 +1,7 @@
-"""What the controller's core is told, and what it asks for beside `bus.actions.Publish` and `Note`.
+"""The events of the controller's core, and its actions besides `bus.actions.Publish` and `Note`.
 
-Peers are opaque to the core: routing ids of one of the two ROUTER sockets, which is why clients and nodes have
-actions of their own. Owns these shapes only, which form no cycles: the garbage collector need not look at them.
+Peers are opaque to the core: routing ids of one of the two ROUTER sockets, so clients and nodes have actions of
+their own. This module owns only these shapes. They form no cycles: the garbage collector need not look at them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FromClient(Struct, frozen=True, gc=False):
-    """A client said `message`, with payload `frames` (anything with a length in bytes) that nobody looks into."""
+    """A client sent `message`, with payload `frames` (anything with a length in bytes) that are not read here."""
 
     peer: Any
     message: Message
@@ -28,7 +28,7 @@ class FromClient(Struct, frozen=True, gc=False):
 
 
 class FromNode(Struct, frozen=True, gc=False):
-    """A node said `message` over its connection `peer`."""
+    """A node sent `message` over its connection `peer`."""
 
     peer: Any
     message: Message
@@ -55,28 +55,28 @@ class Undelivered(Struct, frozen=True, gc=False):
 
 
 class ClientGone(Struct, frozen=True, gc=False):
-    """`peer`, the client of `rid`, is connected no longer: it was not told that its request is accepted."""
+    """`peer`, the client of `rid`, is no longer connected: its `Accepted` did not reach it."""
 
     peer: Any
     rid: Rid
 
 
 class CacheChanged(Struct, frozen=True, gc=False):
-    """What rank `key` caches changed (KV events of our nodes or of an engine that is followed)."""
+    """The cache of rank `key` has changed (KV events of our nodes or of an engine that is followed)."""
 
     key: MemberKey
     changes: Changes
 
 
 class EngineLoad(Struct, frozen=True, gc=False):
-    """Rank `key` said its load in a way that acknowledges nothing (SGLang's LoadStat)."""
+    """Rank `key` published its load in a form that acknowledges nothing (SGLang's LoadStat)."""
 
     key: MemberKey
     load: Load
 
 
 class Tick(Struct, frozen=True, gc=False):
-    """Time passed; several a second."""
+    """Time has passed; several a second."""
 
 
 Event: TypeAlias = (
@@ -92,7 +92,7 @@ class ToClient(Struct, frozen=True, gc=False):
 
 
 class ToNode(Struct, frozen=True, gc=False):
-    """Send to a node, `frames` untouched; answered by `Unreachable` or `Undelivered` where it fails."""
+    """Send to a node, `frames` unchanged; `Unreachable` or `Undelivered` comes back where it fails."""
 
     peer: Any
     message: Message
@@ -100,7 +100,7 @@ class ToNode(Struct, frozen=True, gc=False):
 
 
 class Over(Struct, frozen=True, gc=False):
-    """A request that is traced is over: `record` becomes a span."""
+    """A traced request is over: `record` becomes a span."""
 
     record: RequestRecord
 

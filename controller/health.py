@@ -1,20 +1,20 @@
-"""Which ranks may be dispatched to, and why not. Pure: `now` comes in, verdicts come out.
+"""The health of ranks: which may get dispatches, and why the others may not. Pure: `now` is an argument.
 
-What is told apart, from three independent signs (the direct connection, the bus, the step counter):
+Three independent signs decide (the direct connection, the bus, the step counter):
 
 | state | sign |
 | --- | --- |
-| starting | the node says so; or it runs something and has not reported yet, so its load is not known |
-| ready | connected, heard within its lease, reporting, moving |
-| draining | the node says so, or an operator asked |
+| starting | the node states it; or it runs something and has not reported yet, so its load is not known |
+| ready | connected, seen within its lease, reporting, moving |
+| draining | the node states it, or an operator asked |
 | silent | connected, but the bus carried nothing of it for a lease (and 3 of its intervals), but loads of others |
-| lost | nothing over its connection for a lease, or the connection is gone (a moment later where it drains) |
+| lost | nothing came over its connection for a lease, or the connection is gone (a moment later where it drains) |
 | hung | connected and busy, but its step counter stood still for `hang_s` |
 | gone | it said goodbye |
 
-When the bus carries no rank's loads (the broker died, or ranks cannot reach it), no rank is blamed for it; nor when it
-is this process that was away (its machine paused it): time that nobody looked is nobody's silence, and connections that
-closed meanwhile have a lease to come back. Owns these verdicts; sends nothing.
+When the bus carries no rank's loads (the broker died, or ranks cannot reach it), no rank becomes silent. If this
+process itself was paused, the pause does not count as silence of the ranks, and connections that closed meanwhile have
+a lease to come back. This module owns these verdicts; it sends nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Pulse:
     state_at: float = 0.0  # since when
 
     def moved(self, step: int, busy: bool, now: float) -> None:
-        """Its step counter now; only a rise counts as movement."""
+        """Record the step counter; only a rise counts as movement."""
         if step > self.step:
             self.step = step
             self.step_at = now
@@ -67,7 +67,8 @@ class Change:
 
 
 class Health:
-    """Signs in (`hello`, `heard`, `moved`, `report`, ...), verdicts out (`assess`, `sweep`)."""
+    """The health of all ranks. It takes signs of life (`hello`, `heard`, `moved`, `report`, ...) and gives verdicts
+    (`assess`, `sweep`)."""
 
     def __init__(self, *, lease_s: float, hang_s: float, settle_s: float, now: float) -> None:
         self._lease_s = lease_s
@@ -87,7 +88,7 @@ class Health:
     # --- signs ------------------------------------------------------------------------------------------------
 
     def hello(self, key: MemberKey, epoch: int, declared: NodeState, *, idle: bool, now: float) -> Pulse:
-        """A node introduced itself, or restated itself."""
+        """Record that a node introduced or restated itself."""
         pulse = self.pulses.get(key)
         if pulse is None or pulse.epoch != epoch:
             pulse = self.pulses[key] = Pulse(key, epoch, declared, idle, now, now, now, step_at=now, state_at=now)
@@ -97,25 +98,26 @@ class Health:
         return pulse
 
     def heard(self, key: MemberKey, now: float) -> None:
-        """Anything at all came over its connection."""
+        """Record that anything came over the rank's connection."""
         pulse = self.pulses.get(key)
         if pulse is not None:
             pulse.last_seen_at = now
 
     def moved(self, key: MemberKey, step: int, busy: bool, now: float) -> None:
-        """Its step counter, from a pong or a report; these overtake each other, so only a rise counts as movement."""
+        """Record the step counter from a pong or a report. These overtake each other, so only a rise counts as
+        movement."""
         pulse = self.pulses.get(key)
         if pulse is not None:
             pulse.moved(step, busy, now)
 
     def set_back(self, key: MemberKey) -> None:
-        """What was said of its steps was not said by the rank."""
+        """Drop what was recorded of the rank's steps: another peer had sent it."""
         pulse = self.pulses.get(key)
         if pulse is not None:
             pulse.step = -1
 
     def report(self, key: MemberKey, load: Load, now: float, interval_s: float = 0.0) -> None:
-        """A load report of its epoch came over the bus; the next one will within `interval_s`, if it said so."""
+        """Record a load report over the bus; the next one comes within `interval_s`, if the rank stated it."""
         pulse = self.pulses.get(key)
         if pulse is not None:
             pulse.reported_at = now
@@ -124,25 +126,25 @@ class Health:
             pulse.moved(load.step, load.running > 0, now)
 
     def bus_heard(self, now: float) -> None:
-        """The bus carried something, of anybody."""
+        """Record that the bus carried a message of any rank."""
         if now - self._bus_at > self._pause_s:
             self._bus_since = now  # it was away: what the ranks said meanwhile is lost, and not their fault
         self._bus_at = now
 
     def unreachable(self, key: MemberKey, now: float) -> None:
-        """Its connection is gone."""
+        """Record that the rank's connection is gone."""
         pulse = self.pulses.get(key)
         if pulse is not None and pulse.cut_at is None:
             pulse.cut_at = now
 
     def drain(self, key: MemberKey) -> None:
-        """An operator wants it to take nothing new."""
+        """Record that an operator wants the rank to take nothing new."""
         pulse = self.pulses.get(key)
         if pulse is not None:
             pulse.drain = True
 
     def bye(self, key: MemberKey) -> None:
-        """It said goodbye."""
+        """Record the rank's goodbye."""
         pulse = self.pulses.get(key)
         if pulse is not None:
             pulse.declared = "gone"
@@ -153,7 +155,7 @@ class Health:
     # --- verdicts ---------------------------------------------------------------------------------------------
 
     def state(self, pulse: Pulse, now: float) -> RankState:
-        """The verdict on one rank; the worst sign decides."""
+        """Return the verdict on one rank; the worst sign decides."""
         if pulse.declared == "gone":
             return "gone"
         draining = pulse.declared == "draining" or pulse.drain
@@ -173,7 +175,7 @@ class Health:
         return "ready"
 
     def assess(self, key: MemberKey, now: float) -> Change | None:
-        """The change of one rank's state since the last verdict, if any."""
+        """Return the change of one rank's state since the last verdict, if any."""
         pulse = self.pulses.get(key)
         if pulse is None:
             return None
@@ -185,7 +187,8 @@ class Health:
         return change
 
     def sweep(self, now: float) -> list[Change]:
-        """Changes of all ranks. Wanted several times a lease: a longer pause between two calls is our own absence."""
+        """Return the changes of all ranks. Call it several times a lease: a longer pause between two calls counts as
+        our own absence."""
         away_s, self._swept_at = now - self._swept_at, now
         if away_s > self._pause_s:
             self._woke_at = now
@@ -195,22 +198,24 @@ class Health:
         return [change for key in list(self.pulses) if (change := self.assess(key, now))]
 
     def may_return(self, pulse: Pulse, now: float) -> bool:
-        """Whether one whose connection is gone may still say hello over another one before what it runs is given up."""
+        """Return true if a rank without a connection may still say hello over another one before its work is given
+        up."""
         since = pulse.cut_at
         return since is not None and now < max(since + self._moment_s, self._woke_at + self._lease_s)
 
     def is_dead(self, pulse: Pulse, now: float) -> bool:
-        """Whether one whose connection is gone has not said hello within its lease."""
+        """Return true if a rank without a connection has not said hello within its lease."""
         since = pulse.cut_at
         return since is not None and now >= max(since, self._woke_at) + self._lease_s
 
     def young(self, now: float) -> bool:
-        """Whether ranks may be missing that were here before this process was started: for a lease."""
+        """Return true for a lease after the start: until then, ranks that were here before this process may be
+        missing."""
         return self._settle_s > 0 and now - self._started_at < self._lease_s
 
     def settled(self, now: float) -> bool:
-        """Whether the picture is whole enough to decide on: `settle_s` after the start (time for nodes to reconnect),
-        once no rank is still expected to report; after a lease in any case. Once settled, always."""
+        """Return true if enough is known to decide: `settle_s` after the start (time for nodes to reconnect), and no
+        known rank still owes a report; after a lease in any case. Once settled, it stays settled."""
         if not self._settled:
             age_s = now - self._started_at
             waiting = any(not pulse.known for pulse in self.pulses.values())
@@ -218,5 +223,5 @@ class Health:
         return self._settled
 
     def quiet_s(self, key: MemberKey, now: float) -> float:
-        """How long its connection has carried nothing."""
+        """Return how long the rank's connection has carried nothing, in seconds."""
         return now - self.pulses[key].last_seen_at

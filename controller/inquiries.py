@@ -1,6 +1,6 @@
-"""What became of a request, asked by an operator: what the controller remembers of it, and what its ranks do.
+"""An operator's questions for the history of a request: this controller's record and its ranks' records together.
 
-Owns the questions that are under way. Pure.
+This module owns the open questions. Pure.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class _Inquiry:
     others: tuple[Rid, ...]  # that begin as what was asked for
     parts: list[PartTrace]
     waits_for: set[str]  # ranks
-    gone: set[str]  # ranks that nobody can ask any more
+    gone: set[str]  # ranks that cannot be asked any more
     due: float
 
 
 class Inquiries:
-    """`wall_s` makes seconds since 1970 of the core's."""
+    """The open questions. `wall_s` turns the core's clock into seconds since 1970."""
 
     def __init__(self, name: str, members: Members, life: Life, wall_s: float) -> None:
         self._name = name
@@ -70,7 +70,7 @@ class Inquiries:
             records = self._records(rid)
         ranks = {f"{rank.key[0]}/{rank.key[1]}": rank for rank in self._members.peers.values()}
         gone: set[str] = set()
-        if records:  # else whoever may have run it for another controller, or a former start of this one
+        if records:  # else all ranks: one may have run it for another controller, or a former start of this one
             known = set().union(*map(ranks_of, records))
             gone = known - ranks.keys()
             ranks = {name: ranks[name] for name in known - gone}
@@ -82,7 +82,7 @@ class Inquiries:
         self._answer_if_complete(self._number, now, out)
 
     def recalled(self, rank: RankLoad, answer: HistoryReply, now: float, out: list[Action]) -> None:
-        """What one rank remembers; an answer that nobody waits for means nothing."""
+        """Add one rank's record; an answer to no open question is ignored."""
         name = f"{rank.key[0]}/{rank.key[1]}"
         inquiry = self._open.get(answer.id)
         if inquiry is None or name not in inquiry.waits_for:
@@ -106,12 +106,12 @@ class Inquiries:
         return over + ([record_of(live)] if live is not None else [])
 
     def _named(self, beginning: str) -> list[Rid]:
-        """Requests that begin so, those that live and the newest first."""
+        """Return the rids that begin so: those that live and the newest first."""
         live = [rid for rid in reversed(self._life.requests) if rid.startswith(beginning)]
         return list(dict.fromkeys(live + self._life.table.history.named(beginning, MAX_NAMED)))[:MAX_NAMED]
 
     def _own_parts(self, records: list[RequestRecord]) -> list[PartTrace]:
-        """By the client, as its submit said, and by this controller."""
+        """Return the parts of the client (from its submit) and of this controller."""
         if not records:
             return []
         events = tuple(event for record in records for event in trace_events_of(record, self._wall_s))

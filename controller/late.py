@@ -1,8 +1,9 @@
-"""Late binding, for the queue order `slo`: when a request goes to ranks, and how soon its first token could come. Pure.
+"""Late binding, for the queue order `slo`: when a request goes to ranks, and how soon its first token could come.
+Pure.
 
-What waits at a rank is out of order for good, so a prompt leaves the central queue only when some rank has less than
-`late_tokens` queued: enough to keep it busy until the next one arrives. And where the time for each further token
-counts, only when some decode rank can take it without its steps getting longer than that.
+The order of what waits at a rank cannot be changed any more. So a prompt leaves the central queue only when some
+rank has less than `late_tokens` queued: enough to keep it busy until the next one arrives. Where the time for each
+further token counts, the prompt also waits until some decode rank can take it without longer steps than that.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from controller.load.groups import Metric, View
 from controller.load.rank import RankLoad
 
 SMOOTH_TOKENS = 100_000  # computed since: what was measured before counts for half
-SMOOTH_STEPS = 10_000  # likewise of decode
+SMOOTH_STEPS = 10_000  # of decode
 
 
 class LateBinding:
-    """Of one controller's ranks."""
+    """Late binding for one controller's ranks."""
 
     def __init__(self, late_tokens: int, tpot_slo_s: float = 0.0) -> None:
         self._late_tokens = late_tokens
@@ -29,7 +30,7 @@ class LateBinding:
         self._late_tokens, self._tpot_slo_s = late_tokens, tpot_slo_s
 
     def heard(self, rank: RankLoad, load: Load, now: float) -> None:
-        """`load` is about to take the place of what `rank` said last."""
+        """Learn from `load`, which is about to replace the rank's last report."""
         if rank.load is not None and rank.reported_at is not None and load.seq > rank.load.seq:
             role, model = rank.info.role, rank.info.model
             known = (
@@ -40,21 +41,21 @@ class LateBinding:
             known.heard(rank.load, load, now - rank.reported_at)
 
     def open(self, rank: RankLoad | None) -> bool:
-        """Whether it has nearly nothing queued."""
+        """Return true if the rank has almost nothing queued."""
         return rank is not None and queued_tokens(rank) < self._late_tokens
 
     def first_token_s(self, rank: RankLoad | None, work: int) -> float:
-        """How long `work` prompt tokens take at `rank` from now on, behind what is queued there; 0 of no rank, and
-        before anything was computed."""
+        """Return how long `work` prompt tokens take at `rank` from now on, behind what is queued there, in seconds;
+        0 without a rank, and before anything was computed."""
         if rank is None:
             return 0.0
         pace = self._paces.get((rank.info.role, rank.info.model))
         return 0.0 if pace is None else (queued_tokens(rank) + work) * pace.s_per_token
 
     def decoding(self, view: View, rank: RankLoad | None, submit: Submit) -> RankLoad | None:
-        """`rank`, which was chosen of `view` to decode, or the one with the fewest tokens, whichever can take it
-        without a step longer than its SLO; None: neither, so it waits. An idle rank can, and no wish counts for less
-        than a step of the request alone."""
+        """Return the decode rank: `rank`, which was chosen from `view`, or the one with the fewest tokens, if one of
+        them can take the request without a step longer than its SLO; else None, and it waits. An idle rank always
+        can, and a wanted time below a step of the request alone counts as that step."""
         ours_s, slo_s, tokens = self._tpot_slo_s, submit.tpot_slo_s or self._tpot_slo_s, submit.prompt_tokens
         if rank is None or not slo_s:
             return rank
@@ -70,8 +71,8 @@ class LateBinding:
         return None
 
     def _step_s(self, rank: RankLoad, tokens: int) -> float:
-        """How long a step of `rank` takes with one more request that holds `tokens`, all that are on their way there
-        included; 0 where nothing is known, and of an idle rank."""
+        """Return the seconds of a step of `rank` with one more request that holds `tokens`, and with all that are on
+        their way there; 0 where nothing is known, and for an idle rank."""
         steps = self._steps.get(rank.info.model)
         if steps is None or not rank.requests:
             return 0.0
@@ -79,7 +80,8 @@ class LateBinding:
 
 
 class Pace:
-    """Seconds of a rank's time for each prompt token that it computes, by reports of several, the recent past first."""
+    """The seconds of a rank's time for each prompt token that it computes, from several reports; recent ones count
+    most."""
 
     def __init__(self) -> None:
         self.s_per_token = 0.0  # 0 before anything was computed
@@ -87,8 +89,8 @@ class Pace:
         self._busy_s = 0.0
 
     def heard(self, last: Load, load: Load, elapsed_s: float) -> None:
-        """What one rank did between two reports. Where it does not say how long it was busy, it was as long as prompts
-        waited there."""
+        """Learn from the work of one rank between two reports. Where it does not state its busy time, the time with
+        waiting prompts counts."""
         tokens = _computed(last, load)
         if load.busy_us_total:
             busy_s = (load.busy_us_total - last.busy_us_total) / 1e6
@@ -104,16 +106,16 @@ class Pace:
 
 
 class StepTime:
-    """Seconds of a decode step, by the requests in it and the tokens that they hold: the plane nearest to what reports
-    show (least squares), the recent past first."""
+    """The seconds of a decode step as a linear function of its requests and their tokens, fitted to the reports by
+    least squares; recent ones count most."""
 
     def __init__(self) -> None:
         self._sums = [[0.0] * 4 for _ in range(3)]  # of products of 1, requests, tokens (scaled), and seconds
         self._plane: tuple[float, ...] | None = None  # from the sums, until they change
 
     def heard(self, last: Load, load: Load, elapsed_s: float) -> None:
-        """What one rank did between two reports. Where it does not say how long it was busy, it was as long as
-        requests ran there."""
+        """Learn from the work of one rank between two reports. Where it does not state its busy time, the time with
+        running requests counts."""
         steps = load.step - last.step
         if load.busy_us_total:
             busy_s = (load.busy_us_total - last.busy_us_total) / 1e6
@@ -131,20 +133,20 @@ class StepTime:
         self._plane = None
 
     def of(self, requests: float, tokens: float) -> float:
-        """0 before anything was heard."""
+        """Return the seconds of a step; 0 before the first sample."""
         if self._plane is None:
             self._plane = _solved(self._sums)
         return sum(a * b for a, b in zip(self._plane, _scaled(requests, tokens), strict=True))
 
 
 def _scaled(requests: float, tokens: float) -> tuple[float, float, float]:
-    """Of like size, for what follows."""
+    """Return the values scaled to a similar size, for the equations."""
     return 1.0, requests / 64, tokens / 65_536
 
 
 def _solved(sums: list[list[float]]) -> tuple[float, ...]:
-    """Three linear equations. A little of each unknown's own weight is added: where all that was seen is much the same,
-    no part of a step gets more than its share."""
+    """Solve three linear equations. A small weight of each unknown is added: where all samples are much the same, no
+    part of a step then gets more than its share."""
     rows = [row[:] for row in sums]
     for i, row in enumerate(rows):
         row[i] += 1e-5 * sums[0][0] + 1e-12
@@ -159,14 +161,16 @@ def _solved(sums: list[list[float]]) -> tuple[float, ...]:
 
 
 def queued_tokens(rank: RankLoad) -> int:
-    """Prompt tokens that wait at `rank` or are on their way there: the estimate without what is only held."""
+    """Return the prompt tokens that wait at `rank` or are on their way there: the estimate without what is only
+    held."""
     held = 0 if rank.counts_queue_only or rank.load is None else rank.load.kv_tokens
     return max(0, rank.tokens - held)
 
 
 def _computed(last: Load, load: Load) -> int:
-    """Prompt tokens computed between two reports. Of a rank that does not count them, what it took in and neither had
-    cached nor has waiting, which is wrong for a while where prompts wait that are cached in part, or are cancelled."""
+    """Return the prompt tokens computed between two reports. For a rank that does not count them: the tokens it took
+    in that were neither cached nor still wait. That is wrong for a while where waiting prompts are partly cached, or
+    are cancelled."""
     if load.admitted_tokens_total:
         return load.computed_tokens_total - last.computed_tokens_total
     came = load.prompt_tokens_total - last.prompt_tokens_total

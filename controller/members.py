@@ -1,7 +1,7 @@
-"""Nodes come, speak and go: which connection is which rank, and what its state means for what runs there.
+"""The nodes' connections: which connection is which rank, and what its state means for the work there.
 
-Owns the connections and turns the verdicts of `controller.health` into readiness in the load table and into `Loss`es
-for the requests' side. Pure. Knows nothing of requests.
+This module owns the connections and turns the verdicts of `controller.health` into readiness in the load table and
+into `Loss`es for the requests' side. Pure. It knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Kind: TypeAlias = tuple[str, str, int]  # role, model, dp_size: what all ranks o
 
 
 class Loss(NamedTuple):
-    """What ran at `rank` is lost, or of that what is in `work`. With `tell`, it may still run there. `died`: whether
-    the rank itself is gone, which one of the requests may have caused; None: that is not known yet."""
+    """All work at `rank` is lost, or the part of it in `work`. With `tell`, it may still run there. `died` is true
+    if the rank itself is gone, possibly because of one of the requests; None: not known yet."""
 
     rank: RankLoad
     why: str
@@ -37,9 +37,9 @@ class Loss(NamedTuple):
 
 
 class Doubt:
-    """`work` was dispatched over a connection that is gone, and is not among what the rank says it runs: it may have
-    been lost on the way, or have ended. The rank says what has ended behind the `welcome`; so what is still unclear
-    when a ping that was sent after the answer to another one, `number`, is answered, is lost."""
+    """Work that may be lost: `work` was dispatched over a connection that is gone, and the rank does not list it as
+    running, so it was lost on the way or has ended. The rank reports the ended legs after the `welcome`. What is
+    still open when a ping is answered that was sent after the answer to ping `number`, is lost."""
 
     __slots__ = ("answered", "number", "work")
 
@@ -50,9 +50,9 @@ class Doubt:
 
 
 class Members:
-    """`peers` maps a connection to the rank that said hello over it: one connection speaks for one rank. `suspects` are
-    the ranks whose connections are gone and which have a moment to come back: nothing new goes there, and nothing that
-    runs there is given up."""
+    """The connections. `peers` maps a connection to the rank that said hello over it: one connection belongs to one
+    rank. `suspects` are the ranks whose connections are gone and which may come back soon: nothing new goes there,
+    and nothing that runs there is given up."""
 
     def __init__(
         self, config: ControllerConfig, epoch: int, balancer: Balancer, health: Health, counts: Counter[str]
@@ -73,7 +73,7 @@ class Members:
         self.wanted = Wanted(config.expect)
 
     def hello(self, peer: Any, hello: Hello, now: float, out: list[Action]) -> list[Loss]:
-        """A node introduces or restates itself. What it no longer has is lost."""
+        """Take a node's hello, also a repeated one. Work that it no longer lists is lost."""
         key = info_key(hello)
         refusal = self._refusal(peer, key, hello)
         if refusal is not None:
@@ -129,7 +129,7 @@ class Members:
 
     def ping(self, rank: RankLoad, now: float, out: list[Action]) -> int:
         """Ask the rank whether it lives and how many steps it has made, since another peer may have published in its
-        name. Where KV events were missed, also ask it to name its cached blocks again. Returns the ping's number."""
+        name. Where KV events were missed, also ask it to name its cached blocks again. Return the ping's number."""
         self._pings += 1
         seq = 0 if rank.load is None or rank.engine_tells else rank.load.seq
         rank.asked = Asked(self._pings, seq, self._health.pulses[rank.key].step, now)
@@ -166,7 +166,7 @@ class Members:
         return [Loss(rank, f"rank {rank.key[0]}/{rank.key[1]} lost its connection", doubt.work, died=False)]
 
     def unreachable(self, peer: Any, now: float, out: list[Action]) -> None:
-        """A send said that the connection is gone. What came over it before may still be read."""
+        """Note that a send failed because the connection is gone. What came over it before may still be read."""
         rank = self.peers.get(peer)
         if rank is None or rank in self.suspects:
             return
@@ -178,7 +178,7 @@ class Members:
         self.assess(rank, now, out, "unreachable")
 
     def give_up(self, now: float, out: list[Action]) -> list[Loss]:
-        """Whose connections have been gone for a moment: all that ran there is lost."""
+        """Give up the ranks whose connections have been gone for a moment: all that ran there is lost."""
         gone = [rank for rank in self.suspects if not self._health.may_return(self._health.pulses[rank.key], now)]
         losses = []
         for rank in gone:
@@ -192,8 +192,8 @@ class Members:
         return [loss for loss in (self._act(change, now, out, sign),) if loss] if change else []
 
     def sweep(self, now: float, out: list[Action]) -> list[Loss]:
-        """Act on all ranks whose state time has changed; forget those gone for long (a `Loss` too: whoever keeps
-        something of a rank lets go of it)."""
+        """Act on all ranks whose state time has changed. Forget those gone for long (also a `Loss`: everyone that
+        keeps something of a rank must drop it)."""
         losses = [loss for change in self._health.sweep(now) if (loss := self._act(change, now, out, "time"))]
         for rank in [rank for rank in self._unclear if self._health.is_dead(self._health.pulses[rank.key], now)]:
             del self._unclear[rank]
@@ -209,11 +209,11 @@ class Members:
         return losses
 
     def state(self, rank: RankLoad) -> RankState:
-        """The verdict in force."""
+        """Return the verdict in force."""
         return self._health.pulses[rank.key].state
 
     def validate(self) -> None:
-        """Connections and counts agree with the ranks (for tests)."""
+        """Check that connections and counts agree with the ranks (for tests)."""
         kinds: dict[str, Counter[Kind]] = {}
         for rank in self._table.ranks.values():
             if self.state(rank) not in DEAD:
@@ -228,8 +228,8 @@ class Members:
     # --- inside -----------------------------------------------------------------------------------------------
 
     def _suspect_siblings(self, rank: RankLoad, hello: Hello, now: float, out: list[Action]) -> None:
-        """A later start of `rank` said hello: the process that had it is gone or leaves, so its other ranks get nothing
-        more. Their own later starts may say hello at any moment."""
+        """Suspect the other ranks of the process that had `rank`, because a later start of `rank` said hello: that
+        process is gone or leaves. Their own later starts may say hello at any moment."""
         for other in list(self._table.ranks.values()):
             if other is not rank and other.info.endpoint == rank.info.endpoint and _is_later(hello, other.info):
                 self.unreachable(other.peer, now, out)
@@ -267,7 +267,7 @@ class Members:
         return Loss(rank, f"rank {rank.key[0]}/{rank.key[1]} is {state}", tell=may_run, died=died)
 
     def _let_go(self, rank: RankLoad) -> None:
-        """Nothing is expected of it any more that it has not said."""
+        """Expect nothing more of a rank than what it has already reported."""
         self.suspects.pop(rank, None)
         self._doubts.pop(rank, None)
         self._unclear.pop(rank, None)
@@ -294,10 +294,11 @@ class Members:
         return None
 
     def _later(self, key: MemberKey, hello: Hello) -> Hello | None:
-        """The start that keeps the place of this rank against that of `hello`, if one does.
+        """Return the start that keeps the place of this rank against that of `hello`, if there is one.
 
-        Where both say when they began, the later one keeps it while it lives, in whichever order they are heard: so all
-        controllers agree, and the last start is never fenced. Else the one heard of first is taken for the earlier.
+        Where both state when they began, the later one keeps the place while it lives, in whichever order their
+        hellos come: so all controllers agree, and the last start is never fenced. Else the one that came first is
+        taken for the earlier.
         """
         rank = self._table.ranks.get(key)
         if rank is None or rank.epoch == hello.epoch or _is_later(hello, rank.info):
@@ -307,7 +308,8 @@ class Members:
         return rank.info if replaced or kept else None
 
     def _others(self, key: MemberKey, hello: Hello) -> list[Kind]:
-        """The kinds that `hello` must agree with: of its instance's ranks that are not dead, and of its own start."""
+        """Return the kinds that `hello` must agree with: those of its instance's ranks that are not dead, and of its
+        own start."""
         kinds = self._kinds.get(hello.instance) or Counter()
         rank = self._table.ranks.get(key)
         if rank is None:
@@ -319,7 +321,7 @@ class Members:
         return [kind for kind in kinds if not (alone and kind == own)]
 
     def _count(self, rank: RankLoad, change: int) -> None:
-        """`rank` is dead no longer (1), or dead or gone (-1)."""
+        """Count that `rank` is no longer dead (1), or is dead or gone (-1)."""
         kinds = self._kinds.setdefault(rank.info.instance, Counter())
         kind = _kind(rank.info)
         kinds[kind] += change
@@ -330,7 +332,7 @@ class Members:
 
 
 def _is_later(one: Hello, other: Hello) -> bool:
-    """Whether `one` is known to have begun after `other`."""
+    """Return true if `one` is known to have begun after `other`."""
     known = one.started_us and other.started_us
     return bool(known and (one.started_us, one.epoch) > (other.started_us, other.epoch))
 

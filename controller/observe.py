@@ -1,7 +1,8 @@
-"""What is shown of a controller: `pdbus status`, Prometheus metrics, and the regret of its picks. Changes no load.
+"""The controller's figures for display: `pdbus status`, Prometheus metrics, and the regret of its picks. This module
+changes no load.
 
-All of it is built from the core's records, about once a second and off the request path, but for `Regret`, which
-looks when a report acknowledges a dispatch.
+All figures are built from the core's records, about once a second and not while a request is served, except
+`Regret`, which looks when a report acknowledges a dispatch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SCRAPED_S = 600.0  # long enough to see that one is down
 
 
 def rank_status(rank: RankLoad, pulse: Pulse, now: float) -> RankStatus:
-    """One rank as this controller sees it at `now`. Counts are cut to what a message may hold."""
+    """Return the status of one rank as this controller knows it at `now`. Counts are cut to what a message may hold."""
     info = rank.info
     return RankStatus(
         instance=info.instance,
@@ -66,7 +67,8 @@ def rank_status(rank: RankLoad, pulse: Pulse, now: float) -> RankStatus:
 
 
 def probe(ranks: Iterable[RankLoad], now: float) -> None:
-    """Measure from here on, at ranks that have not acknowledged all, until they have what was sent by now."""
+    """Start to measure, at ranks that have not acknowledged everything, the time until they acknowledge what was
+    sent by now."""
     for rank in ranks:
         if rank.probe is None and rank.in_flight:
             rank.probe = rank.sent, now
@@ -81,10 +83,11 @@ def collect(
     now: float,
     wanted: Iterable[WantedRole] = (),
 ) -> Sequence[Metric]:
-    """The metrics of a core's `tally` (used up), `ranks` and what else it knows; a request id is never a label."""
+    """Return the metrics of a core's `tally` (which is used up), of `ranks`, and of what else it knows; a request id
+    is never a label."""
     failed = dict.fromkeys(get_args(Code)[1:], 0)  # from the start, as EVENTS
     failed |= {name.removeprefix("failed_"): tally.pop(name) for name in list(tally) if name.startswith("failed_")}
-    rejected = dict.fromkeys((*REASONS, "bad_identity"), 0)  # likewise
+    rejected = dict.fromkeys((*REASONS, "bad_identity"), 0)  # every reason is shown, also at 0
     rejected |= {
         name.removeprefix("rejected_"): tally.pop(name) for name in list(tally) if name.startswith("rejected_")
     }
@@ -177,7 +180,7 @@ def _dispatches(ranks: Iterable[RankLoad], methods: Mapping[Role, str]) -> Metri
 
 
 class Scrapes:
-    """The parts without ranks that have metrics: this controller (`own`), and those that say so over the bus."""
+    """The parts without ranks that have metrics: this controller (`own`), and those that publish their address."""
 
     def __init__(self, own: Scraped) -> None:
         self._own = own
@@ -192,7 +195,7 @@ class Scrapes:
             self._heard.pop(key, None)
 
     def known(self, now: float) -> tuple[Scraped, ...]:
-        """Those of late, in order. Who is gone for longer is no target any more."""
+        """Return the parts seen lately, in order. A part that is gone for longer is no target any more."""
         for key, (_, at) in list(self._heard.items()):
             if now - at > SCRAPED_S:
                 del self._heard[key]
@@ -201,10 +204,10 @@ class Scrapes:
 
 
 class Regret:
-    """How much better the best rank would have been, seen when a report acknowledges a dispatch: the chosen rank's true
-    load is known then. Regret is what it had queued besides the requests just ingested, beyond the least loaded rank's
-    tokens; `tokens` / `dispatches` is the mean of those sampled. Each sample looks at all ranks of the role, so at
-    most `REGRET_MAX_PER_S` are taken (`due`)."""
+    """The regret of picks: how much better the best rank would have been. It is computed when a report acknowledges
+    a dispatch, because the chosen rank's true load is known then. Regret is what that rank had queued besides the
+    requests just ingested, beyond the least loaded rank's tokens; `tokens` / `dispatches` is the mean of the
+    samples. Each sample looks at all ranks of the role, so at most `REGRET_MAX_PER_S` are taken (`due`)."""
 
     def __init__(self) -> None:
         self.tokens: Counter[Role] = Counter()
@@ -212,7 +215,8 @@ class Regret:
         self.due = 0.0  # from then on the next sample may be taken
 
     def acknowledged(self, rank: RankLoad, ranks: Iterable[RankLoad], now: float) -> None:
-        """`rank`'s last report ingested new requests of mine (`RankLoad.newly_acked`). `ranks`: all known."""
+        """Sample after `rank`'s last report ingested new requests of mine (`RankLoad.newly_acked`). `ranks`: all
+        known."""
         if rank.newly_acked <= 0:
             return
         self.due = now + 1 / REGRET_MAX_PER_S

@@ -1,7 +1,8 @@
-"""Which rank runs a leg: the caller's choice, else the method's. Pure; charges nothing. `controller.balancer` asks it.
+"""The rank for a leg: the caller's choice, else the method's. Pure; it charges nothing. `controller.balancer` uses
+it.
 
-`place` returns a rank, or None when the leg should wait for credit, or raises Refusal. Credit is a rank's alone, not a
-request's: one request may overshoot it, and the node queues what does not fit yet.
+`place` returns a rank, or None when the leg should wait for credit, or raises Refusal. Credit belongs to a rank, not
+to a request: one request may exceed it, and the node queues what does not fit yet.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Suits: TypeAlias = Callable[[RankLoad], bool]  # whether a rank can do what a le
 
 
 class Placement:
-    """Chooses by `policies` among the ranks of `table`."""
+    """The choice by `policies` among the ranks of `table`."""
 
     def __init__(self, table: LoadTable, policies: Mapping[Role, Policy], late: LateBinding | None = None) -> None:
         self._table = table
@@ -34,9 +35,9 @@ class Placement:
         self._policies = policies
 
     def check(self, role: Role, submit: Submit, group: Group, dp_rank: int | None) -> Group:
-        """Return the ranks of the model that this leg is to run: `group`, which has those of the names that the caller
-        gave, or of the only model that is live. Raises Refusal when the leg can run nowhere, whichever rank is alive
-        and however long it waits, and when several models are live."""
+        """Return the ranks of the model that this leg will run: `group`, which has the ranks that the caller named,
+        or those of the only live model. Refusal when the leg can run nowhere, whichever rank is alive and however
+        long it waits, and when several models are live."""
         facts, meant = group.facts(), group
         largest, models = facts.largest, facts.models
         if not models:
@@ -61,8 +62,8 @@ class Placement:
         prefill: RankLoad | None = None, avoid: tuple[RankLoad, ...] = (), barred: Container[RankLoad] = (),
     ) -> RankLoad | None:  # fmt: skip
         """Return the rank for a leg, or None to wait. `group` has the ranks of its model, and `other` those of the
-        decode leg where this is one of a pair, whose prefill leg goes to `prefill`. `avoid` names ranks to shun while
-        there are others; those that are `barred` are not for the method to choose."""
+        decode leg where this is one of a pair, whose prefill leg goes to `prefill`. `avoid` names ranks to avoid
+        while there are others; the method does not get those that are `barred`."""
         if dp_rank is not None:
             return self._of_caller(role, submit, group, dp_rank, self._suits(submit, group, other, prefill))
         if not group.ready:
@@ -79,7 +80,8 @@ class Placement:
         return self.pick(role, self._some(role, submit, group, suits, avoid, barred), submit)
 
     def pick(self, role: Role, view: View, submit: Submit) -> RankLoad | None:
-        """Return the policy's choice among `view`, or None; None also while the request is better kept in the queue."""
+        """Return the policy's choice in `view`, or None; None also while it is better to keep the request in the
+        queue."""
         late, policy = self._late, self._policies[role]
         if late is None:
             return policy.pick(view, submit, submit.prompt_tokens)
@@ -94,8 +96,9 @@ class Placement:
         return rank if late.open(rank) else None
 
     def lane(self, submit: Submit, model: str, avoid: tuple[RankLoad, ...]) -> Lane:
-        """Where this waits, by the model it runs, whoever named that. What only larger ranks can hold, and what shuns a
-        rank, waits for fewer ranks than the others do, and so apart."""
+        """Return the lane in which the submit waits, by the model that it runs, whether the caller or the controller
+        chose that. Requests that only larger ranks can hold, or that avoid a rank, wait for fewer ranks than the
+        others, and so separately."""
         roles = ROLES[submit.leg]
         targets = [target_of(role, submit) for role in roles]
         too_small = tuple(
@@ -112,7 +115,7 @@ class Placement:
         return Lane(model, roles, ranks, all(dp_rank is not None for _, dp_rank in targets))
 
     def _of_caller(self, role: Role, submit: Submit, group: Group, dp_rank: int, suits: Suits | None) -> RankLoad:
-        """The rank that the caller named, credit or not."""
+        """Return the rank that the caller named, with credit or without."""
         rank = self._pinned(group, role, dp_rank)
         if not rank.ready:
             raise Refusal("rank_unavailable", f"rank {rank.key[0]}/{dp_rank} is not ready: it takes nothing now")
@@ -121,7 +124,7 @@ class Placement:
         return _bounded(rank)
 
     def _of_room(self, role: Role, submit: Submit, group: Group, suits: Suits | None) -> RankLoad:
-        """The only rank that a fixed policy has for the request, credit or not."""
+        """Return the only rank that a fixed policy has for the request, with credit or without."""
         if submit.bootstrap_room is None:
             raise Refusal("bad_room", f"{role} ranks are picked by bootstrap_room here; the request has none")
         rank = self._policies[role].pick(group, submit, submit.prompt_tokens)
@@ -137,8 +140,8 @@ class Placement:
         role: Role, submit: Submit, group: Group, suits: Suits | None, avoid: tuple[RankLoad, ...],
         barred: Container[RankLoad],
     ) -> Subset:  # fmt: skip
-        """Those of `group` that are ready, large enough and suit, without the ones to avoid if there are others, and
-        then without those that are barred."""
+        """Return the ranks of `group` that are ready, large enough and suitable, without those to avoid if there are
+        others, and then without those that are barred."""
         large = [rank for rank in group.members if rank is not None and rank.ready and holds(rank, role, submit)]
         if not large:
             raise Refusal("no_rank", f"no live {role} rank is large enough for {submit.prompt_tokens} prompt tokens")
@@ -149,7 +152,7 @@ class Placement:
         return Subset([rank for rank in able if rank not in barred])
 
     def may_run(self, role: Role, submit: Submit, rank: RankLoad) -> bool:
-        """Whether a leg that runs at `rank` already is where `place` might have put it, credit and state aside."""
+        """Return true if `place` could have chosen `rank`, where a leg runs already, apart from credit and state."""
         instance, dp_rank = target_of(role, submit)
         info, policy = rank.info, self._policies[role]
         return (
@@ -165,8 +168,8 @@ class Placement:
 
     @staticmethod
     def _suits(submit: Submit, group: Group, other: Group | None, prefill: RankLoad | None) -> Suits | None:
-        """Return what a rank must be for this leg, apart from large enough; None, nearly always: all of `group` are
-        that."""
+        """Return the further condition on ranks for this leg, apart from size; None, nearly always: all of `group`
+        meet it."""
         facts, needs = group.facts(), submit.needs
         paired, kinds = other is not None, facts.kv_kinds
         if other is not None:
@@ -184,7 +187,7 @@ class Placement:
 
     @staticmethod
     def _check_needs(role: Role, submit: Submit, group: Group) -> None:
-        """Refusal when no rank knows all of them: waiting does not help."""
+        """Raise Refusal when no rank knows all needed parameters: waiting does not help."""
         params_of = group.facts().params_of
         if not any(params.issuperset(submit.needs) for params in params_of):
             known = frozenset[str]().union(*params_of)
@@ -211,8 +214,8 @@ class Placement:
         return ranks[dp_rank]
 
     def _live_model(self, submit: Submit) -> str:
-        """The only model that ready ranks serve for every leg of `submit`, which names none. Where there are several
-        or none, waiting may help: that is how it is while the ranks change from one model to another."""
+        """Return the only model that ready ranks serve for every leg of `submit`, which names none. Where there are
+        several or none, waiting may help: so it is while the ranks change from one model to another."""
         roles = ROLES[submit.leg]
         live = [self._table.group(role, "", target_of(role, submit)[0]).ready for role in roles]
         common = set(live[0]).intersection(*live)
@@ -227,7 +230,7 @@ class Placement:
         raise Refusal("no_rank", f"no model is served by both roles now ({served})")
 
     def _nobody(self, role: Role, submit: Submit, model: str, instance: str) -> None:
-        """Nobody serves this: say which part of the wish is to blame."""
+        """Return the refusal for a leg that no rank serves, with the part of the submit that is to blame."""
         if instance:
             groups = [self._table.group(each) for each in get_args(Role)]
             ranks = [rank for group in groups for rank in group.ranks_of(instance).values()]
@@ -243,14 +246,15 @@ class Placement:
 
 
 def target_of(role: Role, submit: Submit) -> tuple[str, int | None]:
-    """The instance and rank that the caller chose for a leg."""
+    """Return the instance and rank that the caller chose for a leg."""
     if role == "prefill" and submit.leg == "pair":
         return submit.prefill_instance, submit.disagg_prefill_dp_rank
     return submit.instance, submit.routed_dp_rank
 
 
 def context_of(role: Role, submit: Submit) -> int:
-    """Tokens of context a leg takes: a prefill leg adds one token to the prompt, the others all they may produce."""
+    """Return the tokens of context that a leg takes: a prefill leg adds one token to the prompt, the others all they
+    may produce."""
     return submit.prompt_tokens + (1 if role == "prefill" else submit.max_tokens)
 
 
@@ -261,12 +265,12 @@ def _check_length(role: Role, submit: Submit, largest: int) -> None:
 
 
 def _of(model: str) -> str:
-    """For sentences about ranks."""
+    """Return ` of MODEL`, for sentences about ranks, or an empty string."""
     return f" of {model}" if model else ""
 
 
 def _wanted(submit: Submit) -> str:
-    """For sentences: what nobody is."""
+    """Return the roles and names that a submit wants, for sentences about missing ranks."""
     knows = f"knows {', '.join(submit.needs)}" if submit.needs else ""
     pairs = f"can exchange KV caches with the other role's ({_EQUAL})" if submit.leg == "pair" else ""
     return " and ".join(filter(None, (knows, pairs)))
@@ -281,12 +285,12 @@ def _lacks(rank: RankLoad, submit: Submit) -> str:
 
 
 def holds(rank: RankLoad, role: Role, submit: Submit) -> bool:
-    """Whether the request fits in the rank's context and KV memory at all."""
+    """Return true if the request fits in the rank's context and KV memory at all."""
     return context_of(role, submit) <= rank.largest
 
 
 def _bounded(rank: RankLoad) -> RankLoad:
-    """Waiting would free no other rank, so such a request joins its rank's queue, up to a bound."""
+    """Return the rank, which no wait could replace by another, unless its queue is full (up to a bound)."""
     if rank.full:
         raise Refusal("overloaded", f"rank {rank.key[0]}/{rank.key[1]} has {rank.requests} requests")
     return rank

@@ -1,8 +1,8 @@
-"""The controller's shell: sockets, clock, thread. Decides nothing.
+"""The controller's shell: sockets, clock and thread. It decides nothing.
 
-`Controller` runs on a thread of its own (`with Controller(config) as controller:`) or, for `python -m controller`, on
-the caller's (`open`, `loop.run`, `close`). What its sockets carry is `controller.traffic`'s. Publications rest
-(`Loop.rest`) unless a request waits for what they say: all that came are read before anything else a turn brings is
+`Controller` runs on a thread of its own (`with Controller(config) as controller:`) or, for `python -m controller`,
+on the caller's (`open`, `loop.run`, `close`). `controller.traffic` handles what its sockets carry. Publications rest
+(`Loop.rest`) unless a request waits for their content: all that have come are read before anything else in a turn is
 decided.
 """
 
@@ -49,12 +49,12 @@ log = get_logger("controller")
 
 
 class Controller(Service):
-    """Embedded: `with Controller(config) as controller:`; StartError on entry if an endpoint is taken.
+    """An embedded controller: `with Controller(config) as controller:`; StartError on entry if an endpoint is taken.
 
-    `on_local` gets (on the loop's thread) what the core answers to requests submitted with `submit_local`.
-    `bus_seen` is set with the first beacon of a broker. `trace` (before `open`) logs each request at debug level.
-    With `spans` the requests that are traced have a span, which it exports.
-    Should the thread fail, every live request ends as at a stop, and then `on_failure` is called (on that thread).
+    `on_local` gets (on the loop's thread) the core's answers to requests submitted with `submit_local`. `bus_seen`
+    is set with the first beacon of a broker. `trace` (before `open`) logs each request at debug level. With `spans`,
+    traced requests have a span, which it exports. If the thread fails, every live request ends as at a stop, and
+    then `on_failure` is called (on that thread).
     """
 
     part = "controller"
@@ -139,7 +139,7 @@ class Controller(Service):
             self._on_failure()
 
     def _follow(self, exits: ExitStack) -> None:
-        """The caches of our nodes, and the engines of other people (whose ports are plaintext)."""
+        """Follow the caches of our nodes, and foreign engines (whose ports are plaintext)."""
         self._caches = NodeCaches(self.core.table.ranks, self.core.counts)
         if self.core.uses_hashes:
             events = self._sockets.sub(BusAddress(self.config.bus).subscribe, (topics.KV,))
@@ -159,9 +159,9 @@ class Controller(Service):
     # --- in -----------------------------------------------------------------------------------------------------------
 
     def submit_local(self, message: Message, frames: Sequence[Any] = ()) -> None:
-        """A message of this process itself, from any thread: handled soon on the loop's. Its frames are bytes, or have
-        a buffer of bytes or 32-bit integers. ProtocolError, TypeError or ValueError where it is none that a client may
-        send; PartFailed where the loop has failed, or does not serve."""
+        """Hand over a message of this process itself, from any thread; it is handled soon on the loop's. Its frames
+        are bytes, or have a buffer of bytes or 32-bit integers. ProtocolError, TypeError or ValueError where a
+        client may not send it; PartFailed where the loop has failed, or does not serve."""
         self.raise_if_closed()
         codec.decode(codec.encode(message), CLIENT_TO_CONTROLLER)
         self._submit(message, [bytes_of(frame) for frame in frames])
@@ -184,7 +184,7 @@ class Controller(Service):
         return None if dozes else TICK_S
 
     def _pace(self) -> None:
-        """At the end of a turn: what may wake the loop, and when it wakes by itself."""
+        """Set, at the end of a turn, what may wake the loop, and when it wakes by itself."""
         self.loop.rest(self._sub, not self.core.waiting)
         self._flooded |= self.loop.behind  # thousands of busy ranks: their loads would not fit in the queue till then
         if self._ticker.dozing and self.core.needs_ticks:
@@ -232,7 +232,7 @@ class Controller(Service):
 
 
 def bytes_of(frame: object) -> bytes:
-    """A copy of whatever has a buffer of bytes or of 32-bit integers; TypeError of anything else."""
+    """Return a copy of an object that has a buffer of bytes or of 32-bit integers; TypeError for any other."""
     if isinstance(frame, bytes):
         return frame
     view = memoryview(frame)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""What comes over the controller's sockets as events for its core, and what the core asks for as frames.
+"""The controller's messages: what comes over its sockets, as events for its core, and the core's actions, as frames.
 
-Owns how messages are read and written, and what is said of those that are broken; sockets, clock and thread are the
-shell's. Payload frames go through as they came: `zmq.Frame`s, neither decoded nor copied. What is to be sent waits
-until the turn is over, so that what goes to one peer shares system calls.
+This module owns how messages are read and written, and the handling of broken ones; sockets, clock and thread are
+the shell's. Payload frames go through as they came: `zmq.Frame`s, neither decoded nor copied. Messages to send wait
+until the turn is over, so that those to one peer share system calls.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ log = get_logger("controller")
 
 
 class Traffic:
-    """Between `core` and the three sockets that it speaks over. `on_local` gets what is for this process itself,
-    `on_beacon` hears of each beacon, `on_over` of each traced request that ended. All methods are for the loop's
-    thread."""
+    """The messages between `core` and its three sockets. `on_local` gets what is for this process itself,
+    `on_beacon` is called for each beacon, `on_over` for each traced request that ended. All methods are for the
+    loop's thread."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Traffic:
     # --- in -----------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> None:
-        """Let the core decide; what it says is done at the end of the turn."""
+        """Let the core decide; its actions are done at the end of the turn."""
         self._outbox += self._core.handle(event, self._clock())
 
     def from_client(self, frames: list[Any]) -> None:
@@ -127,18 +127,18 @@ class Traffic:
         self.handle(Published(message))
 
     def reject(self, peer: bytes, error: RemoteProtocolError) -> None:
-        """Count a bad message; log the first of each peer."""
+        """Count an invalid message; log the first of each peer."""
         self._rejections.note(name_of(peer), error)
 
     # --- out ----------------------------------------------------------------------------------------------------------
 
     def farewell(self) -> None:
-        """Every live request ends here, for its client to send it elsewhere."""
+        """End every live request here; clients send them elsewhere."""
         self._outbox = self._core.shutdown(self._clock())
         self.carry_out()
 
     def carry_out(self) -> None:
-        """At the end of a turn."""
+        """Do the collected actions at the end of a turn."""
         outbox = self._outbox
         for action in outbox:  # what a failed send leads to joins the end of the list
             kind = type(action)
@@ -164,7 +164,7 @@ class Traffic:
         outbox.clear()
 
     def _send(self, router: Socket, peer: bytes, message: Message, frames: Sequence[Any] = ()) -> int:
-        """0, or the errno that says why the message did not leave."""
+        """Send a message; return 0, or the errno of the reason why it did not leave."""
         try:
             header = codec.encode(message)
         except LocalProtocolError as error:

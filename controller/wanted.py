@@ -1,8 +1,8 @@
-"""Which roles of which models ought to be served here, so that their loss is seen however long ago it was. Pure.
+"""The roles of models that should be served here, so that their loss is noticed however long ago it was. Pure.
 
-A role of a model is wanted from its first ready rank on, until its last rank said goodbye and none that it had is lost;
-or until an operator drains the role. One that is declared (`--expect`) is wanted always. Owns that memory, which
-outlives what the load table knows of lost ranks.
+A role of a model is wanted from its first ready rank on, until its last rank said goodbye and none that it had is
+lost; or until an operator drains the role. A declared role (`--expect`) is always wanted. This module keeps that
+list, which outlives what the load table knows of lost ranks.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from bus.errors import ConfigError
 from bus.wire.messages import MemberKey, RankState, Role, WantedRole
 from controller.load.rank import RankLoad
 
-GROUPS_MAX = 128  # remembered; a program that makes up models is told of no more
+GROUPS_MAX = 128  # remembered; further ones, of a program that invents models, are ignored
 RANKS_MAX = 4_096  # of a group; the first that was heard of is forgotten
 ROLES: tuple[Role, ...] = ("prefill", "decode", "unified")
 Group = tuple[Role, str]  # a role and a model; an empty one stands for any
 
 
 def expected(text: str) -> Group:
-    """`ROLE` or `ROLE:MODEL`. ConfigError for anything else."""
+    """Return the group in `ROLE` or `ROLE:MODEL`. ConfigError for any other text."""
     name, _, model = text.partition(":")
     for role in ROLES:
         if role == name and len(model) <= 128:
@@ -35,7 +35,7 @@ class Wanted:
         self._ranks: dict[Group, dict[MemberKey, RankState]] = {}  # those that did not say goodbye, lost ones too
 
     def changed(self, rank: RankLoad, state: RankState) -> None:
-        """`rank` is new, or in another state."""
+        """Note that `rank` is new, or in another state."""
         group = rank.info.role, rank.info.model
         if group not in self._ranks and len(self._ranks) >= GROUPS_MAX:
             return
@@ -51,12 +51,12 @@ class Wanted:
             self._forget(group)
 
     def drained(self, role: Role, model: str) -> None:
-        """An operator takes a role out of service, of one model or of all (empty)."""
+        """Note that an operator takes a role out of service, of one model or of all (empty)."""
         for group in [group for group in self._ranks if group[0] == role and model in ("", group[1])]:
             self._forget(group)
 
     def now(self, ranks: Iterable[RankLoad]) -> Iterator[WantedRole]:
-        """What is wanted, with its ready ranks among `ranks`."""
+        """Return what is wanted, with its ready ranks among `ranks`."""
         ready = [(rank.info.role, rank.info.model) for rank in ranks if rank.ready]
         for role, model in sorted(self._declared | self._wanted):
             count = sum(role == each and model in ("", of) for each, of in ready)

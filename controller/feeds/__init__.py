@@ -1,4 +1,4 @@
-"""What other people's engines say of themselves: KV-cache events and loads, straight from their sockets.
+"""The feeds of foreign engines: KV-cache events and loads, straight from their sockets.
 
 Parsers and sequence tracking are pure; `controller.feeds.engine` owns the sockets.
 """

@@ -1,7 +1,8 @@
-"""The sockets of one engine's feeds: KV events, their replay, load. Owns sockets and time; decides nothing.
+"""The sockets of one engine's feeds: KV events, their replay, load. This module owns sockets and time; it decides
+nothing.
 
-One SUB a rank, so that sequence numbers are told apart; a DEALER for each replay, so that answers of an old one can't
-be taken for those of a new one.
+Each rank has a SUB of its own, so that sequence numbers are kept apart, and each replay a DEALER of its own, so that
+answers of an old replay are not taken for those of a new one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ log = get_logger("controller")
 
 
 class EngineFeed:
-    """Calls `on_changes` and `on_load` on the loop's thread from `__init__` to `close`; counts as `Follower` does."""
+    """The feed of one engine. It calls `on_changes` and `on_load` on the loop's thread from `__init__` to `close`,
+    and counts as `Follower` does."""
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class EngineFeed:
         log.info("engine.followed", kind=settings.kind, host=settings.host, port=settings.port, ranks=settings.dp_size)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the sockets; idempotent."""
         for rank in list(self._replays):
             self._end_replay(rank)
         for socket in self._open:

@@ -1,4 +1,4 @@
-"""Following one rank's KV events: sequence, parsing, translation together. Pure; the shells move the bytes."""
+"""Following one rank's KV events: sequence, parsing and translation together. Pure; the shells move the bytes."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from controller.feeds.sequence import Deliver, Replay, Sequencer, Step
 
 
 class Learned(Struct, frozen=True, gc=False):
-    """What a message led to: changes for the prefix index, and from where to ask for a replay, if at all."""
+    """The result of a message: changes for the prefix index, and the start of a replay to ask for, if any."""
 
     changes: Changes
     replay_from: int | None = None
 
 
 class Follower:
-    """`missed`: the index was voided although the rank still has the blocks; who asks the rank to name them resets it.
-    `ours`: the publisher is a node of ours, whose hashes need no translation. A message that cannot be read voids
-    what is known, for nobody can tell what it said. `counts` gets `kv_gaps`, `kv_restarts`, what the translation left
-    out, here or at a node of ours (`kv_events.LEFT_OUT`), and `rejected_<reason>` for such a message."""
+    """The follower of one rank. `missed`: the index was cleared although the rank still has the blocks; the part
+    that asks the rank to name them resets it. `ours`: the publisher is a node of ours, whose hashes need no
+    translation. A message that cannot be read clears the index, since its content is unknown. `counts` gets
+    `kv_gaps`, `kv_restarts`, what the translation left out, here or at a node of ours (`kv_events.LEFT_OUT`), and
+    `rejected_<reason>` for such a message."""
 
     def __init__(self, dp_rank: int, counts: Counter[str], *, replay: bool, ours: bool = False) -> None:
         self.sequence = Sequencer(counts, replay=replay)
@@ -43,18 +44,18 @@ class Follower:
         self.missed = False
 
     def live(self, frames: Sequence[bytes]) -> Learned:
-        """A message of the stream. RemoteProtocolError when it has no sequence number."""
+        """Take a message of the stream. RemoteProtocolError when it has no sequence number."""
         seq, payload = split_frames(frames)
         if seq < 0:
             raise RemoteProtocolError("frames", "an end of replay in the stream")
         return self._learned(self.sequence.live(seq, payload))
 
     def replayed(self, frames: Sequence[bytes]) -> Learned:
-        """An answer to a replay. RemoteProtocolError when it has no sequence number."""
+        """Take an answer to a replay. RemoteProtocolError when it has no sequence number."""
         return self._learned(self.sequence.replayed(*split_frames(frames)))
 
     def unanswered(self) -> Learned:
-        """The replay under way has had its time."""
+        """End the running replay, which took too long."""
         return self._learned(self.sequence.unanswered())
 
     def _learned(self, steps: Sequence[Step]) -> Learned:

@@ -1,6 +1,7 @@
 """SGLang's LoadStat publications: frames `[b"load", seq, MessagePack ["LoadStat", running, waiting, ...]]`.
 
-Owns the format; keeps no state. They acknowledge no dispatches, so they can only overwrite what was believed.
+This module owns the format and keeps no state. LoadStats acknowledge no dispatches, so they can only overwrite the
+known load.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ FIELDS = 11  # with the tag; more may follow
 
 
 def parse_load_stat(frames: Sequence[bytes]) -> tuple[int, int, Load]:
-    """`(seq, dp_rank, load)`; `load.seq` is left 0 for the receiver to number."""
+    """Return `(seq, dp_rank, load)`; `load.seq` is 0, and the receiver sets it."""
     seq, payload = split_frames(frames)
     stat = codec.unpack(payload)
     if type(stat) is not list or len(stat) < FIELDS or stat[0] != "LoadStat":

@@ -1,7 +1,7 @@
 """KV events of our own nodes, as they come over the bus (`kv/<instance>/<dp_rank>/`). Pure.
 
 What is remembered of a rank's stream belongs to its record in the load table and goes with it. Our nodes offer no
-replay: after a hole what was known of the rank is void, and its next ping asks it to name again what it has cached.
+replay: after a hole, what was known of the rank is void, and its next ping asks it to name again what it has cached.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from controller.load.rank import RankLoad
 
 
 class NodeCaches:
-    """`ranks`: those there are; others' events are dropped. `counts`: as for `Follower`."""
+    """The streams of our nodes. `ranks` are the known ranks; events of others are dropped. `counts`: as for
+    `Follower`."""
 
     def __init__(self, ranks: Mapping[MemberKey, RankLoad], counts: Counter[str]) -> None:
         self._ranks = ranks
         self._counts = counts
 
     def received(self, frames: Sequence[bytes]) -> tuple[MemberKey, Changes]:
-        """What a publication says of which rank. RemoteProtocolError when it is not of the format."""
+        """Return a publication's rank and events. RemoteProtocolError when it is not of the format."""
         if len(frames) != 3:
             raise RemoteProtocolError("frames", f"{len(frames)} frames")
         key = _key_of(frames[0])

@@ -1,9 +1,10 @@
-"""One publisher's sequence numbers: what is in order, what is missing, what restarted. Pure; moves no bytes.
+"""One publisher's sequence numbers: what is in order, what is missing, and when it restarted. Pure; it moves no
+bytes.
 
-There is no epoch on this wire, so a live number that falls means that the publisher restarted and nothing known of it
-holds. Numbers that were skipped are asked for (`Replay`); the end of a replay does not prove that nothing is missing,
-so only contiguous numbers count, a hole is asked for again, and when the publisher no longer has it, everything known
-is void and begins anew after the hole.
+There is no epoch on this wire, so a live number that falls means that the publisher restarted and nothing known of
+it holds. Skipped numbers are asked for (`Replay`). The end of a replay does not prove that nothing is missing, so
+only contiguous numbers count, and a hole is asked for again. When the publisher no longer has it, everything known
+is void, and the sequence starts again after the hole.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Step: TypeAlias = Deliver | Replay | Void
 
 
 class Sequencer:
-    """`live` for each message of the stream, `replayed` for each answer; both return what to do, in order.
+    """The sequence of one publisher. Call `live` for each message of the stream, `replayed` for each answer of a
+    replay; both return the steps to take.
 
     Without `replay` a hole voids at once. A stream joined late is asked for its beginning first. `counts` gets
     `kv_gaps` and `kv_restarts`.
@@ -79,7 +81,7 @@ class Sequencer:
         return steps
 
     def replayed(self, seq: int, payload: bytes) -> list[Step]:
-        """One answer of a replay; `seq` -1 ends it."""
+        """Take one answer of a replay; `seq` -1 ends it."""
         if not self.replaying:
             return []
         assert self._next is not None
@@ -95,7 +97,7 @@ class Sequencer:
         return [self._ask()] if self._attempts < ATTEMPTS else self._give_up()
 
     def unanswered(self) -> list[Step]:
-        """The replay under way has had its time."""
+        """End the running replay, which took too long."""
         return self.replayed(-1, b"") if self.replaying else []
 
     def _ask(self) -> Replay:
@@ -112,7 +114,7 @@ class Sequencer:
         return steps
 
     def _give_up(self) -> list[Step]:
-        """What is missing will not come: begin anew after the last hole."""
+        """Begin again after the last hole, because the missing messages will not come."""
         last = max(self._held)
         first = last
         while first - 1 in self._held:

@@ -1,4 +1,6 @@
-"""`--engine KIND=ENDPOINT,key=value,...`: whose events to follow. Owns the option's form and its checks."""
+"""`--engine KIND=ENDPOINT,key=value,...`: the engines whose events are followed. This module owns the option's form
+and checks.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ _FORM = "KIND=tcp://HOST:PORT[,dp_size=N][,instance=NAME][,replay=PORT][,load=PO
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """One engine: rank r publishes KV events on `port` + r, answers replays on `replay` + r, its load on `load` + r (0:
-    not). Its ranks are known to the controller as those of `instance`."""
+    """The feeds of one engine: rank r publishes KV events on `port` + r, answers replays on `replay` + r, and
+    publishes its load on `load` + r (0: not). The controller knows its ranks as those of `instance`."""
 
     kind: str
     host: str
@@ -29,7 +31,7 @@ class EngineSettings:
 
 
 def parse_engine(text: str) -> EngineSettings:
-    """ConfigError with the form expected when `text` is not of it."""
+    """Return the settings in `text`; ConfigError with the right form for any other text."""
     first, *rest = text.split(",")
     kind, _, address = first.partition("=")
     if kind not in KINDS:

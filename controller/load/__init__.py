@@ -1,1 +1,1 @@
-"""What is believed of each rank's load, and the least loaded of them."""
+"""The load of each rank as the controller knows it, and the least loaded rank."""

@@ -1,7 +1,9 @@
-"""The load table for a program that embeds it alone: checks each argument, then asks `controller.load.table`.
+"""The load table for a program that embeds it alone: each argument is checked before `controller.load.table` is
+called.
 
-The controller itself calls that one, whose arguments it has checked: a dispatch pays for no check twice. Owns what was
-charged and has not ended, so that nothing ends that was never charged; the counters and estimates are the table's.
+The controller itself calls that table, with arguments that it has checked, so a dispatch pays for no check twice.
+This module keeps what was charged and has not ended, so that nothing ends that was never charged; the counters and
+estimates are the table's.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ class _Charged:
 
 
 class LoadTable:
-    """Loads of all ranks, as one controller sees them. Public, and usable without a process, thread or socket of ours
-    (examples/load_table.py): its ranks count dispatches by `controller_epoch`, any number that no other controller, and
-    no other start of this one, uses.
+    """The loads of all ranks, as one controller knows them. Public, and usable without a process, thread or socket of
+    ours (examples/load_table.py). Its ranks count dispatches by `controller_epoch`: a number that no other controller,
+    and no other start of this one, uses.
 
     `now` is in seconds of any clock that never goes back, the same for all methods; requests and tokens are counts.
-    Nothing raises for what a rank or another controller reports: what makes no sense is dropped or bounded. For all
-    else TypeError and ValueError say what is wrong with an argument, and nothing is changed then. A record that has
+    No report of a rank or another controller raises: invalid ones are dropped or bounded. For all other arguments
+    TypeError and ValueError say what is wrong, and then nothing is changed. A record that has
     left the table (its rank was closed, or opened again) stays as it is.
 
     `request_overcommit` x `max_running` requests and `token_overcommit[role]` x `kv_capacity` tokens are a rank's
@@ -68,7 +70,7 @@ class LoadTable:
 
     @property
     def controller_epoch(self) -> int:
-        """The number that ranks count my dispatches by."""
+        """The number under which ranks count my dispatches."""
         return self._table.controller_epoch
 
     @property
@@ -83,15 +85,15 @@ class LoadTable:
 
     @property
     def turn(self) -> int:
-        """Dispatches charged so far."""
+        """The number of dispatches charged so far."""
         return self._table.turn
 
     # --- ranks come and go ------------------------------------------------------------------------------------
 
     def open(self, info: Hello) -> RankLoad:
-        """Return a rank's record for this epoch, not ready yet; its `requests` and `tokens` are the estimate. A record
-        of another epoch is closed: what was in flight to it is void. Totals carry over. A start that was closed before
-        is numbered on: it would take lower numbers for repeats."""
+        """Add a rank and return its record for this epoch, not ready yet; its `requests` and `tokens` are the
+        estimate. A record of another epoch is closed: what was in flight to it is void. Totals carry over. The
+        numbers of a start that was closed before go on: the rank would take lower numbers for repeats."""
         rank = self._table.open(message(info, Hello))
         self._charged[rank.key] = _Charged()
         return rank
@@ -111,13 +113,13 @@ class LoadTable:
             self._table.reconnected(rank)
 
     def close(self, rank: RankLoad) -> None:
-        """Forget a rank. Its seat may go to another at once: who knows it by that must forget it too."""
+        """Remove a rank. Another rank may get its slot at once: users of the slot number must forget it too."""
         if self._has(rank):
             self._table.close(rank)
             del self._charged[rank.key]
 
     def set_ready(self, rank: RankLoad, ready: bool, *, slow: bool = False) -> None:
-        """Let requests go there, or no longer; `slow`: one at a time until its next report."""
+        """Set whether requests may go to the rank; `slow`: one at a time until its next report."""
         ready, slow = bool(ready), bool(slow)
         if self._has(rank):
             self._table.set_ready(rank, ready, slow=slow)
@@ -125,10 +127,10 @@ class LoadTable:
     # --- what comes in ----------------------------------------------------------------------------------------
 
     def apply(self, key: MemberKey, epoch: int, load: Load, now: float) -> RankLoad | None:
-        """Overwrite what was believed of the rank `(instance, dp_rank)` in its epoch `epoch`. `load.acks` says of each
-        controller epoch how many dispatches, of how many tokens, had been taken in when the load was read; `load.seq`
-        rises with each report. None (and counted) when the report is old, of an unknown epoch, or no `Load` that could
-        come over the wire (a negative count, a number that is no integer)."""
+        """Replace the known load of the rank `(instance, dp_rank)` in its epoch `epoch`. `load.acks` has, for each
+        controller epoch, how many dispatches with how many tokens had been ingested when the load was read;
+        `load.seq` rises with each report. Return None (and count it) when the report is old, of an unknown epoch, or
+        no `Load` that could come over the wire (a negative count, a number that is no integer)."""
         now, rank = seconds(now), self._named(key, epoch)
         if rank is None:
             self.counts["report_unknown"] += 1
@@ -136,16 +138,17 @@ class LoadTable:
         return self._table.apply(rank.key, rank.epoch, load, now)
 
     def take_in(self, key: MemberKey, epoch: int, load: Load, now: float) -> RankLoad | None:
-        """Do as `apply`, which came later: the load is checked here too."""
+        """Do the same as `apply`, a later addition: the load is checked here too."""
         return self.apply(key, epoch, load, now)
 
     def disbelieve(self, rank: RankLoad) -> None:
-        """Forget the last report, which was not the rank's own: my own count holds until the next one comes."""
+        """Drop the last report, which another peer had sent in the rank's name: my own count is used until the next
+        one comes."""
         if self._has(rank):
             self._table.disbelieve(rank)
 
     def declare(self, key: MemberKey, epoch: int, interval_s: float) -> None:
-        """Note that a rank says it reports at least each `interval_s` seconds; its word is taken within bounds."""
+        """Record that a rank reports at least each `interval_s` seconds, within bounds."""
         rank = self._named(key, epoch)
         with suppress(ValueError):  # no number of seconds: as if it had not been said
             interval_s = seconds(interval_s, "interval_s")
@@ -153,8 +156,8 @@ class LoadTable:
                 self._table.declare(rank.key, rank.epoch, interval_s)
 
     def apply_sent(self, sent: Sent, now: float) -> bool:
-        """Take in another controller's cumulative counters. False (and counted) when old, one controller too many, or
-        no `Sent` that could come over the wire; False when mine."""
+        """Apply another controller's cumulative counters. Return false (and count it) when they are old, of one
+        controller too many, or no `Sent` that could come over the wire; false when they are mine."""
         now = seconds(now)
         try:
             message(sent, Sent)
@@ -171,9 +174,9 @@ class LoadTable:
     # --- what goes out ----------------------------------------------------------------------------------------
 
     def charge(self, rank: RankLoad, tokens: int) -> int:
-        """Count a dispatch of `tokens` (of its prompt) that goes to `rank`: its estimate rises at once. Each is to be
-        undone or ended once, with the same `tokens`. Returns the dispatch's number (1, 2, ... for this controller epoch
-        and node epoch). ValueError for a record that has left the table."""
+        """Charge a dispatch of `tokens` (of its prompt) to `rank`: its estimate rises at once. Each charge must be
+        undone or ended once, with the same `tokens`. Return the dispatch's number (1, 2, ... for this controller
+        epoch and node epoch). ValueError for a record that has left the table."""
         tokens = count(tokens, "tokens")
         if not self._has(rank):
             raise ValueError(f"{rank} is not in this table")
@@ -183,8 +186,8 @@ class LoadTable:
         return self._table.charge(rank, tokens)
 
     def undo(self, rank: RankLoad, tokens: int, *, given_up: bool = False) -> None:
-        """Take back a dispatch charged before that never left this process (its number is not used again); `given_up`:
-        it has been ended already, as one that failed. The totals keep it: they do not fall. ValueError for what was not
+        """Take back a charged dispatch that never left this process (its number is not used again); `given_up`: it
+        has been ended already, as one that failed. The totals keep it: they do not fall. ValueError for what was not
         charged."""
         tokens, given_up = count(tokens, "tokens"), bool(given_up)
         if not self._has(rank):
@@ -199,8 +202,8 @@ class LoadTable:
         self._table.undo(rank, tokens, given_up=given_up)
 
     def end(self, rank: RankLoad, tokens: int, *, ok: bool = True) -> None:
-        """Count a dispatch of `tokens` as over, or given up: no longer outstanding (the estimate waits for a report).
-        ValueError for what was not charged."""
+        """End a dispatch of `tokens`, which is over or given up: it is no longer outstanding (the estimate waits for
+        a report). ValueError for what was not charged."""
         tokens, ok = count(tokens, "tokens"), bool(ok)
         if not self._has(rank):
             return
@@ -210,9 +213,9 @@ class LoadTable:
         self._table.end(rank, tokens, ok=ok)
 
     def counters(self, since: int = -1) -> tuple[SentTo, ...]:
-        """Return my cumulative counters, to be published (`Sent`): of the ranks dispatched to after turn `since`. Each
-        says what the rank will have counted once all that is under way has arrived: what was lost with a connection is
-        in flight for nobody, and no acknowledgement will make up for it."""
+        """Return my cumulative counters, to be published (`Sent`), of the ranks that got a dispatch after turn
+        `since`. Each is what the rank will have counted once everything in flight has arrived. What was lost with a
+        connection counts as not in flight, since no acknowledgement will come for it."""
         return self._table.counters(int(index(since)))
 
     @property
@@ -222,7 +225,7 @@ class LoadTable:
 
     def group(self, role: Role, model: str = "", instance: str = "") -> Group:
         """Return the ranks of a role (of one model or instance where named), indexed; made at its first use. Its
-        `least` picks the one with the least load of those that are ready and have credit, or None."""
+        `least` picks the least loaded of those that are ready and have credit, or None."""
         if role not in get_args(Role):
             raise ValueError(f"role must be one of {', '.join(get_args(Role))}")
         if not isinstance(model, str) or not isinstance(instance, str):
@@ -230,7 +233,7 @@ class LoadTable:
         return self._table.group(role, model, instance)
 
     def validate(self) -> None:
-        """Every sum and index is what its definition says (tests call this after each event)."""
+        """Check that every sum and index follows its definition (tests call this after each event)."""
         self._table.validate()
         assert self._charged.keys() == self.ranks.keys()
         for key, charged in self._charged.items():
@@ -247,7 +250,7 @@ class LoadTable:
         return self.ranks.get(rank.key) is rank
 
     def _named(self, key: MemberKey, epoch: int) -> RankLoad | None:
-        """The record that a report is about; None when there is none."""
+        """Return the record that a report is about; None when there is none."""
         try:
             instance, dp_rank = key
             rank = self.ranks.get((instance, index(dp_rank)))
@@ -256,7 +259,7 @@ class LoadTable:
             return None
 
     def _settle(self, rank: RankLoad, tokens: int) -> None:
-        """Forget one dispatch of `tokens` that is live, or raise."""
+        """Remove one live dispatch of `tokens`, or raise ValueError."""
         live = self._charged[rank.key].live
         if tokens not in live:
             raise ValueError(f"no dispatch of {tokens} tokens to {rank} is outstanding")

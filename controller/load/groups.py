@@ -1,8 +1,8 @@
-"""Views of candidates: which ranks a policy may choose from, and the least loaded of them.
+"""Views of candidates: the ranks that a policy may choose from, and the least loaded of them.
 
-Owns the grouping of ranks by (role, model, instance) and their indexes; must not change a load. A `Group` answers in
-O(log n); a `Subset` narrows one for a single request (ranks to avoid, prompts that only some ranks can hold) and
-answers by looking at each. A set of seats is an integer with the bits of its ranks (`RankLoad.seat`).
+This module owns the grouping of ranks by (role, model, instance) and the indexes; it must not change a load. A
+`Group` answers in O(log n). A `Subset` narrows a group for a single request (ranks to avoid, prompts that only some
+ranks can hold) and looks at each rank. A set of slots is an integer with the bits of its ranks (`RankLoad.seat`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from controller.load.rank import RankLoad
 
 
 class Metric(IntEnum):
-    """What a pick minimises; equals go to the rank picked least recently, so ties rotate."""
+    """The measure that a pick minimises. Among equals the rank picked least recently wins, so ties rotate."""
 
     TURN = 0  # nothing: plain rotation
     REQUESTS = 1  # the estimate of requests
@@ -26,7 +26,7 @@ class Metric(IntEnum):
 
 
 def key_of(rank: RankLoad, metric: int, leaf: int = 0) -> int:
-    """What `rank` counts in `metric` (a Metric), as one integer: its last turn and `leaf` (16 bits) in the low bits."""
+    """Return the value of `rank` in `metric` as one integer: its last turn and `leaf` (16 bits) are the low bits."""
     if metric == 2:
         requests = rank.requests
         if requests > 0xFFFFFF:
@@ -41,8 +41,8 @@ KvKind: TypeAlias = tuple[str, str]  # (transfer, layout) as ranks say in their 
 
 
 def exchange(one: KvKind, other: KvKind) -> bool:
-    """Whether ranks of these kinds can hand KV caches to each other. Who states no layout finds out by trying, as does
-    who states nothing behind a `#`."""
+    """Return true if ranks of these kinds can hand KV caches to each other. A rank that states no layout, or nothing
+    behind a `#`, is tried."""
     if one[0] != other[0]:
         return False
     if one[1] == other[1] or not one[1] or not other[1]:
@@ -53,13 +53,13 @@ def exchange(one: KvKind, other: KvKind) -> bool:
 
 
 def group_names(rank: RankLoad) -> set[tuple[Role, str, str]]:
-    """(role, model, instance) of the groups that `rank` belongs to."""
+    """Return (role, model, instance) of the groups that `rank` belongs to."""
     info = rank.info
     return {(info.role, model, instance) for model in ("", info.model) for instance in ("", info.instance)}
 
 
 class Facts(NamedTuple):
-    """Of all members of a group, ready or not."""
+    """Facts about all members of a group, ready or not."""
 
     largest: int  # most tokens of context that any of them can hold
     sizes: tuple[int, ...]  # how many one or another can hold, rising
@@ -70,25 +70,25 @@ class Facts(NamedTuple):
 
 
 class View(Protocol):
-    """What a policy sees. `least` and iteration cover ranks that are ready and have credit."""
+    """The view of a policy. `least` and iteration cover ranks that are ready and have credit."""
 
     def least(self, metric: Metric) -> RankLoad | None:
-        """The candidate with the least `metric`, or None."""
+        """Return the candidate with the least `metric`, or None."""
 
     def least_of(self, seats: int) -> RankLoad | None:
-        """Of the candidates in `seats` (some that `alike` returned), the one with the least tokens, or None."""
+        """Return the candidate in `seats` (some that `alike` returned) with the least tokens, or None."""
 
     def alike(self, block_tokens: int) -> int:
-        """The seats of the ranks with KV blocks of this size, whatever their state."""
+        """Return the slots of the ranks with KV blocks of this size, whatever their state."""
 
     def instances(self) -> Iterable[Mapping[int, RankLoad]]:
-        """The known ranks of each instance by dp_rank, whatever their state (`RankLoad.ready`)."""
+        """Return the known ranks of each instance by dp_rank, whatever their state (`RankLoad.ready`)."""
 
     def has(self, rank: RankLoad) -> bool:
-        """Whether `rank` is one of these, whatever its state."""
+        """Return true if `rank` is one of these, whatever its state."""
 
     def __iter__(self) -> Iterator[RankLoad]:
-        """All candidates, in no order."""
+        """Iterate over all candidates, in no order."""
 
 
 class Group:
@@ -113,7 +113,7 @@ class Group:
         self._seats: SeatKeys | None = None  # tokens by seat, from their first use
 
     def takes(self, rank: RankLoad) -> bool:
-        """Whether `rank` belongs here."""
+        """Return true if `rank` belongs to this group."""
         return (self.role, self.model, self.instance) in group_names(rank)
 
     def least(self, metric: Metric) -> RankLoad | None:
@@ -161,11 +161,11 @@ class Group:
         return self._facts
 
     def ranks_of(self, instance: str) -> Mapping[int, RankLoad]:
-        """Its ranks in this group by dp_rank; of one that is not here, none."""
+        """Return an instance's ranks in this group by dp_rank; empty for an instance that is not here."""
         return self._instances.get(instance, {})
 
     def names(self) -> list[str]:
-        """The instances in this group."""
+        """Return the instances in this group."""
         return list(self._instances)
 
     # --- for the load table -----------------------------------------------------------------------------------
@@ -206,15 +206,15 @@ class Group:
         self.changed()
 
     def turned(self, rank: RankLoad) -> None:
-        """A member became ready, or no longer is."""
+        """Note that a member became ready, or is no longer ready."""
         self._count(rank, 1 if rank.ready else -1)
 
     def changed(self) -> None:
-        """Members came, went, or state other facts."""
+        """Note that members came, went, or state other facts."""
         self._facts = self._alike = None
 
     def validate(self) -> None:
-        """Counts and indexes agree with the members."""
+        """Check that counts and indexes agree with the members."""
         ranks = [rank for rank in self.members if rank is not None]
         assert self.ready == Counter(rank.info.model for rank in ranks if rank.ready), "ready count"
         assert sum(len(ranks_of) for ranks_of in self._instances.values()) == len(ranks), "instances"

@@ -1,6 +1,8 @@
-"""The least of many integer keys: of all (a tournament tree), or of some. Owns the keys; knows no ranks or loads.
+"""The least of many integer keys: of all (a tournament tree), or of some. This module owns the keys; it knows no
+ranks or loads.
 
-Of all: a pick reads the root, a change replays one path: O(log n) with an early end where the winner stays the same.
+Of all: a pick reads the root, and a change replays one path: O(log n), with an early end where the winner stays the
+same.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ class LeastIndex:
         self._keys = [NEVER] * 16
 
     def update(self, leaf: int, key: int) -> None:
-        """Give `leaf` the key `key` (`NEVER` takes it out of the running)."""
+        """Set the key of `leaf` (`NEVER` takes it out of the comparison)."""
         if leaf >= self._size:
             self._grow(leaf)
         keys = self._keys
         at = leaf + self._size
-        while keys[at] != key:  # ends above the root at the latest: keys[0] is nobody's
+        while keys[at] != key:  # ends above the root at the latest: keys[0] belongs to no leaf
             keys[at] = key
             rival = keys[at ^ 1]
             if rival < key:
@@ -38,7 +40,7 @@ class LeastIndex:
             at >>= 1
 
     def least(self) -> int:
-        """The leaf with the least key, or -1 when none takes part."""
+        """Return the leaf with the least key, or -1 when there is none."""
         key = self._keys[1]
         return -1 if key == NEVER else key & 0xFFFF
 
@@ -46,7 +48,7 @@ class LeastIndex:
         return self._keys[leaf + self._size] if leaf < self._size else NEVER
 
     def validate(self) -> None:
-        """Every inner node holds the lesser of its children."""
+        """Check that every inner node holds the lesser of its children."""
         for at in range(1, self._size):
             assert self._keys[at] == min(self._keys[2 * at], self._keys[2 * at + 1]), at
 
@@ -61,10 +63,10 @@ class LeastIndex:
 
 
 class SeatKeys:
-    """Keys by seat, whose low 16 bits are the seat: the least of any set of seats, O(its size), mostly in C.
+    """Keys by slot, whose low 16 bits are the slot: the least of any set of slots, O(its size), mostly in C.
 
-    A set is an integer with a bit for each seat. Large ones (who holds a prefix that all prompts share) are asked for
-    again and again, so the last of them are remembered unpacked.
+    A set is an integer with a bit for each slot. The same large sets (the ranks that hold a common prefix) are asked
+    for again and again, so the last ones are kept unpacked.
     """
 
     __slots__ = ("_keys", "_unpacked")
@@ -74,13 +76,13 @@ class SeatKeys:
         self._unpacked: dict[int, Callable[[list[int]], tuple[int, ...]]] = {}
 
     def update(self, seat: int, key: int) -> None:
-        """Give `seat` the key `key` (`NEVER` takes it out of the running)."""
+        """Set the key of `seat` (`NEVER` takes it out of the comparison)."""
         if seat >= len(self._keys):
             self._keys += [NEVER] * (seat + 1 - len(self._keys))
         self._keys[seat] = key
 
     def least(self, seats: int) -> int:
-        """The seat of `seats`, each of which has been given a key, with the least one; -1 when none takes part."""
+        """Return the slot in `seats`, each of which has a key, with the least one; -1 when there is none."""
         keys, least = self._keys, NEVER
         if seats.bit_count() > FEW:
             least = min((self._unpacked.get(seats) or self._unpack(seats))(keys))

@@ -1,9 +1,8 @@
-"""The record of one rank (one start of it): facts, last report, counters, estimate. Decides nothing.
+"""The record of one rank (one start of it): facts, last report, counters, estimate. It decides nothing.
 
-`controller.load.table` changes its numbers, but for `routed_total`, which is `controller.balancer`'s. What is no
-number belongs to who uses it: `peer`, `asked` and `clock` to `controller.members`, `work` and `latencies` to
-`controller.requests.life`,
-`inherited` to `controller.requests.table`, `follower` to `controller.feeds.nodes`.
+`controller.load.table` changes its numbers, except `routed_total`, which belongs to `controller.balancer`. The other
+fields belong to their users: `peer`, `asked` and `clock` to `controller.members`, `work` and `latencies` to
+`controller.requests.life`, `inherited` to `controller.requests.table`, `follower` to `controller.feeds.nodes`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ UNLIMITED = 1 << 62
 
 
 class Asked(NamedTuple):
-    """A ping on its way, and what had been heard of the rank before it: nothing of its own is ahead of its answer."""
+    """A ping on its way, and the rank's pulse before it: no message of the rank overtakes its answer."""
 
     n: int
     load_seq: int
@@ -31,8 +30,9 @@ class Asked(NamedTuple):
 
 
 class Clock:
-    """How far a rank's clock (since 1970) is ahead of the controller's own, which never steps. As NTP does: half way
-    between a ping and its pong the rank read its clock, and of the last round trips the shortest says it best."""
+    """The offset of a rank's clock (since 1970) from the controller's own, which never steps. As in NTP: the rank
+    read its clock half way between a ping and its pong, and the shortest of the last round trips gives the best
+    value."""
 
     __slots__ = ("_heard",)
 
@@ -44,16 +44,16 @@ class Clock:
 
     @property
     def best(self) -> tuple[float, float] | None:
-        """Round trip, and the rank's clock beyond the controller's, in seconds; None: nothing is known."""
+        """The shortest round trip, and the rank's clock minus the controller's, in seconds; None: unknown."""
         return min(self._heard) if self._heard else None
 
 
 class Latencies:
-    """Of the requests at one rank, over all its starts, for those who watch; nothing is decided by them.
+    """The latencies of the requests at one rank, over all its starts, for display only: no decision uses them.
 
-    `ttft`: at a prefill rank from a leg's coming to its first token, as the rank says; elsewhere from the submit's
-    coming here to the report of the first output. `tpot`: of each leg that ended well, per token after the first.
-    `acked`: from a moment on until all that was sent by then was acknowledged (`controller.observe.probe`).
+    `ttft`: at a prefill rank from a leg's arrival to its first token, as the rank reports it; elsewhere from the
+    submit's arrival here to the report of the first output. `tpot`: per token after the first, of each leg that
+    ended well. `acked`: from a moment until everything sent by then was acknowledged (`controller.observe.probe`).
     """
 
     __slots__ = ("acked", "tpot", "ttft")
@@ -65,10 +65,11 @@ class Latencies:
 
 
 class RankLoad:
-    """What the controller believes of `(instance, dp_rank)` in its epoch `epoch`. Requests and tokens are counts.
+    """The load of `(instance, dp_rank)` in its epoch `epoch`, as the controller knows it. Requests and tokens are
+    counts.
 
-    A policy reads `requests` and `tokens` (the estimate), `ready`, `seat` (its number among the ranks there are, used
-    again once it is gone), `key` (instance, dp_rank) and `info` (its hello). The rest is the load table's.
+    A policy reads `requests` and `tokens` (the estimate), `ready`, `seat` (its number among the present ranks, used
+    again once it is gone), `key` (instance, dp_rank) and `info` (its hello). The rest belongs to the load table.
     """
 
     __slots__ = (
@@ -137,14 +138,14 @@ class RankLoad:
         self.kv_kind = (info.kv_transfer, info.kv_layout)
         self.params = frozenset(info.params)
         self.location = Location(info.instance, info.dp_rank, info.epoch, info.endpoint)
-        self.inherited = info.running  # what it ran before I had dispatched anything to it, until somebody takes that
+        self.inherited = info.running  # what it ran before I had dispatched anything to it, until it is taken over
         # the last report, and when it came (None: none of this epoch yet)
         self.load: Load | None = None
         self.reported_at: float | None = None
         self.stale = True
         self.engine_tells = False  # it was not published by the rank, but read from its engine
         self.interval_s = 0.0  # it declares to report at least this often; 0: it has not said
-        self.counts_queue_only = info.role == "prefill"  # its KV tokens cost nobody any time
+        self.counts_queue_only = info.role == "prefill"  # its KV tokens cost no time
         self.base_requests = 0
         self.base_tokens = 0
         # what I sent in this epoch, what the report says was ingested, and what is outstanding (not ended)
@@ -194,28 +195,28 @@ class RankLoad:
 
     @property
     def in_flight(self) -> int:
-        """Dispatches of mine that the last report did not acknowledge."""
+        """My dispatches that the last report did not acknowledge."""
         return self.sent - self.acked
 
     @property
     def in_flight_tokens(self) -> int:
-        """Their tokens."""
+        """The tokens of these dispatches."""
         return self.sent_tokens - self.acked_tokens
 
     @property
     def dispatched_total(self) -> int:
-        """Dispatches since the controller began, in all epochs of the rank; also those of which nothing was sent: a
+        """All dispatches since the controller began, in all epochs of the rank, also those that were not sent: a
         total does not fall."""
         return self.dispatched_before + self.sent + self.undone
 
     @property
     def ended_total(self) -> int:
-        """Those of them that ended or were never sent; what was outstanding in an earlier epoch ended with that."""
+        """The dispatches among them that ended or were never sent; those of an earlier epoch ended with it."""
         return self.dispatched_total - self.outstanding
 
     @property
     def full(self) -> bool:
-        """Past the bound that holds even for requests which can go nowhere else."""
+        """True past the bound that holds even for requests which only this rank can run."""
         return self.requests >= self.hard_requests
 
     def __repr__(self) -> str:

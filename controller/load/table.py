@@ -41,9 +41,8 @@ HARD_FACTOR = 4  # what cannot go elsewhere may queue at its rank up to this man
 
 
 class LoadTable:
-    """Loads of all ranks, as one controller sees them, for callers that have checked the arguments. A program that
-    embeds it alone has `controller.load.checked.LoadTable`.
-    """
+    """The loads of all ranks, as one controller knows them, for callers that have checked the arguments. A program
+    that embeds it alone uses `controller.load.checked.LoadTable`."""
 
     def __init__(
         self,
@@ -77,9 +76,9 @@ class LoadTable:
     # --- ranks come and go ------------------------------------------------------------------------------------
 
     def open(self, info: Hello) -> RankLoad:
-        """A rank's record for this epoch, not ready yet; its `requests` and `tokens` are the estimate. A record of
-        another epoch is closed: what was in flight to it is void. Totals carry over. A start that was closed before is
-        numbered on: it would take lower numbers for repeats."""
+        """Add a rank and return its record for this epoch, not ready yet; its `requests` and `tokens` are the
+        estimate. A record of another epoch is closed: what was in flight to it is void. Totals carry over. The
+        numbers of a start that was closed before go on: the rank would take lower numbers for repeats."""
         old = self.ranks.get(info_key(info))
         if old is not None:
             self.close(old)
@@ -108,7 +107,7 @@ class LoadTable:
         return rank
 
     def revise(self, rank: RankLoad, info: Hello) -> None:
-        """The same start of a rank restates its facts; only its capacities may have changed."""
+        """Apply restated facts of the same start of a rank; only its capacities may have changed."""
         before = rank.largest, rank.info.block_tokens
         rank.info = info
         self._limit(rank)
@@ -118,12 +117,12 @@ class LoadTable:
         _refresh(rank)
 
     def reconnected(self, rank: RankLoad) -> None:
-        """The same epoch came back over a new connection: what it had not ingested is lost, so the next report's
-        acknowledgement is by definition all that I sent (should it be early, the next one puts it right)."""
+        """Note that the same epoch came back over a new connection. What it had not ingested is lost, so the next
+        report's acknowledgement counts as all that I sent (if it is early, the next one corrects it)."""
         rank.rebase = True
 
     def close(self, rank: RankLoad) -> None:
-        """Forget a rank. Its seat may go to another at once: who knows it by that must forget it too."""
+        """Remove a rank. Another rank may get its slot at once: users of the slot number must forget it too."""
         if self.ranks.get(rank.key) is not rank:
             return
         for group in self._groups_of(rank):
@@ -137,7 +136,7 @@ class LoadTable:
                 self._closed.popitem(last=False)
 
     def set_ready(self, rank: RankLoad, ready: bool, *, slow: bool = False) -> None:
-        """Whether health lets requests go there; `slow`: one at a time until its next report."""
+        """Set whether health lets requests go there; `slow`: one at a time until its next report."""
         if ready != rank.ready:
             rank.ready = ready
             for group in self._groups_of(rank):
@@ -148,10 +147,10 @@ class LoadTable:
     # --- what comes in ----------------------------------------------------------------------------------------
 
     def apply(self, key: MemberKey, epoch: int, load: Load, now: float) -> RankLoad | None:
-        """Overwrite what was believed of the rank `(instance, dp_rank)` in its epoch `epoch`. `load.acks` says of each
-        controller epoch how many dispatches, of how many tokens, had been taken in when the load was read; `load.seq`
-        rises with each report. None (and counted) when the report is old, of an unknown epoch, or no `Load` that could
-        come over the wire (a negative count, a number that is no integer)."""
+        """Replace the known load of the rank `(instance, dp_rank)` in its epoch `epoch`. `load.acks` has, for each
+        controller epoch, how many dispatches with how many tokens had been ingested when the load was read;
+        `load.seq` rises with each report. Return None (and count it) when the report is old, of an unknown epoch, or
+        no `Load` that could come over the wire (a negative count, a number that is no integer)."""
         try:
             load = convert(to_builtins(load), Load)
         except (ValidationError, TypeError, ValueError, OverflowError):
@@ -160,7 +159,7 @@ class LoadTable:
         return self.take_in(key, epoch, load, now)
 
     def take_in(self, key: MemberKey, epoch: int, load: Load, now: float) -> RankLoad | None:
-        """As `apply`, for a load that was decoded, and so checked, already."""
+        """Do the same as `apply`, for a load that was decoded, and so checked, already."""
         rank = self.ranks.get(key)
         if rank is None or rank.epoch != epoch:
             self.counts["report_unknown"] += 1
@@ -186,7 +185,7 @@ class LoadTable:
         return rank
 
     def disbelieve(self, rank: RankLoad) -> None:
-        """The last report was not the rank's own: without it my own count holds, until the next one comes."""
+        """Drop the last report, which was not the rank's own: my own count is used until the next one comes."""
         if not rank.stale:
             self.counts["report_forged"] += 1
             self._fresh.discard(rank)
@@ -194,13 +193,14 @@ class LoadTable:
             _refresh(rank)
 
     def declare(self, key: MemberKey, epoch: int, interval_s: float) -> None:
-        """A rank says that it reports at least each `interval_s` seconds; its word is taken within bounds."""
+        """Record that a rank reports at least each `interval_s` seconds, within bounds."""
         rank = self.ranks.get(key)
         if rank is not None and rank.epoch == epoch:
             rank.interval_s = bounded_interval_s(interval_s)
 
     def apply_sent(self, sent: Sent, now: float) -> bool:
-        """Another controller's cumulative counters. False (and counted) when old, mine, or one controller too many."""
+        """Apply another controller's cumulative counters. Return false (and count it) when they are old, mine, or of
+        one controller too many."""
         if sent.epoch == self.controller_epoch:
             return False
         known = self._controllers.get(sent.epoch)
@@ -220,8 +220,8 @@ class LoadTable:
         return True
 
     def age(self, now: float) -> list[RankLoad]:
-        """To be called now and then, each second say: stop believing reports that are too old (their ranks are
-        returned), and counters of silent controllers."""
+        """Drop reports that are too old (return their ranks), and counters of silent controllers. Call it about once
+        a second."""
         aged = []
         for rank in self._fresh.take(now):
             if self.ranks.get(rank.key) is not rank:
@@ -246,9 +246,9 @@ class LoadTable:
     # --- what goes out ----------------------------------------------------------------------------------------
 
     def charge(self, rank: RankLoad, tokens: int) -> int:
-        """A dispatch of `tokens` (of its prompt) goes to `rank`: its estimate rises at once. Each is to be undone or
-        ended once, with the same `tokens`. Returns the dispatch's number (1, 2, ... for this controller epoch and node
-        epoch)."""
+        """Charge a dispatch of `tokens` (of its prompt) to `rank`: its estimate rises at once. Each charge must be
+        undone or ended once, with the same `tokens`. Return the dispatch's number (1, 2, ... for this controller
+        epoch and node epoch)."""
         rank.sent += 1
         rank.sent_tokens += tokens
         rank.outstanding += 1
@@ -261,8 +261,8 @@ class LoadTable:
         return rank.sent + rank.undone
 
     def undo(self, rank: RankLoad, tokens: int, *, given_up: bool = False) -> None:
-        """A dispatch charged before never left this process (its number is not used again); `given_up`: it has been
-        ended already, as one that failed. The totals keep it: they do not fall."""
+        """Take back a charged dispatch that never left this process (its number is not used again); `given_up`: it
+        has been ended already, as one that failed. The totals keep it: they do not fall."""
         rank.undone += 1
         rank.sent -= 1
         rank.sent_tokens -= tokens
@@ -276,7 +276,8 @@ class LoadTable:
         _refresh(rank)
 
     def end(self, rank: RankLoad, tokens: int, *, ok: bool = True) -> None:
-        """A dispatch of `tokens` is over, or given up: no longer outstanding (the estimate waits for a report)."""
+        """End a dispatch of `tokens`, which is over or given up: it is no longer outstanding (the estimate waits for
+        a report)."""
         if not ok:
             rank.failed_total += 1
         rank.outstanding -= 1
@@ -285,9 +286,9 @@ class LoadTable:
             _refresh(rank)
 
     def counters(self, since: int = -1) -> tuple[SentTo, ...]:
-        """My cumulative counters, to be published (`Sent`): of the ranks dispatched to after turn `since`. Each says
-        what the rank will have counted once all that is under way has arrived: what was lost with a connection is in
-        flight for nobody, and no acknowledgement will make up for it."""
+        """Return my cumulative counters, to be published (`Sent`), of the ranks that got a dispatch after turn
+        `since`. Each is what the rank will have counted once everything in flight has arrived. What was lost with a
+        connection counts as not in flight, since no acknowledgement will come for it."""
         return tuple(
             SentTo(
                 rank.key[0],
@@ -302,12 +303,12 @@ class LoadTable:
 
     @property
     def shared(self) -> bool:
-        """Whether other controllers have been heard of lately."""
+        """True while other controllers send counters."""
         return bool(self._controllers)
 
     def group(self, role: Role, model: str = "", instance: str = "") -> Group:
-        """The ranks of a role (of one model or instance where named), indexed; made at its first use. Its `least`
-        picks the one with the least load of those that are ready and have credit, or None."""
+        """Return the ranks of a role (of one model or instance where named), indexed; made at its first use. Its
+        `least` picks the least loaded of those that are ready and have credit, or None."""
         group = self._groups.get((role, model, instance))
         if group is None:
             if len(self._groups) > 4 * len(self.ranks) + 64:  # names come from clients: keep only what has members
@@ -319,7 +320,7 @@ class LoadTable:
         return group
 
     def validate(self) -> None:
-        """Every sum and index is what its definition says (tests call this after each event)."""
+        """Check that every sum and index follows its definition (tests call this after each event)."""
         fresh = set(self._fresh)
         for rank in self.ranks.values():
             assert 0 <= rank.acked <= rank.sent, rank
@@ -342,7 +343,7 @@ class LoadTable:
     # --- inside -----------------------------------------------------------------------------------------------
 
     def _acknowledge(self, rank: RankLoad, acks: tuple[Ack, ...]) -> None:
-        """Take in what a report says was ingested, of mine and of each other controller's."""
+        """Apply what a report acknowledges: of mine and of each other controller's."""
         mine = self.controller_epoch
         dispatches = tokens = others = 0
         for ack in acks:
@@ -379,8 +380,8 @@ class LoadTable:
             rank.limit_tokens = max(1, int(self._token_overcommit[info.role] * info.kv_capacity))
 
     def _of_names(self, role: Role, model: str, instance: str) -> Iterable[RankLoad]:
-        """Where ranks of these names are, if there are any. Clients make names up: one that no rank has costs no look
-        at every rank."""
+        """Return all ranks if some rank has these names, else none. Clients may invent names: an unknown one must
+        not cost a look at every rank."""
         if not (model or instance):
             return self.ranks.values()
         all_of_role = self.group(role)
@@ -398,7 +399,7 @@ class LoadTable:
 
 
 def _shift(rank: RankLoad, dispatches: int, tokens: int) -> None:
-    """By so much more than before, the rank's count of what it ingested is apart from mine of what I sent."""
+    """Change by this much the difference between what the rank counts as ingested and what I count as sent."""
     rank.skew += dispatches
     rank.skew_tokens += tokens
 
@@ -413,7 +414,7 @@ def _sum_others(rank: RankLoad) -> None:
 
 
 def _refresh(rank: RankLoad) -> None:
-    """Recompute the estimate and what hangs on it."""
+    """Compute the estimate again, and what depends on it."""
     if rank.stale:
         rank.requests, rank.tokens = rank.outstanding, rank.outstanding_tokens
     else:
@@ -423,7 +424,7 @@ def _refresh(rank: RankLoad) -> None:
 
 
 def _index(rank: RankLoad) -> None:
-    """What hangs on the estimate. The hot path: one call a dispatch, one a report."""
+    """Update what depends on the estimate. This is the hot path: one call a dispatch, one a report."""
     rank.candidate = can_take = (
         rank.ready
         and rank.requests < rank.limit_requests
@@ -435,7 +436,7 @@ def _index(rank: RankLoad) -> None:
 
 
 def _estimate(rank: RankLoad) -> tuple[int, int]:
-    """The invariant, written out once more from the records alone: what `validate` holds the counters against."""
+    """Return the invariant computed from the records alone; `validate` compares the counters with it."""
     assert rank.load is not None
     work = rank.load.waiting_tokens if rank.info.role == "prefill" else rank.load.waiting_tokens + rank.load.kv_tokens
     requests = rank.load.running + rank.load.waiting + rank.in_flight
@@ -448,5 +449,5 @@ def _estimate(rank: RankLoad) -> tuple[int, int]:
 
 
 def info_key(info: Hello) -> MemberKey:
-    """`(instance, dp_rank)` of a hello."""
+    """Return `(instance, dp_rank)` of a hello."""
     return info.instance, info.dp_rank

@@ -1,4 +1,4 @@
-"""The load balancing methods, the table of their names, and what it takes to write one."""
+"""The load balancing methods, the table of their names, and the base for writing one."""
 
 from __future__ import annotations
 

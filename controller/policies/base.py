@@ -1,7 +1,7 @@
-"""What a policy is: an object that gets candidates and a request's header and returns a rank, and may learn.
+"""The contract of a policy: an object that gets candidates and a request's header and returns a rank, and may learn.
 
-Owns the contract; `docs/own-policy.md` shows it with an example. Policies run on the controller's
-thread and in the lab's virtual time: they take time from their arguments and randomness from their seed.
+`docs/own-policy.md` shows it with an example. Policies run on the controller's thread and in the lab's virtual time:
+they take time from their arguments and randomness from their seed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from controller.policies.prefix_index import PrefixIndex
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """What a policy is made with."""
+    """The settings with which a policy is made."""
 
     role: Role = "unified"  # of the ranks it picks
     cache_weight: float = 1.0  # worth of a token to compute, in tokens queued
@@ -28,8 +28,8 @@ class PolicySettings:
 
 @runtime_checkable
 class Policy(Protocol):
-    """Picks ranks of one role for one controller. A subclass overrides `pick` and whatever else it needs; what it is
-    given it must not change. `rank` is the same object for as long as the rank's process lives."""
+    """A policy that picks ranks of one role for one controller. A subclass overrides `pick` and the other methods
+    that it needs; it must not change its arguments. `rank` is the same object as long as the rank's process lives."""
 
     fixed: bool = False
     """The request's `bootstrap_room` alone determines the rank: such a request is refused without one, and does not
@@ -43,52 +43,55 @@ class Policy(Protocol):
     """What it knows of caches, where it keeps an index (`pdbus_controller_prefix_blocks` counts the entries)."""
 
     def __init__(self, settings: PolicySettings | None = None) -> None:
-        """A policy class is its own factory: called with the settings, when the controller starts."""
+        """Store the settings. A policy class is its own factory: it is called with the settings when the controller
+        starts."""
 
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
-        """One of `view`'s candidates for `request`, a prompt of `tokens`; None when there is no candidate. A `fixed`
-        policy may return a rank without credit, but only one that is ready, and None besides."""
+        """Return one of `view`'s candidates for `request`, a prompt of `tokens`; None when there is no candidate. A
+        `fixed` policy may return a rank without credit, but only one that is ready; else None."""
 
     def work(self, request: Submit) -> int:
-        """Prompt tokens of `request` that its rank will have to compute, as far as is known now: by this the queue's
-        order `slo` goes."""
+        """Return the prompt tokens of `request` that its rank must compute, as far as is known now. The queue's
+        order `slo` uses this."""
         return request.prompt_tokens
 
     def charge(self, rank: RankLoad, request: Submit) -> int:
-        """Tokens that the estimate of `rank` rises by for `request`, until a report has it: what the report is going to
-        say. Comes before `dispatched`."""
+        """Return the tokens by which the estimate of `rank` rises for `request` until a report includes it: the same
+        number as the report will have. It is called before `dispatched`."""
         return request.prompt_tokens
 
     def dispatched(self, rank: RankLoad, request: Submit, now: float) -> None:
-        """A leg of `request` went to `rank`, by this policy's choice or the caller's. Comes before its `ended`."""
+        """Note that a leg of `request` went to `rank`, by this policy's choice or the caller's. It is called before
+        the leg's `ended`."""
         return
 
     def ended(self, rank: RankLoad, request: Submit, end: Ended | None, took_s: float) -> None:
-        """That leg is over, `took_s` seconds after its dispatch: `end` is what the rank said of it (code, output and
-        cached tokens). None, and 0 s, when it was given up: cancelled, too late, superseded, or lost with its rank.
-        Under SGLang a leg ends with the report that acknowledges it: `ok`, and no tokens."""
+        """Note that the leg is over, `took_s` seconds after its dispatch: `end` is the rank's report of it (code,
+        output and cached tokens). None, and 0 s, when it was given up: cancelled, too late, superseded, or lost with
+        its rank. Under SGLang a leg ends with the report that acknowledges it: `ok`, and no tokens."""
         return
 
     def stored(self, rank: RankLoad, hashes: Sequence[int]) -> None:
-        """`rank` caches these blocks (`bus.wire.hashing`) from now on."""
+        """Note that `rank` caches these blocks (`bus.wire.hashing`) from now on."""
         return
 
     def removed(self, rank: RankLoad, hashes: Sequence[int]) -> None:
-        """It caches them no more."""
+        """Note that `rank` no longer caches these blocks."""
         return
 
     def forgotten(self, rank: RankLoad) -> None:
-        """It cleared its cache, restarted or is gone: nothing that was known of its cache holds. Its seat may be
-        another rank's soon."""
+        """Note that `rank` cleared its cache, restarted or is gone: nothing known of its cache holds any more.
+        Another rank may get its slot soon."""
         return
 
     def tick(self, now: float) -> None:
-        """Time goes on (seconds, monotonic): each 50 to 250 ms live, before each pick in the lab."""
+        """Let time pass (seconds, monotonic): each 50 to 250 ms live, before each pick in the lab."""
         return
 
 
 class PrefixPolicy(Policy):
-    """A policy that knows who caches what: keeps `prefixes` from KV events and from dispatches. Add a `pick`."""
+    """A policy that knows which rank caches what: it keeps `prefixes` from KV events and from dispatches. Add a
+    `pick`."""
 
     uses_hashes = True
     prefixes: PrefixIndex
@@ -97,7 +100,7 @@ class PrefixPolicy(Policy):
         self.prefixes = PrefixIndex()
 
     def work(self, request: Submit) -> int:
-        """What the rank that caches most of it would compute."""
+        """Return what the rank that caches most of the request would compute."""
         if not request.block_hashes:
             return request.prompt_tokens
         depth = 0
@@ -106,30 +109,31 @@ class PrefixPolicy(Policy):
         return max(1, request.prompt_tokens - depth * request.block_tokens)
 
     def charge(self, rank: RankLoad, request: Submit) -> int:
-        """At a prefill rank what it has to compute: else a rank looked busy, until it reported, with what it caches,
-        and the next prompt with the same prefix went elsewhere. The others are charged what they will hold."""
+        """Return, at a prefill rank, what it must compute. (With the whole prompt, a rank looked busy until it
+        reported, with what it caches, and the next prompt with the same prefix went elsewhere.) Return what the
+        request will hold at other ranks."""
         if not request.block_hashes or not rank.counts_queue_only:
             return request.prompt_tokens
         depth = self.prefixes.depth(rank.seat, unpack_hashes(request.block_hashes))
         return max(1, request.prompt_tokens - depth * request.block_tokens)
 
     def dispatched(self, rank: RankLoad, request: Submit, now: float) -> None:
-        """The rank will soon hold the prompt's prefix."""
+        """Expect that the rank will soon hold the prompt's prefix."""
         if request.block_hashes and rank.info.block_tokens == request.block_tokens:
             self.prefixes.expected(rank.seat, unpack_hashes(request.block_hashes))
 
     def stored(self, rank: RankLoad, hashes: Sequence[int]) -> None:
-        """Into `prefixes`."""
+        """Add the blocks to `prefixes`."""
         self.prefixes.stored(rank.seat, hashes)
 
     def removed(self, rank: RankLoad, hashes: Sequence[int]) -> None:
-        """Out of `prefixes`."""
+        """Remove the blocks from `prefixes`."""
         self.prefixes.removed(rank.seat, hashes)
 
     def forgotten(self, rank: RankLoad) -> None:
-        """All of the rank's blocks out of `prefixes`."""
+        """Remove all of the rank's blocks from `prefixes`."""
         self.prefixes.forget(rank.seat)
 
     def tick(self, now: float) -> None:
-        """What was expected of a dispatch and never stored is forgotten in time."""
+        """Let expected blocks expire that were never stored."""
         self.prefixes.advance(now)

@@ -1,6 +1,8 @@
-"""A policy from outside, held to its contract: what it raises or gets wrong costs a pick by tokens, not the controller.
+"""A guard around a policy from outside: an exception or an invalid answer costs one pick by tokens, not the
+controller.
 
-Owns the checks; whoever makes a Guard says what becomes of a fault. It can't help against a policy that takes its time.
+This module owns the checks; the maker of a Guard decides what happens after a fault. It cannot help against a slow
+policy.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from controller.load.rank import RankLoad
 from controller.policies.base import Policy
 from controller.policies.prefix_index import PrefixIndex
 
-FAULTS = (Exception, SystemExit)  # Ctrl-C is nobody's fault
+FAULTS = (Exception, SystemExit)  # KeyboardInterrupt is no fault of the policy
 OnFault = Callable[[str, str], None]  # gets the hook's name and what went wrong, one line
 
 
 class Guard(Policy):
-    """`policy`, whose exceptions go to `on_fault`. A pick that fails, or names no candidate, is the least loaded
-    rank's by tokens."""
+    """The guard of `policy`, whose exceptions go to `on_fault`. A pick that fails, or returns no candidate, becomes
+    the least loaded rank by tokens."""
 
     def __init__(self, policy: Policy, on_fault: OnFault) -> None:
         self.policy = policy
@@ -86,14 +88,15 @@ class Guard(Policy):
 
 
 def story(error: BaseException) -> str:
-    """An exception in one line: what, and the file and line that raised it."""
+    """Return an exception in one line: its type and text, and the file and line that raised it."""
     what = " ".join(traceback.format_exception_only(error)[-1].split())[:400]
     frames = list(traceback.walk_tb(error.__traceback__))  # what extracts them reads the sources, too
     return f"{what} ({frames[-1][0].f_code.co_filename}:{frames[-1][1]})" if frames else what
 
 
 def fail_on(method: str) -> OnFault:
-    """Ends the run with one line: where nobody waits for an answer, figures of another policy would only mislead."""
+    """Return a handler that ends the run with one line: for runs whose figures would mislead with another policy's
+    picks."""
 
     def on_fault(hook: str, why: str) -> None:
         raise BusError(f"policy {method} failed in {hook}: {why}")

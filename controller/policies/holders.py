@@ -1,9 +1,10 @@
-"""Which ranks hold which blocks, kept by runs. Owns the sets of holders; knows nothing of times, bounds or loads.
+"""The ranks that hold each block, kept by runs. This module owns the sets of holders; it knows no times, bounds or
+loads.
 
-Blocks that were named one after the other and have the same holders are one run, an array. A prompt is compared with it
-in C, so a walk down a prompt goes by the runs on its way and not by its blocks. Whatever changes holders cuts runs
-where they come to differ; `add` joins neighbours that have come to agree. The order in which hashes are named only
-decides how long runs get: what is found of a prompt is exact whatever came before.
+Blocks that were named one after the other and have the same holders are one run, an array. A prompt is compared with
+it in C, so a walk down a prompt goes by the runs on its way and not by its blocks. A change of holders cuts runs
+where they become different; `add` joins neighbours that have become equal. The order in which hashes are named only
+decides how long runs get: the result for a prompt is exact in any case.
 
 A rank is a bit, a set of ranks an integer, a list of hashes an array of unsigned 64-bit integers (`as_array`).
 """
@@ -17,7 +18,7 @@ LONGEST = 512  # blocks of a run: one in its middle is found by looking at each
 
 
 def as_array(hashes: Iterable[int]) -> array[int]:
-    """OverflowError for what is no unsigned 64-bit integer."""
+    """Return the hashes as an array; OverflowError for a value that is no unsigned 64-bit integer."""
     return hashes if isinstance(hashes, array) and hashes.typecode == "Q" else array("Q", hashes)
 
 
@@ -31,15 +32,16 @@ class _Run:
 
 
 class Holders:
-    """`add` and `remove` take O(blocks named), and O(`longest`) where they cut a run; `prefixes` O(runs on its way)."""
+    """The holders of all blocks. `add` and `remove` take O(blocks named), and O(`longest`) where they cut a run;
+    `prefixes` O(runs on its way)."""
 
     def __init__(self, longest: int = LONGEST) -> None:
         self._longest = longest
         self._runs: dict[int, _Run] = {}  # by each hash in it
 
     def prefixes(self, hashes: array[int]) -> Iterator[tuple[int, int]]:
-        """`(depth, ranks that hold the first depth blocks)`: wherever they get fewer, at the end, and now and then
-        between, at least twice as deep each time."""
+        """Return `(depth, ranks that hold the first depth blocks)`: where the ranks get fewer, at the end, and now
+        and then between, at least twice as deep each time."""
         find = self._runs.get
         depth, holders, look = 0, -1, 1
         while depth < len(hashes):
@@ -60,7 +62,7 @@ class Holders:
             yield depth, holders
 
     def add(self, bit: int, hashes: array[int]) -> None:
-        """`bit` holds all of `hashes`, some of which it may have held before."""
+        """Let `bit` hold all of `hashes`, some of which it may hold already."""
         at_end: _Run | None = None  # the run that ends with the block before
         start = 0
         while start < len(hashes):
@@ -77,12 +79,12 @@ class Holders:
             at_end = run if ends else None
 
     def remove(self, bit: int, hashes: array[int]) -> None:
-        """`bit` holds none of `hashes` any more, each of which it held. They are all different."""
+        """Let `bit` hold none of `hashes` any more. It must hold each of them, and they must all be different."""
         start = 0
         while start < len(hashes):
             run, at, same = self._match(hashes, start)
             assert run is not None
-            if run.holders == bit and at + same == len(run.hashes):  # the end of what nobody else holds
+            if run.holders == bit and at + same == len(run.hashes):  # the end of a run that only this rank holds
                 del run.hashes[at:]
                 self._forget(hashes[start : start + same])
             else:
@@ -94,14 +96,14 @@ class Holders:
             start += same
 
     def remove_all(self, bit: int, hashes: Iterable[int]) -> None:
-        """The same for all that `bit` holds, in any order. It holds the runs they are in as a whole."""
+        """Remove all hashes that `bit` holds, in any order. It holds the runs that they are in as a whole."""
         for block_hash in hashes:
             run = self._runs.get(block_hash)
             if run is not None and run.holders & bit:
                 self._leave(bit, run)
 
     def validate(self) -> dict[int, int]:
-        """The holders of each hash; each is in one run, once (for tests)."""
+        """Return the holders of each hash, and check that each is in one run, once (for tests)."""
         runs = {id(run): run for run in self._runs.values()}.values()
         assert all(self._runs[block_hash] is run for run in runs for block_hash in run.hashes)
         assert sum(len(run.hashes) for run in runs) == len(self._runs), "a hash twice in a run"
@@ -111,7 +113,7 @@ class Holders:
     # --- inside -----------------------------------------------------------------------------------------------
 
     def _match(self, hashes: array[int], start: int) -> tuple[_Run | None, int, int]:
-        """The run that has `hashes[start]`, where in it, and how many blocks are the same from there on."""
+        """Return the run that has `hashes[start]`, the position in it, and how many blocks are equal from there on."""
         first = hashes[start]
         run = self._runs.get(first)
         if run is None:
@@ -130,7 +132,7 @@ class Holders:
         return run, at, same
 
     def _new(self, hashes: array[int], start: int, bit: int) -> tuple[_Run, int]:
-        """A run of what lies in `hashes` from `start` to the next that somebody holds, and its length."""
+        """Return a new run of `hashes` from `start` to the next that has a holder, and its length."""
         run = _Run(array("Q"), bit)
         append, runs = run.hashes.append, self._runs
         for block_hash in hashes[start : start + self._longest]:
@@ -150,7 +152,7 @@ class Holders:
             del self._runs[block_hash]
 
     def _cut(self, run: _Run, start: int, stop: int) -> _Run:
-        """A run of its own of what lies from `start` to `stop` in one."""
+        """Cut the blocks from `start` to `stop` out as a run of their own."""
         if stop < len(run.hashes):
             run, _ = self._split(run, stop)
         if start:
@@ -158,7 +160,8 @@ class Holders:
         return run
 
     def _split(self, run: _Run, at: int) -> tuple[_Run, _Run]:
-        """Both parts; the shorter one is new, since each of its blocks must be looked up anew."""
+        """Split a run and return both parts; the shorter one is new, since each of its blocks must be looked up
+        again."""
         first, rest = run, _Run(run.hashes[at:], run.holders)
         if 2 * at < len(run.hashes):
             first, rest = _Run(run.hashes[:at], run.holders), run
@@ -172,7 +175,7 @@ class Holders:
         return first, rest
 
     def _joined(self, first: _Run, rest: _Run) -> _Run:
-        """The run of both, whose blocks are neighbours; `rest` where they stay two."""
+        """Return the joined run of two neighbours; `rest` where they stay two."""
         if first is rest or first.holders != rest.holders or len(first.hashes) + len(rest.hashes) > self._longest:
             return rest
         if len(first.hashes) < len(rest.hashes):

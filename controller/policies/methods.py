@@ -1,6 +1,6 @@
-"""The load balancing methods that come with pdbus, side by side, and what each assumes.
+"""The load balancing methods that come with pdbus, side by side, with their assumptions.
 
-Equals go to the rank whose last turn is longest ago, so ties rotate and ranks that come and go leave the rotation even.
+Among equals the rank with the oldest turn wins, so ties rotate, and ranks that come and go leave the rotation even.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from controller.policies.base import Policy, PolicySettings, PrefixPolicy
 
 
 class RoundRobin(Policy):
-    """The next live rank, whatever it has to do. Assumes equal requests and equal ranks."""
+    """Pick the next live rank, whatever its load. Assumes equal requests and equal ranks."""
 
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
         return view.least(Metric.TURN)
 
 
 class TotalRequests(Policy):
-    """Least running + waiting + in flight. Assumes that a step costs much the same for every request in it: decode with
-    plenty of KV memory."""
+    """Pick the least running + waiting + in flight. Assumes that a step costs much the same for every request in it:
+    decode with plenty of KV memory."""
 
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
         return view.least(Metric.REQUESTS)
 
 
 class TotalTokens(Policy):
-    """Least tokens held or queued + in flight; ties by requests. Assumes that cost goes by tokens: prefill always,
-    decode when KV memory is scarce."""
+    """Pick the least tokens held or queued + in flight; ties by requests. Assumes that cost follows tokens: prefill
+    always, decode when KV memory is scarce."""
 
     def pick(self, view: View, request: Submit, tokens: int) -> RankLoad | None:
         return view.least(Metric.TOKENS)
 
 
 class FollowBootstrapRoom(Policy):
-    """`bootstrap_room % dp_size`, so that a decode rank can compute where the prefill ran. Never another rank: where it
-    is not ready, there is none. Of several instances, the one whose rank had its turn longest ago. Requests without a
-    room have no rank."""
+    """Pick `bootstrap_room % dp_size`, so that a decode rank can compute where the prefill ran. Where that rank is
+    not ready, there is no other. Of several instances, pick the one whose rank had the oldest turn. Requests without
+    a room have no rank."""
 
     fixed = True
 
@@ -56,8 +56,8 @@ class FollowBootstrapRoom(Policy):
 
 
 class CacheAware(PrefixPolicy):
-    """Least (tokens queued + tokens of this prompt that the rank would have to compute): goes to a cached prefix unless
-    the queue there costs more than the prefix saves.
+    """Pick the least (tokens queued + tokens of this prompt that the rank would have to compute): a cached prefix wins
+    unless the queue there costs more than the prefix saves.
 
     `cache_weight` multiplies the tokens to compute: above 1 holds on to caches longer (fewer tokens computed in all),
     below 1 spreads sooner. Ties as elsewhere: fewer requests, then the longest without a turn. Requests without hashes,
@@ -65,7 +65,7 @@ class CacheAware(PrefixPolicy):
 
     Of ranks that hold the same run of blocks the least loaded is the best. So one candidate stands for each depth at
     which the holders of the prompt get fewer, and the least loaded of all stands for those that hold less than it
-    does. The walk down the prompt ends where nobody who goes on can win any more.
+    does. The walk down the prompt ends where no remaining rank can win any more.
     """
 
     def __init__(self, settings: PolicySettings | None = None) -> None:

@@ -1,14 +1,15 @@
-"""Which rank caches which prompt prefix. Owns the index over hashed token blocks; knows nothing of loads or the wire.
+"""The index of cached prompt prefixes by rank, over hashed token blocks. It knows nothing of loads or the wire.
 
 A hash names a block and everything before it (`bus.wire.hashing`), so a rank's hit is the length of the leading run of
 a request's hashes that it holds. A cache may lose a block and keep later ones: these count again when it is back.
+
 Entries come from the rank's KV events (kept until an event removes them) and from dispatches (`expected`: the rank will
-hold the prompt once it has computed it). An expectation lasts until it is confirmed or its time is over: `confirm_s`
-where the rank publishes events, `expect_s` where nothing else is known of it. Memory is bounded by `max_blocks` a rank:
-past it go the entries that were named longest ago, by events or by requests, and of a prompt its end before its
-beginning, without which the rest is of no use. Where a rank publishes events, what is only expected takes half of that
-at most: no request pushes out what the rank says. Hashes are unsigned 64-bit integers. A rank is the number of its seat
-(`RankLoad.seat`), a set of ranks an integer with the bits of their seats.
+hold the prompt once it has computed it). An expected entry lasts until it is confirmed or expires: after `confirm_s`
+where the rank publishes events, after `expect_s` where it does not. Memory is bounded by `max_blocks` a rank: the least
+recently named entries are dropped first, and of a prompt its end before its beginning, without which the rest is of no
+use. Where a rank publishes events, expected entries take half of that at most, so that requests push out nothing that
+the rank has reported. Hashes are unsigned 64-bit integers. A rank is the number of its slot (`RankLoad.seat`), a set of
+ranks an integer with the bits of their slots.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class _Rank:
 
 
 class PrefixIndex:
-    """Changes take O(blocks named), `forget` O(blocks of the rank), `runs` O(runs on the way)."""
+    """The index. Changes take O(blocks named), `forget` O(blocks of the rank), `runs` O(runs on the way)."""
 
     def __init__(self, *, max_blocks: int = 65_536, confirm_s: float = 30.0, expect_s: float = 300.0) -> None:
         self._max_blocks = max_blocks
@@ -59,11 +60,11 @@ class PrefixIndex:
         self._order = 0
 
     def __len__(self) -> int:
-        """Entries of all ranks together."""
+        """Return the number of entries of all ranks together."""
         return sum(len(rank.blocks) for rank in self._ranks.values())
 
     def advance(self, now: float) -> None:
-        """Time goes on: what was expected and never confirmed is given up."""
+        """Set the time: expected entries that were never confirmed expire."""
         self._now = max(self._now, now)
         while self._expiries and self._expiries[0][0] <= self._now:
             self._expire()
@@ -71,7 +72,7 @@ class PrefixIndex:
     # --- what ranks hold --------------------------------------------------------------------------------------
 
     def stored(self, seat: int, hashes: Iterable[int]) -> None:
-        """The rank says that it caches these blocks."""
+        """Add blocks that the rank states to cache."""
         rank, named = self._rank(seat), as_array(hashes)
         rank.speaks = True
         before = len(rank.blocks)
@@ -80,21 +81,22 @@ class PrefixIndex:
             self._know(rank, named)
 
     def removed(self, seat: int, hashes: Iterable[int]) -> None:
-        """The rank says that it no longer does."""
+        """Remove blocks that the rank no longer caches."""
         rank = self._ranks.get(seat)
         if rank is not None:
             named = reversed(dict.fromkeys(hashes))  # engines give up the end of a prompt first
             self._drop(rank, [each for each in named if each in rank.blocks])
 
     def forget(self, seat: int) -> None:
-        """The rank restarted, cleared its cache or is gone: nothing of it is believed any more."""
+        """Remove everything of a rank that restarted, cleared its cache or is gone."""
         rank = self._ranks.pop(seat, None)
         if rank is not None:
             self._holders.remove_all(rank.bit, rank.blocks)
             rank.blocks.clear()  # for `_expire`, which may still come to it
 
     def expected(self, seat: int, hashes: Iterable[int]) -> None:
-        """A request with these blocks was dispatched to the rank: it will hold them soon, if it does not already."""
+        """Add the blocks of a request that was dispatched to the rank: it will hold them soon, if it does not
+        already."""
         rank, named = self._rank(seat), as_array(hashes)
         bound = self._max_blocks
         if rank.speaks:
@@ -132,15 +134,15 @@ class PrefixIndex:
     # --- what a request finds ---------------------------------------------------------------------------------
 
     def runs(self, hashes: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """`(depth, ranks)`, deeper and deeper: the ranks that hold the first `depth` blocks.
+        """Return `(depth, ranks)`, deeper and deeper: the ranks that hold the first `depth` blocks.
 
-        Each time that some of them go no deeper, and now and then besides, so that the caller may stop asking. Ends
-        when nobody holds the next block.
+        There is a pair wherever some ranks go no deeper, and some between, so that the caller may stop early. It
+        ends when no rank holds the next block.
         """
         return self._holders.prefixes(as_array(hashes))
 
     def depth(self, seat: int, hashes: Sequence[int]) -> int:
-        """How many blocks from the first on the rank holds."""
+        """Return how many blocks, from the first on, the rank holds."""
         found = 0
         for depth, ranks in self.runs(hashes):
             if not ranks >> seat & 1:
@@ -149,7 +151,7 @@ class PrefixIndex:
         return found
 
     def validate(self, seats: Container[int] = range(1 << 16)) -> None:
-        """Both directions agree, bounds hold, and nobody but `seats` is known (for tests)."""
+        """Check that both directions agree, bounds hold, and no ranks but `seats` are known (for tests)."""
         holders: dict[int, int] = {}
         for seat, rank in self._ranks.items():
             assert rank.bit == 1 << seat
@@ -166,7 +168,7 @@ class PrefixIndex:
     # --- inside -----------------------------------------------------------------------------------------------
 
     def _expire(self) -> None:
-        """Give up the expectation that ends first."""
+        """Remove the expectation that ends first."""
         expectation = heapq.heappop(self._expiries)[2]
         self._void -= not expectation.hashes
         self._give_up(expectation)
@@ -194,13 +196,13 @@ class PrefixIndex:
             blocks.move_to_end(block_hash)
 
     def _touch(self, rank: _Rank, hashes: Sequence[int]) -> None:
-        """A request names them, and the rank holds them: they are of use. Of no account while there is room."""
+        """Mark the rank's blocks that a request names as used. Without effect while there is room."""
         if 2 * len(rank.blocks) >= self._max_blocks:
             for block_hash in reversed(hashes):
                 rank.blocks.move_to_end(block_hash)
 
     def _know(self, rank: _Rank, hashes: Iterable[int]) -> None:
-        """All of them are among the rank's blocks now."""
+        """Add all blocks to the rank's."""
         self._holders.add(rank.bit, as_array(hashes))
         if len(rank.blocks) > self._max_blocks:
             self._drop(rank, [*islice(rank.blocks, len(rank.blocks) - self._max_blocks)])

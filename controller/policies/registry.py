@@ -1,7 +1,7 @@
-"""The one table of load balancing methods: the names users give, and the factory that each stands for.
+"""The one table of load balancing methods: the names for users, and the factory behind each.
 
-A method is a name in `POLICIES`, an entry point of the group `pdbus.policies`, or `module:Class`, where the module may
-be the path of a file. Picks nothing itself.
+A method is a name in `POLICIES`, an entry point of the group `pdbus.policies`, or `module:Class`, where the module
+may be the path of a file. This module picks nothing itself.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ log = get_logger("controller")
 
 
 def resolve(method: str, role: Role) -> str:
-    """The method that `method` stands for, as `find` knows it. Old names are taken with a warning; ConfigError for
-    removed and unknown ones, and for what cannot be loaded."""
+    """Return the method that `method` means, in the form for `find`. Old names are accepted with a warning;
+    ConfigError for removed and unknown ones, and for what cannot be loaded."""
     if method == "auto":
         return AUTO[role]
     if replacement := DEPRECATED.get(method):
@@ -66,15 +66,16 @@ def resolve(method: str, role: Role) -> str:
 
 
 def find(method: str) -> Factory | None:
-    """What makes policies of `method`; None when no name is like that. ConfigError when it can't be loaded."""
+    """Return the factory of `method`'s policies; None when there is no such name. ConfigError when it cannot be
+    loaded."""
     if method in POLICIES:
         return POLICIES[method]
     return _load(method) if ":" in method else _plugged_in(method)
 
 
 def make_policy(method: str, settings: PolicySettings | None = None, on_fault: OnFault | None = None) -> Policy:
-    """A policy of `method` (as `resolve` gave it), under a Guard unless it is one of ours; without `on_fault` a fault
-    is a BusError. ConfigError when it can't be made."""
+    """Return a policy of `method` (from `resolve`), under a Guard unless it is one of ours; without `on_fault` a
+    fault is a BusError. ConfigError when it cannot be made."""
     factory = find(method)
     assert factory is not None, method
     try:
@@ -87,7 +88,7 @@ def make_policy(method: str, settings: PolicySettings | None = None, on_fault: O
 
 
 def guarded(policy: Policy, method: str, on_fault: OnFault) -> Policy:
-    """`policy` itself where it is ours, else a Guard of it. ConfigError for what is no policy."""
+    """Return `policy` itself where it is ours, else a Guard of it. ConfigError for an object that is no policy."""
     if type(policy) in OUR_OWN:
         return policy
     if not isinstance(policy, Policy):
@@ -96,7 +97,7 @@ def guarded(policy: Policy, method: str, on_fault: OnFault) -> Policy:
 
 
 def unknown(what: str, method: str, known: Iterable[str]) -> ConfigError:
-    """For a name that nobody knows: what there is, and the nearest."""
+    """Return the error for an unknown name, with the known names and the nearest one."""
     names = [*known, *sorted(entry.name for entry in entry_points(group=GROUP))]
     near = difflib.get_close_matches(method, names, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
@@ -119,7 +120,7 @@ def _load(method: str) -> Factory:
 
 
 def _factory(method: str, get: Callable[[], Any]) -> Factory:
-    """What `get` imports; whatever that raises is one line."""
+    """Return what `get` imports; an exception of it becomes one line."""
     try:
         found = get()
     except FAULTS as error:
@@ -134,7 +135,7 @@ def _factory(method: str, get: Callable[[], Any]) -> Factory:
 
 
 def _module_at(path: Path) -> ModuleType:
-    """The module in a file, imported once, by its path: so it hides no other module."""
+    """Return the module in a file, imported once, by its path: so it hides no other module."""
     name = str(path.resolve())
     if name in sys.modules:
         return sys.modules[name]

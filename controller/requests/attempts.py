@@ -1,7 +1,8 @@
-"""An attempt of a request, from its placing to its withdrawal: its legs, and what their ranks and its client are told.
+"""An attempt of a request, from its placing to its withdrawal: its legs, and the messages to their ranks and its
+client.
 
-Owns the legs; `controller.balancer` chooses their ranks, and what becomes of a request is for
-`controller.requests.life`. Pure: what must be sent is appended to `out`.
+This module owns the legs. `controller.balancer` chooses their ranks, and `controller.requests.life` decides what
+becomes of the request. Pure: messages to send are appended to `out`.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ class Attempts:
     # --- begin ------------------------------------------------------------------------------------------------
 
     def known(self, keys: Iterable[MemberKey]) -> tuple[RankLoad, ...]:
-        """The ranks that are meant, those that are not here left out."""
+        """Return the ranks with these keys, without those that are not here."""
         ranks = self._loads.ranks
         return tuple([ranks[key] for key in keys if key in ranks])
 
     def lane(self, request: Request) -> Lane:
-        """Where it waits, if it does."""
+        """Return the lane in which the request waits, if it waits."""
         lane = self._balancer.lane(request.submit, request.model, request.avoid)
         return lane._replace(apart=True) if request.apart else lane
 
     def place(self, request: Request, now: float, out: list[Action]) -> bool:
-        """Dispatch `request` if its legs have ranks, and tell its client where; False: it waits. Raises Refusal where
-        waiting does not help."""
+        """Dispatch `request` if its legs have ranks, and send its client the place; return false if it waits.
+        Refusal where waiting does not help."""
         held = None
         if not request.tries and self._balancer.settled:
             held = self._table.inherited.of(request.rid, request.client)
@@ -72,8 +73,8 @@ class Attempts:
         return False
 
     def _in_turn(self, request: Request, held: list[HeldLeg] | None, out: list[Action], model: str) -> bool:
-        """It can be served by some rank of `model`: what nodes still run of it ends. Return whether no other request
-        that waits goes before it."""
+        """End what nodes still run of the request, because a rank of `model` can serve it. Return true if no other
+        waiting request goes before it."""
         request.model = model
         if held:
             self._disown(request, out)
@@ -81,7 +82,7 @@ class Attempts:
         return request.lane is not None or not queue.waits(self.lane(request), competing=self.by_tick)
 
     def _with_one_apart(self) -> set[RankLoad]:
-        """The ranks with a request that is `apart` and has no token yet."""
+        """Return the ranks with a request that is `apart` and has no token yet."""
         self._apart = [request for request in self._apart if request.state is State.RUNNING]
         return {leg.rank for request in self._apart for leg in request.legs if leg.state is LegState.RUNNING}
 
@@ -113,7 +114,7 @@ class Attempts:
             out.append(Note("request.dispatched", "debug", about_of(request)))
 
     def accept(self, request: Request, out: list[Action]) -> None:
-        """Tell its client that it is known here, and where it runs."""
+        """Send the client that the request is known here, and where it runs."""
         prefill = decode = None
         for leg in request.legs:
             if leg.role == "prefill":
@@ -124,8 +125,8 @@ class Attempts:
         out.append(ToClient(request.peer, accepted))
 
     def _header(self, request: Request, leg: LegRun, prefill: Location | None, now: float) -> Dispatch:
-        """Of one leg. `prefill` tells a decode leg where its prefill is; without it a lone decode leg gets what its
-        caller said, for the node to look up."""
+        """Return the dispatch of one leg. `prefill` is the place of its prefill for a decode leg; without it a lone
+        decode leg gets the caller's fields, for the node to look up."""
         submit = request.submit
         lone = submit.leg == "decode"
         return Dispatch(
@@ -152,7 +153,7 @@ class Attempts:
         )
 
     def _prefill_of(self, request: Request) -> Location | None:
-        """Where the caller says a lone decode leg's prefill ran, if this controller knows that rank."""
+        """Return the place of a lone decode leg's prefill as the caller gave it, if this controller knows that rank."""
         submit = request.submit
         if submit.disagg_prefill_dp_rank is None:
             return None
@@ -164,9 +165,9 @@ class Attempts:
         return rank.location if rank is not None and rank.ready else None
 
     def _adopt(self, request: Request, held: list[HeldLeg], now: float, out: list[Action]) -> bool:
-        """After my restart: a request that nodes still run goes on there in its newest attempt, rather than being run
-        twice, unless it is not what they run: a newer attempt, or one that its legs' ranks could not have been given.
-        Their load counts for nothing here: they need not have reported it."""
+        """Take over a request that nodes still run from before my restart: it goes on there in its newest attempt,
+        so that it does not run twice. Not if it is something else: a newer attempt, or one that its legs' ranks
+        could not have got. Their load is not charged here: they need not have reported it."""
         submit = request.submit
         attempt = max([leg.attempt for leg in held])
         roles = ROLES[submit.leg]
@@ -185,12 +186,13 @@ class Attempts:
         return True
 
     def _disown(self, request: Request, out: list[Action]) -> None:
-        """What nodes still run of it is given up: it is run anew, under a higher attempt."""
+        """Give up what nodes still run of the request: it runs again, under a higher attempt."""
         newest = self._end_inherited(request, out)
         request.attempt = max(request.attempt, min(newest + 1, MAX_ATTEMPT))
 
     def _end_inherited(self, request: Request, out: list[Action], but_at: Sequence[RankLoad] = ()) -> Attempt:
-        """What runs of it, but at these ranks, is told to end, unless it is another key's. The newest attempt."""
+        """End what runs of the request, except at these ranks, unless it is another key's. Return the newest
+        attempt."""
         newest, room = 0, request.submit.bootstrap_room
         for leg in self._table.inherited.take(request.rid, request.client):
             newest = max(newest, leg.attempt)
@@ -202,19 +204,19 @@ class Attempts:
     # --- end --------------------------------------------------------------------------------------------------
 
     def give_up(self, leg: LegRun, request: Request) -> None:
-        """A leg ends without a word of its rank: it is lost, or withdrawn."""
+        """End a leg without a report of its rank: it is lost, or withdrawn."""
         del leg.rank.work[request.rid]
         leg.step("given up")
         self._balancer.ended(leg, request.submit)
 
     def undo(self, leg: LegRun, request: Request) -> None:
-        """Its dispatch never left this process."""
+        """Take back a leg whose dispatch never left this process."""
         leg.step("given up")
         del leg.rank.work[request.rid]
         self._balancer.unsent(leg, request.submit)
 
     def cancel(self, request: Request, code: Code, out: list[Action], *, if_unfetched: bool = False) -> None:
-        """Tell the ranks of the legs that still run."""
+        """Send a cancel to the ranks of the legs that still run."""
         for leg in request.legs:
             if leg.state is LegState.RUNNING:
                 room = request.submit.bootstrap_room
@@ -229,7 +231,7 @@ class Attempts:
                 self.give_up(leg, request)
 
     def validate(self, live: Iterable[Request]) -> None:
-        """Ranks and requests agree on what runs (tests call this after each event)."""
+        """Check that ranks and requests agree on what runs (tests call this after each event)."""
         running = [(leg, r) for r in live for leg in r.legs if leg.state is LegState.RUNNING]
         assert all(leg.rank.work.get(request.rid) == (request, leg) for leg, request in running)
         for rank in self._loads.ranks.values():
@@ -239,6 +241,6 @@ class Attempts:
 
 
 def work_of(rank: RankLoad, rid: Rid, attempt: Attempt) -> tuple[Request, LegRun] | None:
-    """What of this attempt is live at `rank`."""
+    """Return the live leg of this attempt at `rank`, with its request, or None."""
     work: tuple[Request, LegRun] | None = rank.work.get(rid)
     return work if work is not None and work[0].attempt == attempt else None

@@ -1,4 +1,6 @@
-"""Lanes of the central queue: requests of one lane wait for the same ranks, so none of them overtakes another. Pure."""
+"""The lanes of the central queue: requests of one lane wait for the same ranks, so none of them overtakes another.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from bus.wire.messages import Model, Role
 
 
 class Lane(NamedTuple):
-    """Of a model and the roles of its legs; `ranks` tells apart which of these ranks are waited for. `pinned`: all are
-    the caller's choice; `apart`: for those that may run beside none of their kind."""
+    """A lane, of a model and the roles of its legs; `ranks` states which of these ranks are waited for. `pinned`:
+    all are the caller's choice; `apart`: for requests that may not run beside each other."""
 
     model: Model
     roles: tuple[Role, ...]
@@ -19,8 +21,8 @@ class Lane(NamedTuple):
     apart: bool = False
 
     def competes(self, other: Lane) -> bool:
-        """Whether requests in `other` may want a rank that requests in this lane want. Pinned requests want the rank
-        that their caller chose alone, and requests that wait apart may refuse a rank that has credit."""
+        """Return true if requests in `other` may want a rank that requests in this lane want. Pinned requests want
+        only the rank that their caller chose, and requests that wait apart may refuse a rank that has credit."""
         return (
             self.model == other.model
             and not (self.pinned or other.pinned or other.apart)

@@ -1,7 +1,8 @@
 """The life of requests: accepted, placed, retried, ended exactly once.
 
-Owns what happens to a request and when, and what its client hears; `controller.requests.attempts` gives its legs to
-ranks, `controller.requests.table` keeps what is alive. Pure: what must be sent is appended to `out`.
+This module decides what happens to a request and when, and what is sent to its client.
+`controller.requests.attempts` gives its legs to ranks, `controller.requests.table` keeps what is alive. Pure:
+messages to send are appended to `out`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ TOO_LATE = "its first token can no longer come in time"
 
 
 class Life:
-    """Live requests by rid, at the ranks of `balancer`."""
+    """The live requests by rid, at the ranks of `balancer`."""
 
     def __init__(
         self,
@@ -86,14 +87,15 @@ class Life:
         self.spans = False  # whether those that are traced have a span here, which the shell exports
 
     def reconfigure(self, config: ControllerConfig) -> None:
-        """From now on."""
+        """Apply new settings from now on."""
         self._config = config
         self.table.reconfigure(config)
         self.losses.reconfigure(config)
 
     @property
     def by_tick(self) -> bool:
-        """Whether what waits is dispatched with ticks alone: then nothing overtakes it in between either."""
+        """True if waiting requests are dispatched with ticks only: then no request overtakes them between ticks
+        either."""
         return self._attempts.by_tick
 
     @by_tick.setter
@@ -102,7 +104,7 @@ class Life:
 
     @property
     def trace(self) -> bool:
-        """Whether each request has log lines."""
+        """True if each request has log lines."""
         return self._trace
 
     @trace.setter
@@ -112,7 +114,7 @@ class Life:
     # --- from clients -----------------------------------------------------------------------------------------
 
     def submit(self, peer: Any, submit: Submit, frames: Sequence[Any], now: float, out: list[Action]) -> None:
-        """Answered by Accepted (now, or when it leaves the queue) or by Failed."""
+        """Take in a submit. The answer is Accepted (now, or when it leaves the queue) or Failed."""
         live = self.requests.get(submit.rid)
         mine = live is None or live.client == key_of(peer)
         if live is not None and mine and submit.attempt <= live.attempt and same_request(live.submit, submit):
@@ -153,9 +155,9 @@ class Life:
             self._fail(request, refusal.code, refusal.sentence, now, out)
 
     def cancel(self, peer: Any, cancel: Cancel, now: float, out: list[Action]) -> None:
-        """End a request at once; its client may, and an admin, or without keys whoever knows the rid. Its owner hears
-        the end, whoever asked for it, and so does `peer`, which may be the owner over a new connection. Unknown ones
-        are over already, and one of another room is not meant: no answer."""
+        """End a request at once. Its client may do so, an admin, or without keys everyone that knows the rid. The
+        end goes to its owner and to `peer`, which may be the owner over a new connection. Unknown requests are over
+        already, and one of another room is not meant: no answer."""
         rid, room = cancel.rid, cancel.room
         client = "" if may(peer, "admins") else key_of(peer)
         for leg in self.table.inherited.take(rid, client or None):
@@ -172,9 +174,10 @@ class Life:
                 out.append(ToClient(peer, failed))
 
     def client_gone(self, peer: Any, rid: Rid, now: float, out: list[Action]) -> None:
-        """Nobody is there to be told where it runs, so nobody will read it. (One that has run before may be read over a
-        connection that stands: its rank looks after that.) Its ranks answer the same attempt with what they are told
-        here: a client whose link was cut, and whose submit came late, says it again."""
+        """End a request whose client is gone before it got `Accepted`, since its output will not be read. (The
+        output of one that has run before may be read over another connection: its rank handles that.) Its ranks
+        answer the same attempt with this end; a client whose link was cut, and whose submit came late, sends it
+        again."""
         request = self.requests.get(rid)
         if (
             request is not None
@@ -188,7 +191,7 @@ class Life:
     # --- from nodes -------------------------------------------------------------------------------------------
 
     def progress(self, rank: RankLoad, progress: Progress, now: float, out: list[Action]) -> None:
-        """Legs that started or ended; what an older attempt says is fenced off here."""
+        """Handle legs that started or ended; reports of an older attempt are fenced off here."""
         for rid, attempt in progress.started:
             work = work_of(rank, rid, attempt)
             if work is not None:
@@ -205,7 +208,7 @@ class Life:
     # --- time and credit --------------------------------------------------------------------------------------
 
     def expire(self, now: float, out: list[Action]) -> None:
-        """Fail what is past its deadline; forget who wished when that is long ago."""
+        """Fail what is past its deadline, and forget old wishes for a time per token."""
         for client in [client for client, since in self._wishing.items() if now - since >= 2 * WISH_S]:
             del self._wishing[client]
         for request in self.table.overdue(now):
@@ -225,8 +228,8 @@ class Life:
                 self._fail(request, refusal.code, refusal.sentence, now, out)
 
     def _gives_up_wish(self, request: Request, now: float) -> bool:
-        """A wish for a time per token holds up what else its client has waiting for WISH_S; for as long after that the
-        client's wishes count for nothing."""
+        """Return true if a wish for a time per token has blocked its client's other requests for WISH_S; for the
+        same time after that, the client's wishes do not count."""
         since = self._wishing.setdefault(request.client, now)
         if now - since < WISH_S:
             return False
@@ -235,7 +238,7 @@ class Life:
         return True
 
     def shed(self, now: float, out: list[Action]) -> None:
-        """Refuse what waits and cannot have its first token in time any more."""
+        """Refuse waiting requests that cannot have their first token in time any more."""
         for request in [request for request in self.queue if not self._in_time(request, now)]:
             self._fail(request, "overloaded", TOO_LATE, now, out)
 
@@ -245,7 +248,8 @@ class Life:
             self._fail(request, "shutting_down", "the controller leaves", now, out)
 
     def measure(self, interval_s: float, out: list[Action]) -> None:
-        """Each `interval_s`: how fast requests end, for retry hints; and how many failures were not logged."""
+        """Measure, each `interval_s`, how fast requests end, for retry hints; and log how many failures were not
+        logged."""
         if self._untold:
             out.append(Note("request.lines_left_out", fields={"count": self._untold}))
         self._told = self._untold = 0
@@ -253,13 +257,13 @@ class Life:
         self._ends = 0
 
     def retry_after_s(self, code: Code) -> float:
-        """When it may be worth trying again; 0: no hint."""
+        """Return the seconds after which a new try may be worth it; 0: no hint."""
         if code == "overloaded":
             return round(min(5.0, max(0.05, (len(self.queue) + 1) / max(self._ends_s, 0.2))), 3)
         return MEANINGS[code].hint_s
 
     def validate(self) -> None:
-        """Every sum and map is what its definition says (tests call this after each event)."""
+        """Check that every sum and map follows its definition (tests call this after each event)."""
         self.table.validate()
         live = self.requests.values()
         self._attempts.validate(live)
@@ -301,7 +305,7 @@ class Life:
         self._counts["queued"] += 1
 
     def _in_time(self, request: Request, now: float) -> bool:
-        """Whether its first token would come in time if it went to a rank now."""
+        """Return true if the request's first token would come in time if it went to a rank now."""
         due = request.first_due
         return due == inf or now + self._balancer.first_token_s(request.submit, request.model, request.work) <= due
 
@@ -337,7 +341,7 @@ class Life:
             self._leg_failed(request, leg, ended.code, sentence, now, out)
 
     def _finish(self, request: Request, now: float, out: list[Action]) -> None:
-        """Done, once every leg is over."""
+        """End a request well, once every leg is over."""
         done: tuple[Ended, ...] = ()
         for leg in request.legs:
             if leg.ended is not None:
@@ -356,7 +360,7 @@ class Life:
     def _leg_failed(
         self, request: Request, leg: LegRun, code: Code, sentence: str, now: float, out: list[Action]
     ) -> None:
-        """One leg of `request` is over and not well: decode may go on without it, or another attempt may mend it."""
+        """Handle a failed leg of `request`: decode may go on without it, or another attempt may succeed."""
         if is_spare(leg, request):
             self._attempts.cancel(request, "prefill_failed", out, if_unfetched=True)
             self._finish(request, now, out)
@@ -373,7 +377,8 @@ class Life:
     def _try_again(
         self, request: Request, failed: LegRun, code: Code, sentence: str, now: float, out: list[Action]
     ) -> None:
-        """Under the next attempt, at other ranks if there are any. Who nobody can take fails as its leg did."""
+        """Run the next attempt, at other ranks if there are any. If no rank can take it, the request fails as its
+        leg did."""
         rank = f"{failed.rank.key[0]}/{failed.rank.key[1]}"
         self._tell("request.retried", "info", about_of(request) | {"rank": rank, "code": code, "why": sentence}, out)
         self._attempts.withdraw(request, "fenced", out)
@@ -402,7 +407,7 @@ class Life:
     def _forget(
         self, request: Request, now: float, code: Code, why: str, out: list[Action], *, failed: bool = False
     ) -> None:
-        """It did not end well: all that stays is its record."""
+        """Remove a request that failed: only its record stays."""
         if request.first_due != inf:
             self._no_first_token(code)
         record = self.table.remove(request, now, code, why, failed=failed)
@@ -410,7 +415,7 @@ class Life:
             out.append(Over(record))
 
     def _no_first_token(self, code: Code) -> None:
-        """It ended with `code` before it had one, though it was to have one in time."""
+        """Count a request that ended with `code` before its first token, although it should have had one in time."""
         self._counts["ttft_slo_exempt" if MEANINGS[code].severity == "debug" else "ttft_slo_missed"] += 1
 
     def _answer_failed(
@@ -434,7 +439,8 @@ class Life:
 
 
 def _measure(request: Request, leg: LegRun, ended: Ended, now: float) -> None:
-    """Of a leg that ended well. One whose beginning and end were reported together tells no time between tokens."""
+    """Measure a leg that ended well. If its beginning and end were reported together, there is no time between
+    tokens."""
     if leg.role == "prefill":
         leg.rank.latencies.ttft.observe(ended.first_token_s)
     elif ended.output_tokens > 1 and leg.first_at < now and request.came_at != inf:

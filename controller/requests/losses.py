@@ -1,7 +1,7 @@
-"""What is lost with a rank, or never reached it: what becomes of it, and what its ranks are told. Pure.
+"""The losses of ranks, and dispatches that never reached one: what becomes of their requests. Pure.
 
-Owns what is known of ranks that died with requests (`controller.requests.unclear`, and each request's `losses`);
-`controller.requests.life` decides whether a request that lost a leg is tried again.
+This module owns what is known of ranks that died with requests (`controller.requests.unclear`, and each request's
+`losses`). `controller.requests.life` decides whether a request that lost a leg is tried again.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Losses:
         self.unclear = Unclear()
 
     def reconfigure(self, config: ControllerConfig) -> None:
-        """From now on."""
+        """Apply new settings from now on."""
         self._config = config
 
     def lost(self, loss: Loss, now: float, out: list[Action]) -> None:
-        """A rank is gone, hung or restarted: what ran there is dispatched again, or failed."""
+        """Handle a rank that is gone, hung or restarted: its work is dispatched again, or fails."""
         rank = loss.rank
         if loss.died:
             for rid, offset in self.unclear.settle(rank).items():
@@ -70,7 +70,7 @@ class Losses:
             self._failed(request, leg, "peer_lost", loss.why, now, out)
 
     def unsent(self, rank: RankLoad, dispatch: Dispatch, now: float, out: list[Action]) -> None:
-        """A dispatch met a connection that is gone: it never happened, and costs no try."""
+        """Take back a dispatch whose connection was gone: it never happened, and counts as no try."""
         work = work_of(rank, dispatch.rid, dispatch.attempt)
         if work is None:
             return
@@ -85,19 +85,19 @@ class Losses:
         self._again(request, leg, "peer_lost", sentence, now, out)
 
     def untold(self, cancel: CancelLeg) -> None:
-        """It met a connection that is gone."""
+        """Remember a cancel whose connection was gone."""
         if not cancel.if_unfetched:
             self.unclear.untold(cancel.rid, cancel.attempt, cancel.room)
 
     def returned(self, rank: RankLoad, running: Iterable[tuple[Rid, Attempt]], out: list[Action]) -> None:
-        """A start of a rank that says hello has not died; what it runs and is given up ends."""
+        """Note that a start of a rank said hello: it has not died. End what it runs and was given up."""
         self.unclear.settle(rank)
         for rid, attempt, room in self.unclear.orphans(running):
             out.append(ToNode(rank.peer, CancelLeg(rid, attempt, "fenced", room=room)))
 
     def undelivered(self, rank: RankLoad, dispatch: Dispatch, now: float, out: list[Action]) -> None:
-        """A dispatch could not be queued for its node: it never happened, also if its leg was given up before it could
-        be sent."""
+        """Take back a dispatch that could not be queued for its node: it never happened, also if its leg was given
+        up before it could be sent."""
         self._counts["undelivered"] += 1
         work = work_of(rank, dispatch.rid, dispatch.attempt)
         if work is None:
@@ -109,7 +109,7 @@ class Losses:
             self._failed(request, leg, "overloaded", sentence, now, out)
 
     def check(self, request: Request) -> None:
-        """Refusal of what has killed too many ranks, or may have: that is known within a lease."""
+        """Raise Refusal for a request that has killed too many ranks, or may have: that is known within a lease."""
         self.unclear.begins(request.rid, request.attempt)
         attempts = self._config.attempts
         if request.losses >= attempts:
@@ -119,10 +119,10 @@ class Losses:
         request.apart = self.is_apart(request)
 
     def of(self, request: Request) -> int:
-        """How many ranks have died with it, or may have."""
+        """Return how many ranks have died with the request, or may have."""
         return request.losses + self.unclear.count(request.rid, request.submit.offset)
 
     def is_apart(self, request: Request) -> bool:
-        """Whether one more lost rank makes the request poison. Then it must not share a rank with another such request.
-        The first loss does not count alone, or else all requests of one lost rank would wait."""
+        """Return true if one more lost rank makes the request poison. Then it must not share a rank with another
+        such request. The first loss does not count alone, or else all requests of one lost rank would wait."""
         return self.of(request) >= max(2, self._config.attempts - 1)

@@ -1,9 +1,10 @@
-"""In which order requests of one client and priority wait: by arrival, or by what keeps most of their SLOs. Pure.
+"""The order in which requests of one client and priority wait: by arrival, or so that most of their SLOs are kept.
+Pure.
 
-First come, first served makes nearly everybody late under a burst: all wait as long as the burst is. `SloOrder` serves
-first what can still have its first token in time, the least work first, and behind it, by arrival, what cannot. Who has
-seen `overtake_tokens` of work served that came later is next, so nobody starves. What waits in several orders for the
-same ranks shares a `Tally`, and its heads compare by their urgency.
+First come, first served makes nearly all requests late under a burst, because each waits as long as the burst lasts.
+`SloOrder` first serves requests that can still have their first token in time, the least work first, and then, by
+arrival, those that cannot. A request that `overtake_tokens` of later work have overtaken is next, so none starves.
+Requests that wait in several orders for the same ranks share a `Tally`, and their heads compare by urgency.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 
 class Waiting(Protocol):
-    """What waits; told from others by identity."""
+    """An item that waits; items differ by identity."""
 
     work: int
     """Prompt tokens to compute for it, as far as is known. Does not change while it waits."""
 
     @property
     def arrived(self) -> int:
-        """Its number among all that came to wait."""
+        """The item's number among all requests that came to wait."""
 
 
 Urgency: TypeAlias = tuple[int, int, int]
@@ -29,7 +30,7 @@ Urgency: TypeAlias = tuple[int, int, int]
 
 
 class Tally:
-    """How much work has come to wait, and how much of it has left; `waiting`: how many of it are there."""
+    """The work that has come to wait, and the work that has left; `waiting`: how many requests are there."""
 
     def __init__(self) -> None:
         self.came = self.left = self.waiting = 0
@@ -39,7 +40,7 @@ T = TypeVar("T", bound=Waiting)
 
 
 class ArrivalOrder(Generic[T]):
-    """First come, first served. `tally` is shared with orders of what waits for the same ranks."""
+    """First come, first served. `tally` is shared with the orders of requests that wait for the same ranks."""
 
     def __init__(self, tally: Tally | None = None) -> None:
         self.tally = tally or Tally()
@@ -52,25 +53,25 @@ class ArrivalOrder(Generic[T]):
         return iter(self._items)
 
     def add(self, item: T) -> None:
-        """Behind all others."""
+        """Add an item behind all others."""
         self._items[item] = None
         self.tally.came += item.work
         self.tally.waiting += 1
 
     def remove(self, item: T) -> None:
-        """It was served, or went away."""
+        """Remove an item that was served, or went away."""
         del self._items[item]
         self.tally.left += item.work
         self.tally.waiting -= 1
 
     def head(self, in_time: Callable[[T], bool]) -> tuple[Urgency, T]:
-        """Who is next, and how urgent it is beside the heads of other orders. There is one."""
+        """Return the next item, and its urgency beside the heads of other orders. The order must not be empty."""
         item = next(iter(self._items))
         return (0, 0, item.arrived), item
 
 
 class SloOrder(ArrivalOrder[T]):
-    """See the module. O(log n)."""
+    """The order by SLOs; see the module's docstring. O(log n)."""
 
     def __init__(self, overtake_tokens: int, tally: Tally | None = None) -> None:
         super().__init__(tally)
@@ -79,7 +80,7 @@ class SloOrder(ArrivalOrder[T]):
         self._came: dict[T, int] = {}  # work of all that had come by then, its own included
 
     def add(self, item: T) -> None:
-        """At its place."""
+        """Add an item at its place."""
         super().add(item)
         self._came[item] = self.tally.came
         heapq.heappush(self._hopeful, (item.work, item.arrived, item))
@@ -88,15 +89,16 @@ class SloOrder(ArrivalOrder[T]):
             heapq.heapify(self._hopeful)
 
     def remove(self, item: T) -> None:
-        """It was served, or went away."""
+        """Remove an item that was served, or went away."""
         super().remove(item)
         del self._came[item]
 
     def head(self, in_time: Callable[[T], bool]) -> tuple[Urgency, T]:
-        """Who is next. There is one. `in_time`: whether it would still keep its SLO if it were; once not, never again.
+        """Return the next item. The order must not be empty. `in_time`: true if the item would still keep its SLO if
+        it were served; once false, always false.
 
-        In order of arrival the oldest would be served when all that came by then has left, so what left beyond that
-        has overtaken it, and whoever is younger has been overtaken by no more.
+        In order of arrival the oldest would be served when all that came before it has left. What left beyond that
+        has overtaken it, and no younger item was overtaken by more.
         """
         urgency, oldest = super().head(in_time)
         if self.tally.left >= self._came[oldest] - oldest.work + self._overtake:
@@ -109,5 +111,5 @@ class SloOrder(ArrivalOrder[T]):
         return (2, 0, oldest.arrived), oldest
 
     def _waits(self, entry: tuple[int, int, T]) -> bool:
-        """Whether it has not left, or left and come again."""
+        """Return true if the entry has not left, or left and come again."""
         return entry[2] in self._came and entry[2].arrived == entry[1]

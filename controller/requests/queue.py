@@ -24,8 +24,8 @@ InTime: TypeAlias = Callable[[Request], bool]
 
 
 class CentralQueue:
-    """Requests by lane: those of one lane wait for the same ranks. Without keys, and where one client waits alone, all
-    operations are O(1) in the number of requests and clients, but `turns` is O(lanes log lanes)."""
+    """The waiting requests by lane; those of one lane wait for the same ranks. Without keys, and where one client
+    waits alone, all operations are O(1) in the number of requests and clients, except `turns`: O(lanes log lanes)."""
 
     def __init__(
         self, *, max_requests: int, max_bytes: int, order: Callable[[Tally], ArrivalOrder[Request]] = ArrivalOrder
@@ -51,12 +51,12 @@ class CentralQueue:
             yield from mine.values()
 
     def has_room(self, size: int) -> bool:
-        """Whether one more request of `size` payload bytes may wait."""
+        """Return true if one more request of `size` payload bytes may wait."""
         return self.requests < self.max_requests and self.bytes + size <= self._max_bytes
 
     def in_the_way(self, request: Request) -> Request | None:
-        """What must go for `request` to have room: the newest of the client that takes most of the queue, if that is
-        more than the client of `request` takes with it."""
+        """Return the request that must go so that `request` has room: the newest of the client that takes most of
+        the queue, if that is more than the client of `request` would take."""
         if self._of_client.keys() <= {request.client}:
             return None
         most = max(self._of_client, key=self._share)
@@ -65,12 +65,12 @@ class CentralQueue:
         return self._of_client[most][next(reversed(self._of_client[most]))]
 
     def waits(self, lane: Lane, *, competing: bool = False) -> bool:
-        """Whether somebody already waits there, so that nobody overtakes; or `competing`: in a lane that wants ranks
-        which `lane` wants."""
+        """Return true if a request waits in the lane, so that none overtakes it; or with `competing`, in a lane that
+        wants the same ranks."""
         return lane in self._lanes or (competing and any(map(lane.competes, self._lanes)))
 
     def add(self, lane: Lane, request: Request) -> None:
-        """At the end of its priority, among its client's."""
+        """Add a request at the end of its priority, among its client's."""
         client = request.client
         assert request.lane is None, request.rid
         if client not in self._of_client:
@@ -92,7 +92,7 @@ class CentralQueue:
         self.bytes += request.frames_bytes
 
     def remove(self, request: Request, *, served: bool = False) -> None:
-        """It leaves; `served`: to a rank, which counts as its client's turn."""
+        """Remove a request; `served`: it went to a rank, which counts as its client's turn."""
         assert request.lane is not None, request.rid
         client, lane = request.client, self._lanes[request.lane]
         if served:
@@ -122,15 +122,15 @@ class CentralQueue:
         return list(self._lanes)
 
     def head(self, lane: Lane, in_time: InTime = lambda request: True) -> Request | None:
-        """Who is next in `lane`."""
+        """Return the next request in `lane`."""
         turn = self._turn(lane, in_time, ())
         return None if turn is None else turn[1]
 
     def turns(self, in_time: InTime = lambda request: True) -> Iterator[Request]:
-        """The next request of all, and so on, lane by lane until a lane's head stays where it is: the client furthest
-        behind comes first, among its own the higher priority, then the order asked for. Behind a head that is put
-        `aside` its lane goes on with other clients. `in_time`: whether a request would keep its SLO if it were served
-        now."""
+        """Return the next request of all, and so on, until each lane's head has stayed where it is. The client
+        furthest behind comes first; among its own requests the higher priority, then the order asked for. Behind a
+        head that is put `aside` its lane goes on with other clients. `in_time`: true if a request would keep its SLO
+        if it were served now."""
         aside: dict[Lane, set[str]] = {}
         waiting: list[tuple[_Turn, Lane]] = []
 
@@ -158,8 +158,8 @@ class CentralQueue:
                 line_up(lane)
 
     def _turn(self, lane: Lane, in_time: InTime, aside: Container[str]) -> tuple[_Turn, Request] | None:
-        """Who is next in `lane`, clients that are put `aside` aside, and when its turn is beside those of other
-        lanes."""
+        """Return the next request in `lane`, without the clients that are put `aside`, and its turn beside those of
+        other lanes."""
         lines = self._lanes.get(lane, {})
         if len(lines) == 1:
             (client,) = lines
@@ -176,7 +176,7 @@ class CentralQueue:
         return (self._fair.clock(client), self._entered[client], -priority, urgency), request
 
     def _share(self, client: str, more: int = 0, more_bytes: int = 0) -> float:
-        """How much of the queue it takes, with so much more."""
+        """Return the client's share of the queue, with this much more."""
         requests = len(self._of_client.get(client, ())) + more
         return max(requests / self.max_requests, (self._bytes_of[client] + more_bytes) / self._max_bytes)
 

@@ -1,4 +1,4 @@
-"""What became of a request, as it is told: the marks that `pdbus trace` shows, and a span. Pure."""
+"""The record of a request for its history: the events that `pdbus trace` shows, and a span. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EventTuple: TypeAlias = tuple[float, str, Attempt, Role | None, str]  # as `Trac
 
 
 class RequestRecord(Struct, frozen=True, gc=False, array_like=True):
-    """Of one submit. Times are the core's; inf: it did not come to that."""
+    """The record of one submit. Times are the core's; inf: it has not happened."""
 
     rid: Rid
     attempt: Attempt  # the last
@@ -48,13 +48,13 @@ class RequestRecord(Struct, frozen=True, gc=False, array_like=True):
 
     @property
     def events(self) -> tuple[EventTuple, ...]:
-        """Its waits, and what was dispatched in which attempt."""
+        """The waits of the request, and the dispatches of each attempt."""
         sent = [(began, "dispatched", self.attempt, role, "{}/{}".format(*key)) for role, key, began, _, _ in self.legs]
         return (*self.past, *sent)
 
 
 def record_of(request: Request, ended_at: float = inf, code: Code = "ok", why: str = "") -> RequestRecord:
-    """So far, or with its end."""
+    """Return the record of a request, so far or with its end."""
     submit = request.submit
     legs: tuple[LegRecord, ...] = ()
     for leg in request.legs:
@@ -80,7 +80,7 @@ def record_of(request: Request, ended_at: float = inf, code: Code = "ok", why: s
 
 
 def trace_events_of(record: RequestRecord, wall_s: float) -> tuple[TraceEvent, ...]:
-    """In order of time. `wall_s` makes seconds since 1970 of the core's."""
+    """Return the events in order of time. `wall_s` turns the core's clock into seconds since 1970."""
     last = record.attempt
     first = min((first_at for role, _, _, first_at, _ in record.legs if role != "prefill"), default=inf)
     end = "failed" if record.code != "ok" else "done"
@@ -106,7 +106,7 @@ def trace_events_of(record: RequestRecord, wall_s: float) -> tuple[TraceEvent, .
 
 
 def span_of(record: RequestRecord, wall_s: float) -> Span:
-    """Of a traced request that is over. `wall_s` as above."""
+    """Return the span of a traced request that is over. `wall_s` turns the core's clock into seconds since 1970."""
     assert record.trace is not None
     events = trace_events_of(record, 0.0)
     attributes: dict[str, Any] = {
@@ -143,5 +143,5 @@ def span_of(record: RequestRecord, wall_s: float) -> Span:
 
 
 def ranks_of(record: RequestRecord) -> set[str]:
-    """Where legs of it were sent, as `instance/dp_rank`."""
+    """Return the ranks that got legs of the request, as `instance/dp_rank`."""
     return {detail for _, what, _, _, detail in record.events if what == "dispatched"}

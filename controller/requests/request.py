@@ -1,4 +1,4 @@
-"""Requests and their legs: records, the tables that decide their states, and the checks a submit must pass. Pure."""
+"""Requests and their legs: records, the tables that decide their states, and the checks of a submit. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_ATTEMPT = 1_000_000
 
 
 class State(Enum):
-    """Where a request is in its life at the controller."""
+    """The state of a request at the controller."""
 
     QUEUED = "queued"  # waits for credit
     RUNNING = "running"  # its legs are dispatched; the client has nothing of this attempt
@@ -35,7 +35,7 @@ class State(Enum):
 
 
 class LegState(Enum):
-    """Where a leg is: at its rank, or over in one of two ways."""
+    """The state of a leg: at its rank, or over in one of two ways."""
 
     RUNNING = "running"
     DONE = "done"
@@ -76,7 +76,7 @@ class LegRun:
         self.ended: Ended | None = None  # what the node said of a leg that is done
 
     def step(self, what: Literal["done", "given up"]) -> None:
-        """Move on as the table says; what it does not know is our bug, and tells the story."""
+        """Change the state according to the table; an illegal step is our bug, and the error has the leg's story."""
         try:
             self.state = LEG_NEXT[self.state, what]
         except KeyError:
@@ -84,7 +84,7 @@ class LegRun:
 
 
 class Request:
-    """One accepted request (`request_of`), `client`'s: its key, or empty where there are none."""
+    """One accepted request (from `request_of`). `client` is its key, or empty where there are none."""
 
     __slots__ = (
         "apart", "arrived", "aside", "attempt", "avoid", "came_at", "client", "deadline_at", "dispatched", "first_due",
@@ -92,7 +92,7 @@ class Request:
         "trace", "tries", "work",
     )  # fmt: skip
     arrived: int  # where it waits (`lane`): its number among those that came to
-    aside: bool  # likewise: it waits for what it alone wishes, so others may go before it
+    aside: bool  # it waits only for its own wish, so others may go before it
 
     def __init__(
         self, peer: Any, client: str, submit: Submit, frames: tuple[Any, ...], frames_bytes: int,
@@ -120,10 +120,11 @@ class Request:
         self.came_at = inf  # to this controller; inf: to an earlier start of it, under which it runs already
         self.first_due = inf  # when its first token is to be there, where that counts
         self.past: tuple[Any, ...] = ()  # waits, and attempts before this one (`record.EventTuple`s)
-        self.trace = submit.trace  # what its legs are told of its trace
+        self.trace = submit.trace  # the trace context for its legs
 
     def step(self, what: Literal["dispatched", "output", "again", "over"]) -> None:
-        """Move on as the table says; what it does not know is our bug, and tells the story."""
+        """Change the state according to the table; an illegal step is our bug, and the error has the request's
+        story."""
         try:
             self.state = NEXT[self.state, what]
         except KeyError:
@@ -133,16 +134,16 @@ class Request:
 
 
 def about_of(request: Request) -> dict[str, Any]:
-    """What each log line of it says: its rid, attempt and room, the ranks of its legs by role, its trace if it has
-    one."""
+    """Return the fields of each log line about a request: rid, attempt and room, the ranks of its legs by role, and
+    its trace if it has one."""
     ranks = {leg.role: f"{leg.rank.key[0]}/{leg.rank.key[1]}" for leg in request.legs}
     about = {"rid": request.rid, "attempt": request.attempt, "room": request.submit.bootstrap_room} | ranks
     return about if request.trace is None else about | {"trace_id": trace_id_of(request.trace)}
 
 
 def request_of(peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> Request:
-    """What `peer` asks for with `submit` and its payload (`frames`: prompt, params). Raises Refusal unless they are
-    sound by themselves."""
+    """Return the request that `peer` makes with `submit` and its payload (`frames`: prompt, params). Refusal if it
+    is invalid by itself."""
     if submit.prompt_tokens < 1:
         raise Refusal("empty_prompt", f"a prompt has at least 1 token, not {submit.prompt_tokens}")
     if submit.offset >= submit.prompt_tokens:
@@ -183,7 +184,7 @@ def request_of(peer: Any, submit: Submit, frames: Sequence[Any], now: float) -> 
 
 
 def same_request(a: Submit, b: Submit) -> bool:
-    """Whether two submits under one rid ask for the same thing, so that one is the other said again. A resumed one
+    """Return true if two submits under one rid ask for the same thing, so that one repeats the other. A resumed one
     differs in its offset and in what it may still produce."""
     return (a.leg, a.bootstrap_room, a.model, a.instance, a.prefill_instance, a.routed_dp_rank, a.needs) == (
         b.leg, b.bootstrap_room, b.model, b.instance, b.prefill_instance, b.routed_dp_rank, b.needs
@@ -193,14 +194,15 @@ def same_request(a: Submit, b: Submit) -> bool:
 
 
 def is_spare(leg: LegRun, request: Request) -> bool:
-    """Whether `request` does without `leg`: once decode has its first token, its own end alone decides."""
+    """Return true if `request` does not need `leg` any more: once decode has its first token, only decode's own end
+    decides."""
     return request.state is State.STREAMING and not leg.answers
 
 
 def verdict(request: Request, code: Code, attempts: int, unclear: int = 0) -> Literal["again", "fail", "poison"]:
-    """What to do about a request that may be tried `attempts` times and of which a leg failed with `code`. Poison: it
-    seems to kill its ranks. `unclear`: ranks that may have died with it beside those that have: if they had, it should
-    go nowhere."""
+    """Decide about a request that may be tried `attempts` times and of which a leg failed with `code`. Poison: it
+    seems to kill its ranks. `unclear`: ranks that may have died with it besides those that have; if they had, it
+    should run nowhere."""
     if not MEANINGS[code].controller or request.state is State.STREAMING or request.attempt >= MAX_ATTEMPT:
         return "fail"
     if request.losses >= attempts:

@@ -1,4 +1,4 @@
-"""SLO classes: within which times tokens are wanted, under a name that requests or clients' keys can have. Pure."""
+"""SLO classes: wanted times for tokens, under a name that requests or clients' keys can have. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME_MAX = 32  # as `Submit.slo_class`
 
 @dataclass(frozen=True)
 class SloClass:
-    """Seconds; `tpot_s` 0: the controller's own."""
+    """The wanted times, in seconds; `tpot_s` 0: the controller's own."""
 
     name: str
     ttft_s: float
@@ -26,7 +26,7 @@ class SloClass:
 
 
 def parse_slo_class(text: str) -> SloClass:
-    """ConfigError with the form expected when `text` is not of it."""
+    """Return the class in `text`; ConfigError with the right form for any other text."""
     name, _, times = text.partition("=")
     if NAME.fullmatch(name) is None or len(name) > _NAME_MAX:
         raise ConfigError(f"--slo-class {text!r}: a name has 1 to {_NAME_MAX} of A-Z a-z 0-9 . _ - ({_FORM})")
@@ -40,14 +40,14 @@ def parse_slo_class(text: str) -> SloClass:
 
 
 class SloClasses:
-    """Of one controller, by name."""
+    """The classes of one controller, by name."""
 
     def __init__(self, classes: Iterable[SloClass]) -> None:
         self._classes = {each.name: each for each in classes}
 
     def settle(self, submit: Submit, client: str) -> Submit:
-        """`submit` with the times of its class, where it names none itself. One that names no class is of the one with
-        the name of its client's key, if there is one. Raises Refusal for a class that nobody knows."""
+        """Return `submit` with the times of its class, where it has none itself. Without a class name it gets the
+        class with the name of its client's key, if there is one. Refusal for an unknown class."""
         if not self._classes and not submit.slo_class:
             return submit
         named = self._classes.get(submit.slo_class or client.partition("/")[2])

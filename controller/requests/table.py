@@ -1,7 +1,7 @@
-"""The table of live requests: by rid, by room and by client; the payload they keep, who waits, and when each is due.
+"""The table of live requests: by rid, by room and by client; their payload, the waiting ones, and their due times.
 
-Owns these maps and sums and the limits on them, and what is remembered of requests that are not alive here. Sends,
-places and decides nothing.
+This module owns these maps and sums and the limits on them, and what is remembered of requests that are not alive
+here. It sends, places and decides nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_OVER = 16_384
 
 
 class HeldLeg(NamedTuple):
-    """A leg that `rank` runs for `client`, a key; None: the rank does not say whose."""
+    """A leg that `rank` runs for `client`, a key; None: the rank does not state it."""
 
     rank: RankLoad
     attempt: Attempt
@@ -34,8 +34,9 @@ class HeldLeg(NamedTuple):
 
 
 class RequestTable:
-    """`requests` by rid; `queue` holds those of them that wait; `payload_bytes` is what all of them keep; `inherited`
-    is what nodes run that a former controller dispatched, `memory` what became of the last ones that are over."""
+    """The table. `requests` by rid; `queue` holds those that wait; `payload_bytes` is the sum of all payloads;
+    `inherited` is what nodes still run of a former controller's dispatches; `history` has the last requests that are
+    over."""
 
     def __init__(self, config: ControllerConfig, now: float) -> None:
         self._config = config
@@ -58,13 +59,13 @@ class RequestTable:
         self.history: History[RequestRecord] = History(RequestRecord, config.trace_bytes)
 
     def reconfigure(self, config: ControllerConfig) -> None:
-        """From now on. What waits already stays."""
+        """Apply new settings. Requests that wait already stay."""
         self._config = config
         self.queue.max_requests = config.queue_requests
         self.history.limit(config.trace_bytes)
 
     def check(self, request: Request, live: Request | None) -> None:
-        """Raise Refusal when `request` does not fit beside what is alive; `live` is the one it would replace."""
+        """Raise Refusal when `request` does not fit beside what is alive; `live` is the one that it would replace."""
         for place in request.places:
             holder = self._rooms.get(place)
             if holder is not None and holder != request.rid:
@@ -80,9 +81,9 @@ class RequestTable:
                 raise Refusal("overloaded", f"{config.max_requests} requests are alive here")
 
     def add(self, request: Request) -> None:
-        """Another request than the one that failed under its rid begins with an attempt of its own, so that what ranks
-        say late of that is not taken for its own. So does a later attempt of the same: its client need not know how
-        many were made here."""
+        """Add a request. If it is another request than the one that failed under its rid, it begins with a new
+        attempt number, so that late reports of ranks about the failed one are not taken for its own. A later attempt
+        of the same request does so too: its client need not know how many were made here."""
         rid = request.rid
         self.requests[rid] = request
         if rid in self._over:
@@ -103,21 +104,21 @@ class RequestTable:
                 request.losses = losses
 
     def move(self, request: Request, peer: Any) -> None:
-        """Its client speaks over another connection now."""
+        """Move a request to its client's new connection."""
         self._leave(request)
         request.peer = peer
         self._enter(request)
 
     def release_payload(self, request: Request) -> None:
-        """Nobody will need its payload again."""
+        """Drop the request's payload, which is not needed again."""
         self.payload_bytes -= request.frames_bytes
         request.frames, request.frames_bytes = (), 0
 
     def remove(
         self, request: Request, now: float, code: Code = "ok", why: str = "", *, failed: bool = False
     ) -> RequestRecord:
-        """It has ended, with `code`: return the record of it, which stays. If it `failed`, the ranks it lost are
-        remembered, should its client come back with it."""
+        """Remove a request that ended with `code`, and return its record, which stays. If it `failed`, the ranks
+        that it lost are remembered, in case its client sends it again."""
         if request.lane is not None:
             self.queue.remove(request)
         request.step("over")
@@ -142,7 +143,7 @@ class RequestTable:
         return record
 
     def blame(self, rid: Rid, offset: int) -> None:
-        """A rank has died with `rid`, which may be over: it had no token beyond `offset` there."""
+        """Record that a rank has died with `rid`, which may be over: it had no token beyond `offset` there."""
         request = self.requests.get(rid)
         if request is not None:
             request.losses += request.submit.offset == offset
@@ -151,7 +152,8 @@ class RequestTable:
         self._keep_losses(rid, offset, losses + 1 if before == offset else 1)
 
     def overdue(self, now: float) -> list[Request]:
-        """Those past their deadline, each once. What was inherited and nobody asked for in time is forgotten."""
+        """Return the requests past their deadline, each once. Inherited work that was not asked for in time is
+        forgotten."""
         requests = []
         for key in self._due.take(now):
             if isinstance(key, RankLoad):
@@ -163,7 +165,7 @@ class RequestTable:
         return requests
 
     def validate(self) -> None:
-        """Every sum and map is what its definition says (tests call this after each event)."""
+        """Check that every sum and map follows its definition (tests call this after each event)."""
         self.queue.validate()
         live = self.requests.values()
         assert {request.rid for request in self.queue} == {r.rid for r in live if r.state is State.QUEUED}
@@ -178,7 +180,7 @@ class RequestTable:
             self._losses.popitem(last=False)
 
     def _enter(self, request: Request) -> None:
-        """Limits count by key, over however many connections, or without keys by connection."""
+        """Count the request for the limits: by key, over all its connections, or without keys by connection."""
         client = request.client or request.peer
         self._of_client[client] = self._of_client.get(client, 0) + 1
 
@@ -192,10 +194,9 @@ class RequestTable:
 
 
 class Inherited:
-    """What nodes still run of requests that a former controller dispatched, so that a resubmit is not run twice: by
-    rid, its legs, of all attempts and keys.
+    """The legs that nodes still run of a former controller's dispatches, by rid, so that a resubmit does not run twice.
 
-    Filled by the first hello of each start of a rank, emptied by resubmits, cancels, time, and the loss of ranks.
+    It is filled by the first hello of each start of a rank, and emptied by resubmits, cancels, time, and lost ranks.
     """
 
     def __init__(self, due: TimerSlots[Rid | RankLoad]) -> None:
@@ -208,11 +209,11 @@ class Inherited:
 
     @property
     def ranks(self) -> int:
-        """How many ranks brought any."""
+        """The number of ranks with inherited work."""
         return len(self._of_rank)
 
     def bring(self, rank: RankLoad, now: float) -> None:
-        """Take over what `rank` ran when it introduced itself; a later hello may list work that I dispatched."""
+        """Record what `rank` ran when it introduced itself; a later hello may list work that I dispatched."""
         running, rank.inherited = rank.inherited, ()
         if not running:
             return
@@ -227,7 +228,7 @@ class Inherited:
             self._held.setdefault(rid, []).append(HeldLeg(rank, attempt, whose[at]))
 
     def of(self, rid: Rid, client: str) -> list[HeldLeg]:
-        """What runs under `rid` and may be this client's. Refusal where all of it is others'."""
+        """Return what runs under `rid` and may be this client's. Refusal where all of it belongs to other clients."""
         held = self._held.get(rid)
         if held is None:
             return []
@@ -237,7 +238,7 @@ class Inherited:
         return mine
 
     def take(self, rid: Rid, client: str | None) -> list[HeldLeg]:
-        """What runs under `rid` and may be this client's (None: whoever's); forgotten with the answer."""
+        """Return what runs under `rid` and may be this client's (None: of every client), and forget it."""
         held = self._held.pop(rid, [])
         others = [leg for leg in held if client is not None and leg.client not in (None, client)]
         if others:
@@ -245,7 +246,7 @@ class Inherited:
         return [leg for leg in held if leg not in others]
 
     def forget(self, rank: RankLoad) -> None:
-        """What it ran is lost, or nobody asked for it."""
+        """Forget what the rank ran: it is lost, or was not asked for."""
         until, running = self._of_rank.pop(rank, (0.0, ()))
         if running:
             self._due.remove(rank, until)

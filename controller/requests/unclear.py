@@ -1,8 +1,8 @@
-"""What may have died, or may still run, at ranks that could not be asked. Pure bookkeeping, bounded.
+"""The requests that may have died, or may still run, at ranks that could not be asked. Pure bookkeeping, bounded.
 
-A connection that is gone says nothing of the process behind it: whether its rank has died, and so may have been killed
-by a request, is known when it says hello again, as the same start or another one, or has not within a lease. And what
-could not be told to end ends when its rank comes back and says that it runs.
+A connection that is gone says nothing about the process behind it. A request may have killed its rank; that is known
+when the rank says hello again, as the same start or another one, or has not within a lease. And a leg that could not
+be cancelled ends when its rank comes back and states that it runs.
 """
 
 from __future__ import annotations
@@ -17,39 +17,41 @@ MAX_UNTOLD = 16_384
 
 
 class Unclear:
-    """`at`: by rank, the requests that were lost with it while it is not known whether it died; `attempts`: by rid, the
-    newest one that was given up without a word to its rank, and its room (None: not known, or of several)."""
+    """The open cases. `at`: by rank, the requests that were lost with it while it is not known whether it died.
+    `attempts`: by rid, the newest attempt that was given up without a message to its rank, and its room (None:
+    unknown, or several)."""
 
     def __init__(self) -> None:
         self.at: dict[RankLoad, dict[Rid, int]] = {}
         self.attempts: OrderedDict[Rid, tuple[Attempt, Room | None]] = OrderedDict()
 
     def lost(self, rank: RankLoad, rid: Rid, offset: int) -> None:
-        """`rid`, of `offset` tokens before this rank, was lost with it."""
+        """Record that `rid`, with `offset` tokens before this rank, was lost with it."""
         self.at.setdefault(rank, {})[rid] = offset
 
     def settle(self, rank: RankLoad) -> dict[Rid, int]:
-        """It is known now whether `rank` has died: the requests lost with it, and their offsets. Forgotten here."""
+        """Return the requests lost with `rank`, and their offsets, and forget them: it is known now whether it has
+        died."""
         return self.at.pop(rank, {})
 
     def count(self, rid: Rid, offset: int) -> int:
-        """How many ranks may have died with `rid`."""
+        """Return how many ranks may have died with `rid`."""
         return sum(lost.get(rid) == offset for lost in self.at.values())
 
     def untold(self, rid: Rid, attempt: Attempt, room: Room | None) -> None:
-        """Nobody at its rank heard that this attempt is given up."""
+        """Record that the cancel of this attempt reached no rank."""
         before, other = self.attempts.pop(rid, (0, room))
         self.attempts[rid] = max(attempt, before), room if room == other else None
         if len(self.attempts) > MAX_UNTOLD:
             self.attempts.popitem(last=False)
 
     def begins(self, rid: Rid, attempt: Attempt) -> None:
-        """This attempt is wanted, whatever became of an earlier one of the same number."""
+        """Note that this attempt is wanted, whatever became of an earlier one of the same number."""
         if self.attempts.get(rid, (0,))[0] >= attempt:
             del self.attempts[rid]
 
     def orphans(self, running: Iterable[tuple[Rid, Attempt]]) -> list[tuple[Rid, Attempt, Room | None]]:
-        """Which of these were given up, unless they are of another room."""
+        """Return which of these were given up, unless they are of another room."""
         return [
             (rid, attempt, known[1])
             for rid, attempt in running
